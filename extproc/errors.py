@@ -1,0 +1,49 @@
+"""The exception tree.
+
+Exceptions are for broken configuration, a peer that breaks the protocol, and bugs.
+What is expected to happen (a refusal, an unknown metric, a client that leaves) is a value.
+"""
+
+from __future__ import annotations
+
+
+class ExtprocError(Exception):
+    """Base of everything this package raises on purpose.
+
+    Args:
+        wanted: What would have been accepted.
+        found: What was there.
+        fix: What the reader should do.
+    """
+
+    def __init__(self, *, wanted: str, found: str, fix: str) -> None:
+        super().__init__(f"wanted {wanted}; found {found}; {fix}")
+        self.wanted = wanted
+        self.found = found
+        self.fix = fix
+
+
+class ConfigError(ExtprocError):
+    """Broken configuration: a file, a flag or an environment variable.
+
+    Args:
+        where: The file and YAML path, or the flag.
+        wanted: What would have been accepted.
+        found: What was there.
+        fix: What the reader should do.
+    """
+
+    def __init__(self, where: str, *, wanted: str, found: str, fix: str) -> None:
+        super().__init__(wanted=wanted, found=found, fix=fix)
+        self.where = where
+
+    def __str__(self) -> str:
+        return f"{self.where}: {super().__str__()}"
+
+
+class ProtocolError(ExtprocError):
+    """The data plane sent a message the ext_proc protocol does not allow at this point."""
+
+
+class PageError(ExtprocError):
+    """A metrics page that is not Prometheus text."""

@@ -1,0 +1,73 @@
+"""Requests: as they arrive from the data plane, and as they read once parsed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+#: Estimated UTF-8 bytes per prompt token. Four is the usual figure for English text with a
+#: 32k to 128k vocabulary; it only scales estimates, never what is sent.
+BYTES_PER_TOKEN = 4
+
+
+class RawRequest(msgspec.Struct, frozen=True, gc=False):
+    """One HTTP request as the data plane showed it, before anybody understood it.
+
+    Attributes:
+        headers: Header names in lower case, pseudo headers included; of duplicates the last.
+        body: The body, byte for byte; empty when there is none or it was not shown.
+        truncated: The data plane showed only the beginning of the body (BUFFERED_PARTIAL).
+        subset: Endpoints the data plane allows (EPP protocol 004, subset hint): `ip:port` or bare
+            `ip` tokens. None means no hint; an empty tuple means none is allowed.
+    """
+
+    headers: Mapping[str, str]
+    body: bytes = b""
+    truncated: bool = False
+    subset: tuple[str, ...] | None = None
+
+    @property
+    def path(self) -> str:
+        """The request path without its query string, and without a trailing slash."""
+        path = self.headers.get(":path") or "/"
+        path = path.partition("?")[0]
+        return path.rstrip("/") or "/"
+
+    @property
+    def method(self) -> str:
+        """The HTTP method; empty if the data plane did not show it."""
+        return self.headers.get(":method", "")
+
+
+class Request(msgspec.Struct, frozen=True, gc=False):
+    """A parsed inference request.
+
+    Attributes:
+        api: Which surface was called: `chat`, `completions`, `embeddings`, ..., `opaque`.
+        model: The LLM name in the body; empty when it names none.
+        adapter: The LoRA adapter, where the surface names one apart from the model. vLLM names an
+            adapter in `model`, so this is then empty and `target` is the model.
+        prompt: The prompt as stable bytes in the order the engine sees it: equal beginnings are
+            equal bytes. It is hashed, never sent, logged or decoded.
+        prompt_tokens: Estimated prompt length in tokens; exact for tokenised prompts.
+        stream: Whether the client asked for a streamed answer.
+        max_tokens: Upper bound on generated tokens; None when the request sets none.
+        session: What ties turns of one conversation together; empty when nothing does.
+        subset: See `RawRequest.subset`.
+    """
+
+    api: str
+    model: str = ""
+    adapter: str = ""
+    prompt: bytes = b""
+    prompt_tokens: int = 0
+    stream: bool = False
+    max_tokens: int | None = None
+    session: str = ""
+    subset: tuple[str, ...] | None = None
+
+    @property
+    def target(self) -> str:
+        """The name an engine must be able to serve: the adapter if there is one, else the model."""
+        return self.adapter or self.model
