@@ -1,0 +1,135 @@
+"""The one writer of the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from extproc.endpoint import Endpoint, Load
+from extproc.pool.accounts import Account
+from extproc.pool.snapshot import Member, Pool
+
+
+class Mark(msgspec.Struct, frozen=True, gc=False):
+    """What was true when a scrape was sent: the endpoint's life and our own requests on it."""
+
+    endpoint: Endpoint
+    in_flight: int
+
+
+class Fleet:
+    """Replaces the pool when discovery, a scrape or an account says so.
+
+    Args:
+        on_gone: Called with every endpoint incarnation that left, so that beliefs about it can be
+            dropped.
+    """
+
+    def __init__(self, on_gone: Callable[[Endpoint], None]) -> None:
+        self._on_gone = on_gone
+        self._pool = Pool(members=(), positions={})
+        self._incarnations = 0
+        self._synced = False
+
+    @property
+    def pool(self) -> Pool:
+        """The current picture; it stays as it is, a later change makes a new one."""
+        return self._pool
+
+    @property
+    def synced(self) -> bool:
+        """Whether discovery has spoken at least once."""
+        return self._synced
+
+    def replace(self, endpoints: Sequence[Endpoint], now: float) -> None:
+        """Take discovery's list as the whole truth.
+
+        An endpoint that stays keeps its account and load; its labels are updated. One that comes
+        back gets a new incarnation and a clean account, while tickets of its earlier life still
+        close against the earlier account.
+
+        Args:
+            endpoints: All endpoints, at most one per address; of duplicates the first counts.
+            now: Monotonic seconds.
+        """
+        del now
+        old = {member.endpoint.address: member for member in self._pool.members}
+        members: dict[str, Member] = {}
+        for endpoint in endpoints:
+            if endpoint.address in members:
+                continue
+            known = old.pop(endpoint.address, None)
+            members[endpoint.address] = (
+                self._joined(endpoint) if known is None else _relabelled(known, endpoint)
+            )
+        self._synced = True
+        self._publish(tuple(members.values()))
+        for member in old.values():
+            self._on_gone(member.endpoint)
+
+    def begin_scrape(self, endpoint: Endpoint) -> Mark:
+        """Note our own requests at the moment a scrape is sent."""
+        member = self._pool.find(endpoint.address)
+        return Mark(endpoint, member.account.in_flight if member else 0)
+
+    def observe(self, mark: Mark, load: Load, now: float) -> None:
+        """Take in a scrape.
+
+        The part of the engine's work that is not ours, max(0, scraped - own at scrape), is fixed
+        here. Own is the larger of the counts at both ends of the scrape: what started or ended in
+        between may or may not be in the page, and must not be taken for foreign work.
+        """
+        del now
+        member = self._current(mark)
+        if member is None:
+            return
+        own = max(mark.in_flight, member.account.in_flight)
+        scraped = (load.running or 0.0) + (load.waiting or 0.0)
+        self._swap(
+            msgspec.structs.replace(
+                member, load=load, foreign=max(0.0, scraped - own), failures=0, failure=""
+            )
+        )
+
+    def scrape_failed(self, mark: Mark, reason: str, now: float) -> None:
+        """Count a failed scrape; the last load stays and ages.
+
+        Only a connection that was refused or timed out says that the engine is down. A page that
+        is missing or unreadable says nothing about its ability to serve.
+        """
+        del now
+        member = self._current(mark)
+        if member is None:
+            return
+        failures = member.failures + 1 if reason in {"refused", "timeout"} else 0
+        self._swap(msgspec.structs.replace(member, failures=failures, failure=reason))
+
+    def _current(self, mark: Mark) -> Member | None:
+        member = self._pool.find(mark.endpoint.address)
+        if member is None or member.endpoint.incarnation != mark.endpoint.incarnation:
+            return None
+        return member
+
+    def _joined(self, endpoint: Endpoint) -> Member:
+        self._incarnations += 1
+        born = msgspec.structs.replace(endpoint, incarnation=self._incarnations)
+        return Member(endpoint=born, account=Account(born))
+
+    def _swap(self, member: Member) -> None:
+        members = self._pool.members
+        at = self._pool.positions[member.endpoint.address]
+        self._pool = Pool(
+            members=(*members[:at], member, *members[at + 1 :]), positions=self._pool.positions
+        )
+
+    def _publish(self, members: tuple[Member, ...]) -> None:
+        positions = {member.endpoint.address: at for at, member in enumerate(members)}
+        self._pool = Pool(members=members, positions=positions)
+
+
+def _relabelled(known: Member, endpoint: Endpoint) -> Member:
+    if (known.endpoint.name, known.endpoint.labels) == (endpoint.name, endpoint.labels):
+        return known
+    renamed = msgspec.structs.replace(endpoint, incarnation=known.endpoint.incarnation)
+    return msgspec.structs.replace(known, endpoint=renamed)

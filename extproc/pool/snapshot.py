@@ -1,0 +1,112 @@
+"""The immutable picture of all endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from extproc.endpoint import UNKNOWN, Candidate, Endpoint, Load
+from extproc.pool.accounts import Account
+
+#: Consecutive refused or timed-out scrapes after which an endpoint is avoided.
+DOWN_AFTER_FAILURES = 2
+
+
+class Member(msgspec.Struct, frozen=True, gc=False):
+    """One endpoint with what is known of it.
+
+    Attributes:
+        endpoint: Which one.
+        account: Our own open requests there; the one part that moves between snapshots.
+        load: The last scrape.
+        foreign: Requests of others at that scrape: max(0, scraped - own).
+        failures: Consecutive connection failures of the scraper.
+        failure: The last scrape's failure, empty if it succeeded.
+    """
+
+    endpoint: Endpoint
+    account: Account
+    load: Load = UNKNOWN
+    foreign: float = 0.0
+    failures: int = 0
+    failure: str = ""
+
+
+class Pool(msgspec.Struct, frozen=True, gc=False):
+    """All endpoints at one moment.
+
+    Attributes:
+        members: In the order discovery named them.
+        positions: Address to index in `members`.
+    """
+
+    members: tuple[Member, ...]
+    positions: Mapping[str, int]
+
+    def find(self, address: str) -> Member | None:
+        """The member at `ip:port`, if there is one."""
+        at = self.positions.get(address)
+        return None if at is None else self.members[at]
+
+    def eligible(self, subset: Sequence[str] | None) -> Sequence[Member]:
+        """The members a request may go to, in pool order.
+
+        Endpoints whose scrapes cannot even connect are left out, unless that leaves nobody: then
+        it is more likely the scraper that is cut off, and routing goes on.
+
+        Args:
+            subset: EPP protocol 004: None for no hint, else `ip:port` (one endpoint) or bare `ip`
+                (all its ports) tokens; a token that names nobody is ignored.
+        """
+        members: Sequence[Member] = self.members
+        if subset is not None:
+            allowed = {token.strip("[]") if _is_bare(token) else token for token in subset}
+            members = [
+                member
+                for member in members
+                if member.endpoint.address in allowed or member.endpoint.ip in allowed
+            ]
+        up = [member for member in members if member.failures < DOWN_AFTER_FAILURES]
+        return up or members
+
+
+def candidates(
+    members: Sequence[Member], matched_tokens: Sequence[int], *, now: float, stale_after_s: float
+) -> list[Candidate]:
+    """Turn members into candidates.
+
+    Args:
+        members: Who is in play.
+        matched_tokens: Per member, prompt tokens believed cached there.
+        now: Monotonic seconds.
+        stale_after_s: Age in seconds from which a load counts as unknown.
+    """
+    turn = []
+    for member, matched in zip(members, matched_tokens, strict=True):
+        load = member.load
+        account = member.account
+        own = account.in_flight
+        age = now - load.at
+        if age > stale_after_s:
+            turn.append(
+                Candidate(member.endpoint, UNKNOWN, age, own, own, account.prompt_tokens, matched)
+            )
+        else:
+            turn.append(
+                Candidate(
+                    member.endpoint,
+                    load,
+                    age,
+                    own,
+                    own + member.foreign,
+                    account.prompt_tokens,
+                    matched,
+                )
+            )
+    return turn
+
+
+def _is_bare(token: str) -> bool:
+    """Whether a subset token is an address without a port: `10.0.0.1`, `fd00::1`, `[fd00::1]`."""
+    return token.endswith("]") or (token.count(":") != 1 and not token.startswith("["))

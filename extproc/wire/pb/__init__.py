@@ -1,0 +1,1 @@
+"""Compiled from proto/ by `make proto`; never edited by hand."""
