@@ -1,0 +1,305 @@
+"""One HTTP exchange, from the first event to the last.
+
+Two doors: `receive` takes an event and says what to answer at once; when it leaves a request in
+`pending`, somebody decides, and `resolve` turns the outcome into answers. Between the doors a
+request may be held.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from extproc.decision import Decision, Outcome, Rejection
+from extproc.errors import ProtocolError
+from extproc.protocol import refusal
+from extproc.protocol.events import NO_HEADERS, UNDECLARED, BodyMode, Event, Kind, Modes
+from extproc.protocol.feedback import Tail, feedback_mode
+from extproc.protocol.gathering import Budget, Gathering
+from extproc.protocol.headers import (
+    CONTROL_HEADERS,
+    RESPONSE_MARKER,
+    SELECTION,
+    SERVED_HEADER,
+)
+from extproc.protocol.replies import (
+    Answered,
+    Continue,
+    Headers,
+    Refuse,
+    Reply,
+    Route,
+    chunks,
+)
+from extproc.protocol.settings import ExchangeSettings
+from extproc.protocol.transitions import REQUEST, RESPONSE, Act, Asked, Told
+from extproc.request import RawRequest
+
+_BUFFERED = frozenset({BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL})
+_DECIDED_ON_HEADERS = frozenset({BodyMode.NONE, BodyMode.STREAMED})
+_DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
+_NOTHING: tuple[Reply, ...] = ()
+
+
+class Exchange:
+    """The state machine of one stream. Not for use after `close`.
+
+    Args:
+        settings: Shared by all exchanges of a server.
+        budget: Bytes all exchanges together may gather.
+        watch_stream: Whether a streamed answer of this exchange is sampled for its usage.
+
+    Attributes:
+        pending: The complete request while it waits for its outcome, else None.
+        status: HTTP status of the response as text; empty until it is known.
+        tail: The end of the response body, where it is visible.
+    """
+
+    __slots__ = (
+        "_budget",
+        "_by_trailers",
+        "_content_type",
+        "_gathering",
+        "_headers",
+        "_headers_due",
+        "_history",
+        "_modes",
+        "_removed",
+        "_settings",
+        "_subset",
+        "_watch_stream",
+        "asked",
+        "pending",
+        "served",
+        "status",
+        "tail",
+        "told",
+    )
+
+    def __init__(
+        self, settings: ExchangeSettings, budget: Budget, *, watch_stream: bool = False
+    ) -> None:
+        self._settings = settings
+        self._budget = budget
+        self._watch_stream = watch_stream
+        self._modes: Modes | None = None
+        self._headers = NO_HEADERS
+        self._headers_due = False
+        self._removed: tuple[str, ...] = ()
+        self._subset: tuple[str, ...] | None = None
+        self._gathering: Gathering | None = None
+        self._by_trailers = False
+        self._content_type = ""
+        self._history: deque[Kind] = deque(maxlen=6)
+        self.asked = Asked.IDLE
+        self.told = Told.IDLE
+        self.pending: RawRequest | None = None
+        self.status = ""
+        self.served = ""
+        self.tail: Tail | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Whether an immediate response was sent; the stream ends with gRPC OK after it."""
+        return self.asked is Asked.REFUSED
+
+    def receive(self, event: Event) -> Iterable[Reply]:
+        """Take one event.
+
+        Returns:
+            What to answer now, in order. Consume it before the next call.
+
+        Raises:
+            ProtocolError: The event does not fit the phase.
+        """
+        kind = event.kind
+        self._history.append(kind)
+        if self._modes is None:
+            self._modes = event.modes or UNDECLARED
+        if kind is Kind.UNKNOWN:
+            return _NOTHING
+        if event.hints is not None:
+            self._take_hints(event)
+        if kind <= Kind.REQUEST_TRAILERS:
+            act = REQUEST.get((self.asked, kind))
+        elif self.refused:
+            return _NOTHING
+        else:
+            act = RESPONSE.get((self.told, kind))
+        if act is None:
+            raise self._misfit(kind)
+        return self._do(act, event, self._modes)
+
+    def resolve(self, outcome: Outcome, *, request_id: str = "") -> Iterable[Reply]:
+        """Answer the pending request.
+
+        Args:
+            outcome: What was decided.
+            request_id: Value for `x-request-id` if the client sent none; empty sets nothing.
+
+        Raises:
+            RuntimeError: Nothing is pending, which is a bug of the caller.
+        """
+        if self.pending is None:
+            raise RuntimeError("nothing is pending; call resolve once after receive set pending")
+        self.pending = None
+        if isinstance(outcome, Rejection):
+            return (self.refuse(outcome),)
+        self.asked = Asked.ROUTED
+        set_headers: Headers = (("x-request-id", request_id),) if request_id else ()
+        return self._route(outcome, set_headers)
+
+    def refuse(self, rejection: Rejection) -> Refuse:
+        """End the exchange with an immediate response."""
+        self.asked = Asked.REFUSED
+        self.pending = None
+        self.close()
+        return refusal.refuse(rejection, grpc=self._content_type.startswith("application/grpc"))
+
+    def close(self) -> None:
+        """Give back what the exchange holds; further calls do nothing."""
+        if self._gathering is not None:
+            self._gathering.release()
+
+    def _take_hints(self, event: Event) -> None:
+        hints = event.hints
+        if hints is None:
+            return
+        # The hint may come on any message of the request; a later non-empty one wins.
+        if hints.subset is not None and (hints.subset or self._subset is None):
+            self._subset = hints.subset
+        if event.kind is Kind.RESPONSE_HEADERS and self._settings.conformance:
+            self.served = hints.served or (
+                "fail: missing destination endpoint served metadata"
+                if hints.balancer
+                else "fail: missing envoy lb metadata"
+            )
+
+    def _do(self, act: Act, event: Event, modes: Modes) -> Iterable[Reply]:
+        match act:
+            case Act.BODY:
+                return self._pass_response(event, modes)
+            case Act.OPEN:
+                return self._open(event, modes)
+            case Act.GATHER:
+                return self._gather(event, modes)
+            case Act.CLOSE:
+                self._by_trailers = True
+                self._ask()
+            case Act.HEADERS:
+                return self._answer_headers(event, modes)
+            case Act.TRAILERS:
+                if event.kind is Kind.RESPONSE_TRAILERS:
+                    self.told = Told.ENDED
+                return (Continue(event.kind),)
+            case Act.LATE:
+                mode = modes.request if event.kind is Kind.REQUEST_BODY else modes.response
+                return _NOTHING if mode >= _DUPLEX else (Continue(event.kind),)
+            case Act.IGNORE:
+                pass
+        return _NOTHING
+
+    def _open(self, event: Event, modes: Modes) -> Iterable[Reply]:
+        headers = event.headers
+        self._headers = headers
+        self._content_type = headers.get("content-type", "")
+        self._removed = tuple(name for name in CONTROL_HEADERS if name in headers)
+        if self._settings.conformance and SELECTION in headers:
+            # Beats the metadata hint (EPP protocol report 5).
+            chosen = headers[SELECTION].split(",")
+            self._subset = tuple(token.strip() for token in chosen if token.strip())
+        self._headers_due = True
+        if event.end_of_stream or modes.request in _DECIDED_ON_HEADERS:
+            self._ask()
+            return _NOTHING
+        self.asked = Asked.GATHERING
+        if modes.request in _BUFFERED:
+            # Envoy sends the buffered body only after the headers were answered.
+            self._headers_due = False
+            return (Continue(Kind.REQUEST_HEADERS),)
+        return _NOTHING
+
+    def _gather(self, event: Event, modes: Modes) -> Iterable[Reply]:
+        if self._gathering is None:
+            self._gathering = Gathering(self._budget, self._settings.max_body_bytes)
+        refusal_ = self._gathering.add(event.body)
+        if refusal_ is not None:
+            return (self.refuse(refusal_),)
+        self.asked = Asked.GATHERING
+        # A buffered body is one message; without end_of_stream either trailers follow or, in
+        # BUFFERED_PARTIAL, it was too large to be shown whole.
+        if event.end_of_stream:
+            self._ask()
+        elif modes.request in _BUFFERED:
+            self._ask(truncated=modes.request is BodyMode.BUFFERED_PARTIAL)
+        elif modes.request in _DECIDED_ON_HEADERS:
+            self._ask(truncated=True)
+        return _NOTHING
+
+    def _ask(self, *, truncated: bool = False) -> None:
+        self.asked = Asked.DECIDING
+        body = self._gathering.joined() if self._gathering is not None else b""
+        self.pending = RawRequest(self._headers, body, truncated, self._subset)
+
+    def _route(self, decision: Decision, set_headers: Headers) -> Iterator[Reply]:
+        destination = ",".join([endpoint.address for endpoint in decision.endpoints])
+        # The decision may outlive this call in a ring of recent ones, the body must not.
+        gathering, self._gathering = self._gathering, None
+        streamed = self._modes is not None and self._modes.request >= _DUPLEX
+        unsaid = ""
+        try:
+            if self._headers_due:
+                yield Route(Kind.REQUEST_HEADERS, destination, set_headers, self._removed)
+            elif gathering is not None and not streamed:
+                yield Route(Kind.REQUEST_BODY, destination, set_headers, self._removed)
+            else:
+                unsaid = destination
+            if gathering is not None and streamed:
+                body = gathering.joined()
+                ends = not self._by_trailers
+                yield from chunks(Kind.REQUEST_BODY, body, end_of_stream=ends, destination=unsaid)
+                unsaid = ""
+            if self._by_trailers:
+                yield Continue(Kind.REQUEST_TRAILERS, unsaid)
+        finally:
+            if gathering is not None:
+                gathering.release()
+
+    def _abandon(self) -> None:
+        """The response began first; the request is never answered (EPP protocol report, S12)."""
+        if self.asked in (Asked.GATHERING, Asked.DECIDING):
+            self.asked = Asked.ABANDONED
+            self.pending = None
+            self.close()
+
+    def _answer_headers(self, event: Event, modes: Modes) -> Iterable[Reply]:
+        self._abandon()
+        headers = event.headers
+        self.status = headers.get(":status", "")
+        self.told = Told.ENDED if event.end_of_stream else Told.STARTED
+        marks: Headers = (RESPONSE_MARKER,) if self._settings.response_marker else ()
+        if self._settings.conformance:
+            served = self.served or "fail: missing envoy lb metadata"
+            marks = (*marks, (SERVED_HEADER, served))
+        override = None
+        if self._settings.feedback and not event.end_of_stream:
+            override = feedback_mode(modes, headers, watch_stream=self._watch_stream)
+        return (Answered(marks, override),)
+
+    def _pass_response(self, event: Event, modes: Modes) -> Iterable[Reply]:
+        self._abandon()
+        self.told = Told.ENDED if event.end_of_stream else Told.STARTED
+        if self.tail is None:
+            self.tail = Tail()
+        self.tail.add(event.body)
+        if modes.response < _DUPLEX:
+            return (Continue(Kind.RESPONSE_BODY),)
+        return chunks(Kind.RESPONSE_BODY, event.body, end_of_stream=event.end_of_stream)
+
+    def _misfit(self, kind: Kind) -> ProtocolError:
+        seen = ", ".join(past.name for past in self._history)
+        return ProtocolError(
+            wanted=f"an event that fits request {self.asked.name}, response {self.told.name}",
+            found=f"{kind.name} (last events: {seen})",
+            fix="check the processing modes of the data plane",
+        )

@@ -1,0 +1,69 @@
+"""Seeing the answer: when to ask for its body, and keeping the end of it.
+
+Usage stands at the end of an answer, whole or streamed, so the tail is all that is kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from extproc.protocol.events import BodyMode, Modes
+
+#: Bytes of the answer's end that are kept. vLLM writes `usage` after `choices`; this leaves room
+#: for prompt log-probabilities and tool calls after it.
+TAIL_BYTES = 65536
+
+#: Largest answer that is asked for in one message. It must stay below Envoy's buffer limit
+#: (1 MiB), above which a buffered answer becomes a 500.
+WHOLE_ANSWER_BYTES = 262144
+
+_BUFFERED = frozenset({BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL})
+
+
+class Tail:
+    """The last bytes of a body that passes by."""
+
+    __slots__ = ("_chunks", "_held")
+
+    def __init__(self) -> None:
+        self._chunks: deque[bytes] = deque()
+        self._held = 0
+
+    def add(self, chunk: bytes) -> None:
+        """Take the next chunk."""
+        if not chunk:
+            return
+        self._chunks.append(chunk)
+        self._held += len(chunk)
+        while self._held - len(self._chunks[0]) >= TAIL_BYTES:
+            self._held -= len(self._chunks.popleft())
+
+    def joined(self) -> bytes:
+        """What is kept: at least the last `TAIL_BYTES` bytes, or everything if there were fewer."""
+        return b"".join(self._chunks)
+
+
+def feedback_mode(
+    modes: Modes, headers: Mapping[str, str], *, watch_stream: bool
+) -> BodyMode | None:
+    """The response body mode to switch to, or None to leave it.
+
+    Envoy honours `mode_override` only where the request was buffered (it ignores it in
+    FULL_DUPLEX_STREAMED). A whole answer costs one message; it is asked for only when its size is
+    declared and safe to buffer. A streamed answer must not be buffered, as that would hold its
+    first token back to the end.
+
+    Args:
+        modes: The configured modes.
+        headers: Response headers.
+        watch_stream: Whether this exchange is in the sample of watched streams.
+    """
+    if modes.request not in _BUFFERED or modes.response is not BodyMode.NONE:
+        return None
+    if "text/event-stream" in headers.get("content-type", ""):
+        return BodyMode.STREAMED if watch_stream else None
+    length = headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length) <= WHOLE_ANSWER_BYTES:
+        return BodyMode.BUFFERED
+    return BodyMode.STREAMED if watch_stream else None

@@ -1,0 +1,67 @@
+"""Collecting a request body: bounded per exchange and in total."""
+
+from __future__ import annotations
+
+from extproc.decision import Rejection
+
+
+class Budget:
+    """Bytes all exchanges together may hold while they gather.
+
+    Args:
+        limit_bytes: The most that may be held at once.
+    """
+
+    __slots__ = ("held_bytes", "limit_bytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+
+
+class Gathering:
+    """The body of one request as it arrives.
+
+    Args:
+        budget: Shared by all exchanges.
+        limit_bytes: The most one body may have.
+    """
+
+    __slots__ = ("_budget", "_chunks", "_limit_bytes", "size_bytes")
+
+    def __init__(self, budget: Budget, limit_bytes: int) -> None:
+        self._budget = budget
+        self._limit_bytes = limit_bytes
+        self._chunks: list[bytes] = []
+        self.size_bytes = 0
+
+    def add(self, chunk: bytes) -> Rejection | None:
+        """Take a chunk, or say why it cannot be taken."""
+        size = len(chunk)
+        if not size:
+            return None
+        if self.size_bytes + size > self._limit_bytes:
+            return Rejection(413, f"request body is larger than {self._limit_bytes} bytes")
+        if self._budget.held_bytes + size > self._budget.limit_bytes:
+            return Rejection(
+                429,
+                f"request bodies of {self._budget.limit_bytes} bytes are being assembled already",
+                reason="rejected-saturated",
+                retry_after_s=1,
+            )
+        self._budget.held_bytes += size
+        self.size_bytes += size
+        self._chunks.append(chunk)
+        return None
+
+    def joined(self) -> bytes:
+        """The whole body, kept in place of its chunks; no copy when it came in one."""
+        if len(self._chunks) != 1:
+            self._chunks = [b"".join(self._chunks)]
+        return self._chunks[0]
+
+    def release(self) -> None:
+        """Give the bytes back to the budget and forget them; further calls do nothing."""
+        self._budget.held_bytes -= self.size_bytes
+        self.size_bytes = 0
+        self._chunks.clear()

@@ -1,0 +1,28 @@
+"""Header names of the contract (EPP protocol report 1.3)."""
+
+from __future__ import annotations
+
+DESTINATION = "x-gateway-destination-endpoint"
+SELECTION = "test-epp-endpoint-selection"
+SERVED_HEADER = "x-conformance-test-served-endpoint"
+RESPONSE_MARKER = ("x-went-into-resp-headers", "true")
+
+#: Headers that steer a picker and must not reach the engine. The destination is overwritten.
+CONTROL_HEADERS = frozenset(
+    {
+        SELECTION,
+        "x-gateway-destination-endpoint-subset",
+        "x-gateway-destination-endpoint-served",
+        "x-gateway-inference-fairness-id",
+        "x-gateway-inference-objective",
+        "x-gateway-model-name-rewrite",
+        "x-llm-d-inference-fairness-id",
+        "x-llm-d-inference-objective",
+        "x-llm-d-model-name-rewrite",
+        "x-llm-d-request-dropped-reason",
+        "x-llm-d-slo-ttft-ms",
+        "x-llm-d-slo-tpot-ms",
+        "x-slo-ttft-ms",
+        "x-slo-tpot-ms",
+    }
+)

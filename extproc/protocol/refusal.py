@@ -1,0 +1,72 @@
+"""How a rejection reads on the wire.
+
+The body has the OpenAI error shape, because that is what clients parse; its message starts with
+the reference picker's text (`inference error: <Code> - `), because that is what its tests match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from extproc.decision import CODES, Rejection
+from extproc.protocol.replies import Headers, Refuse
+
+REASON_HEADER = "x-llm-d-request-dropped-reason"
+
+#: HTTP status to the OpenAI error type.
+_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+#: HTTP status to gRPC status (codes.proto), for gRPC clients.
+_GRPC: Mapping[int, int] = {
+    400: 3,  # INVALID_ARGUMENT
+    401: 16,  # UNAUTHENTICATED
+    403: 7,  # PERMISSION_DENIED
+    404: 5,  # NOT_FOUND
+    412: 9,  # FAILED_PRECONDITION
+    413: 8,  # RESOURCE_EXHAUSTED
+    429: 8,  # RESOURCE_EXHAUSTED
+    500: 13,  # INTERNAL
+    503: 14,  # UNAVAILABLE
+}
+
+
+def refuse(rejection: Rejection, *, grpc: bool) -> Refuse:
+    """Write a rejection as an immediate response.
+
+    Args:
+        rejection: What to say.
+        grpc: Whether the client speaks gRPC.
+    """
+    headers: Headers = (("content-type", "application/json"),)
+    if rejection.reason:
+        headers = (*headers, (REASON_HEADER, rejection.reason))
+    if rejection.retry_after_s is not None:
+        headers = (*headers, ("retry-after", str(rejection.retry_after_s)))
+    return Refuse(
+        status=rejection.status,
+        headers=headers,
+        body=body(rejection),
+        grpc_status=_GRPC.get(rejection.status, 2) if grpc else None,
+    )
+
+
+def body(rejection: Rejection) -> bytes:
+    """The JSON error body of a rejection."""
+    code = CODES.get(rejection.status, "Unknown")
+    fallback = "server_error" if rejection.status >= 500 else "invalid_request_error"
+    return msgspec.json.encode(
+        {
+            "error": {
+                "message": f"inference error: {code} - {rejection.message}",
+                "type": _TYPES.get(rejection.status, fallback),
+                "code": rejection.status,
+            }
+        }
+    )

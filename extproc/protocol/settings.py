@@ -1,0 +1,21 @@
+"""What every exchange of a server has in common."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ExchangeSettings(msgspec.Struct, frozen=True):
+    """What every exchange of a server has in common.
+
+    Attributes:
+        max_body_bytes: Largest request body that is assembled.
+        response_marker: Put `x-went-into-resp-headers: true` on responses.
+        conformance: Honour `test-epp-endpoint-selection` and report the served endpoint.
+        feedback: Ask for the bodies of answers by `mode_override` where the request mode allows.
+    """
+
+    max_body_bytes: int
+    response_marker: bool = True
+    conformance: bool = False
+    feedback: bool = True

@@ -1,0 +1,86 @@
+"""The table: what each event does in each phase.
+
+Two rules. A phase and a kind that are not in the table do not fit, and the peer broke the
+protocol. A stream may start in any phase (header modes can be SKIP), so IDLE takes every kind.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from extproc.protocol.events import Kind
+
+
+class Asked(enum.IntEnum):
+    """How far the request is."""
+
+    IDLE = 0
+    """Nothing was said of the request."""
+    GATHERING = 1
+    """Headers are here, body messages are awaited."""
+    DECIDING = 2
+    """The request is complete and waits for its outcome."""
+    ROUTED = 3
+    """The request was answered with a pick."""
+    ABANDONED = 4
+    """The response began before the request was complete; it is never answered."""
+    REFUSED = 5
+    """An immediate response was sent; nothing else ever is."""
+
+
+class Told(enum.IntEnum):
+    """How far the response is."""
+
+    IDLE = 0
+    STARTED = 1
+    ENDED = 2
+
+
+class Act(enum.IntEnum):
+    """What to do with an event."""
+
+    OPEN = 0
+    """Take the request headers; the request is complete if no body will be shown."""
+    GATHER = 1
+    """Take body bytes; the request is complete at their end."""
+    CLOSE = 2
+    """Trailers end the request body."""
+    HEADERS = 3
+    """Answer response headers."""
+    BODY = 4
+    """Pass on response body."""
+    TRAILERS = 5
+    """Answer trailers."""
+    LATE = 6
+    """Body after its end or after the answer: the second end_of_stream of Envoy 1.35 and later in
+    FULL_DUPLEX_STREAMED is ignored, the one-to-one modes are answered."""
+    IGNORE = 7
+    """Say nothing."""
+
+
+REQUEST: Mapping[tuple[Asked, Kind], Act] = {
+    (Asked.IDLE, Kind.REQUEST_HEADERS): Act.OPEN,
+    (Asked.IDLE, Kind.REQUEST_BODY): Act.GATHER,
+    (Asked.IDLE, Kind.REQUEST_TRAILERS): Act.CLOSE,
+    (Asked.GATHERING, Kind.REQUEST_BODY): Act.GATHER,
+    (Asked.GATHERING, Kind.REQUEST_TRAILERS): Act.CLOSE,
+    (Asked.DECIDING, Kind.REQUEST_BODY): Act.LATE,
+    (Asked.DECIDING, Kind.REQUEST_TRAILERS): Act.TRAILERS,
+    (Asked.ROUTED, Kind.REQUEST_BODY): Act.LATE,
+    (Asked.ROUTED, Kind.REQUEST_TRAILERS): Act.TRAILERS,
+    (Asked.ABANDONED, Kind.REQUEST_BODY): Act.LATE,
+    (Asked.ABANDONED, Kind.REQUEST_TRAILERS): Act.TRAILERS,
+    (Asked.REFUSED, Kind.REQUEST_BODY): Act.IGNORE,
+    (Asked.REFUSED, Kind.REQUEST_TRAILERS): Act.IGNORE,
+}
+
+RESPONSE: Mapping[tuple[Told, Kind], Act] = {
+    (Told.IDLE, Kind.RESPONSE_HEADERS): Act.HEADERS,
+    (Told.IDLE, Kind.RESPONSE_BODY): Act.BODY,
+    (Told.IDLE, Kind.RESPONSE_TRAILERS): Act.TRAILERS,
+    (Told.STARTED, Kind.RESPONSE_BODY): Act.BODY,
+    (Told.STARTED, Kind.RESPONSE_TRAILERS): Act.TRAILERS,
+    (Told.ENDED, Kind.RESPONSE_BODY): Act.LATE,
+    (Told.ENDED, Kind.RESPONSE_TRAILERS): Act.TRAILERS,
+}

@@ -1,0 +1,6 @@
+"""The only room that knows protobuf: bytes to events, replies to bytes.
+
+What lives here: the codec and the compiled definitions of `proto/`. What must not: any decision
+about what to answer. Who drives it: the gRPC server uses `decode` and `encode` as its
+(de)serialisers.
+"""
