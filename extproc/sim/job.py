@@ -1,0 +1,102 @@
+"""What goes into an engine and what comes out: frozen values."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Job(msgspec.Struct, frozen=True, gc=False):
+    """One request as the engine core sees it.
+
+    Attributes:
+        id: Unique among the jobs in the engine.
+        prompt_tokens: Prompt length in tokens, at least 1.
+        output_tokens: Tokens to generate, at least 1.
+        hashes: One chained hash per full block of the prompt, continued over the answer where the
+            caller knows it; non-negative. May be shorter than the blocks: the rest stays cached
+            for nobody. Adapter and salt are the caller's part of the hash.
+        adapter: LoRA adapter; empty for the base model.
+    """
+
+    id: str
+    prompt_tokens: int
+    output_tokens: int
+    hashes: Sequence[int] = ()
+    adapter: str = ""
+
+
+class Refusal(enum.Enum):
+    """Why an engine does not take a job."""
+
+    TOO_LONG = enum.auto()  #: Prompt plus output never fit the model or the KV cache.
+    BUSY = enum.auto()  #: As many requests in the engine as `max_queued` allows.
+    NO_LORA = enum.auto()  #: The job names an adapter and the engine runs without LoRA.
+
+
+class Started(msgspec.Struct, frozen=True, gc=False):
+    """A job that entered the batch for the first time.
+
+    Attributes:
+        id: Which job.
+        queued_s: Seconds it waited.
+        prompt_tokens: Its prompt length.
+        cached_tokens: How many of them the prefix cache had.
+    """
+
+    id: str
+    queued_s: float
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Finished(msgspec.Struct, frozen=True, gc=False):
+    """A job that got all its tokens.
+
+    Attributes:
+        job: Which job.
+        submitted_at: When it arrived; as all times the caller's monotonic seconds.
+        started_at: When it first entered the batch.
+        first_token_at: When its prefill first ended.
+        finished_at: When its last token was there.
+        cached_tokens: Prompt tokens the prefix cache had when it first entered the batch.
+        preemptions: How often it lost its blocks and was recomputed.
+    """
+
+    job: Job
+    submitted_at: float
+    started_at: float
+    first_token_at: float
+    finished_at: float
+    cached_tokens: int
+    preemptions: int
+
+
+class StepResult(msgspec.Struct, frozen=True, gc=False):
+    """What one or more equal-batch iterations did.
+
+    Attributes:
+        started_at: When the first iteration began.
+        duration_s: Seconds all iterations took together.
+        steps: Iterations; more than one only while nothing but decoding goes on.
+        decoding: Sequences that got one token in every iteration.
+        prefill_tokens: Prompt tokens computed.
+        started: Jobs that entered the batch for the first time.
+        first_tokens: Jobs whose first token came at the end.
+        finished: Jobs that got their last token at the end.
+        preempted: Jobs that lost their blocks before the iteration.
+        waiting: Jobs waiting after the iteration was planned.
+    """
+
+    started_at: float
+    duration_s: float
+    steps: int
+    decoding: int
+    prefill_tokens: int
+    started: Sequence[Started]
+    first_tokens: Sequence[str]
+    finished: Sequence[Finished]
+    preempted: Sequence[str]
+    waiting: int

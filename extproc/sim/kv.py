@@ -1,0 +1,128 @@
+"""KV blocks: who holds them, what they contain, which cached one goes first.
+
+Blocks are counted, not numbered: a full block is known by the key of its content, any other by
+being taken and not yet registered. So taking and growing are arithmetic, and only blocks with
+content are touched one by one.
+
+Differences from vLLM, all small: a block without reusable content is reused before any cached one;
+two copies of the same content are one key plus one nameless cached block.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+class BlockPool:
+    """The KV blocks of one engine. Mutable; one owner.
+
+    Args:
+        size: Blocks in the device's cache.
+    """
+
+    __slots__ = ("_idle", "_live", "_serial", "blank", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.blank = size
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._live: dict[int, int] = {}
+        self._serial = 0
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be taken: blank ones, and cached ones nobody holds."""
+        return self.blank + len(self._idle)
+
+    @property
+    def used(self) -> int:
+        """Blocks held by live sequences (count). Cached blocks nobody holds are not among them."""
+        return self.size - self.blank - len(self._idle)
+
+    @property
+    def cached(self) -> int:
+        """Blocks with content that nobody holds (count)."""
+        return len(self._idle)
+
+    def match(self, keys: Sequence[int], limit: int) -> int:
+        """How many of the first `limit` keys, in an unbroken run from the start, are cached."""
+        live, idle = self._live, self._idle
+        for depth, key in enumerate(keys):
+            if depth == limit or (key not in live and key not in idle):
+                return depth
+        return min(len(keys), limit)
+
+    def idle_among(self, keys: Sequence[int], depth: int) -> int:
+        """How many of the first `depth` keys are cached and held by nobody."""
+        idle = self._idle
+        return sum(1 for key in keys[:depth] if key in idle)
+
+    def hold(self, keys: Sequence[int]) -> None:
+        """Hold cached blocks: each key must be cached."""
+        live, idle = self._live, self._idle
+        for key in keys:
+            if key in live:
+                live[key] += 1
+            else:
+                del idle[key]
+                live[key] = 1
+
+    def take(self, count: int) -> None:
+        """Take `count` blocks for content to come; the least recently used cached ones make room.
+
+        `count` must not exceed `available`.
+        """
+        short = count - self.blank
+        if short <= 0:
+            self.blank -= count
+            return
+        evict = self._idle.popitem
+        for _ in range(short):
+            evict(last=False)
+        self.blank = 0
+
+    def register(self, held: list[int], hashes: Sequence[int], full: int) -> None:
+        """Name the content of a sequence's taken blocks, up to its first `full` blocks.
+
+        Args:
+            held: Keys of the sequence's registered blocks, in prefix order; grows to `full` keys.
+                A block whose content has no hash, or whose hash a live block already has, gets a
+                fresh negative key: it stays cached for nobody.
+            hashes: Chained content hashes in prefix order; may be shorter than `full`.
+            full: Blocks of the sequence that are full.
+        """
+        live, idle = self._live, self._idle
+        known = len(hashes)
+        for depth in range(len(held), full):
+            key = hashes[depth] if depth < known else None
+            if key is None or key in live:
+                self._serial -= 1
+                key = self._serial
+            elif key in idle:  # an older copy nobody holds: its block is free to take again
+                del idle[key]
+                self.blank += 1
+            live[key] = 1
+            held.append(key)
+
+    def release(self, keys: Sequence[int], spare: int) -> None:
+        """Give back a sequence's blocks: deepest first, so that a prefix's tail is evicted first.
+
+        Args:
+            keys: Its registered blocks, in prefix order; they stay cached.
+            spare: Its taken blocks without reusable content.
+        """
+        live, idle = self._live, self._idle
+        for key in reversed(keys):
+            holders = live[key] - 1
+            if holders:
+                live[key] = holders
+            else:
+                del live[key]
+                idle[key] = None
+        self.blank += spare
+
+    def clear(self) -> None:
+        """Forget every cached block nobody holds."""
+        self.blank += len(self._idle)
+        self._idle.clear()
