@@ -1,0 +1,9 @@
+"""What of a prompt each endpoint is believed to hold in its prefix cache.
+
+Here live: `blocks`, the cutting of a prompt into chained block hashes; `index`, who holds which
+block; `belief`, the bounded memory of one endpoint.
+
+Not here: what a match is worth (scheduling), when a request is recorded (dispatch), what an engine
+says of its own cache (scrape). The dispatcher drives this room: chain, match, and after the pick
+record. Nothing here waits, reads a clock or draws chance; everything happens on one thread.
+"""

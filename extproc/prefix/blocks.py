@@ -1,0 +1,132 @@
+"""A prompt as a chain of block hashes: two prompts share a block if all before it is equal too.
+
+The hash of block k is the upper half of MurmurHash3 x64 128 over the seed and every byte up to the
+end of block k. One incremental hasher carries the full 128-bit state from block to block, so the
+whole chain costs one pass over the prompt.
+
+Where blocks end depends on the offset alone, never on the length of the prompt: equal beginnings
+give equal chains. Blocks grow with the offset, because fine steps matter at the front, where
+prompts part, and cost memory at the back.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import lru_cache
+from itertools import pairwise
+
+import mmh3
+import msgspec
+
+from extproc.request import BYTES_PER_TOKEN
+
+#: Hashes are cut to 60 bits: a Python int of two 30-bit digits takes 32 bytes, one of three 48.
+#: Among ten million blocks the chance that any two share a hash is about 4e-5.
+HASH_MASK = (1 << 60) - 1
+
+
+class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where blocks end.
+
+    Blocks are `block_bytes` long up to offset `fine_bytes`, then `growth` times as long up to
+    `fine_bytes * span`, then `growth` squared times as long up to `limit_bytes`. The defaults give
+    256 bytes up to 32 KiB, 1 KiB up to 256 KiB and 4 KiB up to 4 MiB: 128 + 224 + 960 blocks.
+
+    Attributes:
+        block_bytes: Length of the first blocks. 256 bytes are 64 tokens, four blocks of vLLM:
+            finer steps multiply memory and find matches too short to be worth a detour.
+        growth: How many times longer blocks become at each of the two borders; 1 keeps them equal.
+        fine_bytes: Where the first blocks end. 32 KiB (8k tokens) covers most system prompts.
+        span: Ratio of the second border to the first. 8 puts it at 64k tokens.
+        limit_bytes: Nothing after this offset is hashed. 4 MiB are 1M tokens, the longest context
+            windows served today.
+    """
+
+    block_bytes: int = 256
+    growth: int = 4
+    fine_bytes: int = 32 * 1024
+    span: int = 8
+    limit_bytes: int = 4 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot make a chain.
+
+        Raises:
+            ValueError: A field is below one; msgspec reports it with the path of the field.
+        """
+        for name in self.__struct_fields__:
+            if getattr(self, name) < 1:
+                raise ValueError(f"wanted {name} of at least 1; found {getattr(self, name)}")
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Cumulative bytes by depth: `cuts[d]` is the length of the first d blocks."""
+        return _cuts(self)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Cumulative estimated tokens by depth; exact when four bytes hold one token."""
+        return _tokens(self)
+
+    def bytes_at(self, depth: int) -> int:
+        """Length in bytes of the first `depth` blocks; O(1)."""
+        return _cuts(self)[depth]
+
+
+# Every schedule of a process comes from its configuration, so this holds a handful of tables.
+@lru_cache(maxsize=16)
+def _cuts(schedule: Schedule) -> tuple[int, ...]:
+    cuts = [0]
+    step = schedule.block_bytes
+    last = schedule.limit_bytes
+    for border in (schedule.fine_bytes, schedule.fine_bytes * schedule.span, last):
+        while cuts[-1] < border and cuts[-1] + step <= last:
+            cuts.append(cuts[-1] + step)
+        step *= schedule.growth
+    return tuple(cuts)
+
+
+@lru_cache(maxsize=16)
+def _tokens(schedule: Schedule) -> tuple[int, ...]:
+    return tuple(cut // BYTES_PER_TOKEN for cut in _cuts(schedule))
+
+
+#: The schedule nobody configured.
+DEFAULT = Schedule()
+
+
+def seed(*parts: str) -> bytes:
+    """The seed of a chain: model, adapter and salt, each behind its length.
+
+    The lengths keep ("ab", "c") apart from ("a", "bc"); the count keeps the seed apart from the
+    prompt that follows it.
+
+    Args:
+        parts: Whatever makes equal prompt bytes unequal for the engine.
+    """
+    encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
+    head = b"".join(b"%d:%b" % (len(part), part) for part in encoded)
+    return b"%d;%b" % (len(encoded), head)
+
+
+def chain(prompt: bytes, seed: bytes, *, schedule: Schedule = DEFAULT) -> list[int]:
+    """Hash the full blocks of a prompt; the rest behind the last full block does not count.
+
+    Args:
+        prompt: The prompt as the engine will see it.
+        seed: See `seed`.
+        schedule: Where blocks end.
+
+    Returns:
+        One 60-bit hash per full block, from the root to the tail.
+    """
+    cuts = _cuts(schedule)
+    hasher = mmh3.mmh3_x64_128(seed)
+    update = hasher.update
+    digest = hasher.utupledigest
+    hashes: list[int] = []
+    append = hashes.append
+    for begin, end in pairwise(cuts[: bisect_right(cuts, len(prompt))]):
+        update(prompt[begin:end])
+        append(digest()[0] & HASH_MASK)
+    return hashes
