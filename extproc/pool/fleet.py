@@ -117,15 +117,18 @@ class Fleet:
         return Member(endpoint=born, account=Account(born))
 
     def _swap(self, member: Member) -> None:
-        members = self._pool.members
-        at = self._pool.positions[member.endpoint.address]
+        pool = self._pool
+        at = pool.positions[member.endpoint.address]
         self._pool = Pool(
-            members=(*members[:at], member, *members[at + 1 :]), positions=self._pool.positions
+            members=(*pool.members[:at], member, *pool.members[at + 1 :]),
+            positions=pool.positions,
+            down=pool.down + pool.members[at].up - member.up,
         )
 
     def _publish(self, members: tuple[Member, ...]) -> None:
         positions = {member.endpoint.address: at for at, member in enumerate(members)}
-        self._pool = Pool(members=members, positions=positions)
+        down = sum(not member.up for member in members)
+        self._pool = Pool(members=members, positions=positions, down=down)
 
 
 def _relabelled(known: Member, endpoint: Endpoint) -> Member:

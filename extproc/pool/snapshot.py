@@ -32,17 +32,24 @@ class Member(msgspec.Struct, frozen=True, gc=False):
     failures: int = 0
     failure: str = ""
 
+    @property
+    def up(self) -> bool:
+        """Whether its last scrapes could connect; True while nothing was tried."""
+        return self.failures < DOWN_AFTER_FAILURES
+
 
 class Pool(msgspec.Struct, frozen=True, gc=False):
     """All endpoints at one moment.
 
     Attributes:
         members: In the order discovery named them.
-        positions: Address to index in `members`.
+        positions: Address to index in `members`; the same object until the endpoints change.
+        down: How many members are not up.
     """
 
     members: tuple[Member, ...]
     positions: Mapping[str, int]
+    down: int = 0
 
     def find(self, address: str) -> Member | None:
         """The member at `ip:port`, if there is one."""
@@ -67,7 +74,9 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
                 for member in members
                 if member.endpoint.address in allowed or member.endpoint.ip in allowed
             ]
-        up = [member for member in members if member.failures < DOWN_AFTER_FAILURES]
+        if not self.down:
+            return members
+        up = [member for member in members if member.up]
         return up or members
 
 

@@ -52,7 +52,9 @@ class Exchange:
     Attributes:
         pending: The complete request while it waits for its outcome, else None.
         status: HTTP status of the response as text; empty until it is known.
+        served: In conformance mode, what to report as the endpoint that served.
         tail: The end of the response body, where it is visible.
+        rejection: Why an immediate response was sent; None if none was.
     """
 
     __slots__ = (
@@ -70,6 +72,7 @@ class Exchange:
         "_watch_stream",
         "asked",
         "pending",
+        "rejection",
         "served",
         "status",
         "tail",
@@ -97,6 +100,7 @@ class Exchange:
         self.status = ""
         self.served = ""
         self.tail: Tail | None = None
+        self.rejection: Rejection | None = None
 
     @property
     def refused(self) -> bool:
@@ -153,6 +157,7 @@ class Exchange:
         """End the exchange with an immediate response."""
         self.asked = Asked.REFUSED
         self.pending = None
+        self.rejection = rejection
         self.close()
         return refusal.refuse(rejection, grpc=self._content_type.startswith("application/grpc"))
 

@@ -1,0 +1,85 @@
+"""Token usage at the end of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+#: Largest usage object that is read. vLLM's, with both detail objects, has under 300 bytes.
+_MOST_BYTES = 2048
+
+#: Usage objects looked at from the end: Anthropic splits its usage over two events.
+_MOST_OBJECTS = 4
+
+_MARK = b'"usage"'
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+
+
+_decoder = msgspec.json.Decoder(_Usage)
+
+
+def read(tail: bytes) -> Mapping[str, int]:
+    """Tokens the engine reported, by kind: `prompt`, `completion`, `cached`.
+
+    Reads OpenAI chat, completions and responses and Anthropic messages, whole or as SSE. Chunk
+    borders do not matter, since the bytes are joined before.
+
+    Args:
+        tail: The end of the answer's body.
+
+    Returns:
+        The kinds that were reported; empty when the answer reports none or is no JSON.
+    """
+    found: dict[str, int] = {}
+    end = len(tail)
+    for _ in range(_MOST_OBJECTS):
+        at = tail.rfind(_MARK, 0, end)
+        if at < 0:
+            break
+        end = at
+        for kind, tokens in _object(tail, at + len(_MARK)).items():
+            found.setdefault(kind, tokens)
+    return found
+
+
+def _object(tail: bytes, at: int) -> Mapping[str, int]:
+    """The usage object that starts after `at`; empty for null and for anything else."""
+    opened = tail.find(b"{", at, at + 4)
+    if opened < 0 or tail[at:opened].strip(b" :"):
+        return {}
+    depth = 0
+    for end in range(opened, min(len(tail), opened + _MOST_BYTES)):
+        if tail[end] == 0x7B:
+            depth += 1
+        elif tail[end] == 0x7D:
+            depth -= 1
+            if not depth:
+                break
+    try:
+        usage = _decoder.decode(tail[opened : end + 1])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    details = usage.prompt_tokens_details or usage.input_tokens_details
+    cached = details.cached_tokens if details else usage.cache_read_input_tokens
+    kinds = {
+        "prompt": usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens,
+        "completion": (
+            usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
+        ),
+        "cached": cached,
+    }
+    return {kind: tokens for kind, tokens in kinds.items() if tokens is not None and tokens >= 0}

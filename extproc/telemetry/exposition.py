@@ -1,0 +1,170 @@
+"""Tallies and pool state as Prometheus text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from extproc.pool.snapshot import Pool
+from extproc.telemetry.tallies import Distribution, Tallies
+
+
+class Exposition(Collector):
+    """Renders on demand.
+
+    Args:
+        tallies: What was counted.
+        pool: Gives the current pool.
+        clock: Monotonic seconds, for ages.
+        gauges: Further gauges by name: (help text, reader).
+    """
+
+    def __init__(
+        self,
+        tallies: Tallies,
+        pool: Callable[[], Pool],
+        *,
+        clock: Callable[[], float],
+        gauges: dict[str, tuple[str, Callable[[], float]]],
+    ) -> None:
+        self._tallies = tallies
+        self._pool = pool
+        self._clock = clock
+        self._gauges = gauges
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """The page, in the Prometheus text format."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing in advance: families are read when asked for."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        yield from self._counters()
+        yield from self._distributions()
+        yield from self._endpoints()
+        for name, (text, read) in self._gauges.items():
+            yield GaugeMetricFamily(name, text, value=read())
+
+    def _counters(self) -> Iterator[Metric]:
+        tallies = self._tallies
+        streams = CounterMetricFamily(
+            "extproc_streams", "ext_proc streams by how they ended.", labels=["end"]
+        )
+        for end, count in tallies.streams.items():
+            streams.add_metric([end], count)
+        yield streams
+        yield GaugeMetricFamily(
+            "extproc_streams_open", "Open ext_proc streams.", value=tallies.streams_open
+        )
+        picks = CounterMetricFamily(
+            "extproc_picks", "Requests routed, by endpoint.", labels=["endpoint"]
+        )
+        for address, count in tallies.picks.items():
+            picks.add_metric([address], count)
+        yield picks
+        rejections = CounterMetricFamily(
+            "extproc_rejections", "Requests refused.", labels=["status", "reason"]
+        )
+        for (code, reason), count in tallies.rejections.items():
+            rejections.add_metric([str(code), reason], count)
+        yield rejections
+        degraded = CounterMetricFamily(
+            "extproc_degraded_decisions", "Decisions not taken the ordinary way.", labels=["why"]
+        )
+        for why, count in tallies.degraded.items():
+            degraded.add_metric([why], count)
+        yield degraded
+        yield from self._answers()
+
+    def _answers(self) -> Iterator[Metric]:
+        tallies = self._tallies
+        responses = CounterMetricFamily(
+            "extproc_responses", "Answers seen, by status.", labels=["endpoint", "status"]
+        )
+        for (address, code), count in tallies.responses.items():
+            responses.add_metric([address, code], count)
+        yield responses
+        unanswered = CounterMetricFamily(
+            "extproc_unanswered",
+            "Routed requests that ended without an answer.",
+            labels=["endpoint"],
+        )
+        for address, count in tallies.unanswered.items():
+            unanswered.add_metric([address], count)
+        yield unanswered
+        yield CounterMetricFamily(
+            "extproc_prompt_tokens", "Estimated prompt tokens routed.", value=tallies.prompt_tokens
+        )
+        yield CounterMetricFamily(
+            "extproc_matched_tokens",
+            "Prompt tokens believed cached on the chosen endpoint.",
+            value=tallies.matched_tokens,
+        )
+        usage = CounterMetricFamily(
+            "extproc_usage_tokens", "Tokens the engines reported.", labels=["kind"]
+        )
+        for kind, count in tallies.usage.items():
+            usage.add_metric([kind], count)
+        yield usage
+        scrapes = CounterMetricFamily(
+            "extproc_scrapes", "Scrapes of engines.", labels=["endpoint", "result"]
+        )
+        for (address, result), count in tallies.scrapes.items():
+            scrapes.add_metric([address, result], count)
+        yield scrapes
+
+    def _distributions(self) -> Iterator[Metric]:
+        tallies = self._tallies
+        for name, text, distribution in (
+            ("extproc_route_seconds", "Time one decision took.", tallies.route_s),
+            ("extproc_headers_seconds", "From pick to response headers.", tallies.headers_s),
+            ("extproc_exchange_seconds", "From first event to end.", tallies.exchange_s),
+            ("extproc_scrape_seconds", "Time one scrape took.", tallies.scrape_s),
+        ):
+            yield _histogram(name, text, distribution)
+
+    def _endpoints(self) -> Iterator[Metric]:
+        labels = ["endpoint"]
+        in_flight = GaugeMetricFamily(
+            "extproc_endpoint_in_flight", "Requests this picker has open.", labels=labels
+        )
+        foreign = GaugeMetricFamily(
+            "extproc_endpoint_foreign", "Requests of others at the last scrape.", labels=labels
+        )
+        up = GaugeMetricFamily(
+            "extproc_endpoint_up", "1 unless its scrapes cannot connect.", labels=labels
+        )
+        age = GaugeMetricFamily(
+            "extproc_endpoint_load_age_seconds", "Age of the last scrape.", labels=labels
+        )
+        now = self._clock()
+        for member in self._pool().members:
+            key = [member.endpoint.address]
+            in_flight.add_metric(key, member.account.in_flight)
+            foreign.add_metric(key, member.foreign)
+            up.add_metric(key, 1.0 if member.up else 0.0)
+            age.add_metric(key, now - member.load.at)
+        yield from (in_flight, foreign, up, age)
+
+
+def _histogram(name: str, text: str, distribution: Distribution) -> Metric:
+    buckets = []
+    running = 0
+    bounds = [*map(str, distribution.bounds), "+Inf"]
+    for bound, count in zip(bounds, distribution.counts, strict=True):
+        running += count
+        buckets.append((bound, float(running)))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=distribution.total)
