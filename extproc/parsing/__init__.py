@@ -1,0 +1,26 @@
+"""Bytes to request: what a client asked for, read from one buffered HTTP request.
+
+What lives here: the table from path to surface (`paths`), one module per family of surfaces with
+its partial typed decode, the framing of a prompt into stable bytes (`framing`, `inputs`,
+`tokens`), the session hint (`session`), the gRPC frame and the multipart form. Nothing here
+decides who serves, edits a body, or keeps state between two requests.
+
+Who drives it: `dispatch`, through `parser.parse(raw)`, once per request whose body is complete.
+The answer is a `Request`, or a `Rejection` with status 400 and one of the texts of the EPP
+protocol report 1.6, without the code prefix that the wire layer adds. `parse` is total: no bytes
+make it raise.
+
+Rules of the room:
+
+- Only paths in the table can be refused. Any other path is `opaque`: routed, whatever its body.
+- A body is decoded once, partially. A second pass happens only to word an error, or to forgive
+  lone surrogates.
+- Only model, messages, prompt and input can make a JSON body invalid; any other field of an
+  unexpected type reads as absent. The engine is the judge of everything else.
+- No text from a body gets into an error message.
+
+Prompt bytes (`Request.prompt`) are the prompt in engine order: cache salt, template options,
+tools, system prompt, messages. No trailer follows them, so the next turn of a conversation starts
+with the bytes of this turn; the markers between fields are byte values that UTF-8 never
+produces, so two different histories never share more than their common beginning.
+"""

@@ -1,0 +1,103 @@
+"""Chat completions: `{model, messages, tools, ...}` (OpenAI, vLLM, SGLang)."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from extproc import decision
+from extproc.decision import Rejection
+from extproc.parsing import envelope, framing, inputs
+from extproc.request import RawRequest, Request
+
+_WANTED: Final = "invalid chat completions request: must have valid messages field"
+
+
+class Message(msgspec.Struct, gc=False):
+    """One message of the history; only an object can be one."""
+
+    role: Any = None
+    content: Any = None
+    name: Any = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_call_id: Any = None
+    tool_calls: msgspec.Raw = framing.ABSENT
+    function_call: msgspec.Raw = framing.ABSENT
+
+
+class Body(envelope.Envelope, gc=False):
+    """What is read of a chat body."""
+
+    messages: list[Message] | None = None
+    tools: msgspec.Raw = framing.ABSENT
+    functions: msgspec.Raw = framing.ABSENT
+    documents: msgspec.Raw = framing.ABSENT
+    chat_template: msgspec.Raw = framing.ABSENT
+    chat_template_kwargs: msgspec.Raw = framing.ABSENT
+    reasoning_effort: msgspec.Raw = framing.ABSENT
+
+
+_DECODER = msgspec.json.Decoder(Body)
+
+#: How messages of the usual roles start.
+_HEADS = {
+    role: framing.MESSAGE + role.encode()
+    for role in ("system", "developer", "user", "assistant", "tool", "function")
+}
+
+
+def parse(raw: RawRequest) -> Request | Rejection:
+    """Read a chat request; 400 without a model or without at least one message."""
+    body = envelope.decode(_DECODER, raw, wanted=_WANTED)
+    if isinstance(body, Rejection):
+        return body
+    if not body.messages:
+        return decision.bad_request(_WANTED)
+    fields = _options(body)
+    for turn in body.messages:
+        _add_message(fields, turn)
+    return envelope.request("chat", raw, body, prompt=inputs.framed(b"".join(fields)))
+
+
+def _options(body: Body) -> list[bytes]:
+    """What stands before the messages, or changes how the template lays them out."""
+    return [
+        framing.salt(body.cache_salt),
+        framing.option(b"m", body.chat_template),
+        framing.option(b"k", body.chat_template_kwargs),
+        framing.option(b"e", body.reasoning_effort),
+        framing.option(b"d", body.documents),
+        framing.option(b"f", body.functions),
+        framing.option(b"t", body.tools),
+    ]
+
+
+def _add_message(fields: list[bytes], turn: Message) -> None:
+    """Append a message field by field: pieces are joined, and so copied, only once."""
+    role, content = turn.role, turn.content
+    head = _HEADS.get(role) if type(role) is str else None
+    fields.append(head or framing.MESSAGE + framing.as_bytes(role))
+    if turn.name is not None or turn.tool_call_id is not None:
+        fields += (framing.NAME, framing.as_bytes(turn.name))
+        fields += (framing.NAME, framing.as_bytes(turn.tool_call_id))
+    reasoning = turn.reasoning_content or turn.reasoning
+    if reasoning:
+        fields += (framing.REASONING, framing.as_bytes(reasoning))
+    if type(content) is str:
+        fields += (framing.TEXT, content.encode())
+    else:
+        fields.append(framing.content(content))
+    if turn.tool_calls is not framing.ABSENT or turn.function_call is not framing.ABSENT:
+        fields += (framing.calls(turn.tool_calls), framing.calls(turn.function_call))
+
+
+def loose_prompt(messages: object) -> inputs.Prompt | None:
+    """A conversation that was decoded without a type; None when it is not one."""
+    if type(messages) is not list or not messages:
+        return None
+    turns = [turn for turn in messages if type(turn) is dict]
+    if len(turns) != len(messages):
+        return None
+    return inputs.framed(b"".join([framing.loose_message(turn) for turn in turns]))

@@ -1,0 +1,174 @@
+"""What every JSON surface shares: the fields around the prompt, decoding, and error wording.
+
+The fields are typed `Any` on purpose: a value of an unexpected type then reads as absent instead
+of refusing the request. Fields not named here or in a surface are skipped, never built.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from extproc import decision
+from extproc.decision import Rejection
+from extproc.parsing import inputs, session
+from extproc.request import RawRequest, Request
+
+#: Headers that name the model to be served, where the body names none (EPP protocol report 1.6).
+MODEL_HEADERS = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
+
+NO_MODEL: Final = decision.bad_request("model not found in request body")
+
+#: Beginnings and ends of the text for a body that is not a JSON object.
+_NOT_JSON = "error unmarshaling request bodyMap: "
+_TOO_DEEP = "exceeded max depth"
+_NOT_UTF8 = "JSON is malformed: invalid UTF-8"
+
+#: More tokens than any engine generates: keeps arithmetic on a client's number within floats.
+_MOST_TOKENS: Final = 2**31 - 1
+
+#: An escaped backslash, a surrogate pair, or a lone surrogate (the last group).
+_SURROGATES = re.compile(
+    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
+
+
+class Envelope(msgspec.Struct, gc=False):
+    """Fields that mean the same on every JSON surface.
+
+    A base of the surfaces' own structs because msgspec decodes exactly one type in one pass.
+    """
+
+    model: Any = None
+    stream: Any = None
+    max_completion_tokens: Any = None
+    max_tokens: Any = None
+    max_output_tokens: Any = None
+    sampling_params: Any = None
+    cache_salt: Any = None
+    lora_path: Any = None
+    prompt_cache_key: Any = None
+    conversation: Any = None
+    metadata: Any = None
+    user: Any = None
+    safety_identifier: Any = None
+    previous_response_id: Any = None
+
+
+Body = TypeVar("Body", bound=Envelope)
+
+_ENVELOPE = msgspec.json.Decoder(Envelope)
+
+
+def decode(
+    decoder: msgspec.json.Decoder[Body], raw: RawRequest, *, wanted: str
+) -> Body | Rejection:
+    """Decode a body and see that it names a model.
+
+    Args:
+        decoder: Of the surface's struct.
+        raw: The request.
+        wanted: What to say when the field that carries the prompt is of the wrong type.
+
+    Returns:
+        The body, or 400 for what is not a JSON object, names no model, or misuses that field.
+    """
+    body = decode_loose(decoder, raw, wanted=wanted)
+    if isinstance(body, Rejection) or model_of(body, raw.headers):
+        return body
+    return NO_MODEL
+
+
+def decode_loose(
+    decoder: msgspec.json.Decoder[Body], raw: RawRequest, *, wanted: str
+) -> Body | Rejection:
+    """Like `decode`, for surfaces on which a model is optional."""
+    try:
+        return decoder.decode(raw.body)
+    except msgspec.ValidationError as error:
+        return _misused(raw, error, wanted=wanted)
+    except msgspec.DecodeError as error:
+        mended = mend_surrogates(raw.body)
+        if mended != raw.body:
+            mended_raw = msgspec.structs.replace(raw, body=mended)
+            return decode_loose(decoder, mended_raw, wanted=wanted)
+        return not_json(str(error))
+    except UnicodeDecodeError:
+        return not_json(_NOT_UTF8)
+    except RecursionError:
+        return too_deep()
+
+
+def mend_surrogates(body: bytes) -> bytes:
+    r"""Replace lone surrogates, which JSON permits and Unicode does not, by U+FFFD.
+
+    JavaScript clients that cut a string inside an emoji send them as `\ud83d`; json.loads in the
+    engines accepts them.
+    """
+    return _SURROGATES.sub(lambda found: b"\\ufffd" if found[1] else found[0], body)
+
+
+def _misused(raw: RawRequest, error: msgspec.ValidationError, *, wanted: str) -> Rejection:
+    """Tell a body that is no object from one whose prompt field is of the wrong type."""
+    try:
+        body = _ENVELOPE.decode(raw.body)
+    except (ValueError, RecursionError):
+        return not_json(str(error))
+    return decision.bad_request(wanted) if model_of(body, raw.headers) else NO_MODEL
+
+
+def not_json(why: str) -> Rejection:
+    """The body is not a JSON object. `why` comes from the decoder and quotes no content."""
+    return decision.bad_request(_NOT_JSON + why)
+
+
+def too_deep() -> Rejection:
+    """The body nests deeper than we, or an engine, would follow."""
+    return not_json(_TOO_DEEP)
+
+
+def model_header(headers: Mapping[str, str]) -> str:
+    """The model a header supplies; empty when none does."""
+    for name in MODEL_HEADERS:
+        value = headers.get(name)
+        if value:
+            return value
+    return ""
+
+
+def model_of(body: Envelope, headers: Mapping[str, str]) -> str:
+    """The model the body names, else the one a header supplies, else nothing."""
+    model = body.model
+    return model if type(model) is str and model else model_header(headers)
+
+
+def request(api: str, raw: RawRequest, body: Envelope, *, prompt: inputs.Prompt) -> Request:
+    """Put the parsed parts together."""
+    return Request(
+        api,
+        model=model_of(body, raw.headers),
+        adapter=body.lora_path if type(body.lora_path) is str else "",
+        prompt=prompt.content,
+        prompt_tokens=prompt.tokens,
+        stream=body.stream is True,
+        max_tokens=_max_tokens(body),
+        session=session.of_body(raw.headers, body),
+        subset=raw.subset,
+    )
+
+
+def _max_tokens(body: Envelope) -> int | None:
+    sampling = body.sampling_params if type(body.sampling_params) is dict else {}
+    for bound in (
+        body.max_completion_tokens,
+        body.max_tokens,
+        body.max_output_tokens,
+        sampling.get("max_new_tokens"),
+        sampling.get("max_tokens"),
+    ):
+        if (type(bound) is int or type(bound) is float) and bound >= 0:
+            return int(min(bound, _MOST_TOKENS))
+    return None

@@ -1,0 +1,92 @@
+"""Generation without a chat template: vLLM's tokens-in surface and SGLang's native one."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from extproc import decision
+from extproc.decision import Rejection
+from extproc.parsing import envelope, inputs, tokens
+from extproc.request import RawRequest, Request
+
+_NO_TOKENS: Final = "invalid generate request: must have token_ids field"
+_NOT_AN_OBJECT: Final = "invalid generate request: must be a JSON object"
+
+
+class Body(envelope.Envelope, gc=False):
+    """What is read of a body for vLLM `/inference/v1/generate`.
+
+    `features` holds `mm_hashes` and `mm_placeholders`, each a list per modality.
+    """
+
+    token_ids: Any = None
+    features: Any = None
+
+
+class NativeBody(envelope.Envelope, gc=False):
+    """What is read of a body for `/generate`: SGLang's names, then those of vLLM's and TGI's."""
+
+    input_ids: Any = None
+    text: Any = None
+    prompt: Any = None
+    inputs: Any = None
+
+
+_DECODER = msgspec.json.Decoder(Body)
+_NATIVE_DECODER = msgspec.json.Decoder(NativeBody)
+
+
+def parse(raw: RawRequest) -> Request | Rejection:
+    """Read a tokens-in request; 400 without token ids. The model is optional there."""
+    body = envelope.decode_loose(_DECODER, raw, wanted=_NO_TOKENS)
+    if isinstance(body, Rejection):
+        return body
+    ids = body.token_ids
+    packed = tokens.pack(ids) if type(ids) is list and ids else None
+    if packed is None:
+        return decision.bad_request(_NO_TOKENS)
+    placeholders = _placeholders(body.features)
+    if placeholders:
+        packed = tokens.stamp(packed, placeholders)
+    prompt = inputs.salted(inputs.Prompt(packed, len(ids)), body.cache_salt)
+    return envelope.request("generate", raw, body, prompt=prompt)
+
+
+def _placeholders(features: Any) -> list[tuple[int, int, str]]:
+    """(offset, length, hash) of each multimodal item; items of an unknown form are left out."""
+    if type(features) is not dict:
+        return []
+    hashes, places = features.get("mm_hashes"), features.get("mm_placeholders")
+    if type(hashes) is not dict or type(places) is not dict:
+        return []
+    found = []
+    for modality, spans in places.items():
+        names = hashes.get(modality)
+        if type(spans) is not list or type(names) is not list:
+            continue
+        for span, name in zip(spans, names, strict=False):
+            if type(span) is dict and type(name) is str:
+                offset, length = span.get("offset"), span.get("length")
+                if type(offset) is int and type(length) is int:
+                    found.append((offset, length, name))
+    return found
+
+
+def parse_native(raw: RawRequest) -> Request | Rejection:
+    """Read a `/generate` request: 400 only for what is not a JSON object.
+
+    Several engines use this path with bodies of their own; none of them names a model.
+    """
+    body = envelope.decode_loose(_NATIVE_DECODER, raw, wanted=_NOT_AN_OBJECT)
+    if isinstance(body, Rejection):
+        return body
+    prompt = inputs.NOTHING
+    for value in (body.input_ids, body.text, body.prompt, body.inputs):
+        found = inputs.prompt_of(value)
+        if found is not None:
+            prompt = found
+            break
+    salted = inputs.salted(prompt, body.cache_salt)
+    return envelope.request("sglang_generate", raw, body, prompt=salted)

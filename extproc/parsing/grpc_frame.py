@@ -1,0 +1,61 @@
+"""gRPC framing and protobuf fields, read by hand because only `wire` may import protobuf.
+
+A frame is one flag byte (0: not compressed), the message length as four big-endian bytes, and the
+message. A message is a run of fields: a varint key `number << 3 | wire type`, then a varint (0),
+eight bytes (1), a length and so many bytes (2), or four bytes (5).
+"""
+
+from __future__ import annotations
+
+HEADER_BYTES = 5
+
+#: (field number, value): a varint or fixed number as int, anything with a length as bytes.
+Field = tuple[int, int | bytes]
+
+_FIXED = {1: 8, 5: 4}
+
+
+def message_of(body: bytes) -> bytes | None:
+    """The first message of a body; None when it is compressed or short."""
+    if len(body) < HEADER_BYTES or body[0] != 0:
+        return None
+    stop = HEADER_BYTES + int.from_bytes(body[1:HEADER_BYTES], "big")
+    return body[HEADER_BYTES:stop] if stop <= len(body) else None
+
+
+def fields_of(message: bytes) -> list[Field] | None:
+    """The fields of a message in wire order; None when it is malformed or uses groups."""
+    fields: list[Field] = []
+    at, end = 0, len(message)
+    while at < end:
+        key, at = _varint(message, at)
+        if at < 0 or key >> 3 == 0:
+            return None
+        kind = key & 7
+        if kind == 0:
+            value: int | bytes
+            value, at = _varint(message, at)
+            if at < 0:
+                return None
+        else:
+            size = _FIXED.get(kind)
+            if kind == 2:
+                size, at = _varint(message, at)
+            if size is None or at < 0 or at + size > end:
+                return None
+            value = message[at : at + size]
+            at += size
+            if kind != 2:
+                value = int.from_bytes(value, "little")
+        fields.append((key >> 3, value))
+    return fields
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """A varint and the place after it; minus one for the place when it is cut or too long."""
+    value = 0
+    for place, byte in enumerate(message[at : at + 10]):
+        value |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            return value & 0xFFFFFFFFFFFFFFFF, at + place + 1
+    return 0, -1

@@ -1,0 +1,89 @@
+"""Audio transcription and translation: the fields of a multipart form (RFC 7578).
+
+Only short text fields are read; the file is stepped over. A form that cannot be read is routed
+without a model, as an engine with one model would serve it. There is no prompt to hash but the
+optional text one: encoder-decoder models keep no prefix cache of the audio.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from extproc.parsing import inputs, opaque, session
+from extproc.request import RawRequest, Request
+
+#: A form has a handful of fields; whatever follows the last of so many parts is not read.
+MOST_PARTS: Final = 64
+#: No header block of a part, and no field worth reading, is longer.
+LONGEST_BYTES: Final = 8192
+
+_BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,200})"|([^\s;,"]{1,200}))', re.IGNORECASE)
+_NAME = re.compile(
+    rb'^content-disposition:[^\r\n]*?;\s*name=(?:"([^"\r\n]*)"|([^\s;"]+))',
+    re.IGNORECASE | re.MULTILINE,
+)
+_WANTED = frozenset({"model", "prompt", "stream", "user"})
+
+
+def parse_transcriptions(raw: RawRequest) -> Request:
+    """Read a transcription request; never refused."""
+    return _parse(raw, "transcriptions")
+
+
+def parse_translations(raw: RawRequest) -> Request:
+    """Read a translation request; never refused."""
+    return _parse(raw, "translations")
+
+
+def _parse(raw: RawRequest, api: str) -> Request:
+    found = _BOUNDARY.search(raw.headers.get("content-type", ""))
+    if found is None:
+        return opaque.parse(raw, api)
+    boundary = found[1] or found[2]
+    fields = read(raw.body, boundary.encode())
+    known = opaque.bare(raw, api)
+    prompt = inputs.framed(fields.get("prompt", "").encode())
+    return Request(
+        api,
+        model=fields.get("model") or known.model,
+        prompt=prompt.content,
+        prompt_tokens=prompt.tokens,
+        stream=fields.get("stream", "").lower() in {"true", "1"},
+        session=known.session or fields.get("user", "")[: session.LONGEST],
+        subset=raw.subset,
+    )
+
+
+def read(body: bytes, boundary: bytes) -> Mapping[str, str]:
+    """The wanted text fields of a form, the last of each name; what is malformed is not there.
+
+    Args:
+        body: The form, whole or cut.
+        boundary: As in the content type, without the leading dashes.
+    """
+    fields: dict[str, str] = {}
+    delimiter = b"--" + boundary
+    start = body.find(delimiter)
+    for _ in range(MOST_PARTS):
+        if start < 0:
+            break
+        start += len(delimiter)
+        end = body.find(b"\r\n" + delimiter, start)
+        _read_part(fields, body, (start, end if end >= 0 else len(body)))
+        start = end + 2 if end >= 0 else -1
+    return fields
+
+
+def _read_part(fields: dict[str, str], body: bytes, span: tuple[int, int]) -> None:
+    start, end = span
+    blank = body.find(b"\r\n\r\n", start, min(end, start + LONGEST_BYTES))
+    if blank < 0 or end - blank - 4 > LONGEST_BYTES:
+        return
+    found = _NAME.search(body, start, blank)
+    if found is None:
+        return
+    name = (found[1] if found[1] is not None else found[2]).decode("utf-8", "replace")
+    if name in _WANTED:
+        fields[name] = body[blank + 4 : end].decode("utf-8", "replace")

@@ -1,0 +1,111 @@
+"""Requests nobody has to understand: no body, a path that is not in the table, or a cut body.
+
+None of these is ever refused. What can be read cheaply is read, so that a request on an unknown
+path still finds its model and its prefix (GIE conformance posts `{model, prompt}` to paths of its
+own; SageMaker posts any OpenAI body to `/invocations`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import msgspec
+
+from extproc.parsing import chat, envelope, inputs, session
+from extproc.request import RawRequest, Request
+
+#: Larger bodies on unknown paths are not looked into: uploads, not prompts.
+LARGEST_BYTES: Final = 1 << 20
+
+#: Methods that carry a prompt; without `:method` the data plane did not say.
+_POSTING = frozenset({"", "POST", "PUT", "PATCH"})
+
+_MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){0,1024}")')
+_STREAM = re.compile(rb'"stream"\s*:\s*true')
+
+
+class Body(envelope.Envelope, gc=False):
+    """The usual places of a prompt."""
+
+    prompt: Any = None
+    messages: Any = None
+    input: Any = None
+
+
+_DECODER = msgspec.json.Decoder(Body)
+_ENVELOPE = msgspec.json.Decoder(envelope.Envelope)
+
+
+def is_bodiless(raw: RawRequest) -> bool:
+    """Whether there is nothing to parse: an empty body, or a method that carries no prompt."""
+    return not raw.body or raw.method.upper() not in _POSTING
+
+
+def bare(raw: RawRequest, api: str) -> Request:
+    """A request known by its headers only."""
+    return Request(
+        api,
+        model=envelope.model_header(raw.headers),
+        session=session.of_headers(raw.headers),
+        subset=raw.subset,
+    )
+
+
+def parse(raw: RawRequest, api: str) -> Request:
+    """Read model and prompt if the body is a small JSON object that has them."""
+    body = _decoded(_DECODER, raw)
+    if body is None:
+        return bare(raw, api)
+    prompt = (
+        inputs.prompt_of(body.prompt)
+        or chat.loose_prompt(body.messages)
+        or inputs.prompt_of(body.input)
+        or inputs.NOTHING
+    )
+    return envelope.request(api, raw, body, prompt=inputs.salted(prompt, body.cache_salt))
+
+
+def parse_envelope(raw: RawRequest, api: str) -> Request:
+    """Read everything but the prompt, for work that leaves nothing in a prefix cache."""
+    body = _decoded(_ENVELOPE, raw)
+    if body is None:
+        return bare(raw, api)
+    return envelope.request(api, raw, body, prompt=inputs.NOTHING)
+
+
+def _decoded(decoder: msgspec.json.Decoder[envelope.Body], raw: RawRequest) -> envelope.Body | None:
+    if len(raw.body) > LARGEST_BYTES or not raw.body[:64].lstrip().startswith(b"{"):
+        return None
+    try:
+        return decoder.decode(raw.body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def parse_truncated(raw: RawRequest, api: str) -> Request:
+    """Read a body of which only the beginning was shown (BUFFERED_PARTIAL).
+
+    The raw bytes are the prompt: equal beginnings of bodies are equal beginnings of prompts, as
+    long as a client writes its fields in one order. `content-length` tells the whole size.
+    """
+    found = _MODEL.search(raw.body)
+    model = _unquoted(found[1]) if found else ""
+    whole = raw.headers.get("content-length", "")
+    length = int(whole) if whole.isdecimal() and len(whole) < 16 else 0
+    return Request(
+        api,
+        model=model or envelope.model_header(raw.headers),
+        prompt=raw.body,
+        prompt_tokens=inputs.estimate(max(length, len(raw.body))),
+        stream=_STREAM.search(raw.body) is not None,
+        session=session.of_headers(raw.headers),
+        subset=raw.subset,
+    )
+
+
+def _unquoted(text: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(text))
+    except ValueError:
+        return ""

@@ -1,0 +1,72 @@
+"""The one door of the room: a raw request in, a request or a 400 out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from extproc.decision import Rejection
+from extproc.parsing import (
+    anthropic,
+    chat,
+    completions,
+    envelope,
+    generate,
+    multipart,
+    opaque,
+    paths,
+    ranking,
+    rendering,
+    responses,
+    vllm_grpc,
+)
+from extproc.request import RawRequest, Request
+
+#: Surface (a value of `paths.SURFACES`) to the function that reads it.
+PARSERS: Mapping[str, Callable[[RawRequest], Request | Rejection]] = {
+    "chat": chat.parse,
+    "chat_render": rendering.parse_chat,
+    "completions": completions.parse,
+    "completions_render": rendering.parse_completions,
+    "embeddings": completions.parse_embeddings,
+    "responses": responses.parse,
+    "conversations": responses.parse_conversation,
+    "images": completions.parse_images,
+    "transcriptions": multipart.parse_transcriptions,
+    "translations": multipart.parse_translations,
+    "messages": anthropic.parse,
+    "count_tokens": rendering.parse_count_tokens,
+    "rerank": ranking.parse_rerank,
+    "score": ranking.parse_score,
+    "pooling": completions.parse_pooling,
+    "tokenize": rendering.parse_tokenize,
+    "generate": generate.parse,
+    "sglang_generate": generate.parse_native,
+    "grpc_generate": vllm_grpc.parse_generate,
+    "grpc_embed": vllm_grpc.parse_embed,
+}
+
+#: Surfaces whose parser makes the best of a cut body: it refuses nothing and wants no prompt.
+TOTAL = frozenset({"transcriptions", "translations", "count_tokens", "tokenize"})
+
+
+def parse(raw: RawRequest) -> Request | Rejection:
+    """Read a request. Total: whatever the bytes, the answer is a value.
+
+    Args:
+        raw: A request whose body is complete, or marked as truncated.
+
+    Returns:
+        The request, `opaque` when there is no body or the path is not in the table; or a
+        rejection with status 400 (EPP protocol report 1.6) on a path that is.
+    """
+    if opaque.is_bodiless(raw):
+        return opaque.bare(raw, paths.OPAQUE)
+    api = paths.surface_of(paths.path_of(raw))
+    reader = PARSERS.get(api)
+    if raw.truncated and api not in TOTAL:
+        return opaque.parse_truncated(raw, api)
+    try:
+        return opaque.parse(raw, api) if reader is None else reader(raw)
+    except RecursionError:
+        # Decoding stayed within the interpreter's depth, and writing the value again did not.
+        return opaque.bare(raw, api) if reader is None else envelope.too_deep()

@@ -1,0 +1,40 @@
+"""Surfaces that read a prompt and compute nothing: render, tokenize, count tokens.
+
+They leave nothing in a prefix cache, so their prompt is empty: an index that learned from them
+would believe in blocks no engine holds. The render surfaces refuse what the surfaces they render
+for refuse; the other two are raw (EPP protocol report 1.6, count_tokens).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from extproc.decision import Rejection
+from extproc.parsing import chat, completions, opaque
+from extproc.request import RawRequest, Request
+
+
+def parse_chat(raw: RawRequest) -> Request | Rejection:
+    """Read a chat request to be rendered."""
+    return _unprompted(chat.parse(raw), "chat_render")
+
+
+def parse_completions(raw: RawRequest) -> Request | Rejection:
+    """Read a completions request to be rendered."""
+    return _unprompted(completions.parse(raw), "completions_render")
+
+
+def parse_tokenize(raw: RawRequest) -> Request:
+    """Read a tokenize request; never refused."""
+    return opaque.parse_envelope(raw, "tokenize")
+
+
+def parse_count_tokens(raw: RawRequest) -> Request:
+    """Read an Anthropic count_tokens request; never refused."""
+    return opaque.parse_envelope(raw, "count_tokens")
+
+
+def _unprompted(parsed: Request | Rejection, api: str) -> Request | Rejection:
+    if isinstance(parsed, Rejection):
+        return parsed
+    return msgspec.structs.replace(parsed, api=api, prompt=b"", prompt_tokens=0)

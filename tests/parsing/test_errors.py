@@ -1,0 +1,115 @@
+import pytest
+
+from extproc.parsing import parser, paths
+from extproc.request import RawRequest, Request
+from tests.parsing import asking
+from tests.parsing.asking import CHAT
+
+SECRET = "my-secret-words"  # stands for prompt text
+UNMARSHAL = "error unmarshaling request bodyMap: "
+JSON_PATHS = (
+    "/v1/chat/completions",
+    "/v1/chat/completions/render",
+    "/v1/completions",
+    "/v1/completions/render",
+    "/v1/embeddings",
+    "/v1/responses",
+    "/v1/conversations",
+    "/v1/images/generations",
+    "/v1/messages",
+    "/rerank",
+    "/score",
+    "/pooling",
+)
+
+
+@pytest.mark.parametrize("path", JSON_PATHS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b'{"model": "m" "x"}',
+        b"[]",
+        b'"model"',
+        b"null",
+        b"hello " + SECRET.encode(),
+        b'{"model": "m", "messages": "' + SECRET.encode(),
+        b'{"model": "\xff"}',
+        b'{"model": ' + b"[" * 100_000,
+        b'{"skipped": ' + b"[" * 100_000,
+        b'{"model": 1e999}',
+    ],
+    ids=range(11),
+)
+def test_what_is_not_a_json_object(path, body):
+    """Point 69: such a body is refused on every JSON path, and its text is not quoted."""
+    message = asking.refused(path, body)
+    assert message.startswith((UNMARSHAL, "model not found"))
+    assert SECRET not in message
+
+
+@pytest.mark.parametrize("path", JSON_PATHS)
+def test_model_is_demanded(path):
+    """Point 70 on every inference path with a JSON body."""
+    body = {"prompt": "x", "input": "x", "messages": [asking.user("x")], "items": []}
+    assert asking.refused(path, body) == "model not found in request body"
+
+
+def test_model_is_demanded_without_a_path():
+    """Point 70 as the reference sends it: no path at all means /v1/completions."""
+    outcome = parser.parse(RawRequest({}, b'{"prompt":"hello world"}'))
+    assert outcome.message == "model not found in request body"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "/v1/chat/completions",
+            "invalid chat completions request: must have valid messages field",
+        ),
+        ("/v1/completions", "invalid completions request: must have prompt field"),
+        ("/v1/embeddings", "invalid embeddings request: must have input field"),
+        ("/v1/responses", "invalid responses request: must have input field"),
+        ("/v1/conversations", "invalid conversations request: must have items field"),
+        ("/v1/images/generations", "invalid images generations request: must have prompt field"),
+        ("/v1/messages", "invalid messages request: must have at least one message"),
+        ("/inference/v1/generate", "invalid generate request: must have token_ids field"),
+    ],
+)
+def test_the_prompt_is_demanded(path, message):
+    """Point 71: a missing messages, prompt, input or items field has its own text."""
+    assert asking.refused(path, {"model": "m"}) == message
+
+
+@pytest.mark.parametrize("path", [f"/{suffix}" for suffix in paths.SURFACES])
+@pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE", "get"])
+def test_methods_without_a_prompt(path, method):
+    """Points 30 to 32: GET and the like are opaque on every path, whatever their body."""
+    raw = RawRequest({":method": method, ":path": path}, b"{")
+    assert parser.parse(raw) == Request("opaque")
+
+
+@pytest.mark.parametrize("path", [f"/{suffix}" for suffix in paths.SURFACES])
+def test_empty_bodies(path):
+    """Point 30: an empty body is a bodiless request on every path."""
+    subset = ("10.0.0.1:8000",)
+    raw = RawRequest({":method": "POST", ":path": path, "x-session-id": "s"}, b"", subset=subset)
+    assert parser.parse(raw) == Request("opaque", session="s", subset=subset)
+
+
+def test_the_subset_is_kept():
+    """The subset hint goes from raw request to request, an empty one included."""
+    body = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
+    for subset in (None, (), ("a:1", "b")):
+        assert parser.parse(RawRequest({":path": CHAT}, body, subset=subset)).subset == subset
+
+
+def test_deep_values_are_refused_not_raised():
+    """A body that decodes at the edge of the recursion limit is answered, not raised."""
+    for depth in range(300, 1200, 7):
+        part = b'{"a":' * depth + b"1" + b"}" * depth
+        body = b'{"model":"m","messages":[{"role":"user","content":[' + part + b"]}]}"
+        outcome = parser.parse(RawRequest({":path": CHAT}, body))
+        assert isinstance(outcome, Request) or outcome.message.startswith(UNMARSHAL)
+        assert isinstance(parser.parse(RawRequest({":path": "/other"}, body)), Request)

@@ -1,0 +1,98 @@
+import pytest
+
+from extproc.parsing import multipart
+from tests.parsing import asking
+
+PATH = "/v1/audio/transcriptions"
+SOUND = bytes(range(256)) * 100 + b"\r\n--other\r\n\r\n"
+
+
+def part(name, content, extra=b""):
+    head = b'--XX\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n' % (name, extra)
+    return head + content + b"\r\n"
+
+
+FILE = part(b"file", SOUND, b'; filename="model.wav"\r\nContent-Type: audio/wav')
+
+
+def form(body, path=PATH, content_type="multipart/form-data; boundary=XX"):
+    return asking.parsed(path, body, content_type=content_type)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_fields(order):
+    """Fields are read before and behind the file; the file is not."""
+    parts = [FILE, part(b"model", b"whisper"), part(b"prompt", b"names"), part(b"stream", b"true")]
+    request = form(b"".join(parts[::order]) + b"--XX--\r\n")
+    assert (request.api, request.model, request.stream) == ("transcriptions", "whisper", True)
+    assert (request.prompt, request.prompt_tokens) == (b"names", 1)
+
+
+def test_translations():
+    """Translations are the same form."""
+    request = form(part(b"model", b"w") + b"--XX--", path="/v1/audio/translations")
+    assert (request.api, request.model) == ("translations", "w")
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    ['multipart/form-data; boundary="XX"', "Multipart/Form-Data; Boundary=XX; charset=utf-8"],
+)
+def test_boundary_forms(content_type):
+    """The boundary may be quoted, in any case, and followed by other parameters."""
+    assert form(part(b"model", b"w") + b"--XX--", content_type=content_type).model == "w"
+
+
+def test_names_without_quotes():
+    """Some clients do not quote names, and put other parameters first."""
+    body = b"--XX\r\nContent-Type: text/plain\r\ncontent-disposition: form-data; a=b; name=model"
+    assert form(body + b"\r\n\r\nw\r\n--XX--").model == "w"
+
+
+def test_file_name_is_not_a_name():
+    """A file named `model` is not the model."""
+    body = part(b"file", b"w", b'; filename="model"').replace(b'name="file"; ', b"")
+    assert form(body + b"--XX--").model == ""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"x",
+        b"--XX",
+        b"--XX\r\n\r\n",
+        b"--XX--",
+        FILE,
+        part(b"model", b"w" * 9000),
+        b"\r\n--XX" * 99,
+    ],
+)
+def test_forms_without_a_model(body):
+    """A form that cannot be read is routed without a model."""
+    assert form(body).model == ""
+
+
+def test_model_of_a_cut_form():
+    """What stands before the cut is read."""
+    assert form(part(b"model", b"w") + FILE[:500]).model == "w"
+
+
+def test_parts_are_bounded():
+    """Only so many parts are looked at."""
+    many = part(b"x", b"y") * multipart.MOST_PARTS
+    assert form(many + part(b"model", b"w")).model == ""
+
+
+def test_json_on_an_audio_path():
+    """A body that is no form is read like any other small JSON."""
+    request = asking.parsed(PATH, {"model": "w"}, content_type="application/json")
+    assert (request.api, request.model) == ("transcriptions", "w")
+
+
+def test_session_of_a_form():
+    """A header overrules the user field."""
+    body = part(b"user", b"u") + b"--XX--"
+    assert form(body).session == "u"
+    content_type = "multipart/form-data; boundary=XX"
+    request = asking.parsed(PATH, body, content_type=content_type, x_session_id="s")
+    assert request.session == "s"

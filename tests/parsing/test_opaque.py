@@ -1,0 +1,72 @@
+import pytest
+
+from extproc.parsing import opaque, parser
+from extproc.request import RawRequest
+from tests.parsing import asking
+from tests.parsing.asking import CHAT
+
+
+def truncated(path, body, **headers):
+    return parser.parse(RawRequest({":path": path, **headers}, body, truncated=True))
+
+
+def test_conformance_body():
+    """Point 33: model and prompt are read on a path that is not in the table."""
+    request = asking.parsed("/primary-gateway-test", {"model": "m", "prompt": "hi"})
+    assert (request.api, request.model, request.prompt) == ("opaque", "m", b"hi")
+
+
+def test_chat_body_on_another_path():
+    """Messages are read there too, with the bytes they have on the chat path."""
+    body = {"model": "m", "messages": [asking.user("hi")]}
+    assert asking.parsed("/invocations", body).prompt == asking.parsed(CHAT, body).prompt
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x00\xff not json",
+        b"{",
+        b"[1, 2]",
+        b"{}",
+        b'{"model": 5, "prompt": {"a": 1}}',
+        b'{"model": "\xff"}',
+        b'{"messages": {"a": 1}}',
+        b'{"model": ' + b"[" * 100_000,
+    ],
+    ids=range(8),
+)
+def test_other_bodies_are_routed(body):
+    """Point 34: no body is refused on a path that is not in the table."""
+    request = asking.parsed("/anything", body)
+    assert (request.api, request.model) == ("opaque", "")
+
+
+def test_large_bodies_are_not_looked_into():
+    """An upload on an unknown path costs no decode."""
+    body = b'{"model": "m", "x": "' + b"x" * opaque.LARGEST_BYTES + b'"}'
+    assert asking.parsed("/upload", body).model == ""
+
+
+def test_truncated_body():
+    """Of a cut body the model, the stream flag and the raw bytes are read."""
+    body = b'{"model": "a\\/b", "stream": true, "messages": [{"content": "\\"model\\": \\"x'
+    request = truncated(CHAT, body, **{"content-length": "4000", "x-session-id": "s"})
+    assert (request.api, request.model, request.stream) == ("chat", "a/b", True)
+    assert (request.prompt, request.prompt_tokens, request.session) == (body, 1000, "s")
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b'{"model": "cut', b'{"model": "\\x"', b"\xff\xfe", b'{"model":"\xff"']
+)
+@pytest.mark.parametrize("path", [CHAT, "/x", "/vllm.grpc.engine.VllmEngine/Generate"])
+def test_truncated_bodies_are_never_refused(path, body):
+    """A cut body without a readable model is routed without one, or with the header's."""
+    request = truncated(path, body, **{"content-length": "-5"})
+    assert (request.model, request.prompt) == ("", body)
+    assert truncated(path, body, **{"x-llm-d-model-name-rewrite": "t"}).model == "t"
+
+
+def test_truncated_counts_leave_no_prompt():
+    """A cut body that is only counted still leaves nothing in a cache."""
+    assert truncated("/v1/messages/count_tokens", b'{"model": "m"').prompt == b""

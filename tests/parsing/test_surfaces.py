@@ -1,0 +1,196 @@
+import struct
+
+import pytest
+
+from tests.parsing import asking
+
+TOOLS = [{"name": "f", "input_schema": {}}]
+
+
+def test_responses_with_a_string():
+    """A string is one user message, behind instructions and tools."""
+    body = {"model": "m", "input": "hi", "instructions": "be brief", "max_output_tokens": 5}
+    request = asking.parsed("/v1/responses", body)
+    assert (request.api, request.max_tokens) == ("responses", 5)
+    assert request.prompt == b"\xffsystem\xfebe brief\xffuser\xfehi"
+
+
+def test_responses_with_items():
+    """Messages read as in chat; calls and their results are items of their own."""
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "function_call", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "output": "5"},
+        "loose",
+    ]
+    request = asking.parsed("/v1/responses", {"model": "m", "input": items})
+    assert request.prompt.startswith(b"\xffuser\xfehi\xfffunction_call\xfd{")
+    string = asking.parsed("/v1/responses", {"model": "m", "input": "hi"})
+    assert request.prompt.startswith(string.prompt)
+
+
+@pytest.mark.parametrize("value", [None, 5, {"a": 1}, True])
+def test_responses_without_input(value):
+    """Input is a string or a list."""
+    message = asking.refused("/v1/responses", {"model": "m", "input": value})
+    assert message == "invalid responses request: must have input field"
+
+
+def test_conversations():
+    """The first items of a conversation are its prompt."""
+    request = asking.parsed("/v1/conversations", {"model": "m", "items": [asking.user("hi")]})
+    assert (request.api, request.prompt) == ("conversations", b"\xffuser\xfehi")
+
+
+def test_anthropic_messages():
+    """Tools, then the system prompt, then the messages."""
+    body = {
+        "model": "m",
+        "system": [{"type": "text", "text": "brief", "cache_control": {"type": "ephemeral"}}],
+        "messages": [asking.user("hi")],
+        "tools": TOOLS,
+        "max_tokens": 9,
+        "metadata": {"user_id": "u_session_1"},
+        "stream": True,
+    }
+    request = asking.parsed("/v1/messages", body)
+    assert (request.api, request.max_tokens, request.stream) == ("messages", 9, True)
+    assert request.session == "u_session_1"
+    assert request.prompt.startswith(b'\xf9t[{"name"')
+    assert request.prompt.endswith(b"\xffsystem\xfebrief\xffuser\xfehi")
+
+
+def test_anthropic_cache_breakpoints_move():
+    """A breakpoint that moves to the next turn does not change the prompt behind it."""
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
+    marked = {**result, "cache_control": {"type": "ephemeral"}}
+    before = asking.parsed("/v1/messages", {"model": "m", "messages": [asking.user([marked])]})
+    history = [asking.user([result]), asking.user("more")]
+    after = asking.parsed("/v1/messages", {"model": "m", "messages": history})
+    assert after.prompt.startswith(before.prompt)
+
+
+@pytest.mark.parametrize("messages", [[], None, "hi", ["hi"]])
+def test_anthropic_without_messages(messages):
+    """At least one message is demanded."""
+    message = asking.refused("/v1/messages", {"model": "m", "messages": messages})
+    assert message == "invalid messages request: must have at least one message"
+
+
+@pytest.mark.parametrize(
+    ("path", "api"),
+    [
+        ("/v1/chat/completions/render", "chat_render"),
+        ("/v1/completions/render", "completions_render"),
+        ("/tokenize", "tokenize"),
+        ("/v1/messages/count_tokens", "count_tokens"),
+    ],
+)
+def test_nothing_is_cached_by_reading(path, api):
+    """Surfaces that compute nothing have a model and no prompt."""
+    body = {"model": "m", "messages": [asking.user("hi")], "prompt": "hi", "user": "u"}
+    request = asking.parsed(path, body)
+    assert (request.api, request.model, request.session) == (api, "m", "u")
+    assert (request.prompt, request.prompt_tokens) == (b"", 0)
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("body", [b"{", b"[1]", b"\xff", b"{}"])
+def test_raw_surfaces_refuse_nothing(path, body):
+    """Tokenize and count_tokens are routed whatever their body."""
+    assert asking.parsed(path, body).model == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/rerank", {"query": "q", "documents": ["a", {"text": "b"}]}),
+        ("/v2/rerank", {"query": "q", "documents": ["a"]}),
+        ("/score", {"text_1": "q", "text_2": ["a", "b"]}),
+        ("/v1/score", {"queries": ["q"], "documents": ["a"]}),
+        ("/v1/score", {"data_1": "q", "data_2": "b"}),
+    ],
+)
+def test_ranking(path, body):
+    """The query is the beginning of the prompt, the documents follow."""
+    request = asking.parsed(path, {"model": "m", **body})
+    assert request.api in {"rerank", "score"}
+    assert request.prompt.startswith(b"\xff\xfeq\xff")
+    assert request.prompt_tokens > 0
+
+
+def test_vllm_generate():
+    """Token ids in, no model needed, the bound inside sampling_params."""
+    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4}, "stream": True}
+    request = asking.parsed("/inference/v1/generate", body)
+    assert (request.api, request.prompt) == ("generate", struct.pack("<2I", 5, 6))
+    assert (request.prompt_tokens, request.max_tokens, request.stream) == (2, 4, True)
+
+
+@pytest.mark.parametrize("ids", [None, [], "abc", ["a"], [-1], {"a": 1}])
+def test_vllm_generate_without_tokens(ids):
+    """Only a non-empty list of token ids will do."""
+    message = asking.refused("/inference/v1/generate", {"token_ids": ids})
+    assert message == "invalid generate request: must have token_ids field"
+
+
+def test_vllm_generate_with_pictures():
+    """Alike placeholder tokens of two pictures differ; what stands before them does not."""
+
+    def prompt(name):
+        features = {
+            "mm_hashes": {"image": [name]},
+            "mm_placeholders": {"image": [{"offset": 2, "length": 3}]},
+        }
+        body = {"token_ids": [1, 2, 9, 9, 9, 3], "features": features}
+        return asking.parsed("/inference/v1/generate", body).prompt
+
+    one, other, plain = prompt("a"), prompt("b"), struct.pack("<6I", 1, 2, 9, 9, 9, 3)
+    assert one[8:20] != other[8:20]
+    assert (one[:8], one[20:]) == (plain[:8], plain[20:])
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        5,
+        {},
+        {"mm_hashes": 1, "mm_placeholders": 1},
+        {"mm_hashes": {"image": 1}, "mm_placeholders": {"image": [1]}},
+        {"mm_hashes": {"image": [1]}, "mm_placeholders": {"image": [1]}},
+        {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [{"offset": "x"}]}},
+        {"mm_hashes": {"i": ["a"]}, "mm_placeholders": {"i": [{"offset": 9, "length": 9}]}},
+        {"mm_hashes": {"i": ["a"]}, "mm_placeholders": {"i": [{"offset": -1, "length": 1}]}},
+        {"mm_hashes": {"i": ["a"]}, "mm_placeholders": {"i": [{"offset": 0, "length": -5}]}},
+    ],
+)
+def test_vllm_generate_with_odd_features(features):
+    """Features of an unknown form leave the tokens as they are."""
+    request = asking.parsed("/inference/v1/generate", {"token_ids": [1, 2], "features": features})
+    assert request.prompt == struct.pack("<2I", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt"),
+    [
+        ({"text": "hi"}, b"hi"),
+        ({"text": ["a", "b"]}, b"a\xfeb"),
+        ({"input_ids": [1]}, struct.pack("<I", 1)),
+        ({"input_ids": [[1], [2]]}, struct.pack("<I4sI", 1, b"\xff" * 4, 2)),
+        ({"prompt": "hi"}, b"hi"),
+        ({"inputs": "hi"}, b"hi"),
+        ({}, b""),
+    ],
+)
+def test_sglang_generate(body, prompt):
+    """Text or ids, alone or in batches; the engine judges a body without any."""
+    body = {**body, "sampling_params": {"max_new_tokens": 8}, "lora_path": "sql"}
+    request = asking.parsed("/generate", body)
+    assert (request.api, request.prompt) == ("sglang_generate", prompt)
+    assert (request.max_tokens, request.adapter) == (8, "sql")
+
+
+def test_sglang_generate_wants_json():
+    """What is not a JSON object is refused there too."""
+    message = asking.refused("/generate", b"hello")
+    assert message.startswith("error unmarshaling request bodyMap: ")

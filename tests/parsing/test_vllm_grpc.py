@@ -1,0 +1,142 @@
+import struct
+
+import pytest
+
+from extproc.parsing import grpc_frame, tokens
+from tests.parsing import asking
+
+GENERATE = "/vllm.grpc.engine.VllmEngine/Generate"
+EMBED = "/vllm.grpc.engine.VllmEngine/Embed"
+INVALID = "invalid or unsupported gRPC payload"
+
+
+def varint(value):
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def field(number, value):
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def frame(message, flag=0):
+    return struct.pack(">BI", flag, len(message)) + message
+
+
+def packed(*ids):
+    return struct.pack(f"<{len(ids)}I", *ids)
+
+
+IDS = (5, 300, 70_000, 3_000_000, 2**32 - 2)
+TOKENIZED = field(1, b"text") + field(2, b"".join(map(varint, IDS)))
+MESSAGE = field(1, b"id") + field(2, TOKENIZED) + field(4, field(8, 64)) + field(5, 1)
+
+
+def test_generate():
+    """Point 107: tokens, bound and stream flag; the model comes from a header, if at all."""
+    request = asking.parsed(GENERATE, frame(MESSAGE), x_llm_d_model_name_rewrite="m")
+    assert (request.api, request.model) == ("grpc_generate", "m")
+    assert (request.prompt, request.prompt_tokens) == (packed(*IDS), len(IDS))
+    assert (request.max_tokens, request.stream) == (64, True)
+
+
+def test_generate_from_text():
+    """Text is an input like any other."""
+    request = asking.parsed(GENERATE, frame(field(3, b"hello there")))
+    assert (request.prompt, request.prompt_tokens) == (b"hello there", 2)
+    assert (request.max_tokens, request.stream) == (None, False)
+
+
+def test_embed():
+    """Point 107: Embed reads tokenized input."""
+    request = asking.parsed(EMBED, frame(field(1, b"id") + field(2, TOKENIZED)))
+    assert (request.api, request.prompt) == ("grpc_embed", packed(*IDS))
+
+
+def test_ids_that_are_not_packed():
+    """A repeated number may be sent one field each."""
+    message = field(2, b"".join(field(2, token) for token in IDS))
+    assert asking.parsed(EMBED, frame(message)).prompt == packed(*IDS)
+
+
+def test_pictures_mark_their_placeholders():
+    """Placeholders of different pictures differ, tokens around them stay."""
+
+    def prompt(name):
+        pictures = field(5, field(1, 1) + field(2, 2)) + field(6, name)
+        return asking.parsed(GENERATE, frame(field(2, TOKENIZED) + field(7, pictures))).prompt
+
+    one, other = prompt(b"a"), prompt(b"b")
+    assert one[:4] == other[:4] == packed(5)
+    assert one[4:12] != other[4:12]
+    assert one[12:] == packed(*IDS)[12:]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\0",
+        b"\0\0\0\0",
+        b"\0\0\0\0\x09abc",
+        frame(MESSAGE)[:-1],
+        frame(MESSAGE, flag=1),
+        frame(MESSAGE, flag=128),
+        frame(b""),
+        frame(b"\x0b"),
+        frame(b"\x80"),
+        frame(b"\xff" * 11),
+        frame(b"\x00\x01"),
+        frame(field(1, b"id")),
+        frame(field(2, field(2, b"\x80"))),
+        frame(field(2, field(2, b"\x80" * 12 + b"\x01"))),
+        frame(field(2, b"\x12\x7f")),
+        frame(field(2, field(1, b"text"))),
+        frame(field(2, 7)),
+        frame(b"\x12\xff\xff\xff\xff\x0fab"),
+    ],
+    ids=range(18),
+)
+@pytest.mark.parametrize("path", [GENERATE, EMBED])
+def test_bad_frames(path, body):
+    """Point 109: a compressed, short or malformed frame, and one without input, is refused."""
+    assert asking.refused(path, body) == INVALID
+
+
+def test_embed_wants_tokens():
+    """Text is no input for Embed."""
+    assert asking.refused(EMBED, frame(field(3, b"text"))) == INVALID
+
+
+def test_other_methods_are_opaque():
+    """Point 110: another gRPC method is routed raw."""
+    request = asking.parsed("/vllm.grpc.engine.VllmEngine/Abort", b"\1garbage")
+    assert request.api == "opaque"
+
+
+def test_unknown_fields_are_skipped():
+    """Fixed-width and unknown fields are stepped over."""
+    extra = varint(9 << 3 | 1) + b"8 bytes!" + varint(10 << 3 | 5) + b"four" + field(99, 2**63)
+    assert asking.parsed(GENERATE, frame(extra + MESSAGE)).prompt == packed(*IDS)
+
+
+def test_messages_behind_the_first():
+    """Only the first message of a body counts."""
+    assert grpc_frame.message_of(frame(b"a") + frame(b"b")) == b"a"
+
+
+@pytest.mark.parametrize("value", [0, 1, 127, 128, 2**14 - 1, 2**14, 2**21, 2**28, 2**32 - 1])
+def test_varints(value):
+    """Every width of a varint reads back, alone and between others."""
+    run = varint(3) + varint(value) + varint(4)
+    assert tokens.unpack_varints(run) == [3, value, 4]
+
+
+def test_varints_of_64_bits():
+    """A value above 32 bits is cut, as protobuf parsers do."""
+    assert tokens.unpack_varints(varint(2**40 + 5)) == [5]
+    assert tokens.unpack_varints(varint(2**64 - 1)) == [2**32 - 1]
