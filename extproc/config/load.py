@@ -1,0 +1,281 @@
+"""Files and flags to settings. A flag beats the file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from extproc.config import settings as sections
+from extproc.config import strict
+from extproc.errors import ConfigError
+
+#: Kinds people may hand us by mistake, and what to do about it.
+_FOREIGN_KINDS = {
+    "EndpointPickerConfig": "this is a configuration of the llm-d picker: name a strategy under "
+    "scheduling, or write its plugins out under scheduling.profile",
+}
+
+
+#: Levels a tree may have; the deepest setting stands at seven.
+_DEEPEST = 20
+
+
+class Document(msgspec.Struct, frozen=True):
+    """A configuration as it was written.
+
+    Attributes:
+        where: The file or flag, for errors.
+        tree: Mappings, lists and scalars.
+    """
+
+    where: str
+    tree: Mapping[str, object]
+
+
+class Override(msgspec.Struct, frozen=True):
+    """One setting given by a flag.
+
+    Attributes:
+        path: Keys from the top, such as `("server", "grpc_port")`.
+        value: What the flag said, in the type the section wants.
+        flag: The flag, for errors.
+    """
+
+    path: tuple[str, ...]
+    value: object
+    flag: str
+
+
+#: No file: defaults, and what flags say.
+EMPTY = Document("defaults", {"apiVersion": sections.API_VERSION, "kind": sections.KIND})
+
+
+def read(path: Path) -> Document:
+    """Read a file.
+
+    Raises:
+        ConfigError: It cannot be read or is not one YAML or JSON mapping.
+    """
+    return parse(text_of(path), where=str(path))
+
+
+def text_of(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ConfigError: It cannot be read or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            str(path), wanted="a readable file", found=error.strerror or "", fix="check the path"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            str(path),
+            wanted="UTF-8 text",
+            found=f"byte {error.start} that is not",
+            fix="convert the file",
+        ) from None
+
+
+def parse(text: str, *, where: str) -> Document:
+    """Take a configuration apart without looking at what it means.
+
+    Args:
+        text: YAML or JSON.
+        where: The file or flag, for errors.
+
+    Raises:
+        ConfigError: It is not one mapping, or a key stands twice.
+    """
+    tree = tree_of(text, where=where)
+    _refuse_unusable(tree, where=where, path=())
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            where,
+            wanted="a mapping with apiVersion and kind",
+            found=strict.show(tree),
+            fix=f"begin with 'apiVersion: {sections.API_VERSION}'",
+        )
+    return Document(where, tree)
+
+
+def tree_of(text: str, *, where: str) -> object:
+    """YAML or JSON as mappings, lists and scalars.
+
+    Raises:
+        ConfigError: It is neither, or a key stands twice.
+    """
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            return json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, where))
+        except json.JSONDecodeError:
+            pass  # a flow mapping of YAML begins the same way
+    loader = _Loader(text)
+    loader.where = where
+    try:
+        return loader.get_single_data()
+    except yaml.YAMLError as error:
+        raise _malformed(error, where) from None
+    finally:
+        loader.dispose()
+
+
+def settings(document: Document, overrides: Sequence[Override] = ()) -> sections.Settings:
+    """Settings from a document and the flags that beat it.
+
+    Raises:
+        ConfigError: Something is unknown, missing, of the wrong type, out of range, or does not go
+            together.
+    """
+    where = document.where
+    _known_kind(document)
+    strict.convert(document.tree, sections.Settings, where=where)
+    tree: Mapping[str, object] = document.tree
+    for override in overrides:
+        tree = _put(tree, override.path, override.value)
+        # The file is in order, so what fails now is this flag.
+        strict.convert(tree, sections.Settings, where=override.flag)
+    merged = strict.convert(tree, sections.Settings, where=where)
+    _together(merged, where=where)
+    return merged
+
+
+def _known_kind(document: Document) -> None:
+    tree = document.tree
+    kind = tree.get("kind")
+    if isinstance(kind, str) and kind in _FOREIGN_KINDS:
+        raise ConfigError(
+            strict.place(document.where, ("kind",)),
+            wanted=sections.KIND,
+            found=kind,
+            fix=_FOREIGN_KINDS[kind],
+        )
+    for key, value in (("apiVersion", sections.API_VERSION), ("kind", sections.KIND)):
+        if key not in tree:
+            raise ConfigError(
+                document.where,
+                wanted=f"the key {key}",
+                found="none",
+                fix=f"begin with '{key}: {value}'",
+            )
+
+
+def _together(merged: sections.Settings, *, where: str) -> None:
+    """Refuse settings that are right one by one and cannot be meant together."""
+    pool, scrape, limits = merged.pool, merged.scrape, merged.limits
+    if pool.endpoints and pool.endpoints_file:
+        raise ConfigError(
+            strict.place(where, ("pool",)),
+            wanted="endpoints or endpoints_file",
+            found="both",
+            fix="keep one; the file is watched, the list is not",
+        )
+    if scrape.stale_after_s <= scrape.busy_interval_s:
+        raise ConfigError(
+            strict.place(where, ("scrape", "stale_after_s")),
+            wanted=f"more than busy_interval_s ({scrape.busy_interval_s:g})",
+            found=f"{scrape.stale_after_s:g}",
+            fix="raise it, or every load counts as unknown before the next scrape",
+        )
+    if limits.max_assembly_bytes < limits.max_body_bytes:
+        raise ConfigError(
+            strict.place(where, ("limits", "max_assembly_bytes")),
+            wanted=f"at least max_body_bytes ({limits.max_body_bytes})",
+            found=str(limits.max_assembly_bytes),
+            fix="raise it, or the largest body is never let in",
+        )
+    if merged.server.cert_path and not merged.server.secure_serving:
+        raise ConfigError(
+            strict.place(where, ("server", "cert_path")),
+            wanted="no certificate while secure_serving is false",
+            found=merged.server.cert_path,
+            fix="set secure_serving to true or remove cert_path",
+        )
+
+
+def _put(tree: Mapping[str, object], path: tuple[str, ...], value: object) -> dict[str, object]:
+    """A copy of a tree with one value replaced."""
+    head, *rest = path
+    if not rest:
+        return {**tree, head: value}
+    below = tree.get(head)
+    inner = _put(below if isinstance(below, dict) else {}, tuple(rest), value)
+    return {**tree, head: inner}
+
+
+def _refuse_unusable(tree: object, *, where: str, path: strict.Path) -> None:
+    """YAML can say .inf and .nan, and a mapping that holds itself; no setting can mean them."""
+    if len(path) > _DEEPEST:
+        raise ConfigError(
+            where,
+            wanted=f"at most {_DEEPEST} levels",
+            found=f"more, below {strict.spell(path[:3])}",
+            fix="an anchor refers to what it stands in; write the value out",
+        )
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            _refuse_unusable(value, where=where, path=(*path, str(key)))
+    elif isinstance(tree, list):
+        for at, value in enumerate(tree):
+            _refuse_unusable(value, where=where, path=(*path, at))
+    elif isinstance(tree, float) and not math.isfinite(tree):
+        raise ConfigError(
+            strict.place(where, path),
+            wanted="a finite number",
+            found=str(tree),
+            fix="write a number; a very large one is as good as infinity",
+        )
+
+
+def _twice(where: str, key: object, line: str) -> ConfigError:
+    return ConfigError(
+        where,
+        wanted="every key once in its mapping",
+        found=f"{key} twice{line}",
+        fix="keep one; the other would be lost without a word",
+    )
+
+
+def _once(pairs: list[tuple[str, object]], where: str) -> dict[str, object]:
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _twice(where, next(key for key in keys if keys.count(key) > 1), "")
+    return tree
+
+
+def _malformed(error: yaml.YAMLError, where: str) -> ConfigError:
+    mark = getattr(error, "problem_mark", None)
+    spot = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
+    problem = getattr(error, "problem", None) or "something unreadable"
+    return ConfigError(spot, wanted="YAML or JSON", found=problem, fix="correct the syntax there")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key may stand once."""
+
+    where = ""
+
+    def construct_mapping(
+        self,
+        node: yaml.MappingNode,
+        deep: bool = False,  # noqa: FBT001, FBT002 - PyYAML's signature, called by position
+    ) -> dict[Hashable, object]:
+        """Build a mapping; PyYAML would keep the last of equal keys without a word."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.value in seen:
+                line = f" (again in line {key.start_mark.line + 1})"
+                raise _twice(self.where, key.value, line)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)

@@ -1,0 +1,318 @@
+"""Everything that can be configured.
+
+    apiVersion: extproc/v1alpha1      # both required in a file
+    kind: ExtProcConfig
+    server:      Server       where we listen, TLS, draining
+    pool:        Source       where endpoints come from
+    scrape:      Scrape       how loads are read from engines
+    scheduling:  Scheduling   a named strategy, or a profile written out
+    prefix:      Prefix       how prompts are cut and how much is remembered
+    limits:      Limits       bytes and streams
+    answers:     Answers      what is done with response headers and bodies
+    log:         Log
+    conformance: bool
+    seed:        int | null
+
+In code: `Settings` with the fields server, pool, scrape, scheduling, prefix, limits, answers, log,
+conformance, seed. `Settings()` is a complete default configuration without endpoints.
+
+Sections refuse unknown fields. Units are in names. Ranges are in the annotations, so that an error
+names the field and the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from extproc.prefix import blocks
+
+API_VERSION: Final = "extproc/v1alpha1"
+KIND: Final = "ExtProcConfig"
+
+_MIB = 1024 * 1024
+
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where we listen, and how we leave.
+
+    Attributes:
+        host: IP address to listen on; empty for every address of IPv4 and IPv6, because pods of
+            either family must reach us without configuration.
+        grpc_port: ext_proc (TCP port; 0 picks a free one). 9002 is what every InferencePool
+            example points at.
+        grpc_health_port: gRPC health without TLS (TCP port). 9003 is where the upstream
+            manifests probe.
+        metrics_port: Our own /metrics and the debug pages, HTTP (TCP port). 9090 is the upstream
+            picker's.
+        secure_serving: Serve ext_proc over TLS. True, because gateways connect with TLS unless
+            told otherwise.
+        cert_path: Folder with tls.crt and tls.key; empty makes a self-signed certificate at
+            start, because gateways do not verify it.
+        enable_cert_reload: Read the certificate again when the files change. True: mounted
+            secrets are renewed while we run, and looking costs one stat per connection.
+        health_checking: Also answer gRPC health on `grpc_port`. True: Envoy's own gRPC health
+            checks go to the port it routes to, and answering them costs nothing.
+        drain_timeout_s: Seconds between SIGTERM and the end of the last stream. 30 is the default
+            grace period of a pod.
+    """
+
+    host: str = ""
+    grpc_port: Port = 9002
+    grpc_health_port: Port = 9003
+    metrics_port: Port = 9090
+    secure_serving: bool = True
+    cert_path: str = ""
+    enable_cert_reload: bool = True
+    health_checking: bool = True
+    drain_timeout_s: Seconds = 30.0
+
+    def grpc_address(self, port: int) -> str:
+        """The `host:port` gRPC binds to."""
+        host = self.host or "::"
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class EndpointEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One endpoint written out.
+
+    Attributes:
+        address: `ip:port`, `[ipv6]:port` or `hostname:port`; a name stands for every address it
+            resolves to. No default: an endpoint is its address.
+        name: What people call it; empty takes the address.
+        labels: Free labels (hardware, zone, role). None, because nothing needs them.
+    """
+
+    address: Name
+    name: str = ""
+    labels: Mapping[str, str] = {}
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where endpoints come from: a list, or a file that is watched.
+
+    Attributes:
+        name: Label of the pool in metrics and logs. Empty: one process serves one pool, so nothing
+            needs telling apart.
+        endpoints: Addresses, or entries with name and labels. None, because nobody else knows
+            them.
+        endpoints_file: YAML or JSON file with the same list under `endpoints`, watched for
+            changes; empty for none. At most one of the two is used.
+        dns_refresh_s: Seconds between look-ups of host names. 30 is the usual lifetime of a
+            record in a cluster.
+    """
+
+    name: str = ""
+    endpoints: tuple[Name | EndpointEntry, ...] = ()
+    endpoints_file: str = ""
+    dns_refresh_s: PositiveSeconds = 30.0
+
+
+class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How loads are read from engines.
+
+    Attributes:
+        enabled: Read them at all. True; without it only our own requests and prefixes are known.
+        path: HTTP path of the metrics page. /metrics is where every engine has it.
+        scheme: Plain `http`, because engines serve metrics on their API port without TLS; or
+            `https`.
+        busy_interval_s: Seconds between scrapes of an endpoint that has our requests. 0.2 is
+            several engine steps; our own requests are counted in between anyway.
+        idle_interval_s: Seconds between scrapes of an endpoint without. 2 keeps foreign work in
+            sight at a tenth of the cost.
+        timeout_s: Seconds one scrape may take. 1 is far above the milliseconds a healthy engine
+            needs, and short enough to notice a hung one.
+        stale_after_s: Age in seconds at which a load counts as unknown. 6 allows two idle scrapes
+            to fail.
+        max_page_bytes: Largest page that is read (bytes). 4 MiB is 80 times a vLLM page; more is
+            something else.
+    """
+
+    enabled: bool = True
+    path: Annotated[str, msgspec.Meta(pattern="^/")] = "/metrics"
+    scheme: Literal["http", "https"] = "http"
+    busy_interval_s: PositiveSeconds = 0.2
+    idle_interval_s: PositiveSeconds = 2.0
+    timeout_s: PositiveSeconds = 1.0
+    stale_after_s: PositiveSeconds = 6.0
+    max_page_bytes: Positive = 4 * _MIB
+
+
+class Plugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A filter or the picker.
+
+    Attributes:
+        kind: Its name in the catalogue; `extproc check` lists them. No default: it says what the
+            entry is.
+        params: Its parameters; none takes the defaults of the plugin, each of which is explained
+            there.
+    """
+
+    kind: Name
+    params: Mapping[str, object] = {}
+
+
+class WeightedScorer(Plugin, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A scorer and its say.
+
+    Attributes:
+        kind: See `Plugin`.
+        weight: Factor of its score (0..1) in the total. 1: scorers are equal until somebody says
+            otherwise.
+        params: See `Plugin`.
+    """
+
+    weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+
+
+_MAX_SCORE = Plugin(kind="max-score")
+
+
+class ProfileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A scheduling profile written out.
+
+    Attributes:
+        name: Shown in decisions. `custom` tells it from the named strategies.
+        filters: In the order they run. None: every endpoint may serve.
+        scorers: Each with its weight. None: then the picker alone decides.
+        picker: Chooses by totals. `max-score` does what the weights say.
+    """
+
+    name: Name = "custom"
+    filters: tuple[Plugin, ...] = ()
+    scorers: tuple[WeightedScorer, ...] = ()
+    picker: Plugin = _MAX_SCORE
+
+
+class Scheduling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which endpoint is chosen.
+
+    Attributes:
+        strategy: One word for a whole profile; ignored when `profile` is given. `default` combines
+            requests in flight, queue, KV cache, prefix and LoRA.
+        profile: A profile written out; null takes the strategy.
+        fallbacks: Further endpoints named after the chosen one (count). 0, because only a data
+            plane with an override-host policy can use them.
+        honour_subset: Keep to the endpoints a gateway allows (EPP protocol 004, subset hint). True,
+            because ignoring it sends requests where they were not allowed.
+    """
+
+    strategy: Name = "default"
+    profile: ProfileEntry | None = None
+    fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
+    honour_subset: bool = True
+
+
+class Prefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How prompts are cut into blocks and how much of them is remembered.
+
+    Attributes:
+        schedule: Where blocks end (bytes); its own defaults give reasons.
+        capacity_blocks: Blocks remembered for one endpoint (count). 32768 are some 16 bytes each
+            in memory and 2 to 30 million prompt tokens, more than the KV cache of one engine.
+    """
+
+    schedule: blocks.Schedule = blocks.DEFAULT
+    capacity_blocks: Count = 32768
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one client, or all of them, may take.
+
+    Attributes:
+        max_body_bytes: Largest request body (bytes); above it 413. 64 MiB fit a prompt of a
+            million tokens with a few images.
+        max_streams: Open exchanges above which requests are refused with 429 (count). 10000 are
+            what one process holds in about 1 GiB.
+        max_assembly_bytes: Bytes of bodies being assembled at once; above it 429. 512 MiB are
+            eight of the largest or 5000 of 100 kB, and leave room in a 1 GiB container.
+        max_message_bytes: Largest gRPC message (bytes). 68 MiB: a buffered body comes in one
+            message, with headers and attributes around it.
+    """
+
+    max_body_bytes: Positive = 64 * _MIB
+    max_streams: Positive = 10_000
+    max_assembly_bytes: Positive = 512 * _MIB
+    max_message_bytes: Positive = 68 * _MIB
+
+
+class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is done with responses.
+
+    Attributes:
+        marker: Put `x-went-into-resp-headers: true` on responses. True, as the upstream picker
+            does; its tests look for it.
+        feedback: Ask for the bodies of unstreamed answers, for the usage they report, where the
+            data plane allows it. True: one message per answer.
+        stream_share: Share of streamed answers whose body is asked for as well (0..1). 0, because
+            every chunk then passes through us.
+    """
+
+    marker: bool = True
+    feedback: bool = True
+    stream_share: Share = 0.0
+
+
+class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is written to standard error.
+
+    Attributes:
+        level: Least severe level shown. `info` writes a few lines at start and end and none per
+            request.
+    """
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+_SERVER = Server()
+_SOURCE = Source()
+_SCRAPE = Scrape()
+_SCHEDULING = Scheduling()
+_PREFIX = Prefix()
+_LIMITS = Limits()
+_ANSWERS = Answers()
+_LOG = Log()
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A whole configuration.
+
+    Attributes:
+        api_version: `apiVersion` in a file: which fields exist and what they mean. There is one.
+        kind: What the file is, so that another program's file is not taken for ours. There is one.
+        server: Where we listen.
+        pool: Where endpoints come from.
+        scrape: How loads are read.
+        scheduling: Which endpoint is chosen.
+        prefix: How prompts are remembered.
+        limits: What clients may take.
+        answers: What is done with responses.
+        log: What is written.
+        conformance: Obey the header `test-epp-endpoint-selection` and report who served. False:
+            a client must not choose its endpoint outside of conformance tests.
+        seed: Start of all chance (integer); null draws one from the system, because pickers that
+            share a seed herd.
+    """
+
+    api_version: Literal["extproc/v1alpha1"] = msgspec.field(name="apiVersion", default=API_VERSION)
+    kind: Literal["ExtProcConfig"] = KIND
+    server: Server = _SERVER
+    pool: Source = _SOURCE
+    scrape: Scrape = _SCRAPE
+    scheduling: Scheduling = _SCHEDULING
+    prefix: Prefix = _PREFIX
+    limits: Limits = _LIMITS
+    answers: Answers = _ANSWERS
+    log: Log = _LOG
+    conformance: bool = False
+    seed: int | None = None

@@ -1,0 +1,220 @@
+"""Plain trees (mappings, lists, scalars) to frozen structs, with errors that name the place.
+
+msgspec does the checking; this module finds unknown keys first, because only here is it known what
+the writer may have meant, and retells msgspec's messages as wanted, found and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from extproc.errors import ConfigError
+
+#: A step into a tree: a key or an index.
+Step = str | int
+Path = tuple[Step, ...]
+
+Wanted = TypeVar("Wanted")
+
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list",
+    "object": "a mapping",
+    "null": "null",
+}
+_AT = re.compile(r"^(?P<said>.*?)(?: - at `(?P<at>.*)`)?$", re.DOTALL)
+_EXPECTED = re.compile(r"^Expected `(?P<types>[^`]*)`(?P<bound>.*?)(?:, got `(?P<got>.*)`)?$")
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+
+
+def convert(tree: object, into: type[Wanted], *, where: str, path: Path = ()) -> Wanted:
+    """Make a struct of a tree.
+
+    Args:
+        tree: What a file or flag said.
+        into: A struct type that forbids unknown fields.
+        where: The file or flag, for errors.
+        path: Where `tree` stands in it, for errors.
+
+    Raises:
+        ConfigError: A key is unknown or missing, a value has the wrong type or is out of range.
+    """
+    _refuse_unknown(tree, inspect.type_info(into), where=where, path=path)
+    try:
+        return msgspec.convert(tree, into)
+    except msgspec.ValidationError as error:
+        raise _retold(str(error), tree, into, where=where, path=path) from None
+
+
+def spell(path: Path) -> str:
+    """A path as people write it: `scheduling.profile.scorers[1].weight`."""
+    text = ""
+    for step in path:
+        if isinstance(step, int):
+            text += f"[{step}]"
+        else:
+            text += f".{step}" if text else step
+    return text
+
+
+def place(where: str, path: Path) -> str:
+    """File and path, for the head of an error."""
+    return f"{where}: {spell(path)}" if path else where
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The name that was probably meant; empty when none is close."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return close[0] if close else ""
+
+
+def show(value: object) -> str:
+    """A value as the error names it: short, and telling a number from quoted text."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case dict():
+            return f"a mapping with {len(value)} keys"
+        case list():
+            return f"a list of {len(value)}"
+        case _:
+            text = repr(value)
+            return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _refuse_unknown(tree: object, info: inspect.Type, *, where: str, path: Path) -> None:
+    """Walk tree and type side by side and stop at the first key that has no field."""
+    if isinstance(info, inspect.UnionType):
+        for member in info.types:
+            _refuse_unknown(tree, member, where=where, path=path)
+    elif isinstance(info, inspect.StructType) and isinstance(tree, dict):
+        fields = {field.encode_name: field.type for field in info.fields}
+        for key, value in tree.items():
+            below = fields.get(key) if isinstance(key, str) else None
+            if below is None:
+                raise _unknown(key, fields, where=where, path=path)
+            _refuse_unknown(value, below, where=where, path=(*path, key))
+    elif isinstance(info, inspect.VarTupleType) and isinstance(tree, list):
+        for at, value in enumerate(tree):
+            _refuse_unknown(value, info.item_type, where=where, path=(*path, at))
+
+
+def _unknown(key: object, fields: Iterable[str], *, where: str, path: Path) -> ConfigError:
+    names = sorted(fields)
+    meant = nearest(str(key), names)
+    return ConfigError(
+        place(where, (*path, str(key))),
+        wanted=f"one of {', '.join(names)}" if names else "no keys",
+        found=f"the unknown key {key}",
+        fix=f"did you mean {meant}?" if meant else "remove it",
+    )
+
+
+def _retold(said: str, tree: object, into: type, *, where: str, path: Path) -> ConfigError:
+    """Tell a message of msgspec in three parts."""
+    split = _AT.match(said)
+    message = split["said"] if split else said
+    local, known = _steps(split["at"] if split else None)
+    found = show(_look(tree, local)) if known else ""
+    spot = place(where, (*path, *local))
+    expected = _EXPECTED.match(message)
+    if expected:
+        found = found or expected["got"] or "something else"
+        return ConfigError(
+            spot,
+            wanted=_wanted(expected["types"], expected["bound"]),
+            found=found,
+            fix=_fix(expected["types"], expected["bound"], found),
+        )
+    if message.startswith("Invalid enum value"):
+        return _not_among(_look(tree, local), _type_at(inspect.type_info(into), local), spot)
+    missing = re.match(r"^Object missing required field `(.*)`$", message)
+    if missing:
+        return ConfigError(
+            spot, wanted=f"the key {missing[1]}", found=found, fix=f"add {missing[1]}"
+        )
+    # A struct's own check: "wanted x of at least 1; found 0".
+    wanted, _, rest = message.partition("; found ")
+    return ConfigError(
+        spot, wanted=wanted.removeprefix("wanted "), found=rest or found, fix="change the value"
+    )
+
+
+def _wanted(types: str, bound: str) -> str:
+    words = " or ".join(_WORDS.get(name, name) for name in types.split(" | "))
+    if bound.startswith(" of length"):
+        return f"{words} that is not empty"
+    if bound.startswith(" matching regex"):
+        pattern = bound.partition("'")[2].rstrip("'")
+        return f"{words} that matches {pattern}"
+    return f"{words}{bound}"
+
+
+def _fix(types: str, bound: str, found: str) -> str:
+    quoted = found.startswith(("'", '"'))
+    if bound:
+        return "change the value"
+    if quoted and ("int" in types or "float" in types):
+        return "write the number without quotes and without a unit; the unit is in the name"
+    if quoted and "bool" in types:
+        return "write true or false without quotes"
+    if types == "str":
+        return "put the value in quotes"
+    if "object" in types and found == "null":
+        return "remove the line or put keys under it"
+    return f"write {_wanted(types, '')}"
+
+
+def _not_among(value: object, info: inspect.Type | None, spot: str) -> ConfigError:
+    names = [str(name) for name in info.values] if isinstance(info, inspect.LiteralType) else []
+    meant = nearest(str(value), names)
+    return ConfigError(
+        spot,
+        wanted=f"one of {', '.join(names)}" if len(names) > 1 else ", ".join(names),
+        found=show(value),
+        fix=f"did you mean {meant}?" if meant and len(names) > 1 else f"write {names[0]}",
+    )
+
+
+def _steps(at: str | None) -> tuple[Path, bool]:
+    """The steps of `$.a.b[0]`, and whether they lead to one value (`[...]` does not)."""
+    if at is None:
+        return (), True
+    steps: list[Step] = []
+    for key, index in _STEP.findall(at):
+        if index == "...":
+            return tuple(steps), False
+        steps.append(int(index) if index else key)
+    return tuple(steps), not at.startswith("key")
+
+
+def _look(tree: object, path: Path) -> object:
+    for step in path:
+        if isinstance(tree, dict | list):
+            tree = tree[step]  # type: ignore[index]  # msgspec walked the same way
+    return tree
+
+
+def _type_at(info: inspect.Type, path: Path) -> inspect.Type | None:
+    """The type a path leads to; None behind a union of several structs."""
+    for step in path:
+        if isinstance(info, inspect.UnionType):
+            info = next((one for one in info.types if isinstance(one, inspect.StructType)), info)
+        if isinstance(info, inspect.StructType):
+            info = next(field.type for field in info.fields if field.encode_name == step)
+        elif isinstance(info, inspect.VarTupleType):
+            info = info.item_type
+        else:
+            return None
+    return info
