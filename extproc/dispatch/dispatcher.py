@@ -33,10 +33,13 @@ class DispatchSettings(msgspec.Struct, frozen=True):
     Attributes:
         stale_after_s: Age at which a scraped load counts as unknown.
         fallbacks: Further endpoints named after the chosen one.
+        honour_subset: Keep to the endpoints the data plane allows. True, because ignoring the hint
+            sends requests where they were not allowed.
     """
 
     stale_after_s: float
     fallbacks: int = 0
+    honour_subset: bool = True
 
 
 class Dispatcher:
@@ -81,7 +84,7 @@ class Dispatcher:
         request = parser.parse(raw)
         if isinstance(request, Rejection):
             return request
-        members = self._fleet.pool.eligible(request.subset)
+        members = self._eligible(request.subset)
         if not members:
             return outcomes.no_endpoints()
         chain, matched = self._matched(request, members)
@@ -104,7 +107,7 @@ class Dispatcher:
             why: Name of what was raised; put into the decision.
         """
         del now
-        members = self._fleet.pool.eligible(raw.subset)
+        members = self._eligible(raw.subset)
         if not members:
             return Rejection(
                 500, f"the decision failed ({why}) and there is no endpoint to fall to"
@@ -144,6 +147,9 @@ class Dispatcher:
     def response_unwatched(self, decision: Decision) -> bool:
         """Whether nobody needs to see the answer."""
         return decision.request.api in UNWATCHED
+
+    def _eligible(self, subset: Sequence[str] | None) -> Sequence[Member]:
+        return self._fleet.pool.eligible(subset if self._settings.honour_subset else None)
 
     def _matched(
         self, request: Request, members: Sequence[Member]
