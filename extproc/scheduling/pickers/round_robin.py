@@ -1,0 +1,60 @@
+"""Takes one after the other."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from typing import ClassVar
+
+import msgspec
+
+from extproc.endpoint import Candidate
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+
+class RoundRobin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """The candidate whose address follows the last one picked for the same model.
+
+    The order is that of the addresses as text and wraps around, so endpoints that come and go
+    neither reset the walk nor are visited twice in one. A model seen for the first time starts at
+    a random place; otherwise many rarely used models would all begin at one endpoint. Totals are
+    ignored. Fallbacks are the next in order and do not move the walk.
+
+    Attributes:
+        max_models: Models whose place is remembered, the least recently used forgotten first.
+            1024 is beyond what a pool serves; the bound is against names that clients make up.
+    """
+
+    kind: ClassVar[str] = "round-robin"
+    needs: ClassVar[frozenset[Signal]] = frozenset()
+
+    max_models: int = 1024
+
+    @cached_property
+    def _last(self) -> OrderedDict[str, str]:
+        """Address last picked, by model; the only state a plugin of this room keeps."""
+        return OrderedDict()
+
+    def pick(
+        self,
+        turn: Turn,
+        candidates: Sequence[Candidate],
+        totals: Sequence[float],
+        *,
+        count: int,
+    ) -> list[int]:
+        """See the class."""
+        addresses = [c.endpoint.address for c in candidates]
+        order = sorted(range(len(addresses)), key=addresses.__getitem__)
+        last = self._last.pop(turn.request.target, None)
+        if last is None:
+            start = turn.rng.randrange(len(order))
+        else:
+            start = next((at for at, i in enumerate(order) if addresses[i] > last), 0)
+        order = order[start:] + order[:start]
+        self._last[turn.request.target] = addresses[order[0]]
+        if len(self._last) > self.max_models:
+            self._last.popitem(last=False)
+        return order[:count]

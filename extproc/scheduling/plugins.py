@@ -1,0 +1,76 @@
+"""What a filter, a scorer and a picker are.
+
+Plugins are structural: a class with these members fits, wherever it comes from. Its parameters are
+its own fields, frozen, with units in their names and defaults with a reason. Scorers, filters and
+pickers read candidates and never change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+from extproc.endpoint import Candidate
+from extproc.scheduling.turn import Turn
+
+
+class Signal(Enum):
+    """What a plugin reads of a candidate; `extproc check` holds it against what is scraped."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    KV_USAGE = "kv_usage"
+    ADAPTERS = "adapters"
+    IN_FLIGHT = "in_flight"
+    PREFIX = "prefix"
+
+
+class Plugin(Protocol):
+    """What all plugins share."""
+
+    @property
+    def kind(self) -> str:
+        """Its name in the catalogue, kebab-case; unique among filters, scorers or pickers."""
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """The signals it reads."""
+
+
+class Filter(Plugin, Protocol):
+    """Decides who may serve."""
+
+    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Keep some of the candidates, in their order; keeping none refuses the request."""
+
+
+class Scorer(Plugin, Protocol):
+    """Judges one quality of every candidate."""
+
+    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+        """Score in 0..1, higher is better, one for each candidate in their order."""
+
+
+class Picker(Plugin, Protocol):
+    """Chooses."""
+
+    def pick(
+        self,
+        turn: Turn,
+        candidates: Sequence[Candidate],
+        totals: Sequence[float],
+        *,
+        count: int,
+    ) -> list[int]:
+        """Choose up to `count` different candidates.
+
+        Args:
+            turn: The turn.
+            candidates: Never empty.
+            totals: Weighted sums of the scores, aligned with `candidates`.
+            count: At least 1.
+
+        Returns:
+            Positions in `candidates`, in order of preference.
+        """

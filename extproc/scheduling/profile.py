@@ -1,0 +1,215 @@
+"""Filter, score, pick: one profile run over the candidates of one turn.
+
+A plugin that raises, or answers something that cannot be right, costs its own contribution and
+nothing else: the filter passes everybody, the scorer is left out, the pick goes to the fewest
+requests in flight. The decision then says so in `degraded`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar, TypeVarTuple
+
+import msgspec
+
+from extproc import decision
+from extproc.decision import Decision, Filtered, Outcome, Scored
+from extproc.endpoint import Candidate
+from extproc.errors import ConfigError
+from extproc.scheduling.plugins import Filter, Picker, Scorer, Signal
+from extproc.scheduling.turn import Turn
+from extproc.scheduling.unknown import NEUTRAL
+
+Answer = TypeVar("Answer")
+Arguments = TypeVarTuple("Arguments")
+
+
+class ImpossibleAnswerError(Exception):
+    """A plugin answered, and its answer cannot be used; never leaves this module."""
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """A way to choose.
+
+    Totals are sums of weight times score. Only ratios of weights matter.
+
+    Attributes:
+        name: What decisions and metrics call it.
+        filters: Run in order, each on what the one before left.
+        scorers: Each with its weight, 0 or more; 0 records the score without letting it count.
+        picker: Has the last word.
+    """
+
+    name: str
+    filters: tuple[Filter, ...]
+    scorers: tuple[tuple[Scorer, float], ...]
+    picker: Picker
+
+    def __post_init__(self) -> None:
+        """Refuse weights that cannot be summed.
+
+        Raises:
+            ConfigError: A weight is negative or not finite.
+        """
+        for scorer, weight in self.scorers:
+            if not 0.0 <= weight < math.inf:
+                raise ConfigError(
+                    f"profile {self.name}, scorer {scorer.kind}",
+                    wanted="a finite weight of 0 or more",
+                    found=str(weight),
+                    fix="to make a scorer count against, change its formula",
+                )
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """Every signal its plugins read."""
+        plugins = (*self.filters, *(scorer for scorer, _ in self.scorers), self.picker)
+        return frozenset().union(*(plugin.needs for plugin in plugins))
+
+    def run(
+        self,
+        turn: Turn,
+        candidates: Sequence[Candidate],
+        *,
+        count: int = 1,
+        blocks: Sequence[int] = (),
+    ) -> Outcome:
+        """Choose.
+
+        Args:
+            turn: The turn.
+            candidates: Who is in play; may be empty.
+            count: How many endpoints to name at most, the first one and its fallbacks.
+            blocks: The prompt's chain, handed through to the decision.
+
+        Returns:
+            A decision; or 503 when nobody was in play, or 429 when the filters left nobody.
+        """
+        if not candidates:
+            return decision.no_endpoints()
+        faults: list[str] = []
+        finalists, filtered = self._filter(turn, candidates, faults)
+        if not finalists:
+            return decision.saturated()
+        scored, totals = self._score(turn, finalists, faults)
+        order = self._pick(turn, finalists, totals, count, faults)
+        return Decision(
+            request=turn.request,
+            endpoints=[finalists[i].endpoint for i in order],
+            profile=self.name,
+            candidates=candidates,
+            filters=filtered,
+            finalists=finalists,
+            scores=scored,
+            totals=totals,
+            picker=self.picker.kind,
+            blocks=blocks,
+            matched_tokens=finalists[order[0]].matched_tokens,
+            degraded="; ".join(faults),
+        )
+
+    def _filter(
+        self, turn: Turn, candidates: Sequence[Candidate], faults: list[str]
+    ) -> tuple[Sequence[Candidate], list[Filtered]]:
+        """Run the filters in order, until nobody is left."""
+        steps: list[Filtered] = []
+        for plugin in self.filters:
+            kept = _guarded(f"filter {plugin.kind}", faults, _keep, plugin, turn, candidates)
+            candidates = candidates if kept is None else kept
+            steps.append(Filtered(plugin.kind, candidates))
+            if not candidates:
+                break
+        return candidates, steps
+
+    def _score(
+        self, turn: Turn, candidates: Sequence[Candidate], faults: list[str]
+    ) -> tuple[list[Scored], list[float]]:
+        """Run the scorers; their weighted sum."""
+        steps: list[Scored] = []
+        totals = [0.0] * len(candidates)
+        for plugin, weight in self.scorers:
+            scores = _guarded(f"scorer {plugin.kind}", faults, _scores, plugin, turn, candidates)
+            if scores is not None:
+                steps.append(Scored(plugin.kind, weight, scores))
+                totals = [t + weight * s for t, s in zip(totals, scores, strict=True)]
+        return steps, totals
+
+    def _pick(
+        self,
+        turn: Turn,
+        candidates: Sequence[Candidate],
+        totals: Sequence[float],
+        count: int,
+        faults: list[str],
+    ) -> list[int]:
+        """Run the picker; in its place the fewest requests in flight, equals by address."""
+        picked = _guarded(
+            f"picker {self.picker.kind}",
+            faults,
+            _picked,
+            self.picker,
+            turn,
+            candidates,
+            totals,
+            count,
+        )
+        if picked is not None:
+            return picked
+        order = sorted(
+            range(len(candidates)),
+            key=lambda i: (candidates[i].in_flight, candidates[i].endpoint.address),
+        )
+        return order[:count]
+
+
+def _guarded(
+    who: str, faults: list[str], call: Callable[[*Arguments], Answer], *arguments: *Arguments
+) -> Answer | None:
+    """Call a plugin; None, with a note of the exception's type, when it raises.
+
+    The message of the exception is left out: it may quote the prompt.
+    """
+    try:
+        return call(*arguments)
+    except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
+        faults.append(f"{who} raised {type(error).__name__}")
+        return None
+
+
+def _keep(plugin: Filter, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """What a filter keeps; it may not bring in anybody."""
+    kept = list(plugin.keep(turn, candidates))
+    known = {id(candidate) for candidate in candidates}
+    if not known.issuperset(map(id, kept)):
+        raise ImpossibleAnswerError
+    return kept
+
+
+def _scores(plugin: Scorer, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    """A scorer's scores, cut to 0..1; what is not a number becomes the mean of the others."""
+    scores = plugin.score(turn, candidates)
+    if len(scores) != len(candidates):
+        raise ImpossibleAnswerError
+    # A comparison with NaN is false.
+    if not [score for score in scores if not 0.0 <= score <= 1.0]:
+        return scores
+    cut = [score if math.isnan(score) else min(1.0, max(0.0, score)) for score in scores]
+    known = [score for score in cut if not math.isnan(score)]
+    mean = sum(known) / len(known) if known else NEUTRAL
+    return [mean if math.isnan(score) else score for score in cut]
+
+
+def _picked(
+    plugin: Picker,
+    turn: Turn,
+    candidates: Sequence[Candidate],
+    totals: Sequence[float],
+    count: int,
+) -> list[int]:
+    """What a picker picks: at least one, nobody twice, nobody who is not there."""
+    order = plugin.pick(turn, candidates, totals, count=count)
+    inside = all(0 <= i < len(candidates) for i in order)
+    if not inside or not 1 <= len(order) <= count or len(set(order)) < len(order):
+        raise ImpossibleAnswerError
+    return order

@@ -1,0 +1,58 @@
+"""Prefers endpoints that serve the requested LoRA adapter already, or have room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from extproc.endpoint import Candidate, Load
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+ACTIVE = 1.0
+ROOM = 0.8
+WAITING = 0.6
+UNKNOWN = 0.5
+FULL = 0.0
+
+
+class LoraAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Tiers: adapter active 1, room for it 0.8, adapter waiting 0.6, unknown 0.5, no room 0.
+
+    There is room when |active + waiting| < slots. An endpoint that names no adapters, or no slots
+    while the adapter is not there, is unknown: it may have room or not, so it stands between.
+
+    A name that no candidate lists scores 0.5 everywhere unless the request says it is an adapter:
+    it is most likely the base model, which no engine lists, and base traffic must not be driven
+    away from endpoints with full slots. An adapter's first request therefore goes by load alone.
+    """
+
+    kind: ClassVar[str] = "lora-affinity"
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.ADAPTERS})
+
+    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+        """See the class."""
+        target = turn.request.target
+        listed = any(
+            target in (c.load.adapters or ()) or target in (c.load.waiting_adapters or ())
+            for c in candidates
+        )
+        if not (listed or turn.request.adapter):
+            return [UNKNOWN] * len(candidates)
+        return [_tier(target, c.load) for c in candidates]
+
+
+def _tier(target: str, load: Load) -> float:
+    """The tier of one endpoint."""
+    active, waiting, slots = load.adapters, load.waiting_adapters or frozenset(), load.adapter_slots
+    if active is None:
+        return UNKNOWN
+    if target in active:
+        return ACTIVE
+    if slots is not None and len(active | waiting) < slots:
+        return ROOM
+    if target in waiting:
+        return WAITING
+    return UNKNOWN if slots is None else FULL

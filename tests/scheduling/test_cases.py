@@ -1,0 +1,92 @@
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from extproc.scheduling import catalogue, defaults
+from tests.scheduling import fleet
+
+FOLDER = Path(__file__).parent.parent / "cases"
+TABLES = {"filter": catalogue.FILTERS, "scorer": catalogue.SCORERS, "picker": catalogue.PICKERS}
+KEYS = {
+    "filter": {"keeps"},
+    "scorer": {"scores"},
+    "picker": {"totals", "order", "frequencies", "sequence"},
+    "profile": {"order", "frequencies"},
+}
+PICKS = 4000
+
+
+def load():
+    for path in sorted(FOLDER.glob("*.yaml")):
+        role, _, kind = path.stem.partition("-")
+        if role in KEYS:
+            for case in yaml.safe_load(path.read_text()):
+                yield pytest.param(role, kind, case, id=f"{path.stem}: {case['name']}")
+
+
+def wanted_files():
+    files = {f"{role}-{kind}" for role, table in TABLES.items() for kind in table}
+    return files | {f"profile-{name}" for name in defaults.profiles()}
+
+
+def test_every_kind_has_a_case_file():
+    """A plugin or named profile without a case file fails here, and so does a file without one."""
+    found = {path.stem for path in FOLDER.glob("*.yaml") if path.stem.partition("-")[0] in KEYS}
+    assert found == wanted_files()
+
+
+@pytest.mark.parametrize(("role", "kind", "case"), list(load()))
+def test_case(role, kind, case):
+    """A plugin or profile answers as its case file says."""
+    outcomes = KEYS[role] - {"totals"}
+    assert set(case) <= {"name", "params", "request", "endpoints"} | KEYS[role]
+    assert outcomes & set(case)
+    candidates = fleet.candidates(case["endpoints"])
+    turn = fleet.turn(**case.get("request", {}))
+    if role == "profile":
+        for fleet_ in (candidates, blind(candidates)):
+            check_picks(case, lambda count, fleet_=fleet_: choose(kind, turn, fleet_, count))
+        return
+    plugin = msgspec.convert(case.get("params", {}), TABLES[role][kind])
+    if role == "filter":
+        assert fleet.names(plugin.keep(turn, candidates)) == case["keeps"]
+    elif role == "scorer":
+        scores = dict(zip(fleet.names(candidates), plugin.score(turn, candidates), strict=True))
+        assert scores == pytest.approx(case["scores"], abs=1e-4)
+    else:
+        totals = [float(case.get("totals", {}).get(name, 0)) for name in case["endpoints"]]
+        check_picks(case, lambda count: pick(plugin, turn, candidates, totals, count))
+
+
+PROFILES = defaults.profiles()
+
+
+def blind(candidates):
+    """The same candidates without dead reckoning."""
+    return [msgspec.structs.replace(c, requests=float(c.in_flight)) for c in candidates]
+
+
+def choose(name, turn, candidates, count):
+    decision = PROFILES[name].run(turn, candidates, count=count)
+    assert decision.degraded == ""
+    return fleet.names(decision.endpoints)
+
+
+def pick(plugin, turn, candidates, totals, count):
+    return fleet.names(candidates[i] for i in plugin.pick(turn, candidates, totals, count=count))
+
+
+def check_picks(case, choose):
+    """Hold a function from count to chosen names against what a case wants of it."""
+    if "order" in case:
+        assert choose(len(case["order"])) == case["order"]
+    if "sequence" in case:
+        assert [choose(1)[0] for _ in case["sequence"]] == case["sequence"]
+    if "frequencies" in case:
+        counts = Counter(choose(1)[0] for _ in range(PICKS))
+        shares = {name: counts[name] / PICKS for name in case["frequencies"]}
+        assert shares == pytest.approx(case["frequencies"], abs=0.03)
+        assert all(shares[name] == 0 for name, share in case["frequencies"].items() if share == 0)

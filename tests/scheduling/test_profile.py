@@ -1,0 +1,190 @@
+import msgspec
+import pytest
+
+from extproc.decision import Decision, no_endpoints, saturated
+from extproc.errors import ConfigError
+from extproc.scheduling import catalogue, defaults
+from extproc.scheduling.filters.max_waiting import MaxWaiting
+from extproc.scheduling.pickers.max_score import MaxScore
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.profile import Profile
+from extproc.scheduling.scheduler import Scheduler
+from extproc.scheduling.scorers.in_flight import InFlight
+from extproc.scheduling.scorers.queue_depth import QueueDepth
+from tests.scheduling import fleet
+
+FLEET = fleet.candidates({"a": {"waiting": 8, "in_flight": 2}, "b": {"waiting": 2, "in_flight": 5}})
+
+
+class Says:
+    """A plugin of every role that gives one fixed answer, or raises it."""
+
+    kind = "says"
+    needs = frozenset()
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def score(self, turn, candidates):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def keep(self, turn, candidates):
+        return self.score(turn, candidates)
+
+    def pick(self, turn, candidates, totals, *, count):
+        return self.score(turn, candidates)
+
+
+QUEUE = ((QueueDepth(), 2.0),)
+
+
+def profile(*, filters=(), scorers=QUEUE, picker=None):
+    return Profile("p", tuple(filters), tuple(scorers), picker or MaxScore())
+
+
+def run(**parts):
+    return profile(**parts).run(fleet.turn(), FLEET)
+
+
+def test_decision_carries_every_step():
+    """Who was in play, who survived, what each scorer said, the sums and the picker."""
+    filters = (MaxWaiting(max_waiting_requests=50), MaxWaiting(max_waiting_requests=5))
+    made = profile(filters=filters, scorers=((QueueDepth(), 2.0), (InFlight(), 1.0)))
+    decision = made.run(fleet.turn(), FLEET, blocks=[1, 2])
+    assert decision.candidates == FLEET
+    assert [(f.name, fleet.names(f.survivors)) for f in decision.filters] == [
+        ("max-waiting", ["a", "b"]),
+        ("max-waiting", ["b"]),
+    ]
+    assert fleet.names(decision.finalists) == ["b"]
+    assert [(s.name, s.weight, s.scores) for s in decision.scores] == [
+        ("queue-depth", 2.0, [1.0]),
+        ("in-flight", 1.0, [1.0]),
+    ]
+    assert decision.totals == [3.0]
+    assert (decision.profile, decision.picker, decision.blocks) == ("p", "max-score", [1, 2])
+    assert fleet.names(decision.endpoints) == ["b"]
+    assert decision.degraded == ""
+
+
+def test_matched_tokens_are_those_of_the_first_endpoint():
+    """The decision says how much of the prompt its endpoint is believed to hold."""
+    cached = fleet.candidates({"a": {"matched_tokens": 64}, "b": {"in_flight": 3}})
+    assert profile(scorers=((InFlight(), 1.0),)).run(fleet.turn(), cached).matched_tokens == 64
+
+
+def test_fallbacks_are_named_in_order():
+    """Count asks for the best endpoint and those to try after it."""
+    assert fleet.names(profile().run(fleet.turn(), FLEET, count=5).endpoints) == ["b", "a"]
+
+
+def test_nobody_in_play_is_503():
+    """Without candidates there is nothing to filter."""
+    assert profile().run(fleet.turn(), []) == no_endpoints()
+
+
+def test_nobody_left_is_429():
+    """EPP checklist 73: filters that remove everybody refuse the request."""
+    assert run(filters=[MaxWaiting(max_waiting_requests=1), Says(RuntimeError())]) == saturated()
+
+
+@pytest.mark.parametrize(
+    "answer", [ZeroDivisionError("the prompt"), None, fleet.candidates({"z": {}})]
+)
+def test_broken_filter_passes_everybody(answer):
+    """A filter that raises or brings in a stranger is skipped and named."""
+    decision = run(filters=[Says(answer)])
+    assert fleet.names(decision.endpoints) == ["b"]
+    assert decision.degraded.startswith("filter says raised ")
+    assert "prompt" not in decision.degraded
+
+
+@pytest.mark.parametrize("answer", [ZeroDivisionError("x"), [1.0], None, ["a", "b"]])
+def test_broken_scorer_is_left_out(answer):
+    """A scorer that raises or answers nonsense does not count, and the rest decides."""
+    decision = run(scorers=((Says(answer), 9.0), (QueueDepth(), 1.0)))
+    assert fleet.names(decision.endpoints) == ["b"]
+    assert [s.name for s in decision.scores] == ["queue-depth"]
+    assert decision.degraded.startswith("scorer says raised ")
+
+
+def test_degraded_names_the_exception_type():
+    """Only the type is told: the message may quote the prompt."""
+    decision = run(scorers=((Says(ZeroDivisionError("secret")), 1.0),))
+    assert decision.degraded == "scorer says raised ZeroDivisionError"
+
+
+@pytest.mark.parametrize("answer", [ZeroDivisionError(), [], [2], [-1], [0, 0], [0, 1], None])
+def test_broken_picker_gives_way_to_the_fewest_in_flight(answer):
+    """A pick that raises, is empty, double, too long or nobody falls back to the idlest."""
+    decision = run(picker=Says(answer))
+    assert fleet.names(decision.endpoints) == ["a"]
+    assert decision.degraded.startswith("picker says raised ")
+
+
+def test_every_fault_is_told():
+    """Several broken plugins are all named."""
+    broken = Says(ValueError())
+    decision = run(filters=[broken], scorers=((broken, 1.0),), picker=broken)
+    assert decision.degraded.count("ValueError") == 3
+
+
+@pytest.mark.parametrize(
+    ("raw", "scores"),
+    [
+        ([2.0, -1.0], [1.0, 0.0]),
+        ([float("nan"), 0.25], [0.25, 0.25]),
+        ([float("nan"), float("nan")], [0.5, 0.5]),
+        ([float("inf"), float("-inf")], [1.0, 0.0]),
+    ],
+)
+def test_scores_are_cut_and_nan_is_neutral(raw, scores):
+    """Scores outside 0..1 are cut; what is no number counts as the mean of the others."""
+    decision = run(scorers=((Says(raw), 1.0),))
+    assert decision.scores[0].scores == scores
+    assert decision.degraded == ""
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_weights_are_finite_and_not_negative(weight):
+    """A weight that cannot be summed is a configuration error."""
+    with pytest.raises(ConfigError, match="in-flight"):
+        profile(scorers=((InFlight(), weight),))
+
+
+def test_scheduler_knows_its_profiles_by_name():
+    """A turn runs the profile it names, and the default one when there is no such profile."""
+    scheduler = Scheduler(defaults.profiles().values())
+    assert scheduler.run(fleet.turn(), FLEET, profile="random").profile == "random"
+    assert scheduler.run(fleet.turn(), FLEET).profile == "default"
+    assert scheduler.run(fleet.turn(), FLEET, profile="nobody").profile == "default"
+
+
+def test_scheduler_needs_what_its_plugins_need():
+    """The signals of all profiles together, for the check against what is scraped."""
+    assert Scheduler([profile()], default="p").needs == {Signal.WAITING}
+    assert Scheduler(defaults.profiles().values()).needs == set(Signal) - {Signal.RUNNING}
+
+
+def test_scheduler_refuses_two_of_a_name_and_a_missing_default():
+    """Both are configuration errors, the second with the nearest name."""
+    with pytest.raises(ConfigError, match="p twice"):
+        Scheduler([profile(), profile()], default="p")
+    with pytest.raises(ConfigError, match="did you mean default"):
+        Scheduler(defaults.profiles().values(), default="defualt")
+
+
+def test_catalogue_names_the_nearest_kind():
+    """An unknown kind is an error that says where, what there is and what was likely meant."""
+    assert catalogue.find(catalogue.SCORERS, "in-flight", where="x") is InFlight
+    with pytest.raises(ConfigError, match=r"config\.yaml: .*did you mean queue-depth\?"):
+        catalogue.find(catalogue.SCORERS, "queue-dept", where="config.yaml")
+
+
+def test_decisions_are_values():
+    """The same turn gives an equal decision."""
+    assert run() == run()
+    assert isinstance(run(), Decision)
+    assert msgspec.structs.asdict(run())["totals"] == [0.0, 2.0]

@@ -1,0 +1,48 @@
+from extproc.scheduling.pickers.round_robin import RoundRobin
+from tests.scheduling import fleet
+
+
+def walk(picker, candidates, steps, model="m"):
+    turn = fleet.turn(model=model)
+    places = [picker.pick(turn, candidates, [], count=1)[0] for _ in range(steps)]
+    return "".join(candidates[place].endpoint.name for place in places)
+
+
+def test_walk_follows_addresses_not_positions():
+    """The order is that of the addresses, however the candidates are listed."""
+    forth = fleet.candidates({"a": {}, "b": {}, "c": {}})
+    picker = RoundRobin()
+    first = walk(picker, forth, 1)
+    assert first + walk(picker, forth[::-1], 5) in "abcabcabc"
+
+
+def test_walk_goes_on_when_endpoints_come_and_go():
+    """Losing an endpoint skips it; a new one is met in its place."""
+    picker = RoundRobin()
+    picker._last["m"] = "b:8000"
+    assert walk(picker, fleet.candidates({"a": {}, "b": {}, "d": {}}), 2) == "da"
+    assert walk(picker, fleet.candidates({"b": {}, "c": {}, "d": {}}), 3) == "bcd"
+
+
+def test_models_walk_apart():
+    """A request for one model does not move the walk of another."""
+    picker, candidates = RoundRobin(), fleet.candidates({"a": {}, "b": {}})
+    first = walk(picker, candidates, 1, model="x")
+    walk(picker, candidates, 1, model="y")
+    assert walk(picker, candidates, 1, model="x") != first
+
+
+def test_fallbacks_do_not_move_the_walk():
+    """Naming two endpoints still advances by one."""
+    picker, candidates = RoundRobin(), fleet.candidates({"a": {}, "b": {}, "c": {}})
+    picker._last["m"] = "a:8000"
+    assert picker.pick(fleet.turn(model="m"), candidates, [], count=2) == [1, 2]
+    assert walk(picker, candidates, 1) == "c"
+
+
+def test_made_up_models_are_forgotten():
+    """Memory of walks is bounded, whatever names clients make up."""
+    picker, candidates = RoundRobin(max_models=3), fleet.candidates({"a": {}})
+    for i in range(10):
+        walk(picker, candidates, 1, model=str(i))
+    assert len(picker._last) == 3
