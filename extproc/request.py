@@ -28,13 +28,6 @@ class RawRequest(msgspec.Struct, frozen=True, gc=False):
     subset: tuple[str, ...] | None = None
 
     @property
-    def path(self) -> str:
-        """The request path without its query string, and without a trailing slash."""
-        path = self.headers.get(":path") or "/"
-        path = path.partition("?")[0]
-        return path.rstrip("/") or "/"
-
-    @property
     def method(self) -> str:
         """The HTTP method; empty if the data plane did not show it."""
         return self.headers.get(":method", "")
@@ -44,7 +37,8 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     """A parsed inference request.
 
     Attributes:
-        api: Which surface was called: `chat`, `completions`, `embeddings`, ..., `opaque`.
+        api: Which surface was called: `chat`, `completions`, `embeddings`, ..., `opaque`, or `grpc`
+            for a gRPC method nobody knows.
         model: The LLM name in the body; empty when it names none.
         adapter: The LoRA adapter, where the surface names one apart from the model. vLLM names an
             adapter in `model`, so this is then empty and `target` is the model.

@@ -56,13 +56,16 @@ def parse(raw: RawRequest) -> Request | Rejection:
         raw: A request whose body is complete, or marked as truncated.
 
     Returns:
-        The request, `opaque` when there is no body or the path is not in the table; or a
+        The request, `opaque` when there is no body or the path is not in the table (`grpc` when it
+        is a gRPC method); or a
         rejection with status 400 (EPP protocol report 1.6) on a path that is.
     """
     if opaque.is_bodiless(raw):
         return opaque.bare(raw, paths.OPAQUE)
     api = paths.surface_of(paths.path_of(raw))
     reader = PARSERS.get(api)
+    if reader is None and raw.headers.get("content-type", "").startswith("application/grpc"):
+        return opaque.bare(raw, paths.GRPC)
     if raw.truncated and api not in TOTAL:
         return opaque.parse_truncated(raw, api)
     try:

@@ -10,6 +10,10 @@ from extproc.request import RawRequest
 #: Any path that is not in the table.
 OPAQUE = "opaque"
 
+#: A gRPC method that is not in the table: routed as it is, its answer not looked at (EPP protocol
+#: report 1.7).
+GRPC = "grpc"
+
 #: Path suffix, in whole segments, to surface (`Request.api`). The longest suffix wins.
 SURFACES: Mapping[str, str] = {
     "chat/completions": "chat",

@@ -71,7 +71,7 @@ def _object(tail: bytes, at: int) -> Mapping[str, int]:
                 break
     try:
         usage = _decoder.decode(tail[opened : end + 1])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
     details = usage.prompt_tokens_details or usage.input_tokens_details
     cached = details.cached_tokens if details else usage.cache_read_input_tokens
