@@ -1,0 +1,34 @@
+"""Settings that are allowed and probably not meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from extproc.config import settings as sections
+
+
+def advice(settings: sections.Settings) -> Iterator[str]:
+    """One sentence for each thing worth a second look."""
+    pool, scrape, limits = settings.pool, settings.scrape, settings.limits
+    if not pool.endpoints and not pool.endpoints_file:
+        yield "there are no endpoints: every request is refused with 503"
+    if scrape.enabled and scrape.stale_after_s < scrape.idle_interval_s + scrape.timeout_s:
+        yield (
+            "scrape.stale_after_s is below idle_interval_s plus timeout_s: loads of idle endpoints "
+            "count as unknown between two scrapes"
+        )
+    if scrape.busy_interval_s > scrape.idle_interval_s:
+        yield "scrape.busy_interval_s is above idle_interval_s: busy endpoints are looked at less"
+    if limits.max_message_bytes < limits.max_body_bytes:
+        yield (
+            "limits.max_message_bytes is below max_body_bytes: a larger body is refused where the "
+            "data plane sends it in one message (BUFFERED)"
+        )
+    if settings.answers.stream_share and not settings.answers.feedback:
+        yield "answers.stream_share has no effect while answers.feedback is false"
+    if settings.conformance:
+        yield "conformance is on: clients choose their endpoint with a header"
+    if settings.seed is not None:
+        yield "seed is set: replicas with the same seed draw the same endpoints"
+    if not settings.scheduling.honour_subset:
+        yield "scheduling.honour_subset is false: endpoints a gateway excludes are used all the same"

@@ -1,0 +1,99 @@
+"""The one place that builds the parts of a picker."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from extproc.config import profiles
+from extproc.config import settings as sections
+from extproc.dispatch import dispatcher as dispatching
+from extproc.endpoint import Endpoint
+from extproc.pool.fleet import Fleet
+from extproc.prefix.index import PrefixIndex
+from extproc.protocol.gathering import Budget
+from extproc.protocol.settings import ExchangeSettings
+from extproc.scheduling.profile import Profile
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """What a picker is made of; shells add sockets and clocks.
+
+    Attributes:
+        settings: What they were built from.
+        rng: All chance there is.
+        fleet: Endpoints, loads and accounts; empty until discovery speaks.
+        index: Who is believed to hold which prefix block.
+        profile: Filters, scorers and the picker.
+        dispatcher: Routes over the fleet.
+        exchange: What all exchanges have in common.
+        budget: Bytes all exchanges may gather.
+    """
+
+    settings: sections.Settings
+    rng: random.Random
+    fleet: Fleet
+    index: PrefixIndex
+    profile: Profile
+    dispatcher: dispatching.Dispatcher
+    exchange: ExchangeSettings
+    budget: Budget
+
+
+def _nobody(_: Endpoint) -> None:
+    """Nobody else wants to know who left."""
+
+
+def build(
+    settings: sections.Settings,
+    *,
+    where: str = "settings",
+    on_gone: Callable[[Endpoint], None] = _nobody,
+) -> Parts:
+    """Build the parts.
+
+    Args:
+        settings: What to build.
+        where: The file or flags the settings came from, for errors.
+        on_gone: Told of every endpoint incarnation that left, after its beliefs were dropped.
+
+    Raises:
+        ConfigError: The profile cannot be built, see `profiles.resolve`.
+    """
+    profile = profiles.resolve(settings, where=where)
+    index = PrefixIndex(settings.prefix.capacity_blocks)
+
+    def forget(endpoint: Endpoint) -> None:
+        index.forget(dispatching.key(endpoint))
+        on_gone(endpoint)
+
+    fleet = Fleet(on_gone=forget)
+    rng = random.Random(settings.seed)
+    return Parts(
+        settings=settings,
+        rng=rng,
+        fleet=fleet,
+        index=index,
+        profile=profile,
+        dispatcher=dispatching.Dispatcher(
+            fleet=fleet,
+            profile=profile,
+            index=index,
+            schedule=settings.prefix.schedule,
+            settings=dispatching.DispatchSettings(
+                stale_after_s=settings.scrape.stale_after_s,
+                fallbacks=settings.scheduling.fallbacks,
+                honour_subset=settings.scheduling.honour_subset,
+            ),
+            rng=rng,
+        ),
+        exchange=ExchangeSettings(
+            max_body_bytes=settings.limits.max_body_bytes,
+            response_marker=settings.answers.marker,
+            conformance=settings.conformance,
+            feedback=settings.answers.feedback,
+        ),
+        budget=Budget(settings.limits.max_assembly_bytes),
+    )

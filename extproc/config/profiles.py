@@ -1,0 +1,113 @@
+"""A word or a list of plugins to a scheduling profile, and whether its signals exist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from extproc.config import settings as sections
+from extproc.config import strict
+from extproc.errors import ConfigError
+from extproc.scheduling import catalogue, defaults
+from extproc.scheduling.plugins import Plugin, Signal
+from extproc.scheduling.profile import Profile
+
+Found = TypeVar("Found")
+
+_SCHEDULING: strict.Path = ("scheduling",)
+
+#: What has to be switched on for a signal that is not always there.
+_SCRAPED = "set scrape.enabled to true"
+_PROVIDED_BY: Mapping[Signal, str] = {
+    Signal.WAITING: _SCRAPED,
+    Signal.RUNNING: _SCRAPED,
+    Signal.KV_USAGE: _SCRAPED,
+    Signal.ADAPTERS: _SCRAPED,
+    Signal.PREFIX: "set prefix.capacity_blocks above 0",
+}
+
+
+def resolve(settings: sections.Settings, *, where: str) -> Profile:
+    """The profile that settings mean.
+
+    Args:
+        settings: All of them: whether a signal exists is decided in several sections.
+        where: The file or flags they came from, for errors.
+
+    Raises:
+        ConfigError: An unknown strategy, kind or parameter, or a plugin that needs a signal nobody
+            provides.
+    """
+    scheduling = settings.scheduling
+    entry = scheduling.profile
+    profile = (
+        _named(scheduling.strategy, where=where) if entry is None else _written(entry, where=where)
+    )
+    _require(profile, provided(settings), where=where)
+    return profile
+
+
+def provided(settings: sections.Settings) -> frozenset[Signal]:
+    """The signals there will be."""
+    signals = {Signal.IN_FLIGHT}
+    if settings.prefix.capacity_blocks:
+        signals.add(Signal.PREFIX)
+    if settings.scrape.enabled:
+        signals |= {Signal.WAITING, Signal.RUNNING, Signal.KV_USAGE, Signal.ADAPTERS}
+    return frozenset(signals)
+
+
+def plugins(profile: Profile) -> tuple[Plugin, ...]:
+    """Every plugin of a profile, in the order they run."""
+    return (*profile.filters, *(scorer for scorer, _ in profile.scorers), profile.picker)
+
+
+def _named(strategy: str, *, where: str) -> Profile:
+    named = defaults.profiles()
+    profile = named.get(strategy)
+    if profile is None:
+        meant = strict.nearest(strategy, named)
+        raise ConfigError(
+            strict.place(where, (*_SCHEDULING, "strategy")),
+            wanted=f"one of {', '.join(named)}",
+            found=strategy,
+            fix=f"did you mean {meant}?" if meant else "name one, or write out a profile",
+        )
+    return profile
+
+
+def _written(entry: sections.ProfileEntry, *, where: str) -> Profile:
+    path = (*_SCHEDULING, "profile")
+    filters = tuple(
+        _plugin(catalogue.FILTERS, plugin, where=where, path=(*path, "filters", at))
+        for at, plugin in enumerate(entry.filters)
+    )
+    scorers = tuple(
+        (
+            _plugin(catalogue.SCORERS, plugin, where=where, path=(*path, "scorers", at)),
+            plugin.weight,
+        )
+        for at, plugin in enumerate(entry.scorers)
+    )
+    picker = _plugin(catalogue.PICKERS, entry.picker, where=where, path=(*path, "picker"))
+    return Profile(entry.name, filters, scorers, picker)
+
+
+def _plugin(
+    table: Mapping[str, type[Found]], entry: sections.Plugin, *, where: str, path: strict.Path
+) -> Found:
+    kind = catalogue.find(table, entry.kind, where=strict.place(where, (*path, "kind")))
+    return strict.convert(dict(entry.params), kind, where=where, path=(*path, "params"))
+
+
+def _require(profile: Profile, signals: frozenset[Signal], *, where: str) -> None:
+    for plugin in plugins(profile):
+        missing = sorted(plugin.needs - signals, key=lambda signal: signal.value)
+        if missing:
+            names = ", ".join(signal.value for signal in missing)
+            raise ConfigError(
+                strict.place(where, _SCHEDULING),
+                wanted=f"every signal that profile {profile.name} reads",
+                found=f"nobody who provides {names}, which {plugin.kind} needs",
+                fix=f"{_PROVIDED_BY[missing[0]]}, or take {plugin.kind} out",
+            )
