@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import ssl
 from collections.abc import Callable
 
 import msgspec
@@ -16,6 +17,7 @@ from extproc.prefix.index import PrefixIndex
 from extproc.protocol.gathering import Budget
 from extproc.protocol.settings import ExchangeSettings
 from extproc.scheduling.profile import Profile
+from extproc.scrape import pace, scraper
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -30,6 +32,7 @@ class Parts(msgspec.Struct, frozen=True):
         dispatcher: Routes over the fleet.
         exchange: What all exchanges have in common.
         budget: Bytes all exchanges may gather.
+        scraping: How pages are fetched; not used while `settings.scrape.enabled` is false.
     """
 
     settings: sections.Settings
@@ -40,6 +43,7 @@ class Parts(msgspec.Struct, frozen=True):
     dispatcher: dispatching.Dispatcher
     exchange: ExchangeSettings
     budget: Budget
+    scraping: scraper.Settings
 
 
 def _nobody(_: Endpoint) -> None:
@@ -96,4 +100,31 @@ def build(
             feedback=settings.answers.feedback,
         ),
         budget=Budget(settings.limits.max_assembly_bytes),
+        scraping=_scraping(settings.scrape),
+    )
+
+
+def scrape_tls(scrape: sections.Scrape) -> ssl.SSLContext | None:
+    """The TLS context of the scraper's client; None for plain HTTP."""
+    if scrape.scheme == "http":
+        return None
+    context = ssl.create_default_context()
+    if not scrape.verify_tls:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _scraping(scrape: sections.Scrape) -> scraper.Settings:
+    return scraper.Settings(
+        path=scrape.path,
+        timeout_s=scrape.timeout_s,
+        cap_bytes=scrape.max_page_bytes,
+        follow_s=scrape.busy_interval_s,
+        pace=pace.Pace(
+            fast_s=scrape.busy_interval_s,
+            slow_s=scrape.idle_interval_s,
+            scrapes_per_s=scrape.max_scrapes_per_s,
+            backoff_cap_s=scrape.backoff_cap_s,
+        ),
     )

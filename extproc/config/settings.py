@@ -39,6 +39,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
+PositiveRate = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -126,6 +127,8 @@ class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         path: HTTP path of the metrics page. /metrics is where every engine has it.
         scheme: Plain `http`, because engines serve metrics on their API port without TLS; or
             `https`.
+        verify_tls: Whether `https` checks certificates. False: those of engines rarely name an IP
+            address, and nothing secret is sent.
         busy_interval_s: Seconds between scrapes of an endpoint that has our requests. 0.2 is
             several engine steps; our own requests are counted in between anyway.
         idle_interval_s: Seconds between scrapes of an endpoint without. 2 keeps foreign work in
@@ -134,6 +137,10 @@ class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             needs, and short enough to notice a hung one.
         stale_after_s: Age in seconds at which a load counts as unknown. 6 allows two idle scrapes
             to fail.
+        backoff_cap_s: Longest wait in seconds after repeated failures. 10 bounds how late a
+            recovery is seen.
+        max_scrapes_per_s: Scrapes per second over all endpoints, beyond which intervals are
+            stretched. 100 cost some 4 % of a core.
         max_page_bytes: Largest page that is read (bytes). 4 MiB is 80 times a vLLM page; more is
             something else.
     """
@@ -141,10 +148,13 @@ class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     enabled: bool = True
     path: Annotated[str, msgspec.Meta(pattern="^/")] = "/metrics"
     scheme: Literal["http", "https"] = "http"
+    verify_tls: bool = False
     busy_interval_s: PositiveSeconds = 0.2
     idle_interval_s: PositiveSeconds = 2.0
     timeout_s: PositiveSeconds = 1.0
     stale_after_s: PositiveSeconds = 6.0
+    backoff_cap_s: PositiveSeconds = 10.0
+    max_scrapes_per_s: PositiveRate = 100.0
     max_page_bytes: Positive = 4 * _MIB
 
 
