@@ -120,7 +120,6 @@ def _scraping(scrape: sections.Scrape) -> scraper.Settings:
         path=scrape.path,
         timeout_s=scrape.timeout_s,
         cap_bytes=scrape.max_page_bytes,
-        follow_s=scrape.busy_interval_s,
         pace=pace.Pace(
             fast_s=scrape.busy_interval_s,
             slow_s=scrape.idle_interval_s,

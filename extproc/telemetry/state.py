@@ -1,0 +1,113 @@
+"""The pool as a page shows it and as `extproc explain` reads it back: one schema for both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+from extproc.endpoint import NO_LABELS
+from extproc.pool.snapshot import Member, Pool
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class EndpointState(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """One endpoint and what is known of it; what nobody knows is left out.
+
+    Attributes:
+        address: `ip:port`.
+        name: What people call it.
+        labels: Labels from discovery.
+        incarnation: Which life of the address this is (count).
+        failures: Consecutive connection failures of the scraper (count).
+        failure: Why its last scrape failed; empty when it did not.
+        in_flight: Requests this picker has open there (count).
+        prompt_tokens: Estimated prompt tokens of these.
+        foreign: Requests of others at the last scrape (count); None when it is to be worked out of
+            the others.
+        age_s: Seconds since the last scrape; None when there was none. A state written by hand
+            needs none: values without an age are fresh.
+        engine: Which engine it is.
+        waiting: Requests queued in the engine (count).
+        running: Requests in its batch (count).
+        kv_usage: Share of KV blocks held by live requests, 0..1.
+        adapters: LoRA adapters in its batch.
+        waiting_adapters: LoRA adapters that wait.
+        adapter_slots: Adapters that fit.
+        matched_tokens: Leading prompt tokens of the request in question believed cached there;
+            only read, because a pool knows nothing of a request.
+    """
+
+    address: Annotated[str, msgspec.Meta(min_length=1)]
+    name: str = ""
+    labels: Mapping[str, str] = {}
+    incarnation: Count = 0
+    failures: Count = 0
+    failure: str = ""
+    in_flight: Count = 0
+    prompt_tokens: Count = 0
+    foreign: Amount | None = None
+    age_s: Amount | None = None
+    engine: str = ""
+    waiting: Amount | None = None
+    running: Amount | None = None
+    kv_usage: Share | None = None
+    adapters: tuple[str, ...] | None = None
+    waiting_adapters: tuple[str, ...] | None = None
+    adapter_slots: Count | None = None
+    matched_tokens: Count = 0
+
+
+class PoolState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All endpoints at one moment.
+
+    Attributes:
+        endpoints: In the order of the pool.
+    """
+
+    endpoints: tuple[EndpointState, ...] = ()
+
+
+def of_pool(pool: Pool, now: float) -> PoolState:
+    """What a pool knows.
+
+    Args:
+        pool: The snapshot.
+        now: Monotonic seconds, for ages.
+    """
+    return PoolState(endpoints=tuple(_of_member(member, now) for member in pool.members))
+
+
+def _of_member(member: Member, now: float) -> EndpointState:
+    endpoint, load, account = member.endpoint, member.load, member.account
+    scraped = math.isfinite(load.at)
+    return EndpointState(
+        address=endpoint.address,
+        name=endpoint.name,
+        labels=dict(endpoint.labels) if endpoint.labels is not NO_LABELS else {},
+        incarnation=endpoint.incarnation,
+        failures=member.failures,
+        failure=member.failure,
+        in_flight=account.in_flight,
+        prompt_tokens=account.prompt_tokens,
+        foreign=member.foreign if scraped else None,
+        age_s=max(0.0, now - load.at) if scraped else None,
+        engine=load.engine,
+        waiting=load.waiting,
+        running=load.running,
+        kv_usage=load.kv_usage,
+        adapters=_sorted(load.adapters),
+        waiting_adapters=_sorted(load.waiting_adapters),
+        adapter_slots=load.adapter_slots,
+    )
+
+
+def _sorted(names: frozenset[str] | None) -> tuple[str, ...] | None:
+    return None if names is None else tuple(sorted(names))
