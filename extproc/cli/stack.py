@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import importlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -37,10 +38,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port nobody listens on at this moment.
+
+    Drawn from below the range that outgoing connections are given, so that none takes it before
+    its server binds it.
+    """
+    chance = random.SystemRandom()
+    while True:
+        port = chance.randrange(15000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
 
 
 def find_envoy() -> str:

@@ -10,6 +10,9 @@ from extproc.endpoint import Endpoint, Load
 from extproc.pool.accounts import Account
 from extproc.pool.snapshot import Member, Pool
 
+#: Scrape failures that say the endpoint cannot be reached at all.
+NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})
+
 
 class Mark(msgspec.Struct, frozen=True, gc=False):
     """What was true when a scrape was sent: the endpoint's life and our own requests on it."""
@@ -102,7 +105,7 @@ class Fleet:
         member = self._current(mark)
         if member is None:
             return
-        failures = member.failures + 1 if reason in {"refused", "timeout"} else 0
+        failures = member.failures + 1 if reason in NO_CONNECTION else 0
         self._swap(msgspec.structs.replace(member, failures=failures, failure=reason))
 
     def _current(self, mark: Mark) -> Member | None:

@@ -97,7 +97,7 @@ def candidates(
         account = member.account
         own = account.in_flight
         age = now - load.at
-        if age > stale_after_s:
+        if age >= stale_after_s:
             turn.append(
                 Candidate(member.endpoint, UNKNOWN, age, own, own, account.prompt_tokens, matched)
             )

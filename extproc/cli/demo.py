@@ -1,0 +1,227 @@
+"""`extproc demo`: a real Envoy, extproc and four simulated engines, and what routing changes.
+
+The same conversations run twice, by round robin and by the default strategy, each time on fresh
+engines with empty caches. Everything listens on free loopback ports and is gone at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from extproc.cli import stack, workload
+from extproc.endpoint import Load
+from extproc.errors import ConfigError
+from extproc.scrape import page
+
+_ENGINES = 4
+_MODEL = "demo-model"
+_ADAPTERS = ("sql-lora", "chat-lora", "code-lora", "docs-lora")
+_CONVERSATIONS = 40
+_TURNS = 5
+_AT_ONCE = 16
+_STRATEGIES = ("round-robin", "default")
+
+
+class Run(msgspec.Struct, frozen=True):
+    """What one strategy came to.
+
+    Attributes:
+        strategy: Its name.
+        samples: One per request.
+        hit_ratio: Share of prompt tokens the engines found in their prefix caches.
+        requests: Requests by engine address.
+    """
+
+    strategy: str
+    samples: Sequence[workload.Sample]
+    hit_ratio: float
+    requests: Counter[str]
+
+
+class Installation(msgspec.Struct, frozen=True):
+    """Where everything listens."""
+
+    envoy: int
+    admin: int
+    metrics: int
+    engines: tuple[str, ...]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its flags to the `extproc` parser."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="run Envoy, extproc and four simulated engines on loopback",
+        description=__doc__,
+    )
+    parser.add_argument("--keep", action="store_true", help="leave it running until Ctrl-C")
+    parser.add_argument(
+        "--envoy-config",
+        default="envoy/original-dst.yaml",
+        help="the Envoy configuration to run (%(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the conversations (%(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; returns the exit status."""
+    import uvloop
+
+    try:
+        template = _template(args.envoy_config)
+        return uvloop.run(_demo(template, keep=args.keep, seed=args.seed))
+    except ConfigError as error:
+        print(f"extproc demo: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 0
+
+
+def _template(name: str) -> Path:
+    template = Path(name)
+    if not template.is_file():
+        raise ConfigError(
+            "--envoy-config",
+            wanted="an Envoy configuration",
+            found=f"no file {template}",
+            fix="run the demo from the repository, or name a file of its folder envoy/",
+        )
+    return template
+
+
+async def _demo(template: Path, *, keep: bool, seed: int) -> int:
+    total = _CONVERSATIONS * _TURNS
+    print(
+        f"{_ENGINES} simulated vLLM engines, {_CONVERSATIONS} conversations of {_TURNS} turns, "
+        f"{_AT_ONCE} at once, a quarter on {len(_ADAPTERS)} LoRA adapters."
+    )
+    runs = []
+    for strategy in _STRATEGIES:
+        last = strategy == _STRATEGIES[-1]
+        async with stack.stack() as children:
+            place = await _install(children, template, strategy)
+            runs.append(await _measure(place, strategy, seed=seed, show=_progress(strategy, total)))
+            if last:
+                print(_table(runs))
+                print(_hints(place, keep=keep))
+            if last and keep:
+                await asyncio.Event().wait()
+    return 0 if _healthy(runs) else 1
+
+
+async def _install(children: stack.Stack, template: Path, strategy: str) -> Installation:
+    loras = [word for name in _ADAPTERS for word in ("--lora", name)]
+    arguments = ["--model", _MODEL, "--profile", "demo", "--max-loras", "2", *loras]
+    started = await asyncio.gather(*(children.engine(*arguments) for _ in range(_ENGINES)))
+    addresses = tuple(address for _, address in started)
+    ports = stack.EnvoyPorts(
+        listener=stack.free_port(), admin=stack.free_port(), extproc=stack.free_port()
+    )
+    metrics = stack.free_port()
+    await children.extproc(
+        *("--endpoints", ",".join(addresses), "--strategy", strategy, "--host", "127.0.0.1"),
+        *("--grpc-port", str(ports.extproc), "--grpc-health-port", str(stack.free_port())),
+        *("--metrics-port", str(metrics), "--drain-timeout", "0s"),
+    )
+    await children.envoy(stack.envoy_config(template, ports, engines=addresses))
+    return Installation(ports.listener, ports.admin, metrics, addresses)
+
+
+async def _measure(
+    place: Installation, strategy: str, *, seed: int, show: Callable[[workload.Sample], None]
+) -> Run:
+    talks = workload.conversations(
+        _CONVERSATIONS, _TURNS, model=_MODEL, adapters=_ADAPTERS, seed=seed
+    )
+    url = f"http://127.0.0.1:{place.envoy}"
+    samples = await workload.play(url, talks, at_once=_AT_ONCE, on_answer=show)
+    hits = queries = 0.0
+    async with aiohttp.ClientSession() as session:
+        for address in place.engines:
+            async with session.get(f"http://{address}/metrics") as response:
+                load = page.read(await response.read(), 0.0)
+            if isinstance(load, Load):
+                hits += load.prefix_hits or 0.0
+                queries += load.prefix_queries or 0.0
+    requests = Counter(dict.fromkeys(place.engines, 0))
+    requests.update(f"127.0.0.1:{sample.engine}" for sample in samples if sample.engine)
+    return Run(strategy, samples, hits / queries if queries else 0.0, requests)
+
+
+def _progress(strategy: str, total: int) -> Callable[[workload.Sample], None]:
+    """A line that grows on a terminal, and one line at the end elsewhere."""
+    done = 0
+    live = sys.stdout.isatty()
+
+    def show(_: workload.Sample) -> None:
+        nonlocal done
+        done += 1
+        if not live and done < total:
+            return
+        bar = "#" * (30 * done // total)
+        end = "\n" if done == total else ""
+        print(f"{chr(13) if live else ''}{strategy:12} [{bar:30}] {done}/{total}", end=end)
+        sys.stdout.flush()
+
+    return show
+
+
+def _table(runs: Sequence[Run]) -> str:
+    head = f"{'':34}" + "".join(f"{one.strategy:>14}" for one in runs)
+    lines = ["", head, "-" * len(head)]
+
+    def row(name: str, values: Sequence[str]) -> None:
+        lines.append(f"{name:34}" + "".join(f"{value:>14}" for value in values))
+
+    failed = [sum(sample.status != 200 for sample in one.samples) for one in runs]
+    row("requests", [str(len(one.samples)) for one in runs])
+    row("failed", [str(count) for count in failed])
+    row("prefix cache hit ratio (engines)", [f"{one.hit_ratio:.1%}" for one in runs])
+    for share, name in ((0.5, "TTFT p50"), (0.95, "TTFT p95")):
+        row(f"{name}, ms", [f"{1e3 * _ttft(one.samples, share):.0f}" for one in runs])
+    later = [[sample for sample in one.samples if not sample.first] for one in runs]
+    row("TTFT p50 of follow-up turns, ms", [f"{1e3 * _ttft(part, 0.5):.0f}" for part in later])
+    for at in range(_ENGINES):
+        row(f"requests on engine {at + 1}", [str(list(one.requests.values())[at]) for one in runs])
+    return "\n".join(lines)
+
+
+def _ttft(samples: Sequence[workload.Sample], share: float) -> float:
+    times = sorted(sample.ttft_s for sample in samples if sample.status == 200)
+    return times[min(len(times) - 1, int(share * len(times)))] if times else 0.0
+
+
+def _healthy(runs: Sequence[Run]) -> bool:
+    return all(sample.status == 200 for one in runs for sample in one.samples)
+
+
+def _hints(place: Installation, *, keep: bool) -> str:
+    body = f'{{"model":"{_MODEL}","messages":[{{"role":"user","content":"hello"}}],"max_tokens":8}}'
+    state = (
+        "Running until Ctrl-C." if keep else "Stopped; `make demo KEEP=1` leaves it running for:"
+    )
+    extproc = f"{Path(sys.executable).parent}/extproc"
+    if Path.cwd() in Path(sys.executable).parents:
+        extproc = str(Path(sys.executable).parent.relative_to(Path.cwd()) / "extproc")
+    return "\n".join(
+        [
+            "",
+            state,
+            f"  curl 127.0.0.1:{place.envoy}/v1/chat/completions -d '{body}'",
+            f"  echo '{body}' | {extproc} explain --server http://127.0.0.1:{place.metrics}",
+            f"  curl 127.0.0.1:{place.metrics}/metrics        # the picker",
+            f"  curl 127.0.0.1:{place.metrics}/debug/pool     # what it knows of the engines",
+            f"  curl {place.engines[0]}/metrics        # an engine",
+            f"  curl 127.0.0.1:{place.admin}/stats          # Envoy",
+        ]
+    )

@@ -1,0 +1,161 @@
+"""The demo's traffic: conversations of several turns, some on LoRA adapters, sent through Envoy."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import aiohttp
+import msgspec
+
+_WORDS = (
+    "engine", "request", "prefix", "cache", "token", "batch", "queue", "layer", "answer", "prompt",
+    "route", "stream", "block", "adapter", "latency", "turn", "model", "reply", "score", "pick",
+)  # fmt: skip
+
+#: Characters of the parts of a conversation; four make a token in the simulated engine.
+_SYSTEM_CHARS = 1200
+_FIRST_CHARS = 2000
+_NEXT_CHARS = 600
+_ANSWER_TOKENS = 32
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """What one client will say.
+
+    Attributes:
+        model: Base model or adapter.
+        system: The system prompt, shared by a group of conversations.
+        turns: What the user says, in order.
+    """
+
+    model: str
+    system: str
+    turns: tuple[str, ...]
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One answer.
+
+    Attributes:
+        status: HTTP status; 0 if there was no answer.
+        engine: Which engine says it answered.
+        ttft_s: Seconds to the first piece of text.
+        first: Whether it was the first turn of its conversation.
+    """
+
+    status: int
+    engine: str
+    ttft_s: float
+    first: bool
+
+
+def conversations(
+    count: int, turns: int, *, model: str, adapters: Sequence[str], seed: int
+) -> list[Conversation]:
+    """Invent conversations; the same seed invents the same.
+
+    Args:
+        count: How many.
+        turns: Turns of each.
+        model: Base model of three quarters of them.
+        adapters: The rest are spread over these.
+        seed: Start of all chance.
+    """
+    rng = random.Random(seed)
+    systems = [_text(rng, _SYSTEM_CHARS) for _ in range(4)]
+    invented = []
+    for number in range(count):
+        lora = number % 4 == 3
+        sizes = [_FIRST_CHARS, *[_NEXT_CHARS] * (turns - 1)]
+        invented.append(
+            Conversation(
+                model=adapters[number // 4 % len(adapters)] if lora else model,
+                system=systems[number % len(systems)],
+                turns=tuple(_text(rng, size) for size in sizes),
+            )
+        )
+    return invented
+
+
+async def play(
+    url: str,
+    talks: Sequence[Conversation],
+    *,
+    at_once: int,
+    on_answer: Callable[[Sample], None],
+) -> list[Sample]:
+    """Hold all conversations, some at once, each turn after the answer to the one before.
+
+    Args:
+        url: Base URL of Envoy.
+        talks: The conversations.
+        at_once: How many are held at the same time.
+        on_answer: Told of every answer.
+    """
+    samples: list[Sample] = []
+    places = asyncio.Semaphore(at_once)
+
+    def note(sample: Sample) -> None:
+        samples.append(sample)
+        on_answer(sample)
+
+    async def hold(session: aiohttp.ClientSession, talk: Conversation) -> None:
+        async with places:
+            messages = [{"role": "system", "content": talk.system}]
+            for number, text in enumerate(talk.turns):
+                messages.append({"role": "user", "content": text})
+                sample, answer = await _ask(session, talk.model, messages, first=number == 0)
+                note(sample)
+                messages.append({"role": "assistant", "content": answer})
+
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with (
+        aiohttp.ClientSession(url, timeout=timeout) as session,
+        asyncio.TaskGroup() as tasks,
+    ):
+        for number, talk in enumerate(talks):
+            tasks.create_task(hold(session, talk), name=f"conversation {number}")
+    return samples
+
+
+async def _ask(
+    session: aiohttp.ClientSession, model: str, messages: Sequence[dict[str, str]], *, first: bool
+) -> tuple[Sample, str]:
+    """Send one turn; returns what it came to, and the text of the answer."""
+    body = {"model": model, "messages": messages, "max_tokens": _ANSWER_TOKENS, "stream": True}
+    began = time.perf_counter()
+    ttft_s = 0.0
+    pieces: list[str] = []
+    try:
+        async with session.post("/v1/chat/completions", json=body) as response:
+            engine = response.headers.get("x-inference-port", "")
+            async for line in response.content:
+                text = _piece(line)
+                if text and not pieces:
+                    ttft_s = time.perf_counter() - began
+                pieces.append(text)
+            return Sample(response.status, engine, ttft_s, first), "".join(pieces)
+    except (aiohttp.ClientError, TimeoutError):
+        return Sample(0, "", 0.0, first), ""
+
+
+def _piece(line: bytes) -> str:
+    """The text in one SSE line; empty for any other line."""
+    if not line.startswith(b"data: {"):
+        return ""
+    event = msgspec.json.decode(line[6:])
+    choices = event.get("choices") or [{}]
+    return str(choices[0].get("delta", {}).get("content") or "")
+
+
+def _text(rng: random.Random, size: int) -> str:
+    words = []
+    length = 0
+    while length < size:
+        word = rng.choice(_WORDS)
+        words.append(word)
+        length += len(word) + 1
+    return " ".join(words)

@@ -1,0 +1,105 @@
+"""The pages for people and probes, on the metrics port.
+
+`/metrics` Prometheus text; `/healthz` and `/readyz` for probes without gRPC; `/debug/pool` the
+pool as JSON; `POST /debug/explain` a dry run: the decision a request would get now, with reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+
+from extproc.decision import Outcome, Rejection
+from extproc.pool.snapshot import Pool
+from extproc.protocol import refusal
+from extproc.request import RawRequest
+from extproc.server.health import Readiness
+from extproc.telemetry import explanation
+from extproc.telemetry.exposition import Exposition
+
+#: Names under which `/debug/explain` takes the path and headers of the request to explain.
+PATH_HEADER = "x-explain-path"
+HEADER_PREFIX = "x-explain-header-"
+
+
+class Pages:
+    """The handlers.
+
+    Args:
+        exposition: Renders metrics.
+        readiness: Answers probes.
+        pool: Gives the current pool.
+        dry_run: Decides without charging anybody.
+        clock: Monotonic seconds.
+        max_body_bytes: Largest request that is explained.
+    """
+
+    def __init__(
+        self,
+        *,
+        exposition: Exposition,
+        readiness: Readiness,
+        pool: Callable[[], Pool],
+        dry_run: Callable[[RawRequest, float], Outcome],
+        clock: Callable[[], float],
+        max_body_bytes: int,
+    ) -> None:
+        self._exposition = exposition
+        self._readiness = readiness
+        self._pool = pool
+        self._dry_run = dry_run
+        self._clock = clock
+        self._max_body_bytes = max_body_bytes
+
+    def application(self) -> web.Application:
+        """The routes."""
+        application = web.Application(client_max_size=self._max_body_bytes)
+        application.add_routes(
+            [
+                web.get("/metrics", self.metrics),
+                web.get("/healthz", self.healthz),
+                web.get("/readyz", self.readyz),
+                web.get("/debug/pool", self.pool),
+                web.post("/debug/explain", self.explain),
+            ]
+        )
+        return application
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """Prometheus text."""
+        return web.Response(
+            body=self._exposition.render(),
+            headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    async def healthz(self, _: web.Request) -> web.Response:
+        """The process answers."""
+        return web.Response(text="ok\n")
+
+    async def readyz(self, _: web.Request) -> web.Response:
+        """Discovery has spoken and nobody drains."""
+        if self._readiness.ready:
+            return web.Response(text="ok\n")
+        return web.Response(status=503, text="not ready\n")
+
+    async def pool(self, _: web.Request) -> web.Response:
+        """Endpoints, loads with their ages, accounts."""
+        return web.json_response(explanation.pool_state(self._pool(), self._clock()))
+
+    async def explain(self, request: web.Request) -> web.Response:
+        """What would be decided now, and why. Nothing is charged."""
+        headers = {":method": "POST", ":path": request.headers.get(PATH_HEADER, "")}
+        for name, value in request.headers.items():
+            lower = name.lower()
+            if lower.startswith(HEADER_PREFIX):
+                headers[lower.removeprefix(HEADER_PREFIX)] = value
+        body = await request.read()
+        outcome = self._dry_run(RawRequest(headers, body), self._clock())
+        if isinstance(outcome, Rejection):
+            return web.Response(
+                status=outcome.status,
+                body=refusal.body(outcome),
+                content_type="application/json",
+            )
+        return web.json_response(explanation.explain(outcome))

@@ -1,0 +1,291 @@
+"""The composition root: starts the servers and the loops, and ends them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import grpc
+import msgspec
+import uvloop
+from aiohttp import web
+
+from extproc.config import factory
+from extproc.config.settings import Server, Settings
+from extproc.endpoint import Endpoint
+from extproc.errors import ConfigError
+from extproc.scrape import client, scraper
+from extproc.server import admin, health, servicer, sources, tls
+from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.tallies import Tallies
+
+_log = logging.getLogger("extproc.server")
+
+#: Seconds that streams have to end once they were told to.
+_RELEASE_S = 2.0
+
+
+class Addresses(msgspec.Struct, frozen=True):
+    """Where a running picker listens (TCP ports)."""
+
+    grpc: int
+    health: int
+    pages: int
+
+
+def run(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status.
+
+    Raises:
+        ConfigError: A port is taken, a certificate or an endpoint file cannot be read.
+    """
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=settings.log.level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    uvloop.run(serve(settings, on_ready=_announce))
+    return 0
+
+
+async def serve(settings: Settings, *, on_ready: Callable[[Addresses], None]) -> None:
+    """Serve until a signal arrives.
+
+    SIGTERM drains: readiness turns false at once, streams are served for `drain_timeout_s`, then
+    those still open end with OK, which leaves their answers running. SIGINT, or a second signal,
+    does not wait.
+
+    Args:
+        settings: The whole configuration.
+        on_ready: Called once everything listens and the endpoints are known.
+    """
+    stop: asyncio.Event = asyncio.Event()
+    hurry: asyncio.Event = asyncio.Event()
+    _on_signals(stop, hurry)
+    picker = Picker(settings)
+    addresses = await picker.start()
+    # What lives now lives to the end: keep the collector from walking it on every request.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            loops = [tasks.create_task(loop, name=name) for name, loop in picker.loops().items()]
+            await picker.synced()
+            on_ready(addresses)
+            await stop.wait()
+            await picker.drain(hurry)
+            for loop in loops:
+                loop.cancel()
+    finally:
+        await picker.stop()
+
+
+class Picker:
+    """Everything one process runs.
+
+    Args:
+        settings: The whole configuration.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self.tallies = Tallies()
+        self.parts = factory.build(settings, on_gone=self._gone)
+        self.readiness = health.Readiness(lambda: self.parts.fleet.synced)
+        self.servicer = servicer.Servicer(
+            dispatcher=self.parts.dispatcher,
+            exchange_settings=self.parts.exchange,
+            budget=self.parts.budget,
+            tallies=self.tallies,
+            clock=clock,
+            rng=self.parts.rng,
+            max_streams=settings.limits.max_streams,
+            stream_share=settings.answers.stream_share,
+        )
+        self._source = sources.source(settings.pool, self.parts.fleet, clock, self.parts.rng)
+        self._http = client.Client(
+            timeout_s=settings.scrape.timeout_s,
+            cap_bytes=settings.scrape.max_page_bytes,
+            tls=factory.scrape_tls(settings.scrape),
+        )
+        self._grpc: list[grpc.aio.Server] = []
+        self._pages: web.AppRunner | None = None
+
+    async def start(self) -> Addresses:
+        """Listen on all ports.
+
+        Raises:
+            ConfigError: A port is taken, or a certificate cannot be read.
+        """
+        server = self._settings.server
+        main = _grpc_server(self._settings.limits.max_message_bytes)
+        servicer.register(main, self.servicer)
+        if server.health_checking:
+            health.register(main, self.readiness)
+        probes = _grpc_server(self._settings.limits.max_message_bytes)
+        health.register(probes, self.readiness)
+        self._grpc = [main, probes]
+        grpc_port = _bind(main, server, server.grpc_port, "--grpc-port", _credentials(server))
+        health_port = _bind(probes, server, server.grpc_health_port, "--grpc-health-port", None)
+        pages_port = await self._start_pages(server)
+        for one in self._grpc:
+            await one.start()
+        return Addresses(grpc_port, health_port, pages_port)
+
+    def loops(self) -> dict[str, Coroutine[None, None, None]]:
+        """The loops beside the servers, by name."""
+        loops = {"discovery": self._source.run()}
+        if self._settings.scrape.enabled:
+            loops["scrape"] = scraper.Scraper(
+                self.parts.scraping,
+                self.parts.fleet,
+                client=self._http,
+                clock=self._clock,
+                rng=self.parts.rng,
+                on_fact=self._scraped,
+            ).run()
+        return loops
+
+    async def synced(self) -> None:
+        """Wait until discovery has spoken."""
+        await self._source.synced.wait()
+
+    async def drain(self, hurry: asyncio.Event) -> None:
+        """Turn unready, serve on for the drain time, then let every stream go."""
+        self.readiness.draining = True
+        _log.info("draining, %d streams are open", self.tallies.streams_open)
+        try:
+            await asyncio.wait_for(hurry.wait(), self._settings.server.drain_timeout_s)
+        except TimeoutError:
+            _log.info("drain time is over, %d streams are open", self.tallies.streams_open)
+        await self.servicer.release()
+
+    async def stop(self) -> None:
+        """Close everything."""
+        for one in self._grpc:
+            await one.stop(_RELEASE_S)
+        if self._pages is not None:
+            await self._pages.cleanup()
+        self._http.close()
+
+    async def _start_pages(self, server: Server) -> int:
+        pages = admin.Pages(
+            exposition=Exposition(
+                self.tallies,
+                lambda: self.parts.fleet.pool,
+                clock=self._clock,
+                gauges={
+                    "extproc_gathered_bytes": (
+                        "Bytes of request bodies held.",
+                        lambda: self.parts.budget.held_bytes,
+                    ),
+                    "extproc_prefix_blocks": (
+                        "Prefix blocks believed held by endpoints.",
+                        lambda: self.parts.index.blocks_total,
+                    ),
+                    "extproc_prefix_index_bytes": (
+                        "Estimated memory of the prefix index.",
+                        self.parts.index.bytes_estimate,
+                    ),
+                },
+            ),
+            readiness=self.readiness,
+            pool=lambda: self.parts.fleet.pool,
+            dry_run=self.parts.dispatcher.route,
+            clock=self._clock,
+            max_body_bytes=self._settings.limits.max_body_bytes,
+        )
+        self._pages = web.AppRunner(pages.application(), access_log=None)
+        await self._pages.setup()
+        try:
+            await web.TCPSite(self._pages, server.host or None, server.metrics_port).start()
+        except OSError as error:
+            raise _taken("--metrics-port", server.metrics_port, error.strerror or "") from error
+        return int(self._pages.addresses[0][1])
+
+    def _gone(self, endpoint: Endpoint) -> None:
+        self.tallies.forget(endpoint.address)
+
+    def _scraped(self, fact: scraper.ScrapeFact) -> None:
+        self.tallies.scrapes[fact.address, fact.outcome] += 1
+        self.tallies.scrape_s.add(fact.seconds)
+
+
+def _grpc_server(max_message_bytes: int) -> grpc.aio.Server:
+    return grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            # A second process on the same port is a mistake, not a load-balancing group.
+            ("grpc.so_reuseport", 0),
+        ]
+    )
+
+
+def _credentials(server: Server) -> grpc.ServerCredentials | None:
+    if not server.secure_serving:
+        return None
+    if not server.cert_path:
+        return tls.self_signed()
+    return tls.from_files(
+        Path(server.cert_path),
+        reload=server.enable_cert_reload,
+        on_reload=lambda what: _log.info("certificate: %s", what),
+    )
+
+
+def _bind(
+    grpc_server: grpc.aio.Server,
+    server: Server,
+    port: int,
+    flag: str,
+    credentials: grpc.ServerCredentials | None,
+) -> int:
+    address = server.grpc_address(port)
+    try:
+        if credentials is None:
+            return grpc_server.add_insecure_port(address)
+        return grpc_server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise _taken(flag, port, "cannot bind " + address) from error
+
+
+def _taken(flag: str, port: int, why: str) -> ConfigError:
+    return ConfigError(
+        flag,
+        wanted=f"port {port} to be free",
+        found=why,
+        fix="stop what listens there, or name another port (0 picks a free one)",
+    )
+
+
+def _on_signals(stop: asyncio.Event, hurry: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+
+    def terminate() -> None:
+        if stop.is_set():
+            hurry.set()
+        stop.set()
+
+    def interrupt() -> None:
+        hurry.set()
+        stop.set()
+
+    loop.add_signal_handler(signal.SIGTERM, terminate)
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+
+
+def _announce(addresses: Addresses) -> None:
+    print(  # noqa: T201  the line that supervisors and tests wait for
+        f"extproc is ready: ext_proc on port {addresses.grpc}, gRPC health on {addresses.health}, "
+        f"pages on {addresses.pages}",
+        flush=True,
+    )
