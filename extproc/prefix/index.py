@@ -21,6 +21,9 @@ Key = tuple[str, int]
 #: Bytes of one hash as an int object.
 _HASH_BYTES = 32
 
+#: Set bits above which looking at every bit is faster than searching for the next one.
+_MANY = 32
+
 
 class PrefixIndex:
     """Block hashes of all endpoints, bounded for each.
@@ -167,8 +170,13 @@ class PrefixIndex:
 
 
 def _note(depths: list[int], mask: int, depth: int) -> None:
-    """Write a depth for every bit of a mask; text search beats shifting wide integers."""
+    """Write a depth for every bit of a mask; text beats shifting wide integers."""
     bits = f"{mask:b}"[::-1]
+    if mask.bit_count() > _MANY:
+        for slot, bit in enumerate(bits):
+            if bit == "1":
+                depths[slot] = depth
+        return
     slot = bits.find("1")
     while slot >= 0:
         depths[slot] = depth

@@ -12,18 +12,18 @@ SMALL = blocks.Schedule(block_bytes=4, growth=2, fine_bytes=16, span=4, limit_by
 
 
 def test_default_schedule_grows_at_its_borders():
-    """256 bytes up to 32 KiB, 1 KiB up to 256 KiB, 4 KiB up to 4 MiB."""
+    """256 bytes up to 8 KiB, 1 KiB up to 64 KiB, 4 KiB up to 4 MiB."""
     cuts = blocks.DEFAULT.cuts
     steps = [after - before for before, after in pairwise(cuts)]
-    assert (steps.count(256), steps.count(1024), steps.count(4096)) == (128, 224, 960)
-    assert cuts[128] == 32 * 1024
+    assert (steps.count(256), steps.count(1024), steps.count(4096)) == (32, 56, 1008)
+    assert cuts[32] == 8 * 1024
     assert cuts[-1] == 4 * 1024 * 1024
 
 
 def test_depth_reads_as_bytes_and_tokens():
-    """The first 129 blocks are 33 KiB, four bytes to a token."""
-    assert blocks.DEFAULT.bytes_at(129) == 33 * 1024
-    assert blocks.DEFAULT.tokens[129] == 33 * 256
+    """The first 33 blocks are 9 KiB, four bytes to a token."""
+    assert blocks.DEFAULT.bytes_at(33) == 9 * 1024
+    assert blocks.DEFAULT.tokens[33] == 9 * 256
     assert blocks.DEFAULT.bytes_at(0) == 0
 
 

@@ -17,6 +17,8 @@ WAITING = 0.6
 UNKNOWN = 0.5
 FULL = 0.0
 
+NONE: frozenset[str] = frozenset()
+
 
 class LoraAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Tiers: adapter active 1, room for it 0.8, adapter waiting 0.6, unknown 0.5, no room 0.
@@ -36,22 +38,29 @@ class LoraAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """See the class."""
         target = turn.request.target
         listed = any(
-            target in (c.load.adapters or ()) or target in (c.load.waiting_adapters or ())
+            target in adapters
             for c in candidates
+            for adapters in (c.load.adapters, c.load.waiting_adapters)
+            if adapters
         )
         if not (listed or turn.request.adapter):
             return [UNKNOWN] * len(candidates)
-        return [_tier(target, c.load) for c in candidates]
+        # Most endpoints of a popular adapter serve it: they are spared the call.
+        return [
+            ACTIVE if (load := c.load).adapters and target in load.adapters else _tier(target, load)
+            for c in candidates
+        ]
 
 
 def _tier(target: str, load: Load) -> float:
-    """The tier of one endpoint."""
-    active, waiting, slots = load.adapters, load.waiting_adapters or frozenset(), load.adapter_slots
+    """The tier of an endpoint whose batch does not hold the adapter."""
+    active, waiting, slots = load.adapters, load.waiting_adapters or NONE, load.adapter_slots
     if active is None:
         return UNKNOWN
-    if target in active:
-        return ACTIVE
-    if slots is not None and len(active | waiting) < slots:
+    # The union is only worth its cost when an adapter may be in both.
+    if slots is not None and (
+        len(active) + len(waiting) < slots or (waiting and len(active | waiting) < slots)
+    ):
         return ROOM
     if target in waiting:
         return WAITING
