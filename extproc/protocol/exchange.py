@@ -66,7 +66,9 @@ class Exchange:
         "_headers_due",
         "_history",
         "_modes",
+        "_owed",
         "_removed",
+        "_selected",
         "_settings",
         "_subset",
         "_watch_stream",
@@ -92,6 +94,8 @@ class Exchange:
         self._subset: tuple[str, ...] | None = None
         self._gathering: Gathering | None = None
         self._by_trailers = False
+        self._owed: list[Kind] = []
+        self._selected = False
         self._content_type = ""
         self._history: deque[Kind] = deque(maxlen=6)
         self.asked = Asked.IDLE
@@ -170,8 +174,10 @@ class Exchange:
         hints = event.hints
         if hints is None:
             return
-        # The hint may come on any message of the request; a later non-empty one wins.
-        if hints.subset is not None and (hints.subset or self._subset is None):
+        # The hint may come on any message of the request; a later non-empty one wins. The
+        # selection header beats them all, and Envoy repeats the hint on every message.
+        told = hints.subset is not None and (hints.subset or self._subset is None)
+        if told and not self._selected:
             self._subset = hints.subset
         if event.kind is Kind.RESPONSE_HEADERS and self._settings.conformance:
             self.served = hints.served or (
@@ -195,14 +201,22 @@ class Exchange:
                 return self._answer_headers(event, modes)
             case Act.TRAILERS:
                 if event.kind is Kind.RESPONSE_TRAILERS:
+                    self._abandon()
                     self.told = Told.ENDED
-                return (Continue(event.kind),)
+                return self._go_on(event.kind)
             case Act.LATE:
                 mode = modes.request if event.kind is Kind.REQUEST_BODY else modes.response
-                return _NOTHING if mode >= _DUPLEX else (Continue(event.kind),)
+                return _NOTHING if mode >= _DUPLEX else self._go_on(event.kind)
             case Act.IGNORE:
                 pass
         return _NOTHING
+
+    def _go_on(self, kind: Kind) -> Iterable[Reply]:
+        """Let a message pass; one of a held request after the answer to its headers."""
+        if self.asked is Asked.DECIDING and kind <= Kind.REQUEST_TRAILERS:
+            self._owed.append(kind)
+            return _NOTHING
+        return (Continue(kind),)
 
     def _open(self, event: Event, modes: Modes) -> Iterable[Reply]:
         headers = event.headers
@@ -211,6 +225,7 @@ class Exchange:
         self._removed = tuple(name for name in CONTROL_HEADERS if name in headers)
         if self._settings.conformance and SELECTION in headers:
             # Beats the metadata hint (EPP protocol report 5).
+            self._selected = True
             chosen = headers[SELECTION].split(",")
             self._subset = tuple(token.strip() for token in chosen if token.strip())
         self._headers_due = True
@@ -248,8 +263,8 @@ class Exchange:
 
     def _route(self, decision: Decision, set_headers: Headers) -> Iterator[Reply]:
         destination = ",".join([endpoint.address for endpoint in decision.endpoints])
-        # The decision may outlive this call in a ring of recent ones, the body must not.
-        gathering, self._gathering = self._gathering, None
+        # Stays in its place until it is handed on: `close` gives it back if the peer leaves first.
+        gathering = self._gathering
         streamed = self._modes is not None and self._modes.request >= _DUPLEX
         unsaid = ""
         try:
@@ -266,6 +281,8 @@ class Exchange:
                 unsaid = ""
             if self._by_trailers:
                 yield Continue(Kind.REQUEST_TRAILERS, unsaid)
+            for kind in self._owed:
+                yield Continue(kind)
         finally:
             if gathering is not None:
                 gathering.release()

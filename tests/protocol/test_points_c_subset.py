@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from extproc.protocol.settings import ExchangeSettings
+from tests.support import conversation as talk
+from tests.support import peer
+from tests.support.house import House, load
+
+ONE, TWO, THREE = "192.168.1.1:8000", "192.168.1.2:8000", "192.168.1.3:8000"
+#: The second has the least load, the third by far the most.
+LOADS = {ONE: load(3, 0.2), TWO: load(0, 0.1), THREE: load(10, 0.9)}
+RANKS = ("10.0.0.1:3000", "10.0.0.1:3002", "10.0.0.1:3004", "[fd00::1]:3000", "[fd00::1]:3002")
+TEST_MODE = ExchangeSettings(1 << 20, conformance=True)
+NOBODY = talk.refuse(
+    503,
+    message="inference error: ServiceUnavailable - "
+    "failed to find endpoint candidates for serving the request",
+    kind="server_error",
+    reason="rejected-no-endpoints",
+    retry_after="1",
+)
+
+
+def picked(subset: Any, house: House) -> str:
+    """Where a request with a hint goes; empty when it is refused with 503."""
+    message = talk.request_headers(ends=True, metadata=peer.hinted(subset))
+    (said,) = talk.Talk(house.decide).hear(message)
+    if said == NOBODY:
+        return ""
+    return said.headers[peer.DESTINATION]
+
+
+def allowed(subset: Any, *addresses: str) -> list[str]:
+    """Everybody a hint allows, in pool order, by asking for all fallbacks."""
+    house = House(dict.fromkeys(addresses), fallbacks=len(addresses))
+    destinations = picked(subset, house).split(",")
+    return [address for address in addresses if address in destinations]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        peer.metadata_of({}),
+        peer.metadata_of({"other": {peer.HINT_KEY: [THREE]}}),
+        peer.metadata_of({peer.HINT: {"other": [THREE]}}),
+    ],
+    ids=["nil", "empty", "other namespace", "no key"],
+)
+def test_045_without_a_hint_everybody_is_in_play(metadata: Any):
+    """No hint: the best of all endpoints is picked, and all of them are candidates."""
+    house = House(LOADS, fallbacks=2)
+    (said,) = talk.Talk(house.decide).hear(talk.request_headers(ends=True, metadata=metadata))
+    order = said.headers[peer.DESTINATION].split(",")
+    assert order[0] == TWO
+    assert sorted(order) == [ONE, TWO, THREE]
+
+
+def test_046_a_hint_of_one_is_obeyed():
+    """The only endpoint a hint names is picked despite its load."""
+    assert picked([THREE], House(LOADS)) == THREE
+
+
+def test_047_the_best_of_a_hint_is_picked():
+    """Among several hinted endpoints the best one is picked."""
+    assert picked([ONE, TWO, THREE], House(LOADS)) == TWO
+    assert picked([ONE, THREE], House(LOADS)) == ONE
+
+
+def test_048_a_hint_without_a_match_is_refused():
+    """A hint that names nobody of the pool: 503 with the reference's text and the reason."""
+    hint = peer.hinted(["192.168.1.99:8000"])
+    headers = {**talk.PLAIN, ":path": "/x"}
+    talk.play(
+        [
+            talk.request_headers(headers, metadata=hint),
+            talk.request_body(b"x", ends=True, metadata=hint),
+            NOBODY,
+        ],
+        House(LOADS).decide,
+    )
+
+
+@pytest.mark.parametrize("subset", [[], "", " , ,", [""], [" ", ","]])
+def test_049_an_empty_hint_allows_nobody(subset: Any):
+    """A hint that is there and names nobody: 503."""
+    assert picked(subset, House(LOADS)) == ""
+
+
+def test_050_a_hint_as_one_string():
+    """One string with commas names several endpoints."""
+    assert allowed(f"{ONE},{THREE}", *LOADS) == [ONE, THREE]
+
+
+def test_051_a_list_element_with_commas_is_split():
+    """A list element that holds commas names several endpoints."""
+    assert allowed([f"{ONE},{THREE}"], *LOADS) == [ONE, THREE]
+
+
+@pytest.mark.parametrize(
+    ("subset", "expected"),
+    [
+        (["10.0.0.1"], RANKS[:3]),
+        (["10.0.0.1:3002"], RANKS[1:2]),
+        (["10.0.0.1:9999"], ()),
+        (["fd00::1"], RANKS[3:]),
+        (["[fd00::1]"], RANKS[3:]),
+        (["[fd00::1]:3002"], RANKS[4:]),
+        (["[fd00::1]:9999"], ()),
+        (["10.0.0.1:3000", "fd00::1"], (RANKS[0], *RANKS[3:])),
+        (["10.0.0"], ()),
+        (["3000"], ()),
+    ],
+)
+def test_052_bare_addresses_and_ports(subset: list[str], expected: tuple[str, ...]):
+    """A bare IP allows all its ports, ip:port that one, a wrong port nobody; IPv6 too."""
+    assert allowed(subset, *RANKS) == list(expected)
+
+
+@pytest.mark.parametrize(
+    "subset",
+    [
+        [f"  {ONE} ", "", " "],
+        f" {ONE} , ,",
+        [7, None, True, {"a": ONE}, [ONE], ONE],
+        [ONE, ONE],
+    ],
+)
+def test_053_blanks_and_other_types_are_dropped(subset: Any):
+    """Tokens are trimmed, empty ones dropped, elements that are no strings ignored."""
+    assert allowed(subset, *LOADS) == [ONE]
+
+
+@pytest.mark.parametrize("value", [7, True, None, {"a": ONE}])
+def test_053_a_hint_of_another_type_is_none(value: Any):
+    """A hint that is neither a list nor a string hints nothing."""
+    assert allowed(value, *LOADS) == [ONE, TWO, THREE]
+
+
+@pytest.mark.parametrize("mode", ["DUPLEX", "BUFFERED", "STREAMED", "NONE"])
+def test_054_the_hint_counts_for_bodiless_requests(mode: str):
+    """A request without body goes where the hint says, in every mode."""
+    talk.play(
+        [talk.request_headers(ends=True, metadata=peer.hinted([THREE])), talk.route(THREE)],
+        House(LOADS).decide,
+        modes=(mode, "NONE"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (THREE, THREE),
+        ("192.168.1.3", THREE),
+        (f" {THREE} ,", THREE),
+        (f"{ONE},{THREE}", ONE),
+    ],
+)
+@pytest.mark.parametrize("hint", [None, [TWO]])
+def test_055_the_selection_header_beats_the_hint(value: str, expected: str, hint: Any):
+    """In test mode the selection header limits the pick, whatever the metadata says and where."""
+    metadata = None if hint is None else peer.hinted(hint)
+    headers = {**talk.PLAIN, ":path": "/x", "test-epp-endpoint-selection": value}
+    talk.play(
+        [
+            talk.request_headers(headers, metadata=metadata),
+            talk.request_body(b"x", ends=True, metadata=metadata),
+            talk.route(expected, removes=["test-epp-endpoint-selection"]),
+            talk.hand_on(b"x", ends=True),
+        ],
+        House(LOADS).decide,
+        settings=TEST_MODE,
+    )
+
+
+def test_055_the_selection_header_is_dead_outside_test_mode():
+    """Without test mode the selection header selects nothing and is removed."""
+    headers = {**talk.PLAIN, "test-epp-endpoint-selection": THREE}
+    talk.play(
+        [
+            talk.request_headers(headers, ends=True),
+            talk.route(TWO, removes=["test-epp-endpoint-selection"]),
+        ],
+        House(LOADS).decide,
+    )
+
+
+def test_055_selection_by_bracketed_ipv6():
+    """IPv6 endpoints are selected in bracket form."""
+    headers = {**talk.PLAIN, "test-epp-endpoint-selection": "[fd00::1]:3002"}
+    talk.play(
+        [
+            talk.request_headers(headers, ends=True),
+            talk.route("[fd00::1]:3002", removes=["test-epp-endpoint-selection"]),
+        ],
+        House(dict.fromkeys(RANKS)).decide,
+        settings=TEST_MODE,
+    )
+
+
+def test_056_foreign_addresses_are_ignored():
+    """Addresses of other pools in the selection header do not matter if one of ours is there."""
+    headers = {**talk.PLAIN, "test-epp-endpoint-selection": f"9.9.9.9,8.8.8.8:80,{THREE}"}
+    talk.play(
+        [
+            talk.request_headers(headers, ends=True),
+            talk.route(THREE, removes=["test-epp-endpoint-selection"]),
+        ],
+        House(LOADS).decide,
+        settings=TEST_MODE,
+    )
+
+
+def test_058_ranks_of_one_address_are_told_apart():
+    """Of several ranks on one address only the named ports are ever picked."""
+    assert allowed(["10.0.0.1:3002"], *RANKS) == [RANKS[1]]
+    assert allowed(["10.0.0.1:3000", "10.0.0.1:3004"], *RANKS) == [RANKS[0], RANKS[2]]
+    house = House(dict.fromkeys(RANKS), profile="random")
+    seen = {picked(["10.0.0.1:3000,10.0.0.1:3004"], house) for _ in range(50)}
+    assert seen == {RANKS[0], RANKS[2]}
+
+
+def test_059_one_endpoint_by_default():
+    """Without the option exactly one endpoint is named."""
+    assert picked([ONE, TWO], House(LOADS)) == TWO
+
+
+def test_059_fallbacks_in_order_and_inside_the_hint():
+    """With the option: an ordered comma list, no blanks, no duplicates, all of it hinted."""
+    assert picked([THREE, ONE], House(LOADS, fallbacks=5)) == f"{ONE},{THREE}"
+    assert picked([ONE, TWO, THREE], House(LOADS, fallbacks=1)) == f"{TWO},{ONE}"

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from extproc.endpoint import Endpoint
+from tests.support import conversation as talk
+from tests.support.house import House
+
+ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
+
+
+def route(house: House, destination: str) -> None:
+    talk.play([talk.request_headers(ends=True), talk.route(destination)], house.decide)
+
+
+def test_063_endpoints_come_and_go_without_restart():
+    """An endpoint that left is not chosen any more, and one that came is."""
+    house = House({ONE: None})
+    route(house, ONE)
+    house.fleet.replace([Endpoint(TWO)], house.now)
+    route(house, TWO)
+    house.fleet.replace([Endpoint(ONE)], house.now)
+    route(house, ONE)
+
+
+def test_063_an_endpoint_that_cannot_be_reached_is_avoided():
+    """An endpoint whose scrapes cannot connect is left out while another one answers."""
+    house = House({ONE: None, TWO: None}, profile="round-robin")
+    for _ in range(2):
+        house.fleet.scrape_failed(
+            house.fleet.begin_scrape(Endpoint(ONE, incarnation=1)), "refused", house.now
+        )
+    for _ in range(4):
+        route(house, TWO)
+
+
+def test_066_the_core_runs_without_kubernetes():
+    """Routing over a static list loads no Kubernetes client and no network code."""
+    script = (
+        "import sys, json;"
+        "from tests.support import conversation as talk;"
+        "from tests.support.house import House;"
+        "talk.play([talk.request_headers(ends=True), talk.route()],"
+        " House({talk.ONE: None}).decide);"
+        "print(json.dumps([name for name in sys.modules if 'kubernetes' in name]))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, check=True, timeout=60
+    )
+    assert json.loads(run.stdout) == []

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from extproc import decision
+from extproc.decision import Rejection
+from extproc.protocol import refusal
+from extproc.scheduling.pickers.random import Random
+from extproc.scheduling.profile import Profile
+from tests.support import conversation as talk
+from tests.support import peer
+from tests.support.house import House
+from tests.support.peer import Said
+
+CHAT = "/v1/chat/completions"
+NOBODY = talk.refuse(
+    503,
+    message="inference error: ServiceUnavailable - "
+    "failed to find endpoint candidates for serving the request",
+    kind="server_error",
+    reason="rejected-no-endpoints",
+    retry_after="1",
+)
+
+
+class Nobody:
+    """A filter that keeps nobody."""
+
+    kind = "nobody"
+    needs = frozenset()
+
+    def keep(self, turn, candidates):
+        return []
+
+
+def post(path: str, body: bytes, house: House, **settings: object) -> Said:
+    """The first answer to a POST."""
+    held = talk.Talk(house.decide, **settings)
+    held.hear(talk.request_headers({**talk.PLAIN, ":path": path}))
+    said = held.hear(talk.request_body(body, ends=True))
+    held.exchange.close()
+    assert held.budget.held_bytes == 0
+    return said[0]
+
+
+def some() -> House:
+    return House({talk.ONE: None})
+
+
+def message_of(said: Said) -> str:
+    assert said.part == "immediate_response"
+    assert said.headers["content-type"] == "application/json"
+    error = said.error["error"]
+    assert set(error) == {"message", "type", "code"}
+    assert error["code"] == said.status
+    return str(error["message"])
+
+
+def test_067_nobody_ready_with_body():
+    """A POST while the pool is empty: 503 with reason and retry-after."""
+    body = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
+    assert post(CHAT, body, House({})) == NOBODY
+
+
+@pytest.mark.parametrize("mode", ["DUPLEX", "BUFFERED", "STREAMED", "NONE"])
+def test_068_nobody_ready_bodiless(mode: str):
+    """A GET while the pool is empty: 503, as the protocol says (the reference answers 500)."""
+    talk.play(
+        [talk.request_headers({":method": "GET", ":path": "/"}, ends=True), NOBODY],
+        House({}).decide,
+        modes=(mode, "NONE"),
+    )
+
+
+@pytest.mark.parametrize("body", [b"no healthy upstream", b"{", b"[1]", b'"a"', b"\xff{}"])
+def test_069_broken_json(body: bytes):
+    """A body that is no JSON object on an OpenAI path: 400 in the upstream vocabulary."""
+    said = post(CHAT, body, some())
+    assert said.status == 400
+    assert message_of(said).startswith("inference error: BadRequest - ")
+    assert said.error["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("house", [some(), House({})], ids=["one endpoint", "no endpoints"])
+def test_070_a_missing_model(house: House):
+    """No model in the body: 400, before anybody looks for endpoints."""
+    said = post("/v1/completions", b'{"prompt":"hello world"}', house)
+    assert said == talk.refuse(
+        400,
+        message="inference error: BadRequest - model not found in request body",
+        kind="invalid_request_error",
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (CHAT, "invalid chat completions request: must have valid messages field"),
+        ("/v1/completions", "invalid completions request: must have prompt field"),
+        ("/v1/embeddings", "invalid embeddings request: must have input field"),
+        ("/v1/responses", "invalid responses request: must have input field"),
+        ("/v1/conversations", "invalid conversations request: must have items field"),
+        ("/v1/images/generations", "invalid images generations request: must have prompt field"),
+    ],
+)
+def test_071_missing_fields(path: str, text: str):
+    """A missing messages, prompt or input field: 400 in the reference's words."""
+    said = post(path, b'{"model":"m"}', some())
+    assert message_of(said) == f"inference error: BadRequest - {text}"
+
+
+def test_073_plugins_left_nobody():
+    """Endpoints exist and the filters removed them all: 429."""
+    house = House({talk.ONE: None}, profile=Profile("strict", (Nobody(),), (), Random()))
+    assert post("/x", b"x", house) == talk.refuse(
+        429,
+        message="inference error: ResourceExhausted - no endpoints available for the given request",
+        kind="rate_limit_error",
+        reason="rejected-saturated",
+        retry_after="1",
+    )
+
+
+def test_075_nothing_is_said_after_a_refusal():
+    """After an immediate response no event gets an answer, in either direction."""
+    talk.play(
+        [
+            talk.request_headers(),
+            talk.request_body(b"nonsense", ends=True),
+            talk.refuse(
+                400,
+                message="inference error: BadRequest - x",
+                kind="invalid_request_error",
+            ),
+            talk.request_body(b"more", ends=True),
+            talk.request_trailers(),
+            talk.response_headers(),
+            talk.response_body(b"x", ends=True),
+            talk.response_trailers(),
+        ],
+        lambda _: decision.bad_request("x"),
+    )
+
+
+def test_078_prefer_is_ignored_while_the_feature_is_off():
+    """Prefer: if-available does not refuse anybody, as the feature it belongs to is not on."""
+    headers = {**talk.PLAIN, "prefer": "if-available"}
+    talk.play([talk.request_headers(headers, ends=True), talk.route()], some().decide)
+
+
+@pytest.mark.parametrize("status", sorted(decision.CODES))
+def test_079_statuses_are_envoys(status: int):
+    """Every status of the vocabulary is a member of Envoy's enum and has a gRPC status."""
+    said = _refused(Rejection(status, "why"), grpc=True)
+    assert said.status == status
+    assert said.grpc_status not in (None, 2)
+    assert message_of(said) == f"inference error: {decision.CODES[status]} - why"
+
+
+def test_079_grpc_clients_get_a_grpc_status():
+    """A refusal of a gRPC request carries a gRPC status, of another one none."""
+    held = talk.Talk(House({}).decide)
+    headers = {":path": "/x/Y", "content-type": "application/grpc+proto"}
+    (said,) = held.hear(talk.request_headers(headers, ends=True))
+    assert (said.status, said.grpc_status) == (503, 14)
+
+
+def test_079_error_bodies_are_json_whatever_the_message():
+    """A message with quotes, line ends and other scripts is valid JSON in the body."""
+    message = 'say "\u4e16\u754c"\n\\'
+    body = refusal.body(Rejection(400, message))
+    assert json.loads(body)["error"]["message"].endswith(message)
+
+
+def _refused(rejection: Rejection, *, grpc: bool) -> Said:
+    reply = refusal.refuse(rejection, grpc=grpc)
+    assert msgspec.json.decode(reply.body)
+    return peer.read(talk.codec.encode(reply))

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.support import conversation as talk
+from tests.support import peer
+from tests.support.house import House, load
+
+ADDRESSES = ("192.168.1.1:8000", "192.168.1.2:8000", "192.168.1.3:8000")
+
+
+@pytest.mark.parametrize(
+    ("loads", "winner"),
+    [
+        ((load(3, 0.2), load(0, 0.1), load(10, 0.2)), 1),
+        ((load(0, 0.2, "foo", "bar"), load(0, 0.1, "foo", "target"), load(10, 0.2)), 1),
+        ((load(10, 0.2), load(10, 0.4, "target"), load(10, 0.3)), 1),
+        ((load(6, 0.2, "target"), load(0, 0.85), load(10, 0.9)), 0),
+    ],
+    ids=["queue and kv", "active adapter", "adapter beats kv", "do not shed"],
+)
+def test_118_the_reference_picks(loads: tuple, winner: int):
+    """The default profile picks what the reference picker's black-box tests expect."""
+    house = House(dict(zip(ADDRESSES, loads, strict=True)))
+    body = b'{"max_tokens":100,"model":"target","prompt":"test1","temperature":0}'
+    held = talk.Talk(house.decide)
+    held.hear(talk.request_headers({**talk.PLAIN, ":path": "/v1/completions"}))
+    said, _ = held.hear(talk.request_body(body, ends=True))
+    assert said.headers[peer.DESTINATION] == ADDRESSES[winner]

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+
+from extproc.protocol.gathering import Budget
+from extproc.protocol.settings import ExchangeSettings
+from tests.support import conversation as talk
+from tests.support import peer
+
+
+@pytest.mark.parametrize("mode", ["DUPLEX", "BUFFERED"])
+def test_124_bodies_over_the_limit(mode: str):
+    """A body over the limit is refused with 413 at the piece that crosses it."""
+    held = talk.Talk(modes=(mode, "NONE"), settings=ExchangeSettings(100))
+    held.hear(talk.request_headers())
+    (said,) = held.hear(talk.request_body(b"x" * 101))
+    assert said.status == 413
+    assert "100 bytes" in said.error["error"]["message"]
+    assert held.budget.held_bytes == 0
+
+
+def test_124_a_body_of_exactly_the_limit_passes():
+    """The limit itself is allowed, also in pieces."""
+    body = b"x" * 100
+    talk.play(
+        [
+            talk.request_headers(),
+            talk.request_body(body[:99]),
+            talk.request_body(body[99:], ends=True),
+            talk.route(),
+            talk.hand_on(body, ends=True),
+        ],
+        settings=ExchangeSettings(100),
+    )
+
+
+def test_124_all_bodies_together_are_bounded():
+    """A piece for which no assembly memory is left is refused with 429; others go on."""
+    budget = Budget(100)
+    first, second = talk.Talk(budget=budget), talk.Talk(budget=budget)
+    for held in (first, second):
+        held.hear(talk.request_headers())
+    assert first.hear(talk.request_body(b"x" * 80)) == []
+    (said,) = second.hear(talk.request_body(b"x" * 21))
+    assert (said.status, said.headers["retry-after"]) == (429, "1")
+    assert budget.held_bytes == 80
+    assert first.hear(talk.request_body(b"x" * 20, ends=True))[0] == talk.route()
+    assert budget.held_bytes == 0
+
+
+@pytest.mark.parametrize("modes", [talk.DUPLEX, ("BUFFERED", "NONE"), ("STREAMED", "NONE")])
+def test_125_unknown_messages_are_ignored(modes: tuple[str, str]):
+    """A message without a known part gets no answer and disturbs nothing."""
+    held = talk.Talk(modes=modes)
+    said = []
+    for message in (talk.request_headers(), talk.request_body(b"x", ends=True)):
+        for unknown in (b"", b"\xa2\x06\x02hi", b"\x50\x01"):
+            event = talk.codec.decode(unknown)
+            assert list(held.exchange.receive(event)) == []
+        said += held.hear(message)
+    assert len(said) == 2
+
+
+def test_125_unknown_fields_are_ignored():
+    """Fields of newer protocol versions inside a known message are skipped."""
+    known = talk.request_headers(ends=True).encode(talk.DUPLEX)
+    event = talk.codec.decode(known + b"\xa2\x06\x02hi\xa8\x06\x01")
+    assert event == talk.codec.decode(known)
+
+
+def test_125_unknown_messages_first_declare_modes_too():
+    """Body modes are taken from the first message even if its part is unknown."""
+    unknown = peer.ext_proc.ProcessingRequest(
+        protocol_config=peer.configuration("BUFFERED", "NONE")
+    )
+    held = talk.Talk(modes=None)
+    assert list(held.exchange.receive(talk.codec.decode(bytes(unknown)))) == []
+    assert held.hear(talk.request_headers()) == [talk.go_on("request_headers")]
+
+
+def test_125_a_newer_body_mode_streams():
+    """A body mode this version does not know is answered like full duplex."""
+    event = talk.codec.decode(b"\x12\x00\x5a\x02\x08\x63")
+    assert event.modes is not None
+    assert event.modes.request is talk.codec.UNDECLARED.request

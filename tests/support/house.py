@@ -1,0 +1,79 @@
+"""The real dispatcher over a fleet that a test describes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from extproc.decision import Outcome
+from extproc.dispatch.dispatcher import Dispatcher, DispatchSettings
+from extproc.endpoint import Endpoint, Load
+from extproc.pool.fleet import Fleet
+from extproc.prefix import blocks
+from extproc.prefix.index import PrefixIndex
+from extproc.request import RawRequest
+from extproc.scheduling import defaults
+from extproc.scheduling.profile import Profile
+
+
+class House:
+    """A fleet with its dispatcher, at one moment.
+
+    Args:
+        loads: Endpoint address to its scraped load; None for never scraped.
+        profile: The name of a default profile, or one of your own.
+        fallbacks: Further endpoints to name.
+        seed: Of all chance.
+
+    Attributes:
+        now: Monotonic seconds of every call.
+    """
+
+    def __init__(
+        self,
+        loads: Mapping[str, Load | None],
+        *,
+        profile: str | Profile = "default",
+        fallbacks: int = 0,
+        seed: int = 1,
+    ) -> None:
+        self.now = 100.0
+        self.index = PrefixIndex(1 << 16)
+        self.fleet = Fleet(on_gone=lambda _: None)
+        self.fleet.replace([Endpoint(address) for address in loads], self.now)
+        for member in self.fleet.pool.members:
+            load = loads[member.endpoint.address]
+            if load is not None:
+                self.fleet.observe(self.fleet.begin_scrape(member.endpoint), load, self.now)
+        chosen = defaults.profiles()[profile] if isinstance(profile, str) else profile
+        self.dispatcher = Dispatcher(
+            fleet=self.fleet,
+            profile=chosen,
+            index=self.index,
+            schedule=blocks.Schedule(),
+            settings=DispatchSettings(stale_after_s=60.0, fallbacks=fallbacks),
+            rng=random.Random(seed),
+        )
+
+    def decide(self, raw: RawRequest) -> Outcome:
+        """Route without charging anybody."""
+        return self.dispatcher.route(raw, self.now)
+
+    @property
+    def in_flight(self) -> int:
+        """Open requests on all endpoints."""
+        return sum(member.account.in_flight for member in self.fleet.pool.members)
+
+
+def load(waiting: float, kv_usage: float, *adapters: str, at: float = 100.0) -> Load:
+    """The load the reference picker's tests write as P(queue, kv, models...)."""
+    return Load(
+        at=at,
+        engine="vllm",
+        waiting=waiting,
+        running=0.0,
+        kv_usage=kv_usage,
+        adapters=frozenset(adapters),
+        waiting_adapters=frozenset(),
+        adapter_slots=4,
+    )
