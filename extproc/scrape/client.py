@@ -1,0 +1,194 @@
+"""The kept-alive GET client: one connection per endpoint, one request at a time on each.
+
+A shell. It exists because a full HTTP client costs more per scrape than the reading of the page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import cast
+
+import msgspec
+
+from extproc.scrape import reply
+
+
+class Target(msgspec.Struct, frozen=True):
+    """Where a page is, with the request for it written out.
+
+    Attributes:
+        host: IP literal without brackets.
+        port: TCP port.
+        request: The whole request, head to blank line.
+    """
+
+    host: str
+    port: int
+    request: bytes
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """There is no page.
+
+    Attributes:
+        reason: `timeout`, `refused`, `unreachable`, `tls`, `closed`, `too large`, `encoded`,
+            `not HTTP` or `status NNN`; few enough to label a metric with.
+    """
+
+    reason: str
+
+
+def target(host: str, port: int, *, path: str) -> Target:
+    """Writes the request for one page. No compression: unpacking costs more than loopback or LAN."""
+    authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return Target(
+        host,
+        port,
+        (
+            f"GET {path} HTTP/1.1\r\nhost: {authority}\r\nuser-agent: extproc\r\n"
+            "accept: text/plain;version=0.0.4\r\naccept-encoding: identity\r\n\r\n"
+        ).encode(),
+    )
+
+
+class _Connection(asyncio.Protocol):
+    """One TCP connection, which carries one request at a time."""
+
+    def __init__(self) -> None:
+        self.idle_since = 0.0
+        self.closed = False
+        self._transport: asyncio.Transport | None = None
+        self._reply: reply.Reply | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def ask(self, request: bytes, *, cap_bytes: int) -> reply.Reply:
+        answer = self._reply = reply.Reply(cap_bytes=cap_bytes)
+        if self._transport is None or self.closed:
+            answer.end()
+            return answer
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        await self._waiter
+        # Not kept until the next request: 50 kB for each of many idle connections.
+        self._reply = self._waiter = None
+        return answer
+
+    def drop(self) -> None:
+        self.closed = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are no subclass of asyncio.Transport, so there is nothing to check.
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._reply is None or self._reply.done:
+            # Bytes nobody asked for: whatever comes next could be taken for an answer.
+            self.drop()
+            return
+        self._reply.feed(data)
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        self.closed = True
+        if self._reply is not None:
+            self._reply.end()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._reply and self._reply.done and self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Client:
+    """Fetches pages over kept connections.
+
+    Args:
+        timeout_s: For connecting, asking and reading together.
+        cap_bytes: Longest body taken.
+        idle_s: A connection unused for longer is not used again. Engines close theirs after 5 s
+            (uvicorn's default), and a request that crosses the close is lost.
+        tls: Context for https; None for http.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        cap_bytes: int,
+        idle_s: float = 4.0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._cap_bytes = cap_bytes
+        self._idle_s = idle_s
+        self._tls = tls
+        self._kept: dict[tuple[str, int], _Connection] = {}
+
+    async def get(self, where: Target) -> bytes | Failed:
+        """Fetches one page. At most one call per target at a time.
+
+        When the server closed a kept connection before a byte of the answer came, the request is
+        sent once more at once on a fresh one.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._get(where)
+        except TimeoutError:
+            return Failed("timeout")
+        except ConnectionRefusedError:
+            return Failed("refused")
+        except ssl.SSLError:
+            return Failed("tls")
+        except OSError:
+            return Failed("unreachable")
+
+    def forget(self, where: Target) -> None:
+        """Closes the connection to a target that left."""
+        kept = self._kept.pop((where.host, where.port), None)
+        if kept is not None:
+            kept.drop()
+
+    def close(self) -> None:
+        """Closes every connection."""
+        while self._kept:
+            self._kept.popitem()[1].drop()
+
+    async def _get(self, where: Target) -> bytes | Failed:
+        kept = self._kept.pop((where.host, where.port), None)
+        if kept is not None:
+            answer = await self._ask(kept, where)
+            if answer.started or answer.failure != "closed":
+                return _page(answer)
+        return _page(await self._ask(await self._connect(where), where))
+
+    async def _ask(self, connection: _Connection, where: Target) -> reply.Reply:
+        loop = asyncio.get_running_loop()
+        if connection.idle_since and loop.time() - connection.idle_since > self._idle_s:
+            connection.drop()
+        keep = False
+        try:
+            answer = await connection.ask(where.request, cap_bytes=self._cap_bytes)
+            keep = answer.reusable and not connection.closed
+        finally:
+            # Also on time-out and cancellation: a late answer must not meet the next request.
+            if not keep:
+                connection.drop()
+        if keep:
+            connection.idle_since = loop.time()
+            self._kept[where.host, where.port] = connection
+        return answer
+
+    async def _connect(self, where: Target) -> _Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            _Connection, where.host, where.port, ssl=self._tls
+        )
+        return connection
+
+
+def _page(answer: reply.Reply) -> bytes | Failed:
+    return Failed(answer.failure) if answer.failure else answer.body

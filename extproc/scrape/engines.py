@@ -1,0 +1,167 @@
+"""Which series of which engine mean what: one literal table.
+
+Sources: Gateway API proposal 003 (model server protocol) for the names; the engines' own pages for
+the alternatives of older and newer versions. Of several alternatives the first one present wins.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from extproc.errors import ConfigError
+
+#: Endpoint labels that name the engine, newest first (llm-d; the second is its legacy form).
+TYPE_LABELS = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
+
+#: Unix time the process started; every Prometheus client library exports it, whatever the engine.
+STARTED = b"process_start_time_seconds"
+
+_SPEC = re.compile(
+    r"(?P<name>[A-Za-z_:][A-Za-z0-9_:]*)"
+    r"(?:\{(?P<where>[^{}]*)\})?"
+    r"(?:\[(?P<label>[A-Za-z_][A-Za-z0-9_]*)\])?"
+)
+_CLAUSE = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(?:"([^"]*)"|([^",]*?))\s*')
+
+
+class Series(msgspec.Struct, frozen=True):
+    """Where to read one number.
+
+    Attributes:
+        name: The metric name as it stands at the start of a sample line.
+        where: Label values a sample must carry to count.
+        label: Read the number from this label rather than from the sample's value.
+    """
+
+    name: bytes
+    where: tuple[tuple[bytes, bytes], ...] = ()
+    label: bytes = b""
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True):
+    """The series of one kind of engine. An empty tuple: this engine does not say.
+
+    Attributes:
+        kind: What `Load.engine` will say.
+        type_label: Value of the engine-type label that names it.
+        mark: Beginning of a sample line by which a page of it is recognised.
+        waiting: Requests queued (gauge, count).
+        running: Requests in the batch (gauge, count).
+        kv_usage: Share of KV blocks in use (gauge, 0..1).
+        kv_blocks: KV blocks (count).
+        block_tokens: Tokens per KV block.
+        prefix_queries: Prompt tokens looked up in the prefix cache (counter).
+        prefix_hits: Prompt tokens found there (counter).
+        adapters: Family whose labels list the LoRA adapters; empty when there is none.
+    """
+
+    kind: str
+    type_label: str
+    mark: bytes
+    waiting: tuple[Series, ...] = ()
+    running: tuple[Series, ...] = ()
+    kv_usage: tuple[Series, ...] = ()
+    kv_blocks: tuple[Series, ...] = ()
+    block_tokens: tuple[Series, ...] = ()
+    prefix_queries: tuple[Series, ...] = ()
+    prefix_hits: tuple[Series, ...] = ()
+    adapters: bytes = b""
+
+
+def series(*specs: str) -> tuple[Series, ...]:
+    """Alternatives, in order, from their written form.
+
+    Args:
+        specs: `name`, `name{label=value,...}` (proposal 003) or `name[label]`, the last of which
+            reads the number from a label.
+
+    Raises:
+        ConfigError: If a form is none of these.
+    """
+    return tuple(_series(spec) for spec in specs)
+
+
+def _series(spec: str) -> Series:
+    found = _SPEC.fullmatch(spec.strip())
+    where = (found["where"] or "").strip(" ,") if found else ""
+    clauses = [_CLAUSE.fullmatch(clause) for clause in where.split(",")] if where else []
+    if found is None or None in clauses:
+        raise ConfigError(
+            "metric series",
+            wanted="name, name{label=value,...} or name[label]",
+            found=repr(spec),
+            fix="write the metric name as it stands on the engine's /metrics page",
+        )
+    return Series(
+        name=found["name"].encode(),
+        where=tuple(
+            (clause[1].encode(), (clause[2] if clause[2] is not None else clause[3]).encode())
+            for clause in clauses
+            if clause is not None
+        ),
+        label=(found["label"] or "").encode(),
+    )
+
+
+#: Every engine known, in the order in which a page is tried against them.
+TABLE: tuple[Engine, ...] = (
+    Engine(
+        kind="vllm",
+        type_label="vllm",
+        mark=b"vllm:",
+        waiting=series("vllm:num_requests_waiting"),
+        running=series("vllm:num_requests_running"),
+        # The gpu_ names are those of vLLM before 0.11.
+        kv_usage=series("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+        kv_blocks=series("vllm:cache_config_info[num_gpu_blocks]"),
+        block_tokens=series("vllm:cache_config_info[block_size]"),
+        prefix_queries=series(
+            "vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"
+        ),
+        prefix_hits=series("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
+        adapters=b"vllm:lora_requests_info",
+    ),
+    Engine(
+        kind="sglang",
+        type_label="sglang",
+        mark=b"sglang:",
+        waiting=series("sglang:num_queue_reqs"),
+        running=series("sglang:num_running_reqs"),
+        kv_usage=series("sglang:token_usage"),
+        # Gauges of their own since SGLang 0.5.11, labels before.
+        kv_blocks=series("sglang:num_pages", "sglang:cache_config_info[num_pages]"),
+        block_tokens=series("sglang:page_size", "sglang:cache_config_info[page_size]"),
+        prefix_queries=series("sglang:prompt_tokens_total"),
+        prefix_hits=series("sglang:cached_tokens_total"),
+    ),
+    Engine(
+        kind="trtllm",
+        type_label="trtllm-serve",
+        mark=b"trtllm_",
+        waiting=series("trtllm_num_requests_waiting"),
+        running=series("trtllm_num_requests_running"),
+        kv_usage=series("trtllm_kv_cache_utilization"),
+        kv_blocks=series("trtllm_kv_cache_max_blocks"),
+        block_tokens=series("trtllm_kv_cache_tokens_per_block"),
+    ),
+    Engine(
+        kind="triton",
+        type_label="triton-tensorrt-llm",
+        mark=b"nv_trt_llm_",
+        waiting=series("nv_trt_llm_request_metrics{request_type=waiting}"),
+        running=series("nv_trt_llm_request_metrics{request_type=scheduled}"),
+        kv_usage=series("nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=fraction}"),
+        kv_blocks=series("nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=max}"),
+        block_tokens=series("nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=tokens_per}"),
+    ),
+    Engine(
+        kind="triton",
+        type_label="triton",
+        mark=b"nv_inference_",
+        waiting=series("nv_inference_pending_request_count"),
+        # nv_inference_exec_count is a counter of executions since start, so it is no gauge of
+        # what runs now; plain Triton has none.
+    ),
+)

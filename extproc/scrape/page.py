@@ -1,0 +1,282 @@
+"""One metrics page to one load: a scanner that looks only for the series it wants.
+
+A page is some 50 kB, of which ten lines matter, so the scanner searches for those names and never
+splits the page. Families may come in any order. All lines of a family form one group (Prometheus
+text format), so a search ends with the group; a page on which a family is declared more than once
+(several ranks' pages joined by a proxy) breaks that rule and is searched to the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import TypedDict
+
+import msgspec
+
+from extproc.endpoint import Load
+from extproc.scrape import engines
+
+_LABELS = rb'\{(?:[^"}\n]++|"(?:[^"\\\n]++|\\.)*+")*+\}'
+#: What follows a metric name: labels, value, and a time stamp or exemplar that is not read.
+_SAMPLE = re.compile(
+    rb"("
+    + _LABELS
+    + rb")?[ \t]*+([^\s#]++)(?:[ \t]++[-+.0-9eE]++)?[ \t]*+(?:#[^\n]*+)?\r?(?=\n|\Z)"
+)
+_PAIR = re.compile(rb'([A-Za-z_][A-Za-z0-9_]*+)\s*+=\s*+"((?:[^"\\]++|\\.)*+)"')
+_ESCAPE = re.compile(rb"\\(.)")
+_NUMBER = re.compile(rb"[-+.0-9a-zA-Z]++\Z")
+_COMMENT = re.compile(rb"\n[ \t]*+(?:#[^\n]*+)?(?=\n|\Z)")
+_NAME = re.compile(rb"\s*+[A-Za-z_:][A-Za-z0-9_:]*+(?=[{ \t])")
+_DECLARED = b"\n# TYPE "
+_DECLARED_OR_HELP = (b"\n# HELP ", _DECLARED)
+_AFTER_NAME = frozenset((b"{", b" ", b"\t"))
+
+#: How far over 1 a mean of shares may come by rounding.
+_ROUNDING = 1e-6
+
+#: Longest label text worth remembering; longer ones are read afresh each time.
+_REMEMBERED_BYTES = 4096
+
+#: Labels as they stand on the page, and the value; not a number when it is garbage.
+_Sample = tuple[bytes, float]
+
+
+class Unreadable(msgspec.Struct, frozen=True):
+    """The page is not a metrics page.
+
+    Attributes:
+        reason: What it is instead, in a few words.
+    """
+
+    reason: str
+
+
+def read(page: bytes, now: float, *, engine_type: str = "") -> Load | Unreadable:
+    """Reads the load of one engine from its metrics page.
+
+    Counts of several series (data-parallel ranks, models) are summed, shares averaged. A series
+    that is missing gives None for its field and leaves the others alone; so does a series of which
+    any sample is no finite number in range.
+
+    Args:
+        page: The page in Prometheus text format; any bytes are safe.
+        now: Monotonic seconds at which it was received.
+        engine_type: Value of the endpoint's engine-type label. It is tried first; the names on the
+            page have the last word, so that a wrong label does not blind the picker.
+
+    Returns:
+        The load; of an engine nobody knows, with an empty `engine` and every value None.
+    """
+    text = b"\n" + page
+    engine = _recognise(text, engine_type)
+    if engine is None:
+        return _stranger(text, now)
+    families = _Families(text, joined=_joined(text, engine))
+    # Asked for in the order of a vLLM page, in which each search is short.
+    return Load(
+        at=now,
+        engine=engine.kind,
+        started_at=_newest(families.samples(engines.STARTED)),
+        running=_total(families.numbers(engine.running)),
+        waiting=_total(families.numbers(engine.waiting)),
+        kv_usage=_mean_share(families.numbers(engine.kv_usage)),
+        prefix_queries=_total(families.numbers(engine.prefix_queries)),
+        prefix_hits=_total(families.numbers(engine.prefix_hits)),
+        **_adapters(families.samples(engine.adapters)),
+        kv_blocks=_whole(_total(families.numbers(engine.kv_blocks))),
+        block_tokens=_whole(_agreed(families.numbers(engine.block_tokens))),
+    )
+
+
+def _recognise(text: bytes, engine_type: str) -> engines.Engine | None:
+    labelled = [engine for engine in engines.TABLE if engine.type_label == engine_type]
+    for engine in (*labelled, *engines.TABLE):
+        if b"\n" + engine.mark in text:
+            return engine
+    return None
+
+
+def _joined(text: bytes, engine: engines.Engine) -> bool:
+    """Whether a family is declared twice, as on pages of several ranks put one after another."""
+    return text.count(_DECLARED + engine.waiting[0].name + b" ") > 1
+
+
+def _stranger(text: bytes, now: float) -> Load | Unreadable:
+    """Tells a page of an unknown engine from what is no metrics page at all."""
+    at = 0
+    while comment := _COMMENT.match(text, at):
+        at = comment.end()
+    if at >= len(text):
+        return Unreadable("no samples")
+    name = _NAME.match(text, at)
+    if name is None or _SAMPLE.match(text, name.end()) is None:
+        return Unreadable("not Prometheus text")
+    return Load(at=now)
+
+
+class _Families:
+    """The wanted families of one page, each searched for once."""
+
+    def __init__(self, text: bytes, *, joined: bool) -> None:
+        self._text = text
+        self._joined = joined
+        self._cursor = 0
+        self._found: dict[bytes, list[_Sample]] = {}
+
+    def samples(self, name: bytes) -> list[_Sample]:
+        """Every sample of one family, in page order; empty when the page has none."""
+        if not name:
+            return []
+        found = self._found.get(name)
+        if found is None:
+            # Wanted names mostly come in page order: go on where the last one was.
+            found = self._scan(name, self._cursor, len(self._text))
+            if not found and self._cursor:
+                found = self._scan(name, 0, self._cursor + len(name) + 1)
+            self._found[name] = found
+        return found
+
+    def numbers(self, alternatives: Iterable[engines.Series]) -> list[float]:
+        """The numbers of the first alternative present; NaN for a sample that has none."""
+        for series in alternatives:
+            samples = self.samples(series.name)
+            if series.where:
+                samples = [sample for sample in samples if _holds(sample[0], series.where)]
+            if not samples:
+                continue
+            if series.label:
+                return [_number(_labels(sample[0]).get(series.label, b"")) for sample in samples]
+            return [sample[1] for sample in samples]
+        return []
+
+    def _scan(self, name: bytes, begin: int, end: int) -> list[_Sample]:
+        text, needle = self._text, b"\n" + name
+        found: list[_Sample] = []
+        at = text.find(needle, begin, end)
+        while at >= 0:
+            after = at + len(needle)
+            if text[after : after + 1] in _AFTER_NAME:
+                if not found:
+                    self._cursor = at
+                line_end = text.find(b"\n", after)
+                line_end = line_end if line_end >= 0 else len(text)
+                found.append(_sample(text[after:line_end]))
+                if not self._joined:
+                    if text.startswith(_DECLARED_OR_HELP, line_end):
+                        break
+                    group_end = text.find(_DECLARED, line_end)
+                    end = group_end if group_end >= 0 else len(text)
+                after = line_end
+            at = text.find(needle, after, end)
+        return found
+
+
+def _sample(rest: bytes) -> _Sample:
+    """Reads what stands after the name on a sample line."""
+    text, _, value = rest.rpartition(b" ")
+    # The usual line needs no regex: no time stamp, no exemplar, no carriage return.
+    if (not text or text[-1:] == b"}") and b"#" not in text:
+        number = _number(value)
+        if not math.isnan(number):
+            return text, number
+    sample = _SAMPLE.match(rest)
+    return (sample[1] or b"", _number(sample[2])) if sample else (b"", math.nan)
+
+
+def _labels(text: bytes) -> dict[bytes, bytes]:
+    """The labels of one sample, their values as on the page, escapes included."""
+    return _remembered(text) if len(text) <= _REMEMBERED_BYTES else dict(_PAIR.findall(text))
+
+
+@functools.lru_cache(maxsize=1024)
+def _remembered(text: bytes) -> dict[bytes, bytes]:
+    """Label sets hardly change from page to page, and replicas share theirs."""
+    return dict(_PAIR.findall(text))
+
+
+def _holds(text: bytes, where: tuple[tuple[bytes, bytes], ...]) -> bool:
+    labels = _labels(text)
+    return all(labels.get(name) == value for name, value in where)
+
+
+def _plain(value: bytes) -> bytes:
+    if b"\\" not in value:
+        return value
+    return _ESCAPE.sub(lambda escape: b"\n" if escape[1] == b"n" else escape[1], value)
+
+
+def _number(text: bytes) -> float:
+    """A float; NaN for anything else, including what only Python takes for one (`1_0`)."""
+    if not _NUMBER.match(text):
+        return math.nan
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _total(numbers: Sequence[float]) -> float | None:
+    """The sum; None when there is nothing to add or any addend is no count."""
+    total = 0.0
+    for number in numbers:
+        if not 0 <= number < math.inf:
+            return None
+        total += number
+    return total if numbers and total < math.inf else None
+
+
+def _mean_share(numbers: Sequence[float]) -> float | None:
+    total = _total(numbers)
+    if total is None or max(numbers) > 1 + _ROUNDING:
+        return None
+    return min(1.0, total / len(numbers))
+
+
+def _agreed(numbers: Sequence[float]) -> float | None:
+    """The one number all samples give; None when they differ, since it is then no one's."""
+    return numbers[0] if numbers and all(number == numbers[0] for number in numbers) else None
+
+
+def _whole(number: float | None) -> int | None:
+    return int(number) if number is not None and number.is_integer() else None
+
+
+def _newest(samples: Sequence[_Sample]) -> float | None:
+    return max((value for _, value in samples if 0 <= value < math.inf), default=None)
+
+
+class _Adapters(TypedDict, total=False):
+    adapters: frozenset[str] | None
+    waiting_adapters: frozenset[str] | None
+    adapter_slots: int | None
+
+
+def _adapters(samples: Sequence[_Sample]) -> _Adapters:
+    """What the newest label set says of LoRA adapters; nothing when there is none.
+
+    A sample's value is the time its labels were true, and every combination ever seen stays on the
+    page (measured on vLLM 0.32). Of two with one value the later line is taken.
+    """
+    newest, latest = b"", -math.inf
+    for text, value in samples:
+        if latest <= value < math.inf:
+            newest, latest = text, value
+    if not newest:
+        return {}
+    labels = _labels(newest)
+    return {
+        "adapters": _names(labels.get(b"running_lora_adapters")),
+        "waiting_adapters": _names(labels.get(b"waiting_lora_adapters")),
+        "adapter_slots": _whole(_total([_number(labels.get(b"max_lora", b""))])),
+    }
+
+
+def _names(value: bytes | None) -> frozenset[str] | None:
+    if value is None:
+        return None
+    names = _plain(value).decode("utf-8", "replace").split(",")
+    return frozenset(name for name in map(str.strip, names) if name)

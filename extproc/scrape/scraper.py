@@ -1,0 +1,281 @@
+"""The scrape loops: one task per endpoint, and one that follows the endpoint set.
+
+A shell. Endpoints share nothing but the event loop, so one that hangs delays no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Callable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from extproc.endpoint import Endpoint, Load
+from extproc.scrape import client, engines, pace, page
+
+#: Endpoint label that moves its metrics to another port of the same address.
+PORT_LABEL = "metrics-port"
+
+_PORT = re.compile(r"[1-9][0-9]{0,4}")
+
+MarkT = TypeVar("MarkT")
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How pages are fetched.
+
+    Attributes:
+        path: Path of the page on every endpoint.
+        timeout_s: For one scrape from connect to last byte. A real vLLM answers in 44 ms at worst
+            under load; ten times that and more is an engine in trouble.
+        cap_bytes: Longest page taken. A vLLM page is 50 kB and grows with every adapter set seen.
+        follow_s: How often the endpoint set is compared with the loops.
+        pace: When to ask again.
+    """
+
+    path: str = "/metrics"
+    timeout_s: float = 1.0
+    cap_bytes: int = 4 * 1024 * 1024
+    follow_s: float = 0.2
+    pace: pace.Pace = pace.Pace()
+
+
+class ScrapeFact(msgspec.Struct, frozen=True, gc=False):
+    """What one scrape came to, for telemetry.
+
+    Attributes:
+        address: The endpoint's address.
+        outcome: `ok`, or why not: a `client.Failed` reason, `unreadable`, or `bug: <type>`.
+        seconds: From asking to having read the page.
+        engine: The engine recognised; empty for an unknown one or a failure.
+    """
+
+    address: str
+    outcome: str
+    seconds: float
+    engine: str = ""
+
+
+class Account(Protocol):
+    """Our own requests on one endpoint."""
+
+    in_flight: int
+    opened: int
+
+
+class Member(Protocol):
+    """One endpoint of the pool."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Which one."""
+
+    @property
+    def account(self) -> Account:
+        """Our own requests on it."""
+
+
+class Pool(Protocol):
+    """The snapshot the loops follow."""
+
+    @property
+    def members(self) -> Iterable[Member]:
+        """Every endpoint."""
+
+
+class Fleet(Protocol[MarkT]):
+    """Where loads go."""
+
+    @property
+    def pool(self) -> Pool:
+        """The current snapshot."""
+
+    def begin_scrape(self, endpoint: Endpoint) -> MarkT:
+        """Called just before the request is sent."""
+
+    def observe(self, mark: MarkT, load: Load, now: float) -> None:
+        """The page said this."""
+
+    def scrape_failed(self, mark: MarkT, reason: str, now: float) -> None:
+        """There was no page."""
+
+
+class Fetcher(Protocol):
+    """What the loops need of an HTTP client; `client.Client` is one."""
+
+    async def get(self, where: client.Target) -> bytes | client.Failed:
+        """Fetches one page."""
+
+    def forget(self, where: client.Target) -> None:
+        """Closes what is kept open."""
+
+
+class Watch(Generic[MarkT]):
+    """The scraping of one endpoint incarnation.
+
+    Args:
+        scraper: Whose settings, fleet and client it uses.
+        member: The endpoint; replaced when a new snapshot has a new object for it.
+    """
+
+    def __init__(self, scraper: Scraper[MarkT], member: Member) -> None:
+        self.member = member
+        self.busy = True
+        self.failures = 0
+        self.task: asyncio.Task[None] | None = None
+        self._scraper = scraper
+        self._opened = -1
+        self.target = _target(member.endpoint, scraper.settings.path)
+
+    async def run(self) -> None:
+        """Scrapes for ever; the first time within one fast interval, spread over it."""
+        scraper = self._scraper
+        wait_s = scraper.rng.uniform(0.0, scraper.settings.pace.fast_s)
+        while True:
+            await asyncio.sleep(pace.to_tick_s(scraper.clock(), wait_s, pace=scraper.settings.pace))
+            began = scraper.clock()
+            await self.step()
+            wait_s = max(0.0, scraper.wait_s(self) - (scraper.clock() - began))
+
+    async def step(self) -> None:
+        """Scrapes once and hands the outcome to the fleet."""
+        scraper, endpoint = self._scraper, self.member.endpoint
+        self._note_traffic()
+        began = scraper.clock()
+        mark = scraper.fleet.begin_scrape(endpoint)
+        found = await scraper.client.get(self.target)
+        now = scraper.clock()
+        read = _read(found, endpoint, now)
+        if isinstance(read, Load):
+            self.failures = 0
+            scraper.fleet.observe(mark, read, now)
+            outcome, engine = "ok", read.engine
+        else:
+            self.failures += 1
+            scraper.fleet.scrape_failed(mark, read, now)
+            outcome, engine = read, ""
+        scraper.on_fact(ScrapeFact(endpoint.address, outcome, scraper.clock() - began, engine))
+
+    def _note_traffic(self) -> None:
+        account = self.member.account
+        busy = account.in_flight > 0 or account.opened != self._opened
+        self._opened = account.opened
+        self._scraper.busy += busy - self.busy
+        self.busy = busy
+
+
+class Scraper(Generic[MarkT]):
+    """Keeps one `Watch` per endpoint of the pool.
+
+    Args:
+        settings: How pages are fetched.
+        fleet: Whose endpoints, and where loads go.
+        client: Fetches pages.
+        clock: Monotonic seconds.
+        rng: Chance, for spreading.
+        on_fact: Called after every scrape; must not raise.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet[MarkT],
+        *,
+        client: Fetcher,
+        clock: Callable[[], float],
+        rng: random.Random,
+        on_fact: Callable[[ScrapeFact], None] = lambda _: None,
+    ) -> None:
+        self.settings = settings
+        self.fleet = fleet
+        self.client = client
+        self.clock = clock
+        self.rng = rng
+        self.on_fact = on_fact
+        self.busy = 0
+        self.watches: dict[str, Watch[MarkT]] = {}
+
+    async def run(self) -> None:
+        """Follows the endpoint set and scrapes it until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    await self.step(tasks)
+                    await asyncio.sleep(self.settings.follow_s)
+        finally:
+            for watch in self.watches.values():
+                self.client.forget(watch.target)
+            self.watches.clear()
+            self.busy = 0
+
+    async def step(self, tasks: asyncio.TaskGroup) -> None:
+        """Brings the loops in line with the pool: starts for who came, ends for who left."""
+        left = dict(self.watches)
+        for member in self.fleet.pool.members:
+            address = member.endpoint.address
+            watch = left.get(address)
+            if watch is not None and _same(watch.member.endpoint, member.endpoint):
+                watch.member = member
+                del left[address]
+            else:
+                self._stop(address)
+                left.pop(address, None)
+                self._start(member, tasks)
+        for address in left:
+            self._stop(address)
+
+    def wait_s(self, watch: Watch[MarkT]) -> float:
+        """Seconds from the start of this watch's last scrape to its next one."""
+        return pace.wait_s(
+            self.settings.pace,
+            busy=watch.busy,
+            busy_endpoints=self.busy,
+            idle_endpoints=len(self.watches) - self.busy,
+            failures=watch.failures,
+            rng=self.rng,
+        )
+
+    def _start(self, member: Member, tasks: asyncio.TaskGroup) -> None:
+        watch = Watch(self, member)
+        self.busy += watch.busy
+        self.watches[member.endpoint.address] = watch
+        watch.task = tasks.create_task(watch.run(), name=f"scrape {member.endpoint.address}")
+
+    def _stop(self, address: str) -> None:
+        watch = self.watches.pop(address, None)
+        if watch is None:
+            return
+        self.busy -= watch.busy
+        if watch.task is not None:
+            watch.task.cancel()
+        self.client.forget(watch.target)
+
+
+def _same(one: Endpoint, other: Endpoint) -> bool:
+    """Whether a loop can go on: the same life, at the same place, of the same engine."""
+    return one.incarnation == other.incarnation and one.labels == other.labels
+
+
+def _target(endpoint: Endpoint, path: str) -> client.Target:
+    port = endpoint.address.rpartition(":")[2]
+    other = endpoint.labels.get(PORT_LABEL, "")
+    # A label that is no port is not worth the endpoint: its own port is asked.
+    if _PORT.fullmatch(other):
+        port = other
+    return client.target(endpoint.ip, int(port), path=path)
+
+
+def _read(found: bytes | client.Failed, endpoint: Endpoint, now: float) -> Load | str:
+    """The load, or the reason there is none."""
+    if isinstance(found, client.Failed):
+        return found.reason
+    labels = endpoint.labels
+    engine_type = next((labels[key] for key in engines.TYPE_LABELS if key in labels), "")
+    try:
+        read = page.read(found, now, engine_type=engine_type)
+    except Exception as bug:  # noqa: BLE001 - a bug on one page must not end every other loop
+        return f"bug: {type(bug).__name__}"
+    return read if isinstance(read, Load) else "unreadable"

@@ -1,0 +1,69 @@
+import random
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from extproc.scrape import pace
+
+STEADY = pace.Pace(jitter=0.0)
+
+
+def wait(settings=STEADY, *, busy=False, busy_endpoints=0, idle_endpoints=1, failures=0):
+    return pace.wait_s(
+        settings,
+        busy=busy,
+        busy_endpoints=busy_endpoints,
+        idle_endpoints=idle_endpoints,
+        failures=failures,
+        rng=random.Random(1),
+    )
+
+
+def test_fast_where_traffic_goes_slow_where_not():
+    """A busy endpoint is asked every fast interval, an idle one every slow one."""
+    assert wait(busy=True, busy_endpoints=1) == 0.2
+    assert wait() == 2.0
+
+
+def test_many_endpoints_stretch_every_interval():
+    """100 busy endpoints share 100 scrapes per second."""
+    assert wait(busy=True, busy_endpoints=100, idle_endpoints=0) == pytest.approx(1.0)
+    assert wait(idle_endpoints=1000) == pytest.approx(10.0)
+
+
+def test_failures_back_off_to_a_cap():
+    """The wait doubles with each failure in a row and stops at the cap."""
+    waits = [wait(failures=count) for count in range(1, 9)]
+    assert waits == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0])
+    assert wait(failures=10**9) == 10.0
+
+
+@hypothesis.given(
+    busy=st.booleans(),
+    busy_endpoints=st.integers(0, 5000),
+    idle_endpoints=st.integers(0, 5000),
+    failures=st.integers(0, 10**6),
+    seed=st.integers(),
+)
+def test_the_jitter_stays_in_its_share(busy, busy_endpoints, idle_endpoints, failures, seed):
+    """Every wait is within ten per cent of the wait without jitter, and above zero."""
+    facts = {
+        "busy": busy,
+        "busy_endpoints": busy_endpoints,
+        "idle_endpoints": idle_endpoints,
+        "failures": failures,
+    }
+    spread = pace.wait_s(pace.Pace(), rng=random.Random(seed), **facts)
+    steady = wait(**facts)
+    assert 0 < 0.9 * steady <= spread * (1 + 1e-9)
+    assert spread <= 1.1 * steady * (1 + 1e-9)
+
+
+@hypothesis.given(now=st.floats(0, 1e7), wait_s=st.floats(0, 100))
+def test_waits_end_on_ticks(now, wait_s):
+    """A wait is lengthened by less than one tick, to a multiple of it."""
+    longer = pace.to_tick_s(now, wait_s, pace=STEADY)
+    assert wait_s <= longer <= wait_s + STEADY.tick_s
+    ticks = (now + longer) / STEADY.tick_s
+    assert ticks == pytest.approx(round(ticks), abs=1e-3)
