@@ -3,11 +3,13 @@
 Pure, driven by whoever owns the clock (the HTTP engine here, or an offline simulator):
 
 - `profiles`: what a machine is: times per step, KV tokens, limits.
-- `kv`, `lora`: KV blocks with the prefix LRU, and adapter slots.
-- `core`: the engine: scheduling and the length of each step.
-- `stats`: counters and histograms fed from what the core returns.
+- `job`: what goes into an engine and comes out.
+- `core`: the engine: scheduling and the length of each step. Its parts: `batch` (sequences, the
+  plan in progress, who decodes), `kv` (blocks and the prefix LRU), `lora` (adapter slots).
+- `stats`, `families`: counters and histograms fed from what the core returns, and their names.
 - `prompt`: text to tokens, block hashes and answers.
-- `surfaces`: request and answer bodies of the HTTP APIs.
+- `asks`, `surfaces`: request and answer bodies of the HTTP APIs.
+- `faults`: what can go wrong on demand.
 
 Shells, the only modules here that know asyncio, sockets and the clock: `http*`.
 

@@ -177,7 +177,8 @@ class Engine:
         if plan.steps > 1:
             self.pool.take(decoding.growth(plan.steps - 1, skip=1))
         finished = [self._finish(seq, now) for seq in decoding.advance(plan.steps)]
-        first_tokens: list[str] = []
+        first_tokens: list[job.FirstToken] = []
+        tokens = plan.decoding * plan.steps
         for seq, chunk in plan.prefills:
             if seq.state is not batch.State.PREFILLING:
                 continue  # cancelled meanwhile
@@ -186,8 +187,9 @@ class Engine:
                 continue
             if not seq.generated:
                 seq.first_token_at = now
-                first_tokens.append(seq.job.id)
+                first_tokens.append(job.FirstToken(seq.job.id, now - seq.submitted_at))
             seq.generated += 1
+            tokens += 1
             if seq.generated == seq.job.output_tokens:
                 finished.append(self._finish(seq, now))
             else:
@@ -200,6 +202,7 @@ class Engine:
             plan.decoding,
             sum(chunk for _, chunk in plan.prefills),
             plan.started,
+            tokens,
             first_tokens,
             finished,
             plan.preempted,

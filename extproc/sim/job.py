@@ -52,6 +52,18 @@ class Started(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int
 
 
+class FirstToken(msgspec.Struct, frozen=True, gc=False):
+    """A job whose first token came.
+
+    Attributes:
+        id: Which job.
+        after_s: Seconds since it was submitted.
+    """
+
+    id: str
+    after_s: float
+
+
 class Finished(msgspec.Struct, frozen=True, gc=False):
     """A job that got all its tokens.
 
@@ -84,6 +96,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
         decoding: Sequences that got one token in every iteration.
         prefill_tokens: Prompt tokens computed.
         started: Jobs that entered the batch for the first time.
+        tokens: Output tokens that came, over all sequences and iterations.
         first_tokens: Jobs whose first token came at the end.
         finished: Jobs that got their last token at the end.
         preempted: Jobs that lost their blocks before the iteration.
@@ -96,7 +109,8 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     decoding: int
     prefill_tokens: int
     started: Sequence[Started]
-    first_tokens: Sequence[str]
+    tokens: int
+    first_tokens: Sequence[FirstToken]
     finished: Sequence[Finished]
     preempted: Sequence[str]
     waiting: int

@@ -1,0 +1,126 @@
+"""`extproc engine`: one simulated vLLM engine on a port."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from extproc.sim import http
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its flags to the `extproc` parser."""
+    parser = subparsers.add_parser(
+        "engine", help="run one simulated vLLM engine", description=__doc__
+    )
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add("--port", type=int, default=8000, help="port; 0 picks a free one (%(default)s)")
+    add("--model", default="demo", help="name of the base model (%(default)s)")
+    add("--lora", action="append", default=[], metavar="NAME", help="an adapter; repeatable")
+    add("--max-loras", type=int, help="adapter slots; 0 turns LoRA off (of the profile)")
+    add("--profile", default="demo", help="the machine to simulate (%(default)s)")
+    add("--speed", type=float, default=1.0, help="times faster than it (%(default)s)")
+    add("--seed", type=int, default=0, help="of request ids and fault rates (%(default)s)")
+    add("--kv-tokens", type=int, help="KV cache in tokens (of the profile)")
+    add("--block-tokens", type=int, help="tokens per KV block (of the profile)")
+    add("--max-num-seqs", type=int, help="sequences in the batch (of the profile)")
+    add("--token-budget", type=int, help="tokens per step (of the profile)")
+    add("--max-model-len", type=int, help="prompt plus output tokens (of the profile)")
+    add("--max-queued", type=int, help="requests before it answers 503; 0 is no limit")
+    add("--output-tokens", type=int, default=64, help="where none are asked for (%(default)s)")
+    add("--coalesce-ms", type=float, default=5.0, help="tokens this close share a chunk")
+    add("--keepalive-s", type=float, default=5.0, help="closes idle connections (%(default)s)")
+    add("--hide-cached-tokens", action="store_true", help="no cached_tokens in usage")
+    add("--pod", default="", help="value of x-inference-pod (engine-PORT)")
+    add(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="KIND[=N][,rate=R][,count=N][,for=S]",
+        help="arm a fault from the start; repeatable",
+    )
+    parser.set_defaults(run=run)
+
+
+def settings(args: argparse.Namespace) -> http.Settings:
+    """What the flags ask for.
+
+    Raises:
+        extproc.errors.ConfigError: A profile, a number or a fault that cannot be.
+    """
+    import msgspec
+
+    from extproc import errors
+    from extproc.sim import faults, http, profiles
+
+    if args.speed <= 0:
+        raise errors.ConfigError(
+            "--speed", wanted="a number above 0", found=str(args.speed), fix="1 is real time"
+        )
+    changes = {
+        "max_loras": args.max_loras,
+        "kv_tokens": args.kv_tokens,
+        "block_tokens": args.block_tokens,
+        "max_num_seqs": args.max_num_seqs,
+        "token_budget": args.token_budget,
+        "max_model_len": args.max_model_len,
+        "max_queued": args.max_queued,
+    }
+    named = profiles.named(args.profile)
+    given = {name: value for name, value in changes.items() if value is not None}
+    profile = msgspec.structs.replace(named, **given)
+    profiles.check(profile)
+    for text in args.fault:
+        faults.parse(text)
+    return http.Settings(
+        profile=profile,
+        model=args.model,
+        loras=tuple(args.lora),
+        speed=args.speed,
+        seed=args.seed,
+        output_tokens=args.output_tokens,
+        coalesce_s=args.coalesce_ms / 1e3,
+        show_cached=not args.hide_cached_tokens,
+        keepalive_s=args.keepalive_s,
+        pod=args.pod,
+        faults=tuple(args.fault),
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status."""
+    import uvloop
+
+    from extproc import errors
+
+    try:
+        wanted = settings(args)
+        uvloop.run(_serve(wanted, host=args.host, port=args.port))
+    except errors.ConfigError as error:
+        print(f"extproc engine: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"extproc engine: cannot listen on {args.host}:{args.port}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(wanted: http.Settings, *, host: str, port: int) -> None:
+    from extproc.sim import http
+
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with http.serving(wanted, host=host, port=port) as server:
+        shown = f"[{host}]" if ":" in host else host
+        print(
+            f"engine {wanted.model} ({wanted.profile.name}, speed {wanted.speed:g}) "
+            f"listening on {shown}:{server.port}",
+            flush=True,
+        )
+        await stop.wait()

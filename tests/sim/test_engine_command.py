@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from extproc import errors
+from extproc.cli import engine
+
+START = """
+import argparse, sys
+from extproc.cli import engine
+parser = argparse.ArgumentParser()
+engine.add_parser(parser.add_subparsers())
+args = parser.parse_args(sys.argv[1:])
+sys.exit(args.run(args))
+"""
+
+
+def parsed(*flags):
+    """The flags of `extproc engine`."""
+    parser = argparse.ArgumentParser()
+    engine.add_parser(parser.add_subparsers())
+    return parser.parse_args(["engine", *flags])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_says_where_it_listens_and_stops_at_once_on_a_signal(number):
+    """Port 0 picks a free port; with a request hanging, a signal still ends it with status 0."""
+    command = [sys.executable, "-c", START, "engine", "--port", "0", "--fault", "hang,count=1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            address = process.stdout.readline().split()[-1]
+            with urllib.request.urlopen(f"http://{address}/health") as reply:
+                assert reply.status == 200
+            host, port = address.split(":")
+            assert (host, int(port) > 0) == ("127.0.0.1", True)
+            process.send_signal(number)
+            assert process.wait(timeout=5) == 0
+        finally:
+            process.kill()
+
+
+def test_flags_change_the_profile():
+    """What is not given stays the profile's."""
+    wanted = engine.settings(
+        parsed("--profile", "l4-8b-fp8", "--kv-tokens", "32000", "--lora", "a", "--lora", "b")
+    )
+    assert wanted.profile.kv_tokens == 32000
+    assert wanted.profile.token_budget == 16384
+    assert wanted.loras == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--profile", "nope"], ["--speed", "0"], ["--fault", "nope"], ["--token-budget", "1"]],
+)
+def test_bad_flags_are_refused_with_status_2(flags, capsys):
+    """One line on stderr that names the flag's trouble."""
+    args = parsed(*flags)
+    with pytest.raises(errors.ConfigError):
+        engine.settings(args)
+    assert args.run(args) == 2
+    assert "wanted" in capsys.readouterr().err

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from extproc.sim import http_metrics
+from tests.sim import live
+from tests.sim.live import chat
+
+DATA = Path(__file__).parent.parent / "data"
+#: The machine of the captures: 256 blocks of 32 tokens, 16 sequences, 2 adapter slots.
+TINY = {
+    "kv_tokens": 8192,
+    "block_tokens": 32,
+    "max_num_seqs": 16,
+    "max_model_len": 4096,
+    "max_loras": 2,
+}
+
+
+def skeleton(page):
+    """The page's lines with numbers and addresses of the moment left out."""
+    lines = []
+    for line in page.splitlines():
+        kept = line if line.startswith("#") else line.rpartition(" ")[0]
+        lines.append(re.sub(r'version="[^"]*"|patchlevel="[^"]*"', "", kept))
+    return lines
+
+
+def samples(page):
+    """Sample values by series."""
+    pairs = (line.rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in pairs}
+
+
+async def scrape(client):
+    return await (await client.get("/metrics")).text()
+
+
+@live.run
+async def test_an_idle_page_is_line_by_line_a_real_one():
+    """Names, labels, order, HELP and TYPE of a fresh vLLM 0.32; no LoRA sample yet."""
+    async with live.engine(model="tiny", machine=TINY) as (_, client):
+        page = await scrape(client)
+    real = (DATA / "vllm-0.32-idle.txt").read_text()
+    assert skeleton(page) == skeleton(real)
+    assert "vllm:lora_requests_info{" not in page
+
+
+@live.run
+async def test_a_page_after_load_is_line_by_line_a_real_one():
+    """After requests to the base model with LoRA on: the empty adapter set, HTTP families."""
+    async with live.engine(model="tiny", machine=TINY) as (_, client):
+        for _ in range(3):
+            await client.post("/v1/completions", json={"prompt": "x" * 900, "max_tokens": 4})
+        page = await scrape(client)
+    real = (DATA / "vllm-0.32-after-lora-load.txt").read_text()
+    assert skeleton(page) == skeleton(real)
+
+
+@live.run
+async def test_counters_agree_with_what_was_served():
+    """Tokens, hits, requests, histograms, and usage 0 with a full cache."""
+    async with live.engine() as (_, client):
+        for _ in range(2):
+            await client.post("/v1/completions", json={"prompt": "x" * 640, "max_tokens": 9})
+        found = samples(await scrape(client))
+    label = '{engine="0",model_name="demo"}'
+    assert found[f"vllm:prefix_cache_queries_total{label}"] == 320
+    assert found[f"vllm:prefix_cache_hits_total{label}"] == 144
+    assert found[f"vllm:prompt_tokens_total{label}"] == 320
+    assert found[f"vllm:generation_tokens_total{label}"] == 18
+    assert found[f"vllm:kv_cache_usage_perc{label}"] == 0
+    assert found[f"vllm:num_requests_running{label}"] == 0
+    assert found[f"vllm:time_to_first_token_seconds_count{label}"] == 2
+    assert found[f"vllm:inter_token_latency_seconds_count{label}"] == 16
+    assert found[f"vllm:request_prefill_kv_computed_tokens_sum{label}"] == 176
+    done = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="demo"}'
+    assert found[done] == 2
+    assert found["process_start_time_seconds"] > 1e9
+
+
+@live.run
+async def test_gauges_show_what_runs_and_what_waits():
+    """One runs, two wait for the batch, and live blocks are in use."""
+    async with live.engine(speed=0.001, machine={"max_num_seqs": 1}) as (server, client):
+        asked = [
+            asyncio.ensure_future(client.post("/v1/chat/completions", json=chat("x" * 2000)))
+            for _ in range(3)
+        ]
+        await live.until(lambda: server.engine.running == 1)
+        await live.until(lambda: server.engine.waiting == 2)
+        found = samples(await scrape(client))
+        label = '{engine="0",model_name="demo"}'
+        assert found[f"vllm:num_requests_running{label}"] == 1
+        assert found[f"vllm:num_requests_waiting{label}"] == 2
+        assert 0 < found[f"vllm:kv_cache_usage_perc{label}"] < 1
+        await live.leave(*asked)
+
+
+@live.run
+async def test_lora_label_sets_accumulate_and_name_running_adapters_twice():
+    """Every set ever reported stays; the live one is the newest; waiting repeats running."""
+    async with live.engine(loras=("b", "a")) as (_, client):
+        for model in ("a", "b"):
+            await client.post("/v1/completions", json={"model": model, "prompt": "x"})
+        found = {
+            name: value
+            for name, value in samples(await scrape(client)).items()
+            if "lora_req" in name
+        }
+
+    def series(adapters):
+        return (
+            f'vllm:lora_requests_info{{max_lora="4",running_lora_adapters="{adapters}",'
+            f'waiting_lora_adapters="{adapters}"}}'
+        )
+
+    assert set(found) == {series("a"), series("b"), series("")}
+    assert max(found, key=found.get) == series("")
+    assert found[series("a")] < found[series("b")]
+
+
+@live.run
+async def test_without_lora_there_is_no_lora_family():
+    """max_loras 0 turns it off, and an adapter is unknown."""
+    async with live.engine(machine={"max_loras": 0}) as (_, client):
+        await client.post("/v1/completions", json={"prompt": "x"})
+        assert "lora" not in (await scrape(client)).replace("(LoRA", "")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0.0"),
+        (254591.0, "254591.0"),
+        (1795187264.8879662, "1.7951872648879662e+09"),
+        (1000000, "1e+06"),
+        (0.001, "0.001"),
+        (1e22, "1e+22"),
+    ],
+)
+def test_numbers_are_written_as_the_prometheus_client_does(value, text):
+    """Go's exponent notation from a million on."""
+    assert http_metrics.number(value) == text
+
+
+def test_label_values_are_escaped():
+    """Quotes, backslashes and line ends."""
+    assert http_metrics.labels({"b": 'x"\\\n', "a": "1"}) == '{a="1",b="x\\"\\\\\\n"}'
