@@ -200,15 +200,16 @@ def envoy_config(
     listener.update(address="127.0.0.1", port_value=ports.listener)
     for cluster in config["static_resources"]["clusters"]:
         if cluster["name"] == "extproc":
-            cluster["load_assignment"] = _assignment("extproc", [f"127.0.0.1:{ports.extproc}"])
+            cluster["load_assignment"] = assignment("extproc", [f"127.0.0.1:{ports.extproc}"])
             if plaintext:
                 del cluster["transport_socket"]
         elif "load_assignment" in cluster:
-            cluster["load_assignment"] = _assignment(cluster["name"], engines)
+            cluster["load_assignment"] = assignment(cluster["name"], engines)
     return config
 
 
-def _assignment(name: str, addresses: Sequence[str]) -> dict[str, Any]:
+def assignment(name: str, addresses: Sequence[str]) -> dict[str, Any]:
+    """The `load_assignment` of a cluster that lists these endpoints."""
     endpoints = []
     for address in addresses:
         host, _, port = address.rpartition(":")
@@ -228,13 +229,13 @@ class Stack:
     async def engine(self, *arguments: str) -> tuple[Child, str]:
         """Start a simulated engine; returns it and its `ip:port`."""
         argv = [sys.executable, "-m", "extproc", "engine", "--port", "0", *arguments]
-        child = await self._start("engine", argv, ready="listening on ")
+        child = await self.start("engine", argv, ready="listening on ")
         return child, child.ready_line.rpartition("listening on ")[2].strip()
 
     async def extproc(self, *arguments: str) -> Child:
         """Start the picker."""
         argv = [sys.executable, "-m", "extproc", "serve", *arguments]
-        return await self._start("extproc", argv, ready="extproc is ready")
+        return await self.start("extproc", argv, ready="extproc is ready")
 
     async def envoy(self, config: Mapping[str, Any], *, binary: str = "") -> Child:
         """Start Envoy with one worker per core but two at most."""
@@ -242,7 +243,7 @@ class Stack:
         path.write_bytes(msgspec.json.encode(config))
         argv = [binary or find_envoy(), "-c", str(path), "--concurrency", "2"]
         argv += ["--use-dynamic-base-id", "-l", "info"]
-        return await self._start("envoy", argv, ready=ENVOY_READY)
+        return await self.start("envoy", argv, ready=ENVOY_READY)
 
     async def stop(self) -> None:
         """End all children, the last started first."""
@@ -250,7 +251,8 @@ class Stack:
             await child.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _start(self, name: str, argv: Sequence[str], *, ready: str) -> Child:
+    async def start(self, name: str, argv: Sequence[str], *, ready: str) -> Child:
+        """Start any other child; see `Child.start`."""
         child = await Child.start(name, argv, ready=ready, log=self._log)
         self._children.append(child)
         return child

@@ -16,8 +16,8 @@ _WORDS = (
 )  # fmt: skip
 
 #: Characters of the parts of a conversation; four make a token in the simulated engine.
-_SYSTEM_CHARS = 1200
-_FIRST_CHARS = 2000
+_SYSTEM_CHARS = 800
+_FIRST_CHARS = 2400
 _NEXT_CHARS = 600
 _ANSWER_TOKENS = 32
 
@@ -134,7 +134,9 @@ async def _ask(
             engine = response.headers.get("x-inference-port", "")
             async for line in response.content:
                 text = _piece(line)
-                if text and not pieces:
+                if not text:
+                    continue
+                if not pieces:
                     ttft_s = time.perf_counter() - began
                 pieces.append(text)
             return Sample(response.status, engine, ttft_s, first), "".join(pieces)

@@ -1,0 +1,143 @@
+"""Bar 2: CPU per request against the floor of the same gRPC runtime, and added latency.
+
+    python -m bench.overhead [--rounds 5] [--seconds 4] [--write]
+
+The floor answers constants and parses nothing, on the same grpc.aio and uvloop, behind the same
+Envoy, with the same messages. Rounds alternate, ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+from pathlib import Path
+
+import uvloop
+
+from bench import rig
+from bench.wire_load import load, post
+
+CONNECTIONS = 32
+PROMPT_BYTES = 2000
+
+
+async def cost(mode: str, *, floor: Path | None, body: bytes, seconds: float) -> dict[str, float]:
+    """CPU seconds per request of the server, and throughput."""
+    async with rig.rig(mode, floor=floor) as running:
+        request = post("/v1/chat/completions", body)
+        await load(running.port, request, connections=CONNECTIONS, seconds=1.5)
+        before = running.cpu_s()
+        stats = await load(running.port, request, connections=CONNECTIONS, seconds=seconds)
+        used = running.cpu_s() - before
+    assert not stats["failed"], stats
+    return {
+        "cpu_us": used / stats["requests"] * 1e6,
+        "rps": stats["requests"] / stats["seconds"],
+        "p50_ms": stats["p50"] * 1e3,
+        "p99_ms": stats["p99"] * 1e3,
+    }
+
+
+async def latency(mode: str, body: bytes, seconds: float) -> dict[str, float]:
+    """Latency at one connection (ms)."""
+    async with rig.rig(mode) as running:
+        request = post("/v1/chat/completions", body)
+        await load(running.port, request, connections=1, seconds=1)
+        stats = await load(running.port, request, connections=1, seconds=seconds)
+    return {"p50_ms": stats["p50"] * 1e3, "p99_ms": stats["p99"] * 1e3}
+
+
+async def half_load(
+    mode: str, body: bytes, saturation_rps: float, seconds: float
+) -> dict[str, float]:
+    """p99 at 50 % of saturation: open loop, evenly spaced."""
+    async with rig.rig(mode) as running:
+        request = post("/v1/chat/completions", body)
+        await load(running.port, request, connections=4, seconds=1)
+        return await paced(running.port, request, saturation_rps / 2, seconds)
+
+
+async def paced(port: int, request: bytes, rps: float, seconds: float) -> dict[str, float]:
+    """Send at a fixed rate over as many connections as are needed."""
+    loop = asyncio.get_running_loop()
+    times: list[float] = []
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def one() -> None:
+        began = loop.time()
+        reader, writer = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length:")[2].partition(b"\r")[0])
+        await reader.readexactly(length)
+        times.append(loop.time() - began)
+        idle.append((reader, writer))
+
+    count = int(rps * seconds)
+    start = loop.time()
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(count):
+            await asyncio.sleep(max(0.0, start + number / rps - loop.time()))
+            tasks.create_task(one())
+    for _, writer in idle:
+        writer.close()
+    times.sort()
+    return {
+        "offered_rps": rps,
+        "achieved_rps": count / (loop.time() - start),
+        "p50_ms": times[count // 2] * 1e3,
+        "p99_ms": times[int(count * 0.99)] * 1e3,
+    }
+
+
+async def main(rounds: int, seconds: float, *, write: bool) -> None:
+    body = rig.chat(PROMPT_BYTES)
+    figures: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "body.json"
+        file.write_bytes(body)
+        direct = await latency("direct", body, seconds)
+        for mode in ("fds", "buffered"):
+            ratios, ours, floors = [], [], []
+            for number in range(rounds):
+                floor = await cost(mode, floor=file, body=body, seconds=seconds)
+                mine = await cost(mode, floor=None, body=body, seconds=seconds)
+                ratios.append(mine["cpu_us"] / floor["cpu_us"])
+                ours.append(mine)
+                floors.append(floor)
+                print(
+                    f"{mode:9} round {number + 1}: floor {floor['cpu_us']:.0f} us, "
+                    f"extproc {mine['cpu_us']:.0f} us, ratio {ratios[-1]:.3f}, "
+                    f"{mine['rps']:.0f} req/s",
+                    flush=True,
+                )
+            alone = await latency(mode, body, seconds)
+            half = await half_load(
+                mode, body, statistics.median(one["rps"] for one in ours), seconds
+            )
+            figures[mode] = {
+                "cpu_ratio_median": round(statistics.median(ratios), 3),
+                "cpu_ratios": [round(ratio, 3) for ratio in ratios],
+                "extproc_cpu_us": round(statistics.median(one["cpu_us"] for one in ours)),
+                "floor_cpu_us": round(statistics.median(one["cpu_us"] for one in floors)),
+                "extproc_rps": round(statistics.median(one["rps"] for one in ours)),
+                "floor_rps": round(statistics.median(one["rps"] for one in floors)),
+                "added_p50_ms": round(alone["p50_ms"] - direct["p50_ms"], 3),
+                "p50_ms": round(alone["p50_ms"], 3),
+                "half_saturation": {key: round(value, 2) for key, value in half.items()},
+            }
+            print(mode, figures[mode], flush=True)
+    if write:
+        command = f"python -m bench.overhead --rounds {rounds} --seconds {seconds:g} --write"
+        rig.write("overhead", command, {"direct": direct, **figures})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=4)
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    uvloop.run(main(given.rounds, given.seconds, write=given.write))
