@@ -88,6 +88,11 @@ async def generate(
 ) -> web.StreamResponse:
     """Run a turn through the engine and answer it."""
     profile, asked = runner.engine.profile, turn.ask.prompt
+    if prompt.count(asked) + turn.tokens > profile.longest:  # before hashing what may be megabytes
+        return bad_request(
+            f"This model's maximum context length is {profile.longest} tokens. However, you "
+            f"requested {prompt.count(asked) + turn.tokens} tokens in the messages and completion."
+        )
     text = prompt.answer(asked, turn.tokens)
     salt = f"{turn.adapter}\n{turn.ask.salt}"
     whole = asked + text.encode()
@@ -105,10 +110,7 @@ async def generate(
         case job.Refusal.NO_LORA:
             return bad_request("LoRA is not enabled")
         case job.Refusal.TOO_LONG:
-            return bad_request(
-                f"This model's maximum context length is {profile.longest} tokens. However, you "
-                f"requested {new.prompt_tokens + turn.tokens} tokens in the messages and completion."
-            )
+            raise AssertionError(new)  # checked above
     try:
         if turn.ask.stream:
             return await _stream(request, generation, turn, text)
