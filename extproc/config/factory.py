@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from extproc.config import profiles
+from extproc.config import load, profiles
 from extproc.config import settings as sections
+from extproc.discovery import entries, follow
 from extproc.dispatch import dispatcher as dispatching
 from extproc.endpoint import Endpoint
 from extproc.pool.fleet import Fleet
@@ -33,6 +34,8 @@ class Parts(msgspec.Struct, frozen=True):
         exchange: What all exchanges have in common.
         budget: Bytes all exchanges may gather.
         scraping: How pages are fetched; not used while `settings.scrape.enabled` is false.
+        listed: Endpoints of the configuration and the command line.
+        following: How the endpoints file and names are followed.
     """
 
     settings: sections.Settings
@@ -44,6 +47,8 @@ class Parts(msgspec.Struct, frozen=True):
     exchange: ExchangeSettings
     budget: Budget
     scraping: scraper.Settings
+    listed: tuple[entries.Entry, ...]
+    following: follow.Settings
 
 
 def _nobody(_: Endpoint) -> None:
@@ -101,6 +106,10 @@ def build(
         ),
         budget=Budget(settings.limits.max_assembly_bytes),
         scraping=_scraping(settings.scrape),
+        listed=load.entries(settings.pool, where=where),
+        following=follow.Settings(
+            file=settings.pool.endpoints_file, refresh_s=settings.pool.dns_refresh_s
+        ),
     )
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from extproc.config import settings as sections
 from extproc.config import strict
+from extproc.discovery import entries as discovered
 from extproc.errors import ConfigError
 
 #: Kinds people may hand us by mistake, and what to do about it.
@@ -52,7 +53,7 @@ class Override(msgspec.Struct, frozen=True):
 
 
 #: No file: defaults, and what flags say.
-EMPTY = Document("defaults", {"apiVersion": sections.API_VERSION, "kind": sections.KIND})
+EMPTY = Document("the command line", {"apiVersion": sections.API_VERSION, "kind": sections.KIND})
 
 
 def read(path: Path) -> Document:
@@ -144,8 +145,30 @@ def settings(document: Document, overrides: Sequence[Override] = ()) -> sections
         # The file is in order, so what fails now is this flag.
         strict.convert(tree, sections.Settings, where=override.flag)
     merged = strict.convert(tree, sections.Settings, where=where)
-    _together(merged, where=where)
+    flags = sorted({override.flag for override in overrides})
+    listed = "--endpoints" if "--endpoints" in flags else strict.place(where, ("pool",))
+    entries(merged.pool, where=listed)
+    _together(merged, where=f"{where} with {', '.join(flags)}" if flags else where)
     return merged
+
+
+def entries(pool: sections.Source, *, where: str) -> tuple[discovered.Entry, ...]:
+    """The endpoints listed in the pool section, read as those of an endpoints file are.
+
+    Args:
+        pool: The section.
+        where: Where the list stands, for errors.
+
+    Raises:
+        ConfigError: An address is none, or stands twice.
+    """
+    listed: list[object] = [
+        {"address": entry.address, "name": entry.name, "labels": dict(entry.labels)}
+        if isinstance(entry, sections.EndpointEntry)
+        else entry
+        for entry in pool.endpoints
+    ]
+    return discovered.from_document({"endpoints": listed}, where=where)
 
 
 def _known_kind(document: Document) -> None:

@@ -7,7 +7,7 @@ request only what decided is told.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,29 +15,11 @@ import msgspec
 from extproc.decision import Decision, Outcome, Rejection
 from extproc.endpoint import Candidate
 from extproc.pool.snapshot import Pool
-from extproc.request import RawRequest, Request
+from extproc.request import Request
 from extproc.telemetry import state
 
 #: Plain JSON: mappings, lists, text, numbers, booleans, None.
 Json = dict[str, Any]
-
-
-class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request to be explained, as it is sent to a running server.
-
-    Attributes:
-        headers: Names in lower case, `:path` among them.
-        body: The body; base64 in JSON.
-        subset: Allowed endpoints (EPP protocol 004, subset hint); null for all.
-    """
-
-    headers: Mapping[str, str]
-    body: bytes = b""
-    subset: tuple[str, ...] | None = None
-
-    def raw(self) -> RawRequest:
-        """The request as a data plane would show it."""
-        return RawRequest(self.headers, self.body, subset=self.subset)
 
 
 def pool_state(pool: Pool, now: float) -> Json:

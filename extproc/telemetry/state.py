@@ -12,6 +12,7 @@ from extproc.endpoint import NO_LABELS
 from extproc.pool.snapshot import Member, Pool
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
@@ -51,7 +52,7 @@ class EndpointState(
     incarnation: Count = 0
     failures: Count = 0
     failure: str = ""
-    in_flight: Count = 0
+    in_flight: Requests = 0
     prompt_tokens: Count = 0
     foreign: Amount | None = None
     age_s: Amount | None = None

@@ -1,0 +1,179 @@
+"""`extproc check`: read a configuration and say what it means, without serving it.
+
+It takes the flags of `serve`, so that the arguments of a Deployment can be checked as they stand.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from extproc.cli import flags
+from extproc.config import advice, load, strict
+from extproc.config import settings as sections
+from extproc.discovery import entries, file, follow
+from extproc.errors import ConfigError
+from extproc.scheduling import catalogue, defaults
+from extproc.scheduling.plugins import Plugin
+from extproc.scheduling.profile import Profile
+
+_MIB = 1024 * 1024
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its flags to the `extproc` parser."""
+    parser = subparsers.add_parser(
+        "check",
+        help="read a configuration and say what it means",
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", nargs="?", metavar="FILE", help="the same as --config-file")
+    parser.add_argument(
+        "--plugins", action="store_true", help="list strategies and plugins with their parameters"
+    )
+    flags.add(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check; returns the exit status.
+
+    Raises:
+        ConfigError: Flags or files are wrong.
+    """
+    if args.plugins:
+        print("\n".join(_plugins()))
+        return 0
+    if args.file:
+        if args.config_file:
+            raise ConfigError(
+                "--config-file",
+                wanted="one configuration",
+                found=f"{args.file} besides",
+                fix="name it once",
+            )
+        args.config_file = args.file
+    resolved = flags.resolve(args)
+    print("\n".join(_meaning(resolved)))
+    return 0
+
+
+def _meaning(resolved: flags.Resolved) -> Iterator[str]:
+    settings = resolved.settings
+    yield f"{resolved.where} is in order"
+    yield ""
+    yield from _server(settings.server)
+    yield from _pool(settings.pool)
+    yield from _scheduling(settings, resolved.profile)
+    yield from _limits(settings)
+    warnings = (*resolved.warnings, *advice.advice(settings))
+    if warnings:
+        yield ""
+        yield from (f"warning: {warning}" for warning in warnings)
+
+
+def _server(server: sections.Server) -> Iterator[str]:
+    host = server.host or "every address"
+    tls = "without TLS"
+    if server.secure_serving:
+        tls = f"with the certificate in {server.cert_path}" if server.cert_path else "self-signed"
+    yield f"server      {host}: ext_proc on {server.grpc_port} ({tls}),"
+    yield f"            health on {server.grpc_health_port}, pages on {server.metrics_port};"
+    yield f"            drains for {server.drain_timeout_s:g} s"
+
+
+def _pool(pool: sections.Source) -> Iterator[str]:
+    named = f" of pool {pool.name}" if pool.name else ""
+    if pool.endpoints_file:
+        listed = file.load(Path(pool.endpoints_file), limit_bytes=follow.Settings().limit_bytes)
+        source = f"in {pool.endpoints_file}, watched"
+    else:
+        listed = load.entries(pool, where="pool")
+        source = "listed"
+    yield f"endpoints   {len(listed)} {source}{named}"
+    yield from (f"            {_entry(entry)}" for entry in listed)
+
+
+def _entry(entry: entries.Entry) -> str:
+    host = f"[{entry.host}]" if ":" in entry.host else entry.host
+    told = [f"{host}:{entry.port}"]
+    if not entry.literal:
+        told.append("(every address of this name)")
+    if entry.name:
+        told.append(entry.name)
+    told += [f"{key}={value}" for key, value in sorted(entry.labels.items())]
+    return "  ".join(told)
+
+
+def _scheduling(settings: sections.Settings, profile: Profile) -> Iterator[str]:
+    yield f"profile     {profile.name}"
+    for keep in profile.filters:
+        yield f"  filter    {_told(keep)}"
+    for scorer, weight in profile.scorers:
+        yield f"  scorer    {_told(scorer)}, weight {weight:g}"
+    yield f"  picker    {_told(profile.picker)}"
+    if settings.scheduling.fallbacks:
+        yield f"  and {settings.scheduling.fallbacks} further endpoints to fall back to"
+    yield f"signals     {', '.join(sorted(signal.value for signal in profile.needs)) or 'none'}"
+    scrape = settings.scrape
+    if scrape.enabled:
+        yield (
+            f"scrape      {scrape.scheme} {scrape.path} every {scrape.busy_interval_s:g} s where "
+            f"requests are, {scrape.idle_interval_s:g} s elsewhere;"
+        )
+        yield f"            loads count for {scrape.stale_after_s:g} s"
+    else:
+        yield "scrape      off"
+
+
+def _limits(settings: sections.Settings) -> Iterator[str]:
+    limits = settings.limits
+    yield (
+        f"limits      bodies {_size(limits.max_body_bytes)}, together "
+        f"{_size(limits.max_assembly_bytes)}; messages {_size(limits.max_message_bytes)}; "
+        f"{limits.max_streams} streams"
+    )
+    prefix = settings.prefix
+    last = prefix.schedule.tokens[min(prefix.capacity_blocks, len(prefix.schedule.tokens) - 1)]
+    yield (
+        f"prefix      {prefix.capacity_blocks} blocks for each endpoint; the longest prompt "
+        f"believed whole has {last} tokens"
+    )
+
+
+def _plugins() -> Iterator[str]:
+    yield "strategies"
+    yield from (f"  {name}" for name in defaults.profiles())
+    yield from _table("filters", catalogue.FILTERS)
+    yield from _table("scorers", catalogue.SCORERS)
+    yield from _table("pickers", catalogue.PICKERS)
+
+
+def _table(title: str, kinds: Mapping[str, type[Plugin]]) -> Iterator[str]:
+    yield title
+    for kind in sorted(kinds):
+        yield f"  {_told(kinds[kind]())}"
+
+
+def _told(plugin: Plugin) -> str:
+    """A plugin with its parameters and the signals it needs."""
+    told = plugin.kind
+    params = ", ".join(f"{name}={strict.show(value)}" for name, value in _params(plugin))
+    if params:
+        told += f" ({params})"
+    if plugin.needs:
+        told += f", reads {', '.join(sorted(signal.value for signal in plugin.needs))}"
+    return told
+
+
+def _params(plugin: object) -> Iterable[tuple[str, Any]]:
+    return msgspec.structs.asdict(plugin).items() if isinstance(plugin, msgspec.Struct) else ()
+
+
+def _size(count: int) -> str:
+    return f"{count / _MIB:g} MiB" if count >= _MIB else f"{count} bytes"

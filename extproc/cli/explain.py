@@ -1,0 +1,163 @@
+"""`extproc explain`: say which endpoint a request would get, and why.
+
+The request is a JSON body from a file or standard input. What is known of the endpoints comes from
+a running server (--server), or from a file (--state) in the form in which /debug/pool shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from extproc.errors import ConfigError, ExtprocError
+
+#: What a server takes to answer; a dry run takes under a millisecond.
+_TIMEOUT_S = 10.0
+
+
+class UnreachableError(ExtprocError):
+    """The server that was asked does not answer."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its flags to the `extproc` parser."""
+    parser = subparsers.add_parser(
+        "explain",
+        help="say which endpoint a request would get, and why",
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("request", nargs="?", default="-", metavar="FILE", help="JSON body; - is standard input")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--state", metavar="FILE", help="YAML or JSON file with endpoints")
+    source.add_argument("--server", metavar="URL", help="pages of a server, http://127.0.0.1:9090")
+    add("--path", default="/v1/chat/completions", help="HTTP path (%(default)s)")
+    add(
+        "--header",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a header of the request; repeatable",
+    )
+    add("--config-file", metavar="FILE", help="configuration to decide with, for --state")
+    add("--strategy", metavar="NAME", help="strategy to decide with, for --state")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain; returns the exit status: 0 also when the answer is a refusal.
+
+    Raises:
+        ConfigError: A file or flag is wrong.
+        UnreachableError: The server does not answer.
+    """
+    from extproc.telemetry import explanation
+
+    body = sys.stdin.buffer.read() if args.request == "-" else _bytes_of(args.request)
+    headers = _headers(args.header)
+    if args.server:
+        if args.config_file or args.strategy:
+            raise ConfigError(
+                "--server",
+                wanted="--config-file and --strategy with --state only",
+                found="both",
+                fix="remove them; a server decides with its own configuration",
+            )
+        told = _ask(args.server, args.path, headers, body)
+    else:
+        told = explanation.explain(_imagine(args, headers, body))
+    print(json.dumps(told, indent=2) if args.json else explanation.render_table(told), end="")
+    if args.json:
+        print()
+    return 0
+
+
+def _imagine(args: argparse.Namespace, headers: Mapping[str, str], body: bytes) -> Any:
+    from extproc.cli import imagined
+    from extproc.config import load, strict
+    from extproc.request import RawRequest
+    from extproc.telemetry.state import PoolState
+
+    document = load.read(Path(args.config_file)) if args.config_file else load.EMPTY
+    overrides = []
+    if args.strategy:
+        overrides = [
+            load.Override(("scheduling", "strategy"), args.strategy, "--strategy"),
+            load.Override(("scheduling", "profile"), None, "--strategy"),
+        ]
+    tree = load.tree_of(load.text_of(Path(args.state)), where=args.state)
+    pool = strict.convert(tree, PoolState, where=args.state)
+    raw = RawRequest({":method": "POST", ":path": args.path, **headers}, body)
+    return imagined.decide(load.settings(document, overrides), pool, raw, where=args.state)
+
+
+def _bytes_of(name: str) -> bytes:
+    try:
+        return Path(name).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            name, wanted="a readable file", found=error.strerror or "", fix="check the path"
+        ) from None
+
+
+def _headers(words: list[str]) -> dict[str, str]:
+    headers = {"content-type": "application/json"}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(
+                "--header", wanted="name=value", found=repr(word), fix="put = between them"
+            )
+        headers[name.strip().lower()] = value
+    return headers
+
+
+def _ask(server: str, path: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+    """Ask a running server for a dry run."""
+    if not server.startswith(("http://", "https://")):
+        server = f"http://{server}"
+    url = f"{server.rstrip('/')}/debug/explain"
+    sent = {"x-explain-path": path, "content-type": "application/octet-stream"}
+    sent |= {f"x-explain-header-{name}": value for name, value in headers.items()}
+    # The scheme was made http or https above.
+    request = urllib.request.Request(url, data=body, headers=sent, method="POST")  # noqa: S310
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
+            told: dict[str, Any] = json.load(answer)
+            return told
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return _refusal(url, refused)
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise UnreachableError(
+            wanted=f"a decision from {url}",
+            found=str(getattr(error, "reason", error)),
+            fix="give the host and the --metrics-port of a running `extproc serve`",
+        ) from None
+
+
+def _refusal(url: str, refused: urllib.error.HTTPError) -> dict[str, Any]:
+    """A refusal comes with the status and body the client would get."""
+    try:
+        message = json.load(refused)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        raise UnreachableError(
+            wanted=f"a decision from {url}",
+            found=f"status {refused.code} without an explanation",
+            fix="check that an extproc of this version listens there",
+        ) from None
+    return {
+        "outcome": "rejection",
+        "status": refused.code,
+        "message": message,
+        "reason": "",
+        "retry_after_s": None,
+    }

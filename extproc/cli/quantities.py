@@ -1,0 +1,86 @@
+"""Words on a command line to values: durations, sizes, booleans, lists.
+
+Every reader takes the flag, for its errors, and the text. The forms are Go's, because the upstream
+picker's flags are.
+"""
+
+from __future__ import annotations
+
+import re
+
+from extproc.errors import ConfigError
+
+_UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+_PLAIN = re.compile(r"\d+(\.\d*)?|\.\d+")
+_SIZE = re.compile(r"(\d+)\s*([kKMG]?)(i?)(B?)")
+_POWER = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3}
+_TRUE = frozenset({"1", "t", "T", "true", "TRUE", "True"})
+_FALSE = frozenset({"0", "f", "F", "false", "FALSE", "False"})
+
+
+def text(_: str, found: str) -> str:
+    """The text itself."""
+    return found
+
+
+def seconds(flag: str, found: str) -> float:
+    """A Go duration such as `1m30s` or `50ms`, or plain seconds.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if _PLAIN.fullmatch(found):
+        return float(found)
+    parts = _DURATION_PART.findall(found)
+    if not parts or "".join(number + unit for number, unit in parts) != found:
+        raise ConfigError(
+            flag, wanted="a duration", found=repr(found), fix="write 30s, 1m30s, 50ms or seconds"
+        )
+    return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
+
+
+def size_bytes(flag: str, found: str) -> int:
+    """Bytes, with k, M, G (powers of 1000) or Ki, Mi, Gi (powers of 1024).
+
+    Raises:
+        ConfigError: It is no size.
+    """
+    split = _SIZE.fullmatch(found)
+    if not split:
+        raise ConfigError(
+            flag, wanted="a size in bytes", found=repr(found), fix="write 67108864 or 64Mi"
+        )
+    number, prefix, binary, _ = split.groups()
+    return int(number) * int((1024 if binary else 1000) ** _POWER[prefix])
+
+
+def boolean(flag: str, found: str) -> bool:
+    """What Go's ParseBool takes.
+
+    Raises:
+        ConfigError: It is neither true nor false.
+    """
+    if found in _TRUE:
+        return True
+    if found in _FALSE:
+        return False
+    raise ConfigError(
+        flag, wanted="true or false", found=repr(found), fix=f"write {flag}=true or {flag}=false"
+    )
+
+
+def whole(flag: str, found: str) -> int:
+    """A whole number.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if re.fullmatch(r"-?[0-9]+", found):
+        return int(found)
+    raise ConfigError(flag, wanted="a whole number", found=repr(found), fix="write digits only")
+
+
+def listed(_: str, found: str) -> list[str]:
+    """Words between commas; empty ones do not count."""
+    return [word.strip() for word in found.split(",") if word.strip()]

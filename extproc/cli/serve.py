@@ -1,0 +1,43 @@
+"""`extproc serve`: run the endpoint picker."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from extproc.cli import flags
+from extproc.errors import ConfigError
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its flags to the `extproc` parser."""
+    parser = subparsers.add_parser(
+        "serve", help="run the endpoint picker", description=__doc__, allow_abbrev=False
+    )
+    flags.add(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status.
+
+    Raises:
+        ConfigError: Flags or files are wrong.
+    """
+    from extproc.config import advice
+
+    resolved = flags.resolve(args)
+    pool = resolved.settings.pool
+    if not pool.endpoints and not pool.endpoints_file:
+        raise ConfigError(
+            resolved.where,
+            wanted="endpoints",
+            found="none",
+            fix="add --endpoints ip:port,..., --endpoints-file, or a pool section",
+        )
+    for warning in (*resolved.warnings, *advice.advice(resolved.settings)):
+        print(f"extproc: warning: {warning}", file=sys.stderr)
+    from extproc.server import app
+
+    return app.run(resolved.settings)
