@@ -29,6 +29,8 @@ from extproc.sim import (
 #: Bodies the server takes; far above the 64 MiB that data planes are tested with.
 _MAX_BODY_BYTES = 1 << 28
 _VERSION = "0.32.0"
+#: Requests in flight get this long when the server stops; aiohttp reads 0 as for ever.
+_SHUTDOWN_S = 0.01
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -334,7 +336,7 @@ async def serving(
         access_log=None,
         handler_cancellation=True,
         keepalive_timeout=settings.keepalive_s,
-        shutdown_timeout=0.0,
+        shutdown_timeout=_SHUTDOWN_S,
     )
     await runner.setup()
     try:
