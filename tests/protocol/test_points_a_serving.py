@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import ssl
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from extproc.config.settings import Limits, Server, Settings
+from tests.support import conversation as talk
+from tests.support import serving
+from tests.support.serving import LOCAL, Running, Stream
+
+ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
+NAMES = ["readiness", "inference-extension", "envoy.service.ext_proc.v3.ExternalProcessor", ""]
+
+
+async def routed(channel: grpc.aio.Channel) -> str:
+    """Where a request goes."""
+    stream = Stream(channel)
+    await stream.say(talk.request_headers(ends=True))
+    (said,) = await stream.hear()
+    assert await stream.end() is grpc.StatusCode.OK
+    return said.headers["x-gateway-destination-endpoint"]
+
+
+async def shown(port: int) -> tuple[bytes, str | None]:
+    """The certificate a server shows to a client that does not verify, and the protocol agreed."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    _, writer = await asyncio.open_connection(LOCAL, port, ssl=context)
+    tls = writer.get_extra_info("ssl_object")
+    certificate, protocol = tls.getpeercert(binary_form=True), tls.selected_alpn_protocol()
+    writer.close()
+    return certificate, protocol
+
+
+def trusting(certificate: bytes, port: int) -> grpc.aio.Channel:
+    """A channel that trusts this certificate."""
+    return grpc.aio.secure_channel(
+        f"{LOCAL}:{port}",
+        grpc.ssl_channel_credentials(ssl.DER_cert_to_PEM_cert(certificate).encode()),
+        options=[("grpc.ssl_target_name_override", "localhost")],
+    )
+
+
+def write_pair(folder: Path) -> bytes:
+    """A fresh tls.crt and tls.key; the certificate as DER."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = dt.datetime.now(dt.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(days=1))
+        .not_valid_after(now + dt.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "tls.key").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    (folder / "tls.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    return certificate.public_bytes(serialization.Encoding.DER)
+
+
+def test_001_the_method_is_served_under_envoys_name():
+    """The ext_proc method answers, on 9002 unless told otherwise."""
+
+    async def test() -> None:
+        async with serving.running(serving.settings(ONE)) as picker:
+            await picker.sync()
+            async with picker.channel() as channel:
+                assert await routed(channel) == ONE
+
+    serving.run(test())
+    assert (Server().grpc_port, Server().grpc_health_port) == (9002, 9003)
+
+
+def test_002_tls_is_the_default():
+    """By default a client that does not verify gets TLS with a certificate made at start, and h2."""
+
+    async def test() -> None:
+        async with serving.running(serving.settings(ONE, secure_serving=True)) as picker:
+            await picker.sync()
+            certificate, protocol = await shown(picker.ports.grpc)
+            assert protocol == "h2"
+            async with trusting(certificate, picker.ports.grpc) as channel:
+                assert await routed(channel) == ONE
+
+    assert Settings().server.secure_serving is True
+    serving.run(test())
+
+
+def test_003_plaintext_by_flag():
+    """With secure serving off, h2c works and TLS does not."""
+
+    async def test() -> None:
+        async with serving.running(serving.settings(ONE, secure_serving=False)) as picker:
+            await picker.sync()
+            async with picker.channel() as channel:
+                assert await routed(channel) == ONE
+            with pytest.raises(ssl.SSLError):
+                await shown(picker.ports.grpc)
+
+    serving.run(test())
+
+
+def test_004_certificate_files_with_reload(tmp_path: Path):
+    """tls.crt and tls.key are served; a new pair is picked up, a broken one is not."""
+
+    async def test() -> None:
+        first = write_pair(tmp_path)
+        configuration = serving.settings(
+            ONE, secure_serving=True, cert_path=str(tmp_path), enable_cert_reload=True
+        )
+        async with serving.running(configuration) as picker:
+            await picker.sync()
+            assert (await shown(picker.ports.grpc))[0] == first
+            second = write_pair(tmp_path)
+            assert (await shown(picker.ports.grpc))[0] == second
+            (tmp_path / "tls.crt").write_text("not a certificate")
+            assert (await shown(picker.ports.grpc))[0] == second
+            async with trusting(second, picker.ports.grpc) as channel:
+                assert await routed(channel) == ONE
+
+    serving.run(test())
+
+
+def follows_sync(name: str) -> None:
+    """A health name is NOT_SERVING before the first sync and SERVING after it."""
+
+    async def test() -> None:
+        async with serving.running(serving.settings(ONE)) as picker:
+            assert await picker.health(name) == "NOT_SERVING"
+            await picker.sync()
+            assert await picker.health(name) == "SERVING"
+
+    serving.run(test())
+
+
+def test_005_inference_extension_follows_the_first_sync():
+    """The name the conformance probes use is served in plaintext on the health port."""
+    follows_sync("inference-extension")
+
+
+def test_006_readiness_only_when_synced():
+    """`readiness` is SERVING once discovery has spoken."""
+    follows_sync("readiness")
+
+
+def test_007_liveness_whenever_the_process_answers():
+    """`liveness` is SERVING before the first sync and while draining."""
+
+    async def test() -> None:
+        async with serving.running(serving.settings(ONE)) as picker:
+            assert await picker.health("liveness") == "SERVING"
+            picker.picker.readiness.draining = True
+            assert await picker.health("liveness") == "SERVING"
+
+    serving.run(test())
+
+
+def test_008_the_service_name_answers_like_readiness():
+    """The ext_proc service name follows the first sync."""
+    follows_sync("envoy.service.ext_proc.v3.ExternalProcessor")
+
+
+def test_009_the_empty_name_answers_like_readiness():
+    """The empty name follows the first sync."""
+    follows_sync("")
+
+
+def test_010_health_on_the_ext_proc_port():
+    """Every name is answered on the ext_proc port too."""
+
+    async def test() -> None:
+        async with serving.running(serving.settings(ONE)) as picker:
+            await picker.sync()
+            for name in NAMES:
+                assert await picker.health(name, port=picker.ports.grpc) == "SERVING"
+
+    serving.run(test())
+
+
+async def drained(picker: Running) -> None:
+    await picker.sync()
+    hurry = asyncio.Event()
+    async with picker.channel() as channel:
+        before = Stream(channel)
+        await before.say(talk.request_headers(ends=True))
+        await before.hear()
+        drain = asyncio.ensure_future(picker.picker.drain(hurry))
+        while not picker.picker.readiness.draining:
+            await asyncio.sleep(0)
+        for name in NAMES:
+            assert await picker.health(name) == "NOT_SERVING"
+        await before.say(talk.response_headers())
+        assert await before.hear() == [talk.answer_headers()]
+        assert await routed(channel) == ONE
+        assert not drain.done()
+        hurry.set()
+        await drain
+        # Let go with OK, so that Envoy goes on with the answer without us.
+        assert await before.rest() == []
+        assert await before.call.code() is grpc.StatusCode.OK
+
+
+def test_011_draining_serves_on():
+    """Draining: not ready at once, old and new streams are served, at its end they close OK."""
+
+    async def test() -> None:
+        async with serving.running(serving.settings(ONE, drain_timeout_s=60.0)) as picker:
+            await drained(picker)
+
+    serving.run(test())
+
+
+def test_014_the_receive_limit_ends_one_stream_only():
+    """A message over the limit ends its stream with RESOURCE_EXHAUSTED; others go on."""
+
+    async def test() -> None:
+        limits = Limits(max_message_bytes=6 << 20)
+        async with serving.running(serving.settings(ONE), limits=limits) as picker:
+            await picker.sync()
+            async with picker.channel() as channel:
+                fits = Stream(channel)
+                await fits.say(talk.request_headers({**talk.PLAIN, ":path": "/upload"}))
+                await fits.say(talk.request_body(b"x" * (5 << 20), ends=True))
+                assert await fits.hear() == [talk.route(ONE)]
+                fits.call.cancel()
+                large = Stream(channel)
+                await large.say(talk.request_body(b"x" * (7 << 20)))
+                with pytest.raises(grpc.aio.AioRpcError) as ended:
+                    await large.rest()
+                assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert await routed(channel) == ONE
+
+    serving.run(test())
+    assert Limits().max_message_bytes >= 4 << 20
+
+
+def test_015_two_pickers_side_by_side():
+    """Two pickers with equal settings but for their endpoints serve their own."""
+
+    async def test() -> None:
+        async with (
+            serving.running(serving.settings(ONE)) as first,
+            serving.running(serving.settings(TWO)) as second,
+        ):
+            await first.sync()
+            await second.sync()
+            for picker, address in ((first, ONE), (second, TWO)):
+                async with picker.channel() as channel:
+                    assert await routed(channel) == address
+
+    serving.run(test())

@@ -1,0 +1,189 @@
+"""Real gRPC servers in this process, and a client that speaks the peer's messages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import grpc
+import msgspec
+from grpc_health.v1 import health_pb2
+
+from extproc.config.settings import Scheduling, Scrape, Server, Settings, Source
+from extproc.dispatch.dispatcher import Dispatcher
+from extproc.protocol.gathering import Budget
+from extproc.protocol.settings import ExchangeSettings
+from extproc.server import servicer as servicers
+from extproc.server.app import Addresses, Picker
+from extproc.telemetry.tallies import Tallies
+from tests.support import peer
+from tests.support.conversation import DUPLEX, Message
+from tests.support.house import House
+
+METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+CHECK = "/grpc.health.v1.Health/Check"
+LOCAL = "127.0.0.1"
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    """Run an asynchronous test; one that hangs fails."""
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+class Stream:
+    """One ext_proc stream, seen from the data plane.
+
+    Args:
+        channel: To the server.
+        modes: Body modes by name.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, modes: tuple[str, str] | None = DUPLEX) -> None:
+        self.call = channel.stream_stream(METHOD)()
+        self._modes = modes
+
+    async def say(self, *messages: Message) -> None:
+        """Send messages."""
+        for message in messages:
+            await self.call.write(message.encode(self._modes))
+            self._modes = None
+
+    async def hear(self, count: int = 1) -> list[peer.Said]:
+        """Read so many answers."""
+        heard = []
+        for _ in range(count):
+            data = await self.call.read()
+            assert data is not grpc.aio.EOF, await self.call.details()
+            heard.append(peer.read(data))
+        return heard
+
+    async def rest(self) -> list[peer.Said]:
+        """Read to the end of the stream."""
+        heard = []
+        while (data := await self.call.read()) is not grpc.aio.EOF:
+            heard.append(peer.read(data))
+        return heard
+
+    async def end(self) -> grpc.StatusCode:
+        """Half-close and read to the end; the status the server ended with."""
+        await self.call.done_writing()
+        await self.rest()
+        return await self.call.code()
+
+
+class Serving:
+    """A servicer behind a port.
+
+    Attributes:
+        servicer: The one that serves.
+        channel: A client's channel to it.
+    """
+
+    def __init__(self, servicer: servicers.Servicer, channel: grpc.aio.Channel) -> None:
+        self.servicer = servicer
+        self.channel = channel
+
+    def stream(self, modes: tuple[str, str] | None = DUPLEX) -> Stream:
+        """Open a stream."""
+        return Stream(self.channel, modes)
+
+    async def idle(self) -> None:
+        """Wait until every handler has ended."""
+        while tasks := list(self.servicer._tasks):
+            await asyncio.wait(tasks)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    house: House,
+    *,
+    dispatcher: Dispatcher | None = None,
+    max_body_bytes: int = 1 << 20,
+    max_streams: int = 10_000,
+) -> AsyncIterator[Serving]:
+    """Serve a house."""
+    servicer = servicers.Servicer(
+        dispatcher=dispatcher or house.dispatcher,
+        exchange_settings=ExchangeSettings(max_body_bytes),
+        budget=Budget(1 << 28),
+        tallies=Tallies(),
+        clock=lambda: house.now,
+        rng=random.Random(1),
+        max_streams=max_streams,
+        stream_share=0.0,
+    )
+    server = grpc.aio.server()
+    servicers.register(server, servicer)
+    port = server.add_insecure_port(f"{LOCAL}:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"{LOCAL}:{port}") as channel:
+            yield Serving(servicer, channel)
+    finally:
+        await server.stop(None)
+
+
+def settings(*endpoints: str, **server: Any) -> Settings:
+    """A configuration on free loopback ports, over a static list that nobody scrapes."""
+    ports = {"grpc_port": 0, "grpc_health_port": 0, "metrics_port": 0}
+    return Settings(
+        server=Server(**{"host": LOCAL, "secure_serving": False, **ports, **server}),
+        pool=Source(endpoints=endpoints),
+        scrape=Scrape(enabled=False),
+        scheduling=Scheduling(strategy="least-request"),
+    )
+
+
+class Running:
+    """A whole picker, started, before or after its first sync.
+
+    Attributes:
+        picker: The composition root.
+        ports: Where it listens.
+    """
+
+    def __init__(self, picker: Picker, ports: Addresses) -> None:
+        self.picker = picker
+        self.ports = ports
+        self._loops: list[asyncio.Task[None]] = []
+
+    async def sync(self) -> None:
+        """Let discovery speak."""
+        self._loops = [asyncio.ensure_future(loop) for loop in self.picker.loops().values()]
+        await self.picker.synced()
+
+    async def stop(self) -> None:
+        """End the loops and close everything."""
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        await self.picker.stop()
+
+    async def health(self, name: str, *, port: int | None = None) -> str:
+        """What health says of a name; by default on the health port."""
+        async with grpc.aio.insecure_channel(f"{LOCAL}:{port or self.ports.health}") as channel:
+            check = channel.unary_unary(
+                CHECK,
+                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=health_pb2.HealthCheckResponse.FromString,
+            )
+            answer = await check(health_pb2.HealthCheckRequest(service=name))
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+    def channel(self) -> grpc.aio.Channel:
+        """A plaintext channel to the ext_proc port."""
+        return grpc.aio.insecure_channel(f"{LOCAL}:{self.ports.grpc}")
+
+
+@contextlib.asynccontextmanager
+async def running(configuration: Settings, **changes: Any) -> AsyncIterator[Running]:
+    """Start a whole picker; it has not synced yet."""
+    picker = Picker(msgspec.structs.replace(configuration, **changes))
+    started = Running(picker, await picker.start())
+    try:
+        yield started
+    finally:
+        await started.stop()
