@@ -263,7 +263,7 @@ def _target(endpoint: Endpoint, path: str) -> client.Target:
     port = endpoint.address.rpartition(":")[2]
     other = endpoint.labels.get(PORT_LABEL, "")
     # A label that is no port is not worth the endpoint: its own port is asked.
-    if _PORT.fullmatch(other):
+    if _PORT.fullmatch(other) and int(other) <= 65535:
         port = other
     return client.target(endpoint.ip, int(port), path=path)
 

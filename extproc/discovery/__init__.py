@@ -1,0 +1,8 @@
+"""Where endpoints come from: flags, a watched file, host names in DNS.
+
+Lives here: the strict reading of endpoint lists (`entries`) and the merging of DNS answers into
+endpoints (`resolved`), both pure. And the shells: the watched file (`file`), the resolver (`dns`)
+and the loop that joins them (`follow`).
+Must not live here: what an endpoint is worth or whether it answers (scrape, pool).
+Driven by: the server, which runs `Discovery.run` in its task group; it writes to the fleet.
+"""

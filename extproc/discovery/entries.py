@@ -1,0 +1,218 @@
+"""Endpoint lists as people write them, read strictly.
+
+The document is a mapping with a list `endpoints`, each of them `host:port` or a mapping with
+`address` (or `host`), `port`, `name`, `namespace` and `labels`: the file-discovery format of the
+upstream picker, and host names besides.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from extproc.endpoint import NO_LABELS
+from extproc.errors import ConfigError
+
+_KEYS = ("address", "host", "port", "name", "namespace", "labels")
+_HOST_NAME = re.compile(
+    r"(?=.{1,253}\Z)(?:[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9])?\.)*"
+    r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.?"
+)
+_BRACKETED = re.compile(r"\[([^\]]*)\](?::(.*))?", re.DOTALL)
+_FORMS = "10.0.0.1:8000, [fd00::1]:8000 or engine.example:8000"
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One line of an endpoint list.
+
+    Attributes:
+        host: IPv4 or IPv6 literal in its shortest form, without brackets, or a host name.
+        port: 1..65535.
+        name: What people call it; empty when they do not.
+        labels: Free labels; `namespace` is one of them.
+    """
+
+    host: str
+    port: int
+    name: str = ""
+    labels: Mapping[str, str] = NO_LABELS
+
+    @property
+    def literal(self) -> bool:
+        """Whether the host is an address rather than a name to resolve."""
+        return _ip(self.host) is not None
+
+
+def from_document(document: object, *, where: str) -> tuple[Entry, ...]:
+    """Reads a loaded YAML or JSON document.
+
+    Args:
+        document: What the loader returned.
+        where: Name of the file, for messages.
+
+    Raises:
+        ConfigError: With the path of the value that is wrong.
+    """
+    if not isinstance(document, Mapping):
+        raise _wrong(where, "a mapping with a list `endpoints`", document, "see the README")
+    for key in document:
+        if key != "endpoints":
+            raise _unknown(where, key, ("endpoints",))
+    listed = document.get("endpoints")
+    if not isinstance(listed, list):
+        raise _wrong(f"{where}: endpoints", "a list", listed, "write one endpoint per item")
+    return _distinct(
+        [(f"{where}: endpoints[{at}]", item) for at, item in enumerate(listed)],
+    )
+
+
+def from_flags(values: Sequence[str], *, where: str = "--endpoints") -> tuple[Entry, ...]:
+    """Reads flag values, each one `host:port` or several separated by commas.
+
+    Raises:
+        ConfigError: With the flag and the value that is wrong.
+    """
+    parts = [part.strip() for value in values for part in value.split(",")]
+    return _distinct([(where, part) for part in parts if part])
+
+
+def _distinct(items: Sequence[tuple[str, object]]) -> tuple[Entry, ...]:
+    seen: dict[tuple[str, int], str] = {}
+    entries: list[Entry] = []
+    for where, item in items:
+        entry = _entry(item, where)
+        first = seen.setdefault((entry.host, entry.port), where)
+        if len(seen) == len(entries):
+            raise ConfigError(
+                where,
+                wanted="every endpoint once",
+                found=f"{entry.host} port {entry.port} again, first at {first}",
+                fix="remove one of them",
+            )
+        entries.append(entry)
+    return tuple(entries)
+
+
+def _entry(item: object, where: str) -> Entry:
+    if isinstance(item, str):
+        host, port = _split(item, where)
+        if port is None:
+            raise _wrong(where, _FORMS, item, "add the port")
+        return Entry(_host(host, where), _port(port, where))
+    if not isinstance(item, Mapping):
+        raise _wrong(where, f"{_FORMS}, or a mapping", item, "write an address and a port")
+    for key in item:
+        if key not in _KEYS:
+            raise _unknown(where, key, _KEYS)
+    place, given = _place(item, where)
+    labels = _labels(item.get("labels"), f"{where}.labels")
+    namespace = _text(item.get("namespace"), f"{where}.namespace")
+    if namespace:
+        labels = {"namespace": namespace, **labels}
+    return Entry(
+        _host(place, where),
+        _port(given, f"{where}.port"),
+        name=_text(item.get("name"), f"{where}.name"),
+        labels=labels,
+    )
+
+
+def _place(item: Mapping[object, object], where: str) -> tuple[str, object]:
+    """Host and port, of which the port may stand in the address."""
+    if "address" in item and "host" in item:
+        raise _wrong(where, "address or host", "both", "keep one; they mean the same")
+    key = "host" if "host" in item else "address"
+    address = item.get(key)
+    if not isinstance(address, str) or not address:
+        raise _wrong(f"{where}.{key}", "an IP address or a host name", address, "write it")
+    host, port = _split(address, f"{where}.{key}")
+    if port is not None and "port" in item:
+        raise _wrong(f"{where}.port", "one port", f"another one in {key}", "keep one of them")
+    return host, item.get("port") if port is None else port
+
+
+def _split(text: str, where: str) -> tuple[str, str | None]:
+    """Host without brackets, and the port if there is one."""
+    text = text.strip()
+    if text.startswith("["):
+        bracketed = _BRACKETED.fullmatch(text)
+        if bracketed is None or not isinstance(_ip(bracketed[1]), ipaddress.IPv6Address):
+            raise _wrong(where, "an IPv6 address in the brackets", text, "write [fd00::1]:8000")
+        return bracketed[1], bracketed[2]
+    if text.count(":") > 1:
+        if _ip(text) is None:
+            raise _wrong(where, _FORMS, text, "put IPv6 in brackets")
+        return text, None
+    host, colon, port = text.partition(":")
+    return host, port if colon else None
+
+
+def _host(text: str, where: str) -> str:
+    literal = _ip(text)
+    if literal is not None:
+        return str(literal)
+    # A last label of digits makes it a mistyped IPv4 address, not a name.
+    if not _HOST_NAME.fullmatch(text) or text.rstrip(".").rpartition(".")[2].isdigit():
+        raise _wrong(where, "an IP address or a host name", text, "correct it")
+    return text.lower()
+
+
+def _port(value: object, where: str) -> int:
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 6:
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 65535:
+        raise _wrong(where, "a port from 1 to 65535", value, "write the engine's HTTP port")
+    return value
+
+
+def _labels(value: object, where: str) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _wrong(where, "a mapping of strings", value, "write key: value lines")
+    for key, text in value.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            path = f"{where}.{key}" if isinstance(key, str) else where
+            raise _wrong(path, "a string", text, "put it in quotes")
+    return dict(value)
+
+
+def _text(value: object, where: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise _wrong(where, "a string", value, "put it in quotes")
+    return value
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def _unknown(where: str, key: object, known: Sequence[str]) -> ConfigError:
+    near = difflib.get_close_matches(key[:80], known, n=1) if isinstance(key, str) else ()
+    fix = f"did you mean `{near[0]}`?" if near else "remove it"
+    return _wrong(where, "only the keys " + ", ".join(known), key, fix)
+
+
+def _wrong(where: str, wanted: str, found: object, fix: str) -> ConfigError:
+    return ConfigError(where, wanted=wanted, found=_shown(found), fix=fix)
+
+
+def _shown(value: object) -> str:
+    """A value in a message: scalars as they are, containers by kind, since they may be huge."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "a huge number"
+    if isinstance(value, str | int | float | bool):
+        text = repr(value) if isinstance(value, str) else str(value)
+        return text if len(text) <= 80 else text[:77] + "..."
+    return f"a {type(value).__name__}"

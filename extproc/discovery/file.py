@@ -1,0 +1,88 @@
+"""The endpoints file: loaded when its stamp changes. A shell.
+
+The stamp follows symbolic links, so the swap by which Kubernetes updates a mounted ConfigMap is a
+change like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import msgspec
+import yaml
+
+from extproc.discovery import entries
+from extproc.errors import ConfigError
+
+#: The C loader reads a list of 10,000 endpoints some ten times faster; not every wheel has it.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+#: What the safe loaders raise: their own errors, and bare ones on tagged nonsense (`!!int ""`).
+_BROKEN = (
+    yaml.YAMLError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """What changes when a file does; all zero for one that is not there."""
+
+    modified_ns: int = 0
+    size: int = 0
+    inode: int = 0
+
+
+def stamp(path: pathlib.Path) -> Stamp:
+    """The stamp of the file now."""
+    try:
+        found = os.stat(path)  # noqa: PTH116 - a Path method in a loop of one call a second is no clearer
+    except OSError:
+        return Stamp()
+    return Stamp(found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+def load(path: pathlib.Path, *, limit_bytes: int) -> tuple[entries.Entry, ...]:
+    """Reads a YAML file, of which JSON is a part.
+
+    Args:
+        path: The file.
+        limit_bytes: Longest file taken.
+
+    Raises:
+        ConfigError: If it cannot be read, is too long, is no YAML or no list of endpoints.
+    """
+    where = str(path)
+    try:
+        with path.open("rb") as file:
+            text = file.read(limit_bytes + 1)
+    except OSError as error:
+        raise ConfigError(
+            where,
+            wanted="an endpoints file",
+            found=error.strerror or type(error).__name__,
+            fix="check the path and its permissions",
+        ) from error
+    if len(text) > limit_bytes:
+        raise ConfigError(
+            where,
+            wanted=f"at most {limit_bytes} bytes",
+            found="more",
+            fix="split the pool or raise the limit",
+        )
+    try:
+        # Safe loaders only, so the rule against yaml.load does not apply.
+        document = yaml.load(text, Loader=_LOADER)  # noqa: S506
+    except _BROKEN as error:
+        raise ConfigError(
+            where,
+            wanted="YAML or JSON",
+            found=" ".join(str(error).split())[:200] or type(error).__name__,
+            fix="correct the syntax",
+        ) from error
+    return entries.from_document(document, where=where)

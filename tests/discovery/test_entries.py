@@ -1,0 +1,145 @@
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from extproc.discovery import entries
+from extproc.errors import ConfigError
+
+
+def document(*endpoints):
+    return entries.from_document({"endpoints": list(endpoints)}, where="pool.yaml")
+
+
+@pytest.mark.parametrize(
+    ("item", "entry"),
+    [
+        ("10.0.0.1:8000", entries.Entry("10.0.0.1", 8000)),
+        ("[fd00:0::1]:8000", entries.Entry("fd00::1", 8000)),
+        ("Engine-0.Example:8000", entries.Entry("engine-0.example", 8000)),
+        ({"address": "10.0.0.1", "port": 8000}, entries.Entry("10.0.0.1", 8000)),
+        ({"address": "10.0.0.1", "port": "8000"}, entries.Entry("10.0.0.1", 8000)),
+        ({"address": "fd00::1", "port": 8000}, entries.Entry("fd00::1", 8000)),
+        ({"address": "[fd00::1]", "port": 8000}, entries.Entry("fd00::1", 8000)),
+        ({"host": "engine", "port": 8000}, entries.Entry("engine", 8000)),
+        ({"address": "10.0.0.1:8000"}, entries.Entry("10.0.0.1", 8000)),
+        (
+            {
+                "name": "a",
+                "namespace": "ns",
+                "address": "10.0.0.1",
+                "port": 1,
+                "labels": {"gpu": "h100"},
+            },
+            entries.Entry("10.0.0.1", 1, name="a", labels={"namespace": "ns", "gpu": "h100"}),
+        ),
+    ],
+)
+def test_the_forms_of_an_endpoint(item, entry):
+    """Strings and mappings, IPv4, IPv6 and names, upstream's keys and ours."""
+    assert document(item) == (entry,)
+
+
+@pytest.mark.parametrize(
+    ("item", "where", "message"),
+    [
+        ("10.0.0.1", "endpoints[1]", "add the port"),
+        ("fd00::1", "endpoints[1]", "add the port"),
+        ("fd00::1::2:80", "endpoints[1]", "brackets"),
+        ("[10.0.0.1]:80", "endpoints[1]", "IPv6 address in the brackets"),
+        ("10.0.0.256:80", "endpoints[1]", "an IP address or a host name"),
+        ("http://a:80", "endpoints[1]", "brackets"),
+        ("a b:80", "endpoints[1]", "a host name"),
+        ("a:0", "endpoints[1]", "a port from 1 to 65535"),
+        ("a:65536", "endpoints[1]", "a port from 1 to 65535"),
+        (7, "endpoints[1]", "found 7"),
+        ({"port": 80}, "endpoints[1].address", "found nothing"),
+        ({"address": "a"}, "endpoints[1].port", "found nothing"),
+        ({"address": "a", "port": True}, "endpoints[1].port", "found True"),
+        ({"address": "a:1", "port": 1}, "endpoints[1].port", "keep one"),
+        ({"address": "a", "host": "a", "port": 1}, "endpoints[1]", "keep one"),
+        ({"adress": "a", "port": 1}, "endpoints[1]", "did you mean `address`?"),
+        ({"address": "a", "port": 1, "zzz": 1}, "endpoints[1]", "remove it"),
+        ({"address": "a", "port": 1, "name": 3}, "endpoints[1].name", "quotes"),
+        ({"address": "a", "port": 1, "labels": ["a"]}, "endpoints[1].labels", "found a list"),
+        ({"address": "a", "port": 1, "labels": {"g": 80}}, "endpoints[1].labels.g", "quotes"),
+        ("x:80", "endpoints[1]", "first at pool.yaml: endpoints[0]"),
+    ],
+)
+def test_what_is_wrong_is_shown_by_its_path(item, where, message):
+    """Each mistake is refused with its path and what to do."""
+    with pytest.raises(ConfigError) as caught:
+        document("x:80", item)
+    assert caught.value.where == f"pool.yaml: {where}"
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("whole", "message"),
+    [
+        (None, "found nothing"),
+        ([], "found a list"),
+        ({}, "endpoints: wanted a list; found nothing"),
+        ({"endpoints": {}}, "found a dict"),
+        ({"endpoint": []}, "did you mean `endpoints`?"),
+    ],
+)
+def test_a_document_of_another_shape_is_refused(whole, message):
+    """Only a mapping with a list `endpoints` is one."""
+    with pytest.raises(ConfigError) as caught:
+        entries.from_document(whole, where="pool.yaml")
+    assert message in str(caught.value)
+
+
+def test_an_empty_list_is_allowed():
+    """A pool may have nobody in it, if its owner says so."""
+    assert document() == ()
+
+
+def test_flags_may_repeat_and_hold_commas():
+    """--endpoints a:1,b:2 --endpoints c:3 names three."""
+    listed = entries.from_flags(["a:1, b:2,", "[::1]:3"])
+    assert [(entry.host, entry.port) for entry in listed] == [("a", 1), ("b", 2), ("::1", 3)]
+
+
+@pytest.mark.parametrize("values", [["a"], ["a:1", "a:1"], ["a:1,A:1"], ["::1:3,[::1:3"]])
+def test_wrong_flags_are_refused(values):
+    """The flag is named in the message."""
+    with pytest.raises(ConfigError, match="--endpoints: wanted"):
+        entries.from_flags(values)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["endpoints", "address", "host", "port", "name", "labels"])
+            | st.integers()
+            | st.text(max_size=3),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@hypothesis.given(_JSON | st.fixed_dictionaries({"endpoints": st.lists(_JSON, max_size=3)}))
+@hypothesis.settings(max_examples=150, deadline=None)
+def test_any_document_is_read_or_refused(whole):
+    """Nothing but ConfigError is raised, and what is read has hosts and ports."""
+    try:
+        listed = entries.from_document(whole, where="f")
+    except ConfigError:
+        return
+    assert all(entry.host and 1 <= entry.port <= 65535 for entry in listed)
+
+
+@hypothesis.given(st.text(max_size=20) | st.from_regex(r"[a-z0-9.:\[\]-]{1,20}", fullmatch=True))
+@hypothesis.settings(max_examples=150, deadline=None)
+def test_any_flag_is_read_or_refused(value):
+    """Nothing but ConfigError is raised."""
+    try:
+        entries.from_flags([value])
+    except ConfigError as error:
+        assert error.where == "--endpoints"  # noqa: PT017 - raising is optional here

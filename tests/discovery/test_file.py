@@ -1,0 +1,84 @@
+import pathlib
+
+import pytest
+
+from extproc.discovery import file
+from extproc.errors import ConfigError
+
+
+def load(path, limit_bytes=10_000):
+    return file.load(path, limit_bytes=limit_bytes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "endpoints:\n- name: a\n  address: 10.0.0.1\n  port: 8000\n  labels: {gpu: h100}\n",
+        '{"endpoints": [{"name":"a","address":"10.0.0.1","port":8000,"labels":{"gpu":"h100"}}]}',
+    ],
+)
+def test_yaml_and_json_are_read(tmp_path, text):
+    """Upstream's file-discovery format, in either syntax."""
+    path = tmp_path / "pool"
+    path.write_text(text)
+    (entry,) = load(path)
+    assert (entry.name, entry.host, entry.port, entry.labels) == (
+        "a",
+        "10.0.0.1",
+        8000,
+        {"gpu": "h100"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"endpoints: [", "wanted YAML or JSON"),
+        (b"\x00\xff", "wanted YAML or JSON"),
+        (b"endpoints: !!python/object/apply:os.getpid []", "wanted YAML or JSON"),
+        (b'endpoints: !!int ""', "wanted YAML or JSON"),
+        (b"endpoints: !!bool x", "wanted YAML or JSON"),
+        (b"endpoints: !!timestamp x", "wanted YAML or JSON"),
+        (b"endpoints: 0x" + b"f" * 9_000, "found a huge number"),
+        (b"? 0x" + b"f" * 9_000 + b"\n: []", "found a huge number"),
+        (b"", "wanted a mapping"),
+        (b"endpoints: [a]", "endpoints[0]: wanted"),
+        (b"#" * 10_001, "at most 10000 bytes"),
+    ],
+)
+def test_a_broken_file_is_refused_by_name(tmp_path, content, message):
+    """Every way of being broken names the file and what was wanted."""
+    path = tmp_path / "pool.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value).startswith(str(path))
+    assert message in str(caught.value)
+
+
+def test_deep_nesting_is_refused(tmp_path):
+    """A file made to exhaust the stack is a broken file."""
+    path = tmp_path / "pool.yaml"
+    path.write_bytes(b"[" * 5_000 + b"]" * 5_000)
+    with pytest.raises(ConfigError):
+        load(path, 100_000)
+
+
+def test_a_file_that_is_not_there_is_refused():
+    """The message holds the path and the system's reason."""
+    with pytest.raises(ConfigError, match="No such file"):
+        load(pathlib.Path("nowhere/pool.yaml"))
+
+
+def test_the_stamp_follows_a_symlink_swap(tmp_path):
+    """A ConfigMap update swaps a symbolic link; the stamp changes though path and text do not."""
+    for version in ("one", "two"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "pool.yaml").write_text("endpoints: []")
+    link = tmp_path / "data"
+    link.symlink_to("one")
+    before = file.stamp(link / "pool.yaml")
+    (tmp_path / "next").symlink_to("two")
+    (tmp_path / "next").rename(link)
+    assert file.stamp(link / "pool.yaml") != before
+    assert file.stamp(tmp_path / "nowhere") == file.Stamp()

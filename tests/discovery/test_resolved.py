@@ -1,0 +1,88 @@
+import hypothesis
+from hypothesis import strategies as st
+
+from extproc.discovery import entries, resolved
+from extproc.endpoint import Endpoint
+
+
+def addresses(resolution):
+    return [endpoint.address for endpoint in resolution.endpoints]
+
+
+def test_literals_need_no_answer():
+    """IPv4 and IPv6 literals become endpoints in the order of the list."""
+    listed = entries.from_flags(["10.0.0.2:1", "[fd00::1]:2", "10.0.0.1:1"])
+    result = resolved.merge(listed, {}, last={})
+    assert addresses(result) == ["10.0.0.2:1", "[fd00::1]:2", "10.0.0.1:1"]
+    assert resolved.names(listed) == ()
+
+
+def test_a_name_gives_one_endpoint_per_address():
+    """Answers are sorted by number, IPv4 first, whatever order the resolver chose."""
+    listed = (entries.Entry("engines", 8000, name="e", labels={"zone": "a"}),)
+    fresh = {"engines": ("fd00::2", "10.0.0.10", "10.0.0.9", "10.0.0.9")}
+    assert resolved.merge(listed, fresh, last={}).endpoints == (
+        Endpoint("10.0.0.9:8000", name="e@10.0.0.9", labels={"zone": "a"}),
+        Endpoint("10.0.0.10:8000", name="e@10.0.0.10", labels={"zone": "a"}),
+        Endpoint("[fd00::2]:8000", name="e@fd00::2", labels={"zone": "a"}),
+    )
+
+
+def test_the_order_does_not_depend_on_the_resolver():
+    """Round-robin DNS does not reorder the pool."""
+    listed = entries.from_flags(["engines:1"])
+    one = resolved.merge(listed, {"engines": ("10.0.0.1", "10.0.0.2")}, last={})
+    two = resolved.merge(listed, {"engines": ("10.0.0.2", "10.0.0.1")}, last={})
+    assert one == two
+
+
+def test_a_name_on_two_ports_is_asked_once():
+    """Two ports of one name share its answer."""
+    listed = entries.from_flags(["engines:1,engines:2"])
+    assert resolved.names(listed) == ("engines",)
+    result = resolved.merge(listed, {"engines": ("10.0.0.1",)}, last={})
+    assert addresses(result) == ["10.0.0.1:1", "10.0.0.1:2"]
+
+
+def test_an_address_named_twice_is_one_endpoint():
+    """A literal and a name of the same place are one endpoint; the first one names it."""
+    listed = entries.from_flags(["10.0.0.1:1,engines:1"])
+    result = resolved.merge(listed, {"engines": ("10.0.0.1",)}, last={})
+    assert result.endpoints == (Endpoint("10.0.0.1:1"),)
+
+
+def test_a_name_that_fails_keeps_its_last_answer():
+    """A resolver that is down takes nobody out of the pool, and it is said."""
+    listed = entries.from_flags(["engines:1,others:1"])
+    first = resolved.merge(listed, {"engines": ("10.0.0.1",), "others": ()}, last={})
+    assert (first.kept, first.missing) == ((), ("others",))
+    second = resolved.merge(listed, {}, last=first.answers)
+    assert addresses(second) == addresses(first) == ["10.0.0.1:1"]
+    assert (second.kept, second.missing) == (("engines",), ("others",))
+
+
+def test_answers_of_names_no_longer_listed_are_forgotten():
+    """A name that left the list leaves the memory."""
+    result = resolved.merge((), {}, last={"engines": ("10.0.0.1",)})
+    assert (result.answers, result.endpoints) == ({}, ())
+
+
+_IPS = st.ip_addresses().map(str)
+
+
+@hypothesis.given(
+    rounds=st.lists(
+        st.dictionaries(st.sampled_from("abc"), st.lists(_IPS, max_size=3).map(tuple)), max_size=6
+    )
+)
+def test_no_series_of_failures_empties_a_name(rounds):
+    """Once a name has resolved it has endpoints for ever, each address once."""
+    listed = entries.from_flags(["a:1,b:1,c:1"])
+    last, seen = {}, set()
+    for fresh in rounds:
+        result = resolved.merge(listed, fresh, last=last)
+        last = result.answers
+        seen |= {name for name, ips in fresh.items() if ips}
+        assert set(last) == seen
+        assert all(last.values())
+        assert len(set(addresses(result))) == len(result.endpoints)

@@ -1,0 +1,185 @@
+import asyncio
+import socket
+
+import pytest
+import uvloop
+
+from extproc.scrape import client
+
+
+@pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def run(request):
+    """Both event loops: their transports differ."""
+    return request.param
+
+
+def subject(**options):
+    return client.Client(**{"timeout_s": 5.0, "cap_bytes": 10_000} | options)
+
+
+def at(server, host="127.0.0.1"):
+    return client.target(host, server.port, path="/metrics")
+
+
+def test_the_request_is_a_plain_get():
+    """IPv6 hosts stand in brackets; no compression is asked for."""
+    request = client.target("fd00::1", 8000, path="/m").request
+    assert request.startswith(b"GET /m HTTP/1.1\r\nhost: [fd00::1]:8000\r\n")
+    assert b"accept-encoding: identity\r\n" in request
+    assert request.endswith(b"\r\n\r\n")
+
+
+def test_the_connection_is_kept(run, http):
+    """Many pages come over one connection."""
+
+    async def scene():
+        async with http.serving(http.Server()) as server:
+            fetch = subject()
+            pages = [await fetch.get(at(server)) for _ in range(5)]
+            fetch.close()
+            return pages, server.connections
+
+    assert run(scene()) == ([http.PAGE] * 5, 1)
+
+
+def test_a_kept_connection_the_server_closed_is_replaced_at_once(run, http):
+    """A server that closes after each answer costs a connection, not a page."""
+
+    async def scene():
+        async with http.serving(http.Server(close_after=True)) as server:
+            fetch = subject()
+            pages = [await fetch.get(at(server)) for _ in range(3)]
+            fetch.close()
+            return pages, server.connections
+
+    pages, connections = run(scene())
+    assert (pages, connections) == ([http.PAGE] * 3, 3)
+
+
+def test_a_fresh_connection_is_not_tried_twice(run, http):
+    """A server that closes without an answer is a failure after one try."""
+
+    async def scene():
+        async with http.serving(http.Server(b"", close_after=True)) as server:
+            return await subject().get(at(server)), server.connections
+
+    assert run(scene()) == (client.Failed("closed"), 1)
+
+
+def test_an_idle_connection_is_not_used(run, http):
+    """Past the idle time the client takes a fresh connection by itself."""
+
+    async def scene():
+        async with http.serving(http.Server()) as server:
+            fetch = subject(idle_s=-1.0)
+            pages = [await fetch.get(at(server)) for _ in range(2)]
+            fetch.close()
+            return pages, server.connections
+
+    assert run(scene()) == ([http.PAGE] * 2, 2)
+
+
+def test_116_a_status_other_than_200_is_a_failure(run, http):
+    """Checklist 116: the status is the reason, and the next page is read."""
+
+    async def scene():
+        server = http.Server(http.answer(b"no", status="500 Oops"), http.answer())
+        async with http.serving(server):
+            fetch = subject()
+            pages = [await fetch.get(at(server)) for _ in range(2)]
+            fetch.close()
+            return pages
+
+    assert run(scene()) == [client.Failed("status 500"), http.PAGE]
+
+
+def test_116_a_hanging_server_times_out(run, http):
+    """Checklist 116: no answer is a time-out; a late one cannot meet the next request."""
+
+    async def scene():
+        async with http.serving(http.Server(None, http.answer())) as server:
+            fetch = subject(timeout_s=0.05)
+            first = await fetch.get(at(server))
+            second = await fetch.get(at(server))
+            fetch.close()
+            return first, second, server.connections
+
+    assert run(scene()) == (client.Failed("timeout"), http.PAGE, 2)
+
+
+def test_a_body_that_stops_halfway_times_out(run, http):
+    """A server that sends half a page and hangs is a time-out."""
+
+    async def scene():
+        async with http.serving(http.Server(http.answer()[:-5])) as server:
+            return await subject(timeout_s=0.05).get(at(server))
+
+    assert run(scene()) == client.Failed("timeout")
+
+
+def test_nobody_listening_is_refused(run):
+    """A closed port is told from a silent one."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        where = client.target("127.0.0.1", held.getsockname()[1], path="/metrics")
+
+        async def scene():
+            return await subject().get(where)
+
+        assert run(scene()) == client.Failed("refused")
+
+
+def test_a_page_over_the_cap_is_a_failure(run, http):
+    """Memory is bounded by the cap."""
+
+    async def scene():
+        async with http.serving(http.Server(http.answer(b"x" * 10_001))) as server:
+            return await subject().get(at(server))
+
+    assert run(scene()) == client.Failed("too large")
+
+
+def test_bytes_nobody_asked_for_end_the_connection(run, http):
+    """An answer with more behind it is taken, and its connection is not used again."""
+
+    async def scene():
+        async with http.serving(http.Server(http.answer() + b"HTTP/1.1 200")) as server:
+            fetch = subject()
+            pages = [await fetch.get(at(server)) for _ in range(2)]
+            fetch.close()
+            return pages, server.connections
+
+    assert run(scene()) == ([http.PAGE] * 2, 2)
+
+
+def test_a_forgotten_target_is_closed(run, http):
+    """After `forget` the server sees the connection end, and another get opens a new one."""
+
+    async def scene():
+        async with http.serving(http.Server()) as server:
+            fetch = subject()
+            await fetch.get(at(server))
+            fetch.forget(at(server))
+            await fetch.get(at(server))
+            fetch.forget(at(server))
+            return server.connections
+
+    assert run(scene()) == 2
+
+
+def test_an_ipv6_endpoint(run, http):
+    """Pages come over IPv6."""
+
+    async def scene():
+        async with http.serving(http.Server(), "::1") as server:
+            fetch = subject()
+            page = await fetch.get(at(server, "::1"))
+            fetch.close()
+            return page, server.requests[0]
+
+    try:
+        page, request = run(scene())
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    assert page == http.PAGE
+    assert b"host: [::1]:" in request

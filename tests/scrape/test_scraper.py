@@ -1,0 +1,311 @@
+import asyncio
+import random
+
+import pytest
+
+from extproc.endpoint import Endpoint
+from extproc.pool import fleet
+from extproc.scrape import client, pace, scraper
+
+QUICK = scraper.Settings(
+    follow_s=0.0,
+    pace=pace.Pace(
+        fast_s=0.001, slow_s=0.001, scrapes_per_s=1e9, tick_s=0.001, backoff_cap_s=0.001
+    ),
+)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Fetcher:
+    """Answers by port; an answer may be a page, a failure or an event to wait for."""
+
+    def __init__(self, clock, **answers):
+        self.clock = clock
+        self.answers = answers
+        self.asked = []
+        self.forgotten = []
+        self.moved = asyncio.Event()
+
+    async def get(self, where):
+        self.asked.append((where.host, where.port))
+        self.clock.now += 0.25
+        self.moved.set()
+        answer = self.answers.get(f"p{where.port}", b"vllm:num_requests_waiting 3\n")
+        if isinstance(answer, asyncio.Event):
+            await answer.wait()
+        await asyncio.sleep(0)
+        return answer
+
+    def forget(self, where):
+        self.forgotten.append(where.port)
+
+    async def until(self, condition):
+        """Waits until the condition holds, looking after every request."""
+        while not condition():
+            self.moved.clear()
+            await self.moved.wait()
+
+
+class Scene:
+    def __init__(self, *endpoints, settings=QUICK, **answers):
+        self.clock = Clock()
+        self.fetcher = Fetcher(self.clock, **answers)
+        self.fleet = fleet.Fleet(lambda _: None)
+        self.facts = []
+        self.hold(*endpoints)
+        self.subject = scraper.Scraper(
+            settings,
+            self.fleet,
+            client=self.fetcher,
+            clock=self.clock,
+            rng=random.Random(1),
+            on_fact=self.facts.append,
+        )
+
+    def hold(self, *endpoints):
+        self.fleet.replace(
+            [one if isinstance(one, Endpoint) else Endpoint(one) for one in endpoints], 0.0
+        )
+
+    def watch(self, at=0):
+        return scraper.Watch(self.subject, self.fleet.pool.members[at])
+
+    def load(self, at=0):
+        return self.fleet.pool.members[at].load
+
+
+def test_a_page_reaches_the_fleet_with_its_time():
+    """A step hands over the load, timed at its arrival, and says so."""
+
+    async def scene():
+        scene = Scene("10.0.0.1:1")
+        await scene.watch().step()
+        assert (scene.load().waiting, scene.load().at) == (3.0, 100.25)
+        assert scene.facts == [scraper.ScrapeFact("10.0.0.1:1", "ok", 0.25, "vllm")]
+
+    asyncio.run(scene())
+
+
+def test_the_mark_is_taken_before_the_request():
+    """Requests of ours that start while the page is on its way are not foreign work."""
+
+    async def scene():
+        gate = asyncio.Event()
+        scene = Scene("10.0.0.1:1", p1=gate)
+        scene.fleet.pool.members[0].account.open("m", 1)
+        marks = []
+        begin = scene.fleet.begin_scrape
+        scene.fleet.begin_scrape = lambda endpoint: marks.append(begin(endpoint)) or marks[-1]
+        step = asyncio.ensure_future(scene.watch().step())
+        await scene.fetcher.until(lambda: scene.fetcher.asked)
+        scene.fleet.pool.members[0].account.open("m", 1)
+        gate.set()
+        await step
+        assert [mark.in_flight for mark in marks] == [1]
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [
+        (client.Failed("timeout"), "timeout"),
+        (client.Failed("refused"), "refused"),
+        (client.Failed("status 500"), "status 500"),
+        (b"<html>", "unreadable"),
+        (12, "bug: TypeError"),
+    ],
+)
+def test_116_a_failure_leaves_the_old_load_to_age(answer, outcome):
+    """Checklist 116: failures are named, counted, and do not touch the load."""
+
+    async def scene():
+        scene = Scene("10.0.0.1:1")
+        watch = scene.watch()
+        await watch.step()
+        scene.fetcher.answers["p1"] = answer
+        await watch.step()
+        await watch.step()
+        assert (scene.load().waiting, scene.load().at) == (3.0, 100.25)
+        assert scene.fleet.pool.members[0].failure == outcome
+        assert [fact.outcome for fact in scene.facts] == ["ok", outcome, outcome]
+        assert watch.failures == 2
+        scene.fetcher.answers.clear()
+        await watch.step()
+        assert watch.failures == 0
+
+    asyncio.run(scene())
+
+
+def test_117_each_rank_is_scraped_on_its_own_port():
+    """Checklist 117: the endpoint's port is asked, unless its metrics-port label is a port."""
+
+    async def scene():
+        moved = [
+            Endpoint("10.0.0.1:8002", labels={"metrics-port": "9100"}),
+            Endpoint("10.0.0.1:8003", labels={"metrics-port": "none"}),
+            Endpoint("10.0.0.1:8004", labels={"metrics-port": "65536"}),
+        ]
+        scene = Scene("10.0.0.1:8000", "10.0.0.1:8001", "[fd00::1]:8000", *moved)
+        for at in range(6):
+            await scene.watch(at).step()
+        assert scene.fetcher.asked == [
+            ("10.0.0.1", 8000),
+            ("10.0.0.1", 8001),
+            ("fd00::1", 8000),
+            ("10.0.0.1", 9100),
+            ("10.0.0.1", 8003),
+            ("10.0.0.1", 8004),
+        ]
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("key", ["llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type"])
+def test_115_the_engine_label_is_honoured(key):
+    """Checklist 115: both label keys name the engine."""
+
+    async def scene():
+        labelled = Endpoint("10.0.0.1:1", labels={key: "sglang"})
+        page = b"vllm:num_requests_waiting 1\nsglang:num_queue_reqs 2\n"
+        scene = Scene(labelled, p1=page)
+        await scene.watch().step()
+        assert (scene.load().engine, scene.load().waiting) == ("sglang", 2.0)
+
+    asyncio.run(scene())
+
+
+def test_traffic_sets_the_pace():
+    """Busy are endpoints with open requests or with picks since the last scrape."""
+
+    async def scene():
+        scene = Scene("10.0.0.1:1")
+        watch = scene.watch()
+        account = scene.fleet.pool.members[0].account
+        await watch.step()
+        await watch.step()
+        assert not watch.busy
+        ticket = account.open("m", 1)
+        await watch.step()
+        assert watch.busy
+        await watch.step()
+        assert watch.busy
+        ticket.close()
+        await watch.step()
+        assert not watch.busy
+        account.open("m", 1).close()
+        await watch.step()
+        assert watch.busy
+        await watch.step()
+        assert not watch.busy
+
+    asyncio.run(scene())
+
+
+def test_one_that_hangs_delays_no_other():
+    """While one endpoint never answers, the other is scraped again and again."""
+
+    async def scene():
+        scene = Scene("10.0.0.1:1", "10.0.0.2:2", p1=asyncio.Event())
+        task = asyncio.ensure_future(scene.subject.run())
+        await scene.fetcher.until(lambda: scene.fetcher.asked.count(("10.0.0.2", 2)) >= 20)
+        assert scene.fetcher.asked.count(("10.0.0.1", 1)) == 1
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        assert sorted(scene.fetcher.forgotten) == [1, 2]
+
+    asyncio.run(scene())
+
+
+def test_the_loops_follow_the_endpoint_set():
+    """Who joins is scraped, who leaves is not, who stays keeps its loop."""
+
+    async def scene():
+        scene = Scene("10.0.0.1:1", "10.0.0.2:2")
+        async with asyncio.TaskGroup() as tasks:
+            await scene.subject.step(tasks)
+            stays = scene.subject.watches["10.0.0.2:2"]
+            leaves = scene.subject.watches["10.0.0.1:1"]
+            scene.hold("10.0.0.2:2", "10.0.0.3:3")
+            await scene.subject.step(tasks)
+            assert list(scene.subject.watches) == ["10.0.0.2:2", "10.0.0.3:3"]
+            assert scene.subject.watches["10.0.0.2:2"] is stays
+            assert scene.fetcher.forgotten == [1]
+            await asyncio.wait([leaves.task])
+            assert leaves.task.cancelled()
+            scene.hold()
+            await scene.subject.step(tasks)
+        assert scene.subject.busy == 0
+
+    asyncio.run(scene())
+
+
+def test_a_new_life_or_new_labels_get_a_new_loop():
+    """An address that left and came back, or moved its metrics port, is started afresh."""
+
+    async def scene():
+        scene = Scene("10.0.0.1:1")
+        async with asyncio.TaskGroup() as tasks:
+            await scene.subject.step(tasks)
+            first = scene.subject.watches["10.0.0.1:1"]
+            scene.hold()
+            scene.hold("10.0.0.1:1")
+            await scene.subject.step(tasks)
+            second = scene.subject.watches["10.0.0.1:1"]
+            scene.hold(Endpoint("10.0.0.1:1", labels={"metrics-port": "9"}))
+            await scene.subject.step(tasks)
+            third = scene.subject.watches["10.0.0.1:1"]
+            assert first is not second is not third
+            assert third.target.port == 9
+            scene.hold()
+            await scene.subject.step(tasks)
+
+    asyncio.run(scene())
+
+
+def test_a_scrape_that_outlives_its_endpoint_is_dropped():
+    """A load of an earlier life is never charged to the new one."""
+
+    async def scene():
+        gate = asyncio.Event()
+        scene = Scene("10.0.0.1:1", p1=gate)
+        step = asyncio.ensure_future(scene.watch().step())
+        await scene.fetcher.until(lambda: scene.fetcher.asked)
+        scene.hold()
+        scene.hold("10.0.0.1:1")
+        gate.set()
+        await step
+        assert scene.load().waiting is None
+
+    asyncio.run(scene())
+
+
+def test_real_engines_are_scraped_over_sockets(http):
+    """The shells together: two addresses of loopback, one page each, into the pool."""
+
+    async def scene():
+        one, two = http.Server(), http.Server(http.answer(b"sglang:num_queue_reqs 9\n"))
+        async with http.serving(one, "127.0.0.1"), http.serving(two, "127.0.0.2"):
+            fleet_ = fleet.Fleet(lambda _: None)
+            fleet_.replace(
+                [Endpoint(f"127.0.0.1:{one.port}"), Endpoint(f"127.0.0.2:{two.port}")], 0.0
+            )
+            fetch = client.Client(timeout_s=5.0, cap_bytes=10_000)
+            clock = asyncio.get_running_loop().time
+            subject = scraper.Scraper(
+                QUICK, fleet_, client=fetch, clock=clock, rng=random.Random(1)
+            )
+            for member in fleet_.pool.members:
+                await scraper.Watch(subject, member).step()
+            fetch.close()
+            return [(member.load.engine, member.load.waiting) for member in fleet_.pool.members]
+
+    assert asyncio.run(scene()) == [("vllm", 3.0), ("sglang", 9.0)]
