@@ -1,0 +1,186 @@
+import pytest
+
+from extproc.config import factory, load, profiles
+from extproc.config import settings as sections
+from extproc.decision import Decision
+from extproc.endpoint import Endpoint
+from extproc.errors import ConfigError
+from extproc.request import RawRequest
+from extproc.scheduling import catalogue, defaults
+from extproc.scheduling.plugins import Signal
+
+CHAT = RawRequest(
+    {":path": "/v1/chat/completions", ":method": "POST", "content-type": "application/json"},
+    b'{"model":"m","messages":[{"role":"user","content":"' + b"word " * 400 + b'"}]}',
+)
+
+
+def scheduling(**tree):
+    document = load.Document(
+        "pool.yaml",
+        {"apiVersion": "extproc/v1alpha1", "kind": "ExtProcConfig", **tree},
+    )
+    return load.settings(document)
+
+
+@pytest.mark.parametrize("strategy", defaults.profiles())
+def test_every_strategy_resolves(strategy):
+    """Each named strategy can be had by its name."""
+    settings = scheduling(scheduling={"strategy": strategy})
+    assert profiles.resolve(settings, where="x").name == strategy
+
+
+def test_unknown_strategy_names_the_nearest():
+    """A mistyped strategy is refused with all names and a guess."""
+    with pytest.raises(ConfigError) as raised:
+        profiles.resolve(scheduling(scheduling={"strategy": "round-robbin"}), where="pool.yaml")
+    error = raised.value
+    assert error.where == "pool.yaml: scheduling.strategy"
+    assert "least-request" in error.wanted
+    assert "round-robin" in error.fix
+
+
+def test_written_profile_is_built_from_the_catalogue():
+    """Filters, weighted scorers and the picker stand as written, with their parameters."""
+    profile = profiles.resolve(
+        scheduling(
+            scheduling={
+                "profile": {
+                    "name": "mine",
+                    "filters": [{"kind": "max-waiting", "params": {"max_waiting_requests": 7}}],
+                    "scorers": [{"kind": "queue-depth", "weight": 2}, {"kind": "in-flight"}],
+                    "picker": {"kind": "weighted-random"},
+                }
+            }
+        ),
+        where="x",
+    )
+    assert profile.name == "mine"
+    assert profile.filters == (catalogue.FILTERS["max-waiting"](max_waiting_requests=7),)
+    assert [(scorer.kind, weight) for scorer, weight in profile.scorers] == [
+        ("queue-depth", 2.0),
+        ("in-flight", 1.0),
+    ]
+    assert profile.picker.kind == "weighted-random"
+
+
+@pytest.mark.parametrize(
+    ("profile", "where", "fix"),
+    [
+        ({"scorers": [{"kind": "que-depth"}]}, "profile.scorers[0].kind", "queue-depth"),
+        ({"filters": [{"kind": "max-wating"}]}, "profile.filters[0].kind", "max-waiting"),
+        ({"picker": {"kind": "max"}}, "profile.picker.kind", "max-score"),
+        (
+            {"scorers": [{"kind": "in-flight", "params": {"soft_request": 1}}]},
+            "profile.scorers[0].params.soft_request",
+            "soft_requests",
+        ),
+        (
+            {"scorers": [{"kind": "in-flight", "params": {"soft_requests": 0}}]},
+            "profile.scorers[0].params",
+            "change the value",
+        ),
+        (
+            {"scorers": [{"kind": "in-flight", "params": {"soft_requests": "8"}}]},
+            "profile.scorers[0].params.soft_requests",
+            "without quotes",
+        ),
+    ],
+)
+def test_plugin_errors_name_the_path(profile, where, fix):
+    """A wrong kind or parameter is refused where it stands."""
+    with pytest.raises(ConfigError) as raised:
+        profiles.resolve(scheduling(scheduling={"profile": profile}), where="pool.yaml")
+    assert where in raised.value.where
+    assert fix in raised.value.fix
+
+
+@pytest.mark.parametrize(
+    ("tree", "plugin", "signal"),
+    [
+        ({"scrape": {"enabled": False}}, "queue-depth", "waiting"),
+        ({"prefix": {"capacity_blocks": 0}}, "prefix-cache", "prefix"),
+    ],
+)
+def test_signal_nobody_provides(tree, plugin, signal):
+    """A plugin that would read what nobody writes is refused with its name and the signal."""
+    with pytest.raises(ConfigError) as raised:
+        profiles.resolve(scheduling(**tree), where="pool.yaml")
+    assert plugin in raised.value.found
+    assert signal in raised.value.found
+    assert plugin in raised.value.fix
+
+
+def test_no_scraping_leaves_what_we_know_ourselves():
+    """Without scraping there are our own requests and prefixes."""
+    settings = scheduling(scrape={"enabled": False}, scheduling={"strategy": "least-request"})
+    assert profiles.provided(settings) == {Signal.IN_FLIGHT, Signal.PREFIX}
+    factory.build(settings)
+
+
+def test_settings_reach_the_parts():
+    """Every limit and switch arrives where it acts."""
+    settings = scheduling(
+        pool={"endpoints": ["10.0.0.1:8000"], "dns_refresh_s": 9},
+        limits={"max_body_bytes": 10, "max_assembly_bytes": 20},
+        answers={"marker": False, "feedback": False},
+        scrape={"path": "/m", "timeout_s": 3, "busy_interval_s": 0.5, "idle_interval_s": 4},
+        conformance=True,
+    )
+    parts = factory.build(settings)
+    assert parts.exchange.max_body_bytes == 10
+    assert not parts.exchange.response_marker
+    assert not parts.exchange.feedback
+    assert parts.exchange.conformance
+    assert parts.budget.limit_bytes == 20
+    assert (parts.scraping.path, parts.scraping.timeout_s) == ("/m", 3)
+    assert (parts.scraping.pace.fast_s, parts.scraping.pace.slow_s) == (0.5, 4)
+    assert parts.following.refresh_s == 9
+    assert [(entry.host, entry.port) for entry in parts.listed] == [("10.0.0.1", 8000)]
+
+
+def test_built_parts_route():
+    """What the factory built takes a request, and as many endpoints as fallbacks ask for."""
+    parts = factory.build(scheduling(scheduling={"fallbacks": 1}, seed=1))
+    parts.fleet.replace([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
+    decision = parts.dispatcher.route(CHAT, 0.0)
+    assert isinstance(decision, Decision)
+    assert len(decision.endpoints) == 2
+
+
+def test_subset_may_be_ignored():
+    """With honour_subset off, an endpoint the hint excludes may still serve."""
+    for honour, kept in ((True, False), (False, True)):
+        parts = factory.build(scheduling(scheduling={"honour_subset": honour}))
+        parts.fleet.replace([Endpoint("10.0.0.1:8000")], 0.0)
+        raw = RawRequest(CHAT.headers, CHAT.body, subset=("10.9.9.9",))
+        assert isinstance(parts.dispatcher.route(raw, 0.0), Decision) is kept
+
+
+def test_same_seed_same_chance():
+    """A seed fixes every draw."""
+    one, other = (factory.build(sections.Settings(seed=4)).rng.random() for _ in range(2))
+    assert one == other
+
+
+def test_gone_endpoint_loses_its_beliefs_before_others_hear():
+    """When an endpoint leaves, its prefix blocks are dropped first, then the caller is told."""
+    heard = []
+    parts = factory.build(
+        scheduling(), on_gone=lambda gone: heard.append((gone.address, parts.index.blocks_total))
+    )
+    parts.fleet.replace([Endpoint("10.0.0.1:8000")], 0.0)
+    decision = parts.dispatcher.route(CHAT, 0.0)
+    parts.dispatcher.commit(decision, 0.0).close()
+    assert parts.index.blocks_total
+    parts.fleet.replace([], 1.0)
+    assert heard == [("10.0.0.1:8000", 0)]
+
+
+def test_scrape_tls():
+    """Plain HTTP has no context; https checks certificates only when asked to."""
+    assert factory.scrape_tls(sections.Scrape()) is None
+    loose = factory.scrape_tls(sections.Scrape(scheme="https"))
+    strict = factory.scrape_tls(sections.Scrape(scheme="https", verify_tls=True))
+    assert not loose.check_hostname
+    assert strict.check_hostname

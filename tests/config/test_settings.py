@@ -1,0 +1,100 @@
+import inspect
+import re
+
+import msgspec
+import pytest
+
+from extproc.config import advice
+from extproc.config import settings as sections
+
+
+def structs():
+    return [
+        member
+        for _, member in inspect.getmembers(sections, inspect.isclass)
+        if issubclass(member, msgspec.Struct) and member.__module__ == sections.__name__
+    ]
+
+
+@pytest.mark.parametrize("section", structs(), ids=lambda section: section.__name__)
+def test_every_field_is_documented(section):
+    """Every field has an entry in its section's docstring, and no entry is without a field."""
+    attributes = (section.__doc__ or "").partition("Attributes:")[2]
+    documented = re.findall(r"^ {8}(\w+): \S", attributes, re.MULTILINE)
+    assert documented == list(dict.fromkeys(documented))
+    assert set(documented) == set(section.__struct_fields__)
+
+
+@pytest.mark.parametrize("section", structs(), ids=lambda section: section.__name__)
+def test_numbers_have_units(section):
+    """A number that measures something says in its name or its text in which unit."""
+    for field in msgspec.structs.fields(section):
+        if isinstance(field.default, bool) or not isinstance(field.default, int | float):
+            continue
+        entry = re.search(
+            rf"^ {{8}}{field.name}: (.*?)(?=^ {{8}}\w|\Z)",
+            section.__doc__,
+            re.MULTILINE | re.DOTALL,
+        )
+        named = field.name.endswith(("_s", "_bytes", "_port", "_share", "weight"))
+        assert named or re.search(r"\((count|integer|bytes)\)|per second", entry[1]), field.name
+
+
+@pytest.mark.parametrize("section", structs(), ids=lambda section: section.__name__)
+def test_sections_are_strict_and_frozen(section):
+    """Unknown keys are refused and nothing changes after the start."""
+    assert section.__struct_config__.frozen
+    assert section.__struct_config__.forbid_unknown_fields
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("", "[::]:1"), ("0.0.0.0", "0.0.0.0:1"), ("::1", "[::1]:1"), ("localhost", "localhost:1")],
+)
+def test_grpc_address(host, address):
+    """No host means every address of both families; IPv6 stands in brackets."""
+    assert sections.Server(host=host).grpc_address(1) == address
+
+
+ENDPOINTS = sections.Source(endpoints=("10.0.0.1:8000",))
+
+ADVISED = {
+    "no endpoints": (sections.Settings(), "503"),
+    "stale while idle": (
+        sections.Settings(pool=ENDPOINTS, scrape=sections.Scrape(stale_after_s=2)),
+        "stale_after_s",
+    ),
+    "busy slower than idle": (
+        sections.Settings(pool=ENDPOINTS, scrape=sections.Scrape(busy_interval_s=3)),
+        "busy_interval_s",
+    ),
+    "message below body": (
+        sections.Settings(pool=ENDPOINTS, limits=sections.Limits(max_message_bytes=1)),
+        "max_message_bytes",
+    ),
+    "share without feedback": (
+        sections.Settings(
+            pool=ENDPOINTS, answers=sections.Answers(feedback=False, stream_share=0.5)
+        ),
+        "stream_share",
+    ),
+    "conformance": (sections.Settings(pool=ENDPOINTS, conformance=True), "conformance"),
+    "seed": (sections.Settings(pool=ENDPOINTS, seed=1), "seed"),
+    "subset ignored": (
+        sections.Settings(pool=ENDPOINTS, scheduling=sections.Scheduling(honour_subset=False)),
+        "honour_subset",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADVISED)
+def test_advice(name):
+    """A setting that is probably not meant draws exactly one sentence that names it."""
+    settings, word = ADVISED[name]
+    (said,) = advice.advice(settings)
+    assert word in said
+
+
+def test_defaults_need_no_advice():
+    """With endpoints given, the defaults have nothing to be warned of."""
+    assert not list(advice.advice(sections.Settings(pool=ENDPOINTS)))
