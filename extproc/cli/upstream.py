@@ -198,6 +198,10 @@ def _no_such(word: str, name: str, known: Sequence[str]) -> ConfigError:
             found="one that upstream has removed",
             fix="remove it; engines are recognised by the names of their own metrics",
         )
+    if not word.startswith("-"):
+        return ConfigError(
+            word, wanted="flags only", found="a word that belongs to none", fix="remove it"
+        )
     meant = strict.nearest(name, known)
     return ConfigError(
         word,

@@ -1,0 +1,145 @@
+"""Every flag that is a setting of ours: its name, the setting it beats, how its value is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from extproc.cli import quantities
+
+#: Below this many seconds the upstream picker clamps its refresh interval; so do we.
+SHORTEST_REFRESH_S = 0.05
+
+#: Verbosity from which the upstream picker logs at its debug level.
+_DEBUG_VERBOSITY = 4
+
+_ZAP_LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "error": "error"}
+
+
+class Flag(msgspec.Struct, frozen=True):
+    """One flag.
+
+    Attributes:
+        name: Without dashes.
+        path: The setting it beats.
+        read: Its text to a value; None leaves the setting alone.
+        text: For --help.
+        metavar: For --help.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    read: Callable[[str, str], object]
+    text: str
+    metavar: str
+
+    @property
+    def boolean(self) -> bool:
+        """Whether it may stand without a value."""
+        return self.metavar == "BOOL"
+
+
+def _not(flag: str, found: str) -> bool:
+    return not quantities.boolean(flag, found)
+
+
+def _refresh(flag: str, found: str) -> float:
+    return max(SHORTEST_REFRESH_S, quantities.seconds(flag, found))
+
+
+def _size_if_any(flag: str, found: str) -> int | None:
+    return quantities.size_bytes(flag, found) if found else None
+
+
+def _verbosity(_: str, found: str) -> str | None:
+    if not found.isdigit():
+        return None
+    return "debug" if int(found) >= _DEBUG_VERBOSITY else "info"
+
+
+def _zap(_: str, found: str) -> str | None:
+    return "debug" if found.isdigit() and int(found) else _ZAP_LEVELS.get(found)
+
+
+_SERVER = ("server",)
+_text, _seconds, _boolean, _whole = (
+    quantities.text,
+    quantities.seconds,
+    quantities.boolean,
+    quantities.whole,
+)
+
+FLAGS: Sequence[Flag] = (
+    Flag("strategy", ("scheduling", "strategy"), _text, "how to choose, in one word", "NAME"),
+    Flag("host", (*_SERVER, "host"), _text, "address to listen on; empty for all", "IP"),
+    Flag("grpc-port", (*_SERVER, "grpc_port"), _whole, "ext_proc; 0 picks a free one", "PORT"),
+    Flag("grpc-health-port", (*_SERVER, "grpc_health_port"), _whole, "gRPC health", "PORT"),
+    Flag("metrics-port", (*_SERVER, "metrics_port"), _whole, "metrics and debug pages", "PORT"),
+    Flag("secure-serving", (*_SERVER, "secure_serving"), _boolean, "ext_proc over TLS", "BOOL"),
+    Flag("cert-path", (*_SERVER, "cert_path"), _text, "folder with tls.crt and tls.key", "FOLDER"),
+    Flag(
+        "enable-cert-reload",
+        (*_SERVER, "enable_cert_reload"),
+        _boolean,
+        "read the certificate again when it changes",
+        "BOOL",
+    ),
+    Flag(
+        "health-checking",
+        (*_SERVER, "health_checking"),
+        _boolean,
+        "gRPC health on the ext_proc port too",
+        "BOOL",
+    ),
+    Flag(
+        "drain-timeout",
+        (*_SERVER, "drain_timeout_s"),
+        _seconds,
+        "from SIGTERM to the end of the last stream",
+        "DURATION",
+    ),
+    Flag("pool-name", ("pool", "name"), _text, "label of the pool", "NAME"),
+    Flag(
+        "fallback-endpoints",
+        ("scheduling", "fallbacks"),
+        _whole,
+        "endpoints named after the chosen one",
+        "N",
+    ),
+    Flag(
+        "disable-endpoint-subset-filter",
+        ("scheduling", "honour_subset"),
+        _not,
+        "ignore the endpoints a gateway allows",
+        "BOOL",
+    ),
+    Flag(
+        "refresh-metrics-interval",
+        ("scrape", "busy_interval_s"),
+        _refresh,
+        "between scrapes of a busy endpoint, 50ms or more",
+        "DURATION",
+    ),
+    Flag(
+        "metrics-staleness-threshold",
+        ("scrape", "stale_after_s"),
+        _seconds,
+        "age at which a load counts as unknown",
+        "DURATION",
+    ),
+    Flag("model-server-metrics-path", ("scrape", "path"), _text, "page to scrape", "PATH"),
+    Flag("model-server-metrics-scheme", ("scrape", "scheme"), _text, "http or https", "SCHEME"),
+    Flag(
+        "grpc-max-recv-msg-size",
+        ("limits", "max_message_bytes"),
+        _size_if_any,
+        "largest gRPC message",
+        "BYTES",
+    ),
+    Flag("conformance-testing", ("conformance",), _boolean, "obey the test headers", "BOOL"),
+    Flag("seed", ("seed",), _whole, "start of all chance", "N"),
+    Flag("v", ("log", "level"), _verbosity, "verbosity; 4 and more is debug", "N"),
+    Flag("zap-log-level", ("log", "level"), _zap, "the same in words", "LEVEL"),
+    Flag("log-level", ("log", "level"), _text, "debug, info, warning or error", "LEVEL"),
+)

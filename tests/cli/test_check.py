@@ -1,0 +1,133 @@
+import pytest
+
+from extproc.cli import main
+from extproc.scheduling import catalogue, defaults
+
+CONFIG = """
+apiVersion: extproc/v1alpha1
+kind: ExtProcConfig
+pool:
+  name: llama
+  endpoints:
+    - 10.0.0.1:8000
+    - {address: "[fd00::1]:8000", name: b, labels: {zone: east}}
+    - engine.example:8000
+scheduling:
+  fallbacks: 2
+  profile:
+    filters: [{kind: max-waiting, params: {max_waiting_requests: 7}}]
+    scorers: [{kind: queue-depth, weight: 2}, {kind: prefix-cache, weight: 3}]
+    picker: {kind: weighted-random}
+"""
+
+
+def test_check_tells_what_a_file_means(tmp_path, capsys):
+    """Endpoints, the resolved profile with weights, signals, limits and ports are told."""
+    path = tmp_path / "pool.yaml"
+    path.write_text(CONFIG)
+    assert main.main(["check", str(path)]) == 0
+    told = capsys.readouterr().out
+    for fact in (
+        "pool.yaml is in order",
+        "ext_proc on 9002 (self-signed)",
+        "3 listed of pool llama",
+        "[fd00::1]:8000  b  zone=east",
+        "engine.example:8000  (every address of this name)",
+        "profile     custom",
+        "max-waiting (max_waiting_requests=7.0), reads waiting",
+        "queue-depth (min_span_requests=1.0), reads waiting, weight 2",
+        "prefix-cache, reads prefix, weight 3",
+        "picker    weighted-random",
+        "2 further endpoints",
+        "signals     prefix, waiting",
+        "bodies 64 MiB",
+    ):
+        assert fact in told
+    assert "warning" not in told
+
+
+def test_check_takes_the_flags_of_serve(capsys):
+    """The arguments of a Deployment can be checked as they stand."""
+    words = ["--endpoints", "10.0.0.1:8000", "--strategy=round-robin", "--secure-serving=false"]
+    assert main.main(["check", *words, "--zap-devel", "--conformance-testing"]) == 0
+    told = capsys.readouterr().out
+    assert "profile     round-robin" in told
+    assert "without TLS" in told
+    assert "warning: --zap-devel has no effect" in told
+    assert "warning: conformance is on" in told
+
+
+def test_check_warns_of_no_endpoints(capsys):
+    """The defaults are in order, and of no use alone."""
+    assert main.main(["check"]) == 0
+    assert "warning: there are no endpoints" in capsys.readouterr().out
+
+
+def test_check_without_scraping(capsys):
+    """A configuration that scrapes nothing says so."""
+    text = (
+        "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scrape: {enabled: false}, "
+        "scheduling: {strategy: random}, limits: {max_message_bytes: 1000}}"
+    )
+    assert main.main(["check", "--config-text", text]) == 0
+    told = capsys.readouterr().out
+    assert "scrape      off" in told
+    assert "messages 1000 bytes" in told
+    assert "signals     none" in told
+
+
+def test_check_reads_the_endpoints_file(tmp_path, capsys):
+    """An endpoints file is read and its endpoints told."""
+    path = tmp_path / "endpoints.yaml"
+    path.write_text("endpoints: [{host: 10.0.0.7, port: 8000, name: seven}]")
+    assert main.main(["check", "--endpoints-file", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert f"1 in {path}, watched" in told
+    assert "10.0.0.7:8000  seven" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("endpoints: [{host: 10.0.0.7}]", "port"),
+        ("endpoint: []", "did you mean `endpoints`?"),
+        ("[", "YAML or JSON"),
+    ],
+)
+def test_check_refuses_a_broken_endpoints_file(text, said, tmp_path, capsys):
+    """A broken endpoints file is status 2, with the place."""
+    path = tmp_path / "endpoints.yaml"
+    path.write_text(text)
+    assert main.main(["check", "--endpoints-file", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert str(path) in told
+    assert said in told
+
+
+@pytest.mark.parametrize(
+    "text", ["nonsense", CONFIG + "limit: {}", CONFIG.replace("queue-depth", "queue-dept")]
+)
+def test_check_refuses_a_broken_file(text, tmp_path, capsys):
+    """A broken configuration is status 2, one line, with the file's name."""
+    path = tmp_path / "pool.yaml"
+    path.write_text(text)
+    assert main.main(["check", str(path)]) == 2
+    told = capsys.readouterr()
+    assert str(path) in told.err
+    assert told.err.count("\n") == 1
+    assert not told.out
+
+
+def test_check_file_is_named_once(capsys):
+    """The file stands in one place."""
+    assert main.main(["check", "a", "--config-file", "b"]) == 2
+    assert "name it once" in capsys.readouterr().err
+
+
+def test_plugins_are_listed(capsys):
+    """Every strategy and plugin kind is listed."""
+    assert main.main(["check", "--plugins"]) == 0
+    words = capsys.readouterr().out.split()
+    kinds = {*catalogue.FILTERS, *catalogue.SCORERS, *catalogue.PICKERS}
+    for name in (*defaults.profiles(), *kinds):
+        assert any(word.strip(",") == name for word in words)

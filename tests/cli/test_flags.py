@@ -1,0 +1,218 @@
+import argparse
+from operator import attrgetter
+
+import pytest
+
+from extproc.cli import flag_table, flags, upstream
+from extproc.config import settings as sections
+from extproc.errors import ConfigError
+
+ENDPOINTS = "--endpoints=10.0.0.1:8000"
+
+
+def resolve(*words):
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    flags.add(parser)
+    args, args.unknown_flags = parser.parse_known_args(words)
+    return flags.resolve(args)
+
+
+#: Flag, its words, the setting it reaches and what is there then.
+REACHES = [
+    ("strategy", ["--strategy", "round-robin"], "scheduling.strategy", "round-robin"),
+    ("host", ["--host", "127.0.0.1"], "server.host", "127.0.0.1"),
+    ("grpc-port", ["--grpc-port", "1"], "server.grpc_port", 1),
+    ("grpc-health-port", ["--grpc-health-port=2"], "server.grpc_health_port", 2),
+    ("metrics-port", ["-metrics-port", "3"], "server.metrics_port", 3),
+    ("secure-serving", ["--secure-serving=false"], "server.secure_serving", False),
+    ("secure-serving", ["--secure-serving", "false"], "server.secure_serving", False),
+    ("secure-serving", ["-secure-serving=false"], "server.secure_serving", False),
+    ("secure-serving", ["--secure-serving"], "server.secure_serving", True),
+    ("cert-path", ["--cert-path", "/certs"], "server.cert_path", "/certs"),
+    ("enable-cert-reload", ["--enable-cert-reload=f"], "server.enable_cert_reload", False),
+    ("health-checking", ["--health-checking=false"], "server.health_checking", False),
+    ("drain-timeout", ["--drain-timeout", "1m30s"], "server.drain_timeout_s", 90.0),
+    ("pool-name", ["--pool-name", "p"], "pool.name", "p"),
+    ("fallback-endpoints", ["--fallback-endpoints", "2"], "scheduling.fallbacks", 2),
+    (
+        "disable-endpoint-subset-filter",
+        ["--disable-endpoint-subset-filter"],
+        "scheduling.honour_subset",
+        False,
+    ),
+    (
+        "refresh-metrics-interval",
+        ["--refresh-metrics-interval=100ms"],
+        "scrape.busy_interval_s",
+        0.1,
+    ),
+    (
+        "metrics-staleness-threshold",
+        ["--metrics-staleness-threshold=3s"],
+        "scrape.stale_after_s",
+        3.0,
+    ),
+    ("model-server-metrics-path", ["--model-server-metrics-path", "/m"], "scrape.path", "/m"),
+    (
+        "model-server-metrics-scheme",
+        ["--model-server-metrics-scheme=https"],
+        "scrape.scheme",
+        "https",
+    ),
+    (
+        "grpc-max-recv-msg-size",
+        ["--grpc-max-recv-msg-size", "70Mi"],
+        "limits.max_message_bytes",
+        70 * 1024 * 1024,
+    ),
+    ("grpc-max-recv-msg-size", ["--grpc-max-recv-msg-size="], "limits.max_message_bytes", 68 << 20),
+    ("conformance-testing", ["--conformance-testing=true"], "conformance", True),
+    ("seed", ["--seed", "5"], "seed", 5),
+    ("v", ["-v", "4"], "log.level", "debug"),
+    ("v", ["--v=2"], "log.level", "info"),
+    ("zap-log-level", ["--zap-log-level=warn"], "log.level", "warning"),
+    ("log-level", ["-v=5", "--log-level", "error"], "log.level", "error"),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "path", "value"), REACHES)
+def test_flag_reaches_its_setting(name, words, path, value):
+    """Each flag sets what it names."""
+    resolved = resolve(ENDPOINTS, *words)
+    assert attrgetter(path)(resolved.settings) == value
+    assert any(flag.name == name for flag in flag_table.FLAGS)
+
+
+def test_every_flag_is_in_the_table_above():
+    """No flag is taken whose effect is not shown to exist."""
+    assert {flag.name for flag in flag_table.FLAGS} == {name for name, *_ in REACHES}
+
+
+def test_every_path_is_a_setting():
+    """The table of flags names settings that exist."""
+    for flag in flag_table.FLAGS:
+        attrgetter(".".join(flag.path))(sections.Settings())
+
+
+def test_endpoints_repeat_and_split():
+    """Endpoints may be given one by one, between commas, or both."""
+    resolved = resolve("--endpoints", "a:1,b:2", "-endpoints=c:3")
+    assert resolved.settings.pool.endpoints == ("a:1", "b:2", "c:3")
+
+
+def test_endpoints_beat_both_sources_of_the_file():
+    """A list on the command line takes the place of the file's list and of its endpoints file."""
+    text = '{"apiVersion": "extproc/v1alpha1", "kind": "ExtProcConfig", "pool": {"endpoints_file": "f"}}'
+    pool = resolve("--config-text", text, ENDPOINTS).settings.pool
+    assert pool.endpoints == ("10.0.0.1:8000",)
+    assert not pool.endpoints_file
+    pool = resolve("--config-text", text, "--endpoints-file", "g").settings.pool
+    assert pool.endpoints_file == "g"
+
+
+def test_strategy_beats_a_written_profile():
+    """A word on the command line takes the place of the profile written out in the file."""
+    text = (
+        '{"apiVersion": "extproc/v1alpha1", "kind": "ExtProcConfig", "scheduling": {"profile": {}}}'
+    )
+    assert resolve("--config-text", text, ENDPOINTS).profile.name == "custom"
+    assert resolve("--config-text", text, ENDPOINTS, "--strategy=random").profile.name == "random"
+
+
+REFUSED = {
+    "no port": (["--endpoints", "10.0.0.1"], "--endpoints", "add the port"),
+    "endpoint twice": (["--endpoints", "a:1,a:1"], "--endpoints", "remove one"),
+    "two sources": ([ENDPOINTS, "--endpoints-file", "f"], "--endpoints-file", "keep one"),
+    "two configurations": (["--config-file=a", "--config-text=b"], "--config-text", "one of them"),
+    "kubernetes pool": (["--pool-name", "p"], "--pool-name", "--endpoints"),
+    "selector": (["--endpoint-selector", "app=x"], "--endpoint-selector", "--endpoints-file"),
+    "target ports": (["--endpoint-target-ports=8000"], "--endpoint-target-ports", "with each"),
+    "leader election": (["--ha-enable-leader-election"], "--ha-enable-leader-election", "false"),
+    "scores": (["--emit-endpoint-scores=true"], "--emit-endpoint-scores", "explain"),
+    "metrics auth": (["--metrics-endpoint-auth=true"], "--metrics-endpoint-auth", "NetworkPolicy"),
+    "metrics TLS": (["--metrics-cert-dir=/c"], "--metrics-cert-dir", "NetworkPolicy"),
+    "ciphers": (["--tls-cipher-suites=X"], "--tls-cipher-suites", "GRPC_SSL_CIPHER_SUITES"),
+    "TLS 1.3 only": (["--tls-min-version=VersionTLS13"], "--tls-min-version", "TLS 1.2"),
+    "negative size": (["--grpc-max-recv-msg-size=-1"], "--grpc-max-recv-msg-size", "64Mi"),
+    "range": (["--grpc-port", "70000"], "--grpc-port", "change the value"),
+    "negative fallbacks": (["--fallback-endpoints=-1"], "--fallback-endpoints", "change"),
+    "word": (["--log-level", "loud"], "--log-level", "debug"),
+    "strategy": (["--strategy", "randon"], "--strategy", "random"),
+    "typing error": (["--grpc-prot", "1"], "--grpc-prot", "--grpc-port"),
+    "camel case of old": (["--poolName", "p"], "--poolName", "--pool-name"),
+    "stray word": (["serve"], "serve", "remove it"),
+    "not together": (["--refresh-metrics-interval=9s"], "--refresh-metrics-interval", "raise"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_flag_is_refused_with_what_to_do(name):
+    """What cannot be done is refused, naming the flag and what to do instead."""
+    words, where, fix = REFUSED[name]
+    given = words if words[0].startswith(("--endpoints", "--pool-name")) else [ENDPOINTS, *words]
+    with pytest.raises(ConfigError) as raised:
+        resolve(*given)
+    assert where in raised.value.where
+    assert fix in raised.value.fix
+
+
+@pytest.mark.parametrize("name", sorted(upstream.REMOVED))
+def test_removed_flag_is_refused(name):
+    """A flag upstream has removed is refused and not taken for a log flag or a typing error."""
+    with pytest.raises(ConfigError) as raised:
+        resolve(ENDPOINTS, f"--{name}", "vllm:x")
+    assert "removed" in raised.value.found
+
+
+#: A usual command line of the upstream picker.
+UPSTREAM = [
+    *("--pool-name", "llama", "--pool-namespace", "", "--grpc-port=9002", "--v", "2"),
+    *("--grpc-health-port", "9003", "--metrics-port=9090", "--secure-serving=true"),
+    *("--drain-timeout=30s", "--ha-enable-leader-election=false", "--emit-endpoint-scores=false"),
+    *("--metrics-endpoint-auth=false", "--refresh-metrics-interval=50ms", "--cert-path="),
+    *("--grpc-max-recv-msg-size=", "--tracing=false", "--enable-pprof=false"),
+    *("--enable-grpc-stream-metrics=true", "--tls-min-version=VersionTLS12", "-health-checking"),
+]
+
+
+def test_upstream_command_line_is_taken_without_a_word():
+    """Arguments of an upstream Deployment that ask for nothing we lack need no editing."""
+    resolved = resolve(ENDPOINTS, *UPSTREAM)
+    assert resolved.settings.pool.name == "llama"
+    assert not resolved.warnings
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--zap-encoder=json"], "--zap-encoder=json"),
+        (["--zap-devel", "true"], "--zap-devel"),
+        (["--zap_time_encoding", "iso8601"], "--zap_time_encoding"),
+        (["-logtostderr"], "-logtostderr"),
+        (["--vmodule=a=1"], "--vmodule"),
+        (["--stderrthreshold", "2"], "--stderrthreshold"),
+        (["--tracing"], "no traces"),
+        (["--enable-pprof=true"], "profiler"),
+        (["--pool-namespace=prod"], "Kubernetes"),
+        (["--grpc-max-send-msg-size=1"], "64 KiB"),
+        (["--refresh-prometheus-metrics-interval=5s"], "when it is asked for"),
+        (["--allow-experimental-plugins"], "every plugin"),
+        (["--refresh-metrics-interval=1ms"], "50ms is used"),
+    ],
+)
+def test_harmless_flag_warns_once(words, said):
+    """A flag that changes nothing a client sees is named in one warning, and we start."""
+    (warning,) = resolve(ENDPOINTS, *words).warnings
+    assert said in warning
+
+
+def test_short_refresh_is_clamped():
+    """A refresh interval below 50 ms becomes 50 ms, as in the upstream picker."""
+    resolved = resolve(ENDPOINTS, "--refresh-metrics-interval=1ms")
+    assert resolved.settings.scrape.busy_interval_s == 0.05
+
+
+@pytest.mark.parametrize("words", [["--v=x"], ["--zap-log-level=panic"]])
+def test_odd_log_level_leaves_the_default(words):
+    """A log level of another program that has no like here does not abort."""
+    assert resolve(ENDPOINTS, *words).settings.log.level == "info"
