@@ -26,7 +26,8 @@ _SAMPLE = re.compile(
     + _LABELS
     + rb")?[ \t]*+([^\s#]++)(?:[ \t]++[-+.0-9eE]++)?[ \t]*+(?:#[^\n]*+)?\r?(?=\n|\Z)"
 )
-_PAIR = re.compile(rb'([A-Za-z_][A-Za-z0-9_]*+)\s*+=\s*+"((?:[^"\\]++|\\.)*+)"')
+# The lookbehind keeps a long run of letters from being tried at each of them.
+_PAIR = re.compile(rb'(?<![A-Za-z0-9_])([A-Za-z_][A-Za-z0-9_]*+)\s*+=\s*+"((?:[^"\\]++|\\.)*+)"')
 _ESCAPE = re.compile(rb"\\(.)")
 _NUMBER = re.compile(rb"[-+.0-9a-zA-Z]++\Z")
 _COMMENT = re.compile(rb"\n[ \t]*+(?:#[^\n]*+)?(?=\n|\Z)")
@@ -168,8 +169,9 @@ class _Families:
                 if not self._joined:
                     if text.startswith(_DECLARED_OR_HELP, line_end):
                         break
-                    group_end = text.find(_DECLARED, line_end)
-                    end = group_end if group_end >= 0 else len(text)
+                    if len(found) == 1:
+                        group_end = text.find(_DECLARED, line_end)
+                        end = group_end if group_end >= 0 else len(text)
                 after = line_end
             at = text.find(needle, after, end)
         return found

@@ -325,3 +325,20 @@ def test_the_table_names_each_engine_once():
     """Every type label of the checklist has its row."""
     labels = [engine.type_label for engine in engines.TABLE]
     assert sorted(labels) == ["sglang", "triton", "triton-tensorrt-llm", "trtllm-serve", "vllm"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"vllm:cache_config_info{" + b"a" * 1_000_000 + b"} 1\n",
+        b"vllm:cache_config_info{" + b'a="' * 300_000 + b"} 1\n",
+        b"vllm:lora_requests_info{" + b'"' * 1_000_000,
+        b'vllm:num_requests_waiting{engine="0"} 1 2\n' * 20_000,
+        b"vllm:num_requests_waiting_x 1\n" * 30_000,
+        b" \n" * 300_000,
+        b"a" * 1_000_000,
+    ],
+)
+def test_a_page_made_to_be_slow_is_not(body):
+    """Time grows with the length of a page, not with its square: these would take minutes."""
+    assert isinstance(page.read(body, 7.0), Load | page.Unreadable)
