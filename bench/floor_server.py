@@ -11,11 +11,11 @@ from pathlib import Path
 import grpc
 import uvloop
 
-from extproc.protocol.events import Kind
+from extproc.protocol.events import BodyMode, Kind
 from extproc.protocol.replies import Answered, Chunk, Continue, Route
 from extproc.wire import codec
 
-REQUEST_HEADERS, RESPONSE_HEADERS, REQUEST_BODY = 0x12, 0x1A, 0x22
+REQUEST_HEADERS, RESPONSE_HEADERS, REQUEST_BODY, RESPONSE_BODY = 0x12, 0x1A, 0x22, 0x2A
 
 
 async def main(port: int, destination: str, mode: str, body: bytes) -> None:
@@ -23,7 +23,10 @@ async def main(port: int, destination: str, mode: str, body: bytes) -> None:
     whole = codec.encode(Chunk(Kind.REQUEST_BODY, body, end_of_stream=True))
     buffered = codec.encode(Route(Kind.REQUEST_BODY, destination))
     acknowledged = codec.encode(Continue(Kind.REQUEST_HEADERS))
-    answered = codec.encode(Answered((("x-went-into-resp-headers", "true"),)))
+    # Buffered, extproc asks for the answer's body: the floor does too.
+    override = BodyMode.BUFFERED if mode == "buffered" else None
+    answered = codec.encode(Answered((("x-went-into-resp-headers", "true"),), override))
+    passed = codec.encode(Continue(Kind.RESPONSE_BODY))
 
     async def process(_, context) -> None:
         seen = 0
@@ -44,6 +47,8 @@ async def main(port: int, destination: str, mode: str, body: bytes) -> None:
                     await context.write(whole)
             elif kind == RESPONSE_HEADERS:
                 await context.write(answered)
+            elif kind == RESPONSE_BODY:
+                await context.write(passed)
 
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 1 << 27)])
     handler = grpc.stream_stream_rpc_method_handler(process)

@@ -1,9 +1,10 @@
 """Bar 2: CPU per request against the floor of the same gRPC runtime, and added latency.
 
-    python -m bench.overhead [--rounds 5] [--seconds 4] [--write]
+    python -m bench.overhead [--rounds 12] [--seconds 1.5] [--write]
 
 The floor answers constants and parses nothing, on the same grpc.aio and uvloop, behind the same
-Envoy, with the same messages. Rounds alternate, ratios are taken within a round.
+Envoy, with the same messages. Both are up
+at the same time and are loaded in turns; ratios are taken between neighbours.
 """
 
 from __future__ import annotations
@@ -23,21 +24,39 @@ CONNECTIONS = 32
 PROMPT_BYTES = 2000
 
 
-async def cost(mode: str, *, floor: Path | None, body: bytes, seconds: float) -> dict[str, float]:
-    """CPU seconds per request of the server, and throughput."""
-    async with rig.rig(mode, floor=floor) as running:
-        request = post("/v1/chat/completions", body)
-        await load(running.port, request, connections=CONNECTIONS, seconds=1.5)
-        before = running.cpu_s()
-        stats = await load(running.port, request, connections=CONNECTIONS, seconds=seconds)
-        used = running.cpu_s() - before
+async def slice_of(running: rig.Rig, request: bytes, seconds: float) -> dict[str, float]:
+    """CPU microseconds per request of the server, and throughput, over one slice of time."""
+    before = running.cpu_s()
+    stats = await load(running.port, request, connections=CONNECTIONS, seconds=seconds)
+    used = running.cpu_s() - before
     assert not stats["failed"], stats
     return {
         "cpu_us": used / stats["requests"] * 1e6,
         "rps": stats["requests"] / stats["seconds"],
-        "p50_ms": stats["p50"] * 1e3,
         "p99_ms": stats["p99"] * 1e3,
     }
+
+
+async def compare(
+    mode: str, *, floor: Path, body: bytes, rounds: int, seconds: float
+) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Floor and extproc side by side, loaded in turns: slices of both lie next to each other."""
+    request = post("/v1/chat/completions", body)
+    floors, ours = [], []
+    async with rig.rig(mode, floor=floor) as low, rig.rig(mode) as high:
+        for running in (low, high):
+            await load(running.port, request, connections=CONNECTIONS, seconds=1.5)
+        for number in range(rounds):
+            floors.append(await slice_of(low, request, seconds))
+            ours.append(await slice_of(high, request, seconds))
+            ratio = ours[-1]["cpu_us"] / floors[-1]["cpu_us"]
+            print(
+                f"{mode:9} round {number + 1}: floor {floors[-1]['cpu_us']:.0f} us, "
+                f"extproc {ours[-1]['cpu_us']:.0f} us, ratio {ratio:.3f}, "
+                f"{ours[-1]['rps']:.0f} req/s",
+                flush=True,
+            )
+    return floors, ours
 
 
 async def latency(mode: str, body: bytes, seconds: float) -> dict[str, float]:
@@ -98,25 +117,14 @@ async def main(rounds: int, seconds: float, *, write: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "body.json"
         file.write_bytes(body)
-        direct = await latency("direct", body, seconds)
+        direct = await latency("direct", body, 3)
         for mode in ("fds", "buffered"):
-            ratios, ours, floors = [], [], []
-            for number in range(rounds):
-                floor = await cost(mode, floor=file, body=body, seconds=seconds)
-                mine = await cost(mode, floor=None, body=body, seconds=seconds)
-                ratios.append(mine["cpu_us"] / floor["cpu_us"])
-                ours.append(mine)
-                floors.append(floor)
-                print(
-                    f"{mode:9} round {number + 1}: floor {floor['cpu_us']:.0f} us, "
-                    f"extproc {mine['cpu_us']:.0f} us, ratio {ratios[-1]:.3f}, "
-                    f"{mine['rps']:.0f} req/s",
-                    flush=True,
-                )
-            alone = await latency(mode, body, seconds)
-            half = await half_load(
-                mode, body, statistics.median(one["rps"] for one in ours), seconds
+            floors, ours = await compare(
+                mode, floor=file, body=body, rounds=rounds, seconds=seconds
             )
+            ratios = [one["cpu_us"] / low["cpu_us"] for one, low in zip(ours, floors, strict=True)]
+            alone = await latency(mode, body, 3)
+            half = await half_load(mode, body, statistics.median(one["rps"] for one in ours), 4)
             figures[mode] = {
                 "cpu_ratio_median": round(statistics.median(ratios), 3),
                 "cpu_ratios": [round(ratio, 3) for ratio in ratios],
@@ -136,8 +144,8 @@ async def main(rounds: int, seconds: float, *, write: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=4)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=1.5)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     uvloop.run(main(given.rounds, given.seconds, write=given.write))

@@ -218,6 +218,17 @@ def assignment(name: str, addresses: Sequence[str]) -> dict[str, Any]:
     return {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]}
 
 
+async def _listens(port: int) -> None:
+    """Wait until somebody takes connections on a loopback port."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.close()
+                return
+            await asyncio.sleep(0.01)
+
+
 class Stack:
     """Children that belong together and end together."""
 
@@ -243,7 +254,11 @@ class Stack:
         path.write_bytes(msgspec.json.encode(config))
         argv = [binary or find_envoy(), "-c", str(path), "--concurrency", "2"]
         argv += ["--use-dynamic-base-id", "-l", "info"]
-        return await self.start("envoy", argv, ready=ENVOY_READY)
+        child = await self.start("envoy", argv, ready=ENVOY_READY)
+        # Its workers listen a moment after they were announced.
+        listener = config["static_resources"]["listeners"][0]["address"]["socket_address"]
+        await _listens(int(listener["port_value"]))
+        return child
 
     async def stop(self) -> None:
         """End all children, the last started first."""

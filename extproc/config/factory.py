@@ -10,7 +10,7 @@ import msgspec
 
 from extproc.config import load, profiles
 from extproc.config import settings as sections
-from extproc.discovery import entries, follow
+from extproc.discovery import dns, entries, follow
 from extproc.dispatch import dispatcher as dispatching
 from extproc.endpoint import Endpoint
 from extproc.pool.fleet import Fleet
@@ -111,6 +111,43 @@ def build(
             file=settings.pool.endpoints_file, refresh_s=settings.pool.dns_refresh_s
         ),
     )
+
+
+def discovery(
+    parts: Parts,
+    *,
+    clock: Callable[[], float],
+    on_fact: Callable[[follow.DiscoveryFact], None],
+) -> follow.Discovery:
+    """Build what keeps the fleet's endpoint list true.
+
+    Args:
+        parts: Whose fleet is told.
+        clock: Monotonic seconds.
+        on_fact: Told when something happened.
+
+    Raises:
+        ConfigError: An endpoint of the settings is not one.
+    """
+    pool = parts.settings.pool
+    listed = [_written(entry) for entry in pool.endpoints]
+    return follow.Discovery(
+        follow.Settings(file=pool.endpoints_file, refresh_s=pool.dns_refresh_s),
+        parts.fleet,
+        listed=entries.from_document({"endpoints": listed}, where="pool") if listed else (),
+        resolver=dns.Resolver(),
+        clock=clock,
+        rng=parts.rng,
+        on_fact=on_fact,
+    )
+
+
+def _written(entry: str | sections.EndpointEntry) -> object:
+    """An endpoint of the settings in the form of an endpoint list."""
+    if isinstance(entry, str):
+        return entry
+    named = {"name": entry.name} if entry.name else {}
+    return {"address": entry.address, "labels": dict(entry.labels), **named}
 
 
 def scrape_tls(scrape: sections.Scrape) -> ssl.SSLContext | None:

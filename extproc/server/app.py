@@ -18,10 +18,11 @@ from aiohttp import web
 
 from extproc.config import factory
 from extproc.config.settings import Server, Settings
+from extproc.discovery import follow
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
 from extproc.scrape import client, scraper
-from extproc.server import admin, health, servicer, sources, tls
+from extproc.server import admin, health, servicer, tls
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.tallies import Tallies
 
@@ -76,7 +77,6 @@ async def serve(settings: Settings, *, on_ready: Callable[[Addresses], None]) ->
     try:
         async with asyncio.TaskGroup() as tasks:
             loops = [tasks.create_task(loop, name=name) for name, loop in picker.loops().items()]
-            await picker.synced()
             on_ready(addresses)
             await stop.wait()
             await picker.drain(hurry)
@@ -110,7 +110,7 @@ class Picker:
             max_streams=settings.limits.max_streams,
             stream_share=settings.answers.stream_share,
         )
-        self._source = sources.source(settings.pool, self.parts.fleet, clock, self.parts.rng)
+        self._discovery = factory.discovery(self.parts, clock=clock, on_fact=self._discovered)
         self._http = client.Client(
             timeout_s=settings.scrape.timeout_s,
             cap_bytes=settings.scrape.max_page_bytes,
@@ -120,11 +120,12 @@ class Picker:
         self._pages: web.AppRunner | None = None
 
     async def start(self) -> Addresses:
-        """Listen on all ports.
+        """Learn the endpoints and listen on all ports.
 
         Raises:
-            ConfigError: A port is taken, or a certificate cannot be read.
+            ConfigError: A port is taken, or a certificate or an endpoint file cannot be read.
         """
+        await self._discovery.start()
         server = self._settings.server
         main = _grpc_server(self._settings.limits.max_message_bytes)
         servicer.register(main, self.servicer)
@@ -142,7 +143,7 @@ class Picker:
 
     def loops(self) -> dict[str, Coroutine[None, None, None]]:
         """The loops beside the servers, by name."""
-        loops = {"discovery": self._source.run()}
+        loops = {"discovery": self._discovery.run()}
         if self._settings.scrape.enabled:
             loops["scrape"] = scraper.Scraper(
                 self.parts.scraping,
@@ -153,10 +154,6 @@ class Picker:
                 on_fact=self._scraped,
             ).run()
         return loops
-
-    async def synced(self) -> None:
-        """Wait until discovery has spoken."""
-        await self._source.synced.wait()
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Turn unready, serve on for the drain time, then let every stream go."""
@@ -213,6 +210,10 @@ class Picker:
 
     def _gone(self, endpoint: Endpoint) -> None:
         self.tallies.forget(endpoint.address)
+
+    def _discovered(self, fact: follow.DiscoveryFact) -> None:
+        level = logging.INFO if fact.kind == "replaced" else logging.WARNING
+        _log.log(level, "%s: %s, %d endpoints", fact.kind, fact.detail, fact.endpoints)
 
     def _scraped(self, fact: scraper.ScrapeFact) -> None:
         self.tallies.scrapes[fact.address, fact.outcome] += 1
