@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.config.core import v3 as core
     from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as filters
     from envoy_data_plane.envoy.service.ext_proc import v3 as ext_proc
+    from envoy_data_plane.envoy.type import v3 as http  # noqa: F401 - for those who walk descriptors
     from envoy_data_plane.google.protobuf import ListValue, Struct, Value
 
 BALANCER = "envoy.lb"

@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.decision import Decision, Outcome, Rejection
+from extproc.endpoint import Endpoint
+from extproc.errors import ProtocolError
+from extproc.protocol.events import BodyMode, Event, Hints, Kind, Modes
+from extproc.protocol.exchange import Exchange
+from extproc.protocol.gathering import Budget
+from extproc.protocol.replies import Answered, Chunk, Continue, Refuse, Reply, Route
+from extproc.protocol.settings import ExchangeSettings
+from extproc.request import Request
+
+DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
+ONE_TO_ONE = tuple(mode for mode in BodyMode if mode is not DUPLEX)
+BUFFERED = (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL)
+PICK = Decision(Request("opaque"), [Endpoint("10.0.0.1:8000")])
+REFUSAL = Rejection(503, "nobody")
+LIMIT = 200
+
+bodies = st.binary(max_size=60)
+mode_pairs = st.builds(Modes, st.sampled_from(BodyMode), st.sampled_from(BodyMode))
+hints = st.one_of(
+    st.none(),
+    st.builds(
+        Hints,
+        st.one_of(st.none(), st.lists(st.just("10.0.0.1:8000"), max_size=1).map(tuple)),
+        st.booleans(),
+        st.just("x"),
+    ),
+)
+headers = st.sampled_from(
+    [
+        {},
+        {":status": "200", "content-type": "text/event-stream"},
+        {":status": "500", "content-length": "10"},
+        {"content-type": "application/grpc", "test-epp-endpoint-selection": "10.0.0.1"},
+    ]
+)
+events = st.builds(
+    Event,
+    st.sampled_from(Kind),
+    headers=headers,
+    body=bodies,
+    end_of_stream=st.booleans(),
+    modes=st.none(),
+    hints=hints,
+)
+calm = settings(deadline=None, max_examples=300)
+
+
+def exchange_of(budget: Budget, *, conformance: bool = False) -> Exchange:
+    return Exchange(ExchangeSettings(LIMIT, conformance=conformance), budget, watch_stream=True)
+
+
+def converse(
+    exchange: Exchange, events: Iterable[Event], outcome: Outcome = PICK
+) -> list[list[Reply]]:
+    """The answers to each event, deciding at once."""
+    said = []
+    for event in events:
+        replies = list(exchange.receive(event))
+        if exchange.pending is not None:
+            replies += exchange.resolve(outcome)
+        said.append(replies)
+    return said
+
+
+def cut(body: bytes, places: Sequence[int]) -> list[bytes]:
+    edges = [0, *sorted(place % (len(body) + 1) for place in places), len(body)]
+    return [body[start:stop] for start, stop in pairwise(edges)]
+
+
+@given(
+    body=st.binary(max_size=LIMIT),
+    places=st.lists(st.integers(0, 1000), max_size=8),
+    trailers=st.booleans(),
+)
+@calm
+def test_any_chunking_gives_the_same_outcome(body: bytes, places: list[int], *, trailers: bool):
+    """However a request body is cut: the same request is seen and the same answers are given."""
+    pieces = cut(body, places)
+    last = len(pieces) - 1
+    conversation = [Event(Kind.REQUEST_HEADERS, modes=Modes(DUPLEX, DUPLEX))]
+    conversation += [
+        Event(Kind.REQUEST_BODY, body=piece, end_of_stream=not trailers and at == last)
+        for at, piece in enumerate(pieces)
+    ]
+    if trailers:
+        conversation.append(Event(Kind.REQUEST_TRAILERS))
+    budget = Budget(LIMIT)
+    exchange = exchange_of(budget)
+    for event in conversation[:-1]:
+        assert list(exchange.receive(event)) == []
+        assert exchange.pending is None
+    assert list(exchange.receive(conversation[-1])) == []
+    assert exchange.pending is not None
+    assert exchange.pending.body == body
+    expected: list[Reply] = [
+        Route(Kind.REQUEST_HEADERS, "10.0.0.1:8000"),
+        Chunk(Kind.REQUEST_BODY, body, not trailers),
+    ]
+    if trailers:
+        expected.append(Continue(Kind.REQUEST_TRAILERS))
+    assert list(exchange.resolve(PICK)) == expected
+    assert budget.held_bytes == 0
+
+
+@given(body=st.binary(max_size=300), places=st.lists(st.integers(0, 1000), max_size=8))
+@calm
+def test_response_pieces_pass_as_they_are(body: bytes, places: list[int]):
+    """However a response body is cut: the same pieces come out, and the end once."""
+    pieces = cut(body, places)
+    conversation = [Event(Kind.RESPONSE_HEADERS, modes=Modes(DUPLEX, DUPLEX))]
+    conversation += [Event(Kind.RESPONSE_BODY, body=piece) for piece in pieces]
+    conversation.append(Event(Kind.RESPONSE_BODY, end_of_stream=True))
+    said = converse(exchange_of(Budget(LIMIT)), conversation)
+    assert said[1:] == [
+        *([Chunk(Kind.RESPONSE_BODY, piece, end_of_stream=False)] for piece in pieces),
+        [Chunk(Kind.RESPONSE_BODY, b"", end_of_stream=True)],
+    ]
+
+
+def answers(reply: Reply) -> Kind | None:
+    match reply:
+        case Answered():
+            return Kind.RESPONSE_HEADERS
+        case Refuse():
+            return None
+        case _:
+            return reply.answers
+
+
+@given(
+    modes=mode_pairs,
+    script=st.lists(st.tuples(events, st.booleans()), max_size=12),
+    outcome=st.sampled_from([PICK, REFUSAL]),
+    consumed=st.integers(0, 9),
+    conformance=st.booleans(),
+)
+@calm
+def test_whatever_is_said_the_exchange_keeps_its_word(
+    modes: Modes,
+    script: list[tuple[Event, bool]],
+    outcome: Outcome,
+    consumed: int,
+    *,
+    conformance: bool,
+):
+    """Any events, in any order, with requests held at will: the promises of an exchange hold.
+
+    Only ProtocolError is raised. The request is answered at most once, its headers before anything
+    else; each end of stream is said at most once; nothing follows a refusal; the body budget is
+    whole again after close, however many of the answers were taken.
+    """
+    budget = Budget(LIMIT)
+    exchange = exchange_of(budget, conformance=conformance)
+    said: list[Reply] = []
+    first = True
+    for event, held in script:
+        told = Event(
+            event.kind,
+            event.headers,
+            event.body,
+            event.end_of_stream,
+            modes if first else None,
+            event.hints,
+        )
+        first = False
+        try:
+            said += exchange.receive(told)
+        except ProtocolError:
+            break
+        if exchange.pending is not None and not held:
+            said += exchange.resolve(outcome)
+        assert 0 <= budget.held_bytes <= LIMIT
+    answers_left = iter(exchange.resolve(outcome) if exchange.pending is not None else ())
+    said += islice(answers_left, consumed)
+    exchange.close()
+    assert budget.held_bytes == 0
+    promises(said)
+
+
+def promises(said: list[Reply]) -> None:
+    """What holds of everything an exchange said."""
+    assert sum(isinstance(reply, Route) for reply in said) <= 1
+    refusals = [at for at, reply in enumerate(said) if isinstance(reply, Refuse)]
+    assert refusals in ([], [len(said) - 1])
+    told = [reply for reply in said if getattr(reply, "destination", "")]
+    assert len(told) + len(refusals) <= 1
+    for start, parts in (
+        (Kind.REQUEST_HEADERS, (Kind.REQUEST_BODY, Kind.REQUEST_TRAILERS)),
+        (Kind.RESPONSE_HEADERS, (Kind.RESPONSE_BODY, Kind.RESPONSE_TRAILERS)),
+    ):
+        direction = [reply for reply in said if answers(reply) in (start, *parts)]
+        assert [at for at, reply in enumerate(direction) if answers(reply) is start] in ([], [0])
+        ends = [
+            at
+            for at, reply in enumerate(direction)
+            if isinstance(reply, Chunk) and reply.end_of_stream
+        ]
+        assert len(ends) <= 1
+        after = direction[ends[0] + 1 :] if ends else []
+        assert not any(isinstance(reply, Chunk) for reply in after)
+
+
+def well_formed(modes: Modes, *, trailers: bool) -> list[Event]:
+    """A whole conversation as Envoy holds it in these modes."""
+    conversation = []
+    for mode, start in (
+        (modes.request, Kind.REQUEST_HEADERS),
+        (modes.response, Kind.RESPONSE_HEADERS),
+    ):
+        body, end = Kind(start + 1), Kind(start + 2)
+        conversation.append(Event(start))
+        if mode in BUFFERED:
+            conversation.append(Event(body, body=b"ab", end_of_stream=not trailers))
+        elif mode is not BodyMode.NONE:
+            conversation.append(Event(body, body=b"a"))
+            conversation.append(Event(body, body=b"b", end_of_stream=not trailers))
+        if trailers:
+            conversation.append(Event(end))
+    return conversation
+
+
+@pytest.mark.parametrize("trailers", [True, False])
+@pytest.mark.parametrize("response", BodyMode)
+@pytest.mark.parametrize("request_", BodyMode)
+def test_all_modes_from_all_starting_phases(
+    request_: BodyMode,
+    response: BodyMode,
+    trailers: bool,  # noqa: FBT001
+):
+    """Each mode, joined at any message: no misfit, one-to-one where the mode is, a pick if asked."""
+    modes = Modes(request_, response)
+    whole = well_formed(modes, trailers=trailers)
+    for start in range(len(whole)):
+        first, *rest = whole[start:]
+        conversation = [Event(first.kind, {}, first.body, first.end_of_stream, modes), *rest]
+        budget = Budget(LIMIT)
+        exchange = exchange_of(budget)
+        said = converse(exchange, conversation)
+        everything = [reply for replies in said for reply in replies]
+        promises(everything)
+        for event, replies in zip(conversation, said, strict=True):
+            is_request = event.kind <= Kind.REQUEST_TRAILERS
+            if (request_ if is_request else response) in ONE_TO_ONE:
+                assert [answers(reply) for reply in replies] == [event.kind]
+        asked = [event for event in conversation if event.kind <= Kind.REQUEST_TRAILERS]
+        chosen = [reply for reply in everything if getattr(reply, "destination", "")]
+        assert len(chosen) == bool(asked)
+        if request_ is DUPLEX and asked:
+            assert [
+                kind for kind in map(answers, everything) if kind and kind <= Kind.REQUEST_TRAILERS
+            ] == sorted({event.kind for event in asked})
+            pieces = [
+                reply
+                for reply in everything
+                if isinstance(reply, Chunk) and reply.answers is Kind.REQUEST_BODY
+            ]
+            assert b"".join(piece.body for piece in pieces) == b"".join(
+                event.body for event in asked
+            )
+            assert [piece.end_of_stream for piece in pieces] in ([], [not trailers])
+        exchange.close()
+        assert budget.held_bytes == 0
+
+
+def test_a_misfit_names_phase_event_and_history():
+    """A message that does not fit is one error that says where the exchange was and what came."""
+    exchange = exchange_of(Budget(LIMIT))
+    list(exchange.receive(Event(Kind.REQUEST_HEADERS)))
+    with pytest.raises(ProtocolError, match=r"GATHERING.*REQUEST_HEADERS.*last events"):
+        exchange.receive(Event(Kind.REQUEST_HEADERS))
+
+
+def test_garbage_fits_no_phase():
+    """Bytes that are no message end the exchange with the error that names them."""
+    with pytest.raises(ProtocolError, match="GARBAGE"):
+        exchange_of(Budget(LIMIT)).receive(Event(Kind.GARBAGE))
+
+
+def test_resolving_twice_is_a_bug():
+    """A request that is not pending cannot be resolved."""
+    exchange = exchange_of(Budget(LIMIT))
+    with pytest.raises(RuntimeError, match="nothing is pending"):
+        exchange.resolve(PICK)
+    list(exchange.receive(Event(Kind.REQUEST_HEADERS, end_of_stream=True)))
+    list(exchange.resolve(PICK))
+    with pytest.raises(RuntimeError, match="nothing is pending"):
+        exchange.resolve(PICK)
+
+
+def test_closing_twice_gives_back_once():
+    """Closing an exchange again does nothing."""
+    budget = Budget(LIMIT)
+    exchange, other = exchange_of(budget), exchange_of(budget)
+    for one in (exchange, other):
+        list(one.receive(Event(Kind.REQUEST_BODY, body=b"x" * 10)))
+    exchange.close()
+    exchange.close()
+    assert budget.held_bytes == 10
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2])
+def test_a_peer_that_leaves_between_answers_gives_the_body_back(taken: int):
+    """Close returns the body to the budget while answers are still to be taken."""
+    budget = Budget(LIMIT)
+    exchange = exchange_of(budget)
+    list(exchange.receive(Event(Kind.REQUEST_HEADERS)))
+    list(exchange.receive(Event(Kind.REQUEST_BODY, body=b"x" * 10, end_of_stream=True)))
+    answers_left = iter(exchange.resolve(PICK))
+    for _ in range(taken):
+        next(answers_left)
+    exchange.close()
+    assert budget.held_bytes == 0

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.protocol.events import BodyMode, Event, Hints, Kind, Modes
+from extproc.protocol.replies import Answered, Chunk, Continue, Refuse, Reply, Route
+from extproc.wire import codec
+from tests.support import conversation as talk
+from tests.support import peer
+from tests.support.peer import Said
+
+#: A first run imports lazily; time is not what is tested.
+calm = settings(deadline=None)
+
+PARTS = {
+    Kind.REQUEST_HEADERS: "request_headers",
+    Kind.REQUEST_BODY: "request_body",
+    Kind.REQUEST_TRAILERS: "request_trailers",
+    Kind.RESPONSE_HEADERS: "response_headers",
+    Kind.RESPONSE_BODY: "response_body",
+    Kind.RESPONSE_TRAILERS: "response_trailers",
+}
+addresses = st.one_of(
+    st.just(""), st.just("10.0.0.1:8000"), st.just("[fd00::1]:1,a:2"), st.text("a.:,", max_size=300)
+)
+names = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=30)
+values = st.text(st.characters(max_codepoint=255), max_size=60)
+headers = st.lists(st.tuples(names, values), max_size=5).map(tuple)
+body_kinds = st.sampled_from([Kind.REQUEST_BODY, Kind.RESPONSE_BODY])
+
+
+def told(destination: str) -> dict[str, object]:
+    return talk.told(destination) if destination else {}
+
+
+def said(reply: Reply) -> Said:
+    data = codec.encode(reply)
+    assert isinstance(data, bytes)
+    return peer.read(data)
+
+
+@given(
+    kind=body_kinds,
+    # Around the lengths at which a varint grows by a byte, at each of the nested levels.
+    size=st.one_of(
+        st.integers(0, 300), st.integers(16360, 16400), st.integers(61990, 62000), st.just(2097152)
+    ),
+    ends=st.booleans(),
+    destination=addresses,
+    view=st.booleans(),
+)
+@calm
+def test_hand_framed_pieces_are_what_the_peer_reads(
+    kind: Kind, size: int, *, ends: bool, destination: str, view: bool
+):
+    """A body piece framed by hand parses as that piece, whatever its size, end and destination."""
+    body = b"\x0a\x1a\x00\xff"[: size % 5] + b"x" * (size - min(size, size % 5, 4))
+    piece = memoryview(body) if view else body
+    assert said(Chunk(kind, piece, ends, destination)) == Said(
+        PARTS[kind], body=body, ends=ends, told=told(destination)
+    )
+
+
+@given(kind=st.sampled_from(sorted(PARTS)), destination=addresses)
+@calm
+def test_go_on_is_what_the_peer_reads(kind: Kind, destination: str):
+    """Every kind can be let pass, with or without a destination in the metadata."""
+    assert said(Continue(kind, destination)) == Said(PARTS[kind], told=told(destination))
+
+
+@given(
+    kind=st.sampled_from([Kind.REQUEST_HEADERS, Kind.REQUEST_BODY]),
+    destination=addresses.filter(bool),
+    sets=headers,
+    removes=st.lists(names, max_size=4).map(tuple),
+)
+@calm
+def test_picks_are_what_the_peer_reads(kind, destination, sets, removes):
+    """A pick parses as its header, its metadata and its other mutations, in order."""
+    for _ in range(2):  # the second time from the cache, if there is one
+        assert said(Route(kind, destination, sets, removes)) == talk.route(
+            destination, part=PARTS[kind], sets=sets, removes=removes
+        )
+
+
+@given(sets=headers, mode=st.sampled_from([None, BodyMode.STREAMED, BodyMode.BUFFERED]))
+@calm
+def test_response_headers_answers_are_what_the_peer_reads(sets, mode):
+    """The answer to response headers parses as its headers and its mode override."""
+    override = {"response_header_mode": 1, "response_body_mode": mode, "response_trailer_mode": 1}
+    assert said(Answered(sets, mode)) == Said(
+        "response_headers", sets=sets, override={} if mode is None else override
+    )
+
+
+@given(
+    status=st.sampled_from([400, 413, 429, 500, 503]),
+    sets=headers,
+    error=st.dictionaries(st.text(), st.text()),
+    grpc_status=st.one_of(st.none(), st.integers(0, 16)),
+)
+@calm
+def test_refusals_are_what_the_peer_reads(status, sets, error, grpc_status):
+    """An immediate response parses as its status, headers, body and gRPC status."""
+    body = json.dumps(error).encode()
+    assert said(Refuse(status, sets, body, grpc_status)) == Said(
+        "immediate_response",
+        sets=sets,
+        status=status,
+        error=error,
+        grpc_status=grpc_status,
+    )
+
+
+@given(st.binary(max_size=200))
+@calm
+def test_decode_is_total(data: bytes):
+    """Whatever the bytes, an event comes out."""
+    assert isinstance(codec.decode(data), Event)
+
+
+@given(
+    st.data(),
+    st.sampled_from(
+        [
+            talk.request_headers(metadata=peer.hinted(["10.0.0.1:8000", 7])),
+            talk.request_body(b"some bytes", ends=True),
+            talk.request_trailers(),
+            talk.response_headers(metadata=peer.metadata_of({"envoy.lb": {"a": [1]}})),
+        ]
+    ),
+)
+@calm
+def test_decode_is_total_on_damaged_messages(data, message):
+    """Cut and overwritten messages decode to some event."""
+    good = bytearray(message.encode(talk.DUPLEX))
+    for _ in range(data.draw(st.integers(1, 4))):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    assert isinstance(codec.decode(bytes(good[: data.draw(st.integers(0, len(good)))])), Event)
+
+
+def test_bytes_that_are_no_message_are_garbage():
+    """What cannot be parsed is GARBAGE; nothing at all is UNKNOWN."""
+    assert codec.decode(b"\xff\xff\xff").kind is Kind.GARBAGE
+    assert codec.decode(b"").kind is Kind.UNKNOWN
+
+
+@given(body=st.binary(max_size=300), ends=st.booleans(), kind=body_kinds)
+@calm
+def test_bodies_decode_to_what_the_peer_wrote(body: bytes, ends: bool, kind: Kind):  # noqa: FBT001
+    """A body message decodes to its bytes and its end."""
+    say = talk.request_body if kind is Kind.REQUEST_BODY else talk.response_body
+    assert codec.decode(say(body, ends=ends).encode(None)) == Event(
+        kind, body=body, end_of_stream=ends
+    )
+
+
+@given(
+    pairs=st.lists(
+        st.tuples(st.text("abcXYZ-:", min_size=1, max_size=8), values.filter(bool)), max_size=6
+    ),
+    ends=st.booleans(),
+)
+@calm
+def test_headers_decode_in_lower_case_the_last_one_wins(pairs, ends):
+    """Header names are read in lower case, and of duplicates the last value."""
+    for say, kind in (
+        (talk.request_headers, Kind.REQUEST_HEADERS),
+        (talk.response_headers, Kind.RESPONSE_HEADERS),
+    ):
+        event = codec.decode(say(pairs, ends=ends).encode(None))
+        assert event == Event(
+            kind, {name.lower(): value for name, value in pairs}, end_of_stream=ends
+        )
+
+
+@pytest.mark.parametrize("request_mode", peer.MODES)
+@pytest.mark.parametrize("response_mode", peer.MODES)
+def test_declared_modes_are_read(request_mode: str, response_mode: str):
+    """Every pair of body modes is read from protocol_config."""
+    event = codec.decode(talk.request_trailers().encode((request_mode, response_mode)))
+    assert event.modes == Modes(
+        BodyMode(peer.MODES[request_mode]), BodyMode(peer.MODES[response_mode])
+    )
+
+
+def test_metadata_is_read():
+    """The subset hint and the served endpoint are read from their namespaces."""
+    metadata = peer.metadata_of(
+        {peer.HINT: {peer.HINT_KEY: ["a:1, b:2"]}, peer.BALANCER: {peer.SERVED_KEY: "c:3"}}
+    )
+    event = codec.decode(talk.response_headers(metadata=metadata).encode(None))
+    assert event.hints == Hints(("a:1", "b:2"), balancer=True, served="c:3")
+    assert event.modes is None
+
+
+def test_the_service_has_envoys_name():
+    """The gRPC method is Envoy's, though our proto package is not."""
+    assert f"/{codec.SERVICE}/{codec.METHOD}" == (
+        "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+    )

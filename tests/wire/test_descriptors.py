@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    FileDescriptorProto,
+    FileDescriptorSet,
+)
+
+from extproc.wire.pb import ext_proc_pb2 as pb
+from tests.support import peer
+
+ROOT = Path(__file__).parent.parent.parent
+PROTO = ROOT / "proto" / "ext_proc.proto"
+
+#: Where Envoy defines our messages that are not in its ext_proc service file.
+ELSEWHERE = {
+    "HeaderMap": peer.core.HeaderMap,
+    "HeaderValue": peer.core.HeaderValue,
+    "HeaderValueOption": peer.core.HeaderValueOption,
+    "Metadata": peer.core.Metadata,
+    "ProcessingMode": peer.filters.ProcessingMode,
+    "HttpStatus": peer.http.HttpStatus,
+}
+
+#: Fields that Envoy declares as enums and we read as numbers: the same varint on the wire, and a
+#: number we do not know does not fail the message.
+OPEN_ENUMS = {
+    "HttpStatus.code",
+    "ProtocolConfiguration.request_body_mode",
+    "ProtocolConfiguration.response_body_mode",
+    *(
+        f"ProcessingMode.{direction}_{part}_mode"
+        for direction in ("request", "response")
+        for part in ("header", "body", "trailer")
+    ),
+}
+
+TYPES = {
+    FieldDescriptor.TYPE_BOOL: "bool",
+    FieldDescriptor.TYPE_BYTES: "bytes",
+    FieldDescriptor.TYPE_INT32: "int32",
+    FieldDescriptor.TYPE_MESSAGE: "message",
+    FieldDescriptor.TYPE_STRING: "string",
+    FieldDescriptor.TYPE_UINT32: "uint32",
+}
+
+
+MESSAGES: list[Descriptor] = list(pb.DESCRIPTOR.message_types_by_name.values())
+
+
+def theirs(name: str) -> Any:
+    """Envoy's message of that name."""
+    return ELSEWHERE.get(name) or getattr(peer.ext_proc, name)
+
+
+def described(field: FieldDescriptor) -> tuple[object, ...]:
+    """Number, type, repetition and oneof of one of our fields."""
+    where = f"{field.containing_type.name}.{field.name}"
+    kind = "enum" if where in OPEN_ENUMS else TYPES[field.type]
+    entry = field.message_type
+    is_map = entry is not None and entry.GetOptions().map_entry
+    oneof = field.containing_oneof
+    return (
+        field.number,
+        "map" if is_map else kind,
+        is_map or field.is_repeated,
+        oneof.name if oneof is not None else None,
+    )
+
+
+def their_description(message: Any, name: str) -> tuple[object, ...]:
+    """The same of Envoy's field."""
+    meta = message.__dataclass_fields__[name].metadata["betterproto"]
+    is_map = meta.map_meta is not None
+    return (meta.number, meta.proto_type, is_map or meta.repeated, meta.group)
+
+
+@pytest.mark.parametrize("ours", MESSAGES, ids=lambda ours: ours.name)
+def test_every_field_is_envoys(ours: Descriptor):
+    """Each field has the number, type, repetition and oneof of Envoy's field of that name."""
+    message = theirs(ours.name)
+    found = {field.name: described(field) for field in ours.fields}
+    assert found == {name: their_description(message, name) for name in found}
+
+
+@pytest.mark.parametrize("ours", MESSAGES, ids=lambda ours: ours.name)
+def test_message_fields_have_envoys_types(ours: Descriptor):
+    """A field that holds a message holds the one of the same name as Envoy's."""
+    message = theirs(ours.name)
+    for field in ours.fields:
+        entry = field.message_type
+        if entry is None:
+            continue
+        if entry.GetOptions().map_entry:
+            entry = entry.fields_by_name["value"].message_type
+        hint = str(message.__dataclass_fields__[field.name].type)
+        assert entry.name in re.findall(r"\w+", hint)
+
+
+def test_every_part_envoy_sends_is_known():
+    """Every part of a request that Envoy may send is one we decode."""
+    part = pb.ProcessingRequest.DESCRIPTOR.oneofs_by_name["request"]
+    known = {field.name for field in part.fields}
+    envoys = {
+        name
+        for name, field in peer.ext_proc.ProcessingRequest.__dataclass_fields__.items()
+        if field.metadata["betterproto"].group == "request"
+    }
+    assert known == envoys
+
+
+def test_the_generated_module_matches_proto(tmp_path: Path):
+    """Compiling proto/ anew gives the descriptor that is committed."""
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO.parent}"]
+    output = tmp_path / "set"
+    subprocess.run(
+        [*command, f"--descriptor_set_out={output}", PROTO.name],
+        check=True,
+        timeout=60,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )
+    (compiled,) = FileDescriptorSet.FromString(output.read_bytes()).file
+    committed = FileDescriptorProto()
+    pb.DESCRIPTOR.CopyToProto(committed)
+    for file in (compiled, committed):
+        file.ClearField("name")  # relative to another folder
+        forget_json_names(file.message_type)
+    assert compiled == committed
+
+
+def forget_json_names(messages: Iterable[DescriptorProto]) -> None:
+    """Drop what only protoc's descriptor set carries."""
+    for message in messages:
+        for field in message.field:
+            field.ClearField("json_name")
+        forget_json_names(message.nested_type)
