@@ -43,7 +43,3 @@ class ConfigError(ExtprocError):
 
 class ProtocolError(ExtprocError):
     """The data plane sent a message the ext_proc protocol does not allow at this point."""
-
-
-class PageError(ExtprocError):
-    """A metrics page that is not Prometheus text."""

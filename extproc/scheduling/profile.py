@@ -8,8 +8,7 @@ requests in flight. The decision then says so in `degraded`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TypeVar, TypeVarTuple
+from collections.abc import Sequence
 
 import msgspec
 
@@ -17,12 +16,9 @@ from extproc import decision
 from extproc.decision import Decision, Filtered, Outcome, Scored
 from extproc.endpoint import Candidate
 from extproc.errors import ConfigError
-from extproc.scheduling.plugins import Filter, Picker, Scorer, Signal
+from extproc.scheduling.plugins import Filter, Picker, Plugin, Scorer, Signal
 from extproc.scheduling.turn import Turn
 from extproc.scheduling.unknown import NEUTRAL
-
-Answer = TypeVar("Answer")
-Arguments = TypeVarTuple("Arguments")
 
 
 class ImpossibleAnswerError(Exception):
@@ -111,12 +107,14 @@ class Profile(msgspec.Struct, frozen=True):
 
     def _filter(
         self, turn: Turn, candidates: Sequence[Candidate], faults: list[str]
-    ) -> tuple[Sequence[Candidate], list[Filtered]]:
+    ) -> tuple[Sequence[Candidate], Sequence[Filtered]]:
         """Run the filters in order, until nobody is left."""
         steps: list[Filtered] = []
         for plugin in self.filters:
-            kept = _guarded(f"filter {plugin.kind}", faults, _keep, plugin, turn, candidates)
-            candidates = candidates if kept is None else kept
+            try:
+                candidates = _keep(plugin, turn, candidates)
+            except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
+                faults.append(_fault("filter", plugin, error))
             steps.append(Filtered(plugin.kind, candidates))
             if not candidates:
                 break
@@ -124,18 +122,24 @@ class Profile(msgspec.Struct, frozen=True):
 
     def _score(
         self, turn: Turn, candidates: Sequence[Candidate], faults: list[str]
-    ) -> tuple[list[Scored], list[float]]:
+    ) -> tuple[Sequence[Scored], Sequence[float]]:
         """Run the scorers; their weighted sum."""
         steps: list[Scored] = []
         totals: list[float] = []
         for plugin, weight in self.scorers:
-            scores = _guarded(f"scorer {plugin.kind}", faults, _scores, plugin, turn, candidates)
-            if scores is not None:
-                steps.append(Scored(plugin.kind, weight, scores))
-                if totals:
-                    totals = [t + weight * s for t, s in zip(totals, scores, strict=True)]
-                else:
-                    totals = [weight * s for s in scores]
+            try:
+                scores = plugin.score(turn, candidates)
+                # A comparison with NaN is false.
+                if len(scores) != len(candidates) or [s for s in scores if not 0.0 <= s <= 1.0]:
+                    scores = _cut(scores, len(candidates))
+            except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
+                faults.append(_fault("scorer", plugin, error))
+                continue
+            steps.append(Scored(plugin.kind, weight, scores))
+            if totals:
+                totals = [t + weight * s for t, s in zip(totals, scores, strict=True)]
+            else:
+                totals = [weight * s for s in scores]
         return steps, totals or [0.0] * len(candidates)
 
     def _pick(
@@ -147,18 +151,13 @@ class Profile(msgspec.Struct, frozen=True):
         faults: list[str],
     ) -> list[int]:
         """Run the picker; in its place the fewest requests in flight, equals by address."""
-        picked = _guarded(
-            f"picker {self.picker.kind}",
-            faults,
-            _picked,
-            self.picker,
-            turn,
-            candidates,
-            totals,
-            count,
-        )
-        if picked is not None:
-            return picked
+        try:
+            order = self.picker.pick(turn, candidates, totals, count=count)
+            _check_picked(order, candidates, count)
+        except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
+            faults.append(_fault("picker", self.picker, error))
+        else:
+            return order
         order = sorted(
             range(len(candidates)),
             key=lambda i: (candidates[i].in_flight, candidates[i].endpoint.address),
@@ -166,18 +165,9 @@ class Profile(msgspec.Struct, frozen=True):
         return order[:count]
 
 
-def _guarded(
-    who: str, faults: list[str], call: Callable[[*Arguments], Answer], *arguments: *Arguments
-) -> Answer | None:
-    """Call a plugin; None, with a note of the exception's type, when it raises.
-
-    The message of the exception is left out: it may quote the prompt.
-    """
-    try:
-        return call(*arguments)
-    except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
-        faults.append(f"{who} raised {type(error).__name__}")
-        return None
+def _fault(what: str, plugin: Plugin, error: Exception) -> str:
+    """A note of what went wrong; without the message, which may quote the prompt."""
+    return f"{what} {plugin.kind} raised {type(error).__name__}"
 
 
 def _keep(plugin: Filter, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -189,30 +179,20 @@ def _keep(plugin: Filter, turn: Turn, candidates: Sequence[Candidate]) -> Sequen
     return kept
 
 
-def _scores(plugin: Scorer, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
-    """A scorer's scores, cut to 0..1; what is not a number becomes the mean of the others."""
-    scores = plugin.score(turn, candidates)
-    if len(scores) != len(candidates):
+def _cut(scores: Sequence[float], length: int) -> list[float]:
+    """Scores cut to 0..1; what is not a number becomes the mean of the others."""
+    if len(scores) != length:
         raise ImpossibleAnswerError
-    # A comparison with NaN is false. This is faster than min, max and sum.
-    if not [score for score in scores if not 0.0 <= score <= 1.0]:
-        return scores
     cut = [score if math.isnan(score) else min(1.0, max(0.0, score)) for score in scores]
     known = [score for score in cut if not math.isnan(score)]
     mean = sum(known) / len(known) if known else NEUTRAL
     return [mean if math.isnan(score) else score for score in cut]
 
 
-def _picked(
-    plugin: Picker,
-    turn: Turn,
-    candidates: Sequence[Candidate],
-    totals: Sequence[float],
-    count: int,
-) -> list[int]:
-    """What a picker picks: at least one, nobody twice, nobody who is not there."""
-    order = plugin.pick(turn, candidates, totals, count=count)
+def _check_picked(order: Sequence[int], candidates: Sequence[Candidate], count: int) -> None:
+    """A pick names at least one, nobody twice, nobody who is not there."""
+    if len(order) == 1 and 0 <= order[0] < len(candidates):
+        return
     inside = all(0 <= i < len(candidates) for i in order)
     if not inside or not 1 <= len(order) <= count or len(set(order)) < len(order):
         raise ImpossibleAnswerError
-    return order

@@ -37,19 +37,24 @@ class LoraAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         target = turn.request.target
-        listed = any(
-            target in adapters
-            for c in candidates
-            for adapters in (c.load.adapters, c.load.waiting_adapters)
-            if adapters
-        )
-        if not (listed or turn.request.adapter):
+        if not (turn.request.adapter or _listed(target, candidates)):
             return [UNKNOWN] * len(candidates)
         # Most endpoints of a popular adapter serve it: they are spared the call.
         return [
             ACTIVE if (load := c.load).adapters and target in load.adapters else _tier(target, load)
             for c in candidates
         ]
+
+
+def _listed(target: str, candidates: Sequence[Candidate]) -> bool:
+    """Whether any endpoint names the adapter."""
+    for candidate in candidates:
+        load = candidate.load
+        if load.adapters and target in load.adapters:
+            return True
+        if load.waiting_adapters and target in load.waiting_adapters:
+            return True
+    return False
 
 
 def _tier(target: str, load: Load) -> float:
