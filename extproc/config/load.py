@@ -117,13 +117,14 @@ def tree_of(text: str, *, where: str) -> object:
     if text.lstrip().startswith(("{", "[")):
         try:
             return json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, where))
-        except json.JSONDecodeError:
-            pass  # a flow mapping of YAML begins the same way
+        except (ValueError, RecursionError):
+            pass  # a flow mapping of YAML begins the same way; what is neither, YAML will say
     loader = _Loader(text)
     loader.where = where
     try:
         return loader.get_single_data()
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # Dates and numbers that look right and cannot be are plain ValueErrors.
         raise _malformed(error, where) from None
     finally:
         loader.dispose()
@@ -275,10 +276,10 @@ def _once(pairs: list[tuple[str, object]], where: str) -> dict[str, object]:
     return tree
 
 
-def _malformed(error: yaml.YAMLError, where: str) -> ConfigError:
+def _malformed(error: Exception, where: str) -> ConfigError:
     mark = getattr(error, "problem_mark", None)
     spot = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
-    problem = getattr(error, "problem", None) or "something unreadable"
+    problem = getattr(error, "problem", None) or str(error) or "something unreadable"
     return ConfigError(spot, wanted="YAML or JSON", found=problem, fix="correct the syntax there")
 
 

@@ -25,11 +25,21 @@ Json = dict[str, Any]
 def pool_state(pool: Pool, now: float) -> Json:
     """The pool for the page /debug/pool; `extproc explain --state` reads the same.
 
+    What nobody knows is left out, and so is `matched_tokens`, which belongs to a request.
+
     Args:
         pool: The snapshot.
         now: Monotonic seconds.
     """
-    told: Json = msgspec.to_builtins(state.of_pool(pool, now))
+    told: Json = msgspec.json.decode(msgspec.json.encode(state.of_pool(pool, now)))
+    told["endpoints"] = [
+        {
+            name: value
+            for name, value in endpoint.items()
+            if value is not None and name != "matched_tokens"
+        }
+        for endpoint in told["endpoints"]
+    ]
     return told
 
 

@@ -17,10 +17,8 @@ Amount = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-class EndpointState(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
-):
-    """One endpoint and what is known of it; what nobody knows is left out.
+class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One endpoint and what is known of it; None is what nobody knows.
 
     Attributes:
         address: `ip:port`.

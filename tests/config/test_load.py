@@ -105,6 +105,14 @@ WRONG = {
         "scrape: [",
         ("pool.yaml, line 3, column 10", "YAML or JSON", "expected", "correct the syntax"),
     ),
+    "date that is none": (
+        "seed: 2026-14-14",
+        ("pool.yaml", "YAML or JSON", "month must be in 1..12", "correct the syntax"),
+    ),
+    "brackets without end": (
+        "seed: " + "[" * 5000,
+        ("pool.yaml", "YAML or JSON", "", "correct the syntax"),
+    ),
     "two sources": (
         "pool: {endpoints: ['a:1'], endpoints_file: f}",
         ("pool", "endpoints or endpoints_file", "both", "keep one"),

@@ -1,0 +1,222 @@
+import asyncio
+import io
+import json
+import re
+import threading
+
+import pytest
+from aiohttp import web
+
+from extproc.cli import main
+from extproc.config import factory
+from extproc.config import settings as sections
+from extproc.endpoint import Endpoint
+from extproc.server import admin, health
+from extproc.telemetry import exposition, tallies
+
+SECRET = "the-secret-prompt"
+BODY = json.dumps({"model": "sql", "messages": [{"role": "user", "content": SECRET * 100}]})
+
+STATE = """
+endpoints:
+  - {address: "10.0.0.1:8000", waiting: 3, running: 12, kv_usage: 0.4, in_flight: 5,
+     adapters: [sql], adapter_slots: 4, matched_tokens: 256, age_s: 0.5}
+  - {address: "10.0.0.2:8000", waiting: 0, running: 2, kv_usage: 0.1, adapters: [],
+     adapter_slots: 4}
+  - {address: "10.0.0.3:8000", in_flight: 1}
+"""
+
+CONFIG = """
+apiVersion: extproc/v1alpha1
+kind: ExtProcConfig
+scheduling:
+  fallbacks: 1
+  profile:
+    name: strict
+    filters: [{kind: max-waiting, params: {max_waiting_requests: 2}}]
+    scorers: [{kind: queue-depth, weight: 2}, {kind: in-flight, weight: 1}]
+"""
+
+
+TABLES = """\
+request: chat, model sql, about 426 prompt tokens
+profile: strict
+
+CANDIDATE AGE s WAITING RUNNING KV IN FLIGHT REQUESTS CACHED ADAPTERS
+10.0.0.1:8000 0.50 3 12 0.40 5 15 0 sql
+10.0.0.2:8000 0.00 0 2 0.10 0 2 0 -
+10.0.0.3:8000 ? ? ? ? 1 1 0 ?
+
+FILTER LEFT DROPPED
+max-waiting 2 10.0.0.1:8000
+
+SCORE queue-depth x2 in-flight x1 TOTAL RANK
+10.0.0.3:8000 1.000 = 2.000 1.000 = 1.000 3.000 1
+10.0.0.2:8000 1.000 = 2.000 0.900 = 0.900 2.900 2
+
+chosen by max-score: 10.0.0.3:8000, then 10.0.0.2:8000
+"""
+
+
+@pytest.fixture
+def files(tmp_path):
+    paths = {}
+    for name, text in (("body", BODY), ("state", STATE), ("config", CONFIG)):
+        path = tmp_path / name
+        path.write_text(text)
+        paths[name] = str(path)
+    return paths
+
+
+def told_by(capsys, *words):
+    assert main.main(["explain", *words]) == 0
+    told = capsys.readouterr().out
+    assert SECRET not in told
+    return told
+
+
+def test_tables_of_a_case(files, capsys):
+    """Candidates with ages, filter survivors, raw and weighted scores and the pick are shown."""
+    told = told_by(
+        capsys, files["body"], "--state", files["state"], "--config-file", files["config"]
+    )
+    assert re.sub(" +", " ", told) == TABLES
+
+
+def test_matched_tokens_reach_the_prefix_scorer(files, capsys):
+    """What the state says is cached counts as matched, in whole blocks."""
+    told = json.loads(told_by(capsys, files["body"], "--state", files["state"], "--json"))
+    matched = [candidate["matched_tokens"] for candidate in told["candidates"]]
+    assert matched == [256, 0, 0]
+    at = [scorer["name"] for scorer in told["scorers"]].index("prefix-cache")
+    assert told["finalists"][0]["raw"][at] == pytest.approx(256 / told["request"]["prompt_tokens"])
+
+
+def test_strategy_decides(files, capsys):
+    """Another strategy may be tried in the same situation."""
+    told = told_by(capsys, files["body"], "--state", files["state"], "--strategy", "round-robin")
+    assert "chosen by round-robin: 10.0.0." in told
+
+
+def test_request_from_standard_input(files, capsys, monkeypatch):
+    """Without a file the request comes from standard input."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(BODY.encode())))
+    assert "model sql" in told_by(capsys, "--state", files["state"])
+
+
+def test_path_and_headers_decide_how_it_reads(files, capsys, tmp_path):
+    """The path chooses the surface."""
+    body = tmp_path / "other"
+    body.write_text('{"model": "m", "prompt": "x", "stream": true}')
+    told = told_by(
+        capsys, str(body), "--state", files["state"], "--path", "/v1/completions", "--header", "a=b"
+    )
+    assert "request: completions, model m" in told
+    assert "streamed" in told
+
+
+@pytest.mark.parametrize(
+    ("body", "state", "said"),
+    [
+        ("{", STATE, "refused with 400"),
+        (BODY, "endpoints: []", "refused with 503"),
+    ],
+)
+def test_refusal_is_told(body, state, said, tmp_path, capsys):
+    """A request that would be refused is an answer like any other."""
+    (tmp_path / "body").write_text(body)
+    (tmp_path / "state").write_text(state)
+    assert said in told_by(capsys, str(tmp_path / "body"), "--state", str(tmp_path / "state"))
+
+
+@pytest.mark.parametrize(
+    ("state", "where", "fix"),
+    [
+        ("endpoints: [{adress: 'a:1'}]", "endpoints[0].adress", "did you mean address?"),
+        ("endpoints: [{address: 'a:1', kv_usage: 2}]", "endpoints[0].kv_usage", "change"),
+        ("endpoints: [{address: 'a:1'}, {address: 'a:1'}]", "state", "remove one"),
+        ("[", "state", "syntax"),
+    ],
+)
+def test_broken_state_is_status_2(state, where, fix, files, tmp_path, capsys):
+    """A state that cannot be is refused with its place."""
+    path = tmp_path / "state"
+    path.write_text(state)
+    assert main.main(["explain", files["body"], "--state", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert where in told
+    assert fix in told
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nofile", "--state", "nostate"],
+        ["--header", "a", "--state", "nostate"],
+        ["--server", "127.0.0.1:1", "--strategy", "random"],
+    ],
+)
+def test_wrong_flags_are_status_2(words, files, capsys):
+    """A wrong flag or path is status 2."""
+    given = words if words[0] == "nofile" else [files["body"], *words]
+    assert main.main(["explain", *given]) == 2
+    assert "wanted" in capsys.readouterr().err
+
+
+@pytest.fixture
+def server():
+    """The pages of a picker with one busy endpoint, on a free port; yields `host:port`."""
+    parts = factory.build(sections.Settings())
+    parts.fleet.replace([Endpoint("10.0.0.1:8000", name="one"), Endpoint("10.0.0.2:8000")], 0.0)
+    parts.fleet.pool.members[0].account.open("m", 10)
+    pages = admin.Pages(
+        exposition=exposition.Exposition(
+            tallies.Tallies(), lambda: parts.fleet.pool, clock=lambda: 1.0, gauges={}
+        ),
+        readiness=health.Readiness(lambda: True),
+        pool=lambda: parts.fleet.pool,
+        dry_run=parts.dispatcher.route,
+        clock=lambda: 1.0,
+        max_body_bytes=1_000_000,
+    )
+    loop = asyncio.new_event_loop()
+    runner = web.AppRunner(pages.application(), access_log=None)
+
+    async def start():
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner.addresses[0][1]
+
+    port = loop.run_until_complete(start())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield f"127.0.0.1:{port}"
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_running_server_explains(server, files, capsys):
+    """A running server is asked for a dry run with what it knows now."""
+    told = told_by(capsys, files["body"], "--server", f"http://{server}/")
+    assert "chosen by max-score: 10.0.0.2:8000" in told
+
+
+def test_running_server_refuses(server, tmp_path, capsys):
+    """A refusal of the server is told as the client would get it."""
+    body = tmp_path / "body"
+    body.write_text("{")
+    assert "refused with 400" in told_by(capsys, str(body), "--server", server)
+
+
+def test_nobody_listens(files, capsys):
+    """A server that does not answer is a failure, status 1."""
+    assert main.main(["explain", files["body"], "--server", "127.0.0.1:1"]) == 1
+    assert "--metrics-port" in capsys.readouterr().err
+
+
+def test_something_else_listens(server, files, capsys):
+    """A server that is no picker is a failure, status 1."""
+    assert main.main(["explain", files["body"], "--server", f"{server}/metrics"]) == 1
+    assert "status 404" in capsys.readouterr().err

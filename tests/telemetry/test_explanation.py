@@ -1,0 +1,158 @@
+import json
+import math
+
+import msgspec
+
+from extproc.cli import imagined
+from extproc.config import settings as sections
+from extproc.decision import Decision, Filtered, Rejection, Scored
+from extproc.endpoint import Candidate, Endpoint, Load
+from extproc.pool.fleet import Fleet
+from extproc.request import RawRequest, Request
+from extproc.telemetry import explanation, state
+
+A, B, C = (Candidate(Endpoint(f"10.0.0.{n}:8000")) for n in (1, 2, 3))
+
+
+def decision(**more):
+    known = msgspec.structs.replace(
+        B, load=Load(at=1.0, waiting=2.0, adapters=frozenset({"y", "x"})), age_s=0.25, in_flight=4
+    )
+    facts = {
+        "request": Request(api="chat", model="m", prompt=b"PROMPT", prompt_tokens=2, session="S"),
+        "endpoints": [known.endpoint],
+        "candidates": [A, known, C],
+        "filters": [Filtered("first", [A, known]), Filtered("second", [A, known])],
+        "finalists": [A, known],
+        "scores": [Scored("one", 2.0, [0.25, 1.0]), Scored("two", 1.0, [0.5, 0.0])],
+        "totals": [1.0, 2.0],
+        "picker": "max-score",
+        **more,
+    }
+    return Decision(**facts)
+
+
+def test_decision_is_told_whole():
+    """Steps, survivors, raw and weighted scores, totals and ranks are all there."""
+    told = explanation.explain(decision())
+    assert told["outcome"] == "decision"
+    assert told["endpoints"] == ["10.0.0.2:8000"]
+    assert [step["dropped"] for step in told["filters"]] == [["10.0.0.3:8000"], []]
+    assert told["finalists"] == [
+        {
+            "endpoint": "10.0.0.1:8000",
+            "raw": [0.25, 0.5],
+            "weighted": [0.5, 0.5],
+            "total": 1.0,
+            "rank": None,
+        },
+        {
+            "endpoint": "10.0.0.2:8000",
+            "raw": [1.0, 0.0],
+            "weighted": [2.0, 0.0],
+            "total": 2.0,
+            "rank": 1,
+        },
+    ]
+    assert told["candidates"][1]["age_s"] == 0.25
+    assert told["candidates"][1]["adapters"] == ["x", "y"]
+
+
+def test_json_has_no_prompt_no_session_and_no_infinity():
+    """What is told is plain JSON without the prompt or the session's name."""
+    told = json.dumps(explanation.explain(decision()), allow_nan=False)
+    assert "PROMPT" not in told
+    assert '"S"' not in told
+    assert json.loads(told)["candidates"][0]["age_s"] is None
+
+
+def test_rejection_is_told():
+    """A rejection is told with status, reason and when to try again."""
+    told = explanation.explain(Rejection(429, "full", reason="why", retry_after_s=1))
+    assert told == {
+        "outcome": "rejection",
+        "status": 429,
+        "message": "full",
+        "reason": "why",
+        "retry_after_s": 1,
+    }
+    assert explanation.render_table(told) == (
+        "refused with 429: full\nreason: why\nretry after: 1 s\n"
+    )
+
+
+def test_table_survives_json():
+    """The table of an explanation is the same after a trip through JSON."""
+    told = explanation.explain(decision(degraded="scorer x raised KeyError"))
+    table = explanation.render_table(told)
+    assert explanation.render_table(json.loads(json.dumps(told))) == table
+    assert table.endswith(
+        "chosen by max-score: 10.0.0.2:8000\ndegraded: scorer x raised KeyError\n"
+    )
+
+
+def test_table_without_steps():
+    """A rescued decision has no steps and is told all the same."""
+    bare = Decision(request=Request(api="opaque"), endpoints=[A.endpoint], picker="rescue")
+    assert "chosen by rescue: 10.0.0.1:8000" in explanation.render_table(explanation.explain(bare))
+
+
+def fleet():
+    pool = Fleet(on_gone=lambda _: None)
+    pool.replace([Endpoint("a:1", name="one", labels={"zone": "east"}), Endpoint("b:2")], 0.0)
+    mark = pool.begin_scrape(pool.pool.members[0].endpoint)
+    pool.observe(mark, Load(at=10.0, running=4.0, waiting=1.0, adapters=frozenset("x")), 10.0)
+    for _ in range(3):
+        pool.pool.members[0].account.open("m", 7)
+    pool.scrape_failed(pool.begin_scrape(pool.pool.members[1].endpoint), "refused", 11.0)
+    return pool
+
+
+def test_pool_state_tells_what_is_known():
+    """What is known is told with its age; what is not is left out."""
+    told = explanation.pool_state(fleet().pool, 12.5)
+    assert told == {
+        "endpoints": [
+            {
+                "address": "a:1",
+                "name": "one",
+                "labels": {"zone": "east"},
+                "incarnation": 1,
+                "failures": 0,
+                "failure": "",
+                "in_flight": 3,
+                "prompt_tokens": 21,
+                "foreign": 5.0,
+                "age_s": 2.5,
+                "engine": "",
+                "waiting": 1.0,
+                "running": 4.0,
+                "adapters": ["x"],
+            },
+            {
+                "address": "b:2",
+                "name": "",
+                "labels": {},
+                "incarnation": 2,
+                "failures": 1,
+                "failure": "refused",
+                "in_flight": 0,
+                "prompt_tokens": 0,
+                "engine": "",
+            },
+        ]
+    }
+
+
+def test_state_comes_back_to_life():
+    """A pool that was written down and read again gives the same candidates."""
+    pool = fleet()
+    told = json.loads(json.dumps(explanation.pool_state(pool.pool, 12.5)))
+    read = msgspec.convert(told, state.PoolState)
+    outcome = imagined.decide(
+        sections.Settings(), read, RawRequest({":path": "/x"}, b""), where="state"
+    )
+    first, second = outcome.candidates
+    assert (first.in_flight, first.requests, first.prompt_tokens) == (3, 8.0, 21)
+    assert (first.age_s, first.load.running) == (2.5, 4.0)
+    assert second.age_s == math.inf
