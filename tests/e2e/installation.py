@@ -1,0 +1,190 @@
+"""A whole installation on loopback for one module of tests: extproc and Envoy, as processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from extproc.cli import stack
+from tests.e2e import http1
+
+SHIPPED = Path(__file__).resolve().parents[2] / "envoy"
+
+#: Endpoints are what the test says they are: nobody looks at their metrics pages.
+UNSCRAPED = (
+    "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scrape: {enabled: false}, "
+    "scheduling: {strategy: least-request}}"
+)
+
+#: Seconds a fact may take to become visible on a page.
+_VISIBLE_S = 20.0
+
+#: What no process of an installation says when all is well.
+_ALARMS = re.compile(r"Traceback|Exception|\bERROR\b|\bWARNING\b|extproc: warning|RuntimeWarning")
+
+#: Accounts that go back to zero when nothing is under way.
+_ACCOUNTS = ("extproc_streams_open", "extproc_gathered_bytes", "extproc_endpoint_in_flight")
+
+
+class Installation:
+    """extproc and Envoy, and what can be asked of them.
+
+    Attributes:
+        port: Where clients connect.
+        ports: All of Envoy's ports.
+        children: For further processes.
+        extproc: The picker's process.
+        envoy: Envoy's process.
+        lines: Everything any process said.
+        alarms: Parts of lines that a test provokes and expects.
+    """
+
+    def __init__(self, arguments: Sequence[str], config: dict[str, Any], binary: str) -> None:
+        self.lines: list[str] = []
+        self.children = stack.Stack(log=self.lines.append)
+        self.alarms: list[str] = []
+        self._arguments = list(arguments)
+        self._config = config
+        self._binary = binary
+        self.ports = stack.EnvoyPorts(0, 0, 0)
+        self.pages = self.health = 0
+
+    @property
+    def port(self) -> int:
+        return self.ports.listener
+
+    async def start_extproc(self) -> None:
+        """Start the picker, on the ports it had before."""
+        numbers = (self.ports.extproc, self.health, self.pages)
+        flags = ("--grpc-port", "--grpc-health-port", "--metrics-port")
+        where = [word for pair in zip(flags, map(str, numbers), strict=True) for word in pair]
+        self.extproc = await self.children.extproc(
+            *("--host", "127.0.0.1", "--drain-timeout", "0s"), *self._arguments, *where
+        )
+
+    async def start_envoy(self) -> None:
+        """Start Envoy, on the ports it had before."""
+        self.envoy = await self.children.envoy(self._config, binary=self._binary)
+
+    async def metrics(self) -> dict[str, float]:
+        """The picker's metrics, by name and labels as written."""
+        page = (await http1.ask(self.pages, "/metrics")).body.decode()
+        split = [line.rpartition(" ") for line in page.splitlines() if line[:1] not in {"#", ""}]
+        return {name: float(value) for name, _, value in split}
+
+    async def stats(self) -> dict[str, int]:
+        """Envoy's counters and gauges."""
+        page = (await http1.ask(self.ports.admin, "/stats?usedonly")).body.decode()
+        split = [line.partition(": ") for line in page.splitlines()]
+        return {name: int(value) for name, _, value in split if value.isdigit()}
+
+    async def total(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        found = await self.metrics()
+        return sum(value for key, value in found.items() if key.partition("{")[0] == name)
+
+    async def until(self, holds: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+        """Read the metrics until a fact shows; there is no event for it outside the process."""
+        found: dict[str, float] = {}
+        try:
+            async with asyncio.timeout(_VISIBLE_S):
+                while not holds(found := await self.metrics()):
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            shown = {key: value for key, value in found.items() if "_bucket" not in key}
+            raise AssertionError(f"it did not become so; at last: {shown}") from None
+        return found
+
+    async def settled(self) -> None:
+        """Every account is back at exactly zero."""
+        await self.until(
+            lambda found: not any(found[key] for key in found if key.startswith(_ACCOUNTS))
+        )
+
+    async def check(self) -> None:
+        """What holds for every installation at its end."""
+        await self.settled()
+        found = await self.metrics()
+        for end in ("error", "protocol"):
+            assert found.get(f'extproc_streams_total{{end="{end}"}}', 0) == 0
+        if self.envoy.process.returncode is None:
+            stats = await self.stats()
+            spurious = "http.inference.ext_proc.spurious_msgs_received"
+            assert stats.get(spurious, 0) == 0
+        assert await self.extproc.stop() == 0
+        expected = [re.escape(part) for part in self.alarms]
+        for line in self.lines:
+            alarm = line.startswith("extproc: ") and _ALARMS.search(line)
+            assert not alarm or re.search("|".join(expected) or "(?!)", line), line
+
+
+@contextlib.asynccontextmanager
+async def installed(
+    *endpoints: str,
+    template: str = "original-dst.yaml",
+    plaintext: bool = True,
+    arguments: Sequence[str] = ("--config-text", UNSCRAPED),
+    change: Callable[[dict[str, Any]], None] = lambda config: None,
+    listed: Sequence[str] | None = None,
+    binary: str = "",
+):
+    """Start extproc and Envoy; at the end, everything must have come back to nothing.
+
+    Args:
+        endpoints: What extproc routes to; none leaves that to `arguments`.
+        template: Which of the shipped Envoy configurations.
+        plaintext: Without TLS between Envoy and extproc.
+        arguments: Further words for `extproc serve`; by default nothing is scraped.
+        change: Edits Envoy's configuration.
+        listed: Endpoints for a cluster that lists them, where they differ.
+        binary: Which Envoy.
+    """
+    ports = stack.EnvoyPorts(stack.free_port(), stack.free_port(), stack.free_port())
+    config = stack.envoy_config(
+        SHIPPED / template, ports, engines=listed or endpoints, plaintext=plaintext
+    )
+    change(config)
+    words = ["--secure-serving", "false"] if plaintext else []
+    words += ["--endpoints", ",".join(endpoints)] if endpoints else []
+    place = Installation([*words, *arguments], config, binary)
+    place.ports = ports
+    place.health, place.pages = stack.free_port(), stack.free_port()
+    try:
+        await place.start_extproc()
+        await place.start_envoy()
+        yield place
+        await place.check()
+    finally:
+        await place.children.stop()
+
+
+# Editing Envoy's configuration
+
+
+def manager(config: dict[str, Any], listener: int = 0) -> dict[str, Any]:
+    """The HTTP connection manager of a listener."""
+    chain = config["static_resources"]["listeners"][listener]["filter_chains"][0]
+    return chain["filters"][0]["typed_config"]
+
+
+def processor(config: dict[str, Any], listener: int = 0) -> dict[str, Any]:
+    """The ext_proc filter of a listener."""
+    filters = manager(config, listener)["http_filters"]
+    return next(one for one in filters if one["name"].endswith("ext_proc"))["typed_config"]
+
+
+def cluster(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """A cluster by name."""
+    return next(one for one in config["static_resources"]["clusters"] if one["name"] == name)
+
+
+def keep_selection(config: dict[str, Any]) -> None:
+    """Let the conformance tests' selection header through, as a test gateway does."""
+    filters = manager(config)["http_filters"]
+    mutation = next(one for one in filters if one["name"].endswith("header_mutation"))
+    removed = mutation["typed_config"]["mutations"]["request_mutations"]
+    removed[:] = [one for one in removed if one["remove"] != "test-epp-endpoint-selection"]
