@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from extproc.endpoint import UNKNOWN, Endpoint, Load
+from extproc.pool import snapshot
+from extproc.pool.fleet import Fleet
+
+ADDRESSES = ("10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000", "[fd00::2]:8000")
+
+
+def fleet_of(*addresses: str) -> Fleet:
+    fleet = Fleet(on_gone=lambda _: None)
+    fleet.replace([Endpoint(address) for address in addresses], 0.0)
+    return fleet
+
+
+def take_down(fleet: Fleet, *addresses: str) -> None:
+    for address in addresses:
+        for _ in range(snapshot.DOWN_AFTER_FAILURES):
+            member = fleet.pool.find(address)
+            assert member is not None
+            fleet.scrape_failed(fleet.begin_scrape(member.endpoint), "refused", 0.0)
+
+
+def eligible(fleet: Fleet, subset: tuple[str, ...] | None = None) -> list[str]:
+    return [member.endpoint.address for member in fleet.pool.eligible(subset)]
+
+
+def test_no_hint_leaves_everybody():
+    """Without a hint every member is eligible, in pool order, and nothing is copied."""
+    fleet = fleet_of(*ADDRESSES)
+    assert fleet.pool.eligible(None) is fleet.pool.members
+
+
+@pytest.mark.parametrize(
+    ("subset", "expected"),
+    [
+        ((), []),
+        (("10.0.0.1:8001",), [1]),
+        (("10.0.0.1",), [0, 1]),
+        (("10.0.0.1:9",), []),
+        (("10.0.0.9",), []),
+        (("10.0.0.2", "10.0.0.1:8000"), [0, 2]),
+        (("fd00::1",), [3]),
+        (("[fd00::1]",), [3]),
+        (("[fd00::2]:8000",), [4]),
+        (("[fd00::2]:9",), []),
+        (("fd00::1:8000",), []),
+        (("", ":", "]", "[", "[]"), []),
+        (("8000",), []),
+    ],
+)
+def test_a_hint_names_endpoints_by_address_or_ip(subset: tuple[str, ...], expected: list[int]):
+    """ip:port names one endpoint, a bare IP all its ports, anything else nobody."""
+    assert eligible(fleet_of(*ADDRESSES), subset) == [ADDRESSES[at] for at in expected]
+
+
+def test_endpoints_that_are_down_are_avoided():
+    """An endpoint whose scrapes cannot connect is left out while somebody is up."""
+    fleet = fleet_of(*ADDRESSES)
+    take_down(fleet, ADDRESSES[0], ADDRESSES[3])
+    assert eligible(fleet) == [ADDRESSES[1], ADDRESSES[2], ADDRESSES[4]]
+    assert eligible(fleet, ("10.0.0.1",)) == [ADDRESSES[1]]
+
+
+def test_when_all_are_down_all_are_eligible():
+    """If nobody is up, also inside a hint, it is the scraper that is cut off."""
+    fleet = fleet_of(*ADDRESSES[:3])
+    take_down(fleet, ADDRESSES[0], ADDRESSES[1])
+    assert eligible(fleet, ("10.0.0.1",)) == [ADDRESSES[0], ADDRESSES[1]]
+    take_down(fleet, ADDRESSES[2])
+    assert eligible(fleet) == list(ADDRESSES[:3])
+
+
+def test_an_empty_pool_has_nobody():
+    """No endpoints: nobody is eligible, with or without a hint."""
+    assert eligible(fleet_of()) == []
+    assert eligible(fleet_of(), ("10.0.0.1",)) == []
+
+
+def turn(fleet: Fleet, *, now: float) -> snapshot.Candidate:
+    (candidate,) = snapshot.candidates(fleet.pool.members, [5], now=now, stale_after_s=3.0)
+    return candidate
+
+
+def test_requests_are_dead_reckoned():
+    """Requests = own now + max(0, scraped - own at scrape), and own moves without a scrape."""
+    fleet = fleet_of(ADDRESSES[0])
+    (member,) = fleet.pool.members
+    account = member.account
+    tickets = [account.open("m", 100) for _ in range(2)]
+    load = Load(at=10.0, running=4, waiting=1)
+    fleet.observe(fleet.begin_scrape(member.endpoint), load, 10.0)
+    assert turn(fleet, now=11.0).requests == 2 + 3
+    account.open("m", 7)
+    candidate = turn(fleet, now=12.0)
+    assert (candidate.requests, candidate.in_flight, candidate.prompt_tokens) == (6, 3, 207)
+    assert (candidate.load, candidate.age_s, candidate.matched_tokens) == (load, 2.0, 5)
+    for ticket in tickets:
+        ticket.close()
+    assert turn(fleet, now=12.0).requests == 1 + 3
+
+
+@pytest.mark.parametrize(("now", "known"), [(12.9, True), (13.0, False), (100.0, False)])
+def test_a_stale_load_is_unknown(now: float, known: bool):  # noqa: FBT001
+    """From the given age on, only our own requests are known of an endpoint."""
+    fleet = fleet_of(ADDRESSES[0])
+    (member,) = fleet.pool.members
+    member.account.open("m", 1)
+    load = Load(at=10.0, running=4, waiting=1)
+    fleet.observe(fleet.begin_scrape(member.endpoint), load, 10.0)
+    candidate = turn(fleet, now=now)
+    assert candidate.load is (load if known else UNKNOWN)
+    assert candidate.requests == (5 if known else 1)
+    assert candidate.age_s == pytest.approx(now - 10.0)
+
+
+def test_what_was_never_scraped_is_infinitely_old():
+    """Without any scrape the age is infinite and the load unknown."""
+    candidate = turn(fleet_of(ADDRESSES[0]), now=1.0)
+    assert (candidate.load, candidate.age_s, candidate.requests) == (UNKNOWN, math.inf, 0)
