@@ -35,8 +35,9 @@ from extproc.protocol.settings import ExchangeSettings
 from extproc.protocol.transitions import REQUEST, RESPONSE, Act, Asked, Told
 from extproc.request import RawRequest
 
-_BUFFERED = frozenset({BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL})
-_DECIDED_ON_HEADERS = frozenset({BodyMode.NONE, BodyMode.STREAMED})
+#: Modes are ordered: up to STREAMED headers go on before the body is seen, then the buffered
+#: ones, then those that stream both ways.
+_STREAMED = BodyMode.STREAMED
 _DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
 _NOTHING: tuple[Reply, ...] = ()
 
@@ -129,11 +130,11 @@ class Exchange:
         if event.hints is not None:
             self._take_hints(event)
         if kind <= Kind.REQUEST_TRAILERS:
-            act = REQUEST.get((self.asked, kind))
+            act = REQUEST[self.asked][kind]
         elif self.refused:
             return _NOTHING
         else:
-            act = RESPONSE.get((self.told, kind))
+            act = RESPONSE[self.told][kind]
         if act is None:
             raise self._misfit(kind)
         return self._do(act, event, self._modes)
@@ -222,18 +223,19 @@ class Exchange:
         headers = event.headers
         self._headers = headers
         self._content_type = headers.get("content-type", "")
-        self._removed = tuple(name for name in CONTROL_HEADERS if name in headers)
+        if not CONTROL_HEADERS.isdisjoint(headers):
+            self._removed = tuple(name for name in CONTROL_HEADERS if name in headers)
         if self._settings.conformance and SELECTION in headers:
             # Beats the metadata hint (EPP protocol report 5).
             self._selected = True
             chosen = headers[SELECTION].split(",")
             self._subset = tuple(token.strip() for token in chosen if token.strip())
         self._headers_due = True
-        if event.end_of_stream or modes.request in _DECIDED_ON_HEADERS:
+        if event.end_of_stream or modes.request <= _STREAMED:
             self._ask()
             return _NOTHING
         self.asked = Asked.GATHERING
-        if modes.request in _BUFFERED:
+        if _STREAMED < modes.request < _DUPLEX:
             # Envoy sends the buffered body only after the headers were answered.
             self._headers_due = False
             return (Continue(Kind.REQUEST_HEADERS),)
@@ -250,9 +252,9 @@ class Exchange:
         # BUFFERED_PARTIAL, it was too large to be shown whole.
         if event.end_of_stream:
             self._ask()
-        elif modes.request in _BUFFERED:
+        elif _STREAMED < modes.request < _DUPLEX:
             self._ask(truncated=modes.request is BodyMode.BUFFERED_PARTIAL)
-        elif modes.request in _DECIDED_ON_HEADERS:
+        elif modes.request <= _STREAMED:
             self._ask(truncated=True)
         return _NOTHING
 

@@ -7,7 +7,8 @@ protocol. A stream may start in any phase (header modes can be SKIP), so IDLE ta
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from extproc.protocol.events import Kind
 
@@ -59,7 +60,7 @@ class Act(enum.IntEnum):
     """Say nothing."""
 
 
-REQUEST: Mapping[tuple[Asked, Kind], Act] = {
+_REQUEST: Mapping[tuple[Asked, Kind], Act] = {
     (Asked.IDLE, Kind.REQUEST_HEADERS): Act.OPEN,
     (Asked.IDLE, Kind.REQUEST_BODY): Act.GATHER,
     (Asked.IDLE, Kind.REQUEST_TRAILERS): Act.CLOSE,
@@ -75,7 +76,7 @@ REQUEST: Mapping[tuple[Asked, Kind], Act] = {
     (Asked.REFUSED, Kind.REQUEST_TRAILERS): Act.IGNORE,
 }
 
-RESPONSE: Mapping[tuple[Told, Kind], Act] = {
+_RESPONSE: Mapping[tuple[Told, Kind], Act] = {
     (Told.IDLE, Kind.RESPONSE_HEADERS): Act.HEADERS,
     (Told.IDLE, Kind.RESPONSE_BODY): Act.BODY,
     (Told.IDLE, Kind.RESPONSE_TRAILERS): Act.TRAILERS,
@@ -84,3 +85,18 @@ RESPONSE: Mapping[tuple[Told, Kind], Act] = {
     (Told.ENDED, Kind.RESPONSE_BODY): Act.LATE,
     (Told.ENDED, Kind.RESPONSE_TRAILERS): Act.TRAILERS,
 }
+
+
+Phase = TypeVar("Phase", Asked, Told)
+
+
+def _rows(
+    table: Mapping[tuple[Phase, Kind], Act], phases: type[Phase]
+) -> Sequence[Sequence[Act | None]]:
+    """The same table by position: an enum hashes in Python, an index does not."""
+    return tuple(tuple(table.get((phase, kind)) for kind in Kind) for phase in phases)
+
+
+#: `REQUEST[asked][kind]` and `RESPONSE[told][kind]`; None where the event does not fit.
+REQUEST = _rows(_REQUEST, Asked)
+RESPONSE = _rows(_RESPONSE, Told)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
-from extproc.protocol.events import UNDECLARED, BodyMode, Event, Hints, Kind, Modes
+from extproc.protocol.events import NO_HEADERS, UNDECLARED, BodyMode, Event, Hints, Kind, Modes
 from extproc.protocol.headers import DESTINATION
 from extproc.protocol.replies import Answered, Chunk, Continue, Headers, Refuse, Reply, Route
+from extproc.wire import frames
 from extproc.wire.pb import ext_proc_pb2 as pb
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ _KINDS: Mapping[str | None, Kind] = {
 }
 
 #: Tag byte of each answer in ProcessingResponse's oneof (field number << 3 | 2).
-_TAGS: Mapping[Kind, bytes] = {
+_FIELDS: Mapping[Kind, bytes] = {
     Kind.REQUEST_HEADERS: b"\x0a",
     Kind.RESPONSE_HEADERS: b"\x12",
     Kind.REQUEST_BODY: b"\x1a",
@@ -47,6 +48,8 @@ _TAGS: Mapping[Kind, bytes] = {
     Kind.REQUEST_TRAILERS: b"\x2a",
     Kind.RESPONSE_TRAILERS: b"\x32",
 }
+#: The same by position: an enum hashes in Python, an index does not.
+_TAGS = tuple(_FIELDS.get(kind, b"") for kind in Kind)
 _EMPTY_COMMON = b"\x02\x0a\x00"
 _TRAILERS = frozenset({Kind.REQUEST_TRAILERS, Kind.RESPONSE_TRAILERS})
 _GARBAGE = Event(Kind.GARBAGE)
@@ -54,6 +57,31 @@ _GARBAGE = Event(Kind.GARBAGE)
 
 def decode(data: bytes) -> Event:
     """Read one ProcessingRequest."""
+    plain = frames.read(data)
+    if plain is None:
+        return _decode(data)
+    event, rest = plain
+    if not rest:
+        return event
+    # Fields of a message concatenate, so what is behind the first one reads on its own.
+    try:
+        message = pb.ProcessingRequest.FromString(rest)
+    except DecodeError:
+        return _GARBAGE
+    if message.WhichOneof("request") is not None:
+        return _decode(data)
+    return Event(
+        event.kind,
+        event.headers,
+        event.body,
+        event.end_of_stream,
+        _modes(message.protocol_config) if message.HasField("protocol_config") else None,
+        _hints(message.metadata_context) if message.HasField("metadata_context") else None,
+    )
+
+
+def _decode(data: bytes) -> Event:
+    """Read one ProcessingRequest with the general parser."""
     try:
         message = pb.ProcessingRequest.FromString(data)
     except DecodeError:
@@ -64,10 +92,10 @@ def decode(data: bytes) -> Event:
     match kind:
         case Kind.REQUEST_BODY:
             part = message.request_body
-            return Event(kind, {}, part.body, part.end_of_stream, modes, hints)
+            return Event(kind, NO_HEADERS, part.body, part.end_of_stream, modes, hints)
         case Kind.RESPONSE_BODY:
             part = message.response_body
-            return Event(kind, {}, part.body, part.end_of_stream, modes, hints)
+            return Event(kind, NO_HEADERS, part.body, part.end_of_stream, modes, hints)
         case Kind.REQUEST_HEADERS:
             head = message.request_headers
             return Event(kind, _headers(head.headers), b"", head.end_of_stream, modes, hints)
