@@ -125,29 +125,16 @@ def discovery(
         parts: Whose fleet is told.
         clock: Monotonic seconds.
         on_fact: Told when something happened.
-
-    Raises:
-        ConfigError: An endpoint of the settings is not one.
     """
-    pool = parts.settings.pool
-    listed = [_written(entry) for entry in pool.endpoints]
     return follow.Discovery(
-        follow.Settings(file=pool.endpoints_file, refresh_s=pool.dns_refresh_s),
+        parts.following,
         parts.fleet,
-        listed=entries.from_document({"endpoints": listed}, where="pool") if listed else (),
+        listed=parts.listed,
         resolver=dns.Resolver(),
         clock=clock,
         rng=parts.rng,
         on_fact=on_fact,
     )
-
-
-def _written(entry: str | sections.EndpointEntry) -> object:
-    """An endpoint of the settings in the form of an endpoint list."""
-    if isinstance(entry, str):
-        return entry
-    named = {"name": entry.name} if entry.name else {}
-    return {"address": entry.address, "labels": dict(entry.labels), **named}
 
 
 def scrape_tls(scrape: sections.Scrape) -> ssl.SSLContext | None:

@@ -70,11 +70,13 @@ async def serve(settings: Settings, *, on_ready: Callable[[Addresses], None]) ->
     hurry: asyncio.Event = asyncio.Event()
     _on_signals(stop, hurry)
     picker = Picker(settings)
-    addresses = await picker.start()
-    # What lives now lives to the end: keep the collector from walking it on every request.
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
     try:
+        addresses = await picker.start()
+        await picker.sync()
+        # What lives now lives to the end: keep the collector from walking it again and again.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 50)
         async with asyncio.TaskGroup() as tasks:
             loops = [tasks.create_task(loop, name=name) for name, loop in picker.loops().items()]
             on_ready(addresses)
@@ -120,12 +122,11 @@ class Picker:
         self._pages: web.AppRunner | None = None
 
     async def start(self) -> Addresses:
-        """Learn the endpoints and listen on all ports.
+        """Listen on all ports; not ready before `sync`.
 
         Raises:
-            ConfigError: A port is taken, or a certificate or an endpoint file cannot be read.
+            ConfigError: A port is taken, or a certificate cannot be read.
         """
-        await self._discovery.start()
         server = self._settings.server
         main = _grpc_server(self._settings.limits.max_message_bytes)
         servicer.register(main, self.servicer)
@@ -140,6 +141,14 @@ class Picker:
         for one in self._grpc:
             await one.start()
         return Addresses(grpc_port, health_port, pages_port)
+
+    async def sync(self) -> None:
+        """Learn the endpoints.
+
+        Raises:
+            ConfigError: The endpoints file cannot be read.
+        """
+        await self._discovery.start()
 
     def loops(self) -> dict[str, Coroutine[None, None, None]]:
         """The loops beside the servers, by name."""

@@ -57,7 +57,7 @@ class Stream:
         replies = exchange.receive(event)
         if exchange.pending is not None:
             return self._decide(exchange)
-        if exchange.status is not answered:
+        if self._ticket is not None and exchange.status is not answered:
             self._servicer.tallies.headers_s.add(self._servicer.clock() - self._picked_s)
         elif exchange.rejection is not None and not self.over:
             self._servicer.tallies.rejected(exchange.rejection)

@@ -152,8 +152,8 @@ class Running:
 
     async def sync(self) -> None:
         """Let discovery speak."""
+        await self.picker.sync()
         self._loops = [asyncio.ensure_future(loop) for loop in self.picker.loops().values()]
-        await self.picker.synced()
 
     async def stop(self) -> None:
         """End the loops and close everything."""
