@@ -42,11 +42,15 @@ def read(data: bytes) -> tuple[Event, bytes] | None:
     if rest == _NO_METADATA:
         rest = b""
     kind = _BODIES.get(data[0])
-    if kind is not None:
-        event = _body(kind, data, at, end)
-    else:
-        kind = _HEADERS.get(data[0])
-        event = None if kind is None else _head(kind, data, at, end)
+    try:
+        if kind is not None:
+            event = _body(kind, data, at, end)
+        else:
+            kind = _HEADERS.get(data[0])
+            event = None if kind is None else _head(kind, data, at, end)
+    except IndexError:
+        # A length that lies led behind the end; the general parser says what that is.
+        return None
     return None if event is None else (event, rest)
 
 
@@ -101,8 +105,9 @@ def _header_map(data: bytes, at: int, stop: int) -> dict[str, str] | None:
         if size > 0x7F:
             size, at = _varint(data, at - 1)
         after = at + size
-        key_end = at + 2 + data[at + 1]
-        if after > stop or size < 4 or data[at] != 0x0A or key_end + 2 > after:
+        key_size = data[at + 1]
+        key_end = at + 2 + key_size
+        if after > stop or size < 4 or data[at] != 0x0A or key_size > 0x7F or key_end + 2 > after:
             return None
         value_size, value_at = data[key_end + 1], key_end + 2
         if value_size > 0x7F:
@@ -111,13 +116,18 @@ def _header_map(data: bytes, at: int, stop: int) -> dict[str, str] | None:
             return None
         key = data[at + 2 : key_end]
         name = names.get(key)
-        headers[_name(key) if name is None else name] = data[value_at:after].decode("latin-1")
+        if name is None:
+            # The general parser rejects names that are not UTF-8.
+            if not key.isascii():
+                return None
+            name = _name(key)
+        headers[name] = data[value_at:after].decode("latin-1")
         at = after
     return headers
 
 
 def _name(key: bytes) -> str:
-    name = key.decode("utf-8", "replace").lower()
+    name = key.decode("ascii").lower()
     if len(_names) < _MOST_NAMES:
         _names[key] = name
     return name

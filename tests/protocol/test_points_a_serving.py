@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import asyncio
 import datetime as dt
 import ssl
@@ -12,6 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from extproc.cli import flags
 from extproc.config.settings import Limits, Server, Settings
 from tests.support import conversation as talk
 from tests.support import serving
@@ -270,3 +272,21 @@ def test_015_two_pickers_side_by_side():
                     assert await routed(channel) == address
 
     serving.run(test())
+
+
+def test_016_the_reference_pickers_flags_are_accepted():
+    """The arguments of the conformance suite's Deployment do not abort; log flags only warn."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    flags.add(parser)
+    words = (
+        "--pool-name primary --pool-namespace backend --zap-encoder json --grpc-port 9002"
+        f" --grpc-health-port 9003 --endpoints {ONE}"
+    )
+    args, args.unknown_flags = parser.parse_known_args(words.split())
+    resolved = flags.resolve(args)
+    assert resolved.settings.pool.name == "primary"
+    assert (resolved.settings.server.grpc_port, resolved.settings.server.grpc_health_port) == (
+        9002,
+        9003,
+    )
+    assert any("zap-encoder" in warning for warning in resolved.warnings)

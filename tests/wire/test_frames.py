@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import msgspec
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from extproc.protocol.events import Event, Hints
+from extproc.wire import codec
+from tests.support import conversation as talk
+from tests.support import peer
+
+calm = settings(deadline=None, max_examples=200)
+
+names = st.text("abcXYZ-:", min_size=0, max_size=200)
+values = st.text(st.characters(max_codepoint=255), max_size=300)
+pairs = st.lists(st.tuples(names, values), max_size=5)
+metadata = st.sampled_from(
+    [
+        None,
+        peer.metadata_of({}),
+        peer.hinted(["10.0.0.1:8000"]),
+        peer.metadata_of({"envoy.lb": {peer.SERVED_KEY: "a:1"}}),
+    ]
+)
+ends = st.booleans()
+messages = st.one_of(
+    st.builds(talk.request_headers, pairs, ends=ends, raw=ends, metadata=metadata),
+    st.builds(talk.response_headers, pairs, ends=ends, metadata=metadata),
+    st.builds(talk.request_body, st.binary(max_size=400), ends=ends, metadata=metadata),
+    st.builds(talk.response_body, st.binary(max_size=400), ends=ends),
+    st.just(talk.request_trailers()),
+)
+modes = st.sampled_from([None, talk.DUPLEX, ("BUFFERED", "NONE")])
+
+
+def settled(event: Event) -> Event:
+    """The event with an empty hint read as none, which is what it means."""
+    return msgspec.structs.replace(event, hints=None) if event.hints == Hints() else event
+
+
+def agree(data: bytes) -> None:
+    """The quick reader and the general parser see the same event."""
+    assert settled(codec.decode(data)) == settled(codec._decode(data))
+
+
+@given(message=messages, modes=modes)
+@calm
+def test_plain_messages_read_as_the_general_parser_reads_them(message, modes):
+    """Reading by hand gives what the general parser gives."""
+    agree(message.encode(modes))
+
+
+@given(message=messages, modes=modes, data=st.data())
+@calm
+def test_damaged_messages_read_as_the_general_parser_reads_them(message, modes, data):
+    """Also of cut and overwritten messages, whose lengths lie."""
+    raw = bytearray(message.encode(modes))
+    for _ in range(data.draw(st.integers(0, 3))):
+        if raw:
+            raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    agree(bytes(raw[: data.draw(st.integers(0, len(raw)))]))
+
+
+@given(data=st.binary(max_size=40), tag=st.sampled_from(b"\x12\x1a\x22\x2a"))
+@calm
+@example(b"\x01\x0a", 0x12)
+@example(b"\x03\x0a\x01\x0a", 0x12)
+@example(b"\x04\x0a\x02\x0a\x00", 0x12)
+@example(b"\x80", 0x22)
+@example(b"\x01\x0a", 0x22)
+def test_any_bytes_behind_a_known_tag_read_alike(data: bytes, tag: int):
+    """Whatever follows the tag of a plain message, both readers agree."""
+    agree(bytes((tag,)) + data)
+
+
+def test_fields_behind_the_part_count():
+    """Modes and metadata behind the part are read, and a second part replaces the first."""
+    first = talk.request_body(b"a").encode(("BUFFERED", "NONE"))
+    second = talk.request_headers(ends=True, metadata=peer.hinted(["a:1"])).encode(None)
+    agree(first)
+    agree(first + second)
+    agree(second + first)
+    assert codec.decode(first + second).kind is codec.Kind.REQUEST_HEADERS
