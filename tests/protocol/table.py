@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from tests.protocol.points import POINTS, SECTIONS, Status
@@ -14,6 +15,7 @@ TESTS = Path(__file__).parent.parent
 _NAME = re.compile(r"test_(\d{3})_")
 
 
+@cache
 def found() -> Mapping[int, list[str]]:
     """Tests named by a point's number, anywhere under tests/: number to `file::name`."""
     tests: dict[int, list[str]] = {}

@@ -52,7 +52,7 @@ events = st.builds(
     modes=st.none(),
     hints=hints,
 )
-calm = settings(deadline=None, max_examples=300)
+calm = settings(deadline=None, max_examples=200)
 
 
 def exchange_of(budget: Budget, *, conformance: bool = False) -> Exchange:
