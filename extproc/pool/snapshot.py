@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -68,7 +69,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         """
         members: Sequence[Member] = self.members
         if subset is not None:
-            allowed = {token.strip("[]") if _is_bare(token) else token for token in subset}
+            allowed = {_spelled(token) for token in subset}
             members = [
                 member
                 for member in members
@@ -116,6 +117,15 @@ def candidates(
     return turn
 
 
-def _is_bare(token: str) -> bool:
-    """Whether a subset token is an address without a port: `10.0.0.1`, `fd00::1`, `[fd00::1]`."""
-    return token.endswith("]") or (token.count(":") != 1 and not token.startswith("["))
+def _spelled(token: str) -> str:
+    """A subset token as endpoints are spelled: IPv6 in its shortest form, bare without brackets."""
+    if token.count(":") < 2:
+        return token
+    host, bracket, port = token.rpartition("]")
+    if not bracket:
+        host, port = token, ""
+    try:
+        ip = ipaddress.IPv6Address(host.removeprefix("["))
+    except ValueError:
+        return token
+    return f"[{ip}]{port}" if port else str(ip)
