@@ -98,6 +98,7 @@ def _tokens(schedule: Schedule) -> tuple[int, ...]:
 DEFAULT = Schedule()
 
 
+@lru_cache(maxsize=1024)
 def seed(*parts: str) -> bytes:
     """The seed of a chain: model, adapter and salt, each behind its length.
 

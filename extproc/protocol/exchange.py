@@ -7,8 +7,8 @@ request may be held.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar
 
 from extproc.decision import Decision, Outcome, Rejection
 from extproc.errors import ProtocolError
@@ -32,13 +32,19 @@ from extproc.protocol.replies import (
     chunks,
 )
 from extproc.protocol.settings import ExchangeSettings
-from extproc.protocol.transitions import REQUEST, RESPONSE, Act, Asked, Told
+from extproc.protocol.transitions import REQUEST, RESPONSE, Asked, Told
 from extproc.request import RawRequest
 
 #: Modes are ordered: up to STREAMED headers go on before the body is seen, then the buffered
 #: ones, then those that stream both ways.
 _STREAMED = BodyMode.STREAMED
 _DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
+#: The last six kinds are kept in one integer, for the error message.
+_KIND_BITS = 4
+_HISTORY = (1 << 6 * _KIND_BITS) - 1
+_REFUSED = Asked.REFUSED
+_GATHERING = Asked.GATHERING
+_DECIDING = Asked.DECIDING
 _NOTHING: tuple[Reply, ...] = ()
 
 
@@ -98,7 +104,7 @@ class Exchange:
         self._owed: list[Kind] = []
         self._selected = False
         self._content_type = ""
-        self._history: deque[Kind] = deque(maxlen=6)
+        self._history = 0
         self.asked = Asked.IDLE
         self.told = Told.IDLE
         self.pending: RawRequest | None = None
@@ -122,22 +128,21 @@ class Exchange:
             ProtocolError: The event does not fit the phase.
         """
         kind = event.kind
-        self._history.append(kind)
-        if self._modes is None:
-            self._modes = event.modes or UNDECLARED
-        if kind is Kind.UNKNOWN:
-            return _NOTHING
+        self._history = (self._history << _KIND_BITS | kind) & _HISTORY
+        modes = self._modes
+        if modes is None:
+            modes = self._modes = event.modes or UNDECLARED
         if event.hints is not None:
             self._take_hints(event)
-        if kind <= Kind.REQUEST_TRAILERS:
-            act = REQUEST[self.asked][kind]
-        elif self.refused:
-            return _NOTHING
-        else:
-            act = RESPONSE[self.told][kind]
+        # One row per phase; a kind of the other direction is looked up in that one's row.
+        act = REQUEST[self.asked][kind]
         if act is None:
-            raise self._misfit(kind)
-        return self._do(act, event, self._modes)
+            if self.asked == _REFUSED:
+                return _NOTHING
+            act = RESPONSE[self.told][kind]
+            if act is None:
+                raise self._misfit(kind)
+        return self._acts[act](self, event, modes)
 
     def resolve(self, outcome: Outcome, *, request_id: str = "") -> Iterable[Reply]:
         """Answer the pending request.
@@ -187,29 +192,22 @@ class Exchange:
                 else "fail: missing envoy lb metadata"
             )
 
-    def _do(self, act: Act, event: Event, modes: Modes) -> Iterable[Reply]:
-        match act:
-            case Act.BODY:
-                return self._pass_response(event, modes)
-            case Act.OPEN:
-                return self._open(event, modes)
-            case Act.GATHER:
-                return self._gather(event, modes)
-            case Act.CLOSE:
-                self._by_trailers = True
-                self._ask()
-            case Act.HEADERS:
-                return self._answer_headers(event, modes)
-            case Act.TRAILERS:
-                if event.kind is Kind.RESPONSE_TRAILERS:
-                    self._abandon()
-                    self.told = Told.ENDED
-                return self._go_on(event.kind)
-            case Act.LATE:
-                mode = modes.request if event.kind is Kind.REQUEST_BODY else modes.response
-                return _NOTHING if mode >= _DUPLEX else self._go_on(event.kind)
-            case Act.IGNORE:
-                pass
+    def _close_by_trailers(self, _: Event, __: Modes) -> Iterable[Reply]:
+        self._by_trailers = True
+        self._ask()
+        return _NOTHING
+
+    def _trailers(self, event: Event, _: Modes) -> Iterable[Reply]:
+        if event.kind is Kind.RESPONSE_TRAILERS:
+            self._abandon()
+            self.told = Told.ENDED
+        return self._go_on(event.kind)
+
+    def _late(self, event: Event, modes: Modes) -> Iterable[Reply]:
+        mode = modes.request if event.kind is Kind.REQUEST_BODY else modes.response
+        return _NOTHING if mode >= _DUPLEX else self._go_on(event.kind)
+
+    def _ignore(self, _: Event, __: Modes) -> Iterable[Reply]:
         return _NOTHING
 
     def _go_on(self, kind: Kind) -> Iterable[Reply]:
@@ -291,7 +289,7 @@ class Exchange:
 
     def _abandon(self) -> None:
         """The response began first; the request is never answered (EPP protocol report, S12)."""
-        if self.asked in (Asked.GATHERING, Asked.DECIDING):
+        if self.asked == _GATHERING or self.asked == _DECIDING:  # noqa: PLR1714  per answer
             self.asked = Asked.ABANDONED
             self.pending = None
             self.close()
@@ -321,9 +319,26 @@ class Exchange:
         return chunks(Kind.RESPONSE_BODY, event.body, end_of_stream=event.end_of_stream)
 
     def _misfit(self, kind: Kind) -> ProtocolError:
-        seen = ", ".join(past.name for past in self._history)
+        past = self._history
+        kinds = []
+        while past:
+            kinds.append(Kind(past & (1 << _KIND_BITS) - 1).name)
+            past >>= _KIND_BITS
+        seen = ", ".join(reversed(kinds))
         return ProtocolError(
             wanted=f"an event that fits request {self.asked.name}, response {self.told.name}",
             found=f"{kind.name} (last events: {seen})",
             fix="check the processing modes of the data plane",
         )
+
+    #: What to do, in the order of `Act`.
+    _acts: ClassVar[Sequence[Callable[[Exchange, Event, Modes], Iterable[Reply]]]] = (
+        _open,
+        _gather,
+        _close_by_trailers,
+        _answer_headers,
+        _pass_response,
+        _trailers,
+        _late,
+        _ignore,
+    )

@@ -18,8 +18,6 @@ TAIL_BYTES = 65536
 #: (1 MiB), above which a buffered answer becomes a 500.
 WHOLE_ANSWER_BYTES = 262144
 
-_BUFFERED = frozenset({BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL})
-
 
 class Tail:
     """The last bytes of a body that passes by."""
@@ -59,7 +57,8 @@ def feedback_mode(
         headers: Response headers.
         watch_stream: Whether this exchange is in the sample of watched streams.
     """
-    if modes.request not in _BUFFERED or modes.response is not BodyMode.NONE:
+    buffered = BodyMode.STREAMED < modes.request < BodyMode.FULL_DUPLEX_STREAMED
+    if not buffered or modes.response is not BodyMode.NONE:
         return None
     if "text/event-stream" in headers.get("content-type", ""):
         return BodyMode.STREAMED if watch_stream else None

@@ -74,6 +74,7 @@ _REQUEST: Mapping[tuple[Asked, Kind], Act] = {
     (Asked.ABANDONED, Kind.REQUEST_TRAILERS): Act.TRAILERS,
     (Asked.REFUSED, Kind.REQUEST_BODY): Act.IGNORE,
     (Asked.REFUSED, Kind.REQUEST_TRAILERS): Act.IGNORE,
+    **{(phase, Kind.UNKNOWN): Act.IGNORE for phase in Asked},
 }
 
 _RESPONSE: Mapping[tuple[Told, Kind], Act] = {

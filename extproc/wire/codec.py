@@ -63,21 +63,33 @@ def decode(data: bytes) -> Event:
     event, rest = plain
     if not rest:
         return event
-    # Fields of a message concatenate, so what is behind the first one reads on its own.
+    behind = _known_behind(rest) if len(rest) <= _LONGEST_KNOWN else _behind(rest)
+    if behind is None:
+        return _decode(data)
+    modes, hints = behind
+    return Event(event.kind, event.headers, event.body, event.end_of_stream, modes, hints)
+
+
+def _behind(rest: bytes) -> tuple[Modes | None, Hints | None] | None:
+    """Modes and hints in the fields behind the message; None if there is anything else.
+
+    Fields of a message concatenate, so what is behind the first one reads on its own. There are
+    few different short ones: the modes of a listener, one `envoy.lb` per destination.
+    """
     try:
         message = pb.ProcessingRequest.FromString(rest)
     except DecodeError:
-        return _GARBAGE
+        return None
     if message.WhichOneof("request") is not None:
-        return _decode(data)
-    return Event(
-        event.kind,
-        event.headers,
-        event.body,
-        event.end_of_stream,
+        return None
+    return (
         _modes(message.protocol_config) if message.HasField("protocol_config") else None,
         _hints(message.metadata_context) if message.HasField("metadata_context") else None,
     )
+
+
+_known_behind = lru_cache(maxsize=1024)(_behind)
+_LONGEST_KNOWN = 256
 
 
 def _decode(data: bytes) -> Event:
@@ -172,7 +184,14 @@ def _tokens(value: Value) -> tuple[str, ...] | None:
     return tuple(token for token in tokens if token)
 
 
+_SHORT = tuple(bytes([number]) for number in range(0x80))
+
+
 def _varint(number: int) -> bytes:
+    if number < 0x80:
+        return _SHORT[number]
+    if number < 0x4000:
+        return bytes((number & 0x7F | 0x80, number >> 7))
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)

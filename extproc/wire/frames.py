@@ -8,6 +8,9 @@ the two against each other.
 
 from __future__ import annotations
 
+import re
+from itertools import chain
+
 from extproc.protocol.events import NO_HEADERS, Event, Kind
 
 #: First byte of a ProcessingRequest (field number << 3 | 2) to kind.
@@ -17,9 +20,14 @@ _BODIES = {0x22: Kind.REQUEST_BODY, 0x2A: Kind.RESPONSE_BODY}
 #: An empty `metadata_context` (field 8), which Envoy puts behind most messages.
 _NO_METADATA = b"B\x00"
 
-#: Header names in the encoding and as text; bounded, since names come from clients.
-_names: dict[bytes, str] = {}
-_MOST_NAMES = 4096
+#: A HeaderValue{key = 1, raw_value = 3} with a short key: its key and its value. Tag bytes are
+#: line feeds, which neither a name nor a value can hold (RFC 9110, 5.5; Envoy refuses them).
+_PAIR = re.compile(
+    r"\n.([0-9a-z:!#$%&'*+.^_`|~-]+)\x1a(?:[\x00-\x7f]|[\x80-\xff].)([^\n]*)", re.DOTALL
+)
+
+#: Bytes around a key and a value: tags and one-byte lengths of HeaderMap and HeaderValue.
+_AROUND = 6
 
 
 def read(data: bytes) -> tuple[Event, bytes] | None:
@@ -32,17 +40,12 @@ def read(data: bytes) -> tuple[Event, bytes] | None:
         The event without modes and hints, and the bytes of the fields behind it (empty if there
         is nothing in them); None if the message is not of the plain form.
     """
-    if len(data) < 2:
-        return None
-    size, at = _varint(data, 1)
-    end = at + size
-    if end > len(data):
-        return None
-    rest = data[end:]
-    if rest == _NO_METADATA:
-        rest = b""
-    kind = _BODIES.get(data[0])
     try:
+        size, at = _varint(data, 1)
+        end = at + size
+        if end > len(data):
+            return None
+        kind = _BODIES.get(data[0])
         if kind is not None:
             event = _body(kind, data, at, end)
         else:
@@ -51,19 +54,29 @@ def read(data: bytes) -> tuple[Event, bytes] | None:
     except IndexError:
         # A length that lies led behind the end; the general parser says what that is.
         return None
-    return None if event is None else (event, rest)
+    if event is None:
+        return None
+    rest = data[end:]
+    return event, b"" if rest == _NO_METADATA else rest
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number at `at` and where it ends; a huge one if it is cut."""
-    number = shift = 0
-    for end in range(at, min(len(data), at + 5)):
-        byte = data[end]
+    """The number at `at` and where it ends."""
+    low = data[at]
+    if low < 0x80:
+        return low, at + 1
+    high = data[at + 1]
+    if high < 0x80:
+        return low & 0x7F | high << 7, at + 2
+    number, shift, at = low & 0x7F | (high & 0x7F) << 7, 14, at + 2
+    while shift < 64:
+        byte = data[at]
         number |= (byte & 0x7F) << shift
+        at += 1
         if byte < 0x80:
-            return number, end + 1
+            break
         shift += 7
-    return 1 << 62, at
+    return number, at
 
 
 def _body(kind: Kind, data: bytes, at: int, end: int) -> Event | None:
@@ -94,40 +107,18 @@ def _head(kind: Kind, data: bytes, at: int, end: int) -> Event | None:
 
 
 def _header_map(data: bytes, at: int, stop: int) -> dict[str, str] | None:
-    """HeaderMap{headers = 1: HeaderValue{key = 1, raw_value = 3}}, of duplicates the last."""
-    headers = {}
-    names = _names
-    while at < stop:
-        if data[at] != 0x0A:
-            return None
-        size = data[at + 1]
-        at += 2
-        if size > 0x7F:
-            size, at = _varint(data, at - 1)
-        after = at + size
-        key_size = data[at + 1]
-        key_end = at + 2 + key_size
-        if after > stop or size < 4 or data[at] != 0x0A or key_size > 0x7F or key_end + 2 > after:
-            return None
-        value_size, value_at = data[key_end + 1], key_end + 2
-        if value_size > 0x7F:
-            value_size, value_at = _varint(data, key_end + 1)
-        if data[key_end] != 0x1A or value_at + value_size != after:
-            return None
-        key = data[at + 2 : key_end]
-        name = names.get(key)
-        if name is None:
-            # The general parser rejects names that are not UTF-8.
-            if not key.isascii():
+    """HeaderMap{headers = 1: HeaderValue}, of duplicates the last.
+
+    The pattern finds the pairs, and their sizes must account for every byte. Anything else (a name
+    in upper case, a `value` beside the `raw_value`, a line feed) leaves bytes over.
+    """
+    pairs = _PAIR.findall(data[at:stop].decode("latin-1"))
+    size = len("".join(chain.from_iterable(pairs))) + _AROUND * len(pairs)
+    # A length above 127 takes a second byte: once for a long value, once for its HeaderValue.
+    if size != stop - at:
+        for key, value in pairs:
+            long = len(value)
+            size += (long > 0x7F) + (long + len(key) + 4 + (long > 0x7F) > 0x7F)
+            if len(key) > 0x7F or long > 0x3FF0:
                 return None
-            name = _name(key)
-        headers[name] = data[value_at:after].decode("latin-1")
-        at = after
-    return headers
-
-
-def _name(key: bytes) -> str:
-    name = key.decode("ascii").lower()
-    if len(_names) < _MOST_NAMES:
-        _names[key] = name
-    return name
+    return dict(pairs) if size == stop - at else None
