@@ -129,7 +129,8 @@ class Profile(msgspec.Struct, frozen=True):
         for plugin, weight in self.scorers:
             try:
                 scores = plugin.score(turn, candidates)
-                if not _usable(scores, len(candidates)):
+                # A comparison with NaN is false.
+                if len(scores) != len(candidates) or [s for s in scores if not 0.0 <= s <= 1.0]:
                     scores = _cut(scores, len(candidates))
             except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
                 faults.append(_fault("scorer", plugin, error))
@@ -176,16 +177,6 @@ def _keep(plugin: Filter, turn: Turn, candidates: Sequence[Candidate]) -> Sequen
     if not known.issuperset(map(id, kept)):
         raise ImpossibleAnswerError
     return kept
-
-
-def _usable(scores: Sequence[float], length: int) -> bool:
-    """Whether there is a score for everybody, each in 0..1; NaN shows in the sum."""
-    return (
-        len(scores) == length
-        and min(scores) >= 0.0
-        and max(scores) <= 1.0
-        and not math.isnan(sum(scores))
-    )
 
 
 def _cut(scores: Sequence[float], length: int) -> list[float]:
