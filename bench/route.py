@@ -1,134 +1,136 @@
-"""How long one scheduling turn takes: 200 endpoints, the default profile, an 8k-token prompt.
+"""Bar 5: how long one decision takes: 200 endpoints, an 8k-token prompt.
 
-Run: python -m bench.route [--endpoints 200] [--bytes 32768] [--scorers 4]
+    python -m bench.route [--endpoints 200] [--bytes 32768] [--scorers 4] [--write]
 
-Bar: the whole turn in at most 500 us median. A turn is what a dispatcher does for one request:
-chain the prompt, match the index, build the candidates from plain records, run the profile, record
-the chain. Half of the turns continue a conversation, all share a system prompt.
+The real dispatcher decides over a real fleet: parse the JSON body, chain the prompt, match the
+index, build candidates, score, pick; then the decision is committed and completed. Half of the
+requests continue a conversation, all share a system prompt, about ten are open per endpoint.
 """
 
+from __future__ import annotations
+
 import argparse
+import base64
 import gc
-import platform
+import json
 from collections import deque
 from random import Random
-from statistics import median
 from time import perf_counter_ns
 
 import msgspec
 
-from extproc.endpoint import Candidate, Endpoint, Load
-from extproc.prefix import blocks
-from extproc.prefix.index import PrefixIndex
-from extproc.request import BYTES_PER_TOKEN, Request
-from extproc.scheduling import defaults
-from extproc.scheduling.turn import Turn
+from bench import rig
+from extproc.config import factory
+from extproc.config.settings import Settings
+from extproc.dispatch import dispatcher as dispatching
+from extproc.endpoint import Endpoint, Load
+from extproc.request import RawRequest
 
-PARTS = ("chain", "match", "candidates", "profile", "record", "route")
-
-
-class Fleet:
-    """Endpoints with plain records of load and accounts, as a pool would hand them out."""
-
-    def __init__(self, size, rng):
-        self.index = PrefixIndex(capacity_blocks=8_192)
-        self.records = []
-        self.open = deque()
-        for i in range(size):
-            endpoint = Endpoint(f"10.0.{i // 250}.{i % 250}:8000", name=f"engine-{i}")
-            load = Load(
-                at=99.0,
-                engine="vllm",
-                waiting=float(rng.randrange(4)),
-                running=float(rng.randrange(12)),
-                kv_usage=0.3 + 0.3 * rng.random(),
-                adapters=frozenset(rng.sample(("red", "green", "blue"), 2)),
-                waiting_adapters=frozenset(),
-                adapter_slots=4,
-            )
-            slot = self.index.slot((endpoint.address, 0))
-            own = rng.randrange(8, 12)
-            self.records.append([endpoint, load, own, rng.randrange(90_000), slot])
-            self.open.extend([i] * own)
-        rng.shuffle(self.open)
-
-    def account(self, slot):
-        """One request begins on an endpoint, the oldest one ends; slots are places here."""
-        self.open.append(slot)
-        self.records[slot][2] += 1
-        self.records[self.open.popleft()][2] -= 1
-
-    def candidates(self, depths, now):
-        tokens = blocks.DEFAULT.tokens
-        return [
-            Candidate(e, load, now - load.at, own, own + 2.0, prompt_tokens, tokens[depths[slot]])
-            for e, load, own, prompt_tokens, slot in self.records
-        ]
+NOW = 100.0
+HEADERS = {":path": "/v1/chat/completions", ":method": "POST", "content-type": "application/json"}
 
 
-def prompts(rng, size, turns):
-    """Half new conversations, half continued ones; all with one system prompt of a quarter."""
-    system = rng.randbytes(size // 4)
-    talks = [system + rng.randbytes(size // 2) for _ in range(64)]
-    for _ in range(turns):
-        talk = rng.choice(talks) if rng.random() < 0.5 else system
-        yield (talk + rng.randbytes(size))[:size]
-
-
-def measure(args):
-    rng = Random(args.seed)
-    fleet = Fleet(args.endpoints, rng)
-    profile = defaults.profiles()["default"]
-    profile = msgspec.structs.replace(profile, scorers=profile.scorers[: args.scorers])
-    times = {part: [] for part in PARTS}
-    seed = blocks.seed("meta-llama/Llama-3.1-8B-Instruct", "red")
-    for at, prompt in enumerate(prompts(rng, args.bytes, args.turns + args.warmup)):
-        request = Request(
-            "chat", model="red", prompt=prompt, prompt_tokens=len(prompt) // BYTES_PER_TOKEN
+def fleet(parts: factory.Parts, size: int, rng: Random) -> None:
+    """Endpoints with loads as a busy fleet has them."""
+    endpoints = [Endpoint(f"10.0.{i // 250}.{i % 250}:8000") for i in range(size)]
+    parts.fleet.replace(endpoints, NOW)
+    for member in parts.fleet.pool.members:
+        load = Load(
+            at=NOW - rng.random(),
+            engine="vllm",
+            waiting=float(rng.randrange(4)),
+            running=float(rng.randrange(12)),
+            kv_usage=0.3 + 0.3 * rng.random(),
+            adapters=frozenset(rng.sample(("red", "green", "blue"), 2)),
+            waiting_adapters=frozenset(),
+            adapter_slots=4,
         )
-        t0 = perf_counter_ns()
-        chain = blocks.chain(prompt, seed)
-        t1 = perf_counter_ns()
-        depths = fleet.index.match(chain)
-        t2 = perf_counter_ns()
-        candidates = fleet.candidates(depths, 100.0)
-        t3 = perf_counter_ns()
-        decision = profile.run(Turn(request, 100.0, rng), candidates, blocks=chain)
-        t4 = perf_counter_ns()
-        endpoint = decision.endpoints[0]
-        fleet.index.record((endpoint.address, endpoint.incarnation), chain)
-        t5 = perf_counter_ns()
-        fleet.account(fleet.index.slot((endpoint.address, 0)))
-        if at >= args.warmup:  # the index warms up first
-            marks = (t1 - t0, t2 - t1, t3 - t2, t4 - t3, t5 - t4, t5 - t0)
-            for part, spent in zip(PARTS, marks, strict=True):
-                times[part].append(spent / 1000)
-    return times, fleet, decision
+        parts.fleet.observe(parts.fleet.begin_scrape(member.endpoint), load, NOW)
 
 
-def main():
+def bodies(rng: Random, size: int, turns: int):
+    """Half new conversations, half continued ones; all with one system prompt of a quarter."""
+
+    def text(length: int) -> str:
+        return base64.b64encode(rng.randbytes(length)).decode()[:length]
+
+    system = text(size // 4)
+    talks = [text(size // 2) for _ in range(64)]
+    for _ in range(turns):
+        first = rng.choice(talks) if rng.random() < 0.5 else text(size // 2)
+        rest = text(size - len(system) - len(first))
+        messages = [
+            {"role": "system", "content": system},
+            {"role": "user", "content": first},
+            {"role": "user", "content": rest},
+        ]
+        yield json.dumps({"model": "red", "messages": messages, "stream": True}).encode()
+
+
+def measure(args: argparse.Namespace) -> dict[str, object]:
+    rng = Random(args.seed)
+    parts = factory.build(Settings(seed=args.seed))
+    profile = msgspec.structs.replace(parts.profile, scorers=parts.profile.scorers[: args.scorers])
+    settings = parts.settings
+    dispatcher = dispatching.Dispatcher(
+        fleet=parts.fleet,
+        profile=profile,
+        index=parts.index,
+        schedule=settings.prefix.schedule,
+        settings=dispatching.DispatchSettings(stale_after_s=settings.scrape.stale_after_s),
+        rng=rng,
+    )
+    fleet(parts, args.endpoints, rng)
+    opened: deque = deque()
+    routes, commits = [], []
+    for number, body in enumerate(bodies(rng, args.bytes, args.turns + args.warmup)):
+        raw = RawRequest(HEADERS, body)
+        began = perf_counter_ns()
+        decision = dispatcher.route(raw, NOW)
+        routed = perf_counter_ns()
+        opened.append(dispatcher.commit(decision, NOW))
+        committed = perf_counter_ns()
+        if len(opened) > 10 * args.endpoints:
+            dispatcher.complete(opened.popleft())
+        if number >= args.warmup:
+            routes.append((routed - began) / 1000)
+            commits.append((committed - routed) / 1000)
+    routes.sort()
+    commits.sort()
+    held = parts.index.blocks_total
+    return {
+        "endpoints": args.endpoints,
+        "prompt_bytes": args.bytes,
+        "blocks": len(decision.blocks),
+        "scorers": len(decision.scores),
+        "turns": args.turns,
+        "route_us_p50": round(routes[len(routes) // 2], 1),
+        "route_us_p95": round(routes[int(len(routes) * 0.95)], 1),
+        "route_us_p99": round(routes[int(len(routes) * 0.99)], 1),
+        "commit_us_p50": round(commits[len(commits) // 2], 1),
+        "index_blocks": held,
+        "index_bytes_per_block": round(parts.index.bytes_estimate() / held),
+    }
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--endpoints", type=int, default=200)
     parser.add_argument("--bytes", type=int, default=32 * 1024)
     parser.add_argument("--turns", type=int, default=2000)
-    parser.add_argument("--warmup", type=int, default=8000)
-    parser.add_argument("--scorers", type=int, default=5, help="the first so many of the profile")
+    parser.add_argument("--warmup", type=int, default=3000)
+    parser.add_argument("--scorers", type=int, default=4, help="the first so many of the profile")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     gc.collect()
     gc.freeze()
-    times, fleet, decision = measure(args)
-    print(
-        f"{args.endpoints} endpoints, {args.bytes} byte prompt ({len(decision.blocks)} blocks), "
-        f"{len(decision.scores)} scorers, {args.turns} turns, "
-        f"CPython {platform.python_version()} on {platform.machine()}"
-    )
-    print(f"{'part':12}{'p50 us':>10}{'p99 us':>10}")
-    for part in PARTS:
-        spent = sorted(times[part])
-        print(f"{part:12}{median(spent):10.1f}{spent[int(len(spent) * 0.99)]:10.1f}")
-    held = fleet.index.blocks_total
-    print(f"index: {held} blocks held, {fleet.index.bytes_estimate() / held:.0f} bytes each")
+    gc.set_threshold(20_000, 20, 50)  # as the server does
+    figures = measure(args)
+    for name, value in figures.items():
+        print(f"{name:>24}  {value}")
+    if args.write:
+        rig.write("route", "python -m bench.route --write", figures)
 
 
 if __name__ == "__main__":

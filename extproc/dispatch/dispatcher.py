@@ -68,10 +68,12 @@ class Dispatcher:
         self._profile = profile
         self._index = index
         self._schedule = schedule
+        self._tokens = schedule.tokens
         self._settings = settings
         self._rng = rng
         self._hashing = Signal.PREFIX in profile.needs
         self._slots: Mapping[str, int] = {}
+        self._slots_in_order: Sequence[int] = ()
         self._slots_of: object = None
 
     def route(self, raw: RawRequest, now: float) -> Outcome:
@@ -161,21 +163,21 @@ class Dispatcher:
         chain = blocks.chain(request.prompt, seed, schedule=self._schedule)
         if not chain:
             return chain, [0] * len(members)
-        slots = self._current_slots()
+        self._follow_pool()
         depths = self._index.match(chain)
-        tokens = self._schedule.tokens
+        tokens = self._tokens
+        if members is self._fleet.pool.members:
+            return chain, [tokens[depths[slot]] for slot in self._slots_in_order]
+        slots = self._slots
         return chain, [tokens[depths[slots[member.endpoint.address]]] for member in members]
 
-    def _current_slots(self) -> Mapping[str, int]:
-        """Index slot by address, looked up again only when the endpoint set changed."""
+    def _follow_pool(self) -> None:
+        """Look index slots up again when the endpoint set changed."""
         pool = self._fleet.pool
         if self._slots_of is not pool.positions:
-            self._slots = {
-                member.endpoint.address: self._index.slot(key(member.endpoint))
-                for member in pool.members
-            }
             self._slots_of = pool.positions
-        return self._slots
+            self._slots_in_order = [self._index.slot(key(one.endpoint)) for one in pool.members]
+            self._slots = dict(zip(pool.positions, self._slots_in_order, strict=True))
 
 
 def key(endpoint: Endpoint) -> tuple[str, int]:

@@ -92,29 +92,29 @@ def candidates(
         now: Monotonic seconds.
         stale_after_s: Age in seconds from which a load counts as unknown.
     """
-    turn = []
-    for member, matched in zip(members, matched_tokens, strict=True):
-        load = member.load
-        account = member.account
-        own = account.in_flight
-        age = now - load.at
-        if age >= stale_after_s:
-            turn.append(
-                Candidate(member.endpoint, UNKNOWN, age, own, own, account.prompt_tokens, matched)
-            )
-        else:
-            turn.append(
-                Candidate(
-                    member.endpoint,
-                    load,
-                    age,
-                    own,
-                    own + member.foreign,
-                    account.prompt_tokens,
-                    matched,
-                )
-            )
-    return turn
+    oldest = now - stale_after_s
+    return [
+        Candidate(
+            member.endpoint,
+            load,
+            now - load.at,
+            own := (account := member.account).in_flight,
+            own + member.foreign,
+            account.prompt_tokens,
+            matched,
+        )
+        if (load := member.load).at > oldest
+        else _unknown(member, matched, now)
+        for member, matched in zip(members, matched_tokens, strict=True)
+    ]
+
+
+def _unknown(member: Member, matched: int, now: float) -> Candidate:
+    """A candidate whose load is too old to count."""
+    account = member.account
+    own = account.in_flight
+    age = now - member.load.at
+    return Candidate(member.endpoint, UNKNOWN, age, own, own, account.prompt_tokens, matched)
 
 
 def _spelled(token: str) -> str:
