@@ -14,6 +14,9 @@ import time
 
 import uvloop
 
+#: How long a chunked answer takes.
+STREAM_S = 2.0
+
 
 class Backend(asyncio.Protocol):
     """Reads a whole request, answers 200; chunked answers of `chunks` pieces if asked."""
@@ -51,12 +54,14 @@ class Backend(asyncio.Protocol):
                 self._transport.write(self._answer)
 
     async def _stream(self) -> None:
+        """Spread the pieces over the time, so that answers of few and of many last the same."""
         self._transport.write(self._answer)
+        pause_s = STREAM_S / len(self._pieces)
         for piece in self._pieces:
             if self._transport.is_closing():
                 return
             self._transport.write(piece)
-            await asyncio.sleep(0)
+            await asyncio.sleep(pause_s)
 
 
 def _request_end(buffer: bytearray) -> int:

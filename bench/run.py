@@ -1,0 +1,125 @@
+"""`make bench`: every bar, one after the other; results go to bench/results.
+
+    python -m bench.run [--only NAME ...]
+
+Prints one line per bar: what was wanted, what was measured. Takes under ten minutes. The figures
+are of this machine and this hour: compare ratios, not microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from bench import rig
+
+
+def command(*words: str) -> str:
+    """Run a bench and return what it printed."""
+    print("+ python", *words, flush=True)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=rig.ROOT, text=True, stdout=subprocess.PIPE, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"python {' '.join(words)} ended with {done.returncode}\n{done.stdout}")
+    return done.stdout
+
+
+def read(name: str) -> dict:
+    """A result as it was written."""
+    return json.loads((rig.RESULTS / f"{name}.json").read_text())
+
+
+def demo() -> dict:
+    """The demo workload by both strategies."""
+    began = time.monotonic()
+    page = command("-m", "extproc", "demo")
+    took = time.monotonic() - began
+    ratios = [float(x) for x in re.findall(r"([\d.]+)%", _row(page, "prefix cache hit ratio"))]
+    p50 = [int(x) for x in _row(page, "TTFT p50, ms").split()[-2:]]
+    p95 = [int(x) for x in _row(page, "TTFT p95, ms").split()[-2:]]
+    figures = {
+        "seconds": round(took, 1),
+        "hit_ratio_round_robin": ratios[0] / 100,
+        "hit_ratio_default": ratios[1] / 100,
+        "hit_gain": round(ratios[1] / ratios[0], 2),
+        "ttft_p50_ms": p50,
+        "ttft_p95_ms": p95,
+    }
+    rig.write("demo", "python -m extproc demo", figures)
+    return figures
+
+
+def _row(page: str, name: str) -> str:
+    return next(line for line in page.splitlines() if line.startswith(name))
+
+
+def overhead() -> dict:
+    """CPU against the floor, added latency."""
+    command("-m", "bench.overhead", "--write")
+    return read("overhead")
+
+
+def large() -> dict:
+    """Long prompts, memory, chunks."""
+    command("-m", "bench.large", "--write")
+    return read("large")
+
+
+def scrape() -> dict:
+    """Scraping 100 endpoints."""
+    words = ("bench/scrape.py", "--seconds", "10", "--json")
+    figures = json.loads(command(*words).splitlines()[-1])
+    rig.write("scrape", f"python {' '.join(words)}", figures)
+    return figures
+
+
+def route() -> dict:
+    """One decision over 200 endpoints."""
+    command("-m", "bench.route", "--write")
+    return read("route")
+
+
+#: Bar, bench, what was wanted, the figure, and whether it is met.
+BARS: Sequence[tuple[str, str, str, Callable[[Mapping], object], Callable[[Mapping], bool]]] = (
+    ("1", "demo", "hit ratio >= 1.5 x round robin", lambda r: r["hit_gain"], lambda r: r["hit_gain"] >= 1.5),
+    ("2", "overhead", "FDS: CPU <= 1.35 x floor", lambda r: r["fds"]["cpu_ratio_median"], lambda r: r["fds"]["cpu_ratio_median"] <= 1.35),
+    ("2", "overhead", "buffered: CPU <= 1.35 x floor", lambda r: r["buffered"]["cpu_ratio_median"], lambda r: r["buffered"]["cpu_ratio_median"] <= 1.35),
+    ("2", "overhead", "FDS: added p50 <= 1.5 ms", lambda r: r["fds"]["added_p50_ms"], lambda r: r["fds"]["added_p50_ms"] <= 1.5),
+    ("2", "overhead", "buffered: added p50 <= 1.5 ms", lambda r: r["buffered"]["added_p50_ms"], lambda r: r["buffered"]["added_p50_ms"] <= 1.5),
+    ("3", "large", "400 kB prompt <= 4 ms CPU", lambda r: r["prompts_400kB"]["cpu_ms"], lambda r: r["prompts_400kB"]["cpu_ms"] <= 4),
+    ("3", "large", "peak memory <= 3 x body", lambda r: r["memory"]["peak_ratio"], lambda r: r["memory"]["peak_ratio"] <= 3),
+    ("3", "large", "1,000 chunks <= 1.1 x 10 chunks", lambda r: r["chunks"]["ratio_median"], lambda r: r["chunks"]["ratio_median"] <= 1.1),
+    ("4", "scrape", "100 endpoints/s <= 8 % of a core", lambda r: r["cpu_share_percent"], lambda r: r["cpu_share_percent"] <= 8),
+    ("4", "scrape", "one page <= 150 us", lambda r: r["parse_us_p50"], lambda r: r["parse_us_p50"] <= 150),
+    ("5", "route", "route() <= 500 us median", lambda r: r["route_us_p50"], lambda r: r["route_us_p50"] <= 500),
+)  # fmt: skip
+
+BENCHES: Mapping[str, Callable[[], dict]] = {
+    "route": route,
+    "scrape": scrape,
+    "large": large,
+    "overhead": overhead,
+    "demo": demo,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", choices=sorted(BENCHES), default=sorted(BENCHES))
+    given = parser.parse_args()
+    results = {name: bench() for name, bench in BENCHES.items() if name in given.only}
+    print(f"\n{'bar':4}{'wanted':36}{'measured':>12}")
+    for number, name, wanted, figure, met in BARS:
+        if name in results:
+            verdict = "met" if met(results[name]) else "MISSED"
+            print(f"{number:4}{wanted:36}{figure(results[name])!s:>12}  {verdict}")
+
+
+if __name__ == "__main__":
+    main()
