@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar
 
-from extproc.decision import Decision, Outcome, Rejection
+from extproc.decision import Outcome, Rejection
 from extproc.errors import ProtocolError
 from extproc.protocol import refusal
 from extproc.protocol.events import NO_HEADERS, UNDECLARED, BodyMode, Event, Kind, Modes
@@ -161,7 +161,9 @@ class Exchange:
             return (self.refuse(outcome),)
         self.asked = Asked.ROUTED
         set_headers: Headers = (("x-request-id", request_id),) if request_id else ()
-        return self._route(outcome, set_headers)
+        # Only the destination: the answers may wait for the peer, and a prompt must not with them.
+        destination = ",".join([endpoint.address for endpoint in outcome.endpoints])
+        return self._route(destination, set_headers)
 
     def refuse(self, rejection: Rejection) -> Refuse:
         """End the exchange with an immediate response."""
@@ -261,8 +263,7 @@ class Exchange:
         body = self._gathering.joined() if self._gathering is not None else b""
         self.pending = RawRequest(self._headers, body, truncated, self._subset)
 
-    def _route(self, decision: Decision, set_headers: Headers) -> Iterator[Reply]:
-        destination = ",".join([endpoint.address for endpoint in decision.endpoints])
+    def _route(self, destination: str, set_headers: Headers) -> Iterator[Reply]:
         # Stays in its place until it is handed on: `close` gives it back if the peer leaves first.
         gathering = self._gathering
         streamed = self._modes is not None and self._modes.request >= _DUPLEX
