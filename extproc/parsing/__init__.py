@@ -1,5 +1,4 @@
-"""Bytes to request: what a client asked for, read from one buffered HTTP request; and at the other
-end the usage an engine reports in its answer (`usage`).
+"""Bytes to request, and the end of an answer to usage.
 
 What lives here: the table from path to surface (`paths`), one module per family of surfaces with
 its partial typed decode, the framing of a prompt into stable bytes (`framing`, `inputs`,

@@ -21,13 +21,17 @@ OPENAI = b'{"usage":{"prompt_tokens":7,"completion_tokens":10,"total_tokens":17'
         (b'data: {"usage":null}\n\ndata: [DONE]\n\n', {}),
         (b'data: {"usage" : {"prompt_tokens": 7}}\n\ndata: {"usage":null}\n\n', {"prompt": 7}),
         (
-            b'{"usage":{"input_tokens":3,"output_tokens":4,'
-            b'"input_tokens_details":{"cached_tokens":2}}}',
+            (
+                b'{"usage":{"input_tokens":3,"output_tokens":4,'
+                b'"input_tokens_details":{"cached_tokens":2}}}'
+            ),
             {"prompt": 3, "completion": 4, "cached": 2},
         ),
         (
-            b'data: {"message":{"usage":{"input_tokens":3,"cache_read_input_tokens":1}}}\n\n'
-            b'data: {"usage":{"output_tokens":4}}\n\n',
+            (
+                b'data: {"message":{"usage":{"input_tokens":3,"cache_read_input_tokens":1}}}\n\n'
+                b'data: {"usage":{"output_tokens":4}}\n\n'
+            ),
             {"prompt": 3, "completion": 4, "cached": 1},
         ),
         (b'{"choices":[{"text":"\\"usage\\":{\\"prompt_tokens\\":1}"}]}', {}),
