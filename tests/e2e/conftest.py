@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,17 @@ def pytest_collection_modifyitems(items):
         if here in item.path.parents:
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def _binaries():
+    """The default Envoy, and behind the mark `versions` each of those that are installed."""
+    yield pytest.param("", id="default")
+    folder = os.environ.get("EXTPROC_ENVOYS", "")
+    for found in sorted(Path(folder).resolve().glob("*/envoy/_bin/envoy")) if folder else []:
+        yield pytest.param(str(found), id=found.parts[-4], marks=pytest.mark.versions)
+
+
+@pytest.fixture(scope="module", params=_binaries())
+def binary(request):
+    """Path of an Envoy; empty for the default one."""
+    return request.param

@@ -207,9 +207,7 @@ async def test_092_first_event_before_the_second_exists(place, served):
     served.plays["/v1/chat/completions"] = play
     try:
         async with http1.calling(place.port) as call:
-            await call.start(
-                "POST", "/v1/chat/completions", [("content-length", str(len(CHAT)))]
-            )
+            await call.start("POST", "/v1/chat/completions", [("content-length", str(len(CHAT)))])
             await call.send(CHAT)
             await call.begun()
             assert await call.body.piece() == b"data: 1\n\n"

@@ -1,0 +1,87 @@
+"""The override-host profile: fallback lists, retries, and serving on while no extproc is up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from extproc.cli import stack
+from tests.e2e import backend, http1, http2, installation
+
+CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
+DESTINATION = "x-gateway-destination-endpoint"
+
+#: Endpoints stay what they are, and the pick goes round, so that every order comes up.
+ROUND_ROBIN = installation.UNSCRAPED.replace("least-request", "round-robin")
+
+
+@pytest.fixture(scope="module")
+def served(live):
+    with live.holding(backend.backend()) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def dead():
+    return [f"127.0.0.1:{stack.free_port()}" for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def place(live, served, dead):
+    with live.holding(
+        installation.installed(
+            *dead,
+            served.address,
+            template="override-host.yaml",
+            arguments=["--config-text", ROUND_ROBIN, "--fallback-endpoints", "2"],
+        )
+    ) as one:
+        yield one
+
+
+async def test_059_dead_endpoints_in_front(place, served, dead):
+    """With two dead endpoints named first, the third one serves."""
+    lists = []
+    for _ in range(12):
+        answer = await http1.ask(place.port, "/v1/chat/completions", CHAT)
+        assert answer.status == 200
+        assert served.asks[-1].body == CHAT
+        lists.append(served.asks[-1].head.get(DESTINATION).split(","))
+    assert all(sorted(one) == sorted([*dead, served.address]) for one in lists)
+    assert any(one[2] == served.address for one in lists)
+
+
+async def test_122_large_body_is_sent_again(place, served):
+    """A body of many buffers arrives whole after connections that failed."""
+    body = bytes(range(256)) * 20_000
+    for _ in range(3):
+        answer = await http1.ask(place.port, "/upload", body)
+        assert (answer.status, answer.json()["bytes"]) == (200, len(body))
+
+
+async def test_022_body_ended_by_trailers(place, served):
+    """With retries on, a body that ends with trailers arrives once."""
+    answer = await http2.ask(place.port, "/v1/chat/completions", CHAT, trailers=[("x-sum", "1")])
+    assert answer.status == 200
+    assert served.asks[-1].body == CHAT
+
+
+async def test_080_fail_open(place, served, dead):
+    """With extproc gone, requests with and without a body are served by Envoy's own policy."""
+    await place.settled()
+    place.extproc.process.kill()
+    await place.extproc.process.wait()
+    for _ in range(6):
+        answer = await http1.ask(
+            place.port, "/v1/chat/completions", CHAT, headers=[(DESTINATION, dead[0])]
+        )
+        assert answer.status == 200
+        assert served.asks[-1].body == CHAT
+        # What a client writes into the header is not what decides while nobody overwrites it.
+        assert served.asks[-1].head.all(DESTINATION) == []
+        assert (await http1.ask(place.port, "/v1/models")).status == 200
+    await place.start_extproc()
+    answer = await http1.ask(place.port, "/v1/chat/completions", CHAT)
+    assert answer.status == 200
+    assert served.asks[-1].head.get(DESTINATION)
