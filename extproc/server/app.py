@@ -48,9 +48,10 @@ def run(settings: Settings) -> int:
     """
     logging.basicConfig(
         stream=sys.stderr,
-        level=settings.log.level.upper(),
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
+    # Ours only: gRPC and aiohttp have debug lines of their own.
+    logging.getLogger("extproc").setLevel(settings.log.level.upper())
     uvloop.run(serve(settings, on_ready=_announce))
     return 0
 
@@ -201,6 +202,10 @@ class Picker:
                         "Estimated memory of the prefix index.",
                         self.parts.index.bytes_estimate,
                     ),
+                },
+                about={
+                    "pool": self._settings.pool.name,
+                    "profile": self.parts.profile.name,
                 },
             ),
             readiness=self.readiness,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
+    InfoMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
@@ -25,6 +26,7 @@ class Exposition(Collector):
         pool: Gives the current pool.
         clock: Monotonic seconds, for ages.
         gauges: Further gauges by name: (help text, reader).
+        about: Labels of `extproc_info`: which pool and profile this is.
     """
 
     def __init__(
@@ -33,12 +35,14 @@ class Exposition(Collector):
         pool: Callable[[], Pool],
         *,
         clock: Callable[[], float],
-        gauges: dict[str, tuple[str, Callable[[], float]]],
+        gauges: Mapping[str, tuple[str, Callable[[], float]]],
+        about: Mapping[str, str],
     ) -> None:
         self._tallies = tallies
         self._pool = pool
         self._clock = clock
         self._gauges = gauges
+        self._about = about
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -52,6 +56,7 @@ class Exposition(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All families."""
+        yield InfoMetricFamily("extproc", "What this picker is.", value=dict(self._about))
         yield from self._counters()
         yield from self._distributions()
         yield from self._endpoints()

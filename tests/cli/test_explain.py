@@ -171,7 +171,7 @@ def server():
     parts.fleet.pool.members[0].account.open("m", 10)
     pages = admin.Pages(
         exposition=exposition.Exposition(
-            tallies.Tallies(), lambda: parts.fleet.pool, clock=lambda: 1.0, gauges={}
+            tallies.Tallies(), lambda: parts.fleet.pool, clock=lambda: 1.0, gauges={}, about={}
         ),
         readiness=health.Readiness(lambda: True),
         pool=lambda: parts.fleet.pool,
