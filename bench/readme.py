@@ -1,0 +1,45 @@
+"""The numbers in the README, made from `bench/results`.
+
+    python -m bench.readme          # rewrites the block in README.md
+
+A test holds the block against the results, so that neither can be changed alone.
+"""
+
+from __future__ import annotations
+
+from bench import rig, run
+
+BEGIN, END = "<!-- results -->\n", "\n<!-- /results -->"
+
+
+def block() -> str:
+    """One row per bar that has a result."""
+    rows = ["| bar | wanted | measured | | command |", "|---|---|---|---|---|"]
+    notes = []
+    for number, name, wanted, figure, met in run.BARS:
+        if not (rig.RESULTS / f"{name}.json").exists():
+            continue
+        result = run.read(name)
+        verdict = "met" if met(result) else "**missed**"
+        rows.append(
+            f"| {number} | {wanted} | {figure(result)} | {verdict} | `{result['command']}` |"
+        )
+        machine = result["machine"]
+        notes.append(
+            f"{result['date']}, {machine['cores']} cores of {machine['cpu']}, "
+            f"{machine['memory_gib']} GiB, Python {machine['python']}"
+        )
+    where = "; ".join(sorted(set(notes)))
+    return "\n".join([*rows, "", f"Measured {where}." if where else "Nothing measured yet."])
+
+
+def main() -> None:
+    path = rig.ROOT / "README.md"
+    text = path.read_text()
+    head, _, rest = text.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    path.write_text(head + BEGIN + block() + END + tail)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""The bad-input table of the README: every row is sent, and what comes back is written down.
+
+    python -m tests.docs.bad_input
+
+prints the block; a test holds the README against it. Requests run through the codec, the exchange
+and the real dispatcher; configuration and pages through their readers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+
+from extproc.config import load
+from extproc.discovery import entries
+from extproc.endpoint import Load
+from extproc.errors import ConfigError, ProtocolError
+from extproc.protocol.exchange import Exchange
+from extproc.protocol.gathering import Budget
+from extproc.protocol.replies import Refuse, Reply
+from extproc.protocol.settings import ExchangeSettings
+from extproc.scrape import page
+from extproc.wire import codec
+from extproc.wire.pb import ext_proc_pb2 as pb
+from tests.support.house import House
+
+CHAT = "/v1/chat/completions"
+GENERATE = "/vllm.grpc.engine.VllmEngine/Generate"
+ONE = "10.0.0.1:8000"
+
+
+def said(reply: Reply) -> str:
+    """An answer in one line."""
+    if isinstance(reply, Refuse):
+        message = json.loads(reply.body)["error"]["message"]
+        more = [f"{name}: {value}" for name, value in reply.headers[1:]]
+        return f"{reply.status} ``{message}``" + (f" ({', '.join(more)})" if more else "")
+    return "routed"
+
+
+def ask(
+    path: str,
+    body: bytes,
+    *,
+    headers: Mapping[str, str] | None = None,
+    house: House | None = None,
+    subset: list[str] | None = None,
+    limit: int = 1 << 20,
+    budget: int = 1 << 30,
+) -> str:
+    """Send one POST in FULL_DUPLEX_STREAMED; returns the first answer."""
+    house = house or House({ONE: None})
+    exchange = Exchange(ExchangeSettings(max_body_bytes=limit), Budget(budget))
+    head = pb.ProcessingRequest()
+    for name, value in {":method": "POST", ":path": path, **(headers or {})}.items():
+        head.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+    if subset is not None:
+        hint = head.metadata_context.filter_metadata[codec.SUBSET_NAMESPACE]
+        hint.fields[codec.SUBSET_KEY].list_value.SetInParent()
+        hint.fields[codec.SUBSET_KEY].list_value.extend(subset)
+    part = pb.ProcessingRequest()
+    part.request_body.body = body
+    part.request_body.end_of_stream = True
+    answers: list[Reply] = []
+    for message in (head, part):
+        answers += exchange.receive(codec.decode(message.SerializeToString()))
+        if exchange.pending is not None:
+            answers += exchange.resolve(house.decide(exchange.pending))
+    exchange.close()
+    return said(answers[0])
+
+
+def wire(*messages: bytes) -> str:
+    """Send bytes as ext_proc messages; returns what the stream says."""
+    exchange = Exchange(ExchangeSettings(max_body_bytes=1 << 20), Budget(1 << 30))
+    answers: list[Reply] = []
+    try:
+        for message in messages:
+            answers += exchange.receive(codec.decode(message))
+    except ProtocolError as error:
+        return f"stream ends INVALID_ARGUMENT: `{error}`"
+    finally:
+        exchange.close()
+    return said(answers[0]) if answers else "nothing; the message is ignored"
+
+
+def config(text: str) -> str:
+    """Read a configuration."""
+    try:
+        load.settings(load.parse(text, where="extproc.yaml"))
+    except ConfigError as error:
+        return f"exit 2: `{error}`"
+    return "taken"
+
+
+def endpoints(document: object) -> str:
+    """Read an endpoint list."""
+    try:
+        entries.from_document(document, where="endpoints.yaml")
+    except ConfigError as error:
+        return f"old list stays, at start exit 2: `{error}`"
+    return "taken"
+
+
+def metrics(text: bytes) -> str:
+    """Read a metrics page."""
+    read = page.read(text, 0.0)
+    if isinstance(read, Load):
+        return f"waiting {read.waiting}, running {read.running}"
+    return f"scrape fails: `{read.reason}`; the last load stays and ages"
+
+
+HEADER = b"apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n".decode()
+GRPC = {"content-type": "application/grpc"}
+OPTIONS = {"content-type": "multipart/form-data"}
+
+#: What was sent, in words, and the sending.
+ROWS: Mapping[str, Callable[[], str]] = {
+    'chat: `{"model": ` (cut JSON)': lambda: ask(CHAT, b'{"model": '),
+    "chat: `hello` (no JSON)": lambda: ask(CHAT, b"hello"),
+    "chat: `[1]` (no object)": lambda: ask(CHAT, b"[1]"),
+    "chat: 10,000 nested arrays": lambda: ask(CHAT, b'{"model":"m","messages":' + b"[" * 10_000),
+    "chat: no `model`": lambda: ask(CHAT, b'{"messages":[{"role":"user","content":"x"}]}'),
+    "chat: `model` is a number": lambda: ask(CHAT, b'{"model":7,"messages":[]}'),
+    "chat: no `messages`": lambda: ask(CHAT, b'{"model":"m"}'),
+    "chat: `messages` is a string": lambda: ask(CHAT, b'{"model":"m","messages":"x"}'),
+    "completions: no `prompt`": lambda: ask("/v1/completions", b'{"model":"m"}'),
+    "embeddings: no `input`": lambda: ask("/v1/embeddings", b'{"model":"m"}'),
+    "responses: no `input`": lambda: ask("/v1/responses", b'{"model":"m"}'),
+    "messages (Anthropic): no message": lambda: ask("/v1/messages", b'{"model":"m","messages":[]}'),
+    "chat: `max_tokens` is a string, `stream` null": lambda: ask(
+        CHAT,
+        b'{"model":"m","messages":[{"role":"user","content":"x"}],"max_tokens":"9","stream":null}',
+    ),
+    "chat: empty body": lambda: ask(CHAT, b""),
+    "unknown path, any bytes": lambda: ask("/upload", b"\x00\xff"),
+    "transcription: multipart without a boundary": lambda: ask(
+        "/v1/audio/transcriptions", b"x", headers=OPTIONS
+    ),
+    "gRPC Generate: 3 bytes": lambda: ask(GENERATE, b"\x00\x00\x00", headers=GRPC),
+    "gRPC Generate: compressed frame": lambda: ask(
+        GENERATE, b"\x01\x00\x00\x00\x01x", headers=GRPC
+    ),
+    "gRPC: unknown method": lambda: ask("/a.B/C", b"\x00\x00\x00\x00\x00", headers=GRPC),
+    "body above `limits.max_body_bytes` (here 10)": lambda: ask(CHAT, b"x" * 11, limit=10),
+    "bodies above `limits.max_assembly_bytes` (here 10)": lambda: ask(CHAT, b"x" * 11, budget=10),
+    "subset hint that names nobody": lambda: ask("/x", b"", subset=["10.9.9.9:8000"]),
+    "subset hint with a wrong port": lambda: ask("/x", b"", subset=["10.0.0.1:1"]),
+    "empty subset hint": lambda: ask("/x", b"", subset=[]),
+    "no endpoint in the pool": lambda: ask("/x", b"", house=House({})),
+    "client sends `x-gateway-destination-endpoint`": lambda: (
+        ask("/x", b"", headers={"x-gateway-destination-endpoint": "9.9.9.9:1"})
+        + ", and the header is overwritten"
+    ),
+    "ext_proc: bytes that are no message": lambda: wire(b"\xff\xff\xff"),
+    "ext_proc: a message of an unknown kind": lambda: wire(b"\x92\x06\x00"),
+    "ext_proc: request headers twice": lambda: wire(b"\x12\x00", b"\x12\x00"),
+    "config: unknown key": lambda: config(HEADER + "scheduling: {strategi: random}"),
+    "config: wrong type": lambda: config(HEADER + "server: {grpc_port: many}"),
+    "config: port out of range": lambda: config(HEADER + "server: {grpc_port: 70000}"),
+    "endpoints file: no port": lambda: endpoints({"endpoints": ["10.0.0.1"]}),
+    "endpoints file: unknown key": lambda: endpoints(
+        {"endpoints": [{"adress": "10.0.0.1", "port": 8000}]}
+    ),
+    "endpoints file: the same twice": lambda: endpoints({"endpoints": [ONE, ONE]}),
+    "metrics page: HTML": lambda: metrics(b"<!doctype html><html></html>"),
+    "metrics page: one value is garbage": lambda: metrics(
+        b"vllm:num_requests_waiting 3.0\nvllm:num_requests_running oops\n"
+    ),
+}
+
+
+def block() -> str:
+    """All rows as a Markdown table."""
+    rows = ["| sent | what comes back |", "|---|---|"]
+    for sent, send in ROWS.items():
+        answer = send().replace("|", "\\|").replace("\n", " ")
+        rows.append(f"| {sent} | {answer} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(block())

@@ -1,0 +1,57 @@
+"""The Kubernetes example holds together with what the program does."""
+
+from pathlib import Path
+
+import yaml
+
+from extproc.config import load
+from extproc.config.settings import Server
+
+DOCUMENTS = list(
+    yaml.safe_load_all((Path(__file__).parents[2] / "manifests/plain.yaml").read_text())
+)
+BY_KIND = {document["kind"]: document for document in DOCUMENTS}
+
+
+def container():
+    return BY_KIND["Deployment"]["spec"]["template"]["spec"]["containers"][0]
+
+
+def test_the_configuration_is_taken():
+    """The ConfigMap holds a file that the strict reader takes."""
+    (text,) = BY_KIND["ConfigMap"]["data"].values()
+    settings = load.settings(load.parse(text, where="plain.yaml"))
+    assert load.entries(settings.pool, where="plain.yaml")[0].host == "vllm-headless"
+
+
+def test_ports_are_the_defaults():
+    """Container and Service ports are those the program listens on unless told otherwise."""
+    ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
+    server = Server()
+    assert ports == {
+        "grpc": server.grpc_port,
+        "health": server.grpc_health_port,
+        "metrics": server.metrics_port,
+    }
+    served = {port["port"] for port in BY_KIND["Service"]["spec"]["ports"]}
+    assert served <= set(ports.values())
+
+
+def test_probes_ask_the_health_port_for_names_it_answers():
+    """Readiness and liveness are asked by name on the plaintext port."""
+    for probe, name in (("readinessProbe", "readiness"), ("livenessProbe", "liveness")):
+        assert container()[probe]["grpc"] == {"port": Server().grpc_health_port, "service": name}
+
+
+def test_the_drain_ends_before_the_pod_is_killed():
+    """The grace period is longer than the drain time."""
+    spec = BY_KIND["Deployment"]["spec"]["template"]["spec"]
+    assert spec["terminationGracePeriodSeconds"] > Server().drain_timeout_s
+
+
+def test_arguments_name_the_mounted_file():
+    """The file the arguments name is where the ConfigMap is mounted."""
+    arguments = container()["args"]
+    mount = container()["volumeMounts"][0]["mountPath"]
+    (name,) = BY_KIND["ConfigMap"]["data"]
+    assert arguments == ["serve", "--config-file", f"{mount}/{name}"]

@@ -1,0 +1,60 @@
+"""What the README says is what the code does."""
+
+from pathlib import Path
+
+import pytest
+
+from bench import readme as results
+from extproc.scheduling import catalogue, defaults
+from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.tallies import Tallies
+from tests.docs import bad_input, reference
+from tests.support.house import House
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def test_the_configuration_reference_is_the_settings():
+    """Every section, field, default and reason stands in the README as in the docstrings."""
+    assert reference.block() in README
+
+
+def test_the_bad_input_table_is_what_comes_back():
+    """Every row of bad input is sent, and the README says what came back."""
+    assert bad_input.block() in README
+
+
+def test_the_numbers_are_the_results():
+    """The table of bars is made from the committed results."""
+    assert results.block() in README
+
+
+KINDS = [
+    (kind, word)
+    for table, word in (
+        (catalogue.FILTERS, "filter"),
+        (catalogue.SCORERS, "scorer"),
+        (catalogue.PICKERS, "picker"),
+    )
+    for kind in table
+]
+
+
+@pytest.mark.parametrize(("kind", "word"), KINDS)
+def test_every_plugin_has_a_row(kind, word):
+    """A plugin without a row in the README does not land."""
+    assert f"| `{kind}` | {word} |" in README
+
+
+@pytest.mark.parametrize("name", defaults.profiles())
+def test_every_strategy_has_a_row(name):
+    """Each one-word strategy is explained."""
+    assert f"| `{name}` |" in README
+
+
+def test_every_metric_has_a_row():
+    """Each exported family stands in the metrics table."""
+    house = House({"10.0.0.1:8000": None})
+    page = Exposition(Tallies(), lambda: house.fleet.pool, clock=lambda: 1.0, gauges={}, about={})
+    for family in page.collect():
+        assert f"| `{family.name}" in README, family.name
