@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ UNSCRAPED = (
 _VISIBLE_S = 20.0
 
 #: What no process of an installation says when all is well.
-_ALARMS = re.compile(r"Traceback|Exception|\bERROR\b|\bWARNING\b|RuntimeWarning")
+_ALARMS = re.compile(
+    r"Traceback|Exception|\bERROR\b|\bWARNING\b|RuntimeWarning|never (retrieved|awaited)"
+    r"|was destroyed|^extproc: [EWF]\d{4} "
+)
 
 #: Accounts that go back to zero when nothing is under way.
 _ACCOUNTS = ("extproc_streams_open", "extproc_gathered_bytes", "extproc_endpoint_in_flight")
@@ -114,7 +118,7 @@ class Installation:
         if self.envoy.process.returncode is None:
             for name, count in (await self.stats()).items():
                 assert not name.endswith(".spurious_msgs_received"), (name, count)
-        assert await self.extproc.stop() == 0
+        assert await self.extproc.stop(signal.SIGINT) == 0
         expected = [re.escape(part) for part in self.alarms]
         for line in self.lines:
             alarm = line.startswith("extproc: ") and _ALARMS.search(line)

@@ -256,7 +256,6 @@ async def test_104_other_statuses_pass(place, served, status):
 @pytest.mark.parametrize("sent", ["nothing", "half", "all"])
 async def test_119_client_leaves_before_the_answer(place, served, sent):
     """A client that leaves at any point of its request leaves nothing behind."""
-
     hung_up = asyncio.Event()
 
     async def play(_, peer):

@@ -1,0 +1,139 @@
+"""The shipped Envoy configurations: what they must hold, and that Envoy takes them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+import yaml
+
+from extproc.cli import stack
+from tests.e2e import installation
+
+CONFIGS = sorted(installation.SHIPPED.glob("*.yaml"))
+
+#: Request headers that only gateways and extproc may set.
+CONTROL = {
+    "x-gateway-destination-endpoint",
+    "x-gateway-destination-endpoint-subset",
+    "x-gateway-destination-endpoint-served",
+    "test-epp-endpoint-selection",
+}
+
+
+@pytest.fixture(params=CONFIGS, ids=lambda path: path.stem)
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def config(path):
+    return yaml.safe_load(path.read_bytes())
+
+
+def seconds(text):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)s", text)
+    assert match, text
+    return float(match[1])
+
+
+def route(config):
+    (host,) = installation.manager(config)["route_config"]["virtual_hosts"]
+    (only,) = host["routes"]
+    return only["route"]
+
+
+async def test_envoy_takes_it(path, binary):
+    """Envoy accepts the file as it is shipped."""
+    process = await asyncio.create_subprocess_exec(
+        *(binary or stack.find_envoy(), "--mode", "validate", "-c", str(path)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await process.communicate()
+    text = said.decode()
+    assert process.returncode == 0, text
+    assert "deprecated" not in text.lower()
+
+
+def test_126_duplex_sends_trailers(config):
+    """A direction in FULL_DUPLEX_STREAMED sends its trailers; the stream ends with the answer."""
+    mode = installation.processor(config)["processing_mode"]
+    for direction in ("request", "response"):
+        if mode[f"{direction}_body_mode"] == "FULL_DUPLEX_STREAMED":
+            assert mode[f"{direction}_trailer_mode"] == "SEND"
+    assert mode["response_trailer_mode"] == "SEND"
+
+
+def test_126_duplex_does_not_retry(config):
+    """With retries, Envoy sends a duplex body that ends with trailers twice (issue 45470)."""
+    mode = installation.processor(config)["processing_mode"]
+    duplex = mode["request_body_mode"] == "FULL_DUPLEX_STREAMED"
+    assert duplex != ("retry_policy" in route(config))
+
+
+def test_127_metadata_crosses(config):
+    """Subset hints and the served endpoint come in, the destination goes out."""
+    options = installation.processor(config)["metadata_options"]
+    forwarded = set(options["forwarding_namespaces"]["untyped"])
+    assert forwarded == {"envoy.lb", "envoy.lb.subset_hint"}
+    assert options["receiving_namespaces"]["untyped"] == ["envoy.lb"]
+
+
+def test_128_cluster_reads_the_destination(config):
+    """The engines' cluster takes the endpoint from extproc's header."""
+    engines = installation.cluster(config, "engines")
+    if engines["type"] == "ORIGINAL_DST":
+        original = engines["original_dst_lb_config"]
+        assert original["use_http_header"] is True
+        assert original["http_header_name"] == "x-gateway-destination-endpoint"
+        assert engines["lb_policy"] == "CLUSTER_PROVIDED"
+    else:
+        (policy,) = engines["load_balancing_policy"]["policies"]
+        override = policy["typed_extension_config"]["typed_config"]
+        assert {"header": "x-gateway-destination-endpoint"} in override["override_host_sources"]
+        assert override["fallback_policy"]["policies"]
+
+
+def test_129_fails_open_only_where_it_can(config):
+    """Only a cluster that can route without the header goes on without extproc."""
+    alone = installation.cluster(config, "engines")["type"] != "ORIGINAL_DST"
+    assert installation.processor(config)["failure_mode_allow"] is alone
+
+
+def test_130_clients_cannot_steer(config):
+    """Control headers of clients are removed before extproc sees the request."""
+    filters = installation.manager(config)["http_filters"]
+    names = [one["name"].rpartition(".")[2] for one in filters]
+    assert names.index("header_mutation") < names.index("ext_proc") < names.index("router")
+    mutations = filters[names.index("header_mutation")]["typed_config"]["mutations"]
+    assert {one["remove"] for one in mutations["request_mutations"]} == CONTROL
+
+
+def test_131_health_check_asks_what_is_registered(config):
+    """The health check asks the ext_proc port itself for a name that is answered there."""
+    (check,) = installation.cluster(config, "extproc")["health_checks"]
+    name = check["grpc_health_check"]["service_name"]
+    assert name == "envoy.service.ext_proc.v3.ExternalProcessor"
+
+
+def test_132_streams_are_not_cut(config):
+    """No time-out on the way is shorter than a long stream."""
+    assert route(config)["timeout"] == "0s"
+    assert seconds(installation.manager(config)["stream_idle_timeout"]) >= 300
+    assert seconds(installation.processor(config)["message_timeout"]) >= 300
+
+
+def test_engines_close_after_envoy(config):
+    """Envoy leaves idle connections before vLLM closes them after 5 seconds."""
+    options = installation.cluster(config, "engines")["typed_extension_protocol_options"]
+    (http,) = options.values()
+    assert 0 < seconds(http["common_http_protocol_options"]["idle_timeout"]) < 5
+
+
+def test_retries_are_not_rationed(config):
+    """Where Envoy retries, a dead engine under load must not use up the default of 3 retries."""
+    (limits,) = installation.cluster(config, "engines")["circuit_breakers"]["thresholds"]
+    if "retry_policy" in route(config):
+        assert limits["max_retries"] >= limits["max_requests"]

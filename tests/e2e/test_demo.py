@@ -1,0 +1,97 @@
+"""`extproc demo`: it ends well, shows what it promises and leaves nobody behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import installation
+
+ROOT = installation.SHIPPED.parent
+
+
+def session_of(leader):
+    """Processes of a session that are not zombies."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == leader and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+async def start(folder, *, stdout=asyncio.subprocess.PIPE):
+    """Start the demo as the leader of a session of its own."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "extproc", "demo"),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder)},
+        stdout=stdout,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+@contextlib.contextmanager
+def ended(pid):
+    """An awaitable for the end of a process that is not our child."""
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+    watched = os.pidfd_open(pid)
+    loop.add_reader(watched, over.set)
+    try:
+        yield over
+    finally:
+        loop.remove_reader(watched)
+        os.close(watched)
+
+
+async def test_the_demo(tmp_path):
+    """It exits 0, hits the prefix cache 1.5 times as often as round robin, and is gone."""
+    demo = await start(tmp_path)
+    said, _ = await demo.communicate()
+    text = said.decode()
+    assert demo.returncode == 0, text
+    rows = dict(re.findall(r"^(\S.*?)\s{2,}(\S.*)$", text, re.MULTILINE))
+    assert rows["failed"].split() == ["0", "0"]
+    round_robin, default = rows["prefix cache hit ratio (engines)"].replace("%", "").split()
+    assert float(default) >= 1.5 * float(round_robin)
+    assert "curl" in text
+    assert session_of(demo.pid) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+async def test_the_demo_is_stopped(tmp_path, how):
+    """Stopped in the middle, in any way, it takes its children along."""
+    ours, theirs = os.openpty()  # on a terminal it shows its progress
+    demo = await start(tmp_path, stdout=theirs)
+    os.close(theirs)
+    loop, busy, shown = asyncio.get_running_loop(), asyncio.Event(), bytearray()
+
+    def read():
+        shown.extend(os.read(ours, 4096))
+        if b"/200" in shown:
+            busy.set()
+
+    loop.add_reader(ours, read)
+    await busy.wait()
+    loop.remove_reader(ours)
+    with contextlib.ExitStack() as watches:
+        children = session_of(demo.pid)
+        assert len(children) > 5
+        ends = [watches.enter_context(ended(pid)) for pid in children]
+        demo.send_signal(how)
+        await demo.wait()
+        for end in ends:
+            await end.wait()
+    os.close(ours)
+    assert session_of(demo.pid) == []

@@ -1,0 +1,266 @@
+"""Engines, extproc and Envoy that come and go, behind the lean profile over TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import ssl
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from extproc.cli import stack
+from tests.e2e import backend, http1, installation
+
+CHAT = json.dumps(
+    {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+).encode()
+PATH = "/v1/chat/completions"
+NAMES = ["", "readiness", "inference-extension", "envoy.service.ext_proc.v3.ExternalProcessor"]
+
+
+@pytest.fixture(scope="module")
+def children(live):
+    with live.holding(stack.stack()) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def engines(live, children):
+    """Three simulated engines by address."""
+
+    async def start():
+        started = await asyncio.gather(*(children.engine("--speed", "1000") for _ in range(3)))
+        return {address: child for child, address in started}
+
+    return live.run(start())
+
+
+@pytest.fixture(scope="module")
+def place(live, engines):
+    with live.holding(installation.installed(*engines, plaintext=False, arguments=())) as one:
+        yield one
+
+
+async def ask(place):
+    return await http1.ask(place.port, PATH, CHAT)
+
+
+async def kill(engines, address):
+    """Kill an engine."""
+    engines[address].process.kill()
+    await engines[address].process.wait()
+
+
+async def revive(children, engines, address):
+    """Start an engine where one was."""
+    child, _ = await children.engine("--speed", "1000", "--port", address.rpartition(":")[2])
+    engines[address] = child
+
+
+async def told(place, address, state):
+    """Wait until extproc has seen an engine go or come."""
+    await place.until(lambda found: found[f'extproc_endpoint_up{{endpoint="{address}"}}'] == state)
+
+
+async def health(address, name):
+    """What one health port says about a name."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+async def test_001_through_envoy_over_tls(place, engines):
+    """With nothing configured, Envoy and extproc talk over TLS and requests are answered."""
+    answer = await ask(place)
+    assert answer.status == 200
+    assert f"127.0.0.1:{answer.head.get('x-inference-port')}" in engines
+
+
+async def test_002_tls_by_default(place):
+    """The ext_proc port speaks TLS with a certificate of its own making and offers h2."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    _, writer = await asyncio.open_connection("127.0.0.1", place.ports.extproc, ssl=context)
+    assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize("name", [*NAMES, "liveness"])
+async def test_005_health(place, name):
+    """The health port answers in plain text for every name that probes use."""
+    assert await health(f"127.0.0.1:{place.health}", name) == "SERVING"
+
+
+async def test_131_envoy_finds_extproc_healthy(place):
+    """Envoy's own health check of the ext_proc port passes."""
+    stats = await place.stats()
+    assert stats["cluster.extproc.health_check.success"] >= 1
+    assert "cluster.extproc.health_check.failure" not in stats
+
+
+async def test_121_engine_killed_under_load(place, children, engines):
+    """After an engine is killed under load, requests succeed; back again, it serves again."""
+    victim = next(iter(engines))
+    stop = asyncio.Event()
+
+    async def load():
+        statuses = []
+        while not stop.is_set():
+            statuses.append((await ask(place)).status)
+        return statuses
+
+    async with asyncio.TaskGroup() as tasks:
+        loads = [tasks.create_task(load()) for _ in range(8)]
+        await place.until(lambda found: sum(_picks(found).values()) > 50)
+        await kill(engines, victim)
+        await told(place, victim, 0)
+        later = [(await ask(place)).status for _ in range(30)]
+        stop.set()
+    assert later == [200] * 30
+    # Nobody knows of a death before the first request that meets it.
+    assert {status for one in loads for status in one.result()} <= {200, 503}
+    await place.settled()
+    await revive(children, engines, victim)
+    await told(place, victim, 1)
+    before = _picks(await place.metrics())[victim]
+    await asyncio.gather(*(ask(place) for _ in range(30)))
+    assert _picks(await place.metrics())[victim] > before
+
+
+async def test_121_all_engines_gone_and_back(place, children, engines):
+    """With every engine gone requests get 503, and 200 once they are back."""
+    for address in engines:
+        await kill(engines, address)
+    for address in engines:
+        await told(place, address, 0)
+    assert [(await ask(place)).status for _ in range(6)] == [503] * 6
+    for address in list(engines):
+        await revive(children, engines, address)
+        await told(place, address, 1)
+    assert [(await ask(place)).status for _ in range(6)] == [200] * 6
+
+
+async def test_080_fail_closed(place):
+    """With extproc killed requests with and without a body fail, and work once it is back."""
+    await place.settled()
+    place.extproc.process.kill()
+    await place.extproc.process.wait()
+    for body in (CHAT, None, CHAT):
+        assert 500 <= (await http1.ask(place.port, PATH, body)).status <= 504
+    await place.start_extproc()
+    assert [(await ask(place)).status for _ in range(6)] == [200] * 6
+
+
+async def test_122_extproc_killed_mid_stream():
+    """A stream whose extproc is killed ends; the next request after a restart is served."""
+
+    async def play(_, peer):
+        await peer.say(backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n"))
+        await peer.gone()
+
+    async with backend.backend() as served, installation.installed(served.address) as place:
+        served.plays[PATH] = play
+        async with _streaming(place) as call:
+            place.extproc.process.kill()
+            await place.extproc.process.wait()
+            await call.ended()
+        served.plays.clear()
+        await place.start_extproc()
+        assert (await ask(place)).status == 200
+
+
+@pytest.mark.parametrize("empty", ["nobody", "removed"])
+async def test_067_068_no_endpoint(tmp_path, empty):
+    """With an empty pool, requests with and without a body get 503 with the reason."""
+    async with backend.backend() as served:
+        file = tmp_path / "endpoints.yaml"
+        some, none = f"endpoints: ['{served.address}']\n", "endpoints: []\n"
+        file.write_text(none if empty == "nobody" else some)
+        words = ["--config-text", installation.UNSCRAPED, "--endpoints-file", str(file)]
+        async with installation.installed(arguments=words) as place:
+            if empty == "removed":
+                assert (await ask(place)).status == 200
+                file.write_text(none)
+                series = f'extproc_endpoint_up{{endpoint="{served.address}"}}'
+                await place.until(lambda found: series not in found)
+            for body in (CHAT, None):
+                answer = await http1.ask(place.port, PATH, body)
+                assert answer.status == 503
+                assert answer.head.get("content-type") == "application/json"
+                assert answer.head.get("retry-after") == "1"
+                reason = answer.head.get("x-llm-d-request-dropped-reason")
+                assert reason == "rejected-no-endpoints"
+                assert answer.json()["error"]["code"] == 503
+            file.write_text(some)
+            await place.until(lambda found: series_of(served, found))
+            assert (await ask(place)).status == 200
+
+
+def series_of(served, found):
+    """Whether the metrics know the endpoint of a backend."""
+    return f'extproc_endpoint_up{{endpoint="{served.address}"}}' in found
+
+
+@pytest.mark.parametrize("twice", [False, True])
+async def test_011_draining(twice):
+    """SIGTERM turns readiness off at once and serves on; streams outlive the end of extproc."""
+    seen = asyncio.Event()
+
+    async def play(_, peer):
+        await peer.say(backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n"))
+        await seen.wait()
+        await peer.say(backend.framed(b"data: 2\n\n") + backend.framed(b""))
+
+    words = ["--config-text", installation.UNSCRAPED]
+    words += ["--drain-timeout", "30s" if twice else "500ms"]
+    async with (
+        backend.backend() as served,
+        installation.installed(served.address, arguments=words) as place,
+    ):
+        served.plays[PATH] = play
+        async with _streaming(place) as call:
+            draining = place.extproc.line("draining, 1 streams are open")
+            place.extproc.process.send_signal(signal.SIGTERM)
+            await draining
+            for port in (place.health, place.ports.extproc):
+                for name in NAMES:
+                    assert await health(f"127.0.0.1:{port}", name) == "NOT_SERVING"
+                assert await health(f"127.0.0.1:{port}", "liveness") == "SERVING"
+            assert (await http1.ask(place.pages, "/readyz")).status == 503
+            served.plays.clear()
+            assert (await ask(place)).status == 200
+            if twice:
+                place.extproc.process.send_signal(signal.SIGTERM)
+            assert await place.extproc.process.wait() == 0
+            seen.set()
+            assert await call.body.rest() == b"data: 2\n\n"
+        await place.start_extproc()
+        assert (await ask(place)).status == 200
+
+
+@contextlib.asynccontextmanager
+async def _streaming(place):
+    """A call whose first event is here."""
+    async with http1.calling(place.port) as call:
+        await call.start("POST", PATH, [("content-length", str(len(CHAT)))])
+        await call.send(CHAT)
+        await call.begun()
+        assert await call.body.piece() == b"data: 1\n\n"
+        yield call
+
+
+def _picks(found):
+    """Requests routed so far, by endpoint."""
+    name = 'extproc_picks_total{endpoint="'
+    return {
+        key.removeprefix(name).removesuffix('"}'): value
+        for key, value in found.items()
+        if key.startswith(name)
+    }

@@ -1,0 +1,181 @@
+"""A thousand streams at once, and what is left after clients, engines or Envoy go away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import resource
+
+import pytest
+
+from tests.e2e import backend, http1, installation
+
+STREAMS = 1_000
+PATH = "/v1/chat/completions"
+CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 2_000}]}).encode()
+LENGTH = [("content-length", str(len(CHAT)))]
+HALF = len(CHAT) // 2
+
+#: The client's and the backend's end of each stream are in this process.
+FILES = 3 * STREAMS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files():
+    """Enough files, or a reason not to run."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < FILES:
+        pytest.skip(f"{FILES} open files are needed, {hard} are allowed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, FILES), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture(scope="module")
+def engines(live):
+    async def start():
+        context = contextlib.AsyncExitStack()
+        started = [await context.enter_async_context(backend.backend()) for _ in range(3)]
+        return context, started
+
+    context, started = live.run(start())
+    yield started
+    live.run(context.aclose())
+
+
+@pytest.fixture(scope="module")
+def place(live, engines):
+    with live.holding(installation.installed(*(engine.address for engine in engines))) as one:
+        yield one
+
+
+@pytest.fixture
+def told(engines):
+    """Streams of one event, which end when this is set."""
+    over = asyncio.Event()
+
+    async def play(_, peer):
+        await peer.say(backend.EVENTS_HEAD + backend.framed(b"data: 1\n\n"))
+        await over.wait()
+        await peer.say(backend.framed(b"data: 2\n\n") + backend.framed(b""))
+
+    for engine in engines:
+        engine.plays[PATH] = play
+    yield over
+    for engine in engines:
+        engine.plays.clear()
+
+
+@contextlib.asynccontextmanager
+async def opened(place, count=STREAMS):
+    """So many requests, each with half of its body sent."""
+    async with contextlib.AsyncExitStack() as context:
+        calls = []
+        for _ in range(count):
+            call = await context.enter_async_context(http1.calling(place.port))
+            await call.start("POST", PATH, LENGTH)
+            await call.send(CHAT[:HALF])
+            calls.append(call)
+        await place.until(
+            lambda found: (
+                found["extproc_streams_open"] == count
+                and found["extproc_gathered_bytes"] == count * HALF
+            )
+        )
+        yield calls
+
+
+async def streaming(calls):
+    """Send the rest of every body and wait for every first event."""
+
+    async def one(call):
+        await call.send(CHAT[HALF:])
+        await call.begun()
+        assert await call.body.piece() == b"data: 1\n\n"
+
+    await asyncio.gather(*(one(call) for call in calls))
+
+
+async def test_123_slow_bodies(place, engines):
+    """Of 1,000 requests with half a body none keeps another waiting, in whatever order they end."""
+    async with opened(place) as calls:
+        assert (await http1.ask(place.port, PATH, CHAT)).status == 200
+        random.Random(1).shuffle(calls)
+        for call in calls:
+            await call.send(CHAT[HALF:])
+            answer = await call.answer()
+            assert answer.status == 200
+            assert answer.json()["bytes"] == len(CHAT)
+    await place.settled()
+    assert await place.total("extproc_responses_total") == STREAMS + 1
+    assert await place.total("extproc_unanswered_total") == 0
+
+
+async def test_123_streams_end_together(place, told):
+    """1,000 streams at once are all charged, all end well and leave nothing."""
+    async with opened(place) as calls:
+        await streaming(calls)
+        assert await place.total("extproc_endpoint_in_flight") == STREAMS
+        told.set()
+        bodies = await asyncio.gather(*(call.body.rest() for call in calls))
+    assert bodies == [b"data: 2\n\n"] * STREAMS
+    await place.settled()
+
+
+async def test_123_clients_are_killed(place, told):
+    """Half of 1,000 clients cut within their bodies, half within their answers: all is freed."""
+    async with opened(place) as calls:
+        await streaming(calls[::2])
+        assert await place.total("extproc_endpoint_in_flight") == STREAMS / 2
+        for call in calls:
+            call.cut()
+        await place.settled()
+        told.set()
+    assert (await http1.ask(place.port, PATH, CHAT)).status == 200
+
+
+async def test_123_engine_is_killed(place, engines, told):
+    """An engine that resets every connection ends its streams and no others."""
+    async with opened(place) as calls:
+        await streaming(calls)
+        found = await place.metrics()
+        lost = found[f'extproc_endpoint_in_flight{{endpoint="{engines[0].address}"}}']
+        assert 0 < lost < STREAMS
+        engines[0].cut()
+        await place.until(lambda found: found["extproc_streams_open"] == STREAMS - lost)
+        told.set()
+        ended = await asyncio.gather(*(call.body.rest() for call in calls), return_exceptions=True)
+    broken = [one for one in ended if isinstance(one, asyncio.IncompleteReadError)]
+    assert len(broken) == lost
+    assert ended.count(b"data: 2\n\n") == STREAMS - lost
+    await place.settled()
+
+
+async def test_123_envoy_is_killed(place, told):
+    """Envoy killed with 1,000 streams open, half of them mid-body: extproc frees everything."""
+    async with opened(place) as calls:
+        await streaming(calls[::2])
+        place.envoy.process.kill()
+        await place.envoy.process.wait()
+        await place.settled()
+        told.set()
+        for call in calls:
+            await call.ended()
+    await place.start_envoy()
+    assert (await http1.ask(place.port, PATH, CHAT)).status == 200
+
+
+async def test_123_extproc_is_killed(place, told):
+    """Extproc killed with streams open: Envoy ends them, and serves again after the restart."""
+    async with opened(place, 100) as calls:
+        await streaming(calls)
+        place.extproc.process.kill()
+        await place.extproc.process.wait()
+        for call in calls:
+            await call.ended()
+        told.set()
+    await place.start_extproc()
+    statuses = [(await http1.ask(place.port, PATH, CHAT)).status for _ in range(20)]
+    assert statuses == [200] * 20
