@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import ctypes
 import importlib
 import os
 import random
@@ -34,7 +33,14 @@ STOP_TIMEOUT_S = 5.0
 #: What Envoy logs once listeners take connections.
 ENVOY_READY = "all dependencies initialized. starting workers"
 
-_PR_SET_PDEATHSIG = 1
+#: Has the kernel kill the process with its parent, then becomes the program. A program of its own,
+#: because Python code between fork and exec can hang where other threads hold locks (gRPC's do).
+_LEASH = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -74,9 +80,11 @@ def find_envoy() -> str:
     )
 
 
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _leashed(argv: Sequence[str]) -> Sequence[str]:
+    """A command line that dies with this process, where the system can do that."""
+    if sys.platform != "linux":
+        return argv
+    return (sys.executable, "-I", "-S", "-c", _LEASH, str(os.getpid()), *argv)
 
 
 class Child:
@@ -114,12 +122,11 @@ class Child:
             ConfigError: It ended, or did not become ready in time; holds its last lines.
         """
         process = await asyncio.create_subprocess_exec(
-            *argv,
+            *_leashed(argv),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, **(environment or {}), "PYTHONUNBUFFERED": "1"},
-            preexec_fn=_die_with_parent,
         )
         child = cls(name, process, log=log)
         try:
