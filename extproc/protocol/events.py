@@ -14,6 +14,9 @@ class Kind(enum.IntEnum):
     UNKNOWN is one this version does not know and ignores; GARBAGE is none at all.
     """
 
+    # Enum hashes by name, in Python; these are keys on every message.
+    __hash__ = int.__hash__
+
     UNKNOWN = 0
     REQUEST_HEADERS = 1
     REQUEST_BODY = 2
@@ -26,6 +29,8 @@ class Kind(enum.IntEnum):
 
 class BodyMode(enum.IntEnum):
     """How the data plane shows a body (ext_proc ProcessingMode.BodySendMode)."""
+
+    __hash__ = int.__hash__
 
     NONE = 0
     STREAMED = 1

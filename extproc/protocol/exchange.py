@@ -7,6 +7,7 @@ request may be held.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar
 
@@ -23,7 +24,9 @@ from extproc.protocol.headers import (
     SERVED_HEADER,
 )
 from extproc.protocol.replies import (
+    CHUNK_BYTES,
     Answered,
+    Chunk,
     Continue,
     Headers,
     Refuse,
@@ -263,30 +266,39 @@ class Exchange:
         body = self._gathering.joined() if self._gathering is not None else b""
         self.pending = RawRequest(self._headers, body, truncated, self._subset)
 
-    def _route(self, destination: str, set_headers: Headers) -> Iterator[Reply]:
+    def _route(self, destination: str, set_headers: Headers) -> Iterable[Reply]:
         # Stays in its place until it is handed on: `close` gives it back if the peer leaves first.
         gathering = self._gathering
         streamed = self._modes is not None and self._modes.request >= _DUPLEX
+        replies: list[Reply] = []
         unsaid = ""
-        try:
-            if self._headers_due:
-                yield Route(Kind.REQUEST_HEADERS, destination, set_headers, self._removed)
-            elif gathering is not None and not streamed:
-                yield Route(Kind.REQUEST_BODY, destination, set_headers, self._removed)
-            else:
-                unsaid = destination
-            if gathering is not None and streamed:
-                body = gathering.joined()
-                ends = not self._by_trailers
-                yield from chunks(Kind.REQUEST_BODY, body, end_of_stream=ends, destination=unsaid)
-                unsaid = ""
-            if self._by_trailers:
-                yield Continue(Kind.REQUEST_TRAILERS, unsaid)
-            for kind in self._owed:
-                yield Continue(kind)
-        finally:
-            if gathering is not None:
-                gathering.release()
+        if self._headers_due:
+            replies.append(Route(Kind.REQUEST_HEADERS, destination, set_headers, self._removed))
+        elif gathering is not None and not streamed:
+            replies.append(Route(Kind.REQUEST_BODY, destination, set_headers, self._removed))
+        else:
+            unsaid = destination
+        last: list[Reply] = []
+        if self._by_trailers:
+            handed_on = gathering is not None and streamed
+            last.append(Continue(Kind.REQUEST_TRAILERS, "" if handed_on else unsaid))
+        last += [Continue(kind) for kind in self._owed]
+        if gathering is None or not streamed:
+            self.close()
+            return replies + last
+        return self._hand_on(gathering, replies, last, unsaid)
+
+    def _hand_on(
+        self, gathering: Gathering, first: list[Reply], last: list[Reply], unsaid: str
+    ) -> Iterable[Reply]:
+        """The body behind the first replies; it is held until its pieces are written."""
+        body = gathering.joined()
+        ends = not self._by_trailers
+        if len(body) <= CHUNK_BYTES:
+            self.close()
+            return [*first, Chunk(Kind.REQUEST_BODY, body, ends, unsaid), *last]
+        pieces = chunks(Kind.REQUEST_BODY, body, end_of_stream=ends, destination=unsaid)
+        return _then(itertools.chain(first, pieces, last), gathering.release)
 
     def _abandon(self) -> None:
         """The response began first; the request is never answered (EPP protocol report, S12)."""
@@ -343,3 +355,10 @@ class Exchange:
         _late,
         _ignore,
     )
+
+
+def _then(replies: Iterable[Reply], release: Callable[[], None]) -> Iterator[Reply]:
+    try:
+        yield from replies
+    finally:
+        release()
