@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"extproc demo: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         return 0
 
 
@@ -100,6 +101,7 @@ def _template(name: str) -> Path:
 
 
 async def _demo(template: Path, *, keep: bool, seed: int) -> int:
+    _stop_on_sigterm()
     total = _CONVERSATIONS * _TURNS
     print(
         f"{_ENGINES} simulated vLLM engines, {_CONVERSATIONS} conversations of {_TURNS} turns, "
@@ -117,6 +119,13 @@ async def _demo(template: Path, *, keep: bool, seed: int) -> int:
             if last and keep:
                 await asyncio.Event().wait()
     return 0 if _healthy(runs) else 1
+
+
+def _stop_on_sigterm() -> None:
+    """End as on Ctrl-C: through the blocks that stop the children and remove their folder."""
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 async def _install(children: stack.Stack, template: Path, strategy: str) -> Installation:
