@@ -3,7 +3,7 @@
     python -m bench.overhead [--rounds 12] [--seconds 1.5] [--write]
 
 The floor answers constants and parses nothing, on the same grpc.aio and uvloop, behind the same
-Envoy, with the same messages. Both are up
+Envoy, with the same messages. The pool has one endpoint, the default strategy, and scraping on. Both are up
 at the same time and are loaded in turns; ratios are taken between neighbours.
 """
 
