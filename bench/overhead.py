@@ -59,9 +59,11 @@ async def compare(
     return floors, ours
 
 
-async def latency(mode: str, body: bytes, seconds: float) -> dict[str, float]:
+async def latency(
+    mode: str, body: bytes, seconds: float, *, floor: Path | None = None
+) -> dict[str, float]:
     """Latency at one connection (ms)."""
-    async with rig.rig(mode) as running:
+    async with rig.rig(mode, floor=floor) as running:
         request = post("/v1/chat/completions", body)
         await load(running.port, request, connections=1, seconds=1)
         stats = await load(running.port, request, connections=1, seconds=seconds)
@@ -124,6 +126,7 @@ async def main(rounds: int, seconds: float, *, write: bool) -> None:
             )
             ratios = [one["cpu_us"] / low["cpu_us"] for one, low in zip(ours, floors, strict=True)]
             alone = await latency(mode, body, 3)
+            bare = await latency(mode, body, 3, floor=file)
             half = await half_load(mode, body, statistics.median(one["rps"] for one in ours), 4)
             figures[mode] = {
                 "cpu_ratio_median": round(statistics.median(ratios), 3),
@@ -133,6 +136,7 @@ async def main(rounds: int, seconds: float, *, write: bool) -> None:
                 "extproc_rps": round(statistics.median(one["rps"] for one in ours)),
                 "floor_rps": round(statistics.median(one["rps"] for one in floors)),
                 "added_p50_ms": round(alone["p50_ms"] - direct["p50_ms"], 3),
+                "floor_added_p50_ms": round(bare["p50_ms"] - direct["p50_ms"], 3),
                 "p50_ms": round(alone["p50_ms"], 3),
                 "half_saturation": {key: round(value, 2) for key, value in half.items()},
             }

@@ -30,7 +30,22 @@ def block() -> str:
             f"{machine['memory_gib']} GiB, Python {machine['python']}"
         )
     where = "; ".join(sorted(set(notes)))
-    return "\n".join([*rows, "", f"Measured {where}." if where else "Nothing measured yet."])
+    said = [f"Measured {where}." if where else "Nothing measured yet.", *_floor()]
+    return "\n".join([*rows, "", " ".join(said)])
+
+
+def _floor() -> list[str]:
+    """What the gRPC runtime alone costs, beside what was measured."""
+    if not (rig.RESULTS / "overhead.json").exists():
+        return []
+    result = run.read("overhead")
+    return [
+        f"In {name}, extproc takes {one['extproc_cpu_us']} us of CPU per request and the constant "
+        f"floor {one['floor_cpu_us']} us; at one connection the floor alone adds "
+        f"{one['floor_added_p50_ms']} ms; at half of saturation the p99 is "
+        f"{one['half_saturation']['p99_ms']} ms."
+        for name, one in (("FDS", result["fds"]), ("buffered", result["buffered"]))
+    ]
 
 
 def main() -> None:

@@ -70,16 +70,6 @@ def from_document(document: object, *, where: str) -> tuple[Entry, ...]:
     )
 
 
-def from_flags(values: Sequence[str], *, where: str = "--endpoints") -> tuple[Entry, ...]:
-    """Reads flag values, each one `host:port` or several separated by commas.
-
-    Raises:
-        ConfigError: With the flag and the value that is wrong.
-    """
-    parts = [part.strip() for value in values for part in value.split(",")]
-    return _distinct([(where, part) for part in parts if part])
-
-
 def _distinct(items: Sequence[tuple[str, object]]) -> tuple[Entry, ...]:
     seen: dict[tuple[str, int], str] = {}
     entries: list[Entry] = []

@@ -71,10 +71,6 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Cumulative estimated tokens by depth; exact when four bytes hold one token."""
         return _tokens(self)
 
-    def bytes_at(self, depth: int) -> int:
-        """Length in bytes of the first `depth` blocks; O(1)."""
-        return _cuts(self)[depth]
-
 
 # Every schedule of a process comes from its configuration, so this holds a handful of tables.
 @lru_cache(maxsize=16)

@@ -95,17 +95,11 @@ def test_an_empty_list_is_allowed():
     assert document() == ()
 
 
-def test_flags_may_repeat_and_hold_commas():
-    """--endpoints a:1,b:2 --endpoints c:3 names three."""
-    listed = entries.from_flags(["a:1, b:2,", "[::1]:3"])
-    assert [(entry.host, entry.port) for entry in listed] == [("a", 1), ("b", 2), ("::1", 3)]
-
-
-@pytest.mark.parametrize("values", [["a"], ["a:1", "a:1"], ["a:1,A:1"], ["::1:3,[::1:3"]])
-def test_wrong_flags_are_refused(values):
-    """The flag is named in the message."""
-    with pytest.raises(ConfigError, match="--endpoints: wanted"):
-        entries.from_flags(values)
+@pytest.mark.parametrize("listed", [["a"], ["a:1", "a:1"], ["a:1", "A:1"], ["::1:3"], ["[::1:3"]])
+def test_wrong_places_are_refused(listed):
+    """The place in the list is named in the message."""
+    with pytest.raises(ConfigError, match=r"f: endpoints\[\d\]: wanted"):
+        entries.from_document({"endpoints": listed}, where="f")
 
 
 _JSON = st.recursive(
@@ -137,9 +131,9 @@ def test_any_document_is_read_or_refused(whole):
 
 @hypothesis.given(st.text(max_size=20) | st.from_regex(r"[a-z0-9.:\[\]-]{1,20}", fullmatch=True))
 @hypothesis.settings(max_examples=150, deadline=None)
-def test_any_flag_is_read_or_refused(value):
+def test_any_place_is_read_or_refused(value):
     """Nothing but ConfigError is raised."""
     try:
-        entries.from_flags([value])
+        entries.from_document({"endpoints": [value]}, where="f")
     except ConfigError as error:
-        assert error.where == "--endpoints"  # noqa: PT017 - raising is optional here
+        assert error.where == "f: endpoints[0]"  # noqa: PT017 - raising is optional here

@@ -34,7 +34,9 @@ class Scene:
         self.subject = follow.Discovery(
             follow.Settings(file=str(path), jitter=0.0),
             self.fleet,
-            listed=entries.from_flags(flags),
+            listed=entries.from_document(
+                {"endpoints": ",".join(flags).split(",") if flags else []}, where="f"
+            ),
             resolver=self.resolver,
             clock=lambda: self.now,
             rng=random.Random(1),

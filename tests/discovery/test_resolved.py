@@ -5,13 +5,19 @@ from extproc.discovery import entries, resolved
 from extproc.endpoint import Endpoint
 
 
+def given(places):
+    """Entries from `host:port` texts, several of them separated by commas."""
+    listed = [place for text in places for place in text.split(",")]
+    return entries.from_document({"endpoints": listed}, where="f")
+
+
 def addresses(resolution):
     return [endpoint.address for endpoint in resolution.endpoints]
 
 
 def test_literals_need_no_answer():
     """IPv4 and IPv6 literals become endpoints in the order of the list."""
-    listed = entries.from_flags(["10.0.0.2:1", "[fd00::1]:2", "10.0.0.1:1"])
+    listed = given(["10.0.0.2:1", "[fd00::1]:2", "10.0.0.1:1"])
     result = resolved.merge(listed, {}, last={})
     assert addresses(result) == ["10.0.0.2:1", "[fd00::1]:2", "10.0.0.1:1"]
     assert resolved.names(listed) == ()
@@ -30,7 +36,7 @@ def test_a_name_gives_one_endpoint_per_address():
 
 def test_the_order_does_not_depend_on_the_resolver():
     """Round-robin DNS does not reorder the pool."""
-    listed = entries.from_flags(["engines:1"])
+    listed = given(["engines:1"])
     one = resolved.merge(listed, {"engines": ("10.0.0.1", "10.0.0.2")}, last={})
     two = resolved.merge(listed, {"engines": ("10.0.0.2", "10.0.0.1")}, last={})
     assert one == two
@@ -38,7 +44,7 @@ def test_the_order_does_not_depend_on_the_resolver():
 
 def test_a_name_on_two_ports_is_asked_once():
     """Two ports of one name share its answer."""
-    listed = entries.from_flags(["engines:1,engines:2"])
+    listed = given(["engines:1,engines:2"])
     assert resolved.names(listed) == ("engines",)
     result = resolved.merge(listed, {"engines": ("10.0.0.1",)}, last={})
     assert addresses(result) == ["10.0.0.1:1", "10.0.0.1:2"]
@@ -46,14 +52,14 @@ def test_a_name_on_two_ports_is_asked_once():
 
 def test_an_address_named_twice_is_one_endpoint():
     """A literal and a name of the same place are one endpoint; the first one names it."""
-    listed = entries.from_flags(["10.0.0.1:1,engines:1"])
+    listed = given(["10.0.0.1:1,engines:1"])
     result = resolved.merge(listed, {"engines": ("10.0.0.1",)}, last={})
     assert result.endpoints == (Endpoint("10.0.0.1:1"),)
 
 
 def test_a_name_that_fails_keeps_its_last_answer():
     """A resolver that is down takes nobody out of the pool, and it is said."""
-    listed = entries.from_flags(["engines:1,others:1"])
+    listed = given(["engines:1,others:1"])
     first = resolved.merge(listed, {"engines": ("10.0.0.1",), "others": ()}, last={})
     assert (first.kept, first.missing) == ((), ("others",))
     second = resolved.merge(listed, {}, last=first.answers)
@@ -77,7 +83,7 @@ _IPS = st.ip_addresses().map(str)
 )
 def test_no_series_of_failures_empties_a_name(rounds):
     """Once a name has resolved it has endpoints for ever, each address once."""
-    listed = entries.from_flags(["a:1,b:1,c:1"])
+    listed = given(["a:1,b:1,c:1"])
     last, seen = {}, set()
     for fresh in rounds:
         result = resolved.merge(listed, fresh, last=last)

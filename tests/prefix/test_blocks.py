@@ -22,9 +22,9 @@ def test_default_schedule_grows_at_its_borders():
 
 def test_depth_reads_as_bytes_and_tokens():
     """The first 33 blocks are 9 KiB, four bytes to a token."""
-    assert blocks.DEFAULT.bytes_at(33) == 9 * 1024
+    assert blocks.DEFAULT.cuts[33] == 9 * 1024
     assert blocks.DEFAULT.tokens[33] == 9 * 256
-    assert blocks.DEFAULT.bytes_at(0) == 0
+    assert blocks.DEFAULT.cuts[0] == 0
 
 
 @given(

@@ -3,12 +3,10 @@ import pytest
 
 from extproc.decision import Decision, no_endpoints, saturated
 from extproc.errors import ConfigError
-from extproc.scheduling import catalogue, defaults
+from extproc.scheduling import catalogue
 from extproc.scheduling.filters.max_waiting import MaxWaiting
 from extproc.scheduling.pickers.max_score import MaxScore
-from extproc.scheduling.plugins import Signal
 from extproc.scheduling.profile import Profile
-from extproc.scheduling.scheduler import Scheduler
 from extproc.scheduling.scorers.in_flight import InFlight
 from extproc.scheduling.scorers.queue_depth import QueueDepth
 from tests.scheduling import fleet
@@ -152,28 +150,6 @@ def test_weights_are_finite_and_not_negative(weight):
     """A weight that cannot be summed is a configuration error."""
     with pytest.raises(ConfigError, match="in-flight"):
         profile(scorers=((InFlight(), weight),))
-
-
-def test_scheduler_knows_its_profiles_by_name():
-    """A turn runs the profile it names, and the default one when there is no such profile."""
-    scheduler = Scheduler(defaults.profiles().values())
-    assert scheduler.run(fleet.turn(), FLEET, profile="random").profile == "random"
-    assert scheduler.run(fleet.turn(), FLEET).profile == "default"
-    assert scheduler.run(fleet.turn(), FLEET, profile="nobody").profile == "default"
-
-
-def test_scheduler_needs_what_its_plugins_need():
-    """The signals of all profiles together, for the check against what is scraped."""
-    assert Scheduler([profile()], default="p").needs == {Signal.WAITING}
-    assert Scheduler(defaults.profiles().values()).needs == set(Signal) - {Signal.RUNNING}
-
-
-def test_scheduler_refuses_two_of_a_name_and_a_missing_default():
-    """Both are configuration errors, the second with the nearest name."""
-    with pytest.raises(ConfigError, match="p twice"):
-        Scheduler([profile(), profile()], default="p")
-    with pytest.raises(ConfigError, match="did you mean default"):
-        Scheduler(defaults.profiles().values(), default="defualt")
 
 
 def test_catalogue_names_the_nearest_kind():
