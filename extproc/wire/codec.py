@@ -110,10 +110,14 @@ def _decode(data: bytes) -> Event:
             return Event(kind, NO_HEADERS, part.body, part.end_of_stream, modes, hints)
         case Kind.REQUEST_HEADERS:
             head = message.request_headers
-            return Event(kind, _headers(head.headers), b"", head.end_of_stream, modes, hints)
+            return Event(
+                kind, frames.headers_of(head.headers), b"", head.end_of_stream, modes, hints
+            )
         case Kind.RESPONSE_HEADERS:
             head = message.response_headers
-            return Event(kind, _headers(head.headers), b"", head.end_of_stream, modes, hints)
+            return Event(
+                kind, frames.headers_of(head.headers), b"", head.end_of_stream, modes, hints
+            )
         case _:
             return Event(kind, modes=modes, hints=hints)
 
@@ -141,15 +145,6 @@ def _modes(config: pb.ProtocolConfiguration) -> Modes:
 def _mode(number: int) -> BodyMode:
     """A mode by number; one we do not know streams, as all newer modes do."""
     return BodyMode(number) if 0 <= number <= BodyMode.FULL_DUPLEX_STREAMED else UNDECLARED.request
-
-
-def _headers(headers: pb.HeaderMap) -> dict[str, str]:
-    """Names in lower case; `raw_value` before `value`; of duplicates the last."""
-    read = {}
-    for header in headers.headers:
-        raw = header.raw_value
-        read[header.key.lower()] = raw.decode("latin-1") if raw else header.value
-    return read
 
 
 def _hints(metadata: pb.Metadata) -> Hints:

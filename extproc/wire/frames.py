@@ -9,9 +9,13 @@ the two against each other.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from itertools import chain
 
+from google.protobuf.message import DecodeError
+
 from extproc.protocol.events import NO_HEADERS, Event, Kind
+from extproc.wire.pb import ext_proc_pb2 as pb
 
 #: First byte of a ProcessingRequest (field number << 3 | 2) to kind.
 _HEADERS = {0x12: Kind.REQUEST_HEADERS, 0x1A: Kind.RESPONSE_HEADERS}
@@ -28,6 +32,49 @@ _PAIR = re.compile(
 
 #: Bytes around a key and a value: tags and one-byte lengths of HeaderMap and HeaderValue.
 _AROUND = 6
+
+
+class ResponseHeaders(Mapping[str, str]):
+    """Response headers that are only read as far as somebody asks.
+
+    In the lean profile that is the status, which Envoy puts first.
+
+    Args:
+        headers: The headers as they came.
+    """
+
+    __slots__ = ("_headers", "_read")
+
+    def __init__(self, headers: pb.HeaderMap) -> None:
+        self._headers = headers
+        self._read: dict[str, str] | None = None
+
+    def __getitem__(self, name: str) -> str:
+        if self._read is None:
+            if name == ":status":
+                for header in self._headers.headers:
+                    if header.key == name and len(header.raw_value) == 3:
+                        return header.raw_value.decode("latin-1")
+                    break
+            self._read = headers_of(self._headers)
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        if self._read is None:
+            self._read = headers_of(self._headers)
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def headers_of(headers: pb.HeaderMap) -> dict[str, str]:
+    """Names in lower case; `raw_value` before `value`; of duplicates the last."""
+    read = {}
+    for header in headers.headers:
+        raw = header.raw_value
+        read[header.key.lower()] = raw.decode("latin-1") if raw else header.value
+    return read
 
 
 def read(data: bytes) -> tuple[Event, bytes] | None:
@@ -95,6 +142,12 @@ def _body(kind: Kind, data: bytes, at: int, end: int) -> Event | None:
 
 def _head(kind: Kind, data: bytes, at: int, end: int) -> Event | None:
     """HttpHeaders{headers = 1, end_of_stream = 3}."""
+    if kind is Kind.RESPONSE_HEADERS:
+        try:
+            message = pb.HttpHeaders.FromString(data[at:end])
+        except DecodeError:
+            return None
+        return Event(kind, ResponseHeaders(message.headers), b"", message.end_of_stream)
     if at >= end or data[at] != 0x0A:
         return None
     size, at = _varint(data, at + 1)
