@@ -74,10 +74,9 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     settings = parts.settings
     dispatcher = dispatching.Dispatcher(
         fleet=parts.fleet,
-        profile=profile,
+        routing=factory.routing(settings, profile),
         index=parts.index,
         schedule=settings.prefix.schedule,
-        settings=dispatching.DispatchSettings(stale_after_s=settings.scrape.stale_after_s),
         rng=rng,
     )
     fleet(parts, args.endpoints, rng)
@@ -91,7 +90,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         opened.append(dispatcher.commit(decision, NOW))
         committed = perf_counter_ns()
         if len(opened) > 10 * args.endpoints:
-            dispatcher.complete(opened.popleft())
+            dispatcher.complete(opened.popleft(), NOW)
         if number >= args.warmup:
             routes.append((routed - began) / 1000)
             commits.append((committed - routed) / 1000)

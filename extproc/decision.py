@@ -29,6 +29,22 @@ class Scored(msgspec.Struct, frozen=True, gc=False):
     scores: Sequence[float]
 
 
+class Priced(msgspec.Struct, frozen=True, gc=False):
+    """What each finalist would cost, lower is better, aligned with `Decision.finalists`.
+
+    Attributes:
+        name: Which cost model.
+        unit: Unit of costs and terms, such as `s`; empty for plain numbers.
+        costs: What the picker compared.
+        terms: What they are made of: a name and one number for each finalist.
+    """
+
+    name: str
+    unit: str
+    costs: Sequence[float]
+    terms: Sequence[tuple[str, Sequence[float]]] = ()
+
+
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """Endpoints in order of preference, and why.
 
@@ -41,10 +57,13 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         filters: Each filter step in order.
         finalists: Who was scored.
         scores: Each scorer's result, aligned with `finalists`.
-        totals: Weighted sums, aligned with `finalists`.
+        priced: What each finalist would cost, where the profile has a cost model.
+        totals: What the picker compared, higher is better, aligned with `finalists`: weighted sums
+            of scores, or negated costs.
         picker: Which picker chose.
         blocks: Chained prefix-block hashes of the prompt; committed to the index of the endpoint.
         matched_tokens: Prompt tokens believed cached on the first endpoint.
+        answer_headers: Headers to add to the answer, where the data plane shows it to us.
         degraded: Why the ordinary way could not be taken; empty when it was.
     """
 
@@ -55,10 +74,12 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     filters: Sequence[Filtered] = ()
     finalists: Sequence[Candidate] = ()
     scores: Sequence[Scored] = ()
+    priced: Priced | None = None
     totals: Sequence[float] = ()
     picker: str = ""
     blocks: Sequence[int] = ()
     matched_tokens: int = 0
+    answer_headers: Sequence[tuple[str, str]] = ()
     degraded: str = ""
 
 

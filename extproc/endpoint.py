@@ -1,13 +1,15 @@
 """Endpoints and what is known of them: frozen values, no behaviour beyond their own facts.
 
 An endpoint is one `ip:port` of one engine. Its load is what was scraped from it, with the time of
-the scrape. A candidate is an endpoint still in play in one scheduling turn.
+the scrape; its rates are what was learnt of its speed. A candidate is an endpoint still in play in
+one scheduling turn.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from enum import IntEnum
 
 import msgspec
 
@@ -37,6 +39,40 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False):
         return self.address.rpartition(":")[0].strip("[]")
 
 
+class Totals(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """Counters of one engine since its start; None is what the page did not carry.
+
+    Attributes:
+        steps: Engine iterations (count).
+        step_tokens: Tokens processed by them, computed prompt tokens and generated ones.
+        prompt_tokens: Prompt tokens of requests whose prefill ended, cached ones included.
+        generated_tokens: Tokens generated.
+        finished: Requests finished (count).
+        prefills: Requests whose prefill ended (count).
+        prefill_s: Seconds from batch entry to first token, summed over them.
+        queued_s: Seconds from arrival to batch entry, summed over them.
+        preemptions: Sequences that lost their KV blocks (count).
+        adapter_loads: Adapters brought onto the device (count).
+        adapter_load_s: Seconds that took, summed.
+    """
+
+    steps: float | None = None
+    step_tokens: float | None = None
+    prompt_tokens: float | None = None
+    generated_tokens: float | None = None
+    finished: float | None = None
+    prefills: float | None = None
+    prefill_s: float | None = None
+    queued_s: float | None = None
+    preemptions: float | None = None
+    adapter_loads: float | None = None
+    adapter_load_s: float | None = None
+
+
+#: No counter was ever read.
+NO_TOTALS = Totals()
+
+
 class Load(msgspec.Struct, frozen=True, gc=False):
     """What one scrape of one endpoint said. A value that the page did not carry is None.
 
@@ -55,6 +91,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
         prefix_queries: Prompt tokens looked up in the prefix cache since start (counter).
         prefix_hits: Prompt tokens found there since start (counter).
         started_at: Unix time the engine process started, to tell a restart.
+        totals: Counters that speed is learnt from.
     """
 
     at: float = -math.inf
@@ -70,10 +107,67 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     prefix_queries: float | None = None
     prefix_hits: float | None = None
     started_at: float | None = None
+    totals: Totals = NO_TOTALS
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens the KV cache holds; None when the engine does not say."""
+        if self.kv_blocks is None or self.block_tokens is None:
+            return None
+        return self.kv_blocks * self.block_tokens
 
 
 #: Nothing was ever scraped.
 UNKNOWN = Load()
+
+
+class Rates(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """How fast one engine is: an iteration takes `step_s + prefill_s * P + decode_s * B` seconds.
+
+    P is the prompt tokens computed in the iteration, B the sequences that decode. The defaults lie
+    between the machines of engines report 5.4 (an A100 with an 8B model); they stand until the
+    engine's own counters say otherwise.
+
+    Attributes:
+        step_s: Seconds every iteration takes, mostly reading the weights.
+        prefill_s: Seconds per uncached prompt token.
+        decode_s: Seconds per decoding sequence and iteration, its share of context included.
+        adapter_load_s: Seconds until an adapter that is not resident is.
+        output_tokens: Tokens generated per request, mean.
+        evidence: Engine iterations it was learnt from (count, fading); 0 for the defaults.
+    """
+
+    step_s: float = 0.015
+    prefill_s: float = 100e-6
+    decode_s: float = 0.2e-3
+    adapter_load_s: float = 0.5
+    output_tokens: float = 200.0
+    evidence: float = 0.0
+
+
+#: Nothing was learnt yet.
+DEFAULT_RATES = Rates()
+
+
+class Residency(IntEnum):
+    """Whether the adapter a request asks for is on an endpoint's device; higher is better.
+
+    From our own account, because an engine's labels show neither queued nor idle adapters (engines
+    report 1.5).
+    """
+
+    #: Every slot is in use by adapters with open requests.
+    FULL = 0
+    #: Every slot is taken, and an idle adapter can make room.
+    EVICTABLE = 1
+    #: Nobody knows the slots.
+    UNKNOWN = 2
+    #: A slot is free.
+    ROOM = 3
+    #: Believed loaded, with no open request.
+    IDLE = 4
+    #: Loaded and in use, or nothing to load: the request asks for the base model.
+    RESIDENT = 5
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -88,6 +182,11 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
             where scraped = running + waiting. Equals `in_flight` while the load is unknown.
         prompt_tokens: Estimated prompt tokens of the requests this picker has open there.
         matched_tokens: Estimated leading prompt tokens of this request believed to be cached there.
+        queued_tokens: Uncached prompt tokens sent there and believed not yet computed, others'
+            requests included as far as scrapes show them.
+        unseen_tokens: KV tokens that requests sent since the last scrape will take.
+        rates: How fast it is.
+        residency: Whether the adapter of this request is on its device.
     """
 
     endpoint: Endpoint
@@ -97,3 +196,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     requests: float = 0.0
     prompt_tokens: int = 0
     matched_tokens: int = 0
+    queued_tokens: float = 0.0
+    unseen_tokens: float = 0.0
+    rates: Rates = DEFAULT_RATES
+    residency: Residency = Residency.RESIDENT

@@ -69,7 +69,7 @@ def _charge(fleet: Fleet, known: EndpointState) -> None:
         # Before any request is charged: then the mark alone says what of the load was ours.
         fleet.observe(Mark(member.endpoint, _own_at_scrape(known)), load, _NOW)
     for at in range(known.in_flight):
-        member.account.open("", 0 if at else known.prompt_tokens)
+        member.account.open("", 0 if at else known.prompt_tokens, cached_tokens=0, now=_NOW)
     for _ in range(known.failures):
         fleet.scrape_failed(Mark(member.endpoint, 0), "refused", _NOW)
 

@@ -88,14 +88,9 @@ def build(
         profile=profile,
         dispatcher=dispatching.Dispatcher(
             fleet=fleet,
-            profile=profile,
+            routing=routing(settings, profile),
             index=index,
             schedule=settings.prefix.schedule,
-            settings=dispatching.DispatchSettings(
-                stale_after_s=settings.scrape.stale_after_s,
-                fallbacks=settings.scheduling.fallbacks,
-                honour_subset=settings.scheduling.honour_subset,
-            ),
             rng=rng,
         ),
         exchange=ExchangeSettings(
@@ -109,6 +104,19 @@ def build(
         listed=load.entries(settings.pool, where=where),
         following=follow.Settings(
             file=settings.pool.endpoints_file, refresh_s=settings.pool.dns_refresh_s
+        ),
+    )
+
+
+def routing(settings: sections.Settings, profile: Profile) -> dispatching.Routing:
+    """What a dispatcher routes by."""
+    return dispatching.Routing(
+        profile=profile,
+        by_model={},
+        settings=dispatching.DispatchSettings(
+            stale_after_s=settings.scrape.stale_after_s,
+            fallbacks=settings.scheduling.fallbacks,
+            honour_subset=settings.scheduling.honour_subset,
         ),
     )
 

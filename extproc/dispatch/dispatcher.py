@@ -10,6 +10,7 @@ import msgspec
 from extproc import decision as outcomes
 from extproc.decision import Decision, Outcome, Rejection
 from extproc.endpoint import Endpoint
+from extproc.parsing import opening as parsing_opening
 from extproc.parsing import parser
 from extproc.pool import snapshot
 from extproc.pool.accounts import Ticket
@@ -42,15 +43,34 @@ class DispatchSettings(msgspec.Struct, frozen=True):
     honour_subset: bool = True
 
 
+class Routing(msgspec.Struct, frozen=True):
+    """Everything a new configuration may change about routing; replaced as one value.
+
+    Attributes:
+        profile: For models without one of their own.
+        by_model: Profiles of single models.
+        settings: How requests are routed.
+    """
+
+    profile: Profile
+    by_model: Mapping[str, Profile]
+    settings: DispatchSettings
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """Every signal any profile reads."""
+        profiles = (self.profile, *self.by_model.values())
+        return frozenset().union(*(profile.needs for profile in profiles))
+
+
 class Dispatcher:
     """Routes requests over one fleet.
 
     Args:
         fleet: Endpoints, loads and accounts.
-        profile: Filters, scorers and the picker.
+        routing: Profiles and settings; `adopt` replaces them.
         index: Who is believed to hold which prefix block.
         schedule: How prompts are cut into blocks.
-        settings: How requests are routed.
         rng: All chance there is.
     """
 
@@ -58,23 +78,34 @@ class Dispatcher:
         self,
         *,
         fleet: Fleet,
-        profile: Profile,
+        routing: Routing,
         index: PrefixIndex,
         schedule: blocks.Schedule,
-        settings: DispatchSettings,
         rng: random.Random,
     ) -> None:
         self._fleet = fleet
-        self._profile = profile
         self._index = index
         self._schedule = schedule
-        self._tokens = schedule.tokens
-        self._settings = settings
+        self._tokens: Sequence[int] = schedule.tokens
         self._rng = rng
-        self._hashing = Signal.PREFIX in profile.needs
         self._slots: Mapping[str, int] = {}
         self._slots_in_order: Sequence[int] = ()
         self._slots_of: object = None
+        self.adopt(routing)
+
+    @property
+    def routing(self) -> Routing:
+        """What requests are routed by now."""
+        return self._routing
+
+    def adopt(self, routing: Routing) -> None:
+        """Route by another configuration from the next request on."""
+        self._routing = routing
+        self._settings = routing.settings
+        self._hashing = Signal.PREFIX in routing.needs
+        self._reading_openings = Signal.OPENING in routing.needs
+        profiles = (routing.profile, *routing.by_model.values())
+        self._observers = {profile.name: profile.observers for profile in profiles}
 
     def route(self, raw: RawRequest, now: float) -> Outcome:
         """Decide, without charging anybody.
@@ -86,18 +117,41 @@ class Dispatcher:
         request = parser.parse(raw)
         if isinstance(request, Rejection):
             return request
+        return self.choose(request, now, chain=self._chain(request), headers=raw.headers)
+
+    def choose(
+        self,
+        request: Request,
+        now: float,
+        *,
+        chain: Sequence[int],
+        headers: Mapping[str, str],
+    ) -> Outcome:
+        """Decide about a request that is parsed and hashed already, without charging anybody.
+
+        Args:
+            request: What is asked for.
+            now: Monotonic seconds.
+            chain: The prompt's block hashes, root first, cut as the schedule cuts.
+            headers: Headers of the request, names in lower case.
+        """
         members = self._eligible(request.subset)
         if not members:
             return outcomes.no_endpoints()
-        chain, matched = self._matched(request, members)
         candidates = snapshot.candidates(
-            members, matched, now=now, stale_after_s=self._settings.stale_after_s
+            members,
+            self._matched(chain, members),
+            target=request.target,
+            now=now,
+            stale_after_s=self._settings.stale_after_s,
         )
-        return self._profile.run(
-            Turn(request, now, self._rng),
+        routing = self._routing
+        profile = routing.by_model.get(request.model, routing.profile)
+        opening = parsing_opening.of(request) if self._reading_openings else ""
+        return profile.run(
+            Turn(request, now, self._rng, headers, chain, opening),
             candidates,
             count=1 + self._settings.fallbacks,
-            blocks=chain,
         )
 
     def rescue(self, raw: RawRequest, now: float, *, why: str) -> Outcome:
@@ -132,19 +186,25 @@ class Dispatcher:
         Raises:
             LookupError: The endpoint is not in the pool; `commit` was not called in the same turn.
         """
-        del now
         endpoint = decision.endpoints[0]
         member = self._fleet.pool.find(endpoint.address)
         if member is None:
             raise LookupError(f"{endpoint.address} left the pool; commit in the turn of route")
         if decision.blocks:
             self._index.record(key(endpoint), decision.blocks)
+        for observer in self._observers.get(decision.profile, ()):
+            observer.chosen(decision, now)
         request = decision.request
-        return member.account.open(request.target, request.prompt_tokens)
+        return member.account.open(
+            request.target,
+            request.prompt_tokens,
+            cached_tokens=min(decision.matched_tokens, request.prompt_tokens),
+            now=now,
+        )
 
-    def complete(self, ticket: Ticket) -> None:
+    def complete(self, ticket: Ticket, now: float) -> None:
         """Close the accounts of a request that is over, however it ended."""
-        ticket.close()
+        ticket.close(now)
 
     def response_unwatched(self, decision: Decision) -> bool:
         """Whether nobody needs to see the answer."""
@@ -153,23 +213,24 @@ class Dispatcher:
     def _eligible(self, subset: Sequence[str] | None) -> Sequence[Member]:
         return self._fleet.pool.eligible(subset if self._settings.honour_subset else None)
 
-    def _matched(
-        self, request: Request, members: Sequence[Member]
-    ) -> tuple[list[int], Sequence[int]]:
-        """The prompt's chain, and per member the prompt tokens believed cached there."""
+    def _chain(self, request: Request) -> Sequence[int]:
+        """The prompt's block hashes; none where no profile reads them."""
         if not self._hashing or not request.prompt:
-            return [], [0] * len(members)
+            return ()
         seed = blocks.seed(request.model, request.adapter)
-        chain = blocks.chain(request.prompt, seed, schedule=self._schedule)
+        return blocks.chain(request.prompt, seed, schedule=self._schedule)
+
+    def _matched(self, chain: Sequence[int], members: Sequence[Member]) -> Sequence[int]:
+        """Per member the prompt tokens believed cached there."""
         if not chain:
-            return chain, [0] * len(members)
+            return [0] * len(members)
         self._follow_pool()
         depths = self._index.match(chain)
         tokens = self._tokens
         if members is self._fleet.pool.members:
-            return chain, [tokens[depths[slot]] for slot in self._slots_in_order]
+            return [tokens[depths[slot]] for slot in self._slots_in_order]
         slots = self._slots
-        return chain, [tokens[depths[slots[member.endpoint.address]]] for member in members]
+        return [tokens[depths[slots[member.endpoint.address]]] for member in members]
 
     def _follow_pool(self) -> None:
         """Look index slots up again when the endpoint set changed."""

@@ -82,16 +82,23 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
 
 
 def candidates(
-    members: Sequence[Member], matched_tokens: Sequence[int], *, now: float, stale_after_s: float
+    members: Sequence[Member],
+    matched_tokens: Sequence[int],
+    *,
+    target: str,
+    now: float,
+    stale_after_s: float,
 ) -> list[Candidate]:
     """Turn members into candidates.
 
     Args:
         members: Who is in play.
         matched_tokens: Per member, prompt tokens believed cached there.
+        target: Adapter or model the request asks for.
         now: Monotonic seconds.
         stale_after_s: Age in seconds from which a load counts as unknown.
     """
+    del target
     oldest = now - stale_after_s
     return [
         Candidate(

@@ -19,7 +19,7 @@ from extproc.scheduling.pickers import (
     round_robin,
     weighted_random,
 )
-from extproc.scheduling.plugins import Filter, Picker, Scorer
+from extproc.scheduling.plugins import Cost, Filter, Picker, Scorer
 from extproc.scheduling.scorers import (
     in_flight,
     kv_utilisation,
@@ -41,6 +41,8 @@ SCORERS: Mapping[str, type[Scorer]] = {
     "queue-depth": queue_depth.QueueDepth,
 }
 
+COSTS: Mapping[str, type[Cost]] = {}
+
 PICKERS: Mapping[str, type[Picker]] = {
     "least-request": least_request.LeastRequest,
     "max-score": max_score.MaxScore,
@@ -56,7 +58,7 @@ def find(table: Mapping[str, type[Found]], kind: str, *, where: str) -> type[Fou
     """Look a kind up.
 
     Args:
-        table: One of `FILTERS`, `SCORERS`, `PICKERS`, perhaps with out-of-tree kinds added.
+        table: One of `FILTERS`, `SCORERS`, `COSTS`, `PICKERS`, perhaps with out-of-tree kinds added.
         kind: The kind asked for.
         where: File and path the kind was read from, for the error.
 

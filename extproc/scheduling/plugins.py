@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from extproc.decision import Decision, Priced
 from extproc.endpoint import Candidate
 from extproc.scheduling.turn import Turn
 
@@ -24,6 +25,12 @@ class Signal(Enum):
     ADAPTERS = "adapters"
     IN_FLIGHT = "in_flight"
     PREFIX = "prefix"
+    QUEUED = "queued"
+    RATES = "rates"
+    RESIDENCY = "residency"
+    OPENING = "opening"
+    HEADERS = "headers"
+    LABELS = "labels"
 
 
 class Plugin(Protocol):
@@ -52,6 +59,21 @@ class Scorer(Plugin, Protocol):
         """Score in 0..1, higher is better, one for each candidate in their order."""
 
 
+class Cost(Plugin, Protocol):
+    """Judges every candidate in one unit; takes the place of the scorers."""
+
+    def price(self, turn: Turn, candidates: Sequence[Candidate]) -> Priced:
+        """Cost of each candidate in their order, lower is better; finite."""
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A plugin with a memory: any filter, scorer, cost model or picker may be one."""
+
+    def chosen(self, decision: Decision, now: float) -> None:
+        """A decision of its profile was committed: the first endpoint got the request."""
+
+
 class Picker(Plugin, Protocol):
     """Chooses."""
 
@@ -68,7 +90,7 @@ class Picker(Plugin, Protocol):
         Args:
             turn: The turn.
             candidates: Never empty.
-            totals: Weighted sums of the scores, aligned with `candidates`.
+            totals: Weighted sums of the scores, or negated costs, aligned with `candidates`.
             count: At least 1.
 
         Returns:

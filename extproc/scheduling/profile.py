@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import msgspec
 
 from extproc import decision
-from extproc.decision import Decision, Filtered, Outcome, Scored
+from extproc.decision import Decision, Filtered, Outcome, Priced, Scored
 from extproc.endpoint import Candidate
 from extproc.errors import ConfigError
-from extproc.scheduling.plugins import Filter, Picker, Plugin, Scorer, Signal
+from extproc.scheduling.plugins import Cost, Filter, Observer, Picker, Plugin, Scorer, Signal
 from extproc.scheduling.turn import Turn
 from extproc.scheduling.unknown import NEUTRAL
 
@@ -28,19 +28,22 @@ class ImpossibleAnswerError(Exception):
 class Profile(msgspec.Struct, frozen=True):
     """A way to choose.
 
-    Totals are sums of weight times score. Only ratios of weights matter.
+    Totals are sums of weight times score; only ratios of weights matter. Where there is a cost
+    model, totals are its negated costs, and scorers are recorded without counting.
 
     Attributes:
         name: What decisions and metrics call it.
         filters: Run in order, each on what the one before left.
         scorers: Each with its weight, 0 or more; 0 records the score without letting it count.
         picker: Has the last word.
+        cost: Judges candidates in one unit in place of the scorers; None for none.
     """
 
     name: str
     filters: tuple[Filter, ...]
     scorers: tuple[tuple[Scorer, float], ...]
     picker: Picker
+    cost: Cost | None = None
 
     def __post_init__(self) -> None:
         """Refuse weights that cannot be summed.
@@ -60,8 +63,18 @@ class Profile(msgspec.Struct, frozen=True):
     @property
     def needs(self) -> frozenset[Signal]:
         """Every signal its plugins read."""
-        plugins = (*self.filters, *(scorer for scorer, _ in self.scorers), self.picker)
-        return frozenset().union(*(plugin.needs for plugin in plugins))
+        return frozenset().union(*(plugin.needs for plugin in self.plugins))
+
+    @property
+    def plugins(self) -> tuple[Plugin, ...]:
+        """Every plugin, in the order they run."""
+        cost = () if self.cost is None else (self.cost,)
+        return (*self.filters, *(scorer for scorer, _ in self.scorers), *cost, self.picker)
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """The plugins that want to know what was chosen."""
+        return tuple(plugin for plugin in self.plugins if isinstance(plugin, Observer))
 
     def run(
         self,
@@ -69,7 +82,6 @@ class Profile(msgspec.Struct, frozen=True):
         candidates: Sequence[Candidate],
         *,
         count: int = 1,
-        blocks: Sequence[int] = (),
     ) -> Outcome:
         """Choose.
 
@@ -77,7 +89,6 @@ class Profile(msgspec.Struct, frozen=True):
             turn: The turn.
             candidates: Who is in play; may be empty.
             count: How many endpoints to name at most, the first one and its fallbacks.
-            blocks: The prompt's chain, handed through to the decision.
 
         Returns:
             A decision; or 503 when nobody was in play, or 429 when the filters left nobody.
@@ -89,6 +100,9 @@ class Profile(msgspec.Struct, frozen=True):
         if not finalists:
             return decision.saturated()
         scored, totals = self._score(turn, finalists, faults)
+        priced = None
+        if self.cost is not None:
+            priced, totals = self._price(self.cost, turn, finalists, faults, totals)
         order = self._pick(turn, finalists, totals, count, faults)
         return Decision(
             request=turn.request,
@@ -98,9 +112,10 @@ class Profile(msgspec.Struct, frozen=True):
             filters=filtered,
             finalists=finalists,
             scores=scored,
+            priced=priced,
             totals=totals,
             picker=self.picker.kind,
-            blocks=blocks,
+            blocks=turn.blocks,
             matched_tokens=finalists[order[0]].matched_tokens,
             degraded="; ".join(faults),
         )
@@ -141,6 +156,25 @@ class Profile(msgspec.Struct, frozen=True):
             else:
                 totals = [weight * s for s in scores]
         return steps, totals or [0.0] * len(candidates)
+
+    def _price(
+        self,
+        cost: Cost,
+        turn: Turn,
+        candidates: Sequence[Candidate],
+        faults: list[str],
+        totals: Sequence[float],
+    ) -> tuple[Priced | None, Sequence[float]]:
+        """Run the cost model; the negated costs, or the totals as they were if it fails."""
+        try:
+            priced = cost.price(turn, candidates)
+            negated = [-each for each in priced.costs]
+            if len(negated) != len(candidates) or not math.isfinite(sum(negated)):
+                raise ImpossibleAnswerError  # noqa: TRY301 - the same way out as the plugin's own
+        except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
+            faults.append(_fault("cost", cost, error))
+            return None, totals
+        return priced, negated
 
     def _pick(
         self,

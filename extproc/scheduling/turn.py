@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from random import Random
 
 import msgspec
 
 from extproc.request import Request
+
+#: Headers of a request nobody showed any of.
+NO_HEADERS: Mapping[str, str] = {}
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False):
@@ -16,8 +20,15 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
         request: What is asked for.
         now: Monotonic seconds, the same from the first filter to the pick.
         rng: The only source of chance; the same seed gives the same picks.
+        headers: Headers of the request, names in lower case.
+        blocks: The prompt's chain of prefix-block hashes, root first; empty where nobody reads it.
+        opening: Beginning of the first user message; empty unless a plugin needs
+            `Signal.OPENING`.
     """
 
     request: Request
     now: float
     rng: Random
+    headers: Mapping[str, str] = NO_HEADERS
+    blocks: Sequence[int] = ()
+    opening: str = ""

@@ -101,7 +101,7 @@ class Stream:
         if self._ticket is None:
             return
         tallies = self._servicer.tallies
-        self._servicer.dispatcher.complete(self._ticket)
+        self._servicer.dispatcher.complete(self._ticket, self._servicer.clock())
         tallies.finished(self.address, exchange.status, self._servicer.clock() - self._started_s)
         if exchange.tail is not None:
             for kind, tokens in usage.read(exchange.tail.joined()).items():

@@ -168,7 +168,7 @@ def server():
     """The pages of a picker with one busy endpoint, on a free port; yields `host:port`."""
     parts = factory.build(sections.Settings())
     parts.fleet.replace([Endpoint("10.0.0.1:8000", name="one"), Endpoint("10.0.0.2:8000")], 0.0)
-    parts.fleet.pool.members[0].account.open("m", 10)
+    parts.fleet.pool.members[0].account.open("m", 10, cached_tokens=0, now=0.0)
     pages = admin.Pages(
         exposition=exposition.Exposition(
             tallies.Tallies(), lambda: parts.fleet.pool, clock=lambda: 1.0, gauges={}, about={}

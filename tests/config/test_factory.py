@@ -171,7 +171,7 @@ def test_gone_endpoint_loses_its_beliefs_before_others_hear():
     )
     parts.fleet.replace([Endpoint("10.0.0.1:8000")], 0.0)
     decision = parts.dispatcher.route(CHAT, 0.0)
-    parts.dispatcher.commit(decision, 0.0).close()
+    parts.dispatcher.commit(decision, 0.0).close(0.0)
     assert parts.index.blocks_total
     parts.fleet.replace([], 1.0)
     assert heard == [("10.0.0.1:8000", 0)]

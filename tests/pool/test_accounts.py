@@ -9,12 +9,12 @@ from extproc.pool.accounts import Account
 def test_a_ticket_charges_and_gives_back():
     """An open request counts with its prompt and its adapter, and leaves nothing when it ends."""
     account = Account(Endpoint("10.0.0.1:8000"))
-    first = account.open("lora", 100)
-    second = account.open("lora", 20)
+    first = account.open("lora", 100, cached_tokens=0, now=0.0)
+    second = account.open("lora", 20, cached_tokens=0, now=0.0)
     assert (account.in_flight, account.prompt_tokens, account.adapters) == (2, 120, {"lora": 2})
-    first.close()
+    first.close(0.0)
     assert (account.in_flight, account.prompt_tokens, account.adapters) == (1, 20, {"lora": 1})
-    second.close()
+    second.close(0.0)
     assert (account.in_flight, account.prompt_tokens, account.adapters) == (0, 0, {})
     assert account.opened == 2
 
@@ -22,23 +22,26 @@ def test_a_ticket_charges_and_gives_back():
 def test_a_ticket_closes_once():
     """A second close is a bug of the caller and changes nothing."""
     account = Account(Endpoint("10.0.0.1:8000"))
-    other = account.open("m", 1)
-    ticket = account.open("m", 1)
-    ticket.close()
+    other = account.open("m", 1, cached_tokens=0, now=0.0)
+    ticket = account.open("m", 1, cached_tokens=0, now=0.0)
+    ticket.close(0.0)
     with pytest.raises(RuntimeError, match="closed twice"):
-        ticket.close()
+        ticket.close(0.0)
     assert account.in_flight == 1
-    other.close()
+    other.close(0.0)
     assert account.in_flight == 0
 
 
 def test_tickets_close_in_any_order():
     """Accounts of different adapters do not mix."""
     account = Account(Endpoint("10.0.0.1:8000"))
-    tickets = [account.open(name, tokens) for tokens, name in enumerate(["a", "b", "", "a"])]
-    tickets[2].close()
-    tickets[0].close()
+    tickets = [
+        account.open(name, tokens, cached_tokens=0, now=0.0)
+        for tokens, name in enumerate(["a", "b", "", "a"])
+    ]
+    tickets[2].close(0.0)
+    tickets[0].close(0.0)
     assert account.adapters == {"a": 1, "b": 1}
-    tickets[3].close()
-    tickets[1].close()
+    tickets[3].close(0.0)
+    tickets[1].close(0.0)
     assert (account.in_flight, account.prompt_tokens, account.adapters) == (0, 0, {})

@@ -68,7 +68,7 @@ def test_an_endpoint_that_stays_keeps_account_and_load():
     fleet = fleet_of(ONE, TWO)
     observed(fleet, 3, 4)
     before = member_of(fleet)
-    before.account.open("m", 10)
+    before.account.open("m", 10, cached_tokens=0, now=0.0)
     fleet.replace([Endpoint(ONE, "renamed", {"zone": "b"}), Endpoint(THREE)], 1.0)
     after = member_of(fleet)
     assert after.account is before.account
@@ -91,14 +91,14 @@ def test_an_endpoint_that_comes_back_is_another_one():
     """A new life has a new incarnation and a clean account; old tickets close on the old one."""
     fleet = fleet_of(ONE)
     first = member_of(fleet)
-    ticket = first.account.open("m", 10)
+    ticket = first.account.open("m", 10, cached_tokens=0, now=0.0)
     fleet.replace([], 1.0)
     fleet.replace([Endpoint(ONE)], 2.0)
     second = member_of(fleet)
     assert second.endpoint.incarnation > first.endpoint.incarnation
     assert (second.account.in_flight, second.load) == (0, UNKNOWN)
     assert first.account.in_flight == 1
-    ticket.close()
+    ticket.close(0.0)
     assert (first.account.in_flight, second.account.in_flight) == (0, 0)
 
 
@@ -132,12 +132,12 @@ def test_foreign_work_is_what_is_not_ours(
     """Foreign = max(0, running + waiting - own), own the larger of the counts at both ends."""
     fleet = fleet_of(ONE)
     account = member_of(fleet).account
-    tickets = [account.open("m", 0) for _ in range(own_at_mark)]
+    tickets = [account.open("m", 0, cached_tokens=0, now=0.0) for _ in range(own_at_mark)]
     mark = fleet.begin_scrape(member_of(fleet).endpoint)
     while account.in_flight < own_at_page:
-        account.open("m", 0)
+        account.open("m", 0, cached_tokens=0, now=0.0)
     while account.in_flight > own_at_page:
-        tickets.pop().close()
+        tickets.pop().close(0.0)
     fleet.observe(mark, Load(at=1.0, running=running, waiting=waiting), 1.0)
     assert member_of(fleet).foreign == foreign
 

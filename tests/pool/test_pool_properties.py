@@ -44,14 +44,14 @@ class Fleets(RuleBasedStateMachine):
         member = self.fleet.pool.find(address)
         if member is None:
             return None
-        ticket = member.account.open("m", tokens)
+        ticket = member.account.open("m", tokens, cached_tokens=0, now=0.0)
         self.open.append(ticket)
         return ticket
 
     @rule(ticket=consumes(tickets))
     def end(self, ticket: Ticket | None) -> None:
         if ticket is not None:
-            ticket.close()
+            ticket.close(0.0)
             self.open.remove(ticket)
 
     @rule(target=marks, address=st.sampled_from(ADDRESSES))
@@ -95,7 +95,7 @@ class Fleets(RuleBasedStateMachine):
             chosen = pool.eligible(subset)
             assert all(member in pool.members for member in chosen)
         turn = snapshot.candidates(
-            pool.members, [0] * len(pool.members), now=self.now, stale_after_s=5.0
+            pool.members, [0] * len(pool.members), target="m", now=self.now, stale_after_s=5.0
         )
         for candidate in turn:
             assert candidate.requests >= candidate.in_flight >= 0
@@ -103,7 +103,7 @@ class Fleets(RuleBasedStateMachine):
     def teardown(self) -> None:
         """When every request has ended, every account of every life is zero."""
         for ticket in self.open:
-            ticket.close()
+            ticket.close(0.0)
         for account in self.accounts.values():
             assert (account.in_flight, account.prompt_tokens, account.adapters) == (0, 0, {})
 

@@ -85,7 +85,9 @@ def test_an_empty_pool_has_nobody():
 
 
 def turn(fleet: Fleet, *, now: float) -> snapshot.Candidate:
-    (candidate,) = snapshot.candidates(fleet.pool.members, [5], now=now, stale_after_s=3.0)
+    (candidate,) = snapshot.candidates(
+        fleet.pool.members, [5], target="m", now=now, stale_after_s=3.0
+    )
     return candidate
 
 
@@ -94,16 +96,16 @@ def test_requests_are_dead_reckoned():
     fleet = fleet_of(ADDRESSES[0])
     (member,) = fleet.pool.members
     account = member.account
-    tickets = [account.open("m", 100) for _ in range(2)]
+    tickets = [account.open("m", 100, cached_tokens=0, now=0.0) for _ in range(2)]
     load = Load(at=10.0, running=4, waiting=1)
     fleet.observe(fleet.begin_scrape(member.endpoint), load, 10.0)
     assert turn(fleet, now=11.0).requests == 2 + 3
-    account.open("m", 7)
+    account.open("m", 7, cached_tokens=0, now=0.0)
     candidate = turn(fleet, now=12.0)
     assert (candidate.requests, candidate.in_flight, candidate.prompt_tokens) == (6, 3, 207)
     assert (candidate.load, candidate.age_s, candidate.matched_tokens) == (load, 2.0, 5)
     for ticket in tickets:
-        ticket.close()
+        ticket.close(0.0)
     assert turn(fleet, now=12.0).requests == 1 + 3
 
 
@@ -112,7 +114,7 @@ def test_a_stale_load_is_unknown(now: float, known: bool):  # noqa: FBT001
     """From the given age on, only our own requests are known of an endpoint."""
     fleet = fleet_of(ADDRESSES[0])
     (member,) = fleet.pool.members
-    member.account.open("m", 1)
+    member.account.open("m", 1, cached_tokens=0, now=0.0)
     load = Load(at=10.0, running=4, waiting=1)
     fleet.observe(fleet.begin_scrape(member.endpoint), load, 10.0)
     candidate = turn(fleet, now=now)

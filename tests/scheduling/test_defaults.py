@@ -37,7 +37,7 @@ class Fleet:
             Candidate(e, in_flight=n, requests=float(n), matched_tokens=tokens[depths[slot]])
             for e, n, slot in zip(self.endpoints, self.in_flight, self.slots, strict=True)
         ]
-        decision = self.profile.run(Turn(request, 0.0, self.rng), candidates, blocks=chain)
+        decision = self.profile.run(Turn(request, 0.0, self.rng, blocks=chain), candidates)
         assert decision.degraded == ""
         place = self.endpoints.index(decision.endpoints[0])
         self.index.record((decision.endpoints[0].address, 0), chain)

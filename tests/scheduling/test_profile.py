@@ -50,7 +50,7 @@ def test_decision_carries_every_step():
     """Who was in play, who survived, what each scorer said, the sums and the picker."""
     filters = (MaxWaiting(max_waiting_requests=50), MaxWaiting(max_waiting_requests=5))
     made = profile(filters=filters, scorers=((QueueDepth(), 2.0), (InFlight(), 1.0)))
-    decision = made.run(fleet.turn(), FLEET, blocks=[1, 2])
+    decision = made.run(msgspec.structs.replace(fleet.turn(), blocks=[1, 2]), FLEET)
     assert decision.candidates == FLEET
     assert [(f.name, fleet.names(f.survivors)) for f in decision.filters] == [
         ("max-waiting", ["a", "b"]),

@@ -99,13 +99,13 @@ def test_the_mark_is_taken_before_the_request():
     async def scene():
         gate = asyncio.Event()
         scene = Scene("10.0.0.1:1", p1=gate)
-        scene.fleet.pool.members[0].account.open("m", 1)
+        scene.fleet.pool.members[0].account.open("m", 1, cached_tokens=0, now=0.0)
         marks = []
         begin = scene.fleet.begin_scrape
         scene.fleet.begin_scrape = lambda endpoint: marks.append(begin(endpoint)) or marks[-1]
         step = asyncio.ensure_future(scene.watch().step())
         await scene.fetcher.until(lambda: scene.fetcher.asked)
-        scene.fleet.pool.members[0].account.open("m", 1)
+        scene.fleet.pool.members[0].account.open("m", 1, cached_tokens=0, now=0.0)
         gate.set()
         await step
         assert [mark.in_flight for mark in marks] == [1]
@@ -192,15 +192,15 @@ def test_traffic_sets_the_pace():
         await watch.step()
         await watch.step()
         assert not watch.busy
-        ticket = account.open("m", 1)
+        ticket = account.open("m", 1, cached_tokens=0, now=0.0)
         await watch.step()
         assert watch.busy
         await watch.step()
         assert watch.busy
-        ticket.close()
+        ticket.close(0.0)
         await watch.step()
         assert not watch.busy
-        account.open("m", 1).close()
+        account.open("m", 1, cached_tokens=0, now=0.0).close(0.0)
         await watch.step()
         assert watch.busy
         await watch.step()

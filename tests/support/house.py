@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 
 from extproc.decision import Outcome
-from extproc.dispatch.dispatcher import Dispatcher, DispatchSettings
+from extproc.dispatch.dispatcher import Dispatcher, DispatchSettings, Routing
 from extproc.endpoint import Endpoint, Load
 from extproc.pool.fleet import Fleet
 from extproc.prefix import blocks
@@ -48,10 +48,13 @@ class House:
         chosen = defaults.profiles()[profile] if isinstance(profile, str) else profile
         self.dispatcher = Dispatcher(
             fleet=self.fleet,
-            profile=chosen,
+            routing=Routing(
+                profile=chosen,
+                by_model={},
+                settings=DispatchSettings(stale_after_s=60.0, fallbacks=fallbacks),
+            ),
             index=self.index,
             schedule=blocks.Schedule(),
-            settings=DispatchSettings(stale_after_s=60.0, fallbacks=fallbacks),
             rng=random.Random(seed),
         )
 

@@ -103,7 +103,7 @@ def fleet():
     mark = pool.begin_scrape(pool.pool.members[0].endpoint)
     pool.observe(mark, Load(at=10.0, running=4.0, waiting=1.0, adapters=frozenset("x")), 10.0)
     for _ in range(3):
-        pool.pool.members[0].account.open("m", 7)
+        pool.pool.members[0].account.open("m", 7, cached_tokens=0, now=0.0)
     pool.scrape_failed(pool.begin_scrape(pool.pool.members[1].endpoint), "refused", 11.0)
     return pool
 
