@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import TypeVar, cast
+
+import msgspec
 
 from extproc.errors import ConfigError
+from extproc.scheduling import guard
 from extproc.scheduling.filters import lora_affinity as keep_lora_affinity
 from extproc.scheduling.filters import max_waiting
 from extproc.scheduling.pickers import (
@@ -53,12 +56,46 @@ PICKERS: Mapping[str, type[Picker]] = {
 
 Found = TypeVar("Found")
 
+#: No class comes from outside.
+_NOBODY: Mapping[type, str] = {}
+
+
+class Tables(msgspec.Struct, frozen=True):
+    """The kinds one configuration may name.
+
+    Attributes:
+        filters: Kind to class.
+        scorers: Kind to class.
+        costs: Kind to class.
+        pickers: Kind to class.
+        outsiders: Classes that others wrote, with the file or package they are from.
+        guards: What outsiders are guarded with; None leaves them bare, which is for looking at
+            them and not for routing.
+    """
+
+    filters: Mapping[str, type[Filter]]
+    scorers: Mapping[str, type[Scorer]]
+    costs: Mapping[str, type[Cost]]
+    pickers: Mapping[str, type[Picker]]
+    outsiders: Mapping[type, str] = _NOBODY
+    guards: guard.Guards | None = None
+
+    def seated(self, plugin: Found) -> Found:
+        """A plugin as a profile takes it: behind a guard if others wrote it."""
+        if self.guards is None or type(plugin) not in self.outsiders:
+            return plugin
+        return cast("Found", guard.Guarded(plugin, self.guards))
+
+
+#: What there is without any plugin of others.
+BUILT_IN = Tables(FILTERS, SCORERS, COSTS, PICKERS)
+
 
 def find(table: Mapping[str, type[Found]], kind: str, *, where: str) -> type[Found]:
     """Look a kind up.
 
     Args:
-        table: One of `FILTERS`, `SCORERS`, `COSTS`, `PICKERS`, perhaps with out-of-tree kinds added.
+        table: One of the tables of `Tables`.
         kind: The kind asked for.
         where: File and path the kind was read from, for the error.
 

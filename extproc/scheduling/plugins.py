@@ -33,6 +33,10 @@ class Signal(Enum):
     LABELS = "labels"
 
 
+class BypassedError(Exception):
+    """A plugin is not asked for a while, because it took too long before."""
+
+
 class Plugin(Protocol):
     """What all plugins share."""
 

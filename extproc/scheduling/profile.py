@@ -16,7 +16,16 @@ from extproc import decision
 from extproc.decision import Decision, Filtered, Outcome, Priced, Scored
 from extproc.endpoint import Candidate
 from extproc.errors import ConfigError
-from extproc.scheduling.plugins import Cost, Filter, Observer, Picker, Plugin, Scorer, Signal
+from extproc.scheduling.plugins import (
+    BypassedError,
+    Cost,
+    Filter,
+    Observer,
+    Picker,
+    Plugin,
+    Scorer,
+    Signal,
+)
 from extproc.scheduling.turn import Turn
 from extproc.scheduling.unknown import NEUTRAL
 
@@ -201,6 +210,8 @@ class Profile(msgspec.Struct, frozen=True):
 
 def _fault(what: str, plugin: Plugin, error: Exception) -> str:
     """A note of what went wrong; without the message, which may quote the prompt."""
+    if isinstance(error, BypassedError):
+        return f"{what} {plugin.kind} bypassed"
     return f"{what} {plugin.kind} raised {type(error).__name__}"
 
 
