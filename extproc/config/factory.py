@@ -17,6 +17,7 @@ from extproc.pool.fleet import Fleet
 from extproc.prefix.index import PrefixIndex
 from extproc.protocol.gathering import Budget
 from extproc.protocol.settings import ExchangeSettings
+from extproc.scheduling import guard
 from extproc.scheduling.profile import Profile
 from extproc.scrape import pace, scraper
 
@@ -55,11 +56,17 @@ def _nobody(_: Endpoint) -> None:
     """Nobody else wants to know who left."""
 
 
+def _untimed() -> guard.Guards:
+    """Guards whose clock stands still."""
+    return guard.Guards(lambda: 0.0, guard.Counts())
+
+
 def build(
     settings: sections.Settings,
     *,
     where: str = "settings",
     on_gone: Callable[[Endpoint], None] = _nobody,
+    guards: guard.Guards | None = None,
 ) -> Parts:
     """Build the parts.
 
@@ -67,11 +74,12 @@ def build(
         settings: What to build.
         where: The file or flags the settings came from, for errors.
         on_gone: Told of every endpoint incarnation that left, after its beliefs were dropped.
+        guards: Times and counts plugins of others; None times nothing, so nobody is bypassed.
 
     Raises:
         ConfigError: The profile cannot be built, see `profiles.resolve`.
     """
-    profile = profiles.resolve(settings, where=where)
+    profile = profiles.resolve(settings, where=where, guards=guards or _untimed())
     index = PrefixIndex(settings.prefix.capacity_blocks)
 
     def forget(endpoint: Endpoint) -> None:

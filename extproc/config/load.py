@@ -32,10 +32,12 @@ class Document(msgspec.Struct, frozen=True):
     Attributes:
         where: The file or flag, for errors.
         tree: Mappings, lists and scalars.
+        folder: What files it names are relative to; empty for the working directory.
     """
 
     where: str
     tree: Mapping[str, object]
+    folder: str = ""
 
 
 class Override(msgspec.Struct, frozen=True):
@@ -62,7 +64,8 @@ def read(path: Path) -> Document:
     Raises:
         ConfigError: It cannot be read or is not one YAML or JSON mapping.
     """
-    return parse(text_of(path), where=str(path))
+    document = parse(text_of(path), where=str(path))
+    return msgspec.structs.replace(document, folder=str(path.parent))
 
 
 def text_of(path: Path) -> str:
@@ -150,7 +153,7 @@ def settings(document: Document, overrides: Sequence[Override] = ()) -> sections
     listed = "--endpoints" if "--endpoints" in flags else strict.place(where, ("pool",))
     entries(merged.pool, where=listed)
     _together(merged, where=f"{where} with {', '.join(flags)}" if flags else where)
-    return merged
+    return _anchored(merged, document.folder)
 
 
 def entries(pool: sections.Source, *, where: str) -> tuple[discovered.Entry, ...]:
@@ -170,6 +173,17 @@ def entries(pool: sections.Source, *, where: str) -> tuple[discovered.Entry, ...
         for entry in pool.endpoints
     ]
     return discovered.from_document({"endpoints": listed}, where=where)
+
+
+def _anchored(merged: sections.Settings, folder: str) -> sections.Settings:
+    """The same settings with plugin files looked for beside the configuration."""
+    scheduling = merged.scheduling
+    if not scheduling.plugin_files:
+        return merged
+    files = tuple(str(Path(folder, name)) for name in scheduling.plugin_files)
+    return msgspec.structs.replace(
+        merged, scheduling=msgspec.structs.replace(scheduling, plugin_files=files)
+    )
 
 
 def _known_kind(document: Document) -> None:

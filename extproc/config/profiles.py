@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
+from extproc.config import extensions, strict
 from extproc.config import settings as sections
-from extproc.config import strict
 from extproc.errors import ConfigError
-from extproc.scheduling import catalogue, defaults
+from extproc.scheduling import catalogue, defaults, guard
 from extproc.scheduling.plugins import Plugin, Signal
 from extproc.scheduling.profile import Profile
 
@@ -27,21 +27,28 @@ _PROVIDED_BY: Mapping[Signal, str] = {
 }
 
 
-def resolve(settings: sections.Settings, *, where: str) -> Profile:
+def resolve(
+    settings: sections.Settings, *, where: str, guards: guard.Guards | None = None
+) -> Profile:
     """The profile that settings mean.
 
     Args:
         settings: All of them: whether a signal exists is decided in several sections.
         where: The file or flags they came from, for errors.
+        guards: Clock and counters for plugins of others; None leaves these bare, which is for
+            looking at a profile and not for routing.
 
     Raises:
-        ConfigError: An unknown strategy, kind or parameter, or a plugin that needs a signal nobody
-            provides.
+        ConfigError: An unknown strategy, kind or parameter, a plugin that needs a signal nobody
+            provides, or a plugin file that cannot be used.
     """
+    tables = extensions.tables(settings.scheduling, where=where, guards=guards)
     scheduling = settings.scheduling
     entry = scheduling.profile
     profile = (
-        _named(scheduling.strategy, where=where) if entry is None else _written(entry, where=where)
+        _named(scheduling.strategy, where=where)
+        if entry is None
+        else _written(entry, where=where, tables=tables)
     )
     _require(profile, provided(settings), where=where)
     return profile
@@ -76,20 +83,22 @@ def _named(strategy: str, *, where: str) -> Profile:
     return profile
 
 
-def _written(entry: sections.ProfileEntry, *, where: str) -> Profile:
+def _written(entry: sections.ProfileEntry, *, where: str, tables: catalogue.Tables) -> Profile:
     path = (*_SCHEDULING, "profile")
+
+    def plugin(
+        table: Mapping[str, type[Found]], written: sections.Plugin, *at: strict.Step
+    ) -> Found:
+        return tables.seated(_plugin(table, written, where=where, path=(*path, *at)))
+
     filters = tuple(
-        _plugin(catalogue.FILTERS, plugin, where=where, path=(*path, "filters", at))
-        for at, plugin in enumerate(entry.filters)
+        plugin(tables.filters, keep, "filters", at) for at, keep in enumerate(entry.filters)
     )
     scorers = tuple(
-        (
-            _plugin(catalogue.SCORERS, plugin, where=where, path=(*path, "scorers", at)),
-            plugin.weight,
-        )
-        for at, plugin in enumerate(entry.scorers)
+        (plugin(tables.scorers, scorer, "scorers", at), scorer.weight)
+        for at, scorer in enumerate(entry.scorers)
     )
-    picker = _plugin(catalogue.PICKERS, entry.picker, where=where, path=(*path, "picker"))
+    picker = plugin(tables.pickers, entry.picker, "picker")
     return Profile(entry.name, filters, scorers, picker)
 
 
@@ -97,7 +106,17 @@ def _plugin(
     table: Mapping[str, type[Found]], entry: sections.Plugin, *, where: str, path: strict.Path
 ) -> Found:
     kind = catalogue.find(table, entry.kind, where=strict.place(where, (*path, "kind")))
-    return strict.convert(dict(entry.params), kind, where=where, path=(*path, "params"))
+    try:
+        return strict.convert(dict(entry.params), kind, where=where, path=(*path, "params"))
+    except ConfigError:
+        raise
+    except Exception as error:  # a check of its own, in a plugin of others
+        raise ConfigError(
+            strict.place(where, (*path, "params")),
+            wanted=f"parameters that {entry.kind} takes",
+            found=f"{type(error).__name__}: {error}",
+            fix="change the parameters, or correct the plugin",
+        ) from error
 
 
 def _require(profile: Profile, signals: frozenset[Signal], *, where: str) -> None:

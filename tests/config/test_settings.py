@@ -36,7 +36,7 @@ def test_numbers_have_units(section):
             section.__doc__,
             re.MULTILINE | re.DOTALL,
         )
-        named = field.name.endswith(("_s", "_bytes", "_port", "_share", "weight"))
+        named = field.name.endswith(("_s", "_ms", "_bytes", "_port", "_share", "weight"))
         assert named or re.search(r"\((count|integer|bytes)\)|per second", entry[1]), field.name
 
 
