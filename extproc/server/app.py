@@ -21,6 +21,7 @@ from extproc.config.settings import Server, Settings
 from extproc.discovery import follow
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
+from extproc.scheduling import guard
 from extproc.scrape import client, scraper
 from extproc.server import admin, health, servicer, tls
 from extproc.telemetry.exposition import Exposition
@@ -101,7 +102,11 @@ class Picker:
         self._settings = settings
         self._clock = clock
         self.tallies = Tallies()
-        self.parts = factory.build(settings, on_gone=self._gone)
+        self.parts = factory.build(
+            settings,
+            on_gone=self._gone,
+            guards=guard.Guards(time.perf_counter, self.tallies.plugins),
+        )
         self.readiness = health.Readiness(lambda: self.parts.fleet.synced)
         self.servicer = servicer.Servicer(
             dispatcher=self.parts.dispatcher,

@@ -92,7 +92,20 @@ class Exposition(Collector):
         for why, count in tallies.degraded.items():
             degraded.add_metric([why], count)
         yield degraded
+        yield from self._plugins()
         yield from self._answers()
+
+    def _plugins(self) -> Iterator[Metric]:
+        counts = self._tallies.plugins
+        for name, text, counter in (
+            ("overruns", "Calls of plugins of others above their time budget.", counts.overruns),
+            ("bypasses", "Times a plugin of others was put aside for a while.", counts.bypasses),
+            ("exceptions", "Calls of plugins of others that raised.", counts.exceptions),
+        ):
+            family = CounterMetricFamily(f"extproc_plugin_{name}", text, labels=["role", "kind"])
+            for key, count in counter.items():
+                family.add_metric(key, count)
+            yield family
 
     def _answers(self) -> Iterator[Metric]:
         tallies = self._tallies

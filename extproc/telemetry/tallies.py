@@ -1,7 +1,7 @@
 """Plain counts, cheap enough for every request.
 
 Rendering happens when somebody asks (`exposition`), so that adding a fact is an integer addition.
-Label values are bounded by design: endpoints, statuses, reasons; never client text.
+Label values are bounded by design: endpoints, statuses, reasons, kinds of plugins; never client text.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from extproc.decision import Decision, Rejection
+from extproc.scheduling import guard
 
 
 class Distribution:
@@ -52,6 +53,7 @@ class Tallies:
         matched_tokens: Of these, believed cached on the chosen endpoint.
         usage: Tokens the engines reported, by kind: `prompt`, `completion`, `cached`.
         scrapes: Scrapes by (endpoint address, result).
+        plugins: Overruns, bypasses and exceptions of plugins of others, by (role, kind).
     """
 
     def __init__(self) -> None:
@@ -66,6 +68,7 @@ class Tallies:
         self.matched_tokens = 0
         self.usage: Counter[str] = Counter()
         self.scrapes: Counter[tuple[str, str]] = Counter()
+        self.plugins = guard.Counts()
         self.route_s = Distribution(_ROUTE_BOUNDS_S)
         self.headers_s = Distribution(_ANSWER_BOUNDS_S)
         self.exchange_s = Distribution(_ANSWER_BOUNDS_S)

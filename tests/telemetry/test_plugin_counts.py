@@ -1,0 +1,28 @@
+import pytest
+
+from extproc.scheduling.guard import Guarded, Guards, Limits
+from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.tallies import Tallies
+from tests.scheduling import fleet
+from tests.support.house import House
+
+
+class Broken:
+    kind = "broken"
+    needs = frozenset()
+
+    def score(self, turn, candidates):
+        raise ValueError("a bug")
+
+
+def test_plugins_of_others_are_counted_by_role_and_kind():
+    """What guards count is on the metrics page."""
+    tallies, house = Tallies(), House({"10.0.0.1:8000": None})
+    ticks = iter(range(9))
+    guards = Guards(lambda: float(next(ticks)), tallies.plugins, Limits(strikes=1))
+    with pytest.raises(ValueError, match="bug"):
+        Guarded(Broken(), guards).score(fleet.turn(), [])
+    page = Exposition(tallies, lambda: house.fleet.pool, clock=lambda: 1.0, gauges={}, about={})
+    text = page.render().decode()
+    for name in ("overruns", "bypasses", "exceptions"):
+        assert f'extproc_plugin_{name}_total{{kind="broken",role="scorer"}} 1.0' in text
