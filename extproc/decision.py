@@ -13,6 +13,9 @@ import msgspec
 from extproc.endpoint import Candidate, Endpoint
 from extproc.request import Request
 
+#: Keys of a decision whose plugins asked for none.
+NO_KEYS: Mapping[str, str] = {}
+
 
 class Filtered(msgspec.Struct, frozen=True, gc=False):
     """One filter step: who was still in play after it."""
@@ -64,6 +67,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         blocks: Chained prefix-block hashes of the prompt; committed to the index of the endpoint.
         matched_tokens: Prompt tokens believed cached on the first endpoint.
         answer_headers: Headers to add to the answer, where the data plane shows it to us.
+        keys: What plugins with a memory know the request by, such as a session; name to value.
         degraded: Why the ordinary way could not be taken; empty when it was.
     """
 
@@ -80,6 +84,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     blocks: Sequence[int] = ()
     matched_tokens: int = 0
     answer_headers: Sequence[tuple[str, str]] = ()
+    keys: Mapping[str, str] = NO_KEYS
     degraded: str = ""
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from extproc.decision import Decision, Priced
-from extproc.endpoint import Candidate
+from extproc.endpoint import Candidate, Endpoint
 from extproc.scheduling.plugins import BypassedError, Signal
 from extproc.scheduling.turn import Turn
 
@@ -87,13 +87,26 @@ class Guarded:
         guards: Clock, counters and limits.
     """
 
-    __slots__ = ("_chosen", "_guards", "_on_trial", "_recent", "_until", "kind", "needs", "plugin")
+    __slots__ = (
+        "_answer",
+        "_chosen",
+        "_guards",
+        "_keys",
+        "_on_trial",
+        "_recent",
+        "_until",
+        "kind",
+        "needs",
+        "plugin",
+    )
 
     def __init__(self, plugin: Any, guards: Guards) -> None:
         self.plugin = plugin
         self.kind: str = plugin.kind
         self.needs: frozenset[Signal] = plugin.needs
+        self._answer = getattr(plugin, "answer_headers", None)
         self._chosen = getattr(plugin, "chosen", None)
+        self._keys = getattr(plugin, "keys", None)
         self._guards = guards
         #: The last calls as bits, the youngest lowest; 1 is an overrun.
         self._recent = 0
@@ -137,6 +150,20 @@ class Guarded:
             return
         with contextlib.suppress(Exception):  # counted, and the request is decided already
             self._run("observer", now, lambda: remember(decision, now))
+
+    def keys(self, turn: Turn) -> Mapping[str, str]:
+        """See `plugins.Keyed`."""
+        remember = self._keys
+        if remember is None:
+            return {}
+        return self._run("observer", turn.now, lambda: dict(remember(turn)))
+
+    def answer_headers(self, turn: Turn, chosen: Endpoint) -> Sequence[tuple[str, str]]:
+        """See `plugins.Answerer`."""
+        tell = self._answer
+        if tell is None:
+            return ()
+        return self._run("answerer", turn.now, lambda: list(tell(turn, chosen)))
 
     def _run(self, role: str, now: float, act: Callable[[], Given]) -> Given:
         """Let the plugin act, unless it is bypassed.

@@ -7,12 +7,12 @@ pickers read candidates and never change them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
 from extproc.decision import Decision, Priced
-from extproc.endpoint import Candidate
+from extproc.endpoint import Candidate, Endpoint
 from extproc.scheduling.turn import Turn
 
 
@@ -76,6 +76,22 @@ class Observer(Protocol):
 
     def chosen(self, decision: Decision, now: float) -> None:
         """A decision of its profile was committed: the first endpoint got the request."""
+
+
+@runtime_checkable
+class Keyed(Protocol):
+    """An observer that remembers by something a decision does not hold, such as a header."""
+
+    def keys(self, turn: Turn) -> Mapping[str, str]:
+        """What it will want to know when the decision is committed; becomes `Decision.keys`."""
+
+
+@runtime_checkable
+class Answerer(Protocol):
+    """A plugin that tells the client something: any filter, scorer or picker may be one."""
+
+    def answer_headers(self, turn: Turn, chosen: Endpoint) -> Sequence[tuple[str, str]]:
+        """Headers for the answer, names in lower case, now that `chosen` serves."""
 
 
 class Picker(Plugin, Protocol):

@@ -8,18 +8,21 @@ requests in flight. The decision then says so in `degraded`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import msgspec
 
 from extproc import decision
 from extproc.decision import Decision, Filtered, Outcome, Priced, Scored
-from extproc.endpoint import Candidate
+from extproc.endpoint import Candidate, Endpoint
 from extproc.errors import ConfigError
 from extproc.scheduling.plugins import (
+    Answerer,
     BypassedError,
     Cost,
     Filter,
+    Keyed,
     Observer,
     Picker,
     Plugin,
@@ -34,7 +37,7 @@ class ImpossibleAnswerError(Exception):
     """A plugin answered, and its answer cannot be used; never leaves this module."""
 
 
-class Profile(msgspec.Struct, frozen=True):
+class Profile(msgspec.Struct, frozen=True, dict=True):
     """A way to choose.
 
     Totals are sums of weight times score; only ratios of weights matter. Where there is a cost
@@ -85,6 +88,22 @@ class Profile(msgspec.Struct, frozen=True):
         """The plugins that want to know what was chosen."""
         return tuple(plugin for plugin in self.plugins if isinstance(plugin, Observer))
 
+    @cached_property
+    def keyed(self) -> tuple[Keyed, ...]:
+        """The plugins that remember by more than a decision holds."""
+        return tuple(plugin for plugin in self.plugins if isinstance(plugin, Keyed))
+
+    @cached_property
+    def answerers(self) -> tuple[Answerer, ...]:
+        """The plugins that add headers to the answer."""
+        return tuple(plugin for plugin in self.plugins if isinstance(plugin, Answerer))
+
+    @cached_property
+    def width(self) -> int:
+        """How many endpoints its picker was told to name (upstream's `maxNumOfEndpoints`)."""
+        width: int = getattr(self.picker, "max_num_of_endpoints", 1)
+        return width
+
     def run(
         self,
         turn: Turn,
@@ -97,7 +116,8 @@ class Profile(msgspec.Struct, frozen=True):
         Args:
             turn: The turn.
             candidates: Who is in play; may be empty.
-            count: How many endpoints to name at most, the first one and its fallbacks.
+            count: How many endpoints to name at most, the first one and its fallbacks; `width`
+                where that is more.
 
         Returns:
             A decision; or 503 when nobody was in play, or 429 when the filters left nobody.
@@ -112,7 +132,8 @@ class Profile(msgspec.Struct, frozen=True):
         priced = None
         if self.cost is not None:
             priced, totals = self._price(self.cost, turn, finalists, faults, totals)
-        order = self._pick(turn, finalists, totals, count, faults)
+        order = self._pick(turn, finalists, totals, max(count, self.width), faults)
+        keys, answer_headers = self._tell(turn, finalists[order[0]].endpoint, faults)
         return Decision(
             request=turn.request,
             endpoints=[finalists[i].endpoint for i in order],
@@ -126,6 +147,8 @@ class Profile(msgspec.Struct, frozen=True):
             picker=self.picker.kind,
             blocks=turn.blocks,
             matched_tokens=finalists[order[0]].matched_tokens,
+            answer_headers=answer_headers,
+            keys=keys,
             degraded="; ".join(faults),
         )
 
@@ -207,12 +230,33 @@ class Profile(msgspec.Struct, frozen=True):
         )
         return order[:count]
 
+    def _tell(
+        self, turn: Turn, chosen: Endpoint, faults: list[str]
+    ) -> tuple[Mapping[str, str], Sequence[tuple[str, str]]]:
+        """What plugins want to remember the request by, and what they tell the client."""
+        if not (self.keyed or self.answerers):
+            return decision.NO_KEYS, ()
+        keys: dict[str, str] = {}
+        headers: dict[str, str] = {}
+        for keyed in self.keyed:
+            try:
+                keys |= keyed.keys(turn)
+            except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
+                faults.append(_fault("keys of", keyed, error))
+        for answerer in self.answerers:
+            try:
+                headers |= answerer.answer_headers(turn, chosen)
+            except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
+                faults.append(_fault("answer of", answerer, error))
+        return keys, tuple(headers.items())
 
-def _fault(what: str, plugin: Plugin, error: Exception) -> str:
+
+def _fault(what: str, plugin: object, error: Exception) -> str:
     """A note of what went wrong; without the message, which may quote the prompt."""
+    kind = getattr(plugin, "kind", type(plugin).__name__)
     if isinstance(error, BypassedError):
-        return f"{what} {plugin.kind} bypassed"
-    return f"{what} {plugin.kind} raised {type(error).__name__}"
+        return f"{what} {kind} bypassed"
+    return f"{what} {kind} raised {type(error).__name__}"
 
 
 def _keep(plugin: Filter, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -164,3 +164,42 @@ def test_decisions_are_values():
     assert run() == run()
     assert isinstance(run(), Decision)
     assert msgspec.structs.asdict(run())["totals"] == [0.0, 2.0]
+
+
+class Remembers(Says):
+    """A scorer that asks for keys and tells the client who serves."""
+
+    def keys(self, turn):
+        return {"session": turn.headers["x-session-id"]}
+
+    def answer_headers(self, turn, chosen):
+        return [("x-served-by", chosen.name)]
+
+
+class Wide(MaxScore):
+    """A picker that was told how many endpoints to name."""
+
+    max_num_of_endpoints: int = 2
+
+
+def test_plugins_leave_keys_and_answer_headers_in_the_decision():
+    """What a plugin will remember the request by and tells the client stands in the decision."""
+    made = profile(scorers=((Remembers([1.0, 0.0]), 1.0),))
+    turn = msgspec.structs.replace(fleet.turn(), headers={"x-session-id": "s"})
+    decision = made.run(turn, FLEET)
+    assert decision.keys == {"session": "s"}
+    assert decision.answer_headers == (("x-served-by", "a"),)
+
+
+def test_broken_keys_and_answers_are_left_out():
+    """A plugin that cannot say its keys costs only them."""
+    decision = profile(scorers=((Remembers([1.0, 0.0]), 1.0),)).run(fleet.turn(), FLEET)
+    assert decision.keys == {}
+    assert decision.answer_headers == (("x-served-by", "a"),)
+    assert decision.degraded == "keys of says raised KeyError"
+
+
+def test_a_picker_may_ask_for_more_endpoints():
+    """The larger of what the profile is asked for and what its picker was told counts."""
+    decision = run(picker=Wide())
+    assert fleet.names(decision.endpoints) == ["b", "a"]
