@@ -1,0 +1,237 @@
+"""What every plugin owes its profile, one check for each role.
+
+Each check takes the class, or any function that makes a new plugin of it, and raises an
+`AssertionError` that says what was wanted, what came and in which situation. Situations are 1 to
+1000 endpoints about which much, little or nothing is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from extproc.decision import Decision, Priced
+from extproc.endpoint import Candidate
+from extproc.scheduling.plugins import Cost, Filter, Observer, Picker, Plugin, Scorer, Signal
+from extproc.scheduling.turn import Turn
+from extproc.testing import fleet, trials
+from extproc.testing.trials import asked, demand, short
+
+#: How many endpoints there are.
+SIZES = (1, 2, 7, 100, 1000)
+
+#: How many endpoints a picker is asked for; more than there are, too.
+COUNTS = (1, 3, 2000)
+
+#: Signals that come from a metrics page only, and so may be unknown.
+SCRAPED = frozenset({Signal.WAITING, Signal.RUNNING, Signal.KV_USAGE, Signal.ADAPTERS})
+
+#: Difference that summing in another order may make.
+_ROUNDING = 1e-9
+#: Picks from which shares are taken, and how far the shares of two such runs may lie apart: five
+#: standard deviations of the difference.
+_PICKS = 3000
+_APART = 0.07
+
+
+def check_filter(make: Callable[[], Filter]) -> None:
+    """A filter keeps some of the candidates in their order, whatever their order is.
+
+    The same again for the same turn, whatever the seed. One that reads nothing but metrics pages
+    keeps everybody while nothing is known.
+
+    Raises:
+        AssertionError: It does not.
+    """
+    plugin = trials.declared(make)
+    for there, about, known in _situations(plugin):
+        places = {id(candidate): at for at, candidate in enumerate(there)}
+
+        def whole(
+            kept: Sequence[Candidate], places: Mapping[int, int] = places, about: str = about
+        ) -> None:
+            demand(all(id(one) in places for one in kept), about, "candidates it was given")
+            order = [places[id(one)] for one in kept]
+            demand(order == sorted(set(order)), about, "each once and in their order", order)
+
+        kept = trials.settled(make, _keep, there, about=about, whole=whole)
+        back = fleet.names(_keep(make(), asked(), there[::-1])[::-1])
+        _same(fleet.names(kept) == back, fleet.names(kept), back, about=about)
+        if not known and plugin.needs and plugin.needs <= SCRAPED:
+            demand(len(kept) == len(there), about, "everybody, for nothing is known", len(kept))
+
+
+def check_scorer(make: Callable[[], Scorer]) -> None:
+    """A scorer gives each candidate a finite number of 0 to 1, in whatever order they come.
+
+    The same again for the same turn, whatever the seed. Of candidates that differ in scraped
+    values only, one nobody knows is neither best nor worst.
+
+    Raises:
+        AssertionError: It does not.
+    """
+    plugin = trials.declared(make)
+    for there, about, _ in _situations(plugin):
+
+        def whole(scores: object, size: int = len(there), about: str = about) -> None:
+            numbers = _numbers(scores, size, "scores", about)
+            wrong = [score for score in numbers if not 0 <= score <= 1]
+            demand(not wrong, about, "numbers of 0 to 1", wrong)
+
+        scores = trials.settled(make, _score, there, about=about, whole=whole)
+        back = make().score(asked(), there[::-1])[::-1]
+        _same(_close(scores, back), scores, back, about=about)
+    if plugin.needs & SCRAPED:
+        _check_neutral(plugin)
+
+
+def check_cost(make: Callable[[], Cost]) -> None:
+    """A cost model gives each candidate a finite number, in whatever order they come.
+
+    Terms are as many as candidates. The same again for the same turn, whatever the seed.
+
+    Raises:
+        AssertionError: It does not.
+    """
+    plugin = trials.declared(make)
+    for there, about, _ in _situations(plugin):
+
+        def whole(priced: Priced, size: int = len(there), about: str = about) -> None:
+            demand(isinstance(priced, Priced), about, "a Priced", type(priced).__name__)
+            for name, numbers in (("costs", priced.costs), *priced.terms):
+                _numbers(list(numbers), size, name, about)
+
+        costs = trials.settled(make, _price, there, about=about, whole=whole).costs
+        back = make().price(asked(), there[::-1]).costs[::-1]
+        _same(_close(costs, back), costs, back, about=about)
+
+
+def check_picker(make: Callable[[], Picker]) -> None:
+    """A picker names different positions, as many as asked for if there are.
+
+    The same again for the same seed, and over many turns each endpoint gets the same share in
+    whatever order they come.
+
+    Raises:
+        AssertionError: It does not.
+    """
+    plugin = trials.declared(make)
+    for there, about, _ in _situations(plugin):
+        for count in COUNTS:
+            _check_picks(make, there, count, about=f"{about}, asked for {count}")
+    forth, back = (_shares(make, step) for step in (1, -1))
+    apart = max(abs(one - other) for one, other in zip(forth, back, strict=True))
+    _same(apart <= _APART, forth, back, about=f"{plugin.kind} with 4 endpoints and {_PICKS} turns")
+
+
+#: The check of each role, by the method that makes it.
+CHECKS: Mapping[str, Callable[[Callable[[], Any]], None]] = {
+    "keep": check_filter,
+    "score": check_scorer,
+    "price": check_cost,
+    "pick": check_picker,
+}
+
+
+def _situations(plugin: Plugin) -> Iterator[tuple[list[Candidate], str, bool]]:
+    """Candidates, what to call the situation, and whether some of them were scraped."""
+    for size in SIZES:
+        for known in (True, False):
+            there = fleet.crowd(size, known=known)
+            yield there, trials.situation(plugin, there, known=known), known
+
+
+def _keep(plugin: Filter, turn: Turn, there: list[Candidate]) -> list[Candidate]:
+    return list(plugin.keep(turn, there))
+
+
+def _score(plugin: Scorer, turn: Turn, there: list[Candidate]) -> list[float]:
+    return plugin.score(turn, there)
+
+
+def _price(plugin: Cost, turn: Turn, there: list[Candidate]) -> Priced:
+    return plugin.price(turn, there)
+
+
+def _check_picks(
+    make: Callable[[], Picker], there: list[Candidate], count: int, *, about: str
+) -> None:
+    size = len(there)
+    totals = [float(at % 17) for at in range(size)]
+    before = list(totals)
+
+    def pick(plugin: Picker, turn: Turn, given: list[Candidate]) -> list[int]:
+        return plugin.pick(turn, given, totals, count=count)
+
+    def whole(order: object) -> None:
+        places = _numbers(order, min(size, count), "positions", about)
+        inside = all(isinstance(at, int) and 0 <= at < size for at in places)
+        demand(inside, about, f"positions of 0 to {size - 1}", order)
+        demand(len(set(places)) == len(places), about, "nobody twice", order)
+        demand(totals == before, about, "totals left as they are", "a change")
+
+    trials.settled(make, pick, there, about=about, whole=whole, seeds=(1,))
+
+
+def _shares(make: Callable[[], Picker], step: int) -> list[float]:
+    """Each endpoint's share of many picks, the candidates in their order or backwards."""
+    there = fleet.crowd(4)
+    given, totals = there[::step], [1.0, 2.0, 3.0, 4.0][::step]
+    turn, plugin = asked(), make()
+    counts = {candidate.endpoint.address: 0 for candidate in there}
+    for _ in range(_PICKS):
+        endpoint = given[plugin.pick(turn, given, totals, count=1)[0]].endpoint
+        counts[endpoint.address] += 1
+        if isinstance(plugin, Observer):
+            plugin.chosen(Decision(turn.request, [endpoint], candidates=given), turn.now)
+    return [round(count / _PICKS, 4) for count in counts.values()]
+
+
+def _check_neutral(plugin: Scorer) -> None:
+    """Unknown is neither best nor worst (the rule of `scheduling.unknown`)."""
+    there = fleet.alike(200)
+    scores = plugin.score(asked(), there)
+    low, high = min(scores), max(scores)
+    unknown = [score for score, one in zip(scores, there, strict=True) if one.load.waiting is None]
+    demand(
+        low == high or all(low < score < high for score in unknown),
+        f"{plugin.kind} with 200 endpoints that differ in scraped values only",
+        f"endpoints never scraped between the worst ({low:g}) and the best ({high:g})",
+        unknown,
+    )
+    nobody = plugin.score(asked(), fleet.alike(9, known=False))
+    demand(
+        max(nobody) - min(nobody) <= _ROUNDING,
+        f"{plugin.kind} with 9 endpoints of which nothing was scraped",
+        "one score for all",
+        nobody,
+    )
+
+
+def _numbers(values: object, size: int, what: str, about: str) -> list[float]:
+    """A list of so many finite numbers.
+
+    Raises:
+        AssertionError: It is none.
+    """
+    if not isinstance(values, list):
+        raise AssertionError(f"{about}: wanted a list of {what}; found {type(values).__name__}")  # noqa: TRY004 - the one error of a check
+    demand(len(values) == size, about, f"{size} {what}", len(values))
+    wrong = [
+        value for value in values if not isinstance(value, int | float) or not math.isfinite(value)
+    ]
+    demand(not wrong, about, f"{what} that are finite numbers", wrong)
+    return values
+
+
+def _close(one: Sequence[float], other: Sequence[float]) -> bool:
+    return len(one) == len(other) and all(
+        math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _same(kept: object, forth: object, back: object, *, about: str) -> None:
+    found = f"{short(forth)}, and {short(back)} when they come backwards"
+    demand(kept, about, "the same for each endpoint in whatever order they come", found)

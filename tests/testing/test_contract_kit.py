@@ -1,0 +1,274 @@
+import functools
+import itertools
+from functools import cached_property
+from typing import ClassVar
+
+import msgspec
+import pytest
+
+from extproc.decision import Priced
+from extproc.scheduling.plugins import Signal
+from extproc.testing import contract
+
+NOTHING = frozenset()
+
+
+class Plugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """A plugin whose answers a test gives."""
+
+    kind: ClassVar[str] = "odd"
+    needs: ClassVar[frozenset[Signal]] = NOTHING
+
+
+def scorer(answer, needs=NOTHING):
+    """A scorer class that answers by a function of turn and candidates."""
+
+    class Odd(Plugin, frozen=True):
+        def score(self, turn, candidates):
+            return answer(turn, candidates)
+
+    Odd.needs = needs
+    return Odd
+
+
+def complaint(check, cls):
+    with pytest.raises(AssertionError) as raised:
+        check(cls)
+    return str(raised.value)
+
+
+def test_a_sound_scorer_passes():
+    """What keeps the contract is not complained about."""
+    contract.check_scorer(scorer(lambda turn, them: [1 / (1 + c.in_flight) for c in them]))
+
+
+def by_place(turn, them):
+    return [at / len(them) for at in range(len(them))]
+
+
+def sorts(turn, them):
+    them.sort(key=lambda c: c.in_flight)
+    return [0.5] * len(them)
+
+
+def headers(turn, them):
+    turn.headers["x-seen"] = "1"
+    return [0.5] * len(them)
+
+
+TICKS = itertools.count()
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        (lambda turn, them: [0.5], "odd with 2 endpoints, some of them scraped: wanted 2 scores"),
+        (lambda turn, them: [2.0] * len(them), "wanted numbers of 0 to 1; found [2.0]"),
+        (lambda turn, them: [float("nan")] * len(them), "finite numbers; found [nan]"),
+        (lambda turn, them: ["1"] * len(them), "finite numbers; found ['1']"),
+        (lambda turn, them: (0.5,) * len(them), "wanted a list of scores; found tuple"),
+        (lambda turn, them: None, "wanted a list of scores; found NoneType"),
+        (lambda turn, them: [1 / 0], "wanted an answer; found ZeroDivisionError"),
+        (lambda turn, them: [c.load.waiting / 100 for c in them], "found TypeError"),
+        (by_place, "the same for each endpoint in whatever order they come"),
+        (sorts, "the candidates left in their order"),
+        (headers, "turn and candidates left alone"),
+        (lambda turn, them: [turn.rng.random()] * len(them), "the same question (seed 2"),
+        (lambda turn, them: [next(TICKS) % 7 / 7] * len(them), "the same question (seed 1"),
+    ],
+)
+def test_unsound_scorers_are_told_why(answer, wanted):
+    """Each broken rule is named with the situation and what came."""
+    assert wanted in complaint(contract.check_scorer, scorer(answer))
+
+
+@pytest.mark.parametrize("fill", [0.0, 1.0])
+def test_unknown_may_not_be_best_or_worst(fill):
+    """A scorer that takes an unknown value for empty or full is refused."""
+
+    def answer(turn, them):
+        waiting = [c.load.waiting for c in them]
+        return [fill if w is None else 0.1 + 0.8 * w / 60 for w in waiting]
+
+    odd = scorer(answer, frozenset({Signal.WAITING}))
+    assert "never scraped between the worst" in complaint(contract.check_scorer, odd)
+
+
+def test_declarations_are_checked():
+    """Kind, needs, frozen and strict parameters, and defaults for all of them."""
+
+    class Loose(msgspec.Struct):
+        kind: ClassVar[str] = "loose"
+        needs: ClassVar[frozenset[Signal]] = NOTHING
+
+    class Ignores(msgspec.Struct, frozen=True):
+        kind: ClassVar[str] = "ignores"
+        needs: ClassVar[frozenset[Signal]] = NOTHING
+
+    class Asks(Plugin, frozen=True):
+        size: int
+
+        def score(self, turn, candidates):
+            return [0.5] * len(candidates)
+
+    class Shouts(Plugin, frozen=True):
+        kind: ClassVar[str] = "LOUD"
+
+    class Greedy(Plugin, frozen=True):
+        needs: ClassVar[list[str]] = ["waiting"]
+
+    for cls, wanted in (
+        (Loose, "frozen=True"),
+        (Ignores, "forbid_unknown_fields=True"),
+        (Asks, "Asks: wanted a plugin made without parameters"),
+        (Shouts, "a kind in lower case"),
+        (Greedy, "needs as a frozenset of Signal"),
+    ):
+        assert wanted in complaint(contract.check_scorer, cls)
+    contract.check_scorer(functools.partial(Asks, size=3))
+
+
+def filtering(answer, needs=NOTHING):
+    class Odd(Plugin, frozen=True):
+        def keep(self, turn, candidates):
+            return answer(turn, candidates)
+
+    Odd.needs = needs
+    return Odd
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        (lambda turn, them: [msgspec.structs.replace(c) for c in them], "candidates it was given"),
+        (lambda turn, them: them[::-1], "each once and in their order"),
+        (lambda turn, them: [them[0], them[0]], "each once and in their order"),
+        (lambda turn, them: them[:1], "in whatever order they come"),
+        (lambda turn, them: [c for c in them if turn.rng.random() < 0.5], "same question"),
+    ],
+)
+def test_unsound_filters_are_told_why(answer, wanted):
+    """A filter keeps candidates it was given, in their order, the same ones always."""
+    assert wanted in complaint(contract.check_filter, filtering(answer))
+
+
+def test_a_filter_of_scraped_values_lets_unknown_pass():
+    """Nobody is refused for what nobody knows."""
+
+    def answer(turn, them):
+        return [c for c in them if c.load.waiting is not None]
+
+    contract.check_filter(filtering(answer))
+    scraped = filtering(answer, frozenset({Signal.WAITING}))
+    assert "everybody, for nothing is known" in complaint(contract.check_filter, scraped)
+
+
+def pricing(answer):
+    class Odd(Plugin, frozen=True):
+        def price(self, turn, candidates):
+            return answer(candidates)
+
+    return Odd
+
+
+def test_costs():
+    """A cost model gives finite costs and as many terms, whatever the order."""
+    contract.check_cost(pricing(lambda them: Priced("odd", "s", [c.in_flight for c in them])))
+    for answer, wanted in (
+        (lambda them: [1.0] * len(them), "a Priced; found list"),
+        (lambda them: Priced("odd", "s", [float("inf")] * len(them)), "costs that are finite"),
+        (lambda them: Priced("odd", "s", [1.0] * len(them), [("wait", [])]), "1 wait"),
+        (lambda them: Priced("odd", "s", list(range(len(them)))), "in whatever order"),
+    ):
+        assert wanted in complaint(contract.check_cost, pricing(answer))
+
+
+def picking(answer):
+    class Odd(Plugin, frozen=True):
+        def pick(self, turn, candidates, totals, *, count):
+            return answer(turn, candidates, totals, count)
+
+    return Odd
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        (lambda turn, them, totals, count: [0], "asked for 3: wanted 2 positions"),
+        (lambda turn, them, totals, count: [0] * min(count, len(them)), "nobody twice"),
+        (lambda turn, them, totals, count: range(min(count, len(them))), "a list of positions"),
+        (lambda turn, them, totals, count: [*range(1, 1 + min(count, len(them)))], "0 to 0"),
+        (lambda turn, them, totals, count: [*range(min(count, len(them)))], "the same for each"),
+        (
+            lambda turn, them, totals, count: [*range(len(them))][: totals.sort() or count],
+            "totals left as they are",
+        ),
+    ],
+)
+def test_unsound_pickers_are_told_why(answer, wanted):
+    """A picker names different places, as many as asked for, without regard to their order."""
+    assert wanted in complaint(contract.check_picker, picking(answer))
+
+
+def test_a_picker_may_draw():
+    """Chance of the turn is allowed, for it repeats itself."""
+
+    def answer(turn, them, totals, count):
+        return turn.rng.sample(range(len(them)), min(count, len(them)))
+
+    contract.check_picker(picking(answer))
+
+
+class Remembers(Plugin, frozen=True):
+    """Scores down who was chosen before."""
+
+    @cached_property
+    def seen(self):
+        return set()
+
+    def score(self, turn, candidates):
+        return [0.0 if c.endpoint.address in self.seen else 1.0 for c in candidates]
+
+    def chosen(self, decision, now):
+        self.seen.add(decision.endpoints[0].address)
+
+
+def test_a_memory_may_change_in_chosen():
+    """An observer passes when its answers change with choices only."""
+    contract.check_scorer(Remembers)
+
+
+def test_a_memory_takes_any_decision():
+    """An observer that raises on a plain decision is refused."""
+
+    class Picky(Remembers, frozen=True):
+        def chosen(self, decision, now):
+            raise KeyError(decision.picker)
+
+    assert "wanted chosen to take any decision; found KeyError" in complaint(
+        contract.check_scorer, Picky
+    )
+
+
+def test_a_memory_is_not_shared():
+    """What one instance was told is not known to another."""
+    told = []
+
+    class Shares(Plugin, frozen=True):
+        def score(self, turn, candidates):
+            return [1 / (1 + len(told))] * len(candidates)
+
+        def chosen(self, decision, now):
+            told.append(decision)
+
+    assert "a second instance: nothing shared" in complaint(contract.check_scorer, Shares)
+
+
+def test_a_broken_answer_after_a_choice():
+    """The answer is looked at again once there is something to remember."""
+
+    class Grows(Remembers, frozen=True):
+        def score(self, turn, candidates):
+            return [float(2 * len(self.seen))] * len(candidates)
+
+    assert "numbers of 0 to 1; found [2.0]" in complaint(contract.check_scorer, Grows)
