@@ -8,8 +8,10 @@ returns holds everything.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +22,10 @@ from extproc.scheduling.plugins import BypassedError, Signal
 from extproc.scheduling.turn import Turn
 
 Given = TypeVar("Given")
+
+#: A header an answer can carry (RFC 9110, 5.1 and 5.5): a lower-case token, visible text.
+_HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
+_VALUE = re.compile(r"[\x20-\x7e]*")
 
 
 class ExitError(Exception):
@@ -79,8 +85,9 @@ class Guarded:
 
     A call while the plugin is bypassed raises `BypassedError`, which the profile takes as it takes
     a plugin's own exceptions. The plugin is given tuples, so that it cannot reorder what others
-    read, and its lists are copied, so that it cannot change them afterwards. The account of time
-    is per instance and also kept in dry runs: it says what the plugin costs, not what was decided.
+    read, and its answers are copied into plain numbers and text, which it cannot change afterwards
+    and everybody can print. The account of time is per instance and also kept in dry runs: it says
+    what the plugin costs, not what was decided.
 
     Args:
         plugin: A filter, scorer, cost model or picker.
@@ -96,6 +103,7 @@ class Guarded:
         "_recent",
         "_until",
         "kind",
+        "max_num_of_endpoints",
         "needs",
         "plugin",
     )
@@ -107,6 +115,9 @@ class Guarded:
         self._answer = getattr(plugin, "answer_headers", None)
         self._chosen = getattr(plugin, "chosen", None)
         self._keys = getattr(plugin, "keys", None)
+        width = getattr(plugin, "max_num_of_endpoints", 1)
+        #: See `Profile.width`.
+        self.max_num_of_endpoints = width if isinstance(width, int) else 1
         self._guards = guards
         #: The last calls as bits, the youngest lowest; 1 is an overrun.
         self._recent = 0
@@ -121,13 +132,12 @@ class Guarded:
     def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
         """See `plugins.Scorer`."""
         plugin, given = self.plugin, tuple(candidates)
-        return self._run("scorer", turn.now, lambda: list(plugin.score(turn, given)))
+        return self._run("scorer", turn.now, lambda: list(map(float, plugin.score(turn, given))))
 
     def price(self, turn: Turn, candidates: Sequence[Candidate]) -> Priced:
         """See `plugins.Cost`."""
         plugin, given = self.plugin, tuple(candidates)
-        priced: Priced = self._run("cost", turn.now, lambda: plugin.price(turn, given))
-        return priced
+        return self._run("cost", turn.now, lambda: _plain(plugin.price(turn, given), len(given)))
 
     def pick(
         self,
@@ -140,7 +150,9 @@ class Guarded:
         """See `plugins.Picker`."""
         plugin, given, sums = self.plugin, tuple(candidates), tuple(totals)
         return self._run(
-            "picker", turn.now, lambda: list(plugin.pick(turn, given, sums, count=count))
+            "picker",
+            turn.now,
+            lambda: list(map(index, plugin.pick(turn, given, sums, count=count))),
         )
 
     def chosen(self, decision: Decision, now: float) -> None:
@@ -156,14 +168,14 @@ class Guarded:
         remember = self._keys
         if remember is None:
             return {}
-        return self._run("observer", turn.now, lambda: dict(remember(turn)))
+        return self._run("observer", turn.now, lambda: _texts(dict(remember(turn))))
 
     def answer_headers(self, turn: Turn, chosen: Endpoint) -> Sequence[tuple[str, str]]:
         """See `plugins.Answerer`."""
         tell = self._answer
         if tell is None:
             return ()
-        return self._run("answerer", turn.now, lambda: list(tell(turn, chosen)))
+        return self._run("answerer", turn.now, lambda: _headers(dict(tell(turn, chosen))))
 
     def _run(self, role: str, now: float, act: Callable[[], Given]) -> Given:
         """Let the plugin act, unless it is bypassed.
@@ -210,3 +222,25 @@ class Guarded:
                 self._on_trial = True
                 return
         self._on_trial = False
+
+
+def _plain(priced: Priced, size: int) -> Priced:
+    """The same costs as plain numbers, each term as long as the costs."""
+    costs = list(map(float, priced.costs))
+    terms = [(str(name), list(map(float, numbers))) for name, numbers in priced.terms]
+    if any(len(numbers) != size for numbers in (costs, *(numbers for _, numbers in terms))):
+        raise ValueError(f"wanted {size} costs and as many of each term")
+    return Priced(str(priced.name), str(priced.unit), costs, terms)
+
+
+def _texts(given: dict[Any, Any]) -> dict[str, str]:
+    if not all(isinstance(text, str) for pair in given.items() for text in pair):
+        raise TypeError("wanted text for names and values")
+    return given
+
+
+def _headers(given: dict[Any, Any]) -> list[tuple[str, str]]:
+    headers = list(_texts(given).items())
+    if not all(_HEADER.fullmatch(name) and _VALUE.fullmatch(value) for name, value in headers):
+        raise ValueError("wanted header names in lower case and values in visible ASCII")
+    return headers

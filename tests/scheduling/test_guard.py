@@ -214,8 +214,73 @@ def test_a_plugin_cannot_reorder_or_keep_what_others_read():
 
         def pick(self, turn, candidates, totals, *, count):
             assert isinstance(totals, tuple)
-            return self.score(turn, candidates)
+            return (1, 0)
 
     guarded = Guarded(Keeps(), Guards(lambda: 0.0, Counts()))
     assert guarded.score(fleet.turn(), FLEET) == [0.5, 1.0]
-    assert guarded.pick(fleet.turn(), FLEET, [0.0, 1.0], count=1) == [0.5, 1.0]
+    assert guarded.pick(fleet.turn(), FLEET, [0.0, 1.0], count=1) == [1, 0]
+
+
+def answering(**methods):
+    """A guarded plugin with the given answers, and its counters."""
+    plugin = type("Answers", (), {"kind": "answers", "needs": frozenset(), **methods})()
+    guards = Guards(lambda: 0.0, Counts())
+    return Guarded(plugin, guards), guards.counts
+
+
+@pytest.mark.parametrize("order", [[1.0], ["0"], [None], None])
+def test_positions_are_whole_numbers(order):
+    """A pick that would fail only when it is used is the picker's fault."""
+    guarded, counts = answering(pick=lambda *_, count: order)
+    decision = Profile("p", (), (), guarded).run(fleet.turn(), FLEET)
+    assert fleet.names(decision.endpoints) == ["a"]
+    assert decision.degraded == "picker answers raised TypeError"
+    assert counts.exceptions == {("picker", "answers"): 1}
+
+
+@pytest.mark.parametrize(
+    "priced",
+    [
+        Priced("c", "s", [1.0]),
+        Priced("c", "s", [1.0, 2.0], [("wait", [1.0])]),
+        Priced("c", "s", ["x", 2.0]),
+        None,
+    ],
+)
+def test_costs_and_terms_are_numbers_as_many_as_candidates(priced):
+    """A cost model that answers anything else is left out."""
+    guarded, counts = answering(price=lambda *_: priced)
+    decision = Profile("p", (), (), MaxScore(), guarded).run(fleet.turn(), FLEET)
+    assert decision.priced is None
+    assert decision.degraded.startswith("cost answers raised ")
+    assert counts.exceptions == {("cost", "answers"): 1}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [[("x-a", 5)], [("X-A", "b")], [("x-a", "b\r\nx-b: c")], [("x a", "b")], [("", "b")], 5],
+)
+def test_answer_headers_can_be_sent(headers):
+    """What no HTTP answer could carry never reaches one."""
+    guarded, counts = answering(
+        score=lambda *_: [1.0, 0.0], answer_headers=lambda *_: headers, keys=lambda *_: {"k": 5}
+    )
+    decision = Profile("p", (), ((guarded, 1.0),), MaxScore()).run(fleet.turn(), FLEET)
+    assert (decision.answer_headers, decision.keys) == ((), {})
+    assert "answer of answers raised" in decision.degraded
+    assert counts.exceptions == {("answerer", "answers"): 1, ("observer", "answers"): 1}
+
+
+def test_what_a_plugin_tells_passes():
+    """Keys, answer headers and the number of endpoints go through the guard."""
+    guarded, counts = answering(
+        score=lambda *_: [1.0, 0.0],
+        pick=lambda *_, count: [0, 1][:count],
+        answer_headers=lambda *_: [("x-a", "b c")],
+        keys=lambda *_: {"k": "v"},
+        max_num_of_endpoints=2,
+    )
+    decision = Profile("p", (), ((guarded, 1.0),), guarded).run(fleet.turn(), FLEET)
+    assert (decision.answer_headers, decision.keys) == ((("x-a", "b c"),), {"k": "v"})
+    assert len(decision.endpoints) == 2
+    assert not counts.exceptions
