@@ -13,12 +13,14 @@ import msgspec
 
 from extproc.errors import ConfigError
 from extproc.scheduling import guard
+from extproc.scheduling.costs import estimated_time, lmetric
 from extproc.scheduling.filters import lora_affinity as keep_lora_affinity
-from extproc.scheduling.filters import max_waiting
+from extproc.scheduling.filters import max_waiting, prefix_home
 from extproc.scheduling.pickers import (
     least_request,
     max_score,
     random,
+    rendezvous,
     round_robin,
     weighted_random,
 )
@@ -34,6 +36,7 @@ from extproc.scheduling.scorers import (
 FILTERS: Mapping[str, type[Filter]] = {
     "lora-affinity": keep_lora_affinity.LoraAffinity,
     "max-waiting": max_waiting.MaxWaiting,
+    "prefix-home": prefix_home.PrefixHome,
 }
 
 SCORERS: Mapping[str, type[Scorer]] = {
@@ -44,12 +47,16 @@ SCORERS: Mapping[str, type[Scorer]] = {
     "queue-depth": queue_depth.QueueDepth,
 }
 
-COSTS: Mapping[str, type[Cost]] = {}
+COSTS: Mapping[str, type[Cost]] = {
+    "estimated-time": estimated_time.EstimatedTime,
+    "lmetric": lmetric.LMetric,
+}
 
 PICKERS: Mapping[str, type[Picker]] = {
     "least-request": least_request.LeastRequest,
     "max-score": max_score.MaxScore,
     "random": random.Random,
+    "rendezvous": rendezvous.Rendezvous,
     "round-robin": round_robin.RoundRobin,
     "weighted-random": weighted_random.WeightedRandom,
 }

@@ -23,9 +23,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from extproc.scheduling.costs.estimated_time import EstimatedTime
+from extproc.scheduling.costs.lmetric import LMetric
 from extproc.scheduling.pickers.least_request import LeastRequest
 from extproc.scheduling.pickers.max_score import MaxScore
 from extproc.scheduling.pickers.random import Random
+from extproc.scheduling.pickers.rendezvous import Rendezvous
 from extproc.scheduling.pickers.round_robin import RoundRobin
 from extproc.scheduling.profile import Profile
 from extproc.scheduling.scorers.in_flight import InFlight
@@ -53,5 +56,7 @@ def profiles() -> Mapping[str, Profile]:
         Profile("least-request", (), (), LeastRequest()),
         Profile("round-robin", (), (), RoundRobin()),
         Profile("random", (), (), Random()),
+        Profile("lmetric", (), (), MaxScore(), LMetric()),
+        Profile("adaptive", (), (), Rendezvous(), EstimatedTime()),
     )
     return MappingProxyType({profile.name: profile for profile in (default, *plain)})

@@ -34,6 +34,7 @@ KINDS = [
     for table, word in (
         (catalogue.FILTERS, "filter"),
         (catalogue.SCORERS, "scorer"),
+        (catalogue.COSTS, "cost"),
         (catalogue.PICKERS, "picker"),
     )
     for kind in table

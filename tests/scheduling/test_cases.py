@@ -5,14 +5,22 @@ import msgspec
 import pytest
 import yaml
 
+from extproc.decision import Decision
 from extproc.scheduling import catalogue, defaults
+from extproc.scheduling.plugins import Observer
 from tests.scheduling import fleet
 
 FOLDER = Path(__file__).parent.parent / "cases"
-TABLES = {"filter": catalogue.FILTERS, "scorer": catalogue.SCORERS, "picker": catalogue.PICKERS}
+TABLES = {
+    "filter": catalogue.FILTERS,
+    "scorer": catalogue.SCORERS,
+    "cost": catalogue.COSTS,
+    "picker": catalogue.PICKERS,
+}
 KEYS = {
     "filter": {"keeps"},
     "scorer": {"scores"},
+    "cost": {"costs", "terms"},
     "picker": {"totals", "order", "frequencies", "sequence"},
     "profile": {"order", "frequencies"},
 }
@@ -56,9 +64,22 @@ def test_case(role, kind, case):
     elif role == "scorer":
         scores = dict(zip(fleet.names(candidates), plugin.score(turn, candidates), strict=True))
         assert scores == pytest.approx(case["scores"], abs=1e-4)
+    elif role == "cost":
+        check_costs(case, plugin.price(turn, candidates))
     else:
         totals = [float(case.get("totals", {}).get(name, 0)) for name in case["endpoints"]]
         check_picks(case, lambda count: pick(plugin, turn, candidates, totals, count))
+
+
+def check_costs(case, priced):
+    """Hold costs and those terms that a case names against what it wants of them."""
+    names = list(case["endpoints"])
+    costs = dict(zip(names, priced.costs, strict=True))
+    assert costs == pytest.approx(case.get("costs", costs))
+    terms = {name: dict(zip(names, values, strict=True)) for name, values in priced.terms}
+    for endpoint, wanted in case.get("terms", {}).items():
+        found = {name: terms[name][endpoint] for name in wanted}
+        assert found == pytest.approx(wanted)
 
 
 PROFILES = defaults.profiles()
@@ -72,11 +93,16 @@ def blind(candidates):
 def choose(name, turn, candidates, count):
     decision = PROFILES[name].run(turn, candidates, count=count)
     assert decision.degraded == ""
+    for observer in PROFILES[name].observers:
+        observer.chosen(decision, turn.now)
     return fleet.names(decision.endpoints)
 
 
 def pick(plugin, turn, candidates, totals, count):
-    return fleet.names(candidates[i] for i in plugin.pick(turn, candidates, totals, count=count))
+    chosen = [candidates[i].endpoint for i in plugin.pick(turn, candidates, totals, count=count)]
+    if isinstance(plugin, Observer):
+        plugin.chosen(Decision(turn.request, chosen), turn.now)
+    return fleet.names(chosen)
 
 
 def check_picks(case, choose):

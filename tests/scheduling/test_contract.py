@@ -106,7 +106,7 @@ def test_filter_contract(cls, size, known):
     assert [c for c in candidates if any(c is k for k in kept)] == list(kept)
     assert list(cls().keep(asked(2), candidates)) == list(kept)
     assert list(cls().keep(asked(), candidates[::-1]))[::-1] == list(kept)
-    if not known:
+    if not known and Signal.PREFIX not in cls().needs:
         assert list(kept) == candidates
     assert msgspec.json.encode(candidates) == before
 

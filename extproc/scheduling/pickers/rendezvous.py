@@ -1,0 +1,69 @@
+"""Takes the highest total; near ties go where every replica of the picker sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import mmh3
+import msgspec
+
+from extproc.endpoint import Candidate
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+
+class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The highest totals in falling order; near ties by rendezvous hash.
+
+    Totals within `tie_share` of the best count as equal to it. Among those the winner has the
+    highest hash of key and address (Thaler and Ravishankar 1998), so replicas that do not talk
+    agree, and endpoints that come and go move only their own keys. The key is what stays the same
+    from turn to turn of a conversation: the session hint, else the opening of its first user
+    message, else the end of the prompt. A request without any of these is drawn at random, because
+    one key for all of them would send them all to one endpoint.
+
+    Attributes:
+        tie_share: How far below the best a total may be, as a share of the best's size. 0.01 is
+            below the error of any estimate.
+    """
+
+    kind: ClassVar[str] = "rendezvous"
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.OPENING})
+
+    tie_share: float = 0.01
+
+    def pick(
+        self,
+        turn: Turn,
+        candidates: Sequence[Candidate],
+        totals: Sequence[float],
+        *,
+        count: int,
+    ) -> list[int]:
+        """See the class."""
+        best = max(totals)
+        least = best - self.tie_share * abs(best)
+        ties = [i for i, total in enumerate(totals) if total >= least]
+        if len(ties) > 1:
+            ties = self._ordered(turn, candidates, ties)
+        if count <= len(ties):
+            return ties[:count]
+        taken = set(ties)
+        rest = [i for i in range(len(totals)) if i not in taken]
+        rest.sort(key=totals.__getitem__, reverse=True)
+        return [*ties, *rest][:count]
+
+    def _ordered(
+        self, turn: Turn, candidates: Sequence[Candidate], ties: Sequence[int]
+    ) -> list[int]:
+        request = turn.request
+        key = request.session or turn.opening
+        if key:
+            seed = mmh3.hash(key, 0, signed=False)
+        elif turn.blocks:
+            seed = turn.blocks[-1] & 0xFFFFFFFF
+        else:
+            return turn.rng.sample(ties, len(ties))
+        weights = {i: mmh3.hash(candidates[i].endpoint.address, seed, signed=False) for i in ties}
+        return sorted(ties, key=lambda i: (-weights[i], candidates[i].endpoint.address))
