@@ -1,11 +1,15 @@
+from extproc.decision import Decision
 from extproc.scheduling.pickers.round_robin import RoundRobin
 from tests.scheduling import fleet
 
 
 def walk(picker, candidates, steps, model="m"):
-    turn = fleet.turn(model=model)
-    places = [picker.pick(turn, candidates, [], count=1)[0] for _ in range(steps)]
-    return "".join(candidates[place].endpoint.name for place in places)
+    turn, names = fleet.turn(model=model), ""
+    for _ in range(steps):
+        chosen = candidates[picker.pick(turn, candidates, [], count=1)[0]].endpoint
+        picker.chosen(Decision(turn.request, [chosen]), turn.now)
+        names += chosen.name
+    return names
 
 
 def test_walk_follows_addresses_not_positions():
@@ -36,7 +40,9 @@ def test_fallbacks_do_not_move_the_walk():
     """Naming two endpoints still advances by one."""
     picker, candidates = RoundRobin(), fleet.candidates({"a": {}, "b": {}, "c": {}})
     picker._last["m"] = "a:8000"
-    assert picker.pick(fleet.turn(model="m"), candidates, [], count=2) == [1, 2]
+    turn = fleet.turn(model="m")
+    assert picker.pick(turn, candidates, [], count=2) == [1, 2]
+    picker.chosen(Decision(turn.request, [candidates[1].endpoint, candidates[2].endpoint]), 0.0)
     assert walk(picker, candidates, 1) == "c"
 
 
@@ -46,3 +52,13 @@ def test_made_up_models_are_forgotten():
     for i in range(10):
         walk(picker, candidates, 1, model=str(i))
     assert len(picker._last) == 3
+
+
+def test_a_dry_run_does_not_move_the_walk():
+    """Only a request that was sent counts."""
+    picker, candidates = RoundRobin(), fleet.candidates({"a": {}, "b": {}})
+    first = walk(picker, candidates, 1, model="x")
+    turn = fleet.turn(model="x")
+    places = {picker.pick(turn, candidates, [], count=1)[0] for _ in range(5)}
+    assert fleet.names(candidates[place] for place in places) != [first]
+    assert len(places) == 1

@@ -9,13 +9,14 @@ from typing import ClassVar
 
 import msgspec
 
+from extproc.decision import Decision
 from extproc.endpoint import Candidate
 from extproc.scheduling.plugins import Signal
 from extproc.scheduling.turn import Turn
 
 
 class RoundRobin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """The candidate whose address follows the last one picked for the same model.
+    """The candidate whose address follows the last one chosen for the same model.
 
     The order is that of the addresses as text and wraps around, so endpoints that come and go
     neither reset the walk nor are visited twice in one. A model seen for the first time starts at
@@ -34,7 +35,7 @@ class RoundRobin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @cached_property
     def _last(self) -> OrderedDict[str, str]:
-        """Address last picked, by model; the only state a plugin of this room keeps."""
+        """Address last chosen, by model."""
         return OrderedDict()
 
     def pick(
@@ -48,13 +49,18 @@ class RoundRobin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """See the class."""
         addresses = [c.endpoint.address for c in candidates]
         order = sorted(range(len(addresses)), key=addresses.__getitem__)
-        last = self._last.pop(turn.request.target, None)
+        last = self._last.get(turn.request.target)
         if last is None:
             start = turn.rng.randrange(len(order))
         else:
             start = next((at for at, i in enumerate(order) if addresses[i] > last), 0)
         order = order[start:] + order[:start]
-        self._last[turn.request.target] = addresses[order[0]]
+        return order[:count]
+
+    def chosen(self, decision: Decision, now: float) -> None:
+        """The walk goes on from who got the request."""
+        target = decision.request.target
+        self._last[target] = decision.endpoints[0].address
+        self._last.move_to_end(target)
         if len(self._last) > self.max_models:
             self._last.popitem(last=False)
-        return order[:count]
