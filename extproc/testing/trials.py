@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from extproc.decision import Decision
+from extproc.decision import NO_KEYS, Decision
 from extproc.endpoint import Candidate
-from extproc.scheduling.plugins import Observer, Plugin, Signal
+from extproc.scheduling.plugins import Answerer, Keyed, Observer, Plugin, Signal
 from extproc.scheduling.turn import Turn
 from extproc.testing import fleet
 
@@ -166,24 +166,40 @@ def _called(
 
 
 def _remember(plugin: Plugin, chosen: Candidate, about: str) -> None:
-    """Tell a plugin of a choice, if it has a memory."""
-    if not isinstance(plugin, Observer):
-        return
-    turn = asked()
-    decision = Decision(
+    """Tell a plugin of a choice, if it has a memory, and ask what it tells the client."""
+    turn, keys = asked(), NO_KEYS
+    try:
+        if isinstance(plugin, Keyed):
+            keys = plugin.keys(turn)
+            _check_texts(keys.items(), f"{about}, keys")
+        if isinstance(plugin, Answerer):
+            _check_texts(plugin.answer_headers(turn, chosen.endpoint), f"{about}, answer_headers")
+        if isinstance(plugin, Observer):
+            plugin.chosen(_decision(turn, chosen, keys), turn.now)
+    except AssertionError:
+        raise
+    except Exception as error:
+        raise AssertionError(
+            f"{about}: wanted chosen, keys and answer_headers to take any decision; found "
+            f"{_told(error)}"
+        ) from error
+
+
+def _decision(turn: Turn, chosen: Candidate, keys: Mapping[str, str]) -> Decision:
+    return Decision(
         request=turn.request,
         endpoints=[chosen.endpoint],
         candidates=[chosen],
         finalists=[chosen],
         totals=[0.0],
         blocks=turn.blocks,
+        keys=keys,
     )
-    try:
-        plugin.chosen(decision, turn.now)
-    except Exception as error:
-        raise AssertionError(
-            f"{about}: wanted chosen to take any decision; found {_told(error)}"
-        ) from error
+
+
+def _check_texts(pairs: Iterable[tuple[str, str]], about: str) -> None:
+    odd = [pair for pair in pairs if [isinstance(text, str) for text in pair] != [True, True]]
+    demand(not odd, about, "pairs of text", odd)
 
 
 def _written(there: Sequence[Candidate], turn: Turn) -> bytes:

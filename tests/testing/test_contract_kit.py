@@ -245,9 +245,27 @@ def test_a_memory_takes_any_decision():
         def chosen(self, decision, now):
             raise KeyError(decision.picker)
 
-    assert "wanted chosen to take any decision; found KeyError" in complaint(
-        contract.check_scorer, Picky
-    )
+    said = complaint(contract.check_scorer, Picky)
+    assert "answer_headers to take any decision; found KeyError" in said
+
+
+def test_keys_and_answer_headers_are_text():
+    """What a plugin remembers a request by and tells the client can be carried."""
+
+    class Numbers(Remembers, frozen=True):
+        def answer_headers(self, turn, chosen):
+            return [("x-place", 5)]
+
+    class Sessions(Remembers, frozen=True):
+        def keys(self, turn):
+            return {"session": turn.headers["x-session"]}
+
+        def chosen(self, decision, now):
+            assert decision.keys == {"session": "s-1"}
+
+    said = complaint(contract.check_scorer, Numbers)
+    assert "answer_headers: wanted pairs of text; found [('x-place', 5)]" in said
+    contract.check_scorer(Sessions)
 
 
 def test_a_memory_is_not_shared():
