@@ -56,7 +56,7 @@ def resolve(
 
 def provided(settings: sections.Settings) -> frozenset[Signal]:
     """The signals there will be."""
-    signals = {Signal.IN_FLIGHT}
+    signals = set(Signal) - set(_PROVIDED_BY)
     if settings.prefix.capacity_blocks:
         signals.add(Signal.PREFIX)
     if settings.scrape.enabled:
@@ -66,7 +66,7 @@ def provided(settings: sections.Settings) -> frozenset[Signal]:
 
 def plugins(profile: Profile) -> tuple[Plugin, ...]:
     """Every plugin of a profile, in the order they run."""
-    return (*profile.filters, *(scorer for scorer, _ in profile.scorers), profile.picker)
+    return profile.plugins
 
 
 def _named(strategy: str, *, where: str) -> Profile:

@@ -114,7 +114,8 @@ def test_signal_nobody_provides(tree, plugin, signal):
 def test_no_scraping_leaves_what_we_know_ourselves():
     """Without scraping there are our own requests and prefixes."""
     settings = scheduling(scrape={"enabled": False}, scheduling={"strategy": "least-request"})
-    assert profiles.provided(settings) == {Signal.IN_FLIGHT, Signal.PREFIX}
+    scraped = {Signal.WAITING, Signal.RUNNING, Signal.KV_USAGE, Signal.ADAPTERS}
+    assert profiles.provided(settings) == set(Signal) - scraped
     factory.build(settings)
 
 

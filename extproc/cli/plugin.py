@@ -1,0 +1,101 @@
+"""`extproc plugin`: a template to start from, and the contract to test against.
+
+    extproc plugin template scorer > my_scorer.py
+    extproc plugin test my_scorer.py
+
+`test` runs every plugin of a file through the checks that built-in plugins pass, and says how long
+one call takes. Exit status: 0 all in order, 1 a plugin breaks the contract, 2 the file is no
+plugin file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+#: What a class with a method is, and the name of its template.
+_ROLES = {"keep": "filter", "score": "scorer", "price": "cost", "pick": "picker"}
+
+#: Endpoints and calls from which the time of one call is taken.
+_ENDPOINTS = 100
+_CALLS = 51
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its own subcommands to the `extproc` parser."""
+    parser = subparsers.add_parser(
+        "plugin",
+        help="print a plugin template, or test a plugin file",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    acts = parser.add_subparsers(metavar="ACTION", required=True)
+    template = acts.add_parser("template", help="print a file to start from")
+    template.add_argument("role", choices=sorted(_ROLES.values()))
+    template.set_defaults(act=_template)
+    test = acts.add_parser("test", help="hold the plugins of files to the contract")
+    test.add_argument("files", nargs="+", metavar="FILE", type=Path)
+    test.set_defaults(act=_test)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what was asked; returns the exit status.
+
+    Raises:
+        ConfigError: A file cannot be read or imported, or brings no plugin.
+    """
+    act: Callable[[argparse.Namespace], int] = args.act
+    return act(args)
+
+
+def _template(args: argparse.Namespace) -> int:
+    folder = resources.files("extproc.testing.templates")
+    print(folder.joinpath(f"{args.role}.py").read_text(encoding="utf-8"), end="")
+    return 0
+
+
+def _test(args: argparse.Namespace) -> int:
+    from extproc.config import extensions
+    from extproc.testing import contract
+
+    brought = [extensions.from_file(path, where=str(path)) for path in args.files]
+    extensions.combine(brought)  # kinds that clash
+    broken = 0
+    for one in brought:
+        for cls in one.classes:
+            for method in extensions.roles(cls):
+                name = f"{one.origin}: {_ROLES[method]} {cls.kind}"  # type: ignore[attr-defined]  # from_file saw it
+                try:
+                    contract.CHECKS[method](cls)
+                except AssertionError as error:
+                    print(f"{name}: {error}", file=sys.stderr)
+                    broken += 1
+                else:
+                    print(f"{name} is in order; {_timed(cls(), method)}")
+    return 1 if broken else 0
+
+
+def _timed(plugin: Any, method: str) -> str:
+    """How long one call takes, against the budget."""
+    from extproc.scheduling import guard
+    from extproc.testing import fleet, trials
+
+    there, turn = fleet.crowd(_ENDPOINTS), trials.asked()
+    extra: tuple[Any, ...] = ([0.0] * _ENDPOINTS,) if method == "pick" else ()
+    named = {"count": 1} if method == "pick" else {}
+    spent_s = []
+    for _ in range(_CALLS):
+        started = time.perf_counter()
+        getattr(plugin, method)(turn, there, *extra, **named)
+        spent_s.append(time.perf_counter() - started)
+    median_s, budget_s = statistics.median(spent_s), guard.Limits().budget_s
+    told = f"{median_s * 1e6:.0f} us for {_ENDPOINTS} endpoints"
+    return told if median_s <= budget_s else f"{told}, above the budget of {budget_s * 1e3:g} ms"

@@ -1,0 +1,41 @@
+"""A cost model: what each endpoint would cost in one unit, lower is better.
+
+It takes the place of the scorers: the picker compares negated costs. The terms are what
+`extproc explain` shows. Hold it to the contract: `extproc plugin test my_cost.py`.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from extproc.decision import Priced
+from extproc.endpoint import Candidate
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+
+class MyCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`cost = prefill_s * (queued + max(0, prompt - matched)) + slot_s * r`, in seconds.
+
+    Attributes:
+        slot_s: Seconds each of the r open requests adds.
+    """
+
+    kind: ClassVar[str] = "my-cost"
+    needs: ClassVar[frozenset[Signal]] = frozenset(
+        {Signal.QUEUED, Signal.PREFIX, Signal.RATES, Signal.IN_FLIGHT}
+    )
+
+    slot_s: float = 0.01
+
+    def price(self, turn: Turn, candidates: Sequence[Candidate]) -> Priced:
+        """A cost for each candidate, in their order, and what it is made of."""
+        prompt = turn.request.prompt_tokens
+        prefill = [
+            c.rates.prefill_s * (c.queued_tokens + max(0, prompt - c.matched_tokens))
+            for c in candidates
+        ]
+        slots = [self.slot_s * c.requests for c in candidates]
+        costs = [p + s for p, s in zip(prefill, slots, strict=True)]
+        return Priced(self.kind, "s", costs, [("prefill", prefill), ("slots", slots)])

@@ -1,0 +1,95 @@
+import pytest
+
+from extproc.cli.main import main
+from extproc.config import factory, load
+from extproc.decision import Decision
+from extproc.endpoint import Endpoint
+from extproc.request import RawRequest
+
+ROLES = ("cost", "filter", "picker", "scorer")
+
+
+def template(role, capsys):
+    assert main(["plugin", "template", role]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_template_keeps_the_contract(role, tmp_path, capsys):
+    """What is printed is a plugin file of that role as it stands."""
+    file = tmp_path / "mine.py"
+    file.write_text(template(role, capsys))
+    assert main(["plugin", "test", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert f"{role} my-{role} is in order; " in told
+    assert "us for 100 endpoints" in told
+
+
+@pytest.mark.parametrize("role", ["filter", "picker", "scorer"])
+def test_the_configuration_in_a_template_routes(role, tmp_path, capsys):
+    """The lines of YAML in a template's docstring work as they stand."""
+    text = template(role, capsys)
+    (tmp_path / f"my_{role}.py").write_text(text)
+    lines = text.split("configuration:\n", 1)[1].split("\nand hold", 1)[0]
+    config = tmp_path / "extproc.yaml"
+    config.write_text(f"apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n{unindented(lines)}")
+    parts = factory.build(load.settings(load.read(config)))
+    parts.fleet.replace([Endpoint("10.0.0.1:80")], 1.0)
+    outcome = parts.dispatcher.route(RawRequest({":method": "GET", ":path": "/v1/x"}), 2.0)
+    assert isinstance(outcome, Decision)
+    assert outcome.degraded == ""
+    assert f"my-{role}" in {plugin.kind for plugin in parts.profile.plugins}
+
+
+def unindented(lines):
+    return "".join(f"{line.removeprefix('    ')}\n" for line in lines.splitlines())
+
+
+def test_an_unknown_role(capsys):
+    """Roles are listed when the word is none of them."""
+    assert main(["plugin", "template", "scorers"]) == 2
+    assert "'filter', 'picker', 'scorer'" in capsys.readouterr().err
+
+
+def test_a_broken_contract(tmp_path, capsys):
+    """Each broken plugin is told, the sound ones as well, and the status is 1."""
+    file = tmp_path / "mine.py"
+    text = template("scorer", capsys)
+    file.write_text(text.replace("soft / (soft + c.requests)", "c.requests"))
+    assert main(["plugin", "test", str(file)]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert f"{file}: scorer my-scorer: my-scorer with 1 endpoints" in told.err
+    assert "wanted numbers of 0 to 1; found [" in told.err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1 / 0", "mine.py:1: wanted a Python file that can be imported; found ZeroDivisionError"),
+        ("", "wanted a class with a kind"),
+    ],
+)
+def test_a_file_that_is_no_plugin_file(tmp_path, capsys, text, said):
+    """The status is 2 and the error the one of a configuration that names the file."""
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    assert main(["plugin", "test", str(file)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_kinds_that_clash(tmp_path, capsys):
+    """Files that cannot be used together are refused."""
+    for name in ("one.py", "two.py"):
+        (tmp_path / name).write_text(template("scorer", capsys))
+    assert main(["plugin", "test", str(tmp_path / "one.py"), str(tmp_path / "two.py")]) == 2
+    assert "found my-scorer, which MyScorer of" in capsys.readouterr().err
+
+
+def test_a_slow_plugin_is_told(tmp_path, capsys):
+    """A plugin that would be bypassed is in order, and its time is called above the budget."""
+    file = tmp_path / "mine.py"
+    slow = "        if len(candidates) == 100:\n            sum(range(400_000))\n        soft ="
+    file.write_text(template("scorer", capsys).replace("        soft =", slow))
+    assert main(["plugin", "test", str(file)]) == 0
+    assert "endpoints, above the budget of 2 ms" in capsys.readouterr().out
