@@ -1,7 +1,8 @@
-"""`extproc explain`: say which endpoint a request would get, and why.
+"""`extproc explain`: say which endpoint a request would get, or got, and why.
 
 The request is a JSON body from a file or standard input. What is known of the endpoints comes from
 a running server (--server), or from a file (--state) in the form in which /debug/pool shows it.
+With --id a server tells of a request it routed lately.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import json
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +40,7 @@ def add_parser(subparsers: Any) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--state", metavar="FILE", help="YAML or JSON file with endpoints")
     source.add_argument("--server", metavar="URL", help="pages of a server, http://127.0.0.1:9090")
+    add("--id", metavar="ID", help="x-request-id of a request that --server routed lately")
     add("--path", default="/v1/chat/completions", help="HTTP path (%(default)s)")
     add(
         "--header",
@@ -59,8 +62,12 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: A file or flag is wrong.
         UnreachableError: The server does not answer.
     """
-    from extproc.telemetry import explanation
+    from extproc.telemetry import explanation, table
 
+    if args.id:
+        told = _recall(args)
+        _print(told, told_as=table.render_past(told), as_json=args.json)
+        return 0
     body = sys.stdin.buffer.read() if args.request == "-" else _bytes_of(args.request)
     headers = _headers(args.header)
     if args.server:
@@ -74,10 +81,29 @@ def run(args: argparse.Namespace) -> int:
         told = _ask(args.server, args.path, headers, body)
     else:
         told = explanation.explain(_imagine(args, headers, body))
-    print(json.dumps(told, indent=2) if args.json else explanation.render_table(told), end="")
-    if args.json:
-        print()
+    _print(told, told_as=table.render_table(told), as_json=args.json)
     return 0
+
+
+def _print(told: Mapping[str, Any], *, told_as: str, as_json: bool) -> None:
+    print(json.dumps(told, indent=2) + "\n" if as_json else told_as, end="")
+
+
+def _recall(args: argparse.Namespace) -> dict[str, Any]:
+    if not args.server or args.request != "-":
+        raise ConfigError(
+            "--id",
+            wanted="--server and no request",
+            found="a request" if args.server else "no --server",
+            fix="a server keeps the requests it routed; say extproc explain --server URL --id ID",
+        )
+    url = f"{_base(args.server)}/debug/decisions/{urllib.parse.quote(args.id, safe='')}"
+    told = _fetch(urllib.request.Request(url))  # noqa: S310 - _base made it http or https
+    if told["outcome"] == "rejection" and told["status"] == 404:
+        raise ConfigError(
+            "--id", wanted="a request routed lately", found=told["message"], fix="check the id"
+        )
+    return told
 
 
 def _imagine(args: argparse.Namespace, headers: Mapping[str, str], body: bytes) -> Any:
@@ -122,13 +148,24 @@ def _headers(words: list[str]) -> dict[str, str]:
 
 def _ask(server: str, path: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
     """Ask a running server for a dry run."""
-    if not server.startswith(("http://", "https://")):
-        server = f"http://{server}"
-    url = f"{server.rstrip('/')}/debug/explain"
+    url = f"{_base(server)}/debug/explain"
     sent = {"x-explain-path": path, "content-type": "application/octet-stream"}
     sent |= {f"x-explain-header-{name}": value for name, value in headers.items()}
     # The scheme was made http or https above.
-    request = urllib.request.Request(url, data=body, headers=sent, method="POST")  # noqa: S310
+    return _fetch(
+        urllib.request.Request(url, data=body, headers=sent, method="POST")  # noqa: S310
+    )
+
+
+def _base(server: str) -> str:
+    """The address of the pages, with a scheme."""
+    if not server.startswith(("http://", "https://")):
+        server = f"http://{server}"
+    return server.rstrip("/")
+
+
+def _fetch(request: urllib.request.Request) -> dict[str, Any]:
+    url = request.full_url
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
             told: dict[str, Any] = json.load(answer)

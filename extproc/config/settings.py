@@ -9,12 +9,13 @@
     prefix:      Prefix       how prompts are cut and how much is remembered
     limits:      Limits       bytes and streams
     answers:     Answers      what is done with response headers and bodies
+    explain:     Explain      what is kept and told of decisions
     log:         Log
     conformance: bool
     seed:        int | null
 
-In code: `Settings` with the fields server, pool, scrape, scheduling, prefix, limits, answers, log,
-conformance, seed. `Settings()` is a complete default configuration without endpoints.
+In code: `Settings` with the fields server, pool, scrape, scheduling, prefix, limits, answers,
+explain, log, conformance, seed. `Settings()` is a complete default configuration without endpoints.
 
 Sections refuse unknown fields. Units are in names. Ranges are in the annotations, so that an error
 names the field and the bound.
@@ -281,6 +282,20 @@ class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     stream_share: Share = 0.0
 
 
+class Explain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is kept and told of decisions.
+
+    Attributes:
+        decisions: Decisions kept for /debug/decisions and `extproc explain --id` (count); 0 keeps
+            none. 1000 of ten candidates are some 5 MB; with many candidates fewer are kept.
+        header: Put the short form of the decision on answers as `x-extproc-decision`. False: it
+            names endpoints, which clients need not know.
+    """
+
+    decisions: Count = 1000
+    header: bool = False
+
+
 class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is written to standard error.
 
@@ -299,6 +314,7 @@ _SCHEDULING = Scheduling()
 _PREFIX = Prefix()
 _LIMITS = Limits()
 _ANSWERS = Answers()
+_EXPLAIN = Explain()
 _LOG = Log()
 
 
@@ -315,6 +331,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         prefix: How prompts are remembered.
         limits: What clients may take.
         answers: What is done with responses.
+        explain: What is kept and told of decisions.
         log: What is written.
         conformance: Obey the header `test-epp-endpoint-selection` and report who served. False:
             a client must not choose its endpoint outside of conformance tests.
@@ -331,6 +348,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     prefix: Prefix = _PREFIX
     limits: Limits = _LIMITS
     answers: Answers = _ANSWERS
+    explain: Explain = _EXPLAIN
     log: Log = _LOG
     conformance: bool = False
     seed: int | None = None

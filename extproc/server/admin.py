@@ -1,7 +1,8 @@
 """The pages for people and probes, on the metrics port.
 
 `/metrics` Prometheus text; `/healthz` and `/readyz` for probes without gRPC; `/debug/pool` the
-pool as JSON; `POST /debug/explain` a dry run: the decision a request would get now, with reasons.
+pool as JSON; `POST /debug/explain` a dry run: the decision a request would get now, with reasons;
+`/debug/decisions` the last decisions, `/debug/decisions/{id}` one of them by request id.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from extproc.request import RawRequest
 from extproc.server.health import Readiness
 from extproc.telemetry import explanation
 from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.ring import Ring
 
 #: Names under which `/debug/explain` takes the path and headers of the request to explain.
 PATH_HEADER = "x-explain-path"
@@ -31,6 +33,7 @@ class Pages:
         readiness: Answers probes.
         pool: Gives the current pool.
         dry_run: Decides without charging anybody.
+        decisions: The last decisions.
         clock: Monotonic seconds.
         max_body_bytes: Largest request that is explained.
     """
@@ -42,6 +45,7 @@ class Pages:
         readiness: Readiness,
         pool: Callable[[], Pool],
         dry_run: Callable[[RawRequest, float], Outcome],
+        decisions: Ring,
         clock: Callable[[], float],
         max_body_bytes: int,
     ) -> None:
@@ -49,6 +53,7 @@ class Pages:
         self._readiness = readiness
         self._pool = pool
         self._dry_run = dry_run
+        self._decisions = decisions
         self._clock = clock
         self._max_body_bytes = max_body_bytes
 
@@ -62,6 +67,8 @@ class Pages:
                 web.get("/readyz", self.readyz),
                 web.get("/debug/pool", self.pool),
                 web.post("/debug/explain", self.explain),
+                web.get("/debug/decisions", self.decisions),
+                web.get("/debug/decisions/{id}", self.decision),
             ]
         )
         return application
@@ -86,6 +93,29 @@ class Pages:
     async def pool(self, _: web.Request) -> web.Response:
         """Endpoints, loads with their ages, accounts."""
         return web.json_response(explanation.pool_state(self._pool(), self._clock()))
+
+    async def decisions(self, request: web.Request) -> web.Response:
+        """The last decisions, newest first; `?limit=` of them, 50 unless told."""
+        asked = request.query.get("limit", "50")
+        limit = int(asked) if asked.isascii() and asked.isdigit() else 50
+        now = self._clock()
+        return web.json_response(
+            {"decisions": [explanation.summary(one, now) for one in self._decisions.latest(limit)]}
+        )
+
+    async def decision(self, request: web.Request) -> web.Response:
+        """One decision of the past, with its reasons and what came of it."""
+        found = self._decisions.find(request.match_info["id"])
+        if found is None:
+            missing = Rejection(
+                404,
+                f"no decision of that request id among the last {len(self._decisions)}; the id is "
+                "the x-request-id header, and explain.decisions says how many are kept",
+            )
+            return web.Response(
+                status=404, body=refusal.body(missing), content_type="application/json"
+            )
+        return web.json_response(explanation.recorded(found, self._clock()))
 
     async def explain(self, request: web.Request) -> web.Response:
         """What would be decided now, and why. Nothing is charged."""

@@ -25,6 +25,7 @@ from extproc.scheduling import guard
 from extproc.scrape import client, scraper
 from extproc.server import admin, health, servicer, tls
 from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.ring import Ring
 from extproc.telemetry.tallies import Tallies
 
 _log = logging.getLogger("extproc.server")
@@ -102,6 +103,7 @@ class Picker:
         self._settings = settings
         self._clock = clock
         self.tallies = Tallies()
+        self.ring = Ring(settings.explain.decisions)
         self.parts = factory.build(
             settings,
             on_gone=self._gone,
@@ -216,6 +218,7 @@ class Picker:
             readiness=self.readiness,
             pool=lambda: self.parts.fleet.pool,
             dry_run=self.parts.dispatcher.route,
+            decisions=self.ring,
             clock=self._clock,
             max_body_bytes=self._settings.limits.max_body_bytes,
         )

@@ -1,22 +1,23 @@
-"""An outcome told to people: as JSON for pages, as a table for terminals.
+"""An outcome told as JSON: a reader of the one Decision.
 
-Both are readers of the one Decision. Prompts, bodies and header values have no place here; of a
+`table` shows the same to people. Prompts, bodies and header values have no place here; of a
 request only what decided is told.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from extproc.decision import Decision, Outcome, Rejection
+from extproc.decision import Decision, Outcome, Priced, Rejection
 from extproc.endpoint import Candidate
 from extproc.pool.snapshot import Pool
 from extproc.request import Request
 from extproc.telemetry import state
+from extproc.telemetry.ring import Recorded
 
 #: Plain JSON: mappings, lists, text, numbers, booleans, None.
 Json = dict[str, Any]
@@ -47,8 +48,8 @@ def explain(outcome: Outcome) -> Json:
     """An outcome and its reasons.
 
     Returns:
-        For a decision the keys outcome, request, profile, picker, degraded, endpoints, candidates,
-        filters, scorers and finalists; for a rejection outcome, status, message, reason and
+        For a decision the keys outcome, request, profile, picker, degraded, endpoints, runner_up,
+        candidates, filters, scorers, cost and finalists; for a rejection outcome, status, message, reason and
         retry_after_s.
     """
     if isinstance(outcome, Rejection):
@@ -60,11 +61,91 @@ def explain(outcome: Outcome) -> Json:
         "picker": outcome.picker,
         "degraded": outcome.degraded,
         "endpoints": [endpoint.address for endpoint in outcome.endpoints],
+        "runner_up": _runner_up(outcome),
         "candidates": [_candidate(candidate) for candidate in outcome.candidates],
         "filters": _filters(outcome),
         "scorers": [{"name": scored.name, "weight": scored.weight} for scored in outcome.scores],
+        "cost": _cost(outcome.priced),
         "finalists": _finalists(outcome),
     }
+
+
+def recorded(one: Recorded, now: float) -> Json:
+    """A decision of the past, how long ago it was, and what came of it.
+
+    Args:
+        one: From the ring.
+        now: Monotonic seconds.
+    """
+    return {
+        "id": one.id,
+        "seconds_ago": now - one.at,
+        "status": one.status or None,
+        "seconds": one.seconds,
+        "usage": one.usage,
+        **explain(one.decision),
+    }
+
+
+def summary(one: Recorded, now: float) -> Json:
+    """One line of the list of past decisions.
+
+    Args:
+        one: From the ring.
+        now: Monotonic seconds.
+    """
+    decision = one.decision
+    return {
+        "id": one.id,
+        "seconds_ago": now - one.at,
+        "model": decision.request.target,
+        "endpoint": decision.endpoints[0].address,
+        "why": short(decision),
+        "status": one.status or None,
+        "seconds": one.seconds,
+    }
+
+
+def short(decision: Decision) -> str:
+    """A decision in one line of ASCII, fit for a header.
+
+    `adaptive; chose=10.0.0.1:8000; cost=12.3ms; cached=1024/1500; next=10.0.0.2:8000; cost=80.1ms`
+    """
+    request = decision.request
+    words = [decision.profile, f"chose={decision.endpoints[0].address}"]
+    chosen = next(
+        (
+            at
+            for at, candidate in enumerate(decision.finalists)
+            if candidate.endpoint.address == decision.endpoints[0].address
+        ),
+        None,
+    )
+    words += _worth(decision, chosen)
+    words.append(f"cached={decision.matched_tokens}/{request.prompt_tokens}")
+    other = runner_up(decision)
+    if other is not None:
+        words.append(f"next={decision.finalists[other].endpoint.address}")
+        words += _worth(decision, other)
+    if decision.degraded:
+        words.append("degraded")
+    return "; ".join(words)
+
+
+def _worth(decision: Decision, at: int | None) -> list[str]:
+    """What a finalist costs or scores, in a word; nothing where nothing was compared."""
+    priced = decision.priced
+    if at is None:
+        return []
+    if priced is not None:
+        unit = "ms" if priced.unit == "s" else priced.unit
+        return [f"cost={_factor(priced) * priced.costs[at]:.1f}{unit}"]
+    return [f"score={decision.totals[at]:.3f}"] if decision.scores else []
+
+
+def _runner_up(decision: Decision) -> str | None:
+    at = runner_up(decision)
+    return None if at is None else decision.finalists[at].endpoint.address
 
 
 def _request(request: Request) -> Json:
@@ -100,6 +181,10 @@ def _candidate(candidate: Candidate) -> Json:
         "requests": candidate.requests,
         "prompt_tokens": candidate.prompt_tokens,
         "matched_tokens": candidate.matched_tokens,
+        "queued_tokens": round(candidate.queued_tokens),
+        "unseen_tokens": round(candidate.unseen_tokens),
+        "residency": candidate.residency.name.lower(),
+        "rates": msgspec.structs.asdict(candidate.rates),
     }
 
 
@@ -117,142 +202,46 @@ def _filters(decision: Decision) -> list[Json]:
 
 def _finalists(decision: Decision) -> list[Json]:
     ranks = {endpoint.address: rank for rank, endpoint in enumerate(decision.endpoints, 1)}
+    priced = decision.priced
+    factor = 1.0 if priced is None else _factor(priced)
     finalists = []
     for at, candidate in enumerate(decision.finalists):
         address = candidate.endpoint.address
-        finalists.append(
-            {
-                "endpoint": address,
-                "raw": [scored.scores[at] for scored in decision.scores],
-                "weighted": [scored.weight * scored.scores[at] for scored in decision.scores],
-                "total": decision.totals[at] if decision.totals else 0.0,
-                "rank": ranks.get(address),
-            }
-        )
+        told: Json = {
+            "endpoint": address,
+            "raw": [scored.scores[at] for scored in decision.scores],
+            "weighted": [scored.weight * scored.scores[at] for scored in decision.scores],
+            "total": decision.totals[at] if decision.totals else 0.0,
+            "rank": ranks.get(address),
+        }
+        if priced is not None:
+            told["cost"] = factor * priced.costs[at]
+            told["terms"] = [factor * values[at] for _, values in priced.terms]
+        finalists.append(told)
     return finalists
+
+
+def _cost(priced: Priced | None) -> Json | None:
+    """The head of the cost columns; seconds are told in milliseconds."""
+    if priced is None:
+        return None
+    unit = "ms" if priced.unit == "s" else priced.unit
+    return {"name": priced.name, "unit": unit, "terms": [name for name, _ in priced.terms]}
+
+
+def _factor(priced: Priced) -> float:
+    return 1000.0 if priced.unit == "s" else 1.0
+
+
+def runner_up(decision: Decision) -> int | None:
+    """Position in `finalists` of the best one that was not chosen; None when there is none."""
+    first = decision.endpoints[0].address
+    others = [
+        at for at, candidate in enumerate(decision.finalists) if candidate.endpoint.address != first
+    ]
+    totals = decision.totals
+    return max(others, key=totals.__getitem__) if others and totals else None
 
 
 def _addresses(candidates: Iterable[Candidate]) -> list[str]:
     return [candidate.endpoint.address for candidate in candidates]
-
-
-def render_table(explanation: Json) -> str:
-    """An explanation for a terminal.
-
-    Args:
-        explanation: From `explain`, or its JSON from a server.
-    """
-    if explanation["outcome"] == "rejection":
-        return _refused(explanation)
-    sections = [_asked(explanation), _in_play(explanation["candidates"])]
-    if explanation["filters"]:
-        sections.append(_steps(explanation["filters"]))
-    if explanation["scorers"]:
-        sections.append(_scores(explanation))
-    sections.append(_chosen(explanation))
-    return "\n\n".join(sections) + "\n"
-
-
-def _refused(explanation: Json) -> str:
-    lines = [f"refused with {explanation['status']}: {explanation['message']}"]
-    if explanation["reason"]:
-        lines.append(f"reason: {explanation['reason']}")
-    if explanation["retry_after_s"] is not None:
-        lines.append(f"retry after: {explanation['retry_after_s']} s")
-    return "\n".join(lines) + "\n"
-
-
-def _asked(explanation: Json) -> str:
-    request = explanation["request"]
-    facts = [request["api"], f"model {request['model'] or '-'}"]
-    if request["adapter"]:
-        facts.append(f"adapter {request['adapter']}")
-    facts.append(f"about {request['prompt_tokens']} prompt tokens")
-    if request["stream"]:
-        facts.append("streamed")
-    if request["subset"] is not None:
-        facts.append(f"limited to {', '.join(request['subset']) or 'nobody'}")
-    return f"request: {', '.join(facts)}\nprofile: {explanation['profile']}"
-
-
-def _in_play(candidates: Sequence[Json]) -> str:
-    head = (
-        *("CANDIDATE", "AGE s", "WAITING", "RUNNING", "KV", "IN FLIGHT", "REQUESTS", "CACHED"),
-        "ADAPTERS",
-    )
-    rows = [
-        (
-            candidate["endpoint"],
-            _number(candidate["age_s"], 2),
-            _number(candidate["waiting"], 0),
-            _number(candidate["running"], 0),
-            _number(candidate["kv_usage"], 2),
-            str(candidate["in_flight"]),
-            _number(candidate["requests"], 0),
-            str(candidate["matched_tokens"]),
-            _names(candidate["adapters"]),
-        )
-        for candidate in candidates
-    ]
-    return _aligned(head, rows)
-
-
-def _steps(filters: Sequence[Json]) -> str:
-    head = ("FILTER", "LEFT", "DROPPED")
-    rows = [
-        (step["name"], str(len(step["survivors"])), ", ".join(step["dropped"]) or "nobody")
-        for step in filters
-    ]
-    return _aligned(head, rows)
-
-
-def _scores(explanation: Json) -> str:
-    scorers = explanation["scorers"]
-    head = ("SCORE", *(f"{one['name']} x{one['weight']:g}" for one in scorers), "TOTAL", "RANK")
-    ordered = sorted(explanation["finalists"], key=lambda finalist: -finalist["total"])
-    rows = [
-        (
-            finalist["endpoint"],
-            *(
-                f"{raw:.3f} = {weighted:.3f}"
-                for raw, weighted in zip(finalist["raw"], finalist["weighted"], strict=True)
-            ),
-            f"{finalist['total']:.3f}",
-            str(finalist["rank"] or ""),
-        )
-        for finalist in ordered
-    ]
-    return _aligned(head, rows)
-
-
-def _chosen(explanation: Json) -> str:
-    first, *others = explanation["endpoints"]
-    line = f"chosen by {explanation['picker']}: {first}"
-    if others:
-        line += f", then {', '.join(others)}"
-    if explanation["degraded"]:
-        line += f"\ndegraded: {explanation['degraded']}"
-    return line
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "?" if value is None else f"{value:.{digits}f}"
-
-
-def _names(names: Sequence[str] | None) -> str:
-    if names is None:
-        return "?"
-    return ", ".join(names) or "-"
-
-
-def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns two spaces apart: the first one flush left, the last one free, numbers right."""
-    widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
-    lines = []
-    for row in (head, *rows):
-        cells = [
-            cell.ljust(width) if at in (0, len(head) - 1) else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

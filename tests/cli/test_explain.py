@@ -3,6 +3,7 @@ import io
 import json
 import re
 import threading
+import urllib.request
 
 import pytest
 from aiohttp import web
@@ -11,8 +12,9 @@ from extproc.cli import main
 from extproc.config import factory
 from extproc.config import settings as sections
 from extproc.endpoint import Endpoint
+from extproc.request import RawRequest
 from extproc.server import admin, health
-from extproc.telemetry import exposition, tallies
+from extproc.telemetry import exposition, ring, tallies
 
 SECRET = "the-secret-prompt"
 BODY = json.dumps({"model": "sql", "messages": [{"role": "user", "content": SECRET * 100}]})
@@ -42,10 +44,10 @@ TABLES = """\
 request: chat, model sql, about 426 prompt tokens
 profile: strict
 
-CANDIDATE AGE s WAITING RUNNING KV IN FLIGHT REQUESTS CACHED ADAPTERS
-10.0.0.1:8000 0.50 3 12 0.40 5 15 0 sql
-10.0.0.2:8000 0.00 0 2 0.10 0 2 0 -
-10.0.0.3:8000 ? ? ? ? 1 1 0 ?
+CANDIDATE AGE s WAITING RUNNING KV IN FLIGHT REQUESTS CACHED QUEUED ADAPTERS
+10.0.0.1:8000 0.50 3 12 0.40 5 15 0 0 sql
+10.0.0.2:8000 0.00 0 2 0.10 0 2 0 0 -
+10.0.0.3:8000 ? ? ? ? 1 1 0 0 ?
 
 FILTER LEFT DROPPED
 max-waiting 2 10.0.0.1:8000
@@ -54,7 +56,7 @@ SCORE queue-depth x2 in-flight x1 TOTAL RANK
 10.0.0.3:8000 1.000 = 2.000 1.000 = 1.000 3.000 1
 10.0.0.2:8000 1.000 = 2.000 0.900 = 0.900 2.900 2
 
-chosen by max-score: 10.0.0.3:8000, then 10.0.0.2:8000
+chosen by max-score: 10.0.0.3:8000, then 10.0.0.2:8000; runner-up: 10.0.0.2:8000
 """
 
 
@@ -169,6 +171,10 @@ def server():
     parts = factory.build(sections.Settings())
     parts.fleet.replace([Endpoint("10.0.0.1:8000", name="one"), Endpoint("10.0.0.2:8000")], 0.0)
     parts.fleet.pool.members[0].account.open("m", 10, cached_tokens=0, now=0.0)
+    kept = ring.Ring(10)
+    raw = RawRequest({":method": "POST", ":path": "/v1/chat/completions"}, BODY.encode())
+    decision = parts.dispatcher.route(raw, 0.5)
+    kept.add("id/1", decision, 0.5).status = "200"
     pages = admin.Pages(
         exposition=exposition.Exposition(
             tallies.Tallies(), lambda: parts.fleet.pool, clock=lambda: 1.0, gauges={}, about={}
@@ -176,6 +182,7 @@ def server():
         readiness=health.Readiness(lambda: True),
         pool=lambda: parts.fleet.pool,
         dry_run=parts.dispatcher.route,
+        decisions=kept,
         clock=lambda: 1.0,
         max_body_bytes=1_000_000,
     )
@@ -208,6 +215,25 @@ def test_running_server_refuses(server, tmp_path, capsys):
     body = tmp_path / "body"
     body.write_text("{")
     assert "refused with 400" in told_by(capsys, str(body), "--server", server)
+
+
+def test_a_past_request_is_told_by_its_id(server, capsys):
+    """With --id a server tells what was decided, how long ago, and what came of it."""
+    told = told_by(capsys, "--server", server, "--id", "id/1")
+    assert told.startswith("request id/1: 0.5 s ago, status 200, still open\n")
+    assert "chosen by" in told
+    assert main.main(["explain", "--server", server, "--id", "nobody"]) == 2
+    assert "no decision of that request id among the last 1" in capsys.readouterr().err
+    assert main.main(["explain", "--state", "x", "--id", "nobody"]) == 2
+    assert "wanted --server" in capsys.readouterr().err
+
+
+def test_last_decisions_are_listed(server):
+    """/debug/decisions lists the last decisions, newest first, each in a line."""
+    with urllib.request.urlopen(f"http://{server}/debug/decisions?limit=5", timeout=10) as page:
+        (one,) = json.load(page)["decisions"]
+    assert (one["id"], one["status"]) == ("id/1", "200")
+    assert one["why"].startswith("default; chose=10.0.0.")
 
 
 def test_nobody_listens(files, capsys):

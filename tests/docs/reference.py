@@ -25,6 +25,7 @@ SECTIONS = (
     ("prefix.schedule", blocks.Schedule),
     ("limits", settings.Limits),
     ("answers", settings.Answers),
+    ("explain", settings.Explain),
     ("log", settings.Log),
 )
 

@@ -5,11 +5,11 @@ import msgspec
 
 from extproc.cli import imagined
 from extproc.config import settings as sections
-from extproc.decision import Decision, Filtered, Rejection, Scored
+from extproc.decision import Decision, Filtered, Priced, Rejection, Scored
 from extproc.endpoint import Candidate, Endpoint, Load
 from extproc.pool.fleet import Fleet
 from extproc.request import RawRequest, Request
-from extproc.telemetry import explanation, state
+from extproc.telemetry import explanation, ring, state, table
 
 A, B, C = (Candidate(Endpoint(f"10.0.0.{n}:8000")) for n in (1, 2, 3))
 
@@ -76,25 +76,65 @@ def test_rejection_is_told():
         "reason": "why",
         "retry_after_s": 1,
     }
-    assert explanation.render_table(told) == (
-        "refused with 429: full\nreason: why\nretry after: 1 s\n"
-    )
+    assert table.render_table(told) == ("refused with 429: full\nreason: why\nretry after: 1 s\n")
 
 
 def test_table_survives_json():
     """The table of an explanation is the same after a trip through JSON."""
     told = explanation.explain(decision(degraded="scorer x raised KeyError"))
-    table = explanation.render_table(told)
-    assert explanation.render_table(json.loads(json.dumps(told))) == table
-    assert table.endswith(
-        "chosen by max-score: 10.0.0.2:8000\ndegraded: scorer x raised KeyError\n"
+    shown = table.render_table(told)
+    assert table.render_table(json.loads(json.dumps(told))) == shown
+    assert shown.endswith(
+        "chosen by max-score: 10.0.0.2:8000; runner-up: 10.0.0.1:8000\ndegraded: scorer x raised KeyError\n"
     )
 
 
 def test_table_without_steps():
     """A rescued decision has no steps and is told all the same."""
     bare = Decision(request=Request(api="opaque"), endpoints=[A.endpoint], picker="rescue")
-    assert "chosen by rescue: 10.0.0.1:8000" in explanation.render_table(explanation.explain(bare))
+    assert "chosen by rescue: 10.0.0.1:8000" in table.render_table(explanation.explain(bare))
+
+
+PRICED = Priced(
+    "estimated-time", "s", [0.5, 0.0123], [("queue", [0.4, 0.0]), ("prefill", [0.1, 0.0123])]
+)
+
+
+def test_costs_are_told_in_milliseconds():
+    """A cost model's terms stand beside its costs, seconds as milliseconds."""
+    told = explanation.explain(decision(scores=[], priced=PRICED, totals=[-0.5, -0.0123]))
+    assert told["cost"] == {"name": "estimated-time", "unit": "ms", "terms": ["queue", "prefill"]}
+    assert told["finalists"][0]["terms"] == [400.0, 100.0]
+    assert told["finalists"][1]["cost"] == 12.3
+    assert told["runner_up"] == "10.0.0.1:8000"
+    shown = table.render_table(told)
+    assert "COST ms" in shown
+    assert "runner-up: 10.0.0.1:8000" in shown
+
+
+def test_short_form_fits_a_header():
+    """One line of ASCII says who was chosen, at what cost, and who came next."""
+    made = decision(profile="adaptive", scores=[], priced=PRICED, totals=[-0.5, -0.0123])
+    assert explanation.short(made) == (
+        "adaptive; chose=10.0.0.2:8000; cost=12.3ms; cached=0/2; next=10.0.0.1:8000; cost=500.0ms"
+    )
+    assert explanation.short(decision()) == (
+        "default; chose=10.0.0.2:8000; score=2.000; cached=0/2; next=10.0.0.1:8000; score=1.000"
+    )
+
+
+def test_past_decision_is_told_with_what_came_of_it():
+    """The ring keeps no prompt; status, duration and usage are added when the stream ends."""
+    kept = ring.Ring(10)
+    one = kept.add("id-1", decision(blocks=[1, 2]), 5.0)
+    assert (one.decision.request.prompt, one.decision.blocks) == (b"", ())
+    one.status, one.seconds, one.usage = "200", 1.5, {"cached": 7}
+    told = explanation.recorded(one, 8.0)
+    assert (told["seconds_ago"], told["status"], told["usage"]) == (3.0, "200", {"cached": 7})
+    assert table.render_past(told).startswith(
+        "request id-1: 3.0 s ago, status 200, took 1.500 s; tokens reported: 7 cached\n"
+    )
+    assert explanation.summary(one, 8.0)["endpoint"] == "10.0.0.2:8000"
 
 
 def fleet():

@@ -1,0 +1,89 @@
+"""The last decisions, by request id: what `extproc explain --id` and /debug/decisions read.
+
+Bounded twice: by decisions, and by the candidates they hold, since a decision over two hundred
+endpoints is two hundred times as large as one over one. Prompts and block hashes are not kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import msgspec
+
+from extproc.decision import Decision
+
+
+class Recorded:
+    """One decision and what came of it.
+
+    Attributes:
+        id: Request id.
+        at: Monotonic seconds of the decision.
+        decision: Without prompt and blocks.
+        status: HTTP status of the answer; empty while there is none.
+        seconds: From the first event to the end of the stream; None while it is open.
+        usage: Tokens the engine reported, by kind.
+    """
+
+    __slots__ = ("at", "decision", "id", "seconds", "status", "usage")
+
+    def __init__(self, request_id: str, at: float, decision: Decision) -> None:
+        self.id = request_id
+        self.at = at
+        self.decision = decision
+        self.status = ""
+        self.seconds: float | None = None
+        self.usage: dict[str, int] = {}
+
+
+class Ring:
+    """The last decisions.
+
+    Args:
+        capacity: Decisions kept (count); 0 keeps none.
+        most_candidates: Candidates kept, summed over decisions (count); some 500 bytes each.
+    """
+
+    def __init__(self, capacity: int, *, most_candidates: int = 20_000) -> None:
+        self.capacity = capacity
+        self._most = most_candidates
+        self._kept: OrderedDict[str, Recorded] = OrderedDict()
+        self._candidates = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, request_id: str, decision: Decision, now: float) -> Recorded:
+        """Keep a decision; of one id the last one counts.
+
+        Args:
+            request_id: As the client or the data plane named it.
+            decision: As committed.
+            now: Monotonic seconds.
+        """
+        request = msgspec.structs.replace(decision.request, prompt=b"")
+        slim = msgspec.structs.replace(decision, request=request, blocks=())
+        recorded = Recorded(request_id, now, slim)
+        if not self.capacity:
+            return recorded
+        old = self._kept.pop(request_id, None)
+        if old is not None:
+            self._candidates -= len(old.decision.candidates)
+        self._kept[request_id] = recorded
+        self._candidates += len(slim.candidates)
+        while len(self._kept) > self.capacity or (
+            self._candidates > self._most and len(self._kept) > 1
+        ):
+            _, gone = self._kept.popitem(last=False)
+            self._candidates -= len(gone.decision.candidates)
+        return recorded
+
+    def find(self, request_id: str) -> Recorded | None:
+        """The decision about a request, if it is still kept."""
+        return self._kept.get(request_id)
+
+    def latest(self, count: int) -> Iterator[Recorded]:
+        """The last decisions, newest first."""
+        for _, recorded in zip(range(count), reversed(self._kept.values()), strict=False):
+            yield recorded
