@@ -1,0 +1,68 @@
+"""What the guard of a plugin of others costs for each call, against the bare plugin.
+
+    python -m bench.guard [--endpoints 100] [--calls 20000]
+
+Bare and guarded calls take turns in blocks, so that a slow moment of the machine hits both; the
+figure is the median of the blocks' differences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from time import perf_counter
+
+from extproc.scheduling.guard import Counts, Guarded, Guards
+from extproc.scheduling.pickers.max_score import MaxScore
+from extproc.scheduling.scorers.in_flight import InFlight
+from extproc.testing import fleet, trials
+
+_BLOCK = 100
+
+
+def spent_us(act) -> float:
+    """Microseconds of one call, mean of a block."""
+    started = perf_counter()
+    for _ in range(_BLOCK):
+        act()
+    return (perf_counter() - started) / _BLOCK * 1e6
+
+
+def compare(bare, guarded, calls: int) -> dict:
+    """Medians of both and of their difference (us per call)."""
+    pairs = [(spent_us(bare), spent_us(guarded)) for _ in range(calls // _BLOCK)]
+    return {
+        "bare_us": round(statistics.median(one for one, _ in pairs), 2),
+        "guarded_us": round(statistics.median(two for _, two in pairs), 2),
+        "guard_us": round(statistics.median(two - one for one, two in pairs), 2),
+    }
+
+
+def main() -> None:
+    """Measure a scorer, a picker and a memory nobody has; print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--endpoints", type=int, default=100)
+    parser.add_argument("--calls", type=int, default=20000)
+    args = parser.parse_args()
+    there, turn = fleet.crowd(args.endpoints), trials.asked()
+    totals = [0.5] * args.endpoints
+    guards = Guards(perf_counter, Counts())
+    found = {"endpoints": args.endpoints}
+    scorer = InFlight()
+    held = Guarded(scorer, guards)
+    found["score"] = compare(
+        lambda: scorer.score(turn, there), lambda: held.score(turn, there), args.calls
+    )
+    picker = MaxScore()
+    picking = Guarded(picker, guards)
+    found["pick"] = compare(
+        lambda: picker.pick(turn, there, totals, count=1),
+        lambda: picking.pick(turn, there, totals, count=1),
+        args.calls,
+    )
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
