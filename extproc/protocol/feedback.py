@@ -1,4 +1,4 @@
-"""Seeing the answer: when to ask for its body, and keeping the end of it.
+"""Seeing the answer: the reply to its headers, when to ask for its body, keeping the end of it.
 
 Usage stands at the end of an answer, whole or streamed, so the tail is all that is kept.
 """
@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from extproc.protocol.events import BodyMode, Modes
+from extproc.protocol.events import BodyMode, Event, Modes
+from extproc.protocol.headers import RESPONSE_MARKER, SERVED_HEADER
+from extproc.protocol.replies import Answered, Headers
+from extproc.protocol.settings import ExchangeSettings
 
 #: Bytes of the answer's end that are kept. vLLM writes `usage` after `choices`; this leaves room
 #: for prompt log-probabilities and tool calls after it.
@@ -42,6 +45,43 @@ class Tail:
         return b"".join(self._chunks)
 
 
+_NONE = BodyMode.NONE
+_STREAMED = BodyMode.STREAMED
+_DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
+
+#: The replies there are where the headers depend on nothing, by the mode to switch to.
+_MARKED = {mode: (Answered((RESPONSE_MARKER,), mode),) for mode in (None, *BodyMode)}
+_PLAIN = {mode: (Answered((), mode),) for mode in (None, *BodyMode)}
+
+
+def answer(
+    event: Event, modes: Modes, settings: ExchangeSettings, *, watch_stream: bool
+) -> tuple[Answered]:
+    """The reply to the response headers.
+
+    Args:
+        event: The response headers.
+        modes: The configured modes.
+        settings: Of the server.
+        watch_stream: Whether this exchange is in the sample of watched streams.
+    """
+    mode = None
+    if settings.feedback and not event.end_of_stream:
+        mode = feedback_mode(modes, event.headers, watch_stream=watch_stream)
+    if not settings.conformance:
+        return (_MARKED if settings.response_marker else _PLAIN)[mode]
+    marks: Headers = (RESPONSE_MARKER,) if settings.response_marker else ()
+    return (Answered((*marks, (SERVED_HEADER, served(event))), mode),)
+
+
+def served(event: Event) -> str:
+    """What to report as the endpoint that served, in conformance mode."""
+    hints = event.hints
+    if hints is None or not hints.balancer:
+        return "fail: missing envoy lb metadata"
+    return hints.served or "fail: missing destination endpoint served metadata"
+
+
 def feedback_mode(
     modes: Modes, headers: Mapping[str, str], *, watch_stream: bool
 ) -> BodyMode | None:
@@ -57,8 +97,7 @@ def feedback_mode(
         headers: Response headers.
         watch_stream: Whether this exchange is in the sample of watched streams.
     """
-    buffered = BodyMode.STREAMED < modes.request < BodyMode.FULL_DUPLEX_STREAMED
-    if not buffered or modes.response is not BodyMode.NONE:
+    if not _STREAMED < modes.request < _DUPLEX or modes.response is not _NONE:
         return None
     if "text/event-stream" in headers.get("content-type", ""):
         return BodyMode.STREAMED if watch_stream else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 DESTINATION = "x-gateway-destination-endpoint"
 SELECTION = "test-epp-endpoint-selection"
 SERVED_HEADER = "x-conformance-test-served-endpoint"
@@ -26,3 +28,16 @@ CONTROL_HEADERS = frozenset(
         "x-slo-tpot-ms",
     }
 )
+
+
+def control_headers(headers: Mapping[str, str]) -> tuple[str, ...]:
+    """Those of a request's headers that must not reach the engine."""
+    if CONTROL_HEADERS.isdisjoint(headers):
+        return ()
+    return tuple(name for name in CONTROL_HEADERS if name in headers)
+
+
+def tokens(value: str) -> tuple[str, ...]:
+    """The members of a comma-separated value, trimmed; empty ones are none."""
+    stripped = [token.strip() for token in value.split(",")]
+    return tuple(token for token in stripped if token)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -111,3 +111,11 @@ def chunks(
         last = at + CHUNK_BYTES >= size
         yield Chunk(answers, view[at : at + CHUNK_BYTES], end_of_stream and last, destination)
         destination = ""
+
+
+def then(replies: Iterable[Reply], release: Callable[[], None]) -> Iterator[Reply]:
+    """The replies, and `release` after the last or when nobody takes the rest."""
+    try:
+        yield from replies
+    finally:
+        release()

@@ -10,7 +10,12 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from extproc.errors import ProtocolError
 from extproc.protocol.events import Kind
+
+#: The last six kinds of an exchange are kept in one integer, for the error message.
+KIND_BITS = 4
+HISTORY = (1 << 6 * KIND_BITS) - 1
 
 
 class Asked(enum.IntEnum):
@@ -72,8 +77,7 @@ _REQUEST: Mapping[tuple[Asked, Kind], Act] = {
     (Asked.ROUTED, Kind.REQUEST_TRAILERS): Act.TRAILERS,
     (Asked.ABANDONED, Kind.REQUEST_BODY): Act.LATE,
     (Asked.ABANDONED, Kind.REQUEST_TRAILERS): Act.TRAILERS,
-    (Asked.REFUSED, Kind.REQUEST_BODY): Act.IGNORE,
-    (Asked.REFUSED, Kind.REQUEST_TRAILERS): Act.IGNORE,
+    **{(Asked.REFUSED, kind): Act.IGNORE for kind in Kind},
     **{(phase, Kind.UNKNOWN): Act.IGNORE for phase in Asked},
 }
 
@@ -88,16 +92,45 @@ _RESPONSE: Mapping[tuple[Told, Kind], Act] = {
 }
 
 
-Phase = TypeVar("Phase", Asked, Told)
+Taker = TypeVar("Taker")
+Places = Sequence[Sequence[Sequence[Taker | None]]]
 
 
-def _rows(
-    table: Mapping[tuple[Phase, Kind], Act], phases: type[Phase]
-) -> Sequence[Sequence[Act | None]]:
-    """The same table by position: an enum hashes in Python, an index does not."""
-    return tuple(tuple(table.get((phase, kind)) for kind in Kind) for phase in phases)
+def _act(asked: Asked, told: Told, kind: Kind) -> Act | None:
+    act = _REQUEST.get((asked, kind))
+    return _RESPONSE.get((told, kind)) if act is None else act
 
 
-#: `REQUEST[asked][kind]` and `RESPONSE[told][kind]`; None where the event does not fit.
-REQUEST = _rows(_REQUEST, Asked)
-RESPONSE = _rows(_RESPONSE, Told)
+def places(takers: Mapping[Act, Taker]) -> Places[Taker]:
+    """The table by position, which costs a message less than look-ups of pairs.
+
+    Args:
+        takers: What stands for each act.
+
+    Returns:
+        `places[asked][told][kind]`; None where the event does not fit.
+    """
+    acts = [[[_act(asked, told, kind) for kind in Kind] for told in Told] for asked in Asked]
+    return tuple(
+        tuple(tuple(None if act is None else takers[act] for act in row) for row in rows)
+        for rows in acts
+    )
+
+
+def misfit(asked: Asked, told: Told, history: int) -> ProtocolError:
+    """The error for an event that is not in the table.
+
+    Args:
+        asked: Phase of the request.
+        told: Phase of the response.
+        history: The last kinds, `KIND_BITS` bits each; the lowest is the one that does not fit.
+    """
+    kinds = []
+    while history:
+        kinds.append(Kind(history & (1 << KIND_BITS) - 1).name)
+        history >>= KIND_BITS
+    return ProtocolError(
+        wanted=f"an event that fits request {asked.name}, response {told.name}",
+        found=f"{kinds[0]} (last events: {', '.join(reversed(kinds))})",
+        fix="check the processing modes of the data plane",
+    )

@@ -20,7 +20,7 @@ from extproc.protocol.gathering import Budget
 from extproc.protocol.replies import Refuse, Reply
 from extproc.protocol.settings import ExchangeSettings
 from extproc.scrape import page
-from extproc.wire import codec
+from extproc.wire import codec, metadata
 from extproc.wire.pb import ext_proc_pb2 as pb
 from tests.support.house import House
 
@@ -55,9 +55,9 @@ def ask(
     for name, value in {":method": "POST", ":path": path, **(headers or {})}.items():
         head.request_headers.headers.headers.add(key=name, raw_value=value.encode())
     if subset is not None:
-        hint = head.metadata_context.filter_metadata[codec.SUBSET_NAMESPACE]
-        hint.fields[codec.SUBSET_KEY].list_value.SetInParent()
-        hint.fields[codec.SUBSET_KEY].list_value.extend(subset)
+        hint = head.metadata_context.filter_metadata[metadata.SUBSET_NAMESPACE]
+        hint.fields[metadata.SUBSET_KEY].list_value.SetInParent()
+        hint.fields[metadata.SUBSET_KEY].list_value.extend(subset)
     part = pb.ProcessingRequest()
     part.request_body.body = body
     part.request_body.end_of_stream = True

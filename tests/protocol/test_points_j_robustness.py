@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from extproc.protocol.events import UNDECLARED
 from extproc.protocol.gathering import Budget
 from extproc.protocol.settings import ExchangeSettings
 from tests.support import conversation as talk
@@ -82,4 +83,4 @@ def test_125_a_newer_body_mode_streams():
     """A body mode this version does not know is answered like full duplex."""
     event = talk.codec.decode(b"\x12\x00\x5a\x02\x08\x63")
     assert event.modes is not None
-    assert event.modes.request is talk.codec.UNDECLARED.request
+    assert event.modes.request is UNDECLARED.request

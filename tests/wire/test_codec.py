@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -203,3 +204,16 @@ def test_the_service_has_envoys_name():
     assert f"/{codec.SERVICE}/{codec.METHOD}" == (
         "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
     )
+
+
+def test_every_reply_has_a_writer():
+    """Whatever the protocol says can be written."""
+    assert set(codec._WRITERS) == set(get_args(Reply))
+
+
+@pytest.mark.parametrize("size", [0, 127, 128, 16369, 16370, 16384])
+@pytest.mark.parametrize("ends", [False, True])
+def test_pieces_at_the_bounds_of_two_byte_lengths(size: int, *, ends: bool):
+    """A piece whose lengths all take two bytes reads like its shorter and longer neighbours."""
+    piece = said(Chunk(Kind.REQUEST_BODY, b"x" * size, ends))
+    assert piece == talk.hand_on(b"x" * size, ends=ends)

@@ -1,0 +1,96 @@
+"""The fields behind a message: body modes and metadata.
+
+They repeat: modes are a listener's, metadata a destination's. So readings are remembered.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from google.protobuf.message import DecodeError
+
+from extproc.protocol.events import UNDECLARED, BodyMode, Hints, Modes
+from extproc.protocol.headers import tokens
+from extproc.wire.pb import ext_proc_pb2 as pb
+
+if TYPE_CHECKING:
+    from google.protobuf.struct_pb2 import Value
+
+BALANCER_NAMESPACE = "envoy.lb"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+SUBSET_KEY = "x-gateway-destination-endpoint-subset"
+SERVED_KEY = "x-gateway-destination-endpoint-served"
+
+_NO_HINTS = Hints()
+
+
+def of(message: pb.ProcessingRequest) -> tuple[Modes | None, Hints | None]:
+    """Modes and hints of a message; None where it has none."""
+    modes = hints = None
+    if message.HasField("protocol_config"):
+        config = message.protocol_config
+        modes = Modes(_mode(config.request_body_mode), _mode(config.response_body_mode))
+    if message.HasField("metadata_context"):
+        hints = _hints(message.metadata_context)
+        if hints == _NO_HINTS:
+            hints = None
+    return modes, hints
+
+
+def behind(rest: bytes) -> tuple[Modes | None, Hints | None]:
+    """Modes and hints in the fields behind the first one.
+
+    Fields of a message concatenate, so what is behind the first one reads on its own.
+
+    Raises:
+        LookupError: There is something else, or it is damaged.
+    """
+    try:
+        message = pb.ProcessingRequest.FromString(rest)
+    except DecodeError as error:
+        raise LookupError from error
+    if message.WhichOneof("request") is not None:
+        raise LookupError
+    return of(message)
+
+
+#: `behind` for short fields, of which there are few different ones.
+known = lru_cache(maxsize=1024)(behind)
+LONGEST_KNOWN = 256
+
+
+def _mode(number: int) -> BodyMode:
+    """A mode by number; one we do not know streams, as all newer modes do."""
+    return BodyMode(number) if 0 <= number <= BodyMode.FULL_DUPLEX_STREAMED else UNDECLARED.request
+
+
+def _hints(metadata: pb.Metadata) -> Hints:
+    namespaces = metadata.filter_metadata
+    subset = None
+    if SUBSET_NAMESPACE in namespaces:
+        fields = namespaces[SUBSET_NAMESPACE].fields
+        if SUBSET_KEY in fields:
+            subset = _tokens(fields[SUBSET_KEY])
+    served = ""
+    balancer = BALANCER_NAMESPACE in namespaces
+    if balancer:
+        fields = namespaces[BALANCER_NAMESPACE].fields
+        if SERVED_KEY in fields:
+            served = fields[SERVED_KEY].string_value
+    return Hints(subset, balancer, served)
+
+
+def _tokens(value: Value) -> tuple[str, ...] | None:
+    """A subset hint: a list of strings or one string, each split on commas and trimmed.
+
+    Elements that are not strings are ignored. A value of another type is no hint.
+    """
+    match value.WhichOneof("kind"):
+        case "list_value":
+            parts = [element.string_value for element in value.list_value.values]
+        case "string_value":
+            parts = [value.string_value]
+        case _:
+            return None
+    return tokens(",".join(parts))
