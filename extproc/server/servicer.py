@@ -16,13 +16,16 @@ from extproc.dispatch.dispatcher import Dispatcher
 from extproc.errors import ProtocolError
 from extproc.parsing import usage
 from extproc.pool.accounts import Ticket
-from extproc.protocol.events import Event
+from extproc.protocol.events import Event, Kind
 from extproc.protocol.exchange import Exchange
 from extproc.protocol.gathering import Budget
 from extproc.protocol.replies import Reply
 from extproc.protocol.settings import ExchangeSettings
+from extproc.request import RawRequest
 from extproc.telemetry.tallies import Tallies
 from extproc.wire import codec
+
+_RESPONSE_HEADERS = Kind.RESPONSE_HEADERS
 
 _log = logging.getLogger("extproc.server")
 
@@ -53,22 +56,29 @@ class Stream:
     def turn(self, event: Event) -> Iterable[Reply]:
         """One event in, answers out. Synchronous: a turn sees one pool from start to end."""
         exchange = self.exchange
-        answered = exchange.status
         replies = exchange.receive(event)
         if exchange.pending is not None:
-            return self._decide(exchange)
-        if self._ticket is not None and exchange.status is not answered:
-            self._servicer.tallies.headers_s.add(self._servicer.clock() - self._picked_s)
+            return self._decide(exchange, exchange.pending)
+        if event.kind is _RESPONSE_HEADERS:
+            if self._ticket is not None:
+                servicer = self._servicer
+                servicer.tallies.headers_s.add(servicer.clock() - self._picked_s)
         elif exchange.rejection is not None and not self.over:
             self._servicer.tallies.rejected(exchange.rejection)
             self.over = True
         return replies
 
-    def _decide(self, exchange: Exchange) -> Iterable[Reply]:
+    def turn_away(self, _: Event) -> Iterable[Reply]:
+        """Refuse, because too many streams are open."""
+        return (self._reject(self._servicer.crowded),)
+
+    def _reject(self, rejection: Rejection) -> Reply:
+        self._servicer.tallies.rejected(rejection)
+        self.over = True
+        return self.exchange.refuse(rejection)
+
+    def _decide(self, exchange: Exchange, raw: RawRequest) -> Iterable[Reply]:
         servicer = self._servicer
-        raw = exchange.pending
-        if raw is None:
-            return ()
         now = servicer.clock()
         try:
             outcome = servicer.dispatcher.route(raw, now)
@@ -78,9 +88,7 @@ class Stream:
             _log.error("decision failed: %s\n%s", type(error).__name__, _places(error))
             outcome = servicer.dispatcher.rescue(raw, now, why=type(error).__name__)
         if isinstance(outcome, Rejection):
-            servicer.tallies.rejected(outcome)
-            self.over = True
-            return exchange.resolve(outcome)
+            return (self._reject(outcome),)
         self._commit(outcome, now)
         named = "x-request-id" in raw.headers
         return exchange.resolve(outcome, request_id="" if named else str(uuid.uuid4()))
@@ -100,12 +108,13 @@ class Stream:
         exchange.close()
         if self._ticket is None:
             return
-        tallies = self._servicer.tallies
-        self._servicer.dispatcher.complete(self._ticket, self._servicer.clock())
-        tallies.finished(self.address, exchange.status, self._servicer.clock() - self._started_s)
+        servicer = self._servicer
+        now = servicer.clock()
+        servicer.dispatcher.complete(self._ticket, now)
+        servicer.tallies.finished(self.address, exchange.status, now - self._started_s)
         if exchange.tail is not None:
             for kind, tokens in usage.read(exchange.tail.joined()).items():
-                tallies.usage[kind] += tokens
+                servicer.tallies.usage[kind] += tokens
 
 
 class Servicer:
@@ -142,6 +151,12 @@ class Servicer:
         self.rng = rng
         self.stream_share = stream_share
         self._max_streams = max_streams
+        self.crowded = Rejection(
+            429,
+            f"more than {max_streams} requests are in progress",
+            reason="rejected-saturated",
+            retry_after_s=1,
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
@@ -150,12 +165,20 @@ class Servicer:
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("process runs inside a task of the gRPC server")
-        stream = Stream(self)
-        self.tallies.streams_open += 1
+        tallies = self.tallies
+        tallies.streams_open += 1
         self._tasks.add(task)
+        stream = Stream(self)
+        turn = stream.turn if tallies.streams_open <= self._max_streams else stream.turn_away
         end = "error"
         try:
-            await self._converse(stream, context)
+            while not stream.over:
+                event = await context.read()
+                if not isinstance(event, Event):
+                    break
+                # No await beyond this point, until the answers are written.
+                for reply in turn(event):
+                    await context.write(codec.encode(reply))
             end = "ok"
         except asyncio.CancelledError:
             # The client left, or we are closing: then the stream ends with OK, and the data
@@ -173,33 +196,9 @@ class Servicer:
             end = "cancelled"
         finally:
             self._tasks.discard(task)
-            self.tallies.streams_open -= 1
-            self.tallies.streams[end] += 1
+            tallies.streams_open -= 1
+            tallies.streams[end] += 1
             stream.finish()
-
-    async def _converse(self, stream: Stream, context: Context) -> None:
-        crowded = self.tallies.streams_open > self._max_streams
-        while True:
-            event = await context.read()
-            if not isinstance(event, Event):
-                return
-            # No await beyond this point, until the answers are written.
-            replies = (self._turn_away(stream),) if crowded else stream.turn(event)
-            for reply in replies:
-                await context.write(codec.encode(reply))
-            if stream.over:
-                return
-
-    def _turn_away(self, stream: Stream) -> Reply:
-        rejection = Rejection(
-            429,
-            f"more than {self._max_streams} requests are in progress",
-            reason="rejected-saturated",
-            retry_after_s=1,
-        )
-        self.tallies.rejected(rejection)
-        stream.over = True
-        return stream.exchange.refuse(rejection)
 
     async def release(self) -> None:
         """End every open stream with OK: Envoy goes on without the processor."""
