@@ -30,6 +30,7 @@ class Parts(msgspec.Struct, frozen=True):
         rng: All chance there is.
         fleet: Endpoints, loads and accounts; empty until discovery speaks.
         index: Who is believed to hold which prefix block.
+        guards: What times and counts plugins of others; a new profile takes it over.
         profile: Filters, scorers and the picker.
         dispatcher: Routes over the fleet.
         exchange: What all exchanges have in common.
@@ -43,6 +44,7 @@ class Parts(msgspec.Struct, frozen=True):
     rng: random.Random
     fleet: Fleet
     index: PrefixIndex
+    guards: guard.Guards
     profile: Profile
     dispatcher: dispatching.Dispatcher
     exchange: ExchangeSettings
@@ -79,7 +81,8 @@ def build(
     Raises:
         ConfigError: The profile cannot be built, see `profiles.resolve`.
     """
-    profile = profiles.resolve(settings, where=where, guards=guards or _untimed())
+    guards = guards or _untimed()
+    profile = profiles.resolve(settings, where=where, guards=guards)
     index = PrefixIndex(settings.prefix.capacity_blocks)
 
     def forget(endpoint: Endpoint) -> None:
@@ -93,6 +96,7 @@ def build(
         rng=rng,
         fleet=fleet,
         index=index,
+        guards=guards,
         profile=profile,
         dispatcher=dispatching.Dispatcher(
             fleet=fleet,

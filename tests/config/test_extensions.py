@@ -294,6 +294,25 @@ def test_a_file_is_looked_for_beside_the_configuration(write):
     assert guarded._guards.limits.budget_s == 0.002
 
 
+def test_a_changed_file_routes_after_a_reload(write):
+    """A new profile has the new code, and counts go on where they were."""
+    path = write(SCORER)
+    settings = configured(path, PROFILE % 1)
+    counts = Counts()
+    parts = factory.build(settings, guards=Guards(lambda: 0.0, counts))
+    parts.fleet.replace([Endpoint("10.0.0.1:80"), Endpoint("10.0.0.2:80")], 1.0)
+    write(SCORER.replace("max(", "min("))
+    assert parts.dispatcher.route(CHAT, 2.0).endpoints[0].address == "10.0.0.2:80"
+    profile = profiles.resolve(settings, where="x", guards=parts.guards)
+    parts.dispatcher.adopt(factory.routing(settings, profile))
+    assert parts.dispatcher.route(CHAT, 3.0).endpoints[0].address == "10.0.0.1:80"
+    write(SCORER.replace("return [", "return 1 / 0, ["))
+    profile = profiles.resolve(settings, where="x", guards=parts.guards)
+    parts.dispatcher.adopt(factory.routing(settings, profile))
+    assert parts.dispatcher.route(CHAT, 4.0).degraded == "scorer last raised ZeroDivisionError"
+    assert counts.exceptions == {("scorer", "last"): 1}
+
+
 def test_a_profile_that_is_only_looked_at_is_bare(write):
     """`extproc check` sees the plugin itself with its parameters."""
     settings = configured(write(SCORER), PROFILE % 3)
