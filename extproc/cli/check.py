@@ -18,7 +18,7 @@ from extproc.config import settings as sections
 from extproc.discovery import entries, file, follow
 from extproc.errors import ConfigError
 from extproc.scheduling import catalogue, defaults
-from extproc.scheduling.plugins import Plugin
+from extproc.scheduling.plugins import Plugin, Signal
 from extproc.scheduling.profile import Profile
 
 _MIB = 1024 * 1024
@@ -157,7 +157,31 @@ def _plugins() -> Iterator[str]:
 def _table(title: str, kinds: Mapping[str, type[Plugin]]) -> Iterator[str]:
     yield title
     for kind in sorted(kinds):
-        yield f"  {_told(kinds[kind]())}"
+        yield f"  {_offered(kind, kinds[kind])}"
+
+
+def _offered(kind: str, cls: type[Plugin]) -> str:
+    """A kind with its parameters and their defaults, and the signals it needs."""
+    told = kind
+    fields = msgspec.structs.fields(cls) if issubclass(cls, msgspec.Struct) else ()
+    params = ", ".join(
+        f"{field.encode_name}={'required' if field.required else _default(field)}"
+        for field in fields
+    )
+    if params:
+        told += f" ({params})"
+    # A property: what the plugin needs depends on its parameters.
+    if not isinstance(cls.needs, frozenset):
+        return f"{told}, reads what its parameters name"
+    if cls.needs:
+        told += f", reads {_signals(cls.needs)}"
+    return told
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    made = field.default_factory is not msgspec.NODEFAULT
+    value = field.default_factory() if made else field.default
+    return strict.show(msgspec.to_builtins(value))
 
 
 def _told(plugin: Plugin) -> str:
@@ -167,12 +191,18 @@ def _told(plugin: Plugin) -> str:
     if params:
         told += f" ({params})"
     if plugin.needs:
-        told += f", reads {', '.join(sorted(signal.value for signal in plugin.needs))}"
+        told += f", reads {_signals(plugin.needs)}"
     return told
 
 
+def _signals(needs: Iterable[Signal]) -> str:
+    return ", ".join(sorted(signal.value for signal in needs))
+
+
 def _params(plugin: object) -> Iterable[tuple[str, Any]]:
-    return msgspec.structs.asdict(plugin).items() if isinstance(plugin, msgspec.Struct) else ()
+    if isinstance(plugin, msgspec.Struct):
+        for field in msgspec.structs.fields(plugin):
+            yield field.encode_name, getattr(plugin, field.name)
 
 
 def _size(count: int) -> str:

@@ -418,15 +418,15 @@ _CONTROL = (
         for name, *parameters in (
             ("global-strict-fairness-policy",),
             ("round-robin-fairness-policy",),
-            ("program-aware-fairness-policy",),
+            ("program-aware-fairness",),
             ("fcfs-ordering-policy",),
             ("edf-ordering-policy",),
             ("slo-deadline-ordering-policy",),
             ("static-usage-limit-policy", "threshold"),
-            ("priority-holdback-policy", "minCeiling", "maxCeiling"),
+            ("priority-holdback-policy", "shape", "domain", "minCeiling", "maxCeiling", "ceilings"),
             ("soft-reflective-ceiling-policy",),
-            ("sheddable-filter",),
-            ("priority-then-time-ordering",),
+            ("eviction-sheddable-filter",),
+            ("eviction-priority-then-time-ordering",),
         )
     ),
     _unsupported(

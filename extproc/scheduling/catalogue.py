@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from extproc.errors import ConfigError
-from extproc.scheduling import guard
+from extproc.scheduling import guard, upstream
 from extproc.scheduling.costs import estimated_time, lmetric
 from extproc.scheduling.filters import lora_affinity as keep_lora_affinity
 from extproc.scheduling.filters import max_waiting, prefix_home
@@ -37,6 +37,7 @@ FILTERS: Mapping[str, type[Filter]] = {
     "lora-affinity": keep_lora_affinity.LoraAffinity,
     "max-waiting": max_waiting.MaxWaiting,
     "prefix-home": prefix_home.PrefixHome,
+    **upstream.FILTERS,
 }
 
 SCORERS: Mapping[str, type[Scorer]] = {
@@ -45,6 +46,7 @@ SCORERS: Mapping[str, type[Scorer]] = {
     "lora-affinity": lora_affinity.LoraAffinity,
     "prefix-cache": prefix_cache.PrefixCache,
     "queue-depth": queue_depth.QueueDepth,
+    **upstream.SCORERS,
 }
 
 COSTS: Mapping[str, type[Cost]] = {
@@ -59,6 +61,7 @@ PICKERS: Mapping[str, type[Picker]] = {
     "rendezvous": rendezvous.Rendezvous,
     "round-robin": round_robin.RoundRobin,
     "weighted-random": weighted_random.WeightedRandom,
+    **upstream.PICKERS,
 }
 
 Found = TypeVar("Found")

@@ -12,6 +12,20 @@ TABLES = {
     "cost": (catalogue.COSTS, contract.check_cost),
     "picker": (catalogue.PICKERS, contract.check_picker),
 }
+#: Parameters of kinds that cannot be made without any.
+REQUIRED = {
+    "by-label": {"label": "zone", "validValues": ["a"], "allowsNoLabel": True},
+    "endpoint-attribute-filter": {
+        "attribute": "WaitingQueueSize",
+        "algorithm": {"type": "threshold", "threshold": {"operator": "LessThan", "value": 10}},
+    },
+    "endpoint-attribute-scorer": {
+        "attributeKey": "WaitingQueueSize",
+        "algorithm": {"type": "linear_lower_is_better"},
+    },
+    "header-label-affinity-scorer": {"headerName": "x-session", "labelKey": "zone"},
+    "utilization-filter": {"conditions": [{"metric": "waiting-queue", "maxValue": 10}]},
+}
 PLUGINS = [
     pytest.param(cls, check, id=f"{role}-{kind}")
     for role, (table, check) in TABLES.items()
@@ -22,7 +36,8 @@ PLUGINS = [
 @pytest.mark.parametrize(("cls", "check"), PLUGINS)
 def test_plugin_keeps_the_contract(cls, check):
     """Range, length, repetition, order, no mutation, unknown values, memory in chosen only."""
-    check(cls)
+    params = REQUIRED.get(cls.kind)
+    check(cls if params is None else lambda: msgspec.convert(params, cls))
 
 
 @pytest.mark.parametrize(("cls", "check"), PLUGINS)

@@ -1,0 +1,63 @@
+"""Numbers of an endpoint that a configuration may name.
+
+The upstream picker's names for what it scrapes, the names of the engine's own metrics, and ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+
+import msgspec
+
+from extproc.endpoint import Candidate
+from extproc.scheduling.plugins import Signal
+
+
+class Attribute(msgspec.Struct, frozen=True):
+    """One number of a candidate.
+
+    Attributes:
+        signal: What it is made of.
+        read: The number; None when unknown.
+    """
+
+    signal: Signal
+    read: Callable[[Candidate], float | None]
+
+
+_WAITING = Attribute(Signal.WAITING, lambda c: c.load.waiting)
+_RUNNING = Attribute(Signal.RUNNING, lambda c: c.load.running)
+_KV_USAGE = Attribute(Signal.KV_USAGE, lambda c: c.load.kv_usage)
+
+ATTRIBUTES: Mapping[str, Attribute] = {
+    "WaitingQueueSize": _WAITING,
+    "num_requests_waiting": _WAITING,
+    "waiting": _WAITING,
+    "RunningRequestsSize": _RUNNING,
+    "num_requests_running": _RUNNING,
+    "running": _RUNNING,
+    "KVCacheUsagePercent": _KV_USAGE,
+    "kv_cache_usage_perc": _KV_USAGE,
+    "kv_usage": _KV_USAGE,
+    "in_flight": Attribute(Signal.IN_FLIGHT, lambda c: float(c.in_flight)),
+    "requests": Attribute(Signal.IN_FLIGHT, lambda c: c.requests),
+    "prompt_tokens": Attribute(Signal.IN_FLIGHT, lambda c: float(c.prompt_tokens)),
+    "queued_tokens": Attribute(Signal.QUEUED, lambda c: c.queued_tokens),
+    "matched_tokens": Attribute(Signal.PREFIX, lambda c: float(c.matched_tokens)),
+}
+
+
+def find(name: str) -> Attribute:
+    """The attribute of that name.
+
+    Raises:
+        ValueError: There is none; names the nearest one.
+    """
+    found = ATTRIBUTES.get(name)
+    if found is None:
+        near = get_close_matches(name, ATTRIBUTES, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"wanted an attribute of {', '.join(ATTRIBUTES)} (nearest: {near}); found {name}"
+        )
+    return found

@@ -1,0 +1,45 @@
+"""Which prompt lengths an endpoint is for: a label with a range of tokens, `0-2048`."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+LABEL = "llm-d.ai/context-length-range"
+
+_RANGE = re.compile(r"\s*(\d+)\s*-\s*(\d+)\s*", re.ASCII)
+
+
+class Range(msgspec.Struct, frozen=True):
+    """Prompt lengths in tokens, both ends included.
+
+    Attributes:
+        low: Shortest.
+        high: Longest.
+    """
+
+    low: int
+    high: int
+
+    def __contains__(self, length: int) -> bool:
+        """Whether a prompt of that length is meant."""
+        return self.low <= length <= self.high
+
+    @property
+    def width(self) -> int:
+        """Tokens between the ends."""
+        return self.high - self.low
+
+    def distance(self, length: int) -> int:
+        """Tokens from a length to the nearer end; 0 inside."""
+        return max(self.low - length, length - self.high, 0)
+
+
+def parse(text: str) -> Range | None:
+    """A range from its label; None when it is none."""
+    found = _RANGE.fullmatch(text)
+    if found is None:
+        return None
+    low, high = int(found[1]), int(found[2])
+    return Range(low, high) if low <= high else None

@@ -1,0 +1,26 @@
+"""Keeps endpoints that encode images, sound and video."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from extproc.endpoint import Candidate
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+#: Values of the label for engines that do this stage.
+ROLES = frozenset({"encode", "encode-prefill", "encode-prefill-decode"})
+
+
+class EncodeFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Keeps a candidate whose label `llm-d.ai/role` is one of `ROLES`, not one without that label."""
+
+    kind: ClassVar[str] = "encode-filter"
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.LABELS})
+
+    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """See the class."""
+        return [c for c in candidates if c.endpoint.labels.get("llm-d.ai/role") in ROLES]

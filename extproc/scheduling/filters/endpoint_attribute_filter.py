@@ -1,0 +1,102 @@
+"""Keeps endpoints by one named number."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Literal
+
+import msgspec
+
+from extproc.endpoint import Candidate
+from extproc.scheduling import attributes
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+_COMPARE: Mapping[str, Callable[[float, float], bool]] = {
+    "LessThan": operator.lt,
+    "LessThanOrEqual": operator.le,
+    "GreaterThan": operator.gt,
+    "GreaterThanOrEqual": operator.ge,
+    "Equal": operator.eq,
+    "NotEqual": operator.ne,
+}
+
+
+class Threshold(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """What the number is compared with.
+
+    Attributes:
+        operator: How.
+        value: With what.
+    """
+
+    operator: Literal[
+        "LessThan", "LessThanOrEqual", "GreaterThan", "GreaterThanOrEqual", "Equal", "NotEqual"
+    ]
+    value: float
+
+
+class Algorithm(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """How candidates are chosen.
+
+    Attributes:
+        type: By comparison.
+        threshold: With what.
+    """
+
+    type: Literal["threshold"]
+    threshold: Threshold
+
+
+class EndpointAttributeFilter(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Keeps a candidate when its number is on the right side of the threshold.
+
+    Numbers there are: see the scorer `endpoint-attribute-scorer`.
+
+    Attributes:
+        attribute: Which number.
+        algorithm: The threshold.
+        on_missing: Whether a candidate whose number is unknown passes. `Pass` is the upstream
+            default.
+        fallback_on_empty: Keep all when nobody passes. False, the upstream default, refuses the
+            request.
+    """
+
+    kind: ClassVar[str] = "endpoint-attribute-filter"
+
+    attribute: str
+    algorithm: Algorithm
+    on_missing: Literal["Pass", "Fail"] = "Pass"
+    fallback_on_empty: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a number nobody knows.
+
+        Raises:
+            ValueError: See `attributes.find`.
+        """
+        attributes.find(self.attribute)
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """What the number is made of."""
+        return frozenset({attributes.find(self.attribute).signal})
+
+    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """See the class."""
+        read = attributes.find(self.attribute).read
+        threshold, unknown_passes = self.algorithm.threshold, self.on_missing == "Pass"
+        compare, bound = _COMPARE[threshold.operator], threshold.value
+        kept = [
+            c
+            for c in candidates
+            if (unknown_passes if (value := read(c)) is None else compare(value, bound))
+        ]
+        return candidates if not kept and self.fallback_on_empty else kept

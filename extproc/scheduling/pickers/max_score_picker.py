@@ -1,0 +1,41 @@
+"""Takes the highest total, under the upstream name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from extproc.endpoint import Candidate
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+
+class MaxScorePicker(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """The highest totals in falling order; equal totals in random order.
+
+    Attributes:
+        max_num_of_endpoints: Endpoints to name, the first one and its fallbacks; more when the
+            server is set to more. 1 is the upstream default.
+    """
+
+    kind: ClassVar[str] = "max-score-picker"
+    needs: ClassVar[frozenset[Signal]] = frozenset()
+
+    max_num_of_endpoints: Annotated[int, msgspec.Meta(gt=0)] = 1
+
+    def pick(
+        self,
+        turn: Turn,
+        candidates: Sequence[Candidate],
+        totals: Sequence[float],
+        *,
+        count: int,
+    ) -> list[int]:
+        """See the class."""
+        order = turn.rng.sample(range(len(totals)), len(totals))
+        order.sort(key=totals.__getitem__, reverse=True)
+        return order[:count]

@@ -1,0 +1,28 @@
+"""Lists of numbers to lists of scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from extproc.scheduling import unknown
+
+
+def falling(values: Sequence[float | None]) -> list[float]:
+    """`(high - v) / (high - low)`, low and high the least and greatest value; all equal scores 1.
+
+    Args:
+        values: One for each candidate, lower is better. Unknown ones count as the mean of the known
+            ones; when none is known everybody scores `unknown.NEUTRAL`.
+    """
+    known = unknown.filled(values)
+    if not known:
+        return [unknown.NEUTRAL] * len(values)
+    low, high = min(known), max(known)
+    if low == high:
+        return [1.0] * len(known)
+    return [(high - value) / (high - low) for value in known]
+
+
+def share(part: float, whole: float) -> float:
+    """`part / whole`, cut to 0..1; 0 of nothing is 0."""
+    return min(1.0, max(0.0, part / whole)) if whole > 0 else 0.0

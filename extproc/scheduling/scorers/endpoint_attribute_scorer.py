@@ -1,0 +1,127 @@
+"""Prefers a high or a low value of one named number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import msgspec
+
+from extproc.endpoint import Candidate
+from extproc.scheduling import attributes, scales, unknown
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+
+class FixedRange(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Values that score 0 and 1.
+
+    Attributes:
+        min: The one end.
+        max: The other, greater than `min`.
+    """
+
+    min: float
+    max: float
+
+    def __post_init__(self) -> None:
+        """Refuse an empty range.
+
+        Raises:
+            ValueError: `min` is not below `max`.
+        """
+        if not self.min < self.max:
+            raise ValueError(f"wanted min below max; found {self.min} and {self.max}")
+
+
+class AdaptiveRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The range from the least to the greatest value among the candidates."""
+
+
+class Normalization(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """What the range is; the adaptive one when neither is given.
+
+    Attributes:
+        adaptive_range: From the candidates.
+        fixed_range: From the configuration.
+    """
+
+    adaptive_range: AdaptiveRange | None = None
+    fixed_range: FixedRange | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse two ranges.
+
+        Raises:
+            ValueError: Both are given.
+        """
+        if self.adaptive_range is not None and self.fixed_range is not None:
+            raise ValueError("wanted at most one of adaptiveRange and fixedRange; found both")
+
+
+class Algorithm(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """How a value becomes a score.
+
+    Attributes:
+        type: Which end is better.
+        normalization: What the ends are.
+    """
+
+    type: Literal["linear_lower_is_better", "linear_higher_is_better"]
+    normalization: Normalization = Normalization()
+
+
+class EndpointAttributeScorer(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """`score = (v - min) / (max - min)` cut to 0..1, or 1 minus that where lower is better.
+
+    In an adaptive range of one value everybody scores 1. Unknown v counts as the mean of the known
+    ones, nobody known scores 0.5; the upstream picker gives 0 for unknown. Numbers there are:
+    `WaitingQueueSize`, `RunningRequestsSize`, `KVCacheUsagePercent`, the engine's own names of
+    these (`num_requests_waiting`, ...), `in_flight`, `requests`, `prompt_tokens`, `queued_tokens`
+    and `matched_tokens`.
+
+    Attributes:
+        attribute_key: Which number.
+        algorithm: How it becomes a score.
+    """
+
+    kind: ClassVar[str] = "endpoint-attribute-scorer"
+
+    attribute_key: str
+    algorithm: Algorithm
+
+    def __post_init__(self) -> None:
+        """Refuse a number nobody knows.
+
+        Raises:
+            ValueError: See `attributes.find`.
+        """
+        attributes.find(self.attribute_key)
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """What the number is made of."""
+        return frozenset({attributes.find(self.attribute_key).signal})
+
+    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+        """See the class."""
+        attribute = attributes.find(self.attribute_key)
+        values = unknown.filled([attribute.read(c) for c in candidates])
+        if not values:
+            return [unknown.NEUTRAL] * len(candidates)
+        fixed = self.algorithm.normalization.fixed_range
+        low, high = (min(values), max(values)) if fixed is None else (fixed.min, fixed.max)
+        if low == high:
+            return [1.0] * len(values)
+        rising = [scales.share(value - low, high - low) for value in values]
+        if self.algorithm.type == "linear_higher_is_better":
+            return rising
+        return [1.0 - score for score in rising]

@@ -1,0 +1,28 @@
+"""Prefers endpoints whose engine has few requests waiting, by the upstream formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from extproc.endpoint import Candidate
+from extproc.scheduling import scales
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+
+class QueueScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`score = (high - x) / (high - low)`, with x the engine's waiting requests; all equal scores 1.
+
+    low and high are the least and greatest x among the candidates. Unknown x counts as the mean of
+    the known ones, nobody known scores 0.5; the upstream picker takes 0 for unknown.
+    """
+
+    kind: ClassVar[str] = "queue-scorer"
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.WAITING})
+
+    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+        """See the class."""
+        return scales.falling([c.load.waiting for c in candidates])

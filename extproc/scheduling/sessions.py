@@ -1,0 +1,194 @@
+"""Where a session stays: parameters and memory of the session affinity filter and scorer.
+
+Two strategies. `encoded_endpoint_header` keeps no memory: the answer carries a token that names the
+endpoint, and the client sends it back. `session_id` remembers which endpoint a client's own session
+name was sent to last.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+
+from extproc.decision import Decision
+from extproc.endpoint import Candidate, Endpoint
+from extproc.scheduling.turn import Turn
+
+#: Sessions remembered, the longest unused forgotten first. 65536 are some 10 MB; the bound is
+#: against names that clients make up.
+MOST_SESSIONS = 65536
+
+#: Longest session name that is remembered; what lies beyond does not tell sessions apart.
+LONGEST_NAME = 256
+
+Strategy = Literal["encoded_endpoint_header", "session_id"]
+
+
+class EncodedEndpointHeader(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Parameters of the strategy without a memory.
+
+    Attributes:
+        header: Request and answer header with the token.
+    """
+
+    header: str = "x-session-token"
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"):
+    """One place where a session is named; exactly one field is set.
+
+    Attributes:
+        header: A request header.
+        attribute: Any name: what the request parsers found in body and headers.
+    """
+
+    header: str = ""
+    attribute: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse none and both.
+
+        Raises:
+            ValueError: Not exactly one field is set.
+        """
+        if bool(self.header) == bool(self.attribute):
+            raise ValueError("wanted one of header and attribute; found both or none")
+
+
+class SessionId(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """Parameters of the strategy with a memory.
+
+    Attributes:
+        sources: Where sessions are named; the first that is not empty counts.
+        eviction_ttl_seconds: Seconds a session is remembered unused.
+        eviction_sweep_seconds: No effect: what is too old is dropped when something is added.
+    """
+
+    sources: Annotated[tuple[Source, ...], msgspec.Meta(min_length=1)] = (
+        Source(header="x-session-id"),
+    )
+    eviction_ttl_seconds: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    eviction_sweep_seconds: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+
+
+class Memory:
+    """Which endpoint each session was sent to last.
+
+    Args:
+        ttl_s: Seconds a session is remembered unused.
+    """
+
+    def __init__(self, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
+        #: Session to address and monotonic seconds, the longest unused first.
+        self._bound: OrderedDict[str, tuple[str, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._bound)
+
+    def find(self, session: str, now: float) -> str:
+        """The address a session is bound to; empty when it is not, or no longer."""
+        address, used_at = self._bound.get(session, ("", now))
+        return address if now - used_at <= self._ttl_s else ""
+
+    def bind(self, session: str, address: str, now: float) -> None:
+        """Remember a session, and forget what is too old or too much."""
+        self._bound[session] = (address, now)
+        self._bound.move_to_end(session)
+        while self._bound:
+            _, used_at = next(iter(self._bound.values()))
+            if len(self._bound) <= MOST_SESSIONS and now - used_at <= self._ttl_s:
+                return
+            self._bound.popitem(last=False)
+
+
+class Affinity:
+    """What the filter and the scorer have in common: one of the two strategies.
+
+    Args:
+        strategy: Which.
+        header: The token's header, for the strategy without a memory.
+        settings: For the strategy with one.
+    """
+
+    def __init__(self, strategy: Strategy, header: str, settings: SessionId) -> None:
+        self._remembering = strategy == "session_id"
+        self._header = header.lower()
+        self._sources = settings.sources
+        self.memory = Memory(settings.eviction_ttl_seconds)
+
+    def bound(self, turn: Turn, candidates: Sequence[Candidate]) -> str:
+        """The address the session of a request is bound to; empty when there is none."""
+        if not self._remembering:
+            return named(turn.headers.get(self._header, ""), candidates)
+        session = _session(keys(turn, self._sources), self._sources)
+        return self.memory.find(session, turn.now) if session else ""
+
+    def keys(self, turn: Turn) -> Mapping[str, str]:
+        """See `plugins.Keyed`."""
+        return keys(turn, self._sources) if self._remembering else {}
+
+    def chosen(self, decision: Decision, now: float) -> None:
+        """See `plugins.Observer`."""
+        session = _session(decision.keys, self._sources) if self._remembering else ""
+        if session:
+            self.memory.bind(session, decision.endpoints[0].address, now)
+
+    def answer_headers(self, chosen: Endpoint) -> Sequence[tuple[str, str]]:
+        """See `plugins.Answerer`."""
+        return () if self._remembering else ((self._header, token(chosen)),)
+
+
+def token(endpoint: Endpoint) -> str:
+    """What names an endpoint to a client: its address in URL-safe base64, unsigned."""
+    return base64.urlsafe_b64encode(endpoint.address.encode()).decode()
+
+
+def named(session: str, candidates: Sequence[Candidate]) -> str:
+    """The address of the candidate a token names, by address, name or `namespace/name`.
+
+    The last two are what tokens of the upstream picker hold. Empty when it names nobody.
+    """
+    try:
+        text = base64.b64decode(session.encode(), altchars=b"-_", validate=True).decode()
+    except (binascii.Error, UnicodeError):
+        return ""
+    for candidate in candidates:
+        endpoint = candidate.endpoint
+        spelt = (endpoint.address, endpoint.name, _qualified(endpoint))
+        if text and text in spelt:
+            return endpoint.address
+    return ""
+
+
+def keys(turn: Turn, sources: Sequence[Source]) -> Mapping[str, str]:
+    """What a request is remembered by: the session under one name, or nothing."""
+    for source in sources:
+        header = source.header.lower()
+        session = turn.headers.get(header, "") if header else turn.request.session
+        if session:
+            return {_key(sources): session[:LONGEST_NAME]}
+    return {}
+
+
+def _session(known: Mapping[str, str], sources: Sequence[Source]) -> str:
+    """The session in what `keys` returned; empty when there is none."""
+    return known.get(_key(sources), "")
+
+
+def _key(sources: Sequence[Source]) -> str:
+    """The same for plugins that look in the same places."""
+    return "session in " + ", ".join(source.header or source.attribute for source in sources)
+
+
+def _qualified(endpoint: Endpoint) -> str:
+    return f"{endpoint.labels.get('namespace', '')}/{endpoint.name}"
