@@ -248,7 +248,9 @@ def _complaints(cls: Any) -> Iterator[tuple[str, str, str]]:
             'write kind: ClassVar[str] = "my-kind"',
         )
     needs = getattr(cls, "needs", None)
-    if not isinstance(needs, frozenset) or not all(isinstance(one, Signal) for one in needs):
+    # A property: what it needs depends on its parameters.
+    signals = isinstance(needs, frozenset) and all(isinstance(one, Signal) for one in needs)
+    if not signals and not isinstance(needs, property):
         yield (
             f"the signals {name} reads as a frozenset of Signal",
             "none" if needs is None else type(needs).__name__,

@@ -12,7 +12,7 @@ from extproc.scheduling import catalogue, defaults, guard
 from extproc.scheduling.plugins import Plugin, Signal
 from extproc.scheduling.profile import Profile
 
-Found = TypeVar("Found")
+Found = TypeVar("Found", bound=Plugin)
 
 _SCHEDULING: strict.Path = ("scheduling",)
 
@@ -99,7 +99,8 @@ def _written(entry: sections.ProfileEntry, *, where: str, tables: catalogue.Tabl
         for at, scorer in enumerate(entry.scorers)
     )
     picker = plugin(tables.pickers, entry.picker, "picker")
-    return Profile(entry.name, filters, scorers, picker)
+    cost = plugin(tables.costs, entry.cost, "cost") if entry.cost else None
+    return Profile(entry.name, filters, scorers, picker, cost)
 
 
 def _plugin(
@@ -107,7 +108,9 @@ def _plugin(
 ) -> Found:
     kind = catalogue.find(table, entry.kind, where=strict.place(where, (*path, "kind")))
     try:
-        return strict.convert(dict(entry.params), kind, where=where, path=(*path, "params"))
+        made = strict.convert(dict(entry.params), kind, where=where, path=(*path, "params"))
+        if not isinstance(made.needs, frozenset):
+            raise TypeError("its needs are no frozenset")  # noqa: TRY301 - told as its own errors are
     except ConfigError:
         raise
     except Exception as error:  # a check of its own, in a plugin of others
@@ -117,6 +120,7 @@ def _plugin(
             found=f"{type(error).__name__}: {error}",
             fix="change the parameters, or correct the plugin",
         ) from error
+    return made
 
 
 def _require(profile: Profile, signals: frozenset[Signal], *, where: str) -> None:

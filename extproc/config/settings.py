@@ -198,12 +198,14 @@ class ProfileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         filters: In the order they run. None: every endpoint may serve.
         scorers: Each with its weight. None: then the picker alone decides.
         picker: Chooses by totals. `max-score` does what the weights say.
+        cost: A cost model in place of the scorers' sum. None: the weights say what counts.
     """
 
     name: Name = "custom"
     filters: tuple[Plugin, ...] = ()
     scorers: tuple[WeightedScorer, ...] = ()
     picker: Plugin = _MAX_SCORE
+    cost: Plugin | None = None
 
 
 class Scheduling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

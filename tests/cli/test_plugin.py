@@ -25,7 +25,7 @@ def test_a_template_keeps_the_contract(role, tmp_path, capsys):
     assert "us for 100 endpoints" in told
 
 
-@pytest.mark.parametrize("role", ["filter", "picker", "scorer"])
+@pytest.mark.parametrize("role", ROLES)
 def test_the_configuration_in_a_template_routes(role, tmp_path, capsys):
     """The lines of YAML in a template's docstring work as they stand."""
     text = template(role, capsys)

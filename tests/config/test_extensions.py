@@ -343,6 +343,30 @@ def test_parameters_are_as_strict_as_built_in_ones(write):
         profiles.resolve(configured(write(SCORER), PROFILE % "much"), where="x")
 
 
+NEEDY = SCORER.replace(
+    "    needs: ClassVar[frozenset[Signal]] = frozenset()\n",
+    "    @property\n    def needs(self):\n        return ANSWER\n",
+)
+
+
+def test_needs_may_depend_on_parameters(write):
+    """A property is as good as a class variable, and is held against what is provided."""
+    answer = "frozenset({Signal.PREFIX} if self.power > 1 else ())"
+    path = write(NEEDY.replace("ANSWER", answer))
+    profiles.resolve(configured(path, PROFILE % 1), where="x")
+    tree = (PROFILE % 2) + "\nprefix: {capacity_blocks: 0}"
+    with pytest.raises(ConfigError, match="nobody who provides prefix, which last needs"):
+        profiles.resolve(configured(path, tree), where="x")
+
+
+@pytest.mark.parametrize("answer", ["['prefix']", "None", "1 / 0"])
+def test_needs_that_are_none(write, answer):
+    """A property that answers anything else is a configuration error."""
+    path = write(NEEDY.replace("ANSWER", answer))
+    with pytest.raises(ConfigError, match=r"profile\.scorers\[0\]\.params"):
+        profiles.resolve(configured(path, PROFILE % 1), where="x")
+
+
 def test_a_check_of_its_own_that_breaks(write):
     """Whatever a plugin raises while it is made is a configuration error."""
     body = SCORER + "\n    def __post_init__(self):\n        raise KeyError('power')\n"

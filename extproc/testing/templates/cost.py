@@ -1,7 +1,14 @@
 """A cost model: what each endpoint would cost in one unit, lower is better.
 
-It takes the place of the scorers: the picker compares negated costs. The terms are what
-`extproc explain` shows. Hold it to the contract: `extproc plugin test my_cost.py`.
+It takes the place of the scorers: the picker compares negated costs, and the terms are what
+`extproc explain` shows. Name the file and the kind in the configuration:
+
+    scheduling:
+      plugin_files: [my_cost.py]
+      profile:
+        cost: {kind: my-cost, params: {slot_s: 0.02}}
+
+and hold it to the contract: `extproc plugin test my_cost.py`.
 """
 
 from collections.abc import Sequence
