@@ -116,6 +116,8 @@ def _scheduling(settings: sections.Settings, profile: Profile) -> Iterator[str]:
         yield f"  filter    {_told(keep)}"
     for scorer, weight in profile.scorers:
         yield f"  scorer    {_told(scorer)}, weight {weight:g}"
+    if profile.cost is not None:
+        yield f"  cost      {_told(profile.cost)}"
     yield f"  picker    {_told(profile.picker)}"
     if settings.scheduling.fallbacks:
         yield f"  and {settings.scheduling.fallbacks} further endpoints to fall back to"
@@ -151,6 +153,7 @@ def _plugins() -> Iterator[str]:
     yield from (f"  {name}" for name in defaults.profiles())
     yield from _table("filters", catalogue.FILTERS)
     yield from _table("scorers", catalogue.SCORERS)
+    yield from _table("costs", catalogue.COSTS)
     yield from _table("pickers", catalogue.PICKERS)
 
 

@@ -128,6 +128,6 @@ def test_plugins_are_listed(capsys):
     """Every strategy and plugin kind is listed."""
     assert main.main(["check", "--plugins"]) == 0
     words = capsys.readouterr().out.split()
-    kinds = {*catalogue.FILTERS, *catalogue.SCORERS, *catalogue.PICKERS}
+    kinds = {*catalogue.FILTERS, *catalogue.SCORERS, *catalogue.COSTS, *catalogue.PICKERS}
     for name in (*defaults.profiles(), *kinds):
         assert any(word.strip(",") == name for word in words)

@@ -41,6 +41,19 @@ def test_the_configuration_in_a_template_routes(role, tmp_path, capsys):
     assert f"my-{role}" in {plugin.kind for plugin in parts.profile.plugins}
 
 
+def test_check_shows_a_plugin_of_others(tmp_path, capsys):
+    """The resolved profile names its kind, parameters and signals like those of a built-in."""
+    (tmp_path / "my_cost.py").write_text(template("cost", capsys))
+    config = tmp_path / "extproc.yaml"
+    config.write_text(
+        "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+        "scheduling: {plugin_files: [my_cost.py], profile: {cost: {kind: my-cost}}}\n"
+    )
+    assert main(["check", str(config)]) == 0
+    told = capsys.readouterr().out
+    assert "  cost      my-cost (slot_s=0.01), reads in_flight, prefix, queued, rates" in told
+
+
 def unindented(lines):
     return "".join(f"{line.removeprefix('    ')}\n" for line in lines.splitlines())
 
