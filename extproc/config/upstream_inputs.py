@@ -1,0 +1,264 @@
+"""Upstream plugin types around a decision: producers, parsers, data, flow control, hooks."""
+
+from __future__ import annotations
+
+from extproc.config import upstream_type
+
+_PRODUCERS = (
+    upstream_type.implied(
+        "producer",
+        "approx-prefix-cache-producer",
+        "the prefix index of ours does it; its bounds are set in the section prefix",
+        *upstream_type.INDEX_PARAMETERS,
+    ),
+    upstream_type.implied(
+        "producer",
+        "precise-prefix-cache-producer",
+        "the prefix index of ours stands in; it reads no KV events and corrects itself by what "
+        "engines report",
+        "tokenProcessorConfig",
+        "indexerConfig",
+        "kvEventsConfig",
+        "speculativeIndexing",
+        "speculativeTTL",
+        "tokenizersPoolConfig",
+    ),
+    upstream_type.implied(
+        "producer",
+        "inflight-load-producer",
+        "the in-flight accounts of ours do it, for requests and for uncached prompt tokens; "
+        "generated tokens are not counted",
+        "addEstimatedOutputTokens",
+        "outputRatio",
+        "maxEstimatedOutputTokens",
+        "prefixMatchInfoProducerName",
+        "syncCrossReplicaState",
+    ),
+    upstream_type.implied(
+        "producer",
+        "token-producer",
+        "prompt lengths are estimated at 4 bytes a token, and prompts are hashed as bytes; no "
+        "tokenizer is asked",
+        "backend",
+        "modelName",
+        "vllm",
+        "estimate",
+        "udsTokenizerConfig",
+    ),
+    upstream_type.deprecated(
+        "producer",
+        "tokenizer",
+        "token-producer",
+        "modelName",
+        "vllm",
+        "estimate",
+        "udsTokenizerConfig",
+    ),
+    upstream_type.implied(
+        "producer",
+        "session-id-producer",
+        "sessions are found in body and headers by the request parsers",
+        "headerName",
+        "cookieName",
+    ),
+    upstream_type.unsupported(
+        "producer",
+        "predicted-latency-producer",
+        "no latency predictor is asked: latency-scorer scores by KV cache, queue and prefix",
+        "samplingMean",
+        "maxDecodeTokenSamplesForPrediction",
+        "maxSampledTokens",
+        "sloBufferFactor",
+        "contextTTL",
+        "streamingMode",
+        "endpointRoleLabel",
+        "predictInProduce",
+        "predictInPrepareData",
+        "prefixMatchInfoProducerName",
+    ),
+    upstream_type.unsupported(
+        "producer",
+        "burst-prefix-cache-producer",
+        "requests are not held to be put together: the prefix index sees each as it comes",
+        "windowDurationMs",
+        "maxPerReplica",
+        "blockSizeTokens",
+        "minColocateBlocks",
+        "maxBatchSize",
+        "balanceBy",
+    ),
+    upstream_type.unsupported(
+        "producer",
+        "mm-embeddings-cache-producer",
+        "nobody knows which images an engine has encoded",
+        "cacheSizeInMBPerServer",
+        "cacheSizeInMB",
+    ),
+    upstream_type.unsupported(
+        "producer",
+        "p2p-source-producer",
+        "engines are not told where to fetch KV blocks from",
+        "minCachedTokenDelta",
+    ),
+    upstream_type.unsupported(
+        "producer",
+        "multicluster-approx-prefix-cache-producer",
+        "peer clusters are not candidates",
+    ),
+)
+
+_PARSED = "the request parsers of ours know this surface by its path"
+
+_PARSERS = (
+    *(
+        upstream_type.implied("parser", name, _PARSED)
+        for name in (
+            "openai-parser",
+            "anthropic-parser",
+            "vllmhttp-parser",
+            "vllmgrpc-parser",
+            "sglanghttp-parser",
+        )
+    ),
+    upstream_type.implied(
+        "parser", "passthrough-parser", "paths that nobody knows are routed by load alone"
+    ),
+    upstream_type.unsupported(
+        "parser", "vertexai-parser", "Vertex calls are routed by load alone, their body unread"
+    ),
+)
+
+_SCRAPED = "the scraper of ours does it; it is set in the section scrape"
+_HTTP = (
+    "scheme",
+    "path",
+    "insecureSkipVerify",
+    "caCertPath",
+    "clientCertPath",
+    "clientKeyPath",
+    "interval",
+    "port",
+)
+
+_DATA = (
+    upstream_type.implied("source", "metrics-data-source", _SCRAPED, *_HTTP, "families"),
+    upstream_type.implied(
+        "extractor",
+        "core-metrics-extractor",
+        "engines are recognised by the names of their metrics; a label is not needed",
+        "engineLabelKey",
+        "defaultEngine",
+        "engineConfigs",
+    ),
+    upstream_type.implied("source", "models-data-source", _SCRAPED, *_HTTP),
+    upstream_type.implied("extractor", "models-data-extractor", _SCRAPED),
+    upstream_type.implied(
+        "extractor",
+        "topology-extractor",
+        "topology plugins read the labels of endpoints",
+        "hostname",
+        "rack",
+        "zone",
+        "region",
+    ),
+    *(
+        upstream_type.implied("source", name, "discovery of ours tells who comes and goes")
+        for name in ("k8s-notification-source", "endpoint-notification-source")
+    ),
+    *(
+        upstream_type.unsupported("source", name, "GPU metrics are not scraped", *_HTTP)
+        for name in ("dcgm-data-source", "dcgm-extractor")
+    ),
+    *(
+        upstream_type.unsupported("source", name, "peer clusters are not candidates", *_HTTP)
+        for name in ("multicluster-metrics-data-source", "multicluster-metrics-extractor")
+    ),
+    upstream_type.implied(
+        "discovery",
+        "file-discovery",
+        "an endpoints file of ours does it; it is set in the section pool",
+        "path",
+        "watchFile",
+    ),
+    upstream_type.unsupported(
+        "discovery", "multicluster-file-discovery", "peer clusters are not candidates", "path"
+    ),
+)
+
+_NO_QUEUE = "requests are not queued by this file"
+
+_CONTROL = (
+    upstream_type.built("detector", "concurrency-detector", "inFlightLoadProducerName"),
+    upstream_type.built("detector", "utilization-detector", "metricsStalenessThreshold"),
+    *(
+        upstream_type.unsupported("policy", name, _NO_QUEUE, *parameters)
+        for name, *parameters in (
+            ("global-strict-fairness-policy",),
+            ("round-robin-fairness-policy",),
+            ("program-aware-fairness",),
+            ("fcfs-ordering-policy",),
+            ("edf-ordering-policy",),
+            ("slo-deadline-ordering-policy",),
+            ("static-usage-limit-policy", "threshold"),
+            ("priority-holdback-policy", "shape", "domain", "minCeiling", "maxCeiling", "ceilings"),
+            ("soft-reflective-ceiling-policy",),
+            ("eviction-sheddable-filter",),
+            ("eviction-priority-then-time-ordering",),
+        )
+    ),
+    upstream_type.unsupported(
+        "admitter", "latency-slo-admitter", "no latency predictor is asked: everybody is admitted"
+    ),
+    upstream_type.unsupported(
+        "admitter",
+        "probabilistic-admitter",
+        "requests have no priority yet: everybody is admitted",
+        "queueDepthThreshold",
+        "kvCacheUtilThreshold",
+        "power",
+        "k",
+    ),
+    upstream_type.unsupported(
+        "hook",
+        "outlen-bucket",
+        "answers are not sorted into long and short ones beforehand",
+    ),
+    upstream_type.unsupported(
+        "hook",
+        "topology-stamp-handler",
+        "no answer says where its engine is; header-label-affinity-scorer can, label by label",
+        "headerName",
+        "profileName",
+        "topologyProducerName",
+    ),
+    upstream_type.unsupported(
+        "hook",
+        "models-responder",
+        "GET /v1/models is answered by one of the engines",
+    ),
+    upstream_type.implied(
+        "hook",
+        "agent-identity",
+        "sessions are found in body and headers by the request parsers",
+    ),
+    upstream_type.unsupported(
+        "hook",
+        "disaggregatedset-rollout-screener",
+        "revisions are not weighted during a rollout: everybody passes",
+        "scope",
+        "revisionGating",
+    ),
+    upstream_type.unsupported(
+        "hook",
+        "request-attribute-reporter",
+        "token usage is a metric here and not written into dynamic metadata",
+        "attributes",
+    ),
+    upstream_type.implied(
+        "hook",
+        "destination-endpoint-served-verifier",
+        "the setting conformance does it",
+    ),
+)
+
+ROWS = (*_PRODUCERS, *_PARSERS, *_DATA, *_CONTROL)

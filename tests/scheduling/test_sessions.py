@@ -1,0 +1,138 @@
+import msgspec
+import pytest
+
+from extproc.decision import Decision
+from extproc.scheduling import sessions
+from extproc.scheduling.filters.session_affinity_filter import SessionAffinityFilter
+from extproc.scheduling.pickers.max_score_picker import MaxScorePicker
+from extproc.scheduling.profile import Profile
+from extproc.scheduling.scorers.header_label_affinity_scorer import HeaderLabelAffinityScorer
+from extproc.scheduling.scorers.session_affinity_scorer import SessionAffinityScorer
+from tests.scheduling import fleet
+
+FLEET = fleet.candidates({"a": {}, "b": {}, "c": {}})
+BY_ID = {"strategy": "session_id"}
+
+
+def plugin(cls, **params):
+    return msgspec.convert(params, cls)
+
+
+def profiles(**params):
+    filtering = Profile("f", (plugin(SessionAffinityFilter, **params),), (), MaxScorePicker())
+    scorer = plugin(SessionAffinityScorer, **params)
+    return [filtering, Profile("s", (), ((scorer, 1.0),), MaxScorePicker())]
+
+
+def decide(profile, now=100.0, seed=1, **facts):
+    return profile.run(fleet.turn(seed, now=now, **facts), FLEET)
+
+
+def commit(profile, decision, now=100.0):
+    for observer in profile.observers:
+        observer.chosen(decision, now)
+
+
+@pytest.mark.parametrize("profile", profiles(), ids=["filter", "scorer"])
+def test_a_client_that_sends_its_token_back_stays(profile):
+    """The answer's token brings the next request to the same endpoint, without any memory."""
+    first = decide(profile)
+    (header, token), *others = first.answer_headers
+    assert (header, others) == ("x-session-token", [])
+    for seed in range(20):
+        again = decide(profile, seed=seed, headers={header: token})
+        assert again.endpoints == first.endpoints
+        assert again.answer_headers == first.answer_headers
+    assert first.keys == {}
+
+
+@pytest.mark.parametrize("profile", profiles(**BY_ID), ids=["filter", "scorer"])
+def test_a_committed_session_stays_until_it_is_old(profile):
+    """A session sticks to where it was sent, as long as it is used every 300 seconds."""
+    asked = {"headers": {"x-session-id": "s1"}}
+    first = decide(profile, **asked)
+    assert first.answer_headers == ()
+    commit(profile, first, 100.0)
+    for seed in range(20):
+        assert decide(profile, 400.0, seed, **asked).endpoints == first.endpoints
+    late = {fleet.names(decide(profile, 400.1, seed, **asked).endpoints)[0] for seed in range(40)}
+    assert late == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("profile", profiles(**BY_ID), ids=["filter", "scorer"])
+def test_a_dry_run_binds_nobody(profile):
+    """Deciding without committing leaves the session free."""
+    asked = {"headers": {"x-session-id": "s1"}}
+    seen = {fleet.names(decide(profile, seed=seed, **asked).endpoints)[0] for seed in range(40)}
+    assert seen == {"a", "b", "c"}
+
+
+def test_the_first_source_that_is_set_names_the_session():
+    """Headers and what the parsers found are asked in the order of the configuration."""
+    sources = [{"header": "X-Chat"}, {"attribute": "agent-identity"}]
+    profile = profiles(**BY_ID, sessionIdConfig={"sources": sources})[1]
+    by_header = decide(profile, headers={"x-chat": "one"}, session="two")
+    by_parser = decide(profile, headers={}, session="two")
+    assert list(by_header.keys.values()) == ["one"]
+    assert list(by_parser.keys.values()) == ["two"]
+    assert decide(profile).keys == {}
+
+
+def test_plugins_with_different_sources_remember_apart():
+    """Two plugins of one profile do not take each other's sessions."""
+    other = plugin(SessionAffinityFilter, **BY_ID, sessionIdConfig={"sources": [{"header": "x-b"}]})
+    profile = Profile("p", (plugin(SessionAffinityFilter, **BY_ID), other), (), MaxScorePicker())
+    decision = decide(profile, headers={"x-session-id": "one", "x-b": "two"})
+    assert sorted(decision.keys.values()) == ["one", "two"]
+
+
+def test_memory_is_bounded_by_number():
+    """Of too many sessions the longest unused is forgotten."""
+    memory = sessions.Memory(10.0)
+    memory.bind("first", "x:1", 0.0)
+    for i in range(sessions.MOST_SESSIONS - 1):
+        memory.bind(str(i), "x:1", 1.0)
+    memory.bind("first", "y:1", 1.0)
+    memory.bind("last", "x:1", 1.0)
+    assert len(memory) == sessions.MOST_SESSIONS
+    assert [memory.find(name, 1.0) for name in ("first", "0", "1")] == ["y:1", "", "x:1"]
+
+
+def test_memory_is_bounded_by_age():
+    """Sessions nobody used for long go when something is added."""
+    memory = sessions.Memory(10.0)
+    for now, session in enumerate("abca"):
+        memory.bind(session, "x:1", float(now))
+    memory.bind("d", "x:1", 12.5)
+    assert [bool(memory.find(session, 12.5)) for session in "abcd"] == [True, False, False, True]
+    assert len(memory) == 2
+
+
+def test_tokens_that_are_none_name_nobody():
+    """Whatever a client sends as a token, there is an answer."""
+    for token in ("", "%%%", "YQ", "w6TDtsO8", "/w==", "é", "Lw=="):
+        assert sessions.named(token, FLEET) == ""
+
+
+@pytest.mark.parametrize("source", [{}, {"header": "x", "attribute": "y"}])
+def test_a_source_is_one_thing(source):
+    """A source without a place, or with two, is refused."""
+    with pytest.raises(msgspec.ValidationError, match="one of header and attribute"):
+        msgspec.convert({"sources": [source]}, sessions.SessionId)
+
+
+def test_the_label_of_who_serves_is_told():
+    """header-label-affinity stamps the answer unless told not to, and only where there is one."""
+    labelled = fleet.candidate("z", labels={"zone": "eu"}).endpoint
+    scorer = HeaderLabelAffinityScorer(header_name="X-Zone", label_key="zone")
+    assert scorer.answer_headers(fleet.turn(), labelled) == (("x-zone", "eu"),)
+    assert scorer.answer_headers(fleet.turn(), FLEET[0].endpoint) == ()
+    silent = msgspec.structs.replace(scorer, stamp_response_header=False)
+    assert silent.answer_headers(fleet.turn(), labelled) == ()
+
+
+def test_a_decision_without_keys_binds_nobody():
+    """A decision made without this plugin, such as a rescue, is no reason to fail."""
+    scorer = plugin(SessionAffinityScorer, **BY_ID)
+    scorer.chosen(Decision(fleet.turn().request, [FLEET[0].endpoint]), 1.0)
+    assert len(scorer._affinity.memory) == 0
