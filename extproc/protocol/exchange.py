@@ -64,6 +64,7 @@ class Exchange:
         "_headers",
         "_history",
         "_modes",
+        "_owed_to_client",
         "_selected",
         "_settings",
         "_subset",
@@ -85,6 +86,8 @@ class Exchange:
         self._modes: Modes | None = None
         self._headers = NO_HEADERS
         self._debts = Debts()
+        #: Headers plugins want on the answer.
+        self._owed_to_client: Headers = ()
         self._subset: tuple[str, ...] | None = None
         self._gathering: Gathering | None = None
         self._selected = False
@@ -135,6 +138,7 @@ class Exchange:
         if isinstance(outcome, Rejection):
             return (self.refuse(outcome),)
         self.asked = _ROUTED
+        self._owed_to_client = tuple(outcome.answer_headers)
         # Only the destination: the answers may wait for the peer, and a prompt must not with them.
         destination = ",".join([endpoint.address for endpoint in outcome.endpoints])
         set_headers: Headers = (("x-request-id", request_id),) if request_id else ()
@@ -245,7 +249,13 @@ class Exchange:
         self._abandon()
         self.status = event.headers.get(":status", "")
         self.told = _ENDED if event.end_of_stream else _STARTED
-        return feedback.answer(event, modes, self._settings, watch_stream=self._watch_stream)
+        return feedback.answer(
+            event,
+            modes,
+            self._settings,
+            watch_stream=self._watch_stream,
+            owed=self._owed_to_client,
+        )
 
     def _pass_response(self, event: Event, modes: Modes) -> Iterable[Reply]:
         self._abandon()

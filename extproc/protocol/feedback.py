@@ -55,7 +55,12 @@ _PLAIN = {mode: (Answered((), mode),) for mode in (None, *BodyMode)}
 
 
 def answer(
-    event: Event, modes: Modes, settings: ExchangeSettings, *, watch_stream: bool
+    event: Event,
+    modes: Modes,
+    settings: ExchangeSettings,
+    *,
+    watch_stream: bool,
+    owed: Headers = (),
 ) -> tuple[Answered]:
     """The reply to the response headers.
 
@@ -64,14 +69,17 @@ def answer(
         modes: The configured modes.
         settings: Of the server.
         watch_stream: Whether this exchange is in the sample of watched streams.
+        owed: Further headers for the client.
     """
     mode = None
     if settings.feedback and not event.end_of_stream:
         mode = feedback_mode(modes, event.headers, watch_stream=watch_stream)
-    if not settings.conformance:
+    if not settings.conformance and not owed:
         return (_MARKED if settings.response_marker else _PLAIN)[mode]
     marks: Headers = (RESPONSE_MARKER,) if settings.response_marker else ()
-    return (Answered((*marks, (SERVED_HEADER, served(event))), mode),)
+    if settings.conformance:
+        marks = (*marks, (SERVED_HEADER, served(event)))
+    return (Answered((*marks, *owed), mode),)
 
 
 def served(event: Event) -> str:

@@ -7,9 +7,14 @@ import pytest
 
 from extproc.parsing import usage
 from extproc.protocol.settings import ExchangeSettings
+from extproc.scheduling import sessions
+from extproc.scheduling.filters.session_affinity_filter import SessionAffinityFilter
+from extproc.scheduling.pickers.max_score import MaxScore
+from extproc.scheduling.profile import Profile
 from tests.support import conversation as talk
 from tests.support import peer
-from tests.support.conversation import JSON, SSE
+from tests.support.conversation import JSON, ONE, SSE
+from tests.support.house import House
 
 TEST_MODE = ExchangeSettings(1 << 20, conformance=True)
 SERVED = "x-conformance-test-served-endpoint"
@@ -64,6 +69,19 @@ def test_090_test_mode_reports_who_served(metadata: Any, value: str):
         [talk.response_headers(metadata=metadata), talk.answer_headers((SERVED, value))],
         settings=TEST_MODE,
     )
+
+
+def test_headers_of_plugins_go_on_the_answer():
+    """What plugins tell the client stands on the response, such as the token of a session."""
+    keep = Profile("keep", (SessionAffinityFilter(),), (), MaxScore())
+    house = House({ONE: None}, profile=keep)
+    served = peer.metadata_of({"envoy.lb": {peer.SERVED_KEY: ONE}})
+    token = ("x-session-token", sessions.token(house.fleet.pool.members[0].endpoint))
+    asked = [talk.request_headers(ends=True), talk.route()]
+    talk.play([*asked, talk.response_headers(), talk.answer_headers(token)], house.decide)
+    told = talk.answer_headers((SERVED, ONE), token)
+    script = [*asked, talk.response_headers(metadata=served), told]
+    talk.play(script, house.decide, settings=TEST_MODE)
 
 
 def test_090_the_request_phase_does_not_count():
