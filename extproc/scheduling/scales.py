@@ -20,7 +20,8 @@ def falling(values: Sequence[float | None]) -> list[float]:
     low, high = min(known), max(known)
     if low == high:
         return [1.0] * len(known)
-    return [(high - value) / (high - low) for value in known]
+    span = high - low
+    return [(high - value) / span for value in known]
 
 
 def share(part: float, whole: float) -> float:

@@ -36,6 +36,10 @@ class MaxScorePicker(
         count: int,
     ) -> list[int]:
         """See the class."""
+        if count == 1:
+            best = max(totals)
+            ties = [i for i, total in enumerate(totals) if total == best]
+            return ties if len(ties) == 1 else [turn.rng.choice(ties)]
         order = turn.rng.sample(range(len(totals)), len(totals))
         order.sort(key=totals.__getitem__, reverse=True)
         return order[:count]

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import scales, unknown
+from extproc.scheduling import unknown
 from extproc.scheduling.plugins import Signal
 from extproc.scheduling.turn import Turn
 
@@ -30,4 +30,4 @@ class KvCacheUtilizationScorer(
         usage = unknown.filled([c.load.kv_usage for c in candidates])
         if usage is None:
             return [unknown.NEUTRAL] * len(candidates)
-        return [1.0 - scales.share(u, 1.0) for u in usage]
+        return [1.0 - u if 0.0 <= u <= 1.0 else float(u < 0.0) for u in usage]
