@@ -68,8 +68,12 @@ def _charge(fleet: Fleet, known: EndpointState) -> None:
     if load is not None:
         # Before any request is charged: then the mark alone says what of the load was ours.
         fleet.observe(Mark(member.endpoint, _own_at_scrape(known)), load, _NOW)
+    account = member.account
     for at in range(known.in_flight):
-        member.account.open("", 0 if at else known.prompt_tokens, cached_tokens=0, now=_NOW)
+        prompt_tokens = 0 if at else known.prompt_tokens
+        account.open("", prompt_tokens, cached_tokens=prompt_tokens, now=_NOW)
+    account.sent = known.queued_tokens
+    account.done, account.written = 0.0, account.seen
     for _ in range(known.failures):
         fleet.scrape_failed(Mark(member.endpoint, 0), "refused", _NOW)
 

@@ -141,7 +141,9 @@ class Dispatcher:
         candidates = snapshot.candidates(
             members,
             self._matched(chain, members),
-            target=request.target,
+            adapter=request.adapter
+            or (request.model if request.model in self._fleet.pool.adapters else ""),
+            adapters=self._fleet.pool.adapters,
             now=now,
             stale_after_s=self._settings.stale_after_s,
         )
@@ -202,9 +204,15 @@ class Dispatcher:
             now=now,
         )
 
-    def complete(self, ticket: Ticket, now: float) -> None:
-        """Close the accounts of a request that is over, however it ended."""
-        ticket.close(now)
+    def complete(self, ticket: Ticket, now: float, *, answered: bool = True) -> None:
+        """Close the accounts of a request that is over, however it ended.
+
+        Args:
+            ticket: From `commit`.
+            now: Monotonic seconds.
+            answered: Whether response headers were seen.
+        """
+        ticket.close(now, answered=answered)
 
     def response_unwatched(self, decision: Decision) -> bool:
         """Whether nobody needs to see the answer."""

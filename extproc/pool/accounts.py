@@ -1,13 +1,27 @@
-"""In-flight accounts: what this picker has open on each endpoint.
+"""In-flight accounts: what this picker has open on each endpoint, and what of it still queues.
 
-An account belongs to one incarnation of one endpoint. It is changed only by tickets, and a ticket
-is closed exactly once, so the counters return to zero when the last stream ends and can never go
-below it.
+An account belongs to one incarnation of one endpoint. It is changed only by tickets and by scrapes,
+and a ticket is closed exactly once, so the counters return to zero when the last stream ends and
+can never go below it.
+
+Queued work is dead-reckoned: uncached prompt tokens are added when a request is sent and drain at
+the speed of the engine. Engines serve first come first served, so a request that ended says that
+everything sent before it was computed, and a scrape that shows w waiting requests says that the
+last w of ours were not.
 """
 
 from __future__ import annotations
 
-from extproc.endpoint import Endpoint
+from itertools import islice
+
+from extproc.endpoint import DEFAULT_RATES, Endpoint, Rates
+
+#: Adapters remembered as recently used; more than any engine has slots.
+_MOST_RECENT = 64
+
+#: Tokens of one engine iteration (`max_num_batched_tokens`): vLLM's default on cards below 70 GB
+#: (engines report 5.1). It only says how often a prefill pays for the decodes beside it.
+_BUDGET_TOKENS = 2048
 
 
 class Account:
@@ -19,9 +33,30 @@ class Account:
         prompt_tokens: Estimated prompt tokens of the open requests.
         opened: Tickets ever opened (count).
         adapters: Open requests by adapter or model name.
+        recent: Names of `adapters` ever opened, the latest last.
+        sent: Uncached prompt tokens ever sent.
+        done: Of these, computed as of `at`.
+        at: Monotonic seconds at which `done` was true.
+        tokens_per_s: How fast `done` grows.
+        written: KV tokens that requests ever sent take.
+        seen: Of these, in the last scrape.
     """
 
-    __slots__ = ("adapters", "endpoint", "in_flight", "opened", "prompt_tokens")
+    __slots__ = (
+        "_open",
+        "adapters",
+        "at",
+        "done",
+        "endpoint",
+        "in_flight",
+        "opened",
+        "prompt_tokens",
+        "recent",
+        "seen",
+        "sent",
+        "tokens_per_s",
+        "written",
+    )
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -29,6 +64,14 @@ class Account:
         self.prompt_tokens = 0
         self.opened = 0
         self.adapters: dict[str, int] = {}
+        self.recent: dict[str, None] = {}
+        self.sent = 0
+        self.done = 0.0
+        self.at = 0.0
+        self.tokens_per_s = 1.0 / DEFAULT_RATES.prefill_s
+        self.written = 0
+        self.seen = 0
+        self._open: dict[Ticket, None] = {}
 
     def open(self, target: str, prompt_tokens: int, *, cached_tokens: int, now: float) -> Ticket:
         """Charge one request and hand out its ticket.
@@ -43,53 +86,119 @@ class Account:
         self.opened += 1
         self.prompt_tokens += prompt_tokens
         self.adapters[target] = self.adapters.get(target, 0) + 1
-        return Ticket(self, target, prompt_tokens, cached_tokens=cached_tokens, opened_at=now)
+        if target:
+            self.recent.pop(target, None)
+            self.recent[target] = None
+            if len(self.recent) > _MOST_RECENT:
+                del self.recent[next(iter(self.recent))]
+        self._drain(now)
+        work = max(prompt_tokens - cached_tokens, 1)
+        self.sent += work
+        self.written += work
+        ticket = Ticket(self, target, prompt_tokens, work=work, sent=self.sent)
+        self._open[ticket] = None
+        return ticket
+
+    def queued(self, now: float) -> float:
+        """Uncached prompt tokens sent and believed not yet computed."""
+        left = self.sent - self.done - (now - self.at) * self.tokens_per_s
+        return max(0.0, left)
+
+    @property
+    def mean_work(self) -> float:
+        """Uncached prompt tokens of a request, mean over all ever sent; 0 before the first."""
+        return self.sent / self.opened if self.opened else 0.0
+
+    def pace(self, rates: Rates, requests: float) -> None:
+        """Set how fast queued work drains.
+
+        Args:
+            rates: How fast the engine is.
+            requests: Requests on it (count), whose decodes share its iterations.
+        """
+        step_s = rates.step_s + rates.decode_s * requests
+        self.tokens_per_s = 1.0 / (rates.prefill_s + step_s / _BUDGET_TOKENS)
+
+    def scraped(self, *, sent: int, written: int, waiting: float | None, now: float) -> None:
+        """Correct the queue by what a scrape shows.
+
+        Args:
+            sent: `sent` when the scrape was asked for.
+            written: `written` then.
+            waiting: Requests queued in the engine; None when the page did not say.
+            now: Monotonic seconds.
+        """
+        self.seen = written
+        self._drain(now)
+        if waiting is None:
+            return
+        before = [ticket for ticket in self._open if ticket.sent <= sent]
+        largest = max((ticket.work for ticket in before), default=0)
+        queueing = min(int(waiting), len(before))
+        # The first of those that wait, counted from the end, has everything before it admitted.
+        admitted = sent
+        for ticket in islice(reversed(before), queueing - 1, queueing) if queueing else ():
+            admitted = ticket.sent - ticket.work
+        # One admitted prompt may still be in the middle of its prefill.
+        self.done = min(max(self.done, admitted - largest), admitted)
+
+    def _drain(self, now: float) -> None:
+        passed = now - self.at
+        if passed > 0.0:
+            self.done = min(self.done + passed * self.tokens_per_s, self.sent)
+            self.at = now
+
+    def _close(self, ticket: Ticket, now: float, *, answered: bool) -> None:
+        del self._open[ticket]
+        self.in_flight -= 1
+        self.prompt_tokens -= ticket.prompt_tokens
+        left = self.adapters[ticket.target] - 1
+        if left:
+            self.adapters[ticket.target] = left
+        else:
+            del self.adapters[ticket.target]
+        self._drain(now)
+        if answered:
+            self.done = max(self.done, ticket.sent)
+        else:
+            # It never ran: its work is gone, and nothing is known of what was sent before it.
+            self.done = min(self.done + ticket.work, self.sent)
 
 
 class Ticket:
     """The handle of one open request.
 
     Attributes:
-        opened_at: Monotonic seconds at which it was charged.
+        target: Adapter or model name.
         prompt_tokens: Estimated prompt tokens.
-        cached_tokens: Of these, believed to be in the engine's prefix cache.
+        work: Of these, not in the engine's prefix cache, at least 1.
+        sent: `Account.sent` with this request.
     """
 
-    __slots__ = ("_account", "_target", "cached_tokens", "opened_at", "prompt_tokens")
+    __slots__ = ("_account", "prompt_tokens", "sent", "target", "work")
 
     def __init__(
-        self,
-        account: Account,
-        target: str,
-        prompt_tokens: int,
-        *,
-        cached_tokens: int,
-        opened_at: float,
+        self, account: Account, target: str, prompt_tokens: int, *, work: int, sent: int
     ) -> None:
         self._account: Account | None = account
-        self._target = target
+        self.target = target
         self.prompt_tokens = prompt_tokens
-        self.cached_tokens = cached_tokens
-        self.opened_at = opened_at
+        self.work = work
+        self.sent = sent
 
-    def close(self, now: float) -> None:
+    def close(self, now: float, *, answered: bool = True) -> None:
         """Give back what was charged.
 
         Args:
             now: Monotonic seconds.
+            answered: Whether the engine began to answer; False when it was never reached or the
+                client left before.
 
         Raises:
             RuntimeError: The ticket was closed before, which is a bug of the caller.
         """
-        del now
         account = self._account
         if account is None:
             raise RuntimeError("ticket closed twice; close it in one finally block")
         self._account = None
-        account.in_flight -= 1
-        account.prompt_tokens -= self.prompt_tokens
-        left = account.adapters[self._target] - 1
-        if left:
-            account.adapters[self._target] = left
-        else:
-            del account.adapters[self._target]
+        account._close(self, now, answered=answered)  # noqa: SLF001 - the two halves of one thing

@@ -13,12 +13,24 @@ from extproc.pool.snapshot import Member, Pool
 #: Scrape failures that say the endpoint cannot be reached at all.
 NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})
 
+#: Adapter names remembered (count); far more than a pool serves.
+MOST_ADAPTERS = 4096
+
 
 class Mark(msgspec.Struct, frozen=True, gc=False):
-    """What was true when a scrape was sent: the endpoint's life and our own requests on it."""
+    """What was true when a scrape was sent.
+
+    Attributes:
+        endpoint: The endpoint in its life then.
+        in_flight: Our own requests on it.
+        sent: `Account.sent`.
+        written: `Account.written`.
+    """
 
     endpoint: Endpoint
     in_flight: int
+    sent: int = 0
+    written: int = 0
 
 
 class Fleet:
@@ -33,6 +45,7 @@ class Fleet:
         self._on_gone = on_gone
         self._pool = Pool(members=(), positions={})
         self._incarnations = 0
+        self._adapters: frozenset[str] = frozenset()
         self._synced = False
 
     @property
@@ -74,7 +87,10 @@ class Fleet:
     def begin_scrape(self, endpoint: Endpoint) -> Mark:
         """Note our own requests at the moment a scrape is sent."""
         member = self._pool.find(endpoint.address)
-        return Mark(endpoint, member.account.in_flight if member else 0)
+        if member is None:
+            return Mark(endpoint, 0)
+        account = member.account
+        return Mark(endpoint, account.in_flight, account.sent, account.written)
 
     def observe(self, mark: Mark, load: Load, now: float) -> None:
         """Take in a scrape.
@@ -83,15 +99,25 @@ class Fleet:
         here. Own is the larger of the counts at both ends of the scrape: what started or ended in
         between may or may not be in the page, and must not be taken for foreign work.
         """
-        del now
         member = self._current(mark)
         if member is None:
             return
-        own = max(mark.in_flight, member.account.in_flight)
+        account = member.account
+        own = max(mark.in_flight, account.in_flight)
         scraped = (load.running or 0.0) + (load.waiting or 0.0)
+        foreign = max(0.0, scraped - own)
+        account.scraped(sent=mark.sent, written=mark.written, waiting=load.waiting, now=now)
+        account.pace(member.rates, own + foreign)
+        waiting = min(foreign, max(0.0, (load.waiting or 0.0) - own))
+        self._learn_adapters(load)
         self._swap(
             msgspec.structs.replace(
-                member, load=load, foreign=max(0.0, scraped - own), failures=0, failure=""
+                member,
+                load=load,
+                foreign=foreign,
+                foreign_tokens=waiting * account.mean_work,
+                failures=0,
+                failure="",
             )
         )
 
@@ -107,6 +133,12 @@ class Fleet:
             return
         failures = member.failures + 1 if reason in NO_CONNECTION else 0
         self._swap(msgspec.structs.replace(member, failures=failures, failure=reason))
+
+    def _learn_adapters(self, load: Load) -> None:
+        """Remember which names are adapters; bounded, as engines list what clients made up."""
+        named = (load.adapters or frozenset()) | (load.waiting_adapters or frozenset())
+        if not named <= self._adapters and len(self._adapters) < MOST_ADAPTERS:
+            self._adapters |= named
 
     def _current(self, mark: Mark) -> Member | None:
         member = self._pool.find(mark.endpoint.address)
@@ -126,12 +158,13 @@ class Fleet:
             members=(*pool.members[:at], member, *pool.members[at + 1 :]),
             positions=pool.positions,
             down=pool.down + pool.members[at].up - member.up,
+            adapters=self._adapters,
         )
 
     def _publish(self, members: tuple[Member, ...]) -> None:
         positions = {member.endpoint.address: at for at, member in enumerate(members)}
         down = sum(not member.up for member in members)
-        self._pool = Pool(members=members, positions=positions, down=down)
+        self._pool = Pool(members=members, positions=positions, down=down, adapters=self._adapters)
 
 
 def _relabelled(known: Member, endpoint: Endpoint) -> Member:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from extproc.endpoint import UNKNOWN, Candidate, Endpoint, Load
+from extproc.endpoint import DEFAULT_RATES, UNKNOWN, Candidate, Endpoint, Load, Rates, Residency
 from extproc.pool.accounts import Account
+from extproc.pool.adapters import residency
 
 #: Consecutive refused or timed-out scrapes after which an endpoint is avoided.
 DOWN_AFTER_FAILURES = 2
@@ -22,6 +23,8 @@ class Member(msgspec.Struct, frozen=True, gc=False):
         account: Our own open requests there; the one part that moves between snapshots.
         load: The last scrape.
         foreign: Requests of others at that scrape: max(0, scraped - own).
+        foreign_tokens: Uncached prompt tokens of others that queued there, estimated by ours.
+        rates: How fast it is, as far as was learnt.
         failures: Consecutive connection failures of the scraper.
         failure: The last scrape's failure, empty if it succeeded.
     """
@@ -30,6 +33,8 @@ class Member(msgspec.Struct, frozen=True, gc=False):
     account: Account
     load: Load = UNKNOWN
     foreign: float = 0.0
+    foreign_tokens: float = 0.0
+    rates: Rates = DEFAULT_RATES
     failures: int = 0
     failure: str = ""
 
@@ -46,11 +51,13 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         members: In the order discovery named them.
         positions: Address to index in `members`; the same object until the endpoints change.
         down: How many members are not up.
+        adapters: Names known to be LoRA adapters.
     """
 
     members: tuple[Member, ...]
     positions: Mapping[str, int]
     down: int = 0
+    adapters: frozenset[str] = frozenset()
 
     def find(self, address: str) -> Member | None:
         """The member at `ip:port`, if there is one."""
@@ -85,7 +92,8 @@ def candidates(
     members: Sequence[Member],
     matched_tokens: Sequence[int],
     *,
-    target: str,
+    adapter: str,
+    adapters: frozenset[str],
     now: float,
     stale_after_s: float,
 ) -> list[Candidate]:
@@ -94,34 +102,41 @@ def candidates(
     Args:
         members: Who is in play.
         matched_tokens: Per member, prompt tokens believed cached there.
-        target: Adapter or model the request asks for.
+        adapter: LoRA adapter the request asks for; empty for a base model.
+        adapters: Names known to be adapters.
         now: Monotonic seconds.
         stale_after_s: Age in seconds from which a load counts as unknown.
     """
-    del target
     oldest = now - stale_after_s
-    return [
-        Candidate(
-            member.endpoint,
-            load,
-            now - load.at,
-            own := (account := member.account).in_flight,
-            own + member.foreign,
-            account.prompt_tokens,
-            matched,
+    made: list[Candidate] = []
+    add = made.append
+    place = Residency.RESIDENT
+    for member, matched in zip(members, matched_tokens, strict=True):
+        account, load, foreign = member.account, member.load, member.foreign
+        age = now - load.at
+        if load.at <= oldest:
+            load, foreign = UNKNOWN, 0.0
+        if adapter:
+            place = residency(adapter, account, load, adapters)
+        # `Account.queued`, written out: this runs for every candidate of every request.
+        queued = account.sent - account.done - (now - account.at) * account.tokens_per_s
+        own = account.in_flight
+        add(
+            Candidate(
+                member.endpoint,
+                load,
+                age,
+                own,
+                own + foreign,
+                account.prompt_tokens,
+                matched,
+                max(0.0, queued) + member.foreign_tokens,
+                account.written - account.seen,
+                member.rates,
+                place,
+            )
         )
-        if (load := member.load).at > oldest
-        else _unknown(member, matched, now)
-        for member, matched in zip(members, matched_tokens, strict=True)
-    ]
-
-
-def _unknown(member: Member, matched: int, now: float) -> Candidate:
-    """A candidate whose load is too old to count."""
-    account = member.account
-    own = account.in_flight
-    age = now - member.load.at
-    return Candidate(member.endpoint, UNKNOWN, age, own, own, account.prompt_tokens, matched)
+    return made
 
 
 def _spelled(token: str) -> str:

@@ -117,8 +117,12 @@ class Picker:
             tallies=self.tallies,
             clock=clock,
             rng=self.parts.rng,
-            max_streams=settings.limits.max_streams,
-            stream_share=settings.answers.stream_share,
+            ring=self.ring,
+            settings=servicer.StreamSettings(
+                max_streams=settings.limits.max_streams,
+                stream_share=settings.answers.stream_share,
+                explain_header=settings.explain.header,
+            ),
         )
         self._discovery = factory.discovery(self.parts, clock=clock, on_fact=self._discovered)
         self._http = client.Client(

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 
 import grpc
+import msgspec
 
 from extproc.decision import Decision, Rejection
 from extproc.dispatch.dispatcher import Dispatcher
@@ -22,6 +23,8 @@ from extproc.protocol.gathering import Budget
 from extproc.protocol.replies import Reply
 from extproc.protocol.settings import ExchangeSettings
 from extproc.request import RawRequest
+from extproc.telemetry import explanation
+from extproc.telemetry.ring import Recorded, Ring
 from extproc.telemetry.tallies import Tallies
 from extproc.wire import codec
 
@@ -32,6 +35,20 @@ _log = logging.getLogger("extproc.server")
 Context = grpc.aio.ServicerContext[Event, bytes]
 
 
+class StreamSettings(msgspec.Struct, frozen=True):
+    """What all streams have in common.
+
+    Attributes:
+        max_streams: Open streams above which requests are refused.
+        stream_share: Share of streamed answers watched for usage, 0..1.
+        explain_header: Put the short form of the decision on answers.
+    """
+
+    max_streams: int
+    stream_share: float = 0.0
+    explain_header: bool = False
+
+
 class Stream:
     """One HTTP exchange from first event to end: the exchange, its ticket and its times.
 
@@ -39,16 +56,29 @@ class Stream:
         servicer: Holds what all streams share.
     """
 
-    __slots__ = ("_picked_s", "_servicer", "_started_s", "_ticket", "address", "exchange", "over")
+    __slots__ = (
+        "_picked_s",
+        "_recorded",
+        "_servicer",
+        "_started_s",
+        "_ticket",
+        "address",
+        "exchange",
+        "over",
+    )
 
     def __init__(self, servicer: Servicer) -> None:
         self._servicer = servicer
         self._started_s = servicer.clock()
         self._picked_s = 0.0
         self._ticket: Ticket | None = None
+        self._recorded: Recorded | None = None
         self.address = ""
         self.over = False
-        watched = servicer.stream_share and servicer.rng.random() < servicer.stream_share
+        watched = (
+            servicer.settings.stream_share
+            and servicer.rng.random() < servicer.settings.stream_share
+        )
         self.exchange = Exchange(
             servicer.exchange_settings, servicer.budget, watch_stream=bool(watched)
         )
@@ -89,12 +119,19 @@ class Stream:
             outcome = servicer.dispatcher.rescue(raw, now, why=type(error).__name__)
         if isinstance(outcome, Rejection):
             return (self._reject(outcome),)
-        self._commit(outcome, now)
-        named = "x-request-id" in raw.headers
-        return exchange.resolve(outcome, request_id="" if named else str(uuid.uuid4()))
+        named = raw.headers.get("x-request-id", "")
+        new = "" if named else str(uuid.uuid4())
+        if servicer.settings.explain_header:
+            told = ("x-extproc-decision", explanation.short(outcome))
+            outcome = msgspec.structs.replace(
+                outcome, answer_headers=(*outcome.answer_headers, told)
+            )
+        self._commit(outcome, now, named or new)
+        return exchange.resolve(outcome, request_id=new)
 
-    def _commit(self, decision: Decision, now: float) -> None:
+    def _commit(self, decision: Decision, now: float, request_id: str) -> None:
         servicer = self._servicer
+        self._recorded = servicer.ring.add(request_id, decision, now)
         self._ticket = servicer.dispatcher.commit(decision, now)
         self.address = decision.endpoints[0].address
         self._picked_s = servicer.clock()
@@ -110,11 +147,17 @@ class Stream:
             return
         servicer = self._servicer
         now = servicer.clock()
-        servicer.dispatcher.complete(self._ticket, now)
+        servicer.dispatcher.complete(self._ticket, now, answered=bool(exchange.status))
         servicer.tallies.finished(self.address, exchange.status, now - self._started_s)
+        recorded = self._recorded
+        if recorded is not None:
+            recorded.status, recorded.seconds = exchange.status, now - self._started_s
         if exchange.tail is not None:
-            for kind, tokens in usage.read(exchange.tail.joined()).items():
+            used = usage.read(exchange.tail.joined())
+            for kind, tokens in used.items():
                 servicer.tallies.usage[kind] += tokens
+            if recorded is not None:
+                recorded.usage = used
 
 
 class Servicer:
@@ -127,8 +170,8 @@ class Servicer:
         tallies: Where facts go.
         clock: Monotonic seconds.
         rng: For sampling streamed answers.
-        max_streams: Open streams above which requests are refused.
-        stream_share: Share of streamed answers watched for usage, 0..1.
+        ring: Where decisions are kept.
+        settings: What all streams have in common.
     """
 
     def __init__(
@@ -140,8 +183,8 @@ class Servicer:
         tallies: Tallies,
         clock: Callable[[], float],
         rng: random.Random,
-        max_streams: int,
-        stream_share: float,
+        ring: Ring,
+        settings: StreamSettings,
     ) -> None:
         self.dispatcher = dispatcher
         self.exchange_settings = exchange_settings
@@ -149,11 +192,11 @@ class Servicer:
         self.tallies = tallies
         self.clock = clock
         self.rng = rng
-        self.stream_share = stream_share
-        self._max_streams = max_streams
+        self.ring = ring
+        self.settings = settings
         self.crowded = Rejection(
             429,
-            f"more than {max_streams} requests are in progress",
+            f"more than {settings.max_streams} requests are in progress",
             reason="rejected-saturated",
             retry_after_s=1,
         )
@@ -169,7 +212,9 @@ class Servicer:
         tallies.streams_open += 1
         self._tasks.add(task)
         stream = Stream(self)
-        turn = stream.turn if tallies.streams_open <= self._max_streams else stream.turn_away
+        turn = (
+            stream.turn if tallies.streams_open <= self.settings.max_streams else stream.turn_away
+        )
         end = "error"
         try:
             while not stream.over:

@@ -7,7 +7,7 @@ endpoints is two hundred times as large as one over one. Prompts and block hashe
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -34,7 +34,7 @@ class Recorded:
         self.decision = decision
         self.status = ""
         self.seconds: float | None = None
-        self.usage: dict[str, int] = {}
+        self.usage: Mapping[str, int] = {}
 
 
 class Ring:

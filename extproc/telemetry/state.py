@@ -29,6 +29,7 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         failure: Why its last scrape failed; empty when it did not.
         in_flight: Requests this picker has open there (count).
         prompt_tokens: Estimated prompt tokens of these.
+        queued_tokens: Of these, uncached and believed not yet computed.
         foreign: Requests of others at the last scrape (count); None when it is to be worked out of
             the others.
         age_s: Seconds since the last scrape; None when there was none. A state written by hand
@@ -52,6 +53,7 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     failure: str = ""
     in_flight: Requests = 0
     prompt_tokens: Count = 0
+    queued_tokens: Count = 0
     foreign: Amount | None = None
     age_s: Amount | None = None
     engine: str = ""
@@ -96,6 +98,7 @@ def _of_member(member: Member, now: float) -> EndpointState:
         failure=member.failure,
         in_flight=account.in_flight,
         prompt_tokens=account.prompt_tokens,
+        queued_tokens=round(account.queued(now)),
         foreign=member.foreign if scraped else None,
         age_s=max(0.0, now - load.at) if scraped else None,
         engine=load.engine,

@@ -95,7 +95,12 @@ class Fleets(RuleBasedStateMachine):
             chosen = pool.eligible(subset)
             assert all(member in pool.members for member in chosen)
         turn = snapshot.candidates(
-            pool.members, [0] * len(pool.members), target="m", now=self.now, stale_after_s=5.0
+            pool.members,
+            [0] * len(pool.members),
+            adapter="",
+            adapters=frozenset(),
+            now=self.now,
+            stale_after_s=5.0,
         )
         for candidate in turn:
             assert candidate.requests >= candidate.in_flight >= 0

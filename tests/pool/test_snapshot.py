@@ -86,7 +86,7 @@ def test_an_empty_pool_has_nobody():
 
 def turn(fleet: Fleet, *, now: float) -> snapshot.Candidate:
     (candidate,) = snapshot.candidates(
-        fleet.pool.members, [5], target="m", now=now, stale_after_s=3.0
+        fleet.pool.members, [5], adapter="", adapters=frozenset(), now=now, stale_after_s=3.0
     )
     return candidate
 

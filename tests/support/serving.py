@@ -18,6 +18,7 @@ from extproc.protocol.gathering import Budget
 from extproc.protocol.settings import ExchangeSettings
 from extproc.server import servicer as servicers
 from extproc.server.app import Addresses, Picker
+from extproc.telemetry.ring import Ring
 from extproc.telemetry.tallies import Tallies
 from tests.support import peer
 from tests.support.conversation import DUPLEX, Message
@@ -103,6 +104,7 @@ async def serving(
     dispatcher: Dispatcher | None = None,
     max_body_bytes: int = 1 << 20,
     max_streams: int = 10_000,
+    explain_header: bool = False,
 ) -> AsyncIterator[Serving]:
     """Serve a house."""
     servicer = servicers.Servicer(
@@ -112,8 +114,8 @@ async def serving(
         tallies=Tallies(),
         clock=lambda: house.now,
         rng=random.Random(1),
-        max_streams=max_streams,
-        stream_share=0.0,
+        ring=Ring(100),
+        settings=servicers.StreamSettings(max_streams=max_streams, explain_header=explain_header),
     )
     server = grpc.aio.server()
     servicers.register(server, servicer)

@@ -162,6 +162,7 @@ def test_pool_state_tells_what_is_known():
                 "failure": "",
                 "in_flight": 3,
                 "prompt_tokens": 21,
+                "queued_tokens": 0,
                 "foreign": 5.0,
                 "age_s": 2.5,
                 "engine": "",
@@ -178,6 +179,7 @@ def test_pool_state_tells_what_is_known():
                 "failure": "refused",
                 "in_flight": 0,
                 "prompt_tokens": 0,
+                "queued_tokens": 0,
                 "engine": "",
             },
         ]

@@ -1,0 +1,44 @@
+from extproc.endpoint import Load
+from tests.support import conversation as talk
+from tests.support import serving
+from tests.support.house import House
+
+HEADERS = {**talk.PLAIN, "x-request-id": "id-7"}
+
+
+def test_a_decision_is_kept_with_what_came_of_it():
+    """The ring knows a routed request by its id, and its status once the stream ends."""
+
+    async def test() -> None:
+        async with serving.serving(House({talk.ONE: Load(at=0.0)})) as server:
+            stream = server.stream()
+            await stream.say(talk.request_headers(HEADERS, ends=True))
+            await stream.hear()
+            kept = server.servicer.ring.find("id-7")
+            assert kept.decision.endpoints[0].address == talk.ONE
+            assert (kept.status, kept.seconds) == ("", None)
+            await stream.say(talk.response_headers())
+            (said,) = await stream.hear()
+            assert "x-extproc-decision" not in said.headers
+            await stream.end()
+            await server.idle()
+            assert (kept.status, kept.seconds) == ("200", 0.0)
+
+    serving.run(test())
+
+
+def test_the_short_form_is_put_on_the_answer_when_asked_for():
+    """With explain.header the answer says who was chosen and why."""
+
+    async def test() -> None:
+        house = House({talk.ONE: Load(at=0.0)})
+        async with serving.serving(house, explain_header=True) as server:
+            stream = server.stream()
+            await stream.say(talk.request_headers(HEADERS, ends=True))
+            await stream.hear()
+            await stream.say(talk.response_headers())
+            (said,) = await stream.hear()
+            assert said.headers["x-extproc-decision"].startswith(f"default; chose={talk.ONE}; ")
+            await stream.end()
+
+    serving.run(test())
