@@ -14,8 +14,18 @@ import msgspec
 from extproc.errors import ConfigError
 from extproc.scheduling import guard, upstream
 from extproc.scheduling.costs import estimated_time, lmetric
+from extproc.scheduling.filters import (
+    adapter_active,
+    adapter_capable,
+    can_accept_adapter,
+    kv_range,
+    low_cost_adapter,
+    max_waiting,
+    prefix_home,
+    queue_range,
+    top_k,
+)
 from extproc.scheduling.filters import lora_affinity as keep_lora_affinity
-from extproc.scheduling.filters import max_waiting, prefix_home
 from extproc.scheduling.pickers import (
     least_request,
     max_score,
@@ -34,9 +44,16 @@ from extproc.scheduling.scorers import (
 )
 
 FILTERS: Mapping[str, type[Filter]] = {
+    "adapter-active": adapter_active.AdapterActive,
+    "adapter-capable": adapter_capable.AdapterCapable,
+    "can-accept-adapter": can_accept_adapter.CanAcceptAdapter,
+    "kv-range": kv_range.KvRange,
     "lora-affinity": keep_lora_affinity.LoraAffinity,
+    "low-cost-adapter": low_cost_adapter.LowCostAdapter,
     "max-waiting": max_waiting.MaxWaiting,
     "prefix-home": prefix_home.PrefixHome,
+    "queue-range": queue_range.QueueRange,
+    "top-k": top_k.TopK,
     **upstream.FILTERS,
 }
 

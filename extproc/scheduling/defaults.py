@@ -23,11 +23,17 @@ and prefix 3, since with 1 each two load signals outvote a cached prompt.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from extproc.scheduling.costs.estimated_time import EstimatedTime
 from extproc.scheduling.costs.lmetric import LMetric
+from extproc.scheduling.filters.adapter_capable import AdapterCapable
+from extproc.scheduling.filters.kv_range import KvRange
+from extproc.scheduling.filters.lora_affinity import LoraAffinity as KeepLoraAffinity
+from extproc.scheduling.filters.queue_range import QueueRange
+from extproc.scheduling.filters.top_k import TopK
 from extproc.scheduling.pickers.least_request import LeastRequest
 from extproc.scheduling.pickers.max_score import MaxScore
 from extproc.scheduling.pickers.max_score_picker import MaxScorePicker
@@ -76,4 +82,23 @@ def profiles() -> Mapping[str, Profile]:
         Profile("lmetric", (), (), MaxScore(), LMetric()),
         Profile("adaptive", (), (), Rendezvous(), EstimatedTime()),
     )
-    return MappingProxyType({profile.name: profile for profile in (default, weighted, *plain)})
+    named = (default, weighted, *plain, *_gateway(), *_kubeai())
+    return MappingProxyType({profile.name: profile for profile in named})
+
+
+def _gateway() -> tuple[Profile, ...]:
+    """The strategies of the first llm-instance-gateway (seeds report 2.3 and 2.4)."""
+    queue, kv = TopK(by="waiting", k=1), TopK(by="kv_usage", k=1)
+    affinity = KeepLoraAffinity(max_waiting_requests=math.inf)
+    return (
+        Profile("least-queue", (queue,), (), Random()),
+        Profile("least-kv-cache", (kv,), (), Random()),
+        Profile("queue-kv", (QueueRange(), KvRange()), (), Random()),
+        Profile("lora-queue", (affinity, queue), (), Random()),
+        Profile("lora-kv", (affinity, kv), (), Random()),
+    )
+
+
+def _kubeai() -> tuple[Profile, ...]:
+    """The strategies of KubeAI (seeds report 3.1 and 3.2)."""
+    return (Profile("least-load", (AdapterCapable(),), (), LeastRequest(full_scan=True)),)

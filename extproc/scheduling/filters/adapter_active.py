@@ -1,0 +1,32 @@
+"""Keeps endpoints that work for the requested adapter right now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from extproc.endpoint import Candidate
+from extproc.scheduling import slots
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+
+class AdapterActive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Keeps the candidates whose batch holds the requested adapter; nobody when none does.
+
+    The "LoRA affinity" of seeds report 2.3, for the nodes of a tree, where nobody left means the
+    failure branch. On its own in a profile it refuses every request whose adapter is nowhere, the
+    base model's among them: `lora-affinity` is the filter that lets everybody pass then. While no
+    engine says which adapters it holds, everybody stays.
+    """
+
+    kind: ClassVar[str] = "adapter-active"
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.ADAPTERS})
+
+    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """See the class."""
+        if slots.silent(candidates):
+            return candidates
+        return [c for c in candidates if slots.holds(c, turn.request.target)]

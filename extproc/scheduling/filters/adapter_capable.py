@@ -1,0 +1,30 @@
+"""Keeps endpoints that are labelled with the requested adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from extproc.endpoint import Candidate
+from extproc.scheduling import adapter_labels
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+
+class AdapterCapable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Keeps the candidates with the label `adapter.kubeai.org/NAME` of the requested adapter.
+
+    Everybody for the base model, and where no candidate carries such a label; nobody when others
+    are labelled and this adapter is nowhere, because an engine without it answers 404 (seeds
+    report 3.3).
+    """
+
+    kind: ClassVar[str] = "adapter-capable"
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.LABELS})
+
+    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """See the class."""
+        wanted = adapter_labels.adapter(turn.request, candidates)
+        return adapter_labels.capable(wanted, candidates)

@@ -1,0 +1,36 @@
+"""Keeps endpoints that need not evict an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from extproc.endpoint import Candidate
+from extproc.scheduling import slots
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+
+class LowCostAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Keeps a candidate when its batch holds the requested adapter, or `active < slots`.
+
+    The "low-cost LoRA" of seeds report 2.3: weak affinity, which spreads an adapter while there are
+    slots for it. Unknown as in `can-accept-adapter`.
+    """
+
+    kind: ClassVar[str] = "low-cost-adapter"
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.ADAPTERS})
+
+    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """See the class."""
+        free = slots.free(candidates)
+        if free is None:
+            return candidates
+        target = turn.request.target
+        return [
+            c
+            for c, room in zip(candidates, free, strict=True)
+            if room > 0 or slots.holds(c, target)
+        ]
