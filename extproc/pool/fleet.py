@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from extproc.endpoint import Endpoint, Load
+from extproc.pool import rates
 from extproc.pool.accounts import Account
 from extproc.pool.snapshot import Member, Pool
 
@@ -33,19 +35,42 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
     written: int = 0
 
 
+class Observed(Protocol):
+    """Whoever wants to know what scrapes show."""
+
+    def __call__(self, endpoint: Endpoint, *, before: Load, after: Load, restarted: bool) -> None:
+        """A scrape was taken in.
+
+        Args:
+            endpoint: Of whom.
+            before: The load until then.
+            after: The load from now on.
+            restarted: Whether the engine is another process now.
+        """
+
+
+def _nobody(endpoint: Endpoint, *, before: Load, after: Load, restarted: bool) -> None:
+    """Nobody wants to know."""
+
+
 class Fleet:
     """Replaces the pool when discovery, a scrape or an account says so.
 
     Args:
         on_gone: Called with every endpoint incarnation that left, so that beliefs about it can be
             dropped.
+        on_observed: Called after every scrape that was taken in.
     """
 
-    def __init__(self, on_gone: Callable[[Endpoint], None]) -> None:
+    def __init__(
+        self, on_gone: Callable[[Endpoint], None], on_observed: Observed | None = None
+    ) -> None:
         self._on_gone = on_gone
+        self._on_observed = on_observed or _nobody
         self._pool = Pool(members=(), positions={})
         self._incarnations = 0
         self._adapters: frozenset[str] = frozenset()
+        self._learners: dict[int, rates.Learner] = {}
         self._synced = False
 
     @property
@@ -82,6 +107,7 @@ class Fleet:
         self._synced = True
         self._publish(tuple(members.values()))
         for member in old.values():
+            del self._learners[member.endpoint.incarnation]
             self._on_gone(member.endpoint)
 
     def begin_scrape(self, endpoint: Endpoint) -> Mark:
@@ -103,11 +129,14 @@ class Fleet:
         if member is None:
             return
         account = member.account
+        restart = rates.restarted(member.load, load)
+        learner = self._learners[member.endpoint.incarnation]
+        learner.feed(load)
         own = max(mark.in_flight, account.in_flight)
         scraped = (load.running or 0.0) + (load.waiting or 0.0)
         foreign = max(0.0, scraped - own)
         account.scraped(sent=mark.sent, written=mark.written, waiting=load.waiting, now=now)
-        account.pace(member.rates, own + foreign)
+        account.pace(learner.rates, own + foreign)
         waiting = min(foreign, max(0.0, (load.waiting or 0.0) - own))
         self._learn_adapters(load)
         self._swap(
@@ -115,11 +144,13 @@ class Fleet:
                 member,
                 load=load,
                 foreign=foreign,
+                rates=learner.rates,
                 foreign_tokens=waiting * account.mean_work,
                 failures=0,
                 failure="",
             )
         )
+        self._on_observed(member.endpoint, before=member.load, after=load, restarted=restart)
 
     def scrape_failed(self, mark: Mark, reason: str, now: float) -> None:
         """Count a failed scrape; the last load stays and ages.
@@ -149,7 +180,11 @@ class Fleet:
     def _joined(self, endpoint: Endpoint) -> Member:
         self._incarnations += 1
         born = msgspec.structs.replace(endpoint, incarnation=self._incarnations)
-        return Member(endpoint=born, account=Account(born))
+        known = rates.pooled([member.rates for member in self._pool.members])
+        self._learners[born.incarnation] = rates.Learner(known)
+        account = Account(born)
+        account.pace(known, 0.0)
+        return Member(endpoint=born, account=account, rates=known)
 
     def _swap(self, member: Member) -> None:
         pool = self._pool

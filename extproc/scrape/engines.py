@@ -55,6 +55,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
         prefix_queries: Prompt tokens looked up in the prefix cache (counter).
         prefix_hits: Prompt tokens found there (counter).
         adapters: Family whose labels list the LoRA adapters; empty when there is none.
+        totals: Counters that speed is learnt from: field of `endpoint.Totals` and its series, in
+            the order of the engine's page.
     """
 
     kind: str
@@ -68,6 +70,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queries: tuple[Series, ...] = ()
     prefix_hits: tuple[Series, ...] = ()
     adapters: bytes = b""
+    totals: tuple[tuple[str, tuple[Series, ...]], ...] = ()
 
 
 def series(*specs: str) -> tuple[Series, ...]:
@@ -122,6 +125,19 @@ TABLE: tuple[Engine, ...] = (
         ),
         prefix_hits=series("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
         adapters=b"vllm:lora_requests_info",
+        totals=(
+            ("preemptions", series("vllm:num_preemptions_total")),
+            ("prompt_tokens", series("vllm:prompt_tokens_total")),
+            ("generated_tokens", series("vllm:generation_tokens_total")),
+            ("finished", series("vllm:request_success_total")),
+            ("steps", series("vllm:iteration_tokens_total_count")),
+            ("step_tokens", series("vllm:iteration_tokens_total_sum")),
+            ("queued_s", series("vllm:request_queue_time_seconds_sum")),
+            ("prefills", series("vllm:request_prefill_time_seconds_count")),
+            ("prefill_s", series("vllm:request_prefill_time_seconds_sum")),
+            ("adapter_loads", series("vllm:lora_adapter_load_seconds_count")),
+            ("adapter_load_s", series("vllm:lora_adapter_load_seconds_sum")),
+        ),
     ),
     Engine(
         kind="sglang",
@@ -135,6 +151,11 @@ TABLE: tuple[Engine, ...] = (
         block_tokens=series("sglang:page_size", "sglang:cache_config_info[page_size]"),
         prefix_queries=series("sglang:prompt_tokens_total"),
         prefix_hits=series("sglang:cached_tokens_total"),
+        totals=(
+            ("prompt_tokens", series("sglang:prompt_tokens_total")),
+            ("generated_tokens", series("sglang:generation_tokens_total")),
+            ("finished", series("sglang:num_requests_total")),
+        ),
     ),
     Engine(
         kind="trtllm",

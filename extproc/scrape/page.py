@@ -16,7 +16,7 @@ from typing import TypedDict
 
 import msgspec
 
-from extproc.endpoint import Load
+from extproc.endpoint import NO_TOTALS, Load, Totals
 from extproc.scrape import engines
 
 _LABELS = rb'\{(?:[^"}\n]++|"(?:[^"\\\n]++|\\.)*+")*+\}'
@@ -87,10 +87,24 @@ def read(page: bytes, now: float, *, engine_type: str = "") -> Load | Unreadable
         kv_usage=_mean_share(families.numbers(engine.kv_usage)),
         prefix_queries=_total(families.numbers(engine.prefix_queries)),
         prefix_hits=_total(families.numbers(engine.prefix_hits)),
+        totals=_totals(families, engine),
         **_adapters(families.samples(engine.adapters)),
         kv_blocks=_whole(_total(families.numbers(engine.kv_blocks))),
         block_tokens=_whole(_agreed(families.numbers(engine.block_tokens))),
     )
+
+
+def _totals(families: _Families, engine: engines.Engine) -> Totals:
+    """The counters; the one value for all where the engine has none."""
+    if not engine.totals:
+        return NO_TOTALS
+    found: dict[str, float | None] = {}
+    for name, series in engine.totals:
+        # An absent family costs a walk over the page; a sum without its count is not asked for.
+        if name == "adapter_load_s" and found["adapter_loads"] is None:
+            continue
+        found[name] = _total(families.numbers(series))
+    return Totals(**found)
 
 
 def _recognise(text: bytes, engine_type: str) -> engines.Engine | None:
@@ -125,6 +139,8 @@ class _Families:
     def __init__(self, text: bytes, *, joined: bool) -> None:
         self._text = text
         self._joined = joined
+        # Only declared families are sure to be one group of lines.
+        self._grouped = _DECLARED in text
         self._cursor = 0
         self._found: dict[bytes, list[_Sample]] = {}
 
@@ -161,7 +177,7 @@ class _Families:
         while at >= 0:
             after = at + len(needle)
             if text[after : after + 1] in _AFTER_NAME:
-                if not found:
+                if not found and self._grouped:
                     self._cursor = at
                 line_end = text.find(b"\n", after)
                 line_end = line_end if line_end >= 0 else len(text)

@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from extproc.endpoint import Load
+from extproc.endpoint import Load, Totals
 from extproc.scrape import engines, page
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -38,6 +38,17 @@ def test_a_real_page_is_read_whole():
         prefix_queries=254591.0,
         prefix_hits=46944.0,
         started_at=1.79518724195e09,
+        totals=Totals(
+            steps=2141.0,
+            step_tokens=215327.0,
+            prompt_tokens=254591.0,
+            generated_tokens=7680.0,
+            finished=120.0,
+            prefills=120.0,
+            prefill_s=6.04624703799891,
+            queued_s=460.67279821500097,
+            preemptions=5.0,
+        ),
     )
 
 
