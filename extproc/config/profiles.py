@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from extproc.config import extensions, strict
+from extproc.config import extensions, strict, trees
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
-from extproc.scheduling import catalogue, defaults, guard
-from extproc.scheduling.plugins import Plugin, Signal
+from extproc.scheduling import catalogue, defaults, guard, tree
+from extproc.scheduling.plugins import Filter, Plugin, Signal
 from extproc.scheduling.profile import Profile
 
 Found = TypeVar("Found", bound=Plugin)
@@ -89,7 +89,7 @@ def _written(entry: sections.ProfileEntry, *, where: str, tables: catalogue.Tabl
     def plugin(
         table: Mapping[str, type[Found]], written: sections.Plugin, *at: strict.Step
     ) -> Found:
-        return tables.seated(_plugin(table, written, where=where, path=(*path, *at)))
+        return _plugin(table, written, where=where, path=(*path, *at), tables=tables)
 
     filters = tuple(
         plugin(tables.filters, keep, "filters", at) for at, keep in enumerate(entry.filters)
@@ -104,11 +104,23 @@ def _written(entry: sections.ProfileEntry, *, where: str, tables: catalogue.Tabl
 
 
 def _plugin(
-    table: Mapping[str, type[Found]], entry: sections.Plugin, *, where: str, path: strict.Path
+    table: Mapping[str, type[Found]],
+    entry: sections.Plugin,
+    *,
+    where: str,
+    path: strict.Path,
+    tables: catalogue.Tables,
 ) -> Found:
     kind = catalogue.find(table, entry.kind, where=strict.place(where, (*path, "kind")))
+    params = dict(entry.params)
+    if issubclass(kind, tree.Tree):
+
+        def below(node: sections.Plugin, at: strict.Path) -> Filter:
+            return _plugin(tables.filters, node, where=where, path=at, tables=tables)
+
+        params = trees.grown(params, below, where=where, path=(*path, "params"))
     try:
-        made = strict.convert(dict(entry.params), kind, where=where, path=(*path, "params"))
+        made = strict.convert(params, kind, where=where, path=(*path, "params"))
         if not isinstance(made.needs, frozenset):
             raise TypeError("its needs are no frozenset")  # noqa: TRY301 - told as its own errors are
     except ConfigError:
@@ -120,7 +132,7 @@ def _plugin(
             found=f"{type(error).__name__}: {error}",
             fix="change the parameters, or correct the plugin",
         ) from error
-    return made
+    return tables.seated(made)
 
 
 def _require(profile: Profile, signals: frozenset[Signal], *, where: str) -> None:

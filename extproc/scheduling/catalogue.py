@@ -12,17 +12,22 @@ from typing import TypeVar, cast
 import msgspec
 
 from extproc.errors import ConfigError
-from extproc.scheduling import guard, upstream
+from extproc.scheduling import filter_chain, guard, tree, upstream
 from extproc.scheduling.costs import estimated_time, lmetric
 from extproc.scheduling.filters import (
     adapter_active,
     adapter_capable,
+    adapter_soft_affinity,
     can_accept_adapter,
+    critical_request,
+    drop_request,
     kv_range,
     low_cost_adapter,
+    low_latency,
     max_waiting,
     prefix_home,
     queue_range,
+    sheddable_capacity,
     top_k,
 )
 from extproc.scheduling.filters import lora_affinity as keep_lora_affinity
@@ -46,14 +51,21 @@ from extproc.scheduling.scorers import (
 FILTERS: Mapping[str, type[Filter]] = {
     "adapter-active": adapter_active.AdapterActive,
     "adapter-capable": adapter_capable.AdapterCapable,
+    "adapter-soft-affinity": adapter_soft_affinity.AdapterSoftAffinity,
     "can-accept-adapter": can_accept_adapter.CanAcceptAdapter,
+    "critical-request": critical_request.CriticalRequest,
+    "drop-request": drop_request.DropRequest,
+    "filter-chain": filter_chain.FilterChain,
     "kv-range": kv_range.KvRange,
     "lora-affinity": keep_lora_affinity.LoraAffinity,
     "low-cost-adapter": low_cost_adapter.LowCostAdapter,
+    "low-latency": low_latency.LowLatency,
     "max-waiting": max_waiting.MaxWaiting,
     "prefix-home": prefix_home.PrefixHome,
     "queue-range": queue_range.QueueRange,
+    "sheddable-capacity": sheddable_capacity.SheddableCapacity,
     "top-k": top_k.TopK,
+    "tree": tree.Tree,
     **upstream.FILTERS,
 }
 

@@ -29,6 +29,7 @@ from types import MappingProxyType
 
 from extproc.scheduling.costs.estimated_time import EstimatedTime
 from extproc.scheduling.costs.lmetric import LMetric
+from extproc.scheduling.filter_chain import FilterChain
 from extproc.scheduling.filters.adapter_capable import AdapterCapable
 from extproc.scheduling.filters.kv_range import KvRange
 from extproc.scheduling.filters.lora_affinity import LoraAffinity as KeepLoraAffinity
@@ -96,6 +97,7 @@ def _gateway() -> tuple[Profile, ...]:
         Profile("queue-kv", (QueueRange(), KvRange()), (), Random()),
         Profile("lora-queue", (affinity, queue), (), Random()),
         Profile("lora-kv", (affinity, kv), (), Random()),
+        *(Profile(name, (FilterChain(),), (), Random()) for name in ("filter-chain", "maximum")),
     )
 
 

@@ -5,6 +5,7 @@ import msgspec
 import pytest
 import yaml
 
+from extproc.config import trees
 from extproc.decision import Decision
 from extproc.scheduling import catalogue, defaults
 from extproc.scheduling.plugins import Observer
@@ -58,7 +59,7 @@ def test_case(role, kind, case):
         for fleet_ in (candidates, blind(candidates)):
             check_picks(case, lambda count, fleet_=fleet_: choose(kind, turn, fleet_, count))
         return
-    plugin = msgspec.convert(case.get("params", {}), TABLES[role][kind])
+    plugin = made(TABLES[role], kind, case.get("params", {}))
     if role == "filter":
         assert fleet.names(plugin.keep(turn, candidates)) == case["keeps"]
     elif role == "scorer":
@@ -69,6 +70,18 @@ def test_case(role, kind, case):
     else:
         totals = [float(case.get("totals", {}).get(name, 0)) for name in case["endpoints"]]
         check_picks(case, lambda count: pick(plugin, turn, candidates, totals, count))
+
+
+def made(table, kind, params):
+    """A plugin of its parameters; a tree has plugins of its own in them."""
+    if kind == "tree":
+        params = trees.grown(
+            params,
+            lambda node, _: made(table, node.kind, node.params),
+            where="case",
+            path=(),
+        )
+    return msgspec.convert(params, table[kind])
 
 
 def check_costs(case, priced):

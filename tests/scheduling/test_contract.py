@@ -4,6 +4,9 @@ import msgspec
 import pytest
 
 from extproc.scheduling import catalogue, defaults
+from extproc.scheduling.filters.kv_range import KvRange
+from extproc.scheduling.filters.top_k import TopK
+from extproc.scheduling.tree import Node
 from extproc.testing import contract, fleet, trials
 
 TABLES = {
@@ -24,6 +27,7 @@ REQUIRED = {
         "algorithm": {"type": "linear_lower_is_better"},
     },
     "header-label-affinity-scorer": {"headerName": "x-session", "labelKey": "zone"},
+    "tree": {"root": Node(filter=TopK(), on_success=Node(filter=KvRange()))},
     "utilization-filter": {"conditions": [{"metric": "waiting-queue", "maxValue": 10}]},
 }
 PLUGINS = [

@@ -1,0 +1,49 @@
+"""Keeps a LoRA adapter where it is, most of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from extproc.endpoint import Candidate
+from extproc.scheduling import slots
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+
+class AdapterSoftAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Keeps the holders of the adapter, or once in a while those with room for it.
+
+    Holders have the adapter in their batch; the others count as long as `active < slots`. Where
+    there are both, the holders stay with probability `share`, else those with room; where there is
+    one of the two, it stays; nobody where there is neither (the gateway's change #423). The seldom
+    exception brings an adapter that is much asked for to a second endpoint. While no engine says
+    which adapters it holds, everybody stays.
+
+    Attributes:
+        share: Probability of the holders, 0..1. 0.999 is the gateway's: loading an adapter costs
+            more than a place in a short queue.
+    """
+
+    kind: ClassVar[str] = "adapter-soft-affinity"
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.ADAPTERS})
+
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.999
+
+    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """See the class."""
+        if slots.silent(candidates):
+            return candidates
+        target = turn.request.target
+        free = slots.free(candidates) or [0.0] * len(candidates)
+        holders = [c for c in candidates if slots.holds(c, target)]
+        roomy = [
+            c
+            for c, room in zip(candidates, free, strict=True)
+            if room > 0 and not slots.holds(c, target)
+        ]
+        if holders and roomy:
+            return holders if turn.rng.random() < self.share else roomy
+        return holders or roomy

@@ -1,0 +1,36 @@
+"""Tells requests that must be served from those that may be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from extproc.endpoint import Candidate
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+
+class CriticalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Keeps everybody for a critical request and nobody for a sheddable one.
+
+    A question for the root of a tree. A request is sheddable when it says so in a header; nothing
+    said is critical, because to refuse what nobody called sheddable would be a surprise.
+
+    Attributes:
+        header: The header, in lower case. The default is the one by which clients of the upstream
+            picker name their objective.
+        sheddable: Its value on sheddable requests, in any case of letters.
+    """
+
+    kind: ClassVar[str] = "critical-request"
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.HEADERS})
+
+    header: str = "x-llm-d-inference-objective"
+    sheddable: str = "sheddable"
+
+    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """See the class."""
+        said = turn.headers.get(self.header.lower(), "").strip()
+        return () if said.lower() == self.sheddable.lower() else candidates

@@ -1,0 +1,26 @@
+"""Refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from extproc.endpoint import Candidate
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+
+class DropRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Keeps nobody, which the client is told as 429: the end of a tree's branch.
+
+    In the middle of a branch it is a failure like any other, and the walk goes on.
+    """
+
+    kind: ClassVar[str] = "drop-request"
+    needs: ClassVar[frozenset[Signal]] = frozenset()
+
+    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """See the class."""
+        return ()
