@@ -21,7 +21,7 @@ import msgspec
 
 from bench import rig
 from extproc.config import factory
-from extproc.config.settings import Settings
+from extproc.config.settings import Scheduling, Settings
 from extproc.dispatch import dispatcher as dispatching
 from extproc.endpoint import Endpoint, Load
 from extproc.request import RawRequest
@@ -69,13 +69,16 @@ def bodies(rng: Random, size: int, turns: int):
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
     rng = Random(args.seed)
-    parts = factory.build(Settings(seed=args.seed))
+    parts = factory.build(
+        Settings(seed=args.seed, scheduling=Scheduling(strategy=args.strategy))
+    )
     profile = msgspec.structs.replace(parts.profile, scorers=parts.profile.scorers[: args.scorers])
     settings = parts.settings
     dispatcher = dispatching.Dispatcher(
         fleet=parts.fleet,
         routing=factory.routing(settings, profile),
         index=parts.index,
+        belief=parts.belief,
         schedule=settings.prefix.schedule,
         rng=rng,
     )
@@ -119,6 +122,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2000)
     parser.add_argument("--warmup", type=int, default=3000)
     parser.add_argument("--scorers", type=int, default=4, help="the first so many of the profile")
+    parser.add_argument("--strategy", default="default")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()

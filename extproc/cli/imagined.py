@@ -7,7 +7,7 @@ from bisect import bisect_right
 from extproc.config import factory
 from extproc.config import settings as sections
 from extproc.decision import Decision, Outcome
-from extproc.dispatch import dispatcher
+from extproc.dispatch import beliefs
 from extproc.endpoint import Endpoint, Load
 from extproc.errors import ConfigError
 from extproc.pool.fleet import Fleet, Mark
@@ -40,7 +40,7 @@ def decide(settings: sections.Settings, pool: PoolState, raw: RawRequest, *, whe
     tokens = settings.prefix.schedule.tokens
     for known, member in zip(pool.endpoints, parts.fleet.pool.members, strict=True):
         depth = bisect_right(tokens, known.matched_tokens) - 1
-        parts.index.record(dispatcher.key(member.endpoint), outcome.blocks[:depth])
+        parts.index.record(beliefs.key(member.endpoint), outcome.blocks[:depth])
     return parts.dispatcher.route(raw, _NOW)
 
 

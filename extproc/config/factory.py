@@ -11,6 +11,7 @@ import msgspec
 from extproc.config import load, profiles
 from extproc.config import settings as sections
 from extproc.discovery import dns, entries, follow
+from extproc.dispatch import beliefs
 from extproc.dispatch import dispatcher as dispatching
 from extproc.endpoint import Endpoint
 from extproc.pool.fleet import Fleet
@@ -30,6 +31,7 @@ class Parts(msgspec.Struct, frozen=True):
         rng: All chance there is.
         fleet: Endpoints, loads and accounts; empty until discovery speaks.
         index: Who is believed to hold which prefix block.
+        belief: Keeps the index near what engines hold.
         guards: What times and counts plugins of others; a new profile takes it over.
         profile: Filters, scorers and the picker.
         dispatcher: Routes over the fleet.
@@ -44,6 +46,7 @@ class Parts(msgspec.Struct, frozen=True):
     rng: random.Random
     fleet: Fleet
     index: PrefixIndex
+    belief: beliefs.Beliefs
     guards: guard.Guards
     profile: Profile
     dispatcher: dispatching.Dispatcher
@@ -84,24 +87,29 @@ def build(
     guards = guards or _untimed()
     profile = profiles.resolve(settings, where=where, guards=guards)
     index = PrefixIndex(settings.prefix.capacity_blocks)
+    belief = beliefs.Beliefs(
+        index, settings.prefix.schedule.tokens, most_blocks=settings.prefix.capacity_blocks
+    )
 
     def forget(endpoint: Endpoint) -> None:
-        index.forget(dispatching.key(endpoint))
+        belief.forget(endpoint)
         on_gone(endpoint)
 
-    fleet = Fleet(on_gone=forget)
+    fleet = Fleet(on_gone=forget, on_observed=belief.observed)
     rng = random.Random(settings.seed)
     return Parts(
         settings=settings,
         rng=rng,
         fleet=fleet,
         index=index,
+        belief=belief,
         guards=guards,
         profile=profile,
         dispatcher=dispatching.Dispatcher(
             fleet=fleet,
             routing=routing(settings, profile),
             index=index,
+            belief=belief,
             schedule=settings.prefix.schedule,
             rng=rng,
         ),

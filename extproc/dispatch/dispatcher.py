@@ -9,7 +9,7 @@ import msgspec
 
 from extproc import decision as outcomes
 from extproc.decision import Decision, Outcome, Rejection
-from extproc.endpoint import Endpoint
+from extproc.dispatch import beliefs
 from extproc.parsing import opening as parsing_opening
 from extproc.parsing import parser
 from extproc.pool import snapshot
@@ -70,6 +70,7 @@ class Dispatcher:
         fleet: Endpoints, loads and accounts.
         routing: Profiles and settings; `adopt` replaces them.
         index: Who is believed to hold which prefix block.
+        belief: Keeps the index near what engines hold.
         schedule: How prompts are cut into blocks.
         rng: All chance there is.
     """
@@ -80,11 +81,13 @@ class Dispatcher:
         fleet: Fleet,
         routing: Routing,
         index: PrefixIndex,
+        belief: beliefs.Beliefs,
         schedule: blocks.Schedule,
         rng: random.Random,
     ) -> None:
         self._fleet = fleet
         self._index = index
+        self._belief = belief
         self._schedule = schedule
         self._tokens: Sequence[int] = schedule.tokens
         self._rng = rng
@@ -193,16 +196,37 @@ class Dispatcher:
         if member is None:
             raise LookupError(f"{endpoint.address} left the pool; commit in the turn of route")
         if decision.blocks:
-            self._index.record(key(endpoint), decision.blocks)
+            self._index.record(beliefs.key(endpoint), decision.blocks)
         for observer in self._observers.get(decision.profile, ()):
             observer.chosen(decision, now)
         request = decision.request
+        cached = min(decision.matched_tokens, request.prompt_tokens)
+        if self._hashing and request.prompt_tokens:
+            self._belief.sent(
+                endpoint,
+                decision.blocks,
+                prompt_tokens=request.prompt_tokens,
+                cached_tokens=cached,
+            )
         return member.account.open(
-            request.target,
-            request.prompt_tokens,
-            cached_tokens=min(decision.matched_tokens, request.prompt_tokens),
-            now=now,
+            request.target, request.prompt_tokens, cached_tokens=cached, now=now
         )
+
+    def learn(self, decision: Decision, usage: Mapping[str, int]) -> None:
+        """Hold a prediction against what the answer reports, where it reports cached tokens.
+
+        Args:
+            decision: That was committed.
+            usage: Tokens by kind, as `parsing.usage.read` gives them.
+        """
+        prompt, cached = usage.get("prompt"), usage.get("cached")
+        if self._hashing and prompt and cached is not None:
+            self._belief.told(
+                decision.endpoints[0],
+                prompt_tokens=prompt,
+                predicted=min(decision.matched_tokens, prompt),
+                cached=cached,
+            )
 
     def complete(self, ticket: Ticket, now: float, *, answered: bool = True) -> None:
         """Close the accounts of a request that is over, however it ended.
@@ -245,10 +269,7 @@ class Dispatcher:
         pool = self._fleet.pool
         if self._slots_of is not pool.positions:
             self._slots_of = pool.positions
-            self._slots_in_order = [self._index.slot(key(one.endpoint)) for one in pool.members]
+            self._slots_in_order = [
+                self._index.slot(beliefs.key(one.endpoint)) for one in pool.members
+            ]
             self._slots = dict(zip(pool.positions, self._slots_in_order, strict=True))
-
-
-def key(endpoint: Endpoint) -> tuple[str, int]:
-    """What the prefix index calls an endpoint in one of its lives."""
-    return endpoint.address, endpoint.incarnation

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import msgspec
 
-from extproc.endpoint import Endpoint, Load
-from extproc.pool import rates
+from extproc.endpoint import Endpoint, Load, Rates
+from extproc.pool import rates as learning
 from extproc.pool.accounts import Account
 from extproc.pool.snapshot import Member, Pool
 
@@ -38,18 +38,23 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
 class Observed(Protocol):
     """Whoever wants to know what scrapes show."""
 
-    def __call__(self, endpoint: Endpoint, *, before: Load, after: Load, restarted: bool) -> None:
+    def __call__(
+        self, endpoint: Endpoint, *, before: Load, after: Load, rates: Rates, restarted: bool
+    ) -> None:
         """A scrape was taken in.
 
         Args:
             endpoint: Of whom.
             before: The load until then.
             after: The load from now on.
+            rates: How fast the engine is.
             restarted: Whether the engine is another process now.
         """
 
 
-def _nobody(endpoint: Endpoint, *, before: Load, after: Load, restarted: bool) -> None:
+def _nobody(
+    endpoint: Endpoint, *, before: Load, after: Load, rates: Rates, restarted: bool
+) -> None:
     """Nobody wants to know."""
 
 
@@ -70,7 +75,7 @@ class Fleet:
         self._pool = Pool(members=(), positions={})
         self._incarnations = 0
         self._adapters: frozenset[str] = frozenset()
-        self._learners: dict[int, rates.Learner] = {}
+        self._learners: dict[int, learning.Learner] = {}
         self._synced = False
 
     @property
@@ -129,7 +134,7 @@ class Fleet:
         if member is None:
             return
         account = member.account
-        restart = rates.restarted(member.load, load)
+        restart = learning.restarted(member.load, load)
         learner = self._learners[member.endpoint.incarnation]
         learner.feed(load)
         own = max(mark.in_flight, account.in_flight)
@@ -150,7 +155,13 @@ class Fleet:
                 failure="",
             )
         )
-        self._on_observed(member.endpoint, before=member.load, after=load, restarted=restart)
+        self._on_observed(
+            member.endpoint,
+            before=member.load,
+            after=load,
+            rates=learner.rates,
+            restarted=restart,
+        )
 
     def scrape_failed(self, mark: Mark, reason: str, now: float) -> None:
         """Count a failed scrape; the last load stays and ages.
@@ -180,8 +191,8 @@ class Fleet:
     def _joined(self, endpoint: Endpoint) -> Member:
         self._incarnations += 1
         born = msgspec.structs.replace(endpoint, incarnation=self._incarnations)
-        known = rates.pooled([member.rates for member in self._pool.members])
-        self._learners[born.incarnation] = rates.Learner(known)
+        known = learning.pooled([member.rates for member in self._pool.members])
+        self._learners[born.incarnation] = learning.Learner(known)
         account = Account(born)
         account.pace(known, 0.0)
         return Member(endpoint=born, account=account, rates=known)

@@ -127,6 +127,17 @@ class PrefixIndex:
         belief.capacity = capacity_blocks
         self._wipe(slot, belief.shrink())
 
+    def capacity(self, key: Key) -> int:
+        """Blocks believed held by an endpoint at most."""
+        belief = self._beliefs.get(key)
+        return self._capacity if belief is None else belief.capacity
+
+    def wipe(self, key: Key) -> None:
+        """Believe that an endpoint holds nothing; it keeps its slot and capacity."""
+        capacity = self.capacity(key)
+        self.resize(key, 0)
+        self.resize(key, capacity)
+
     def forget(self, key: Key) -> None:
         """End every belief about an endpoint and take its slot back; O(blocks held)."""
         slot = self._slots.pop(key, None)

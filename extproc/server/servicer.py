@@ -158,6 +158,7 @@ class Stream:
                 servicer.tallies.usage[kind] += tokens
             if recorded is not None:
                 recorded.usage = used
+                servicer.dispatcher.learn(recorded.decision, used)
 
 
 class Servicer:

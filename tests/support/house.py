@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 
 from extproc.decision import Outcome
+from extproc.dispatch.beliefs import Beliefs
 from extproc.dispatch.dispatcher import Dispatcher, DispatchSettings, Routing
 from extproc.endpoint import Endpoint, Load
 from extproc.pool.fleet import Fleet
@@ -54,6 +55,7 @@ class House:
                 settings=DispatchSettings(stale_after_s=60.0, fallbacks=fallbacks),
             ),
             index=self.index,
+            belief=Beliefs(self.index, blocks.DEFAULT.tokens, most_blocks=10_000),
             schedule=blocks.Schedule(),
             rng=random.Random(seed),
         )

@@ -1,0 +1,137 @@
+"""Keeps the prefix index near what engines really hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Rates
+from extproc.prefix.calibration import Calibration
+from extproc.prefix.index import Key, PrefixIndex
+
+#: Weight of a request in the means of its endpoint.
+_ALPHA = 0.05
+
+
+class Belief:
+    """What is known of one endpoint's cache.
+
+    Attributes:
+        calibration: Predictions against counters.
+        nominal_tokens: KV tokens the engine says it has; None while it did not.
+        block_tokens: Prompt tokens of a block of the index, mean.
+        prompt_tokens: Of a request, mean.
+        capacity_tokens: Prompt tokens believed kept; None while nominal is unknown.
+    """
+
+    __slots__ = (
+        "block_tokens",
+        "calibration",
+        "capacity_tokens",
+        "nominal_tokens",
+        "prompt_tokens",
+    )
+
+    def __init__(self, block_tokens: float) -> None:
+        self.calibration = Calibration()
+        self.nominal_tokens: int | None = None
+        self.block_tokens = block_tokens
+        self.prompt_tokens = 0.0
+        self.capacity_tokens: int | None = None
+
+
+class Beliefs:
+    """Sizes each endpoint's part of the index by its engine's capacity and counters.
+
+    Args:
+        index: Whose parts are sized.
+        tokens: Cumulative prompt tokens by depth of a chain.
+        most_blocks: Blocks of one endpoint at most, whatever its engine holds.
+    """
+
+    def __init__(self, index: PrefixIndex, tokens: Sequence[int], *, most_blocks: int) -> None:
+        self._index = index
+        self._tokens = tokens
+        self._most = most_blocks
+        self._of: dict[Key, Belief] = {}
+
+    def of(self, endpoint: Endpoint) -> Belief:
+        """What is known of an endpoint's cache; made at the first call."""
+        known = self._of.get(key(endpoint))
+        if known is None:
+            known = self._of[key(endpoint)] = Belief(float(self._tokens[1]))
+        return known
+
+    def sent(
+        self, endpoint: Endpoint, blocks: Sequence[int], *, prompt_tokens: int, cached_tokens: int
+    ) -> None:
+        """A request was committed to an endpoint."""
+        belief = self.of(endpoint)
+        if blocks:
+            mean = self._tokens[len(blocks)] / len(blocks)
+            belief.block_tokens += _ALPHA * (mean - belief.block_tokens)
+        belief.prompt_tokens += _ALPHA * (prompt_tokens - belief.prompt_tokens)
+        belief.calibration.sent(prompt_tokens, cached_tokens)
+
+    def observed(
+        self, endpoint: Endpoint, *, before: Load, after: Load, rates: Rates, restarted: bool
+    ) -> None:
+        """A scrape was taken in.
+
+        Args:
+            endpoint: Of whom.
+            before: The load until then.
+            after: The load from now on.
+            rates: How fast it is; answers take room in the cache as well.
+            restarted: Whether the engine is another process now: its cache is empty.
+        """
+        belief = self.of(endpoint)
+        if restarted:
+            self._index.wipe(key(endpoint))
+            belief.calibration = Calibration()
+        else:
+            queries, hits = _moved(before, after)
+            belief.calibration.counted(queries, hits)
+        if after.kv_tokens:
+            belief.nominal_tokens = after.kv_tokens
+            self._resize(endpoint, belief, rates)
+
+    def told(self, endpoint: Endpoint, *, prompt_tokens: int, predicted: int, cached: int) -> None:
+        """An answer said how much of its prompt was found."""
+        belief = self.of(endpoint)
+        if belief.calibration.told(prompt_tokens, predicted, cached):
+            self._resize(endpoint, belief, DEFAULT_RATES)
+
+    def forget(self, endpoint: Endpoint) -> None:
+        """An endpoint left."""
+        self._of.pop(key(endpoint), None)
+        self._index.forget(key(endpoint))
+
+    def _resize(self, endpoint: Endpoint, belief: Belief, rates: Rates) -> None:
+        if belief.nominal_tokens is None:
+            return
+        prompt = max(belief.prompt_tokens, 1.0)
+        share = prompt / (prompt + rates.output_tokens)
+        tokens = belief.nominal_tokens * share * belief.calibration.factor
+        belief.capacity_tokens = round(tokens)
+        blocks = min(self._most, max(1, round(tokens / belief.block_tokens)))
+        held = self._index.capacity(key(endpoint))
+        # Means move with every request: a small change is not worth walking the index.
+        if abs(blocks - held) > 0.02 * held:
+            self._index.resize(key(endpoint), blocks)
+
+
+def key(endpoint: Endpoint) -> Key:
+    """What the prefix index calls an endpoint in one of its lives."""
+    return endpoint.address, endpoint.incarnation
+
+
+def _moved(before: Load, after: Load) -> tuple[float, float]:
+    """Tokens looked up and found between two scrapes; none where a counter is missing."""
+    if (
+        before.prefix_queries is None
+        or before.prefix_hits is None
+        or after.prefix_queries is None
+        or after.prefix_hits is None
+    ):
+        return 0.0, 0.0
+    return after.prefix_queries - before.prefix_queries, after.prefix_hits - before.prefix_hits
