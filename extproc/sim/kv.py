@@ -122,6 +122,16 @@ class BlockPool:
                 idle[key] = None
         self.blank += spare
 
+    def shrink(self, size: int) -> None:
+        """Lose blocks for good, blank ones first, then the least recently used cached ones.
+
+        Blocks that live sequences hold stay: then fewer are lost.
+        """
+        lost = min(self.size - size, self.available)
+        if lost > 0:
+            self.take(lost)
+            self.size -= lost
+
     def clear(self) -> None:
         """Forget every cached block nobody holds."""
         self.blank += len(self._idle)
