@@ -24,7 +24,7 @@ from extproc.errors import ConfigError
 from extproc.scheduling import guard
 from extproc.scrape import client, scraper
 from extproc.server import admin, health, servicer, tls
-from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.exposition import Cache, Exposition
 from extproc.telemetry.ring import Ring
 from extproc.telemetry.tallies import Tallies
 
@@ -218,6 +218,7 @@ class Picker:
                     "pool": self._settings.pool.name,
                     "profile": self.parts.profile.name,
                 },
+                cache=self._cache,
             ),
             readiness=self.readiness,
             pool=lambda: self.parts.fleet.pool,
@@ -233,6 +234,11 @@ class Picker:
         except OSError as error:
             raise _taken("--metrics-port", server.metrics_port, error.strerror or "") from error
         return int(self._pages.addresses[0][1])
+
+    def _cache(self, endpoint: Endpoint) -> Cache:
+        known = self.parts.belief.of(endpoint)
+        calibration = known.calibration
+        return Cache(calibration.predicted, calibration.observed, known.capacity_tokens)
 
     def _gone(self, endpoint: Endpoint) -> None:
         self.tallies.forget(endpoint.address)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -14,8 +15,23 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from extproc.endpoint import Endpoint
 from extproc.pool.snapshot import Pool
 from extproc.telemetry.tallies import Distribution, Tallies
+
+
+class Cache(msgspec.Struct, frozen=True):
+    """What is believed of one endpoint's prefix cache.
+
+    Attributes:
+        predicted_tokens: Prompt tokens predicted to be found there, ever.
+        observed_tokens: Prompt tokens its engine found, as far as they were ours.
+        capacity_tokens: Prompt tokens it is believed to keep; None while nobody knows.
+    """
+
+    predicted_tokens: float
+    observed_tokens: float
+    capacity_tokens: int | None
 
 
 class Exposition(Collector):
@@ -27,6 +43,7 @@ class Exposition(Collector):
         clock: Monotonic seconds, for ages.
         gauges: Further gauges by name: (help text, reader).
         about: Labels of `extproc_info`: which pool and profile this is.
+        cache: What is believed of an endpoint's prefix cache.
     """
 
     def __init__(
@@ -37,12 +54,14 @@ class Exposition(Collector):
         clock: Callable[[], float],
         gauges: Mapping[str, tuple[str, Callable[[], float]]],
         about: Mapping[str, str],
+        cache: Callable[[Endpoint], Cache],
     ) -> None:
         self._tallies = tallies
         self._pool = pool
         self._clock = clock
         self._gauges = gauges
         self._about = about
+        self._cache = cache
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -60,6 +79,7 @@ class Exposition(Collector):
         yield from self._counters()
         yield from self._distributions()
         yield from self._endpoints()
+        yield from self._learnt()
         for name, (text, read) in self._gauges.items():
             yield GaugeMetricFamily(name, text, value=read())
 
@@ -176,6 +196,46 @@ class Exposition(Collector):
             up.add_metric(key, 1.0 if member.up else 0.0)
             age.add_metric(key, now - member.load.at)
         yield from (in_flight, foreign, up, age)
+
+    def _learnt(self) -> Iterator[Metric]:
+        """What was learnt of each endpoint: its speed, its queue, and its prefix cache."""
+        labels = ["endpoint"]
+        queued = GaugeMetricFamily(
+            "extproc_endpoint_queued_tokens",
+            "Uncached prompt tokens sent and believed not yet computed.",
+            labels=labels,
+        )
+        prefill = GaugeMetricFamily(
+            "extproc_endpoint_prefill_seconds_per_token", "Learnt prefill time.", labels=labels
+        )
+        step = GaugeMetricFamily(
+            "extproc_endpoint_step_seconds", "Learnt time of an iteration.", labels=labels
+        )
+        predicted = CounterMetricFamily(
+            "extproc_prefix_predicted_tokens",
+            "Prompt tokens predicted to be cached, of requests that were looked up.",
+            labels=labels,
+        )
+        observed = CounterMetricFamily(
+            "extproc_prefix_observed_tokens", "Of these, found by the engine.", labels=labels
+        )
+        capacity = GaugeMetricFamily(
+            "extproc_prefix_capacity_tokens",
+            "Prompt tokens an endpoint is believed to keep.",
+            labels=labels,
+        )
+        now = self._clock()
+        for member in self._pool().members:
+            key = [member.endpoint.address]
+            queued.add_metric(key, member.account.queued(now) + member.foreign_tokens)
+            prefill.add_metric(key, member.rates.prefill_s)
+            step.add_metric(key, member.rates.step_s)
+            cache = self._cache(member.endpoint)
+            predicted.add_metric(key, cache.predicted_tokens)
+            observed.add_metric(key, cache.observed_tokens)
+            if cache.capacity_tokens is not None:
+                capacity.add_metric(key, cache.capacity_tokens)
+        yield from (queued, prefill, step, predicted, observed, capacity)
 
 
 def _histogram(name: str, text: str, distribution: Distribution) -> Metric:

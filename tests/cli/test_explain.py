@@ -177,7 +177,12 @@ def server():
     kept.add("id/1", decision, 0.5).status = "200"
     pages = admin.Pages(
         exposition=exposition.Exposition(
-            tallies.Tallies(), lambda: parts.fleet.pool, clock=lambda: 1.0, gauges={}, about={}
+            tallies.Tallies(),
+            lambda: parts.fleet.pool,
+            clock=lambda: 1.0,
+            gauges={},
+            about={},
+            cache=lambda _: exposition.Cache(0, 0, None),
         ),
         readiness=health.Readiness(lambda: True),
         pool=lambda: parts.fleet.pool,

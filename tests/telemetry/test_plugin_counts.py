@@ -1,7 +1,7 @@
 import pytest
 
 from extproc.scheduling.guard import Guarded, Guards, Limits
-from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.exposition import Cache, Exposition
 from extproc.telemetry.tallies import Tallies
 from tests.scheduling import fleet
 from tests.support.house import House
@@ -22,7 +22,14 @@ def test_plugins_of_others_are_counted_by_role_and_kind():
     guards = Guards(lambda: float(next(ticks)), tallies.plugins, Limits(strikes=1))
     with pytest.raises(ValueError, match="bug"):
         Guarded(Broken(), guards).score(fleet.turn(), [])
-    page = Exposition(tallies, lambda: house.fleet.pool, clock=lambda: 1.0, gauges={}, about={})
+    page = Exposition(
+        tallies,
+        lambda: house.fleet.pool,
+        clock=lambda: 1.0,
+        gauges={},
+        about={},
+        cache=lambda _: Cache(5.0, 4.0, 100),
+    )
     text = page.render().decode()
     for name in ("overruns", "bypasses", "exceptions"):
         assert f'extproc_plugin_{name}_total{{kind="broken",role="scorer"}} 1.0' in text
