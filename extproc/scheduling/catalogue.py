@@ -34,6 +34,7 @@ from extproc.scheduling.filters import lora_affinity as keep_lora_affinity
 from extproc.scheduling.pickers import (
     least_request,
     max_score,
+    prefix_hash,
     random,
     rendezvous,
     round_robin,
@@ -86,6 +87,7 @@ COSTS: Mapping[str, type[Cost]] = {
 PICKERS: Mapping[str, type[Picker]] = {
     "least-request": least_request.LeastRequest,
     "max-score": max_score.MaxScore,
+    "prefix-hash": prefix_hash.PrefixHash,
     "random": random.Random,
     "rendezvous": rendezvous.Rendezvous,
     "round-robin": round_robin.RoundRobin,

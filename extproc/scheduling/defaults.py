@@ -38,6 +38,7 @@ from extproc.scheduling.filters.top_k import TopK
 from extproc.scheduling.pickers.least_request import LeastRequest
 from extproc.scheduling.pickers.max_score import MaxScore
 from extproc.scheduling.pickers.max_score_picker import MaxScorePicker
+from extproc.scheduling.pickers.prefix_hash import PrefixHash
 from extproc.scheduling.pickers.random import Random
 from extproc.scheduling.pickers.rendezvous import Rendezvous
 from extproc.scheduling.pickers.round_robin import RoundRobin
@@ -103,4 +104,7 @@ def _gateway() -> tuple[Profile, ...]:
 
 def _kubeai() -> tuple[Profile, ...]:
     """The strategies of KubeAI (seeds report 3.1 and 3.2)."""
-    return (Profile("least-load", (AdapterCapable(),), (), LeastRequest(full_scan=True)),)
+    return (
+        Profile("least-load", (AdapterCapable(),), (), LeastRequest(full_scan=True)),
+        Profile("prefix-hash", (), (), PrefixHash()),
+    )

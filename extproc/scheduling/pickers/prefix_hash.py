@@ -1,0 +1,159 @@
+"""Takes the endpoint a prompt's beginning hashes to, unless it is too busy: KubeAI's PrefixHash."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Annotated, ClassVar
+
+import msgspec
+import xxhash
+
+from extproc.endpoint import Candidate
+from extproc.scheduling import adapter_labels
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+#: Rings kept, one for each set of endpoints lately seen: an old set during a rollout, and subsets.
+_RINGS = 8
+
+
+class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """Consistent hashing with bounded loads (seeds report 3.1).
+
+    Every endpoint stands on a ring `replication` times, at the xxhash64 of its name and a decimal
+    index. The key is the xxhash64 of the adapter and the first `prefix_chars` characters of the
+    first user message. The walk starts at the first place not below the key, goes up and wraps
+    around, and takes the first endpoint that serves the adapter and has
+
+        in_flight <= max(min_load_requests, mean_load_factor / 100 * (total + 1) / n)
+
+    or anything while `total`, all requests in flight, is 0; n counts candidates, also those without
+    the adapter. Where nobody passes, the first that serves the adapter does. Fallbacks are those
+    that pass in the order of the walk, then the others. Requests without such a text (embeddings,
+    rerank, audio) share one key, as they do there. Scrapes and totals of scores are not looked at.
+
+    The adapter is one that the surface names apart from the model, or a model name that some
+    candidate is labelled with (`adapter.kubeai.org/NAME`); empty otherwise, so that places agree
+    with KubeAI's for the base model. Endpoints of one name go by their addresses.
+
+    Attributes:
+        replication: Places of an endpoint on the ring. 256 is KubeAI's since February 2025; 20
+            before made shares uneven.
+        mean_load_factor: Percent of the mean load that an endpoint may have, 100 or more. 125 is
+            KubeAI's.
+        prefix_chars: Characters of the text that count. 100 is KubeAI's.
+        min_load_requests: Load that is never too much. 0 is KubeAI's: with fewer requests than
+            endpoints one running request pushes the next away.
+    """
+
+    kind: ClassVar[str] = "prefix-hash"
+    needs: ClassVar[frozenset[Signal]] = frozenset(
+        {Signal.IN_FLIGHT, Signal.OPENING, Signal.LABELS}
+    )
+
+    replication: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 256
+    mean_load_factor: Annotated[float, msgspec.Meta(ge=100)] = 125.0
+    prefix_chars: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 100
+    min_load_requests: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+    @cached_property
+    def _rings(self) -> OrderedDict[frozenset[str], _Ring]:
+        """Rings by the names on them; follows from these, so a dry run may fill it."""
+        return OrderedDict()
+
+    def pick(
+        self,
+        turn: Turn,
+        candidates: Sequence[Candidate],
+        totals: Sequence[float],
+        *,
+        count: int,
+    ) -> list[int]:
+        """See the class."""
+        places = _places(candidates)
+        adapter = adapter_labels.adapter(turn.request, candidates)
+        able = {id(c) for c in adapter_labels.capable(adapter, candidates)}
+        in_flight = [c.in_flight for c in candidates]
+        bound = self._bound(sum(in_flight), len(candidates))
+        key = xxhash.xxh64_intdigest((adapter + turn.opening[: self.prefix_chars]).encode())
+        within: list[int] = []
+        beyond: list[int] = []
+        foreign: list[int] = []
+        for name in self._ring(places).walk(key):
+            at = places[name]
+            if id(candidates[at]) not in able:
+                foreign.append(at)
+            elif in_flight[at] <= bound:
+                within.append(at)
+                if len(within) == count:
+                    return within
+            else:
+                beyond.append(at)
+        return ([*within, *beyond] or foreign)[:count]
+
+    def _bound(self, total: int, size: int) -> float:
+        """Requests in flight with which an endpoint still takes one more."""
+        if not total:
+            return 0.0
+        return max(self.min_load_requests, self.mean_load_factor / 100 * (total + 1) / size)
+
+    def _ring(self, names: dict[str, int]) -> _Ring:
+        key = frozenset(names)
+        ring = self._rings.get(key)
+        if ring is None:
+            ring = self._rings[key] = _Ring(sorted(names), self.replication)
+            if len(self._rings) > _RINGS:
+                self._rings.popitem(last=False)
+        else:
+            self._rings.move_to_end(key)
+        return ring
+
+
+class _Ring:
+    """Names at the hashes of their replicas.
+
+    Args:
+        names: Each once, sorted.
+        replication: Places of each.
+    """
+
+    def __init__(self, names: Sequence[str], replication: int) -> None:
+        placed = sorted(
+            (xxhash.xxh64_intdigest(f"{name}{index}".encode()), at)
+            for at, name in enumerate(names)
+            for index in range(replication)
+        )
+        self._names = names
+        self._hashes = array("Q", (place for place, _ in placed))
+        self._owners = array("I", (at for _, at in placed))
+
+    def walk(self, key: int) -> Iterator[str]:
+        """Every name once, in the order met from a key upwards and around."""
+        owners, seen = self._owners, set[int]()
+        start = bisect_left(self._hashes, key)
+        for span in (range(start, len(owners)), range(start)):
+            for place in span:
+                owner = owners[place]
+                if owner not in seen:
+                    seen.add(owner)
+                    yield self._names[owner]
+                    if len(seen) == len(self._names):
+                        return
+
+
+def _places(candidates: Sequence[Candidate]) -> dict[str, int]:
+    """Position by name; by address for those that share a name or have none."""
+    places = {c.endpoint.name or c.endpoint.address: at for at, c in enumerate(candidates)}
+    if len(places) == len(candidates):
+        return places
+    shared = Counter(c.endpoint.name for c in candidates)
+    return {
+        c.endpoint.name
+        if c.endpoint.name and shared[c.endpoint.name] == 1
+        else c.endpoint.address: at
+        for at, c in enumerate(candidates)
+    }

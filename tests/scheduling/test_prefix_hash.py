@@ -1,0 +1,179 @@
+"""The ring against a re-computation that shares nothing with it, hash function included."""
+
+from random import Random
+
+import msgspec
+import pytest
+import xxhash
+
+from extproc.scheduling.pickers.prefix_hash import PrefixHash
+from tests.scheduling import fleet
+
+MASK = (1 << 64) - 1
+P1, P2, P3, P4, P5 = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
+LETTERS = "abcxyz 0189_/éß漢字😀"
+
+
+def rotl(value, by):
+    return (value << by | value >> 64 - by) & MASK
+
+
+def fed(lane, word):
+    return rotl((lane + word * P2) & MASK, 31) * P1 & MASK
+
+
+def xxh64(data):
+    """XXH64 with seed 0, from its specification."""
+    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data) - 7, 8)]
+    stripes = len(data) // 32
+    if stripes:
+        lanes = [(P1 + P2) & MASK, P2, 0, -P1 & MASK]
+        for at in range(4 * stripes):
+            lanes[at % 4] = fed(lanes[at % 4], words[at])
+        acc = sum(map(rotl, lanes, (1, 7, 12, 18))) & MASK
+        for lane in lanes:
+            acc = ((acc ^ fed(0, lane)) * P1 + P4) & MASK
+    else:
+        acc = P5
+    acc = (acc + len(data)) & MASK
+    for word in words[4 * stripes :]:
+        acc = (rotl(acc ^ fed(0, word), 27) * P1 + P4) & MASK
+    rest = data[8 * len(words) :]
+    if len(rest) >= 4:
+        acc ^= int.from_bytes(rest[:4], "little") * P1 & MASK
+        acc = (rotl(acc, 23) * P2 + P3) & MASK
+        rest = rest[4:]
+    for byte in rest:
+        acc = rotl(acc ^ byte * P5 & MASK, 11) * P1 & MASK
+    acc = (acc ^ acc >> 33) * P2 & MASK
+    acc = (acc ^ acc >> 29) * P3 & MASK
+    return acc ^ acc >> 32
+
+
+@pytest.mark.parametrize(
+    ("text", "digest"),
+    [("", 0xEF46DB3751D8E999), ("a", 0xD24EC4F1A98C6E5B), ("abc", 0x44BC2CF5AD770999)],
+)
+def test_the_reference_hash_is_xxhash64(text, digest):
+    """Published digests; and the library agrees on every length up to three stripes."""
+    assert xxh64(text.encode()) == digest
+    for size in range(100):
+        data = Random(size).randbytes(size)
+        assert xxh64(data) == xxhash.xxh64_intdigest(data)
+
+
+class Places(dict):
+    """Hashes of the replicas of a name, computed once."""
+
+    def __missing__(self, name):
+        self[name] = [xxh64(f"{name}{i}".encode()) for i in range(256)]
+        return self[name]
+
+
+PLACES = Places()
+
+
+def straightforward(ring, loads, adapters, adapter, text, floor):
+    """KubeAI's choice as seeds report 3.1 tells it, by looking at every place there is.
+
+    Args:
+        ring: Every place and its name, sorted.
+        loads: Name to requests in flight.
+        adapters: Name to the adapters loaded there.
+        adapter: Empty for the base model.
+        text: Of the first user message.
+        floor: Load that is never too much.
+    """
+    key = xxh64((adapter + text[:100]).encode())
+    start = sum(place < key for place, _ in ring)
+    total = sum(loads.values())
+    default = None
+    for _, name in ring[start:] + ring[:start]:
+        if adapter and adapter not in adapters[name]:
+            continue
+        default = default or name
+        limit = max(floor, 1.25 * (total + 1) / len(loads))
+        if total == 0 or loads[name] <= limit:
+            return name
+    return default
+
+
+def test_ten_thousand_choices_agree():
+    """Random rings, loads, texts, adapters and floors: the same endpoint each time."""
+    rng = Random(11)
+    names = [f"models/engine-{i}" for i in range(30)] + [f"10.0.0.{i}:8000" for i in range(10)]
+    agreed = 0
+    for _ in range(250):
+        there = rng.sample(names, rng.randint(1, 12))
+        held = {name: [a for a in ("x", "y") if rng.random() < 0.5] for name in there}
+        held[rng.choice(there)] = ["x", "y"]
+        ring = sorted((place, name) for name in there for place in PLACES[name])
+        floor = rng.choice((0, 0, 2))
+        picker = PrefixHash(min_load_requests=floor)
+        for _ in range(40):
+            most = rng.choice((0, 1, 4, 40))
+            loads = {name: rng.randint(0, most) for name in there}
+            text = "".join(rng.choices(LETTERS, k=rng.choice((0, 5, 99, 100, 101, 150))))
+            adapter = rng.choice(("", "x", "y"))
+            candidates = [
+                fleet.candidate(
+                    name,
+                    in_flight=loads[name],
+                    labels={f"adapter.kubeai.org/{a}": "" for a in held[name]},
+                )
+                for name in there
+            ]
+            turn = fleet.turn(model=adapter or "base", opening=text)
+            chosen = picker.pick(turn, candidates, [0.0] * len(there), count=1)
+            wanted = straightforward(ring, loads, held, adapter, text, floor)
+            assert [there[i] for i in chosen] == [wanted]
+            agreed += 1
+    assert agreed == 10_000
+
+
+def test_a_new_endpoint_takes_only_its_share():
+    """Of 2000 keys those that move all move to the newcomer, about a ninth of them."""
+    picker = PrefixHash()
+    few = [fleet.candidate(f"pod-{i}") for i in range(8)]
+    many = [*few, fleet.candidate("pod-8")]
+    moved = 0
+    for i in range(2000):
+        turn = fleet.turn(opening=f"question {i}")
+        before = picker.pick(turn, few, [0.0] * 8, count=1)
+        after = picker.pick(turn, many, [0.0] * 9, count=1)
+        if before != after:
+            assert after == [8]
+            moved += 1
+    assert 0.07 < moved / 2000 < 0.16
+
+
+def test_a_ring_is_kept_while_the_set_of_endpoints_is_the_same():
+    """Loads, order and time do not matter; the sets kept are bounded."""
+    picker = PrefixHash(replication=4)
+    for size in range(1, 30):
+        there = [fleet.candidate(f"pod-{i}", in_flight=i) for i in range(size)]
+        picker.pick(fleet.turn(), there, [0.0] * size, count=1)
+        ring = next(reversed(picker._rings.values()))
+        picker.pick(fleet.turn(), there[::-1], [0.0] * size, count=1)
+        assert next(reversed(picker._rings.values())) is ring
+    assert len(picker._rings) == 8
+
+
+def test_endpoints_of_one_name_both_serve():
+    """Two ports of one pod are two endpoints."""
+    one = fleet.candidate("pod")
+    other = msgspec.structs.replace(
+        one, endpoint=msgspec.structs.replace(one.endpoint, address="pod:8001")
+    )
+    picker = PrefixHash()
+    chosen = {
+        picker.pick(fleet.turn(opening=str(i)), [one, other], [0.0, 0.0], count=1)[0]
+        for i in range(50)
+    }
+    assert chosen == {0, 1}
