@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from extproc.cli import flags
+from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 
 
@@ -38,6 +40,12 @@ def run(args: argparse.Namespace) -> int:
         )
     for warning in (*resolved.warnings, *advice.advice(resolved.settings)):
         print(f"extproc: warning: {warning}", file=sys.stderr)
-    from extproc.server import app
+    from extproc.server import app, reload
 
-    return app.run(resolved.settings)
+    def files(settings: Settings) -> Sequence[str]:
+        """The configuration file, and the plugin files it names."""
+        own = [args.config_file] if args.config_file else []
+        return [*own, *settings.scheduling.plugin_files]
+
+    source = reload.Source(files, lambda: flags.resolve(args).settings)
+    return app.run(resolved.settings, source)

@@ -113,18 +113,39 @@ def build(
             schedule=settings.prefix.schedule,
             rng=rng,
         ),
-        exchange=ExchangeSettings(
-            max_body_bytes=settings.limits.max_body_bytes,
-            response_marker=settings.answers.marker,
-            conformance=settings.conformance,
-            feedback=settings.answers.feedback,
-        ),
+        exchange=exchange(settings),
         budget=Budget(settings.limits.max_assembly_bytes),
         scraping=_scraping(settings.scrape),
         listed=load.entries(settings.pool, where=where),
         following=follow.Settings(
             file=settings.pool.endpoints_file, refresh_s=settings.pool.dns_refresh_s
         ),
+    )
+
+
+def reroute(
+    settings: sections.Settings, *, where: str, guards: guard.Guards
+) -> dispatching.Routing:
+    """What a running dispatcher is to route by under other settings.
+
+    Args:
+        settings: The settings to come.
+        where: The file or flags they came from, for errors.
+        guards: Of the running picker: times and counts of plugins of others go on.
+
+    Raises:
+        ConfigError: A profile cannot be built, see `profiles.resolve`.
+    """
+    return routing(settings, profiles.resolve(settings, where=where, guards=guards))
+
+
+def exchange(settings: sections.Settings) -> ExchangeSettings:
+    """What all exchanges have in common."""
+    return ExchangeSettings(
+        max_body_bytes=settings.limits.max_body_bytes,
+        response_marker=settings.answers.marker,
+        conformance=settings.conformance,
+        feedback=settings.answers.feedback,
     )
 
 

@@ -23,7 +23,7 @@ from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
 from extproc.scheduling import guard
 from extproc.scrape import client, scraper
-from extproc.server import admin, health, servicer, tls
+from extproc.server import admin, health, reload, servicer, tls
 from extproc.telemetry.exposition import Cache, Exposition
 from extproc.telemetry.ring import Ring
 from extproc.telemetry.tallies import Tallies
@@ -42,8 +42,12 @@ class Addresses(msgspec.Struct, frozen=True):
     pages: int
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, source: reload.Source) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status.
+
+    Args:
+        settings: The whole configuration.
+        source: Where it comes from, for reading it again.
 
     Raises:
         ConfigError: A port is taken, a certificate or an endpoint file cannot be read.
@@ -54,11 +58,13 @@ def run(settings: Settings) -> int:
     )
     # Ours only: gRPC and aiohttp have debug lines of their own.
     logging.getLogger("extproc").setLevel(settings.log.level.upper())
-    uvloop.run(serve(settings, on_ready=_announce))
+    uvloop.run(serve(settings, source, on_ready=_announce))
     return 0
 
 
-async def serve(settings: Settings, *, on_ready: Callable[[Addresses], None]) -> None:
+async def serve(
+    settings: Settings, source: reload.Source, *, on_ready: Callable[[Addresses], None]
+) -> None:
     """Serve until a signal arrives.
 
     SIGTERM drains: readiness turns false at once, streams are served for `drain_timeout_s`, then
@@ -67,12 +73,16 @@ async def serve(settings: Settings, *, on_ready: Callable[[Addresses], None]) ->
 
     Args:
         settings: The whole configuration.
+        source: Where it comes from; SIGHUP and changed files make it be read again.
         on_ready: Called once everything listens and the endpoints are known.
     """
     stop: asyncio.Event = asyncio.Event()
     hurry: asyncio.Event = asyncio.Event()
-    _on_signals(stop, hurry)
     picker = Picker(settings)
+    reloader = reload.Reloader(
+        source, settings, adopt=picker.adopt, on_reload=picker.tell_of_reload
+    )
+    _on_signals(stop, hurry, reloader.ask)
     try:
         addresses = await picker.start()
         await picker.sync()
@@ -81,7 +91,8 @@ async def serve(settings: Settings, *, on_ready: Callable[[Addresses], None]) ->
         gc.freeze()
         gc.set_threshold(20_000, 20, 50)
         async with asyncio.TaskGroup() as tasks:
-            loops = [tasks.create_task(loop, name=name) for name, loop in picker.loops().items()]
+            running = {**picker.loops(), "reload": reloader.run()}
+            loops = [tasks.create_task(loop, name=name) for name, loop in running.items()]
             on_ready(addresses)
             await stop.wait()
             await picker.drain(hurry)
@@ -103,12 +114,14 @@ class Picker:
         self._settings = settings
         self._clock = clock
         self.tallies = Tallies()
+        self._about = {"pool": settings.pool.name}
         self.ring = Ring(settings.explain.decisions)
         self.parts = factory.build(
             settings,
             on_gone=self._gone,
             guards=guard.Guards(time.perf_counter, self.tallies.plugins),
         )
+        self._about["profile"] = self.parts.profile.name
         self.readiness = health.Readiness(lambda: self.parts.fleet.synced)
         self.servicer = servicer.Servicer(
             dispatcher=self.parts.dispatcher,
@@ -118,11 +131,7 @@ class Picker:
             clock=clock,
             rng=self.parts.rng,
             ring=self.ring,
-            settings=servicer.StreamSettings(
-                max_streams=settings.limits.max_streams,
-                stream_share=settings.answers.stream_share,
-                explain_header=settings.explain.header,
-            ),
+            settings=_stream_settings(settings),
         )
         self._discovery = factory.discovery(self.parts, clock=clock, on_fact=self._discovered)
         self._http = client.Client(
@@ -176,6 +185,30 @@ class Picker:
             ).run()
         return loops
 
+    def adopt(self, settings: Settings) -> None:
+        """Put other settings in force, as far as a running picker can.
+
+        Raises:
+            ConfigError: A profile cannot be built; nothing was changed.
+        """
+        routing = factory.reroute(settings, where="the configuration", guards=self.parts.guards)
+        self.parts.dispatcher.adopt(routing)
+        self.servicer.exchange_settings = factory.exchange(settings)
+        self.servicer.settings = _stream_settings(settings)
+        self.ring.capacity = settings.explain.decisions
+        self._about["profile"] = routing.profile.name
+        logging.getLogger("extproc").setLevel(settings.log.level.upper())
+
+    def tell_of_reload(self, reloaded: reload.Reloaded) -> None:
+        """Count and log one attempt to read the configuration again."""
+        self.tallies.reloaded(ok=not reloaded.error, restart=bool(reloaded.restart))
+        if reloaded.error:
+            _log.error("the configuration stays as it was: %s", reloaded.error)
+            return
+        _log.info("the configuration was read again")
+        if reloaded.restart:
+            _log.warning("only a restart changes %s", ", ".join(reloaded.restart))
+
     async def drain(self, hurry: asyncio.Event) -> None:
         """Turn unready, serve on for the drain time, then let every stream go."""
         self.readiness.draining = True
@@ -214,10 +247,7 @@ class Picker:
                         self.parts.index.bytes_estimate,
                     ),
                 },
-                about={
-                    "pool": self._settings.pool.name,
-                    "profile": self.parts.profile.name,
-                },
+                about=self._about,
                 cache=self._cache,
             ),
             readiness=self.readiness,
@@ -250,6 +280,14 @@ class Picker:
     def _scraped(self, fact: scraper.ScrapeFact) -> None:
         self.tallies.scrapes[fact.address, fact.outcome] += 1
         self.tallies.scrape_s.add(fact.seconds)
+
+
+def _stream_settings(settings: Settings) -> servicer.StreamSettings:
+    return servicer.StreamSettings(
+        max_streams=settings.limits.max_streams,
+        stream_share=settings.answers.stream_share,
+        explain_header=settings.explain.header,
+    )
 
 
 def _grpc_server(max_message_bytes: int) -> grpc.aio.Server:
@@ -300,7 +338,7 @@ def _taken(flag: str, port: int, why: str) -> ConfigError:
     )
 
 
-def _on_signals(stop: asyncio.Event, hurry: asyncio.Event) -> None:
+def _on_signals(stop: asyncio.Event, hurry: asyncio.Event, again: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
 
     def terminate() -> None:
@@ -314,6 +352,7 @@ def _on_signals(stop: asyncio.Event, hurry: asyncio.Event) -> None:
 
     loop.add_signal_handler(signal.SIGTERM, terminate)
     loop.add_signal_handler(signal.SIGINT, interrupt)
+    loop.add_signal_handler(signal.SIGHUP, again)
 
 
 def _announce(addresses: Addresses) -> None:

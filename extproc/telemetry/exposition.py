@@ -113,7 +113,27 @@ class Exposition(Collector):
             degraded.add_metric([why], count)
         yield degraded
         yield from self._plugins()
+        yield from self._configuration()
         yield from self._answers()
+
+    def _configuration(self) -> Iterator[Metric]:
+        tallies = self._tallies
+        reloads = CounterMetricFamily(
+            "extproc_config_reloads", "Attempts to read the configuration again.", labels=["result"]
+        )
+        for result, count in tallies.reloads.items():
+            reloads.add_metric([result], count)
+        yield reloads
+        yield GaugeMetricFamily(
+            "extproc_config_reload_failed",
+            "1 while an older configuration is in force because the last one is wrong.",
+            value=float(tallies.reload_failed),
+        )
+        yield GaugeMetricFamily(
+            "extproc_config_restart_needed",
+            "1 while the configuration differs in what only a restart changes.",
+            value=float(tallies.restart_needed),
+        )
 
     def _plugins(self) -> Iterator[Metric]:
         counts = self._tallies.plugins

@@ -53,6 +53,9 @@ class Tallies:
         matched_tokens: Of these, believed cached on the chosen endpoint.
         usage: Tokens the engines reported, by kind: `prompt`, `completion`, `cached`.
         scrapes: Scrapes by (endpoint address, result).
+        reloads: Attempts to read the configuration again, by result: `ok`, `error`.
+        reload_failed: Whether the last of them failed, and an older configuration is in force.
+        restart_needed: Whether the configuration differs in what only a restart changes.
         plugins: Overruns, bypasses and exceptions of plugins of others, by (role, kind).
     """
 
@@ -69,6 +72,9 @@ class Tallies:
         self.usage: Counter[str] = Counter()
         self.scrapes: Counter[tuple[str, str]] = Counter()
         self.plugins = guard.Counts()
+        self.reloads: Counter[str] = Counter()
+        self.reload_failed = False
+        self.restart_needed = False
         self.route_s = Distribution(_ROUTE_BOUNDS_S)
         self.headers_s = Distribution(_ANSWER_BOUNDS_S)
         self.exchange_s = Distribution(_ANSWER_BOUNDS_S)
@@ -82,6 +88,13 @@ class Tallies:
         self.matched_tokens += decision.matched_tokens
         if decision.degraded:
             self.degraded[decision.degraded] += 1
+
+    def reloaded(self, *, ok: bool, restart: bool) -> None:
+        """The configuration was read again, or could not be."""
+        self.reloads["ok" if ok else "error"] += 1
+        self.reload_failed = not ok
+        if ok:
+            self.restart_needed = restart
 
     def rejected(self, rejection: Rejection) -> None:
         """A request was refused."""

@@ -1,0 +1,178 @@
+"""Reading the configuration again while requests are routed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+import pytest
+
+from extproc.cli import flags
+from extproc.config import load
+from extproc.config.settings import Limits, Scheduling, Scrape, Server, Settings, Source
+from extproc.decision import Decision
+from extproc.endpoint import Endpoint
+from extproc.request import RawRequest
+from extproc.server import app, reload
+
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+RAW = RawRequest({":method": "POST", ":path": "/v1/completions"}, b'{"model": "m", "prompt": "x"}')
+
+
+class Scene:
+    """A picker that follows a file."""
+
+    def __init__(self, path):
+        self.path = path
+        settings = self.read()
+        self.picker = app.Picker(settings, clock=lambda: 1.0)
+        self.picker.parts.fleet.replace([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
+        source = reload.Source(lambda _: [str(path)], self.read)
+        self.reloader = reload.Reloader(
+            source, settings, adopt=self.picker.adopt, on_reload=self.picker.tell_of_reload
+        )
+
+    def read(self):
+        return load.settings(load.read(self.path))
+
+    def routed(self):
+        outcome = self.picker.parts.dispatcher.route(RAW, 1.0)
+        assert isinstance(outcome, Decision)
+        return outcome.profile
+
+
+@pytest.fixture
+def scene(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(HEAD + "scheduling: {strategy: random}\n")
+    return Scene(path)
+
+
+def test_a_changed_file_routes_the_next_request(scene):
+    """The new strategy is in force at once; pool and accounts stay."""
+    assert scene.routed() == "random"
+    decision = scene.picker.parts.dispatcher.route(RAW, 1.0)
+    ticket = scene.picker.parts.dispatcher.commit(decision, 1.0)
+    scene.path.write_text(HEAD + "scheduling: {strategy: round-robin}\nexplain: {header: true}\n")
+    asyncio.run(scene.reloader.step())
+    assert scene.routed() == "round-robin"
+    assert scene.picker.servicer.settings.explain_header
+    assert sum(m.account.in_flight for m in scene.picker.parts.fleet.pool.members) == 1
+    scene.picker.parts.dispatcher.complete(ticket, 2.0)
+    assert scene.picker.tallies.reloads == {"ok": 1}
+
+
+def test_an_unchanged_file_is_not_read(scene):
+    """Looking costs a stat."""
+    asyncio.run(scene.reloader.step())
+    assert not scene.picker.tallies.reloads
+
+
+def test_sighup_reads_again_whatever_the_file_looks_like(scene):
+    """Asked for, it is read though nothing changed."""
+    scene.reloader.ask()
+    asyncio.run(scene.reloader.step())
+    assert scene.picker.tallies.reloads == {"ok": 1}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["scheduling: {strategy: no-such}\n", "scheduling: {\n", "scheduling: {nonsense: 1}\n"],
+)
+def test_what_is_wrong_leaves_the_old_one(scene, caplog, text):
+    """The old strategy stays, the error is logged and counted, and a repaired file heals it."""
+    scene.path.write_text(HEAD + text)
+    asyncio.run(scene.reloader.step())
+    assert scene.routed() == "random"
+    assert scene.picker.tallies.reload_failed
+    assert "stays as it was" in caplog.text
+    scene.path.write_text(HEAD + "scheduling: {strategy: least-request}\n")
+    asyncio.run(scene.reloader.step())
+    assert scene.routed() == "least-request"
+    assert not scene.picker.tallies.reload_failed
+    assert scene.picker.tallies.reloads == {"error": 1, "ok": 1}
+
+
+def test_a_file_that_vanishes_leaves_the_old_one(scene):
+    """A ConfigMap that is replaced may be away for a moment."""
+    scene.path.unlink()
+    asyncio.run(scene.reloader.step())
+    assert scene.routed() == "random"
+    assert scene.picker.tallies.reloads == {"error": 1}
+
+
+def test_a_turned_link_is_a_change(tmp_path):
+    """Kubernetes swaps a mounted ConfigMap by turning a symbolic link around."""
+    for name, strategy in (("one", "random"), ("two", "round-robin")):
+        (tmp_path / name).mkdir()
+        text = HEAD + f"scheduling: {{strategy: {strategy}}}\n"
+        (tmp_path / name / "config.yaml").write_text(text)
+    link = tmp_path / "now"
+    link.symlink_to(tmp_path / "one")
+    scene = Scene(link / "config.yaml")
+    link.unlink()
+    link.symlink_to(tmp_path / "two")
+    asyncio.run(scene.reloader.step())
+    assert scene.routed() == "round-robin"
+
+
+def test_what_only_a_restart_changes_is_named(scene, caplog):
+    """Ports and prefix schedule stay; the log and a gauge say so."""
+    scene.path.write_text(HEAD + "server: {grpc_port: 7}\nprefix: {capacity_blocks: 5}\n")
+    asyncio.run(scene.reloader.step())
+    assert scene.picker.tallies.restart_needed
+    assert "only a restart changes server.grpc_port, prefix.capacity_blocks" in caplog.text
+
+
+def test_pending_names_fields_that_cannot_change():
+    """Live fields of a section that also has fixed ones are not named."""
+    old = Settings()
+    new = Settings(
+        server=Server(metrics_port=1),
+        pool=Source(name="x"),
+        scrape=Scrape(stale_after_s=9.0, path="/m"),
+        limits=Limits(max_streams=5, max_message_bytes=1 << 30),
+        scheduling=Scheduling(strategy="random"),
+        seed=3,
+    )
+    assert list(reload.pending(old, new)) == [
+        "server.metrics_port",
+        "pool.name",
+        "scrape.path",
+        "limits.max_message_bytes",
+        "seed",
+    ]
+
+
+def test_no_request_sees_half_a_configuration(scene):
+    """Routed between any two reloads, a request names a profile and a picker that go together."""
+    wanted = {"random": "random", "round-robin": "round-robin", "lmetric": "max-score"}
+
+    async def test():
+        for turn in range(60):
+            strategy = list(wanted)[turn % 3]
+            scene.path.write_text(HEAD + f"scheduling: {{strategy: {strategy}}}\n" + "#" * turn)
+            step = asyncio.ensure_future(scene.reloader.step())
+            outcomes = []
+            while not step.done():
+                outcomes.append(scene.picker.parts.dispatcher.route(RAW, 1.0))
+                await asyncio.sleep(0)
+            outcomes.append(scene.picker.parts.dispatcher.route(RAW, 1.0))
+            assert all(one.picker == wanted[one.profile] for one in outcomes)
+            assert outcomes[-1].profile == strategy
+
+    asyncio.run(test())
+    assert scene.picker.tallies.reloads == {"ok": 60}
+
+
+def test_flags_beat_the_file_after_a_reload_too(tmp_path):
+    """What the command line says is said again."""
+    path = tmp_path / "config.yaml"
+    path.write_text(HEAD + "pool: {endpoints: ['10.0.0.1:8000']}\n")
+    parser = argparse.ArgumentParser()
+    flags.add(parser)
+    args, unknown = parser.parse_known_args(["--config-file", str(path), "--strategy", "random"])
+    args.unknown_flags = unknown
+    path.write_text(HEAD + "pool: {endpoints: ['10.0.0.1:8000']}\nseed: 5\n")
+    settings = flags.resolve(args).settings
+    assert (settings.seed, settings.scheduling.strategy) == (5, "random")
