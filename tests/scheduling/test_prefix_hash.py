@@ -153,16 +153,24 @@ def test_a_new_endpoint_takes_only_its_share():
     assert 0.07 < moved / 2000 < 0.16
 
 
-def test_a_ring_is_kept_while_the_set_of_endpoints_is_the_same():
-    """Loads, order and time do not matter; the sets kept are bounded."""
-    picker = PrefixHash(replication=4)
-    for size in range(1, 30):
-        there = [fleet.candidate(f"pod-{i}", in_flight=i) for i in range(size)]
-        picker.pick(fleet.turn(), there, [0.0] * size, count=1)
-        ring = next(reversed(picker._rings.values()))
-        picker.pick(fleet.turn(), there[::-1], [0.0] * size, count=1)
-        assert next(reversed(picker._rings.values())) is ring
-    assert len(picker._rings) == 8
+def test_places_are_computed_once():
+    """Loads, order and time do not matter."""
+    picker = PrefixHash()
+    there = [fleet.candidate(f"pod-{i}", in_flight=i) for i in range(5)]
+    picker.pick(fleet.turn(), there, [0.0] * 5, count=1)
+    before = dict(picker._rings)
+    picker.pick(fleet.turn(), there[::-1], [0.0] * 5, count=1)
+    assert all(picker._rings[name] is ring for name, ring in before.items())
+    assert len(picker._rings) == 5
+
+
+def test_endpoints_that_are_gone_are_forgotten():
+    """What is kept is bounded, however many names a fleet goes through."""
+    picker = PrefixHash(replication=1)
+    for start in range(0, 10_000, 500):
+        there = [fleet.candidate(f"pod-{i}") for i in range(start, start + 500)]
+        picker.pick(fleet.turn(), there, [0.0] * 500, count=1)
+        assert len(picker._rings) <= 4096 + 500
 
 
 def test_endpoints_of_one_name_both_serve():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, ClassVar
 
@@ -17,8 +17,11 @@ from extproc.scheduling import adapter_labels
 from extproc.scheduling.plugins import Signal
 from extproc.scheduling.turn import Turn
 
-#: Rings kept, one for each set of endpoints lately seen: an old set during a rollout, and subsets.
-_RINGS = 8
+#: One full turn of the ring.
+_TURN = 1 << 64
+
+#: Endpoints whose places are kept, 2 KiB each; beyond, those that are not in play are forgotten.
+_MOST = 4096
 
 
 class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
@@ -61,9 +64,13 @@ class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     min_load_requests: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
     @cached_property
-    def _rings(self) -> OrderedDict[frozenset[str], _Ring]:
-        """Rings by the names on them; follows from these, so a dry run may fill it."""
-        return OrderedDict()
+    def _rings(self) -> dict[str, array[int]]:
+        """Places of each endpoint, sorted; follows from its name, so a dry run may fill it.
+
+        To lay them out in one ring would cost half a second for a thousand endpoints, each time one
+        of them comes or goes.
+        """
+        return {}
 
     def pick(
         self,
@@ -83,8 +90,7 @@ class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         within: list[int] = []
         beyond: list[int] = []
         foreign: list[int] = []
-        for name in self._ring(places).walk(key):
-            at = places[name]
+        for at in self._walk(places, key):
             if id(candidates[at]) not in able:
                 foreign.append(at)
             elif in_flight[at] <= bound:
@@ -101,48 +107,37 @@ class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             return 0.0
         return max(self.min_load_requests, self.mean_load_factor / 100 * (total + 1) / size)
 
-    def _ring(self, names: dict[str, int]) -> _Ring:
-        key = frozenset(names)
-        ring = self._rings.get(key)
-        if ring is None:
-            ring = self._rings[key] = _Ring(sorted(names), self.replication)
-            if len(self._rings) > _RINGS:
-                self._rings.popitem(last=False)
-        else:
-            self._rings.move_to_end(key)
-        return ring
+    def _walk(self, places: Mapping[str, int], key: int) -> list[int]:
+        """Positions in the order in which a walk from a key upwards and around meets them.
 
+        An endpoint is met at the first of its places not below the key, or at its lowest.
+        """
+        rings = self._rings
+        met: list[tuple[int, str, int]] = []
+        for name, at in places.items():
+            ring = rings.get(name)
+            if ring is None:
+                ring = self._laid(name, places)
+            next_up = bisect_left(ring, key)
+            way = ring[next_up] - key if next_up < len(ring) else ring[0] - key + _TURN
+            met.append((way, name, at))
+        met.sort()
+        return [at for _, _, at in met]
 
-class _Ring:
-    """Names at the hashes of their replicas.
-
-    Args:
-        names: Each once, sorted.
-        replication: Places of each.
-    """
-
-    def __init__(self, names: Sequence[str], replication: int) -> None:
-        placed = sorted(
-            (xxhash.xxh64_intdigest(f"{name}{index}".encode()), at)
-            for at, name in enumerate(names)
-            for index in range(replication)
+    def _laid(self, name: str, places: Mapping[str, int]) -> array[int]:
+        rings = self._rings
+        if len(rings) >= _MOST:
+            for other in rings.keys() - places.keys():
+                del rings[other]
+        ring = array(
+            "Q",
+            sorted(
+                xxhash.xxh64_intdigest(f"{name}{index}".encode())
+                for index in range(self.replication)
+            ),
         )
-        self._names = names
-        self._hashes = array("Q", (place for place, _ in placed))
-        self._owners = array("I", (at for _, at in placed))
-
-    def walk(self, key: int) -> Iterator[str]:
-        """Every name once, in the order met from a key upwards and around."""
-        owners, seen = self._owners, set[int]()
-        start = bisect_left(self._hashes, key)
-        for span in (range(start, len(owners)), range(start)):
-            for place in span:
-                owner = owners[place]
-                if owner not in seen:
-                    seen.add(owner)
-                    yield self._names[owner]
-                    if len(seen) == len(self._names):
-                        return
+        rings[name] = ring
+        return ring
 
 
 def _places(candidates: Sequence[Candidate]) -> dict[str, int]:
