@@ -32,6 +32,11 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     on_failure: Node | None = None
     on_either: Node | None = None
 
+    def __repr__(self) -> str:
+        ways = (("yes", self.on_success), ("no", self.on_failure), ("then", self.on_either))
+        below = ", ".join(f"{word} {node!r}" for word, node in ways if node is not None)
+        return f"{self.filter.kind} ({below})" if below else f"{self.filter.kind}"
+
 
 class Tree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """Walks from `root` to an end of the tree (seeds report 2.2).

@@ -1,8 +1,11 @@
 """Filter trees from configuration files."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from extproc.config import profiles
+from extproc.config import load, profiles
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
 from extproc.scheduling.guard import Counts, Guarded, Guards
@@ -130,3 +133,16 @@ def test_a_node_that_is_its_own_successor_is_an_error():
     node = {"kind": "kv-range"}
     node["on_success"] = node
     assert "at most 100 nodes" in refused({"root": node})
+
+
+def test_the_tree_of_the_readme_is_read():
+    """What the README shows loads, alias and all, and is written back in short."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+    text = next(block for block in blocks if "kind: tree" in block)
+    settings = load.settings(load.parse(text, where="README.md"))
+    tree = profiles.resolve(settings, where="README.md").filters[0]
+    assert repr(tree.root) == (
+        "adapter-active (yes queue-range (then kv-range), "
+        "no can-accept-adapter (then queue-range (then kv-range)))"
+    )
