@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
-from extproc.endpoint import Endpoint, Load, Rates
+from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Rates
 from extproc.pool import rates as learning
 from extproc.pool.accounts import Account
 from extproc.pool.snapshot import Member, Pool
@@ -75,6 +76,7 @@ class Fleet:
         self._pool = Pool(members=(), positions={})
         self._incarnations = 0
         self._adapters: frozenset[str] = frozenset()
+        self._pooled = (-math.inf, DEFAULT_RATES)
         self._learners: dict[int, learning.Learner] = {}
         self._synced = False
 
@@ -136,6 +138,7 @@ class Fleet:
         account = member.account
         restart = learning.restarted(member.load, load)
         learner = self._learners[member.endpoint.incarnation]
+        learner.lean(self._pooled_rates(now))
         learner.feed(load)
         own = max(mark.in_flight, account.in_flight)
         scraped = (load.running or 0.0) + (load.waiting or 0.0)
@@ -176,6 +179,14 @@ class Fleet:
         failures = member.failures + 1 if reason in NO_CONNECTION else 0
         self._swap(msgspec.structs.replace(member, failures=failures, failure=reason))
 
+    def _pooled_rates(self, now: float) -> Rates:
+        """What the pool has shown, at most a second old: it takes a walk over all members."""
+        at, known = self._pooled
+        if now - at >= 1.0:
+            known = learning.pooled([member.rates for member in self._pool.members])
+            self._pooled = (now, known)
+        return known
+
     def _learn_adapters(self, load: Load) -> None:
         """Remember which names are adapters; bounded, as engines list what clients made up."""
         named = (load.adapters or frozenset()) | (load.waiting_adapters or frozenset())
@@ -192,10 +203,10 @@ class Fleet:
         self._incarnations += 1
         born = msgspec.structs.replace(endpoint, incarnation=self._incarnations)
         known = learning.pooled([member.rates for member in self._pool.members])
-        self._learners[born.incarnation] = learning.Learner(known)
+        learner = self._learners[born.incarnation] = learning.Learner(known)
         account = Account(born)
         account.pace(known, 0.0)
-        return Member(endpoint=born, account=account, rates=known)
+        return Member(endpoint=born, account=account, rates=learner.rates)
 
     def _swap(self, member: Member) -> None:
         pool = self._pool

@@ -23,8 +23,11 @@ _WINDOW_S = 0.5
 #: Share of the past that a new row leaves. Some fifty rows count, about a minute of load.
 _KEEP = 0.98
 
-#: Weight of the prior against one row. Small: it only has to hold what rows do not tell apart.
-_PRIOR = 0.05
+#: Weight of a prior against rows, whose squares are below 1 each: of one that nobody has shown, and
+#: of what the rest of the pool has shown. What the rows do not tell apart stays with the prior:
+#: engines of a pool mostly are alike, and a difference that is noise would send one of them more
+#: than its share.
+_WEAK, _STRONG = 0.05, 3.0
 
 #: Share of a new mean in the running one.
 _ALPHA = 0.2
@@ -49,16 +52,28 @@ class Learner:
         prior: What to believe until the engine shows otherwise.
     """
 
-    __slots__ = ("_last", "_matrix", "_outputs", "_prior", "_start", "_vector", "rates")
+    __slots__ = ("_last", "_matrix", "_outputs", "_prior", "_start", "_vector", "_weight", "rates")
 
     def __init__(self, prior: Rates = DEFAULT_RATES) -> None:
         self.rates = msgspec.structs.replace(prior, evidence=0.0)
         self._prior = (prior.step_s, prior.prefill_s, prior.decode_s)
+        self._weight = _WEAK
         self._matrix = [0.0] * 6  # upper triangle, row by row
         self._vector = [0.0] * 3
         self._start: _Counts | None = None
         self._last: Load | None = None
         self._outputs: Totals | None = None
+
+    def lean(self, prior: Rates) -> None:
+        """Take another prior.
+
+        Args:
+            prior: What several engines of the pool have shown, from `pooled`; nothing happens
+                while it has no evidence.
+        """
+        if prior.evidence:
+            self._prior = (prior.step_s, prior.prefill_s, prior.decode_s)
+            self._weight = _STRONG
 
     def feed(self, load: Load) -> None:
         """Take in the next scrape.
@@ -112,14 +127,15 @@ class Learner:
         comes out of bounds is set to its bound and the others are solved again.
         """
         x0, x1, x2 = self._prior
+        weight = self._weight
         scale = (x0, x1, x2)
         m = self._matrix
         a = [
-            [m[0] * x0 * x0 + _PRIOR, m[1] * x0 * x1, m[2] * x0 * x2],
-            [m[1] * x0 * x1, m[3] * x1 * x1 + _PRIOR, m[4] * x1 * x2],
-            [m[2] * x0 * x2, m[4] * x1 * x2, m[5] * x2 * x2 + _PRIOR],
+            [m[0] * x0 * x0 + weight, m[1] * x0 * x1, m[2] * x0 * x2],
+            [m[1] * x0 * x1, m[3] * x1 * x1 + weight, m[4] * x1 * x2],
+            [m[2] * x0 * x2, m[4] * x1 * x2, m[5] * x2 * x2 + weight],
         ]
-        b = [self._vector[at] * scale[at] + _PRIOR for at in range(3)]
+        b = [self._vector[at] * scale[at] + weight for at in range(3)]
         fixed: dict[int, float] = {}
         while True:
             found = _solved(a, b, fixed)
@@ -129,8 +145,11 @@ class Learner:
                 if at not in fixed and not _BOUNDS[at][0] <= found[at] * scale[at] <= _BOUNDS[at][1]
             ]
             if not outside:
-                values = tuple(found[at] * scale[at] for at in range(3))
-                return values[0], values[1], values[2]
+                step_s, prefill_s, decode_s = (
+                    min(high, max(low, found[at] * scale[at]))
+                    for at, (low, high) in enumerate(_BOUNDS)
+                )
+                return step_s, prefill_s, decode_s
             for at in outside:
                 low, high = _BOUNDS[at]
                 fixed[at] = min(high, max(low, found[at] * scale[at])) / scale[at]
@@ -170,7 +189,10 @@ class Learner:
 
 
 def pooled(rates: list[Rates]) -> Rates:
-    """What to expect of an engine nobody knows: the mean of those that showed something."""
+    """What to expect of an engine nobody knows: the mean of those that showed something.
+
+    Its `evidence` is how many those are if there are several, else 0: one engine is no pool.
+    """
     shown = [one for one in rates if one.evidence]
     if not shown:
         return DEFAULT_RATES
@@ -181,6 +203,7 @@ def pooled(rates: list[Rates]) -> Rates:
         decode_s=sum(one.decode_s for one in shown) / count,
         adapter_load_s=sum(one.adapter_load_s for one in shown) / count,
         output_tokens=sum(one.output_tokens for one in shown) / count,
+        evidence=float(count) if count > 1 else 0.0,
     )
 
 
