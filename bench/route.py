@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2000)
     parser.add_argument("--warmup", type=int, default=3000)
     parser.add_argument("--scorers", type=int, default=4, help="the first so many of the profile")
-    parser.add_argument("--strategy", default="default")
+    parser.add_argument("--strategy", default="adaptive")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()

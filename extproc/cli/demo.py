@@ -29,7 +29,7 @@ _ADAPTERS = ("sql-lora", "chat-lora", "code-lora", "docs-lora")
 _CONVERSATIONS = 40
 _TURNS = 5
 _AT_ONCE = 16
-_STRATEGIES = ("round-robin", "default")
+_STRATEGIES = ("round-robin", "adaptive")
 
 
 class Run(msgspec.Struct, frozen=True):

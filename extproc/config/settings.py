@@ -212,8 +212,8 @@ class Scheduling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Which endpoint is chosen.
 
     Attributes:
-        strategy: One word for a whole profile; ignored when `profile` is given. `default` combines
-            requests in flight, queue, KV cache, prefix and LoRA.
+        strategy: One word for a whole profile; ignored when `profile` is given. `adaptive`
+            estimates seconds from what it learns, so it has no weights to tune.
         profile: A profile written out; null takes the strategy.
         fallbacks: Further endpoints named after the chosen one (count). 0, because only a data
             plane with an override-host policy can use them.
@@ -226,7 +226,7 @@ class Scheduling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             endpoints, and every stream waits that long.
     """
 
-    strategy: Name = "default"
+    strategy: Name = "adaptive"
     profile: ProfileEntry | None = None
     fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
     honour_subset: bool = True

@@ -1,6 +1,6 @@
 """The profiles that need no configuration, by one word.
 
-The weights of `default` hold five unlike things against each other. Each is a number of points; the
+The weights of `balanced` hold five unlike things against each other. Each is a number of points; the
 reasons name the trade that fixes it. Take prefix 3 as the yardstick: a fully cached prompt is worth
 three points.
 
@@ -55,8 +55,8 @@ from extproc.scheduling.scorers.queue_scorer import QueueScorer
 
 def profiles() -> Mapping[str, Profile]:
     """The named profiles, made anew at each call: round robin keeps its place in its picker."""
-    default = Profile(
-        name="default",
+    balanced = Profile(
+        name="balanced",
         filters=(),
         scorers=(
             (InFlight(), 4.0),
@@ -84,7 +84,7 @@ def profiles() -> Mapping[str, Profile]:
         Profile("lmetric", (), (), MaxScore(), LMetric()),
         Profile("adaptive", (), (), Rendezvous(), EstimatedTime()),
     )
-    named = (default, weighted, *plain, *_gateway(), *_kubeai())
+    named = (balanced, weighted, *plain, *_gateway(), *_kubeai())
     return MappingProxyType({profile.name: profile for profile in named})
 
 

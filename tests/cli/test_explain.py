@@ -87,7 +87,11 @@ def test_tables_of_a_case(files, capsys):
 
 def test_matched_tokens_reach_the_prefix_scorer(files, capsys):
     """What the state says is cached counts as matched, in whole blocks."""
-    told = json.loads(told_by(capsys, files["body"], "--state", files["state"], "--json"))
+    told = json.loads(
+        told_by(
+            capsys, files["body"], "--state", files["state"], "--strategy", "balanced", "--json"
+        )
+    )
     matched = [candidate["matched_tokens"] for candidate in told["candidates"]]
     assert matched == [256, 0, 0]
     at = [scorer["name"] for scorer in told["scorers"]].index("prefix-cache")
@@ -212,7 +216,7 @@ def server():
 def test_running_server_explains(server, files, capsys):
     """A running server is asked for a dry run with what it knows now."""
     told = told_by(capsys, files["body"], "--server", f"http://{server}/")
-    assert "chosen by max-score: 10.0.0.2:8000" in told
+    assert "chosen by rendezvous: 10.0.0.2:8000" in told
 
 
 def test_running_server_refuses(server, tmp_path, capsys):
@@ -238,7 +242,7 @@ def test_last_decisions_are_listed(server):
     with urllib.request.urlopen(f"http://{server}/debug/decisions?limit=5", timeout=10) as page:
         (one,) = json.load(page)["decisions"]
     assert (one["id"], one["status"]) == ("id/1", "200")
-    assert one["why"].startswith("default; chose=10.0.0.")
+    assert one["why"].startswith("adaptive; chose=10.0.0.")
 
 
 def test_nobody_listens(files, capsys):

@@ -98,8 +98,8 @@ def test_plugin_errors_name_the_path(profile, where, fix):
 @pytest.mark.parametrize(
     ("tree", "plugin", "signal"),
     [
-        ({"scrape": {"enabled": False}}, "queue-depth", "waiting"),
-        ({"prefix": {"capacity_blocks": 0}}, "prefix-cache", "prefix"),
+        ({"scrape": {"enabled": False}}, "estimated-time", "kv_usage"),
+        ({"prefix": {"capacity_blocks": 0}}, "estimated-time", "prefix"),
     ],
 )
 def test_signal_nobody_provides(tree, plugin, signal):

@@ -16,7 +16,7 @@ from extproc.scheduling.turn import Turn
 class Fleet:
     """Endpoints nobody scrapes, an index, and requests that finish in the order they came."""
 
-    def __init__(self, size=8, *, open_requests=64, seed=5, profile="default"):
+    def __init__(self, size=8, *, open_requests=64, seed=5, profile="balanced"):
         self.endpoints = [Endpoint(f"10.0.0.{i}:8000") for i in range(size)]
         self.index = PrefixIndex(50_000)
         self.slots = [self.index.slot((e.address, e.incarnation)) for e in self.endpoints]

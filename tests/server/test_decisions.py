@@ -38,7 +38,7 @@ def test_the_short_form_is_put_on_the_answer_when_asked_for():
             await stream.hear()
             await stream.say(talk.response_headers())
             (said,) = await stream.hear()
-            assert said.headers["x-extproc-decision"].startswith(f"default; chose={talk.ONE}; ")
+            assert said.headers["x-extproc-decision"].startswith(f"balanced; chose={talk.ONE}; ")
             await stream.end()
 
     serving.run(test())

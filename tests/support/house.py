@@ -34,7 +34,7 @@ class House:
         self,
         loads: Mapping[str, Load | None],
         *,
-        profile: str | Profile = "default",
+        profile: str | Profile = "balanced",
         fallbacks: int = 0,
         seed: int = 1,
     ) -> None:
