@@ -69,14 +69,12 @@ def bodies(rng: Random, size: int, turns: int):
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
     rng = Random(args.seed)
-    parts = factory.build(
-        Settings(seed=args.seed, scheduling=Scheduling(strategy=args.strategy))
-    )
+    parts = factory.build(Settings(seed=args.seed, scheduling=Scheduling(strategy=args.strategy)))
     profile = msgspec.structs.replace(parts.profile, scorers=parts.profile.scorers[: args.scorers])
     settings = parts.settings
     dispatcher = dispatching.Dispatcher(
         fleet=parts.fleet,
-        routing=factory.routing(settings, profile),
+        routing=factory.routing(settings, profile, {}),
         index=parts.index,
         belief=parts.belief,
         schedule=settings.prefix.schedule,

@@ -118,6 +118,7 @@ def _imagine(args: argparse.Namespace, headers: Mapping[str, str], body: bytes) 
         overrides = [
             load.Override(("scheduling", "strategy"), args.strategy, "--strategy"),
             load.Override(("scheduling", "profile"), None, "--strategy"),
+            load.Override(("scheduling", "plugins"), [], "--strategy"),
         ]
     tree = load.tree_of(load.text_of(Path(args.state)), where=args.state)
     pool = strict.convert(tree, PoolState, where=args.state)

@@ -75,6 +75,7 @@ def resolve(args: argparse.Namespace) -> Resolved:
     warnings = list(upstream.verdicts(args))
     warnings += upstream.unknown(args.unknown_flags, known=known())
     document = _document(args)
+    warnings += document.warnings
     overrides = [*_endpoints(args), *_settings(args)]
     merged = load.settings(document, overrides)
     _refuse_kubernetes(args, merged.pool)
@@ -148,6 +149,7 @@ def _settings(args: argparse.Namespace) -> Iterator[load.Override]:
     if args.strategy is not None:
         # A word on the command line also beats a profile written out in the file.
         yield load.Override(("scheduling", "profile"), None, "--strategy")
+        yield load.Override(("scheduling", "plugins"), [], "--strategy")
 
 
 def _clamped(args: argparse.Namespace) -> Iterator[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from extproc.config import ecosystem
 from extproc.config import settings as sections
 
 
 def advice(settings: sections.Settings) -> Iterator[str]:
     """One sentence for each thing worth a second look."""
+    yield from ecosystem.remarks(settings.scheduling.plugins)
     pool, scrape, limits = settings.pool, settings.scrape, settings.limits
     if not pool.endpoints and not pool.endpoints_file:
         yield "there are no endpoints: every request is refused with 503"

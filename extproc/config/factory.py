@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -85,7 +85,7 @@ def build(
         ConfigError: The profile cannot be built, see `profiles.resolve`.
     """
     guards = guards or _untimed()
-    profile = profiles.resolve(settings, where=where, guards=guards)
+    profile, by_model = profiles.resolve_all(settings, where=where, guards=guards)
     index = PrefixIndex(settings.prefix.capacity_blocks)
     belief = beliefs.Beliefs(
         index, settings.prefix.schedule.tokens, most_blocks=settings.prefix.capacity_blocks
@@ -107,7 +107,7 @@ def build(
         profile=profile,
         dispatcher=dispatching.Dispatcher(
             fleet=fleet,
-            routing=routing(settings, profile),
+            routing=routing(settings, profile, by_model),
             index=index,
             belief=belief,
             schedule=settings.prefix.schedule,
@@ -136,7 +136,8 @@ def reroute(
     Raises:
         ConfigError: A profile cannot be built, see `profiles.resolve`.
     """
-    return routing(settings, profiles.resolve(settings, where=where, guards=guards))
+    profile, by_model = profiles.resolve_all(settings, where=where, guards=guards)
+    return routing(settings, profile, by_model)
 
 
 def exchange(settings: sections.Settings) -> ExchangeSettings:
@@ -149,11 +150,13 @@ def exchange(settings: sections.Settings) -> ExchangeSettings:
     )
 
 
-def routing(settings: sections.Settings, profile: Profile) -> dispatching.Routing:
+def routing(
+    settings: sections.Settings, profile: Profile, by_model: Mapping[str, Profile]
+) -> dispatching.Routing:
     """What a dispatcher routes by."""
     return dispatching.Routing(
         profile=profile,
-        by_model={},
+        by_model=by_model,
         settings=dispatching.DispatchSettings(
             stale_after_s=settings.scrape.stale_after_s,
             fallbacks=settings.scheduling.fallbacks,

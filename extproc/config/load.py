@@ -10,17 +10,10 @@ from pathlib import Path
 import msgspec
 import yaml
 
+from extproc.config import ecosystem, strict
 from extproc.config import settings as sections
-from extproc.config import strict
 from extproc.discovery import entries as discovered
 from extproc.errors import ConfigError
-
-#: Kinds people may hand us by mistake, and what to do about it.
-_FOREIGN_KINDS = {
-    "EndpointPickerConfig": "this is a configuration of the llm-d picker: name a strategy under "
-    "scheduling, or write its plugins out under scheduling.profile",
-}
-
 
 #: Levels a tree may have; the deepest setting stands at seven.
 _DEEPEST = 20
@@ -33,11 +26,13 @@ class Document(msgspec.Struct, frozen=True):
         where: The file or flag, for errors.
         tree: Mappings, lists and scalars.
         folder: What files it names are relative to; empty for the working directory.
+        warnings: What was read and is not acted on.
     """
 
     where: str
     tree: Mapping[str, object]
     folder: str = ""
+    warnings: tuple[str, ...] = ()
 
 
 class Override(msgspec.Struct, frozen=True):
@@ -92,6 +87,8 @@ def text_of(path: Path) -> str:
 def parse(text: str, *, where: str) -> Document:
     """Take a configuration apart without looking at what it means.
 
+    The upstream picker's file is read as well, and comes out as a tree of ours.
+
     Args:
         text: YAML or JSON.
         where: The file or flag, for errors.
@@ -108,6 +105,9 @@ def parse(text: str, *, where: str) -> Document:
             found=strict.show(tree),
             fix=f"begin with 'apiVersion: {sections.API_VERSION}'",
         )
+    if tree.get("kind") == ecosystem.KIND:
+        ours, warnings = ecosystem.translated(tree, where=where)
+        return Document(where, ours, warnings=tuple(warnings))
     return Document(where, tree)
 
 
@@ -188,14 +188,6 @@ def _anchored(merged: sections.Settings, folder: str) -> sections.Settings:
 
 def _known_kind(document: Document) -> None:
     tree = document.tree
-    kind = tree.get("kind")
-    if isinstance(kind, str) and kind in _FOREIGN_KINDS:
-        raise ConfigError(
-            strict.place(document.where, ("kind",)),
-            wanted=sections.KIND,
-            found=kind,
-            fix=_FOREIGN_KINDS[kind],
-        )
     for key, value in (("apiVersion", sections.API_VERSION), ("kind", sections.KIND)):
         if key not in tree:
             raise ConfigError(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from extproc.config import extensions, strict, trees
+import msgspec
+
+from extproc.config import ecosystem, extensions, strict, trees
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
 from extproc.scheduling import catalogue, defaults, guard, tree
@@ -42,16 +44,50 @@ def resolve(
         ConfigError: An unknown strategy, kind or parameter, a plugin that needs a signal nobody
             provides, or a plugin file that cannot be used.
     """
-    tables = extensions.tables(settings.scheduling, where=where, guards=guards)
+    return resolve_all(settings, where=where, guards=guards)[0]
+
+
+def resolve_all(
+    settings: sections.Settings, *, where: str, guards: guard.Guards | None = None
+) -> tuple[Profile, Mapping[str, Profile]]:
+    """The profile for all models, and those of models with rules of their own.
+
+    Args:
+        settings: See `resolve`.
+        where: See `resolve`.
+        guards: See `resolve`.
+
+    Raises:
+        ConfigError: See `resolve`.
+    """
     scheduling = settings.scheduling
-    entry = scheduling.profile
-    profile = (
-        _named(scheduling.strategy, where=where)
-        if entry is None
-        else _written(entry, where=where, tables=tables)
-    )
-    _require(profile, provided(settings), where=where)
-    return profile
+    tables = extensions.tables(scheduling, where=where, guards=guards)
+    signals = provided(settings)
+
+    def ruled(rules: sections.Rules, name: str) -> Profile:
+        profile = _ruled(rules, where=where, tables=tables)
+        if name:
+            profile = msgspec.structs.replace(profile, name=f"{profile.name}/{name}")
+        _require(profile, signals, where=where)
+        return profile
+
+    by_model = {name: ruled(rules, name) for name, rules in scheduling.models.items()}
+    return ruled(scheduling, ""), by_model
+
+
+def _ruled(rules: sections.Rules, *, where: str, tables: catalogue.Tables) -> Profile:
+    if rules.profile is not None:
+        return _written(rules.profile, where=where, tables=tables)
+    if not rules.plugins:
+        return _named(rules.strategy, where=where)
+
+    def make(
+        table: Mapping[str, type[Found]], written: sections.Plugin, path: strict.Path
+    ) -> Found:
+        spot = (*path, "parameters")
+        return _plugin(table, written, where=where, path=path, tables=tables, spot=spot)
+
+    return ecosystem.composed(rules, tables, make=make, where=where)
 
 
 def provided(settings: sections.Settings) -> frozenset[Signal]:
@@ -110,7 +146,9 @@ def _plugin(
     where: str,
     path: strict.Path,
     tables: catalogue.Tables,
+    spot: strict.Path = (),
 ) -> Found:
+    spot = spot or (*path, "params")
     kind = catalogue.find(table, entry.kind, where=strict.place(where, (*path, "kind")))
     params = dict(entry.params)
     if issubclass(kind, tree.Tree):
@@ -118,16 +156,16 @@ def _plugin(
         def below(node: sections.Plugin, at: strict.Path) -> Filter:
             return _plugin(tables.filters, node, where=where, path=at, tables=tables)
 
-        params = trees.grown(params, below, where=where, path=(*path, "params"))
+        params = trees.grown(params, below, where=where, path=spot)
     try:
-        made = strict.convert(params, kind, where=where, path=(*path, "params"))
+        made = strict.convert(params, kind, where=where, path=spot)
         if not isinstance(made.needs, frozenset):
             raise TypeError("its needs are no frozenset")  # noqa: TRY301 - told as its own errors are
     except ConfigError:
         raise
     except Exception as error:  # a check of its own, in a plugin of others
         raise ConfigError(
-            strict.place(where, (*path, "params")),
+            strict.place(where, spot),
             wanted=f"parameters that {entry.kind} takes",
             found=f"{type(error).__name__}: {error}",
             fix="change the parameters, or correct the plugin",

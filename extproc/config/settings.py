@@ -208,13 +208,77 @@ class ProfileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     cost: Plugin | None = None
 
 
-class Scheduling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class NamedPlugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A plugin that profiles refer to, as the upstream picker's file writes it.
+
+    Attributes:
+        type: Its kind, ours or upstream's. No default: it says what the entry is.
+        name: What profiles call it; empty takes the type.
+        parameters: Its parameters; none takes the defaults of the plugin.
+    """
+
+    type: Name
+    name: str = ""
+    parameters: Mapping[str, object] = {}
+
+
+class PluginRef(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """A plugin's part in a profile.
+
+    Attributes:
+        plugin_ref: Its name. No default: it says what the entry is.
+        weight: Factor of a scorer's score; null is 1, as upstream.
+    """
+
+    plugin_ref: Name
+    weight: Annotated[float, msgspec.Meta(ge=0)] | None = None
+
+
+class SchedulingProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A profile that refers to plugins.
+
+    Attributes:
+        name: Shown in decisions. No default: handlers choose by it.
+        plugins: Filters in order, scorers with weights, at most one picker.
+    """
+
+    name: Name
+    plugins: tuple[PluginRef, ...] = ()
+
+
+class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How one model, or all of them, are routed: the first of profile, plugins, strategy.
+
+    Attributes:
+        strategy: One word for a whole profile. `adaptive` estimates seconds from what it learns,
+            so it has no weights to tune.
+        profile: A profile written out by roles; null takes plugins or the strategy.
+        plugins: A profile written out as the upstream picker does. None: the strategy.
+        scheduling_profiles: `schedulingProfiles` in a file: which of the plugins make a profile,
+            and their weights. None: all of them, in order.
+    """
+
+    strategy: Name = "adaptive"
+    profile: ProfileEntry | None = None
+    plugins: tuple[NamedPlugin, ...] = ()
+    scheduling_profiles: tuple[SchedulingProfile, ...] = msgspec.field(
+        name="schedulingProfiles", default=()
+    )
+
+
+class Scheduling(Rules, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Which endpoint is chosen.
 
     Attributes:
-        strategy: One word for a whole profile; ignored when `profile` is given. `adaptive`
+        strategy: One word for a whole profile; profile and plugins come before it. `adaptive`
             estimates seconds from what it learns, so it has no weights to tune.
-        profile: A profile written out; null takes the strategy.
+        profile: A profile written out by roles; null takes plugins or the strategy.
+        plugins: A profile written out as the upstream picker does. None: the strategy.
+        scheduling_profiles: `schedulingProfiles` in a file: which of the plugins make a profile,
+            and their weights. None: all of them, in order.
+        models: Rules of single models, by the name in the request. None: all are routed alike.
         fallbacks: Further endpoints named after the chosen one (count). 0, because only a data
             plane with an override-host policy can use them.
         honour_subset: Keep to the endpoints a gateway allows (EPP protocol 004, subset hint). True,
@@ -226,8 +290,7 @@ class Scheduling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             endpoints, and every stream waits that long.
     """
 
-    strategy: Name = "adaptive"
-    profile: ProfileEntry | None = None
+    models: Mapping[str, Rules] = {}
     fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
     honour_subset: bool = True
     plugin_files: tuple[Name, ...] = ()

@@ -160,7 +160,7 @@ def test_error_names_place_wanted_found_and_fix(name):
         ("kind: ExtProcConfig", "the key apiVersion", "none", "apiVersion: extproc/v1alpha1"),
         ("apiVersion: extproc/v1alpha1", "the key kind", "none", "kind: ExtProcConfig"),
         ("apiVersion: extproc/v2\nkind: ExtProcConfig", "v1alpha1", "v2", "write extproc/v1alpha1"),
-        ("kind: EndpointPickerConfig", "ExtProcConfig", "EndpointPickerConfig", "llm-d picker"),
+        ("kind: EndpointPickerConfig", "llm-d.ai/v1alpha1", "null", "write llm-d.ai/v1alpha1"),
         ('{"kind": 1, "kind": 2}', "every key once", "kind twice", "keep one"),
     ],
 )

@@ -54,11 +54,14 @@ def table(name: str, section: type[msgspec.Struct]) -> str:
     rows = [f"**{name}**", "", "| field | default | meaning and reason |", "|---|---|---|"]
     texts = attributes(section)
     for field in msgspec.structs.fields(section):
-        default = "required" if field.required else shown(field.default)
-        if field.default_factory is not msgspec.NODEFAULT:
+        if field.required:
+            default = "required"
+        elif field.default_factory is not msgspec.NODEFAULT:
             default = shown(field.default_factory())
+        else:
+            default = shown(field.default)
         text = texts[field.name].replace("|", "\\|")
-        rows.append(f"| `{field.name}` | {default} | {text} |")
+        rows.append(f"| `{field.encode_name}` | {default} | {text} |")
     return "\n".join(rows)
 
 

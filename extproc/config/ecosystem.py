@@ -1,0 +1,250 @@
+"""The grammar of the upstream picker's file: plugins by name, profiles that refer to them.
+
+`EndpointPickerConfig` is read by it, and so is `scheduling` of our own file. What upstream wires
+together from producers, handlers and scorers is one index and one account here, so plugin types
+whose work is done anyway are taken and left out (`upstream_types`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from extproc.config import settings as sections
+from extproc.config import strict
+from extproc.config.upstream_type import UpstreamType
+from extproc.config.upstream_types import TYPES
+from extproc.errors import ConfigError
+from extproc.scheduling import catalogue
+from extproc.scheduling.profile import Profile
+
+#: API groups the file was published under, newest first.
+VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
+KIND = "EndpointPickerConfig"
+
+#: Top-level keys, and what becomes of those that are taken without effect.
+_KEYS: Mapping[str, str] = {
+    "apiVersion": "",
+    "kind": "",
+    "metadata": "",
+    "plugins": "",
+    "schedulingProfiles": "",
+    "featureGates": "",
+    "dataLayer": "",
+    "requestHandler": "",
+    "parser": "parser is deprecated and not needed: every surface is parsed",
+    "flowControl": "flowControl is not acted on: requests are not queued here",
+    "saturationDetector": "saturationDetector is not acted on: requests are not queued here",
+}
+
+#: Handlers that choose among profiles: type to the parameters that name the one for decoding.
+_HANDLERS: Mapping[str, tuple[str, ...]] = {
+    "disagg-profile-handler": ("profiles", "decode"),
+    "pd-profile-handler": ("decodeProfile",),
+    "header-profile-handler": ("defaultProfile",),
+    "data-parallel-profile-handler": (),
+}
+
+#: What makes a plugin: its kind, its parameters and where it stands.
+Maker = Callable[[Mapping[str, type[Any]], sections.Plugin, strict.Path], Any]
+
+
+def translated(tree: Mapping[str, object], *, where: str) -> tuple[dict[str, object], list[str]]:
+    """An EndpointPickerConfig as a tree of our own settings.
+
+    Args:
+        tree: The file.
+        where: Its name, for errors.
+
+    Returns:
+        The tree, and warnings about what is read and not acted on.
+
+    Raises:
+        ConfigError: The version or a key is unknown.
+    """
+    version = tree.get("apiVersion")
+    if version not in VERSIONS:
+        raise ConfigError(
+            strict.place(where, ("apiVersion",)),
+            wanted=f"one of {', '.join(VERSIONS)}",
+            found=strict.show(version),
+            fix=f"write {VERSIONS[0]}",
+        )
+    warnings = []
+    if version != VERSIONS[0]:
+        warnings.append(f"apiVersion {version} is deprecated: write {VERSIONS[0]}")
+    for key, value in tree.items():
+        if key not in _KEYS:
+            meant = strict.nearest(key, _KEYS)
+            raise ConfigError(
+                strict.place(where, (key,)),
+                wanted=f"one of {', '.join(_KEYS)}",
+                found=f"the unknown key {key}",
+                fix=f"did you mean {meant}?" if meant else "remove it",
+            )
+        if _KEYS[key] and value:
+            warnings.append(_KEYS[key])
+    scheduling: dict[str, object] = {
+        key: tree[key] for key in ("plugins", "schedulingProfiles") if tree.get(key) is not None
+    }
+    if not scheduling.get("plugins"):
+        # Upstream's own default when nothing is configured (llm-d report 1.3).
+        scheduling = {"strategy": "weighted"}
+    ours: dict[str, object] = {
+        "apiVersion": sections.API_VERSION,
+        "kind": sections.KIND,
+        "scheduling": scheduling,
+    }
+    return ours, warnings
+
+
+def composed(
+    scheduling: sections.Rules, tables: catalogue.Tables, *, make: Maker, where: str
+) -> Profile:
+    """The profile that plugins and scheduling profiles mean.
+
+    Args:
+        scheduling: Whose `plugins` are not empty.
+        tables: The kinds there are.
+        make: Makes a plugin.
+        where: The file, for errors.
+
+    Raises:
+        ConfigError: A type, parameter or reference is unknown, a name stands twice, or it is not
+            clear which profile routes.
+    """
+    named = _named(scheduling.plugins, tables, where=where)
+    chosen, at = _routing(scheduling, where=where)
+    filters, scorers, costs, pickers = [], [], [], []
+    for number, reference in enumerate(chosen.plugins):
+        spot = ("schedulingProfiles", at, "plugins", number, "pluginRef")
+        if reference.plugin_ref not in named:
+            raise _unknown(reference.plugin_ref, named, strict.place(where, spot))
+        index, written, kind = named[reference.plugin_ref]
+        if not kind:
+            continue
+        plugin = sections.Plugin(kind=kind, params=_effective(written))
+        path = ("plugins", index)
+        if kind in tables.filters:
+            filters.append(make(tables.filters, plugin, path))
+        if kind in tables.scorers:
+            weight = 1.0 if reference.weight is None else reference.weight
+            scorers.append((make(tables.scorers, plugin, path), weight))
+        if kind in tables.costs:
+            costs.append(make(tables.costs, plugin, path))
+        if kind in tables.pickers:
+            pickers.append(make(tables.pickers, plugin, path))
+    for what, found in (("picker", pickers), ("cost model", costs)):
+        if len(found) > 1:
+            raise ConfigError(
+                strict.place(where, ("schedulingProfiles", at)),
+                wanted=f"one {what}",
+                found=", ".join(one.kind for one in found),
+                fix="keep one",
+            )
+    picker = pickers[0] if pickers else make(tables.pickers, _MAX_SCORE, ("plugins",))
+    cost = costs[0] if costs else None
+    return Profile(chosen.name, tuple(filters), tuple(scorers), picker, cost)
+
+
+def remarks(plugins: Sequence[sections.NamedPlugin]) -> Iterator[str]:
+    """What is worth saying of plugins that are read: old names, and work that is not done."""
+    for plugin in plugins:
+        known = TYPES.get(plugin.type)
+        if known is not None and known.status in ("deprecated", "unsupported"):
+            yield f"plugin {plugin.name or plugin.type}: {known.note}"
+
+
+_MAX_SCORE = sections.Plugin(kind="max-score-picker")
+
+
+def _named(
+    plugins: Sequence[sections.NamedPlugin], tables: catalogue.Tables, *, where: str
+) -> dict[str, tuple[int, sections.NamedPlugin, str]]:
+    """Plugins by name, with their position and their kind here; an empty kind is left out."""
+    ours = {*tables.filters, *tables.scorers, *tables.costs, *tables.pickers}
+    named: dict[str, tuple[int, sections.NamedPlugin, str]] = {}
+    for index, plugin in enumerate(plugins):
+        name = plugin.name or plugin.type
+        if name in named:
+            raise ConfigError(
+                strict.place(where, ("plugins", index, "name")),
+                wanted="every name once",
+                found=f"{name} twice",
+                fix="give one of them another name",
+            )
+        theirs = TYPES.get(plugin.type)
+        if theirs is not None:
+            kind = theirs.kind
+            if not kind:
+                _check_idle(theirs, plugin, strict.place(where, ("plugins", index)))
+        elif plugin.type in ours:
+            kind = plugin.type
+        else:
+            spot = strict.place(where, ("plugins", index, "type"))
+            raise _unknown(plugin.type, {*TYPES, *ours}, spot)
+        named[name] = (index, plugin, kind)
+    return named
+
+
+def _check_idle(known: UpstreamType, plugin: sections.NamedPlugin, spot: str) -> None:
+    """Refuse parameters that not even a plugin without effect can have."""
+    if not known.parameters:
+        return
+    for name in plugin.parameters:
+        meant = strict.nearest(name, known.parameters)
+        if name not in known.parameters and meant:
+            raise ConfigError(
+                f"{spot}.parameters.{name}",
+                wanted=f"one of {', '.join(known.parameters)}",
+                found=f"the unknown parameter {name}",
+                fix=f"did you mean {meant}?",
+            )
+
+
+def _effective(plugin: sections.NamedPlugin) -> Mapping[str, object]:
+    """Its parameters without those that are taken without effect."""
+    known = TYPES.get(plugin.type)
+    idle = known.parameters if known is not None else ()
+    return {name: value for name, value in plugin.parameters.items() if name not in idle}
+
+
+def _routing(scheduling: sections.Rules, *, where: str) -> tuple[sections.SchedulingProfile, int]:
+    """The one profile that chooses who serves, and its position."""
+    profiles = scheduling.scheduling_profiles
+    if not profiles:
+        refs = tuple(
+            sections.PluginRef(plugin_ref=plugin.name or plugin.type)
+            for plugin in scheduling.plugins
+        )
+        return sections.SchedulingProfile(name="default", plugins=refs), 0
+    if len(profiles) == 1:
+        return profiles[0], 0
+    wanted = next((_decoding(one) for one in scheduling.plugins if one.type in _HANDLERS), "")
+    for at, profile in enumerate(profiles):
+        if profile.name == wanted:
+            return profile, at
+    raise ConfigError(
+        strict.place(where, ("schedulingProfiles",)),
+        wanted=f"the profile {wanted}" if wanted else "one profile, or a handler that names one",
+        found=", ".join(profile.name for profile in profiles),
+        fix="keep the profile that picks who serves the request",
+    )
+
+
+def _decoding(handler: sections.NamedPlugin) -> str:
+    """The profile a handler decodes by; other stages are not picked here."""
+    value: object = handler.parameters
+    for key in _HANDLERS[handler.type]:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, str) else "decode"
+
+
+def _unknown(name: str, known: Mapping[str, object] | set[str], spot: str) -> ConfigError:
+    meant = strict.nearest(name, known)
+    return ConfigError(
+        spot,
+        wanted=f"one of {', '.join(sorted(known))}",
+        found=name,
+        fix=f"did you mean {meant}?" if meant else "extproc check --plugins lists what there is",
+    )
