@@ -144,7 +144,8 @@ class Fleet:
         scraped = (load.running or 0.0) + (load.waiting or 0.0)
         foreign = max(0.0, scraped - own)
         account.scraped(sent=mark.sent, written=mark.written, waiting=load.waiting, now=now)
-        account.pace(learner.rates, own + foreign)
+        rates = learner.settled
+        account.pace(rates, own + foreign)
         waiting = min(foreign, max(0.0, (load.waiting or 0.0) - own))
         self._learn_adapters(load)
         self._swap(
@@ -152,7 +153,7 @@ class Fleet:
                 member,
                 load=load,
                 foreign=foreign,
-                rates=learner.rates,
+                rates=rates,
                 foreign_tokens=waiting * account.mean_work,
                 failures=0,
                 failure="",
@@ -162,7 +163,7 @@ class Fleet:
             member.endpoint,
             before=member.load,
             after=load,
-            rates=learner.rates,
+            rates=rates,
             restarted=restart,
         )
 
@@ -183,7 +184,7 @@ class Fleet:
         """What the pool has shown, at most a second old: it takes a walk over all members."""
         at, known = self._pooled
         if now - at >= 1.0:
-            known = learning.pooled([member.rates for member in self._pool.members])
+            known = learning.pooled([learner.rates for learner in self._learners.values()])
             self._pooled = (now, known)
         return known
 
@@ -202,7 +203,7 @@ class Fleet:
     def _joined(self, endpoint: Endpoint) -> Member:
         self._incarnations += 1
         born = msgspec.structs.replace(endpoint, incarnation=self._incarnations)
-        known = learning.pooled([member.rates for member in self._pool.members])
+        known = learning.pooled([learner.rates for learner in self._learners.values()])
         learner = self._learners[born.incarnation] = learning.Learner(known)
         account = Account(born)
         account.pace(known, 0.0)

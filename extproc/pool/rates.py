@@ -29,6 +29,9 @@ _KEEP = 0.98
 #: than its share.
 _WEAK, _STRONG = 0.05, 3.0
 
+#: Share by which an engine must differ from the pool to count as different.
+_ALIKE = 0.3
+
 #: Share of a new mean in the running one.
 _ALPHA = 0.2
 
@@ -150,9 +153,24 @@ class Learner:
                     for at, (low, high) in enumerate(_BOUNDS)
                 )
                 return step_s, prefill_s, decode_s
+
             for at in outside:
                 low, high = _BOUNDS[at]
                 fixed[at] = min(high, max(low, found[at] * scale[at])) / scale[at]
+
+    @property
+    def settled(self) -> Rates:
+        """What was learnt where it differs from the pool, and the pool's where it hardly does."""
+        own = self.rates
+        if self._weight is _WEAK:
+            return own
+        step_s, prefill_s, decode_s = (
+            theirs if abs(ours - theirs) <= _ALIKE * theirs else ours
+            for ours, theirs in zip(
+                (own.step_s, own.prefill_s, own.decode_s), self._prior, strict=True
+            )
+        )
+        return msgspec.structs.replace(own, step_s=step_s, prefill_s=prefill_s, decode_s=decode_s)
 
     def _learn_output(self, totals: Totals) -> None:
         """Running mean of generated tokens per finished request."""

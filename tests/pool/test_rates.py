@@ -139,3 +139,14 @@ def test_rates_stay_numbers_within_bounds(pages):
         assert 1e-7 <= learnt.decode_s <= 5e-2
         assert learnt.output_tokens >= 1
         assert math.isfinite(learnt.evidence)
+
+
+def test_engines_that_hardly_differ_count_as_alike():
+    """Within 30 % of the pool an engine has the pool's rates, beyond it its own."""
+    for own, expected in ((0.0125, 0.01), (0.014, 0.014)):
+        learner = rates.Learner(Rates(step_s=own))
+        assert learner.settled.step_s == own
+        learner.lean(Rates(step_s=0.01, evidence=2.0))
+        assert learner.settled.step_s == expected
+        learner.lean(Rates(step_s=9.0))
+        assert learner.settled.step_s == expected
