@@ -36,6 +36,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--plugins", action="store_true", help="list strategies and plugins with their parameters"
     )
+    parser.add_argument(
+        "--schema", action="store_true", help="print the JSON Schema of the configuration file"
+    )
+    parser.add_argument("--strict", action="store_true", help="exit with 1 when there are warnings")
     flags.add(parser)
     parser.set_defaults(run=run)
 
@@ -49,6 +53,11 @@ def run(args: argparse.Namespace) -> int:
     if args.plugins:
         print("\n".join(_plugins()))
         return 0
+    if args.schema:
+        from extproc.config import schema
+
+        print(schema.text(), end="")
+        return 0
     if args.file:
         if args.config_file:
             raise ConfigError(
@@ -60,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         args.config_file = args.file
     resolved = flags.resolve(args)
     print("\n".join(_meaning(resolved)))
-    return 0
+    return 1 if args.strict and _warnings(resolved) else 0
 
 
 def _meaning(resolved: flags.Resolved) -> Iterator[str]:
@@ -71,10 +80,14 @@ def _meaning(resolved: flags.Resolved) -> Iterator[str]:
     yield from _pool(settings.pool)
     yield from _scheduling(settings, resolved.profile)
     yield from _limits(settings)
-    warnings = (*resolved.warnings, *advice.advice(settings))
+    warnings = _warnings(resolved)
     if warnings:
         yield ""
         yield from (f"warning: {warning}" for warning in warnings)
+
+
+def _warnings(resolved: flags.Resolved) -> tuple[str, ...]:
+    return (*resolved.warnings, *advice.advice(resolved.settings))
 
 
 def _server(server: sections.Server) -> Iterator[str]:
