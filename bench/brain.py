@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from bench import rig
 from extproc.config import factory
 from extproc.config.settings import Prefix, Scheduling, Scrape, Settings
 from extproc.decision import Decision
@@ -28,7 +29,6 @@ from extproc.sim import core, job, profiles
 
 CUTS = blocks.DEFAULT.tokens
 ENGINES = 8
-RESULT = Path(__file__).parent / "results" / "brain.json"
 
 
 class Asked:
@@ -232,7 +232,7 @@ def main() -> None:
         for name, row in rows.items():
             print(strategy, name, {key: round(value, 3) for key, value in row.items()}, flush=True)
     if args.write:
-        RESULT.write_text(json.dumps(told, indent=1) + "\n")
+        rig.write("brain", "python -m bench.brain --trace FILE --write", {"strategies": told})
 
 
 if __name__ == "__main__":
