@@ -14,6 +14,10 @@ import msgspec
 from extproc.decision import Decision
 
 
+#: Characters of a request id that count: clients choose it, and the ring must stay small.
+_LONGEST_ID = 256
+
+
 class Recorded:
     """One decision and what came of it.
 
@@ -62,6 +66,7 @@ class Ring:
             decision: As committed.
             now: Monotonic seconds.
         """
+        request_id = request_id[:_LONGEST_ID]
         request = msgspec.structs.replace(decision.request, prompt=b"")
         slim = msgspec.structs.replace(decision, request=request, blocks=())
         recorded = Recorded(request_id, now, slim)
@@ -81,7 +86,7 @@ class Ring:
 
     def find(self, request_id: str) -> Recorded | None:
         """The decision about a request, if it is still kept."""
-        return self._kept.get(request_id)
+        return self._kept.get(request_id[:_LONGEST_ID])
 
     def latest(self, count: int) -> Iterator[Recorded]:
         """The last decisions, newest first."""

@@ -37,6 +37,13 @@ def test_of_one_id_the_last_decision_counts():
     assert ring.find("a").at == 1.0
 
 
+def test_a_long_id_is_cut():
+    """A client cannot fill memory with its request id, and still finds its request."""
+    ring = Ring(2)
+    assert len(ring.add("x" * 100_000, decided(), 0.0).id) == 256
+    assert ring.find("x" * 100_000) is not None
+
+
 def test_no_capacity_keeps_nothing():
     """With room for none, adding still hands out an entry that may be written to."""
     ring = Ring(0)
