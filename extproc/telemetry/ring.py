@@ -13,7 +13,6 @@ import msgspec
 
 from extproc.decision import Decision
 
-
 #: Characters of a request id that count: clients choose it, and the ring must stay small.
 _LONGEST_ID = 256
 
