@@ -131,7 +131,7 @@ def main() -> None:
     for name, value in figures.items():
         print(f"{name:>24}  {value}")
     if args.write:
-        rig.write("route", "python -m bench.route --write", figures)
+        rig.write("route", f"python -m bench.route --strategy {args.strategy} --write", figures)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def scrape() -> dict:
 
 def route() -> dict:
     """One decision over 200 endpoints."""
-    command("-m", "bench.route", "--write")
+    command("-m", "bench.route", "--strategy", "balanced", "--write")
     return read("route")
 
 
