@@ -20,7 +20,8 @@ import msgspec
 
 from bench import rig
 from extproc.config import factory
-from extproc.config.settings import Prefix, Scheduling, Scrape, Settings
+from extproc.config.grammar import Scheduling
+from extproc.config.settings import Prefix, Scrape, Settings
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint, Load, Totals
 from extproc.prefix import blocks

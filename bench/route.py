@@ -21,7 +21,8 @@ import msgspec
 
 from bench import rig
 from extproc.config import factory
-from extproc.config.settings import Scheduling, Settings
+from extproc.config.grammar import Scheduling
+from extproc.config.settings import Settings
 from extproc.dispatch import dispatcher as dispatching
 from extproc.endpoint import Endpoint, Load
 from extproc.request import RawRequest

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from extproc.config import grammar, strict
 from extproc.config import settings as sections
-from extproc.config import strict
 from extproc.config.upstream_type import UpstreamType
 from extproc.config.upstream_types import TYPES
 from extproc.errors import ConfigError
@@ -46,7 +46,7 @@ _HANDLERS: Mapping[str, tuple[str, ...]] = {
 }
 
 #: What makes a plugin: its kind, its parameters and where it stands.
-Maker = Callable[[Mapping[str, type[Any]], sections.Plugin, strict.Path], Any]
+Maker = Callable[[Mapping[str, type[Any]], grammar.Plugin, strict.Path], Any]
 
 
 def translated(tree: Mapping[str, object], *, where: str) -> tuple[dict[str, object], list[str]]:
@@ -99,7 +99,7 @@ def translated(tree: Mapping[str, object], *, where: str) -> tuple[dict[str, obj
 
 
 def composed(
-    scheduling: sections.Rules, tables: catalogue.Tables, *, make: Maker, where: str
+    scheduling: grammar.Rules, tables: catalogue.Tables, *, make: Maker, where: str
 ) -> Profile:
     """The profile that plugins and scheduling profiles mean.
 
@@ -123,7 +123,7 @@ def composed(
         index, written, kind = named[reference.plugin_ref]
         if not kind:
             continue
-        plugin = sections.Plugin(kind=kind, params=_effective(written))
+        plugin = grammar.Plugin(kind=kind, params=_effective(written))
         path = ("plugins", index)
         if kind in tables.filters:
             filters.append(make(tables.filters, plugin, path))
@@ -147,7 +147,7 @@ def composed(
     return Profile(chosen.name, tuple(filters), tuple(scorers), picker, cost)
 
 
-def remarks(plugins: Sequence[sections.NamedPlugin]) -> Iterator[str]:
+def remarks(plugins: Sequence[grammar.NamedPlugin]) -> Iterator[str]:
     """What is worth saying of plugins that are read: old names, and work that is not done."""
     for plugin in plugins:
         known = TYPES.get(plugin.type)
@@ -155,15 +155,15 @@ def remarks(plugins: Sequence[sections.NamedPlugin]) -> Iterator[str]:
             yield f"plugin {plugin.name or plugin.type}: {known.note}"
 
 
-_MAX_SCORE = sections.Plugin(kind="max-score-picker")
+_MAX_SCORE = grammar.Plugin(kind="max-score-picker")
 
 
 def _named(
-    plugins: Sequence[sections.NamedPlugin], tables: catalogue.Tables, *, where: str
-) -> dict[str, tuple[int, sections.NamedPlugin, str]]:
+    plugins: Sequence[grammar.NamedPlugin], tables: catalogue.Tables, *, where: str
+) -> dict[str, tuple[int, grammar.NamedPlugin, str]]:
     """Plugins by name, with their position and their kind here; an empty kind is left out."""
     ours = {*tables.filters, *tables.scorers, *tables.costs, *tables.pickers}
-    named: dict[str, tuple[int, sections.NamedPlugin, str]] = {}
+    named: dict[str, tuple[int, grammar.NamedPlugin, str]] = {}
     for index, plugin in enumerate(plugins):
         name = plugin.name or plugin.type
         if name in named:
@@ -187,7 +187,7 @@ def _named(
     return named
 
 
-def _check_idle(known: UpstreamType, plugin: sections.NamedPlugin, spot: str) -> None:
+def _check_idle(known: UpstreamType, plugin: grammar.NamedPlugin, spot: str) -> None:
     """Refuse parameters that not even a plugin without effect can have."""
     if not known.parameters:
         return
@@ -202,22 +202,22 @@ def _check_idle(known: UpstreamType, plugin: sections.NamedPlugin, spot: str) ->
             )
 
 
-def _effective(plugin: sections.NamedPlugin) -> Mapping[str, object]:
+def _effective(plugin: grammar.NamedPlugin) -> Mapping[str, object]:
     """Its parameters without those that are taken without effect."""
     known = TYPES.get(plugin.type)
     idle = known.parameters if known is not None else ()
     return {name: value for name, value in plugin.parameters.items() if name not in idle}
 
 
-def _routing(scheduling: sections.Rules, *, where: str) -> tuple[sections.SchedulingProfile, int]:
+def _routing(scheduling: grammar.Rules, *, where: str) -> tuple[grammar.SchedulingProfile, int]:
     """The one profile that chooses who serves, and its position."""
     profiles = scheduling.scheduling_profiles
     if not profiles:
         refs = tuple(
-            sections.PluginRef(plugin_ref=plugin.name or plugin.type)
+            grammar.PluginRef(plugin_ref=plugin.name or plugin.type)
             for plugin in scheduling.plugins
         )
-        return sections.SchedulingProfile(name="default", plugins=refs), 0
+        return grammar.SchedulingProfile(name="default", plugins=refs), 0
     if len(profiles) == 1:
         return profiles[0], 0
     wanted = next((_decoding(one) for one in scheduling.plugins if one.type in _HANDLERS), "")
@@ -232,7 +232,7 @@ def _routing(scheduling: sections.Rules, *, where: str) -> tuple[sections.Schedu
     )
 
 
-def _decoding(handler: sections.NamedPlugin) -> str:
+def _decoding(handler: grammar.NamedPlugin) -> str:
     """The profile a handler decodes by; other stages are not picked here."""
     value: object = handler.parameters
     for key in _HANDLERS[handler.type]:

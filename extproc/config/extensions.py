@@ -22,8 +22,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as reading
 
-from extproc.config import settings as sections
-from extproc.config import strict
+from extproc.config import grammar, strict
 from extproc.errors import ConfigError
 from extproc.scheduling import catalogue, guard
 from extproc.scheduling.plugins import Signal
@@ -55,7 +54,7 @@ class Brought(msgspec.Struct, frozen=True):
 
 
 def tables(
-    scheduling: sections.Scheduling, *, where: str, guards: guard.Guards | None = None
+    scheduling: grammar.Scheduling, *, where: str, guards: guard.Guards | None = None
 ) -> catalogue.Tables:
     """Every kind a configuration may name: the built-in ones and those of others.
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from extproc.config import ecosystem, extensions, strict, trees
+from extproc.config import ecosystem, extensions, grammar, strict, trees
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
 from extproc.scheduling import catalogue, defaults, guard, tree
@@ -64,7 +64,7 @@ def resolve_all(
     tables = extensions.tables(scheduling, where=where, guards=guards)
     signals = provided(settings)
 
-    def ruled(rules: sections.Rules, name: str) -> Profile:
+    def ruled(rules: grammar.Rules, name: str) -> Profile:
         profile = _ruled(rules, where=where, tables=tables)
         if name:
             profile = msgspec.structs.replace(profile, name=f"{profile.name}/{name}")
@@ -75,15 +75,13 @@ def resolve_all(
     return ruled(scheduling, ""), by_model
 
 
-def _ruled(rules: sections.Rules, *, where: str, tables: catalogue.Tables) -> Profile:
+def _ruled(rules: grammar.Rules, *, where: str, tables: catalogue.Tables) -> Profile:
     if rules.profile is not None:
         return _written(rules.profile, where=where, tables=tables)
     if not rules.plugins:
         return _named(rules.strategy, where=where)
 
-    def make(
-        table: Mapping[str, type[Found]], written: sections.Plugin, path: strict.Path
-    ) -> Found:
+    def make(table: Mapping[str, type[Found]], written: grammar.Plugin, path: strict.Path) -> Found:
         spot = (*path, "parameters")
         return _plugin(table, written, where=where, path=path, tables=tables, spot=spot)
 
@@ -119,11 +117,11 @@ def _named(strategy: str, *, where: str) -> Profile:
     return profile
 
 
-def _written(entry: sections.ProfileEntry, *, where: str, tables: catalogue.Tables) -> Profile:
+def _written(entry: grammar.ProfileEntry, *, where: str, tables: catalogue.Tables) -> Profile:
     path = (*_SCHEDULING, "profile")
 
     def plugin(
-        table: Mapping[str, type[Found]], written: sections.Plugin, *at: strict.Step
+        table: Mapping[str, type[Found]], written: grammar.Plugin, *at: strict.Step
     ) -> Found:
         return _plugin(table, written, where=where, path=(*path, *at), tables=tables)
 
@@ -141,7 +139,7 @@ def _written(entry: sections.ProfileEntry, *, where: str, tables: catalogue.Tabl
 
 def _plugin(
     table: Mapping[str, type[Found]],
-    entry: sections.Plugin,
+    entry: grammar.Plugin,
     *,
     where: str,
     path: strict.Path,
@@ -153,7 +151,7 @@ def _plugin(
     params = dict(entry.params)
     if issubclass(kind, tree.Tree):
 
-        def below(node: sections.Plugin, at: strict.Path) -> Filter:
+        def below(node: grammar.Plugin, at: strict.Path) -> Filter:
             return _plugin(tables.filters, node, where=where, path=at, tables=tables)
 
         params = trees.grown(params, below, where=where, path=spot)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from extproc.config import grammar
 from extproc.config import settings as sections
 from extproc.prefix import blocks
 from extproc.scheduling import catalogue, defaults
@@ -25,7 +25,7 @@ def schema() -> dict[str, Any]:
         [sections.Settings], ref_template="#/$defs/{name}", schema_hook=_anything
     )
     for name, part in parts.items():
-        struct = getattr(sections, name, None) or _elsewhere(name)
+        struct = _struct(name)
         if struct is not None:
             _describe(part, struct)
     parts["Rules"]["properties"]["strategy"]["examples"] = list(defaults.profiles())
@@ -53,10 +53,10 @@ def _anything(wanted: type) -> dict[str, Any]:
     raise NotImplementedError
 
 
-def _elsewhere(name: str) -> type[msgspec.Struct] | None:
-    """Sections that are defined in the room they configure."""
-    found: Mapping[str, type[msgspec.Struct]] = {"Schedule": blocks.Schedule}
-    return found.get(name)
+def _struct(name: str) -> type[msgspec.Struct] | None:
+    """The section of that name, wherever it is defined."""
+    homes = (sections, grammar, blocks)
+    return next((vars(home)[name] for home in homes if name in vars(home)), None)
 
 
 def _describe(part: dict[str, Any], struct: type[msgspec.Struct]) -> None:

@@ -28,22 +28,13 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from extproc.config import bounds, grammar
 from extproc.prefix import blocks
 
 API_VERSION: Final = "extproc/v1alpha1"
 KIND: Final = "ExtProcConfig"
 
 _MIB = 1024 * 1024
-
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
-PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
-PositiveMilliseconds = Annotated[float, msgspec.Meta(gt=0)]
-PositiveRate = Annotated[float, msgspec.Meta(gt=0)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -71,14 +62,14 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """
 
     host: str = ""
-    grpc_port: Port = 9002
-    grpc_health_port: Port = 9003
-    metrics_port: Port = 9090
+    grpc_port: bounds.Port = 9002
+    grpc_health_port: bounds.Port = 9003
+    metrics_port: bounds.Port = 9090
     secure_serving: bool = True
     cert_path: str = ""
     enable_cert_reload: bool = True
     health_checking: bool = True
-    drain_timeout_s: Seconds = 30.0
+    drain_timeout_s: bounds.Seconds = 30.0
 
     def grpc_address(self, port: int) -> str:
         """The `host:port` gRPC binds to."""
@@ -96,7 +87,7 @@ class EndpointEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         labels: Free labels (hardware, zone, role). None, because nothing needs them.
     """
 
-    address: Name
+    address: bounds.Name
     name: str = ""
     labels: Mapping[str, str] = {}
 
@@ -116,9 +107,9 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """
 
     name: str = ""
-    endpoints: tuple[Name | EndpointEntry, ...] = ()
+    endpoints: tuple[bounds.Name | EndpointEntry, ...] = ()
     endpoints_file: str = ""
-    dns_refresh_s: PositiveSeconds = 30.0
+    dns_refresh_s: bounds.PositiveSeconds = 30.0
 
 
 class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -151,150 +142,13 @@ class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     path: Annotated[str, msgspec.Meta(pattern="^/")] = "/metrics"
     scheme: Literal["http", "https"] = "http"
     verify_tls: bool = False
-    busy_interval_s: PositiveSeconds = 0.2
-    idle_interval_s: PositiveSeconds = 2.0
-    timeout_s: PositiveSeconds = 1.0
-    stale_after_s: PositiveSeconds = 6.0
-    backoff_cap_s: PositiveSeconds = 10.0
-    max_scrapes_per_s: PositiveRate = 100.0
-    max_page_bytes: Positive = 4 * _MIB
-
-
-class Plugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A filter or the picker.
-
-    Attributes:
-        kind: Its name in the catalogue; `extproc check` lists them. No default: it says what the
-            entry is.
-        params: Its parameters; none takes the defaults of the plugin, each of which is explained
-            there.
-    """
-
-    kind: Name
-    params: Mapping[str, object] = {}
-
-
-class WeightedScorer(Plugin, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A scorer and its say.
-
-    Attributes:
-        kind: See `Plugin`.
-        weight: Factor of its score (0..1) in the total. 1: scorers are equal until somebody says
-            otherwise.
-        params: See `Plugin`.
-    """
-
-    weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
-
-
-_MAX_SCORE = Plugin(kind="max-score")
-
-
-class ProfileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A scheduling profile written out.
-
-    Attributes:
-        name: Shown in decisions. `custom` tells it from the named strategies.
-        filters: In the order they run. None: every endpoint may serve.
-        scorers: Each with its weight. None: then the picker alone decides.
-        picker: Chooses by totals. `max-score` does what the weights say.
-        cost: A cost model in place of the scorers' sum. None: the weights say what counts.
-    """
-
-    name: Name = "custom"
-    filters: tuple[Plugin, ...] = ()
-    scorers: tuple[WeightedScorer, ...] = ()
-    picker: Plugin = _MAX_SCORE
-    cost: Plugin | None = None
-
-
-class NamedPlugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A plugin that profiles refer to, as the upstream picker's file writes it.
-
-    Attributes:
-        type: Its kind, ours or upstream's. No default: it says what the entry is.
-        name: What profiles call it; empty takes the type.
-        parameters: Its parameters; none takes the defaults of the plugin.
-    """
-
-    type: Name
-    name: str = ""
-    parameters: Mapping[str, object] = {}
-
-
-class PluginRef(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
-):
-    """A plugin's part in a profile.
-
-    Attributes:
-        plugin_ref: Its name. No default: it says what the entry is.
-        weight: Factor of a scorer's score; null is 1, as upstream.
-    """
-
-    plugin_ref: Name
-    weight: Annotated[float, msgspec.Meta(ge=0)] | None = None
-
-
-class SchedulingProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A profile that refers to plugins.
-
-    Attributes:
-        name: Shown in decisions. No default: handlers choose by it.
-        plugins: Filters in order, scorers with weights, at most one picker.
-    """
-
-    name: Name
-    plugins: tuple[PluginRef, ...] = ()
-
-
-class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How one model, or all of them, are routed: the first of profile, plugins, strategy.
-
-    Attributes:
-        strategy: One word for a whole profile. `adaptive` estimates seconds from what it learns,
-            so it has no weights to tune.
-        profile: A profile written out by roles; null takes plugins or the strategy.
-        plugins: A profile written out as the upstream picker does. None: the strategy.
-        scheduling_profiles: `schedulingProfiles` in a file: which of the plugins make a profile,
-            and their weights. None: all of them, in order.
-    """
-
-    strategy: Name = "adaptive"
-    profile: ProfileEntry | None = None
-    plugins: tuple[NamedPlugin, ...] = ()
-    scheduling_profiles: tuple[SchedulingProfile, ...] = msgspec.field(
-        name="schedulingProfiles", default=()
-    )
-
-
-class Scheduling(Rules, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which endpoint is chosen.
-
-    Attributes:
-        strategy: One word for a whole profile; profile and plugins come before it. `adaptive`
-            estimates seconds from what it learns, so it has no weights to tune.
-        profile: A profile written out by roles; null takes plugins or the strategy.
-        plugins: A profile written out as the upstream picker does. None: the strategy.
-        scheduling_profiles: `schedulingProfiles` in a file: which of the plugins make a profile,
-            and their weights. None: all of them, in order.
-        models: Rules of single models, by the name in the request. None: all are routed alike.
-        fallbacks: Further endpoints named after the chosen one (count). 0, because only a data
-            plane with an override-host policy can use them.
-        honour_subset: Keep to the endpoints a gateway allows (EPP protocol 004, subset hint). True,
-            because ignoring it sends requests where they were not allowed.
-        plugin_files: Python files whose plugins may be named, relative to the configuration file.
-            None, because their code runs in this process.
-        plugin_budget_ms: Milliseconds one call of a plugin of others may take; after 3 overruns in
-            10 calls it is left out for 30 s. 2 are several decisions of built-in plugins over 100
-            endpoints, and every stream waits that long.
-    """
-
-    models: Mapping[str, Rules] = {}
-    fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
-    honour_subset: bool = True
-    plugin_files: tuple[Name, ...] = ()
-    plugin_budget_ms: PositiveMilliseconds = 2.0
+    busy_interval_s: bounds.PositiveSeconds = 0.2
+    idle_interval_s: bounds.PositiveSeconds = 2.0
+    timeout_s: bounds.PositiveSeconds = 1.0
+    stale_after_s: bounds.PositiveSeconds = 6.0
+    backoff_cap_s: bounds.PositiveSeconds = 10.0
+    max_scrapes_per_s: bounds.PositiveRate = 100.0
+    max_page_bytes: bounds.Positive = 4 * _MIB
 
 
 class Prefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -307,7 +161,7 @@ class Prefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """
 
     schedule: blocks.Schedule = blocks.DEFAULT
-    capacity_blocks: Count = 32768
+    capacity_blocks: bounds.Count = 32768
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -324,10 +178,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             message, with headers and attributes around it.
     """
 
-    max_body_bytes: Positive = 64 * _MIB
-    max_streams: Positive = 10_000
-    max_assembly_bytes: Positive = 512 * _MIB
-    max_message_bytes: Positive = 68 * _MIB
+    max_body_bytes: bounds.Positive = 64 * _MIB
+    max_streams: bounds.Positive = 10_000
+    max_assembly_bytes: bounds.Positive = 512 * _MIB
+    max_message_bytes: bounds.Positive = 68 * _MIB
 
 
 class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -344,7 +198,7 @@ class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     marker: bool = True
     feedback: bool = True
-    stream_share: Share = 0.0
+    stream_share: bounds.Share = 0.0
 
 
 class Explain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -357,7 +211,7 @@ class Explain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             names endpoints, which clients need not know.
     """
 
-    decisions: Count = 1000
+    decisions: bounds.Count = 1000
     header: bool = False
 
 
@@ -375,7 +229,7 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 _SERVER = Server()
 _SOURCE = Source()
 _SCRAPE = Scrape()
-_SCHEDULING = Scheduling()
+_SCHEDULING = grammar.Scheduling()
 _PREFIX = Prefix()
 _LIMITS = Limits()
 _ANSWERS = Answers()
@@ -409,7 +263,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     server: Server = _SERVER
     pool: Source = _SOURCE
     scrape: Scrape = _SCRAPE
-    scheduling: Scheduling = _SCHEDULING
+    scheduling: grammar.Scheduling = _SCHEDULING
     prefix: Prefix = _PREFIX
     limits: Limits = _LIMITS
     answers: Answers = _ANSWERS

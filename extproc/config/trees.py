@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from extproc.config import settings as sections
-from extproc.config import strict
+from extproc.config import bounds, grammar, strict
 from extproc.errors import ConfigError
 from extproc.scheduling import tree
 from extproc.scheduling.plugins import Filter
@@ -38,13 +37,13 @@ _VALUES: Mapping[object, str] = {
 }
 
 #: Makes a filter of an entry that stands at a path.
-Build = Callable[[sections.Plugin, strict.Path], Filter]
+Build = Callable[[grammar.Plugin, strict.Path], Filter]
 
 
 class _Ours(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A node as this project spells it; successors are nodes again."""
 
-    kind: sections.Name
+    kind: bounds.Name
     params: Mapping[str, object] = {}
     on_success: object = None
     on_failure: object = None
@@ -56,7 +55,7 @@ class _Theirs(
 ):
     """A node as the first gateway spells it."""
 
-    name: sections.Name
+    name: bounds.Name
     filter_option: Mapping[str, object] | None = None
     next_on_success: object = None
     next_on_failure: object = None
@@ -115,13 +114,13 @@ def _node(
 
 
 #: An entry for its filter, how each of our successors is spelt there, and these.
-_Read = tuple[sections.Plugin, Mapping[str, str], tuple[object, object, object]]
+_Read = tuple[grammar.Plugin, Mapping[str, str], tuple[object, object, object]]
 
 
 def _our(written: object, *, where: str, path: strict.Path) -> _Read:
     node = strict.convert(written, _Ours, where=where, path=path)
     names = ("on_success", "on_failure", "on_either")
-    entry = sections.Plugin(kind=node.kind, params=node.params)
+    entry = grammar.Plugin(kind=node.kind, params=node.params)
     return (
         entry,
         {name: name for name in names},
@@ -141,7 +140,7 @@ def _their(written: object, *, where: str, path: strict.Path) -> _Read:
         "on_either": "nextOnSuccessOrFailure",
     }
     return (
-        sections.Plugin(kind=KINDS.get(node.name, node.name), params=options),
+        grammar.Plugin(kind=KINDS.get(node.name, node.name), params=options),
         spelt,
         (node.next_on_success, node.next_on_failure, node.next_on_success_or_failure),
     )

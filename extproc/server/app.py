@@ -9,10 +9,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 
 import grpc
-import msgspec
 import uvloop
 from aiohttp import web
 
@@ -20,10 +18,9 @@ from extproc.config import factory
 from extproc.config.settings import Server, Settings
 from extproc.discovery import follow
 from extproc.endpoint import Endpoint
-from extproc.errors import ConfigError
 from extproc.scheduling import guard
 from extproc.scrape import client, scraper
-from extproc.server import admin, health, reload, servicer, tls
+from extproc.server import admin, health, ports, reload, servicer
 from extproc.telemetry.exposition import Cache, Exposition
 from extproc.telemetry.ring import Ring
 from extproc.telemetry.tallies import Tallies
@@ -32,14 +29,6 @@ _log = logging.getLogger("extproc.server")
 
 #: Seconds that streams have to end once they were told to.
 _RELEASE_S = 2.0
-
-
-class Addresses(msgspec.Struct, frozen=True):
-    """Where a running picker listens (TCP ports)."""
-
-    grpc: int
-    health: int
-    pages: int
 
 
 def run(settings: Settings, source: reload.Source) -> int:
@@ -63,7 +52,7 @@ def run(settings: Settings, source: reload.Source) -> int:
 
 
 async def serve(
-    settings: Settings, source: reload.Source, *, on_ready: Callable[[Addresses], None]
+    settings: Settings, source: reload.Source, *, on_ready: Callable[[ports.Addresses], None]
 ) -> None:
     """Serve until a signal arrives.
 
@@ -142,26 +131,33 @@ class Picker:
         self._grpc: list[grpc.aio.Server] = []
         self._pages: web.AppRunner | None = None
 
-    async def start(self) -> Addresses:
+    async def start(self) -> ports.Addresses:
         """Listen on all ports; not ready before `sync`.
 
         Raises:
             ConfigError: A port is taken, or a certificate cannot be read.
         """
         server = self._settings.server
-        main = _grpc_server(self._settings.limits.max_message_bytes)
+        main = ports.listener(self._settings.limits.max_message_bytes)
         servicer.register(main, self.servicer)
         if server.health_checking:
             health.register(main, self.readiness)
-        probes = _grpc_server(self._settings.limits.max_message_bytes)
+        probes = ports.listener(self._settings.limits.max_message_bytes)
         health.register(probes, self.readiness)
         self._grpc = [main, probes]
-        grpc_port = _bind(main, server, server.grpc_port, "--grpc-port", _credentials(server))
-        health_port = _bind(probes, server, server.grpc_health_port, "--grpc-health-port", None)
+        grpc_port = ports.bind(
+            main,
+            server.grpc_address(server.grpc_port),
+            flag="--grpc-port",
+            identity=ports.credentials(server),
+        )
+        health_port = ports.bind(
+            probes, server.grpc_address(server.grpc_health_port), flag="--grpc-health-port"
+        )
         pages_port = await self._start_pages(server)
         for one in self._grpc:
             await one.start()
-        return Addresses(grpc_port, health_port, pages_port)
+        return ports.Addresses(grpc_port, health_port, pages_port)
 
     async def sync(self) -> None:
         """Learn the endpoints.
@@ -262,7 +258,8 @@ class Picker:
         try:
             await web.TCPSite(self._pages, server.host or None, server.metrics_port).start()
         except OSError as error:
-            raise _taken("--metrics-port", server.metrics_port, error.strerror or "") from error
+            why = error.strerror or ""
+            raise ports.taken("--metrics-port", server.metrics_port, why=why) from error
         return int(self._pages.addresses[0][1])
 
     def _cache(self, endpoint: Endpoint) -> Cache:
@@ -290,54 +287,6 @@ def _stream_settings(settings: Settings) -> servicer.StreamSettings:
     )
 
 
-def _grpc_server(max_message_bytes: int) -> grpc.aio.Server:
-    return grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.max_send_message_length", max_message_bytes),
-            # A second process on the same port is a mistake, not a load-balancing group.
-            ("grpc.so_reuseport", 0),
-        ]
-    )
-
-
-def _credentials(server: Server) -> grpc.ServerCredentials | None:
-    if not server.secure_serving:
-        return None
-    if not server.cert_path:
-        return tls.self_signed()
-    return tls.from_files(
-        Path(server.cert_path),
-        reload=server.enable_cert_reload,
-        on_reload=lambda what: _log.info("certificate: %s", what),
-    )
-
-
-def _bind(
-    grpc_server: grpc.aio.Server,
-    server: Server,
-    port: int,
-    flag: str,
-    credentials: grpc.ServerCredentials | None,
-) -> int:
-    address = server.grpc_address(port)
-    try:
-        if credentials is None:
-            return grpc_server.add_insecure_port(address)
-        return grpc_server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise _taken(flag, port, "cannot bind " + address) from error
-
-
-def _taken(flag: str, port: int, why: str) -> ConfigError:
-    return ConfigError(
-        flag,
-        wanted=f"port {port} to be free",
-        found=why,
-        fix="stop what listens there, or name another port (0 picks a free one)",
-    )
-
-
 def _on_signals(stop: asyncio.Event, hurry: asyncio.Event, again: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
 
@@ -355,7 +304,7 @@ def _on_signals(stop: asyncio.Event, hurry: asyncio.Event, again: Callable[[], N
     loop.add_signal_handler(signal.SIGHUP, again)
 
 
-def _announce(addresses: Addresses) -> None:
+def _announce(addresses: ports.Addresses) -> None:
     print(  # noqa: T201  the line that supervisors and tests wait for
         f"extproc is ready: ext_proc on port {addresses.grpc}, gRPC health on {addresses.health}, "
         f"pages on {addresses.pages}",

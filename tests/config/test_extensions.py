@@ -3,8 +3,7 @@ import textwrap
 
 import pytest
 
-from extproc.config import extensions, factory, load, profiles
-from extproc.config import settings as sections
+from extproc.config import extensions, factory, grammar, load, profiles
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
@@ -53,7 +52,7 @@ def brought(path):
 
 
 def scheduling(*paths, **more):
-    return sections.Scheduling(plugin_files=tuple(map(str, paths)), **more)
+    return grammar.Scheduling(plugin_files=tuple(map(str, paths)), **more)
 
 
 def refused(path):
@@ -101,7 +100,7 @@ class Worth(msgspec.Struct, frozen=True):
 
 def test_no_files_are_the_built_in_tables():
     """Without plugins of others there are the kinds of the catalogue."""
-    made = extensions.tables(sections.Scheduling(), where="x")
+    made = extensions.tables(grammar.Scheduling(), where="x")
     assert made.outsiders == {}
     assert "queue-depth" in made.scorers
 
@@ -244,7 +243,7 @@ def package(tmp_path, monkeypatch):
 def test_entry_points_bring_plugins(package, value):
     """An installed package names a module or a class."""
     package(SCORER, value)
-    tables = extensions.tables(sections.Scheduling(), where="x")
+    tables = extensions.tables(grammar.Scheduling(), where="x")
     assert tables.outsiders[tables.scorers["last"]] == "entry point wise of fleetwise"
 
 
@@ -262,7 +261,7 @@ def test_broken_entry_points(package, body, value, found):
     """The error names the entry point and its package."""
     package(body, value)
     with pytest.raises(ConfigError) as raised:
-        extensions.tables(sections.Scheduling(), where="x")
+        extensions.tables(grammar.Scheduling(), where="x")
     assert raised.value.where == "entry point wise of fleetwise"
     assert raised.value.found == found
 

@@ -4,15 +4,16 @@ import re
 import msgspec
 import pytest
 
-from extproc.config import advice
+from extproc.config import advice, grammar
 from extproc.config import settings as sections
 
 
 def structs():
     return [
         member
-        for _, member in inspect.getmembers(sections, inspect.isclass)
-        if issubclass(member, msgspec.Struct) and member.__module__ == sections.__name__
+        for module in (sections, grammar)
+        for _, member in inspect.getmembers(module, inspect.isclass)
+        if issubclass(member, msgspec.Struct) and member.__module__ == module.__name__
     ]
 
 
@@ -81,7 +82,7 @@ ADVISED = {
     "conformance": (sections.Settings(pool=ENDPOINTS, conformance=True), "conformance"),
     "seed": (sections.Settings(pool=ENDPOINTS, seed=1), "seed"),
     "subset ignored": (
-        sections.Settings(pool=ENDPOINTS, scheduling=sections.Scheduling(honour_subset=False)),
+        sections.Settings(pool=ENDPOINTS, scheduling=grammar.Scheduling(honour_subset=False)),
         "honour_subset",
     ),
 }

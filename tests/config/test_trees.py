@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from extproc.config import load, profiles
+from extproc.config import grammar, load, profiles
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
 from extproc.scheduling.guard import Counts, Guarded, Guards
@@ -27,9 +27,9 @@ class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def resolve(params, **more):
     """The one filter of a profile with a tree of these parameters."""
-    keep = sections.Plugin(kind="tree", params=params)
-    scheduling = sections.Scheduling(
-        profile=sections.ProfileEntry(filters=(keep,)),
+    keep = grammar.Plugin(kind="tree", params=params)
+    scheduling = grammar.Scheduling(
+        profile=grammar.ProfileEntry(filters=(keep,)),
         plugin_files=tuple(more.pop("plugin_files", ())),
     )
     settings = sections.Settings(scheduling=scheduling)

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from extproc.config import factory
-from extproc.config.settings import Scheduling, Settings
+from extproc.config.grammar import Scheduling
+from extproc.config.settings import Settings
 from extproc.decision import Decision
 from extproc.dispatch import beliefs
 from extproc.endpoint import Endpoint, Load, Rates

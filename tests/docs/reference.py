@@ -13,14 +13,14 @@ import textwrap
 
 import msgspec
 
-from extproc.config import settings
+from extproc.config import grammar, settings
 from extproc.prefix import blocks
 
 SECTIONS = (
     ("server", settings.Server),
     ("pool", settings.Source),
     ("scrape", settings.Scrape),
-    ("scheduling", settings.Scheduling),
+    ("scheduling", grammar.Scheduling),
     ("prefix", settings.Prefix),
     ("prefix.schedule", blocks.Schedule),
     ("limits", settings.Limits),

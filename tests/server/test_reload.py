@@ -9,7 +9,8 @@ import pytest
 
 from extproc.cli import flags
 from extproc.config import load
-from extproc.config.settings import Limits, Scheduling, Scrape, Server, Settings, Source
+from extproc.config.grammar import Scheduling
+from extproc.config.settings import Limits, Scrape, Server, Settings, Source
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.request import RawRequest

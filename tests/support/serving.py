@@ -12,12 +12,14 @@ import grpc
 import msgspec
 from grpc_health.v1 import health_pb2
 
-from extproc.config.settings import Scheduling, Scrape, Server, Settings, Source
+from extproc.config.grammar import Scheduling
+from extproc.config.settings import Scrape, Server, Settings, Source
 from extproc.dispatch.dispatcher import Dispatcher
 from extproc.protocol.gathering import Budget
 from extproc.protocol.settings import ExchangeSettings
 from extproc.server import servicer as servicers
-from extproc.server.app import Addresses, Picker
+from extproc.server.app import Picker
+from extproc.server.ports import Addresses
 from extproc.telemetry.ring import Ring
 from extproc.telemetry.tallies import Tallies
 from tests.support import peer

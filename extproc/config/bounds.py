@@ -1,0 +1,17 @@
+"""Ranges of fields, in annotations, so that an error names the field and the bound."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
+PositiveMilliseconds = Annotated[float, msgspec.Meta(gt=0)]
+PositiveRate = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Name = Annotated[str, msgspec.Meta(min_length=1)]

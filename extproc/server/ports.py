@@ -1,0 +1,92 @@
+"""The ports a picker listens on, and the error of one that is taken."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import grpc
+import msgspec
+
+from extproc.config.settings import Server
+from extproc.errors import ConfigError
+from extproc.server import tls
+
+_log = logging.getLogger("extproc.server")
+
+
+class Addresses(msgspec.Struct, frozen=True):
+    """Where a running picker listens (TCP ports)."""
+
+    grpc: int
+    health: int
+    pages: int
+
+
+def listener(max_message_bytes: int) -> grpc.aio.Server:
+    """A gRPC server that does not listen anywhere yet."""
+    return grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            # A second process on the same port is a mistake, not a load-balancing group.
+            ("grpc.so_reuseport", 0),
+        ]
+    )
+
+
+def credentials(server: Server) -> grpc.ServerCredentials | None:
+    """What `secure_serving` and `cert_path` ask for; None serves plaintext.
+
+    Raises:
+        ConfigError: A certificate cannot be read.
+    """
+    if not server.secure_serving:
+        return None
+    if not server.cert_path:
+        return tls.self_signed()
+    return tls.from_files(
+        Path(server.cert_path),
+        reload=server.enable_cert_reload,
+        on_reload=lambda what: _log.info("certificate: %s", what),
+    )
+
+
+def bind(
+    listening: grpc.aio.Server,
+    address: str,
+    *,
+    flag: str,
+    identity: grpc.ServerCredentials | None = None,
+) -> int:
+    """Listen on one more address.
+
+    Args:
+        listening: What shall listen.
+        address: `host:port`; port 0 takes a free one.
+        flag: Where the port was set, for errors.
+        identity: For TLS; None serves plaintext.
+
+    Returns:
+        The port.
+
+    Raises:
+        ConfigError: The port is taken.
+    """
+    try:
+        if identity is None:
+            return listening.add_insecure_port(address)
+        return listening.add_secure_port(address, identity)
+    except RuntimeError as error:
+        port = int(address.rpartition(":")[2])
+        raise taken(flag, port, why="cannot bind " + address) from error
+
+
+def taken(flag: str, port: int, *, why: str) -> ConfigError:
+    """The error of a port that cannot be listened on."""
+    return ConfigError(
+        flag,
+        wanted=f"port {port} to be free",
+        found=why,
+        fix="stop what listens there, or name another port (0 picks a free one)",
+    )
