@@ -48,6 +48,7 @@ class Totals(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         prompt_tokens: Prompt tokens of requests whose prefill ended, cached ones included.
         generated_tokens: Tokens generated.
         finished: Requests finished (count).
+        finished_prompt_tokens: Their prompt tokens, cached ones included.
         prefills: Requests whose prefill ended (count).
         prefill_s: Seconds from batch entry to first token, summed over them.
         queued_s: Seconds from arrival to batch entry, summed over them.
@@ -61,6 +62,7 @@ class Totals(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     prompt_tokens: float | None = None
     generated_tokens: float | None = None
     finished: float | None = None
+    finished_prompt_tokens: float | None = None
     prefills: float | None = None
     prefill_s: float | None = None
     queued_s: float | None = None
@@ -119,6 +121,22 @@ class Load(msgspec.Struct, frozen=True, gc=False):
 
 #: Nothing was ever scraped.
 UNKNOWN = Load()
+
+
+class Models(msgspec.Struct, frozen=True, gc=False):
+    """The names one engine answers to, as it listed them.
+
+    Attributes:
+        bases: Names of its base model.
+        adapters: Names of LoRA adapters it can serve, on the device or not.
+    """
+
+    bases: frozenset[str]
+    adapters: frozenset[str] = frozenset()
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a request may name this."""
+        return name in self.bases or name in self.adapters
 
 
 class Rates(msgspec.Struct, frozen=True, gc=False, kw_only=True):

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import msgspec
 
 #: Estimated UTF-8 bytes per prompt token. Four is the usual figure for English text with a
-#: 32k to 128k vocabulary; it only scales estimates, never what is sent.
+#: 32k to 128k vocabulary; it only scales estimates, never what is sent. It stands until a model's
+#: own ratio is learnt.
 BYTES_PER_TOKEN = 4
 
 
@@ -45,6 +46,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
         prompt: The prompt as stable bytes in the order the engine sees it: equal beginnings are
             equal bytes. It is hashed, never sent, logged or decoded.
         prompt_tokens: Estimated prompt length in tokens; exact for tokenised prompts.
+        prompt_bytes: Bytes of text `prompt_tokens` is estimated from; 0 when it is exact.
         stream: Whether the client asked for a streamed answer.
         max_tokens: Upper bound on generated tokens; None when the request sets none.
         session: What ties turns of one conversation together; empty when nothing does.
@@ -60,6 +62,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     max_tokens: int | None = None
     session: str = ""
     subset: tuple[str, ...] | None = None
+    prompt_bytes: int = 0
 
     @property
     def target(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Rates
 from extproc.prefix.calibration import Calibration
 from extproc.prefix.index import Key, PrefixIndex
+from extproc.request import BYTES_PER_TOKEN
 
 #: Weight of a request in the means of its endpoint.
 _ALPHA = 0.05
@@ -44,7 +45,7 @@ class Beliefs:
 
     Args:
         index: Whose parts are sized.
-        tokens: Cumulative prompt tokens by depth of a chain.
+        tokens: Cumulative prompt tokens by depth of a chain, at `BYTES_PER_TOKEN`.
         most_blocks: Blocks of one endpoint at most, whatever its engine holds.
     """
 
@@ -62,12 +63,27 @@ class Beliefs:
         return known
 
     def sent(
-        self, endpoint: Endpoint, blocks: Sequence[int], *, prompt_tokens: int, cached_tokens: int
+        self,
+        endpoint: Endpoint,
+        blocks: Sequence[int],
+        *,
+        prompt_tokens: int,
+        cached_tokens: int,
+        bytes_per_token: float = BYTES_PER_TOKEN,
     ) -> None:
-        """A request was committed to an endpoint."""
+        """A request was committed to an endpoint.
+
+        Args:
+            endpoint: To whom.
+            blocks: Its prompt's chain.
+            prompt_tokens: Its length.
+            cached_tokens: Of these, believed cached there.
+            bytes_per_token: Of its prompt.
+        """
         belief = self.of(endpoint)
         if blocks:
-            mean = self._tokens[len(blocks)] / len(blocks)
+            depth = len(blocks)
+            mean = self._tokens[depth] / depth * BYTES_PER_TOKEN / bytes_per_token
             belief.block_tokens += _ALPHA * (mean - belief.block_tokens)
         belief.prompt_tokens += _ALPHA * (prompt_tokens - belief.prompt_tokens)
         belief.calibration.sent(prompt_tokens, cached_tokens)

@@ -18,7 +18,7 @@ from extproc.pool.fleet import Fleet
 from extproc.pool.snapshot import Member
 from extproc.prefix import blocks
 from extproc.prefix.index import PrefixIndex
-from extproc.request import RawRequest, Request
+from extproc.request import BYTES_PER_TOKEN, RawRequest, Request
 from extproc.scheduling.plugins import Signal
 from extproc.scheduling.profile import Profile
 from extproc.scheduling.turn import Turn
@@ -89,7 +89,6 @@ class Dispatcher:
         self._index = index
         self._belief = belief
         self._schedule = schedule
-        self._tokens: Sequence[int] = schedule.tokens
         self._rng = rng
         self._slots: Mapping[str, int] = {}
         self._slots_in_order: Sequence[int] = ()
@@ -141,9 +140,13 @@ class Dispatcher:
         members = self._eligible(request.subset)
         if not members:
             return outcomes.no_endpoints()
+        ratio = self._bytes_per_token(request)
+        if ratio != BYTES_PER_TOKEN:
+            tokens = max(1, round(request.prompt_bytes / ratio))
+            request = msgspec.structs.replace(request, prompt_tokens=tokens)
         candidates = snapshot.candidates(
             members,
-            self._matched(chain, members),
+            self._matched(chain, members, self._schedule.tokens_at(ratio)),
             adapter=request.adapter
             or (request.model if request.model in self._fleet.pool.adapters else ""),
             adapters=self._fleet.pool.adapters,
@@ -207,19 +210,29 @@ class Dispatcher:
                 decision.blocks,
                 prompt_tokens=request.prompt_tokens,
                 cached_tokens=cached,
+                bytes_per_token=self._bytes_per_token(request),
             )
         return member.account.open(
-            request.target, request.prompt_tokens, cached_tokens=cached, now=now
+            request.target,
+            request.prompt_tokens,
+            cached_tokens=cached,
+            now=now,
+            prompt_bytes=request.prompt_bytes,
         )
 
     def learn(self, decision: Decision, usage: Mapping[str, int]) -> None:
-        """Hold a prediction against what the answer reports, where it reports cached tokens.
+        """Hold predictions against what the answer reports: prompt tokens, and cached ones.
 
         Args:
             decision: That was committed.
             usage: Tokens by kind, as `parsing.usage.read` gives them.
         """
         prompt, cached = usage.get("prompt"), usage.get("cached")
+        request = decision.request
+        if prompt:
+            self._fleet.tokenisers.told(
+                request.target, prompt_bytes=request.prompt_bytes, tokens=prompt
+            )
         if self._hashing and prompt and cached is not None:
             self._belief.told(
                 decision.endpoints[0],
@@ -252,13 +265,20 @@ class Dispatcher:
         seed = blocks.seed(request.model, request.adapter)
         return blocks.chain(request.prompt, seed, schedule=self._schedule)
 
-    def _matched(self, chain: Sequence[int], members: Sequence[Member]) -> Sequence[int]:
-        """Per member the prompt tokens believed cached there."""
+    def _bytes_per_token(self, request: Request) -> float:
+        """Of its prompt; token ids are `BYTES_PER_TOKEN` each in the prompt's bytes."""
+        if not request.prompt_bytes:
+            return BYTES_PER_TOKEN
+        return self._fleet.tokenisers.bytes_per_token(request.target)
+
+    def _matched(
+        self, chain: Sequence[int], members: Sequence[Member], tokens: Sequence[int]
+    ) -> Sequence[int]:
+        """Per member the prompt tokens believed cached there; `tokens` are those by depth."""
         if not chain:
             return [0] * len(members)
         self._follow_pool()
         depths = self._index.match(chain)
-        tokens = self._tokens
         if members is self._fleet.pool.members:
             return [tokens[depths[slot]] for slot in self._slots_in_order]
         slots = self._slots

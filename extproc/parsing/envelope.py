@@ -157,6 +157,7 @@ def request(api: str, raw: RawRequest, body: Envelope, *, prompt: inputs.Prompt)
         max_tokens=_max_tokens(body),
         session=session.of_body(raw.headers, body),
         subset=raw.subset,
+        prompt_bytes=prompt.text_bytes,
     )
 
 

@@ -14,10 +14,12 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         content: Stable bytes: equal beginnings are equal bytes.
         tokens: Exact for token ids, else estimated; the sum over a batch.
+        text_bytes: Bytes of text that `tokens` is estimated from; 0 for token ids.
     """
 
     content: bytes
     tokens: int
+    text_bytes: int = 0
 
 
 NOTHING = Prompt(b"", 0)
@@ -30,7 +32,7 @@ def estimate(size: int) -> int:
 
 def framed(content: bytes) -> Prompt:
     """A prompt already put into stable bytes, with an estimate of its tokens."""
-    return Prompt(content, estimate(len(content)))
+    return Prompt(content, estimate(len(content)), len(content))
 
 
 def prompt_of(value: object) -> Prompt | None:
@@ -72,4 +74,5 @@ def salted(prompt: Prompt, salt: object) -> Prompt:
     if not head:
         return prompt
     padding = b"\0" * (-len(head) % tokens.WIDTH)
-    return Prompt(head + padding + tokens.SEPARATOR + prompt.content, prompt.tokens)
+    content = head + padding + tokens.SEPARATOR + prompt.content
+    return Prompt(content, prompt.tokens, prompt.text_bytes)

@@ -53,6 +53,7 @@ def _parse(raw: RawRequest, api: str) -> Request:
         stream=fields.get("stream", "").lower() in {"true", "1"},
         session=known.session or fields.get("user", "")[: session.LONGEST],
         subset=raw.subset,
+        prompt_bytes=prompt.text_bytes,
     )
 
 

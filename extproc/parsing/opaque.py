@@ -93,14 +93,16 @@ def parse_truncated(raw: RawRequest, api: str) -> Request:
     model = _unquoted(found[1]) if found else ""
     whole = raw.headers.get("content-length", "")
     length = int(whole) if whole.isdecimal() and len(whole) < 16 else 0
+    length = max(length, len(raw.body))
     return Request(
         api,
         model=model or envelope.model_header(raw.headers),
         prompt=raw.body,
-        prompt_tokens=inputs.estimate(max(length, len(raw.body))),
+        prompt_tokens=inputs.estimate(length),
         stream=_STREAM.search(raw.body) is not None,
         session=session.of_headers(raw.headers),
         subset=raw.subset,
+        prompt_bytes=length,
     )
 
 

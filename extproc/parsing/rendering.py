@@ -37,4 +37,4 @@ def parse_count_tokens(raw: RawRequest) -> Request:
 def _unprompted(parsed: Request | Rejection, api: str) -> Request | Rejection:
     if isinstance(parsed, Rejection):
         return parsed
-    return msgspec.structs.replace(parsed, api=api, prompt=b"", prompt_tokens=0)
+    return msgspec.structs.replace(parsed, api=api, prompt=b"", prompt_tokens=0, prompt_bytes=0)

@@ -59,6 +59,7 @@ def parse_generate(raw: RawRequest) -> Request | Rejection:
         opaque.bare(raw, "grpc_generate"),
         prompt=prompt.content,
         prompt_tokens=prompt.tokens,
+        prompt_bytes=prompt.text_bytes,
         stream=bool(known.get(_STREAM)),
         max_tokens=_max_tokens(known.get(_SAMPLING)),
     )

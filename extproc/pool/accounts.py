@@ -32,6 +32,9 @@ class Account:
         in_flight: Open requests (count).
         prompt_tokens: Estimated prompt tokens of the open requests.
         opened: Tickets ever opened (count).
+        answered: Of these, closed with an answer.
+        texts: Of these since the last comparison with the engine's counters, those with prompts of
+            text: [requests, bytes of text] by adapter or model name.
         adapters: Open requests by adapter or model name.
         recent: Names of `adapters` ever opened, the latest last.
         sent: Uncached prompt tokens ever sent.
@@ -45,6 +48,7 @@ class Account:
     __slots__ = (
         "_open",
         "adapters",
+        "answered",
         "at",
         "done",
         "endpoint",
@@ -54,6 +58,7 @@ class Account:
         "recent",
         "seen",
         "sent",
+        "texts",
         "tokens_per_s",
         "written",
     )
@@ -63,6 +68,8 @@ class Account:
         self.in_flight = 0
         self.prompt_tokens = 0
         self.opened = 0
+        self.answered = 0
+        self.texts: dict[str, list[int]] = {}
         self.adapters: dict[str, int] = {}
         self.recent: dict[str, None] = {}
         self.sent = 0
@@ -73,7 +80,15 @@ class Account:
         self.seen = 0
         self._open: dict[Ticket, None] = {}
 
-    def open(self, target: str, prompt_tokens: int, *, cached_tokens: int, now: float) -> Ticket:
+    def open(
+        self,
+        target: str,
+        prompt_tokens: int,
+        *,
+        cached_tokens: int,
+        now: float,
+        prompt_bytes: int = 0,
+    ) -> Ticket:
         """Charge one request and hand out its ticket.
 
         Args:
@@ -81,6 +96,7 @@ class Account:
             prompt_tokens: Estimated prompt tokens, 0 or more.
             cached_tokens: Of these, believed to be in the engine's prefix cache.
             now: Monotonic seconds.
+            prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
         """
         self.in_flight += 1
         self.opened += 1
@@ -96,6 +112,7 @@ class Account:
         self.sent += work
         self.written += work
         ticket = Ticket(self, target, prompt_tokens, work=work, sent=self.sent)
+        ticket.prompt_bytes = prompt_bytes
         self._open[ticket] = None
         return ticket
 
@@ -159,6 +176,11 @@ class Account:
             del self.adapters[ticket.target]
         self._drain(now)
         if answered:
+            self.answered += 1
+            if ticket.prompt_bytes:
+                texts = self.texts.setdefault(ticket.target, [0, 0])
+                texts[0] += 1
+                texts[1] += ticket.prompt_bytes
             self.done = max(self.done, ticket.sent)
         else:
             # It never ran: its work is gone, and nothing is known of what was sent before it.
@@ -173,9 +195,10 @@ class Ticket:
         prompt_tokens: Estimated prompt tokens.
         work: Of these, not in the engine's prefix cache, at least 1.
         sent: `Account.sent` with this request.
+        prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
     """
 
-    __slots__ = ("_account", "prompt_tokens", "sent", "target", "work")
+    __slots__ = ("_account", "prompt_bytes", "prompt_tokens", "sent", "target", "work")
 
     def __init__(
         self, account: Account, target: str, prompt_tokens: int, *, work: int, sent: int
@@ -185,6 +208,7 @@ class Ticket:
         self.prompt_tokens = prompt_tokens
         self.work = work
         self.sent = sent
+        self.prompt_bytes = 0
 
     def close(self, now: float, *, answered: bool = True) -> None:
         """Give back what was charged.

@@ -12,6 +12,7 @@ from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Rates
 from extproc.pool import rates as learning
 from extproc.pool.accounts import Account
 from extproc.pool.snapshot import Member, Pool
+from extproc.pool.tokenisers import Tokenisers
 
 #: Scrape failures that say the endpoint cannot be reached at all.
 NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})
@@ -66,6 +67,9 @@ class Fleet:
         on_gone: Called with every endpoint incarnation that left, so that beliefs about it can be
             dropped.
         on_observed: Called after every scrape that was taken in.
+
+    Attributes:
+        tokenisers: Bytes per token of every model, learnt.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Fleet:
         self._pooled = (-math.inf, DEFAULT_RATES)
         self._learners: dict[int, learning.Learner] = {}
         self._synced = False
+        self.tokenisers = Tokenisers()
 
     @property
     def pool(self) -> Pool:
@@ -115,6 +120,7 @@ class Fleet:
         self._publish(tuple(members.values()))
         for member in old.values():
             del self._learners[member.endpoint.incarnation]
+            self.tokenisers.forget(member.endpoint.incarnation)
             self._on_gone(member.endpoint)
 
     def begin_scrape(self, endpoint: Endpoint) -> Mark:
@@ -140,6 +146,7 @@ class Fleet:
         learner = self._learners[member.endpoint.incarnation]
         learner.lean(self._pooled_rates(now))
         learner.feed(load)
+        self.tokenisers.scraped(account, load)
         own = max(mark.in_flight, account.in_flight)
         scraped = (load.running or 0.0) + (load.waiting or 0.0)
         foreign = max(0.0, scraped - own)

@@ -69,7 +69,15 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @property
     def tokens(self) -> tuple[int, ...]:
         """Cumulative estimated tokens by depth; exact when four bytes hold one token."""
-        return _tokens(self)
+        return self.tokens_at(BYTES_PER_TOKEN)
+
+    def tokens_at(self, bytes_per_token: float) -> tuple[int, ...]:
+        """Cumulative estimated tokens by depth for a tokeniser; where blocks end is unchanged.
+
+        Args:
+            bytes_per_token: Mean bytes of a token, above 0. Tables of the last few dozen are kept.
+        """
+        return _tokens(self, bytes_per_token)
 
 
 # Every schedule of a process comes from its configuration, so this holds a handful of tables.
@@ -85,9 +93,10 @@ def _cuts(schedule: Schedule) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-@lru_cache(maxsize=16)
-def _tokens(schedule: Schedule) -> tuple[int, ...]:
-    return tuple(cut // BYTES_PER_TOKEN for cut in _cuts(schedule))
+# One of four bytes, and one for each model whose ratio was learnt.
+@lru_cache(maxsize=64)
+def _tokens(schedule: Schedule, bytes_per_token: float) -> tuple[int, ...]:
+    return tuple(int(cut / bytes_per_token) for cut in _cuts(schedule))
 
 
 #: The schedule nobody configured.

@@ -130,6 +130,7 @@ TABLE: tuple[Engine, ...] = (
             ("prompt_tokens", series("vllm:prompt_tokens_total")),
             ("generated_tokens", series("vllm:generation_tokens_total")),
             ("finished", series("vllm:request_success_total")),
+            ("finished_prompt_tokens", series("vllm:request_prompt_tokens_sum")),
             ("steps", series("vllm:iteration_tokens_total_count")),
             ("step_tokens", series("vllm:iteration_tokens_total_sum")),
             ("queued_s", series("vllm:request_queue_time_seconds_sum")),
@@ -155,6 +156,8 @@ TABLE: tuple[Engine, ...] = (
             ("prompt_tokens", series("sglang:prompt_tokens_total")),
             ("generated_tokens", series("sglang:generation_tokens_total")),
             ("finished", series("sglang:num_requests_total")),
+            # Counted when a request is finished, unlike vLLM's.
+            ("finished_prompt_tokens", series("sglang:prompt_tokens_total")),
         ),
     ),
     Engine(
