@@ -245,6 +245,7 @@ class Picker:
                 },
                 about=self._about,
                 cache=self._cache,
+                bytes_per_token=lambda: self.parts.fleet.tokenisers.learnt,
             ),
             readiness=self.readiness,
             pool=lambda: self.parts.fleet.pool,

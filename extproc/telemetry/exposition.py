@@ -44,6 +44,7 @@ class Exposition(Collector):
         gauges: Further gauges by name: (help text, reader).
         about: Labels of `extproc_info`: which pool and profile this is.
         cache: What is believed of an endpoint's prefix cache.
+        bytes_per_token: What was learnt of tokenisers, by model.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Exposition(Collector):
         gauges: Mapping[str, tuple[str, Callable[[], float]]],
         about: Mapping[str, str],
         cache: Callable[[Endpoint], Cache],
+        bytes_per_token: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._tallies = tallies
         self._pool = pool
@@ -62,6 +64,7 @@ class Exposition(Collector):
         self._gauges = gauges
         self._about = about
         self._cache = cache
+        self._bytes_per_token = bytes_per_token
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -231,6 +234,19 @@ class Exposition(Collector):
         step = GaugeMetricFamily(
             "extproc_endpoint_step_seconds", "Learnt time of an iteration.", labels=labels
         )
+        decode = GaugeMetricFamily(
+            "extproc_endpoint_decode_seconds_per_sequence",
+            "Learnt time that a decoding sequence adds to an iteration.",
+            labels=labels,
+        )
+        adapter = GaugeMetricFamily(
+            "extproc_endpoint_adapter_load_seconds",
+            "Learnt time of an adapter load.",
+            labels=labels,
+        )
+        answer = GaugeMetricFamily(
+            "extproc_endpoint_output_tokens", "Learnt tokens of an answer.", labels=labels
+        )
         predicted = CounterMetricFamily(
             "extproc_prefix_predicted_tokens",
             "Prompt tokens predicted to be cached, of requests that were looked up.",
@@ -250,12 +266,21 @@ class Exposition(Collector):
             queued.add_metric(key, member.account.queued(now) + member.foreign_tokens)
             prefill.add_metric(key, member.rates.prefill_s)
             step.add_metric(key, member.rates.step_s)
+            decode.add_metric(key, member.rates.decode_s)
+            adapter.add_metric(key, member.rates.adapter_load_s)
+            answer.add_metric(key, member.rates.output_tokens)
             cache = self._cache(member.endpoint)
             predicted.add_metric(key, cache.predicted_tokens)
             observed.add_metric(key, cache.observed_tokens)
             if cache.capacity_tokens is not None:
                 capacity.add_metric(key, cache.capacity_tokens)
-        yield from (queued, prefill, step, predicted, observed, capacity)
+        yield from (queued, prefill, step, decode, adapter, answer, predicted, observed, capacity)
+        ratio = GaugeMetricFamily(
+            "extproc_bytes_per_token", "Learnt bytes of a prompt token.", labels=["model"]
+        )
+        for model, value in self._bytes_per_token().items():
+            ratio.add_metric([model], value)
+        yield ratio
 
 
 def _histogram(name: str, text: str, distribution: Distribution) -> Metric:

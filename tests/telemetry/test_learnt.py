@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from extproc.telemetry.exposition import Cache, Exposition
+from extproc.telemetry.tallies import Tallies
+from tests.support.house import House
+
+
+def test_what_was_learnt_is_on_the_page():
+    """Rates by endpoint, bytes per token by model."""
+    house = House({"10.0.0.1:8000": None})
+    for _ in range(8):
+        house.fleet.tokenisers.told("m", prompt_bytes=300, tokens=100)
+    page = Exposition(
+        Tallies(),
+        lambda: house.fleet.pool,
+        clock=lambda: 1.0,
+        gauges={},
+        about={},
+        cache=lambda _: Cache(5.0, 4.0, 100),
+        bytes_per_token=lambda: house.fleet.tokenisers.learnt,
+    ).render()
+    spot = b'{endpoint="10.0.0.1:8000"}'
+    for line in (
+        b'extproc_bytes_per_token{model="m"} 3.0',
+        b"extproc_endpoint_step_seconds" + spot + b" 0.015",
+        b"extproc_endpoint_prefill_seconds_per_token" + spot + b" 0.0001",
+        b"extproc_endpoint_decode_seconds_per_sequence" + spot + b" 0.0002",
+        b"extproc_endpoint_adapter_load_seconds" + spot + b" 0.5",
+        b"extproc_endpoint_output_tokens" + spot + b" 200.0",
+    ):
+        assert line in page
