@@ -11,8 +11,11 @@ Pure, driven by whoever owns the clock (the HTTP engine here, or an offline simu
 - `asks`, `surfaces`: request and answer bodies of the HTTP APIs.
 - `faults`: what can go wrong on demand.
 
+- `virtual`: whole fleets of them with the real dispatcher under virtual time.
+
 Shells, the only modules here that know asyncio, sockets and the clock: `http*`.
 
 What must not live here: picking endpoints. The engine shares no code with the picker, so that a
-test may hold one against the other; in particular it hashes prompts its own way.
+test may hold one against the other; in particular it hashes prompts its own way. Only `virtual`
+knows both.
 """

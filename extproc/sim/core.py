@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
 
 from extproc.sim import batch, job, kv, lora, profiles
 
@@ -74,6 +75,21 @@ class Engine:
         """Tokens a job in the engine has so far; 0 for a job that is not there."""
         seq = self._sequences.get(job_id)
         return 0 if seq is None else self._decoding.generated(seq)
+
+    def outstanding(self) -> Iterator[job.Outstanding]:
+        """What every job in the engine still needs, in the order of entry."""
+        for seq in self._sequences.values():
+            generated = self._decoding.generated(seq)
+            waiting = seq.state is batch.State.WAITING
+            decoding = seq.state is batch.State.DECODING
+            yield job.Outstanding(
+                seq.job.id,
+                waiting,
+                0 if decoding else seq.target - seq.computed,
+                seq.job.output_tokens - generated,
+                seq.job.prompt_tokens + generated,
+                seq.job.adapter,
+            )
 
     # What others do to it.
 

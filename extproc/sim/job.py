@@ -86,6 +86,27 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
     preemptions: int
 
 
+class Outstanding(msgspec.Struct, frozen=True, gc=False):
+    """What a job in the engine still needs.
+
+    Attributes:
+        id: Which job.
+        waiting: Whether it has not entered the batch.
+        prompt_left: Tokens to compute before its next token; of a waiting job all, since what the
+            cache will have then is not known.
+        output_left: Tokens it has still to get.
+        context: Tokens it holds in KV once they are computed, without those still to come.
+        adapter: Its adapter.
+    """
+
+    id: str
+    waiting: bool
+    prompt_left: int
+    output_left: int
+    context: int
+    adapter: str
+
+
 class StepResult(msgspec.Struct, frozen=True, gc=False):
     """What one or more equal-batch iterations did.
 

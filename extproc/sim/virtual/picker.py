@@ -1,0 +1,168 @@
+"""One picker in a simulated world: the parts of a real one, and what it is told when."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from extproc.config import factory
+from extproc.config import settings as sections
+from extproc.decision import Rejection
+from extproc.endpoint import Endpoint, Load
+from extproc.parsing import framing
+from extproc.pool.accounts import Ticket
+from extproc.pool.fleet import Mark
+from extproc.request import Request
+from extproc.scrape import pace
+from extproc.sim.virtual.site import Site
+from extproc.sim.virtual.timeline import Timeline
+from extproc.sim.virtual.trip import KEY_TOKENS, Trip
+
+#: What the base model is called.
+MODEL = "base"
+
+_NO_HEADERS: Mapping[str, str] = {}
+
+
+class Picker(Protocol):
+    """Whoever says where a trip goes."""
+
+    def listed(self, up: Sequence[int]) -> None:
+        """Discovery names the endpoints: indices of sites."""
+
+    def pick(self, trip: Trip) -> int:
+        """The site a trip goes to; -1 and a `failure` in the trip when it is refused."""
+
+    def ended(self, trip: Trip) -> None:
+        """A picked trip ended."""
+
+
+class Dispatching:
+    """The real dispatcher, scraped for by the timeline as the real scraper would.
+
+    Args:
+        settings: As from a configuration file.
+        sites: All engines there will ever be.
+        timeline: The clock.
+        delay_s: Seconds from the moment a page was true to the moment it is taken in.
+    """
+
+    def __init__(
+        self,
+        settings: sections.Settings,
+        sites: Sequence[Site],
+        *,
+        timeline: Timeline,
+        delay_s: float,
+    ) -> None:
+        self.parts = factory.build(settings, where="scenario")
+        self._sites = sites
+        self._timeline = timeline
+        self._delay_s = delay_s
+        scrape = settings.scrape
+        self._scraping = scrape.enabled
+        self._pace = self.parts.scraping.pace
+        self._cuts = [tokens for tokens in settings.prefix.schedule.tokens if tokens]
+        self._tickets: dict[str, Ticket] = {}
+        self._endpoints = [
+            Endpoint(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000", name=f"engine-{n}")
+            for n in range(len(sites))
+        ]
+        self._sites_of = {endpoint.address: n for n, endpoint in enumerate(self._endpoints)}
+        self._watched: set[int] = set()
+        self._failures = [0] * len(sites)
+        self._busy: dict[int, int] = {}
+        self._touched: set[int] = set()
+
+    def listed(self, up: Sequence[int]) -> None:
+        """See `Picker`."""
+        self.parts.fleet.replace([self._endpoints[n] for n in up], self._timeline.now)
+        fresh = set(up) - self._watched
+        self._watched = set(up)
+        if not self._scraping:
+            return
+        for n in sorted(fresh):
+            # A new endpoint is asked at once, like the real scraper does, but not all together.
+            spread = self._pace.fast_s * self.parts.rng.random()
+            self._timeline.after(spread, lambda n=n: self._scrape(n))  # type: ignore[misc]
+
+    def pick(self, trip: Trip) -> int:
+        """See `Picker`."""
+        work, now = trip.work, self._timeline.now
+        cuts = self._cuts
+        keys = work.keys
+        full = bisect.bisect_right(cuts, min(work.prompt_tokens, len(keys) * KEY_TOKENS))
+        chain = [keys[tokens // KEY_TOKENS - 1] for tokens in cuts[:full]]
+        request = Request(
+            api="completions",
+            model=work.adapter or MODEL,
+            prompt=framing.TEXT + work.opening.encode(),
+            prompt_tokens=work.prompt_tokens,
+            session=work.session,
+        )
+        dispatcher = self.parts.dispatcher
+        outcome = dispatcher.choose(request, now, chain=chain, headers=_NO_HEADERS)
+        if isinstance(outcome, Rejection):
+            trip.failure = f"rejected {outcome.status}"
+            return -1
+        self._tickets[trip.id] = dispatcher.commit(outcome, now)
+        trip.predicted_tokens = min(outcome.matched_tokens, work.prompt_tokens)
+        n = self._sites_of[outcome.endpoints[0].address]
+        self._busy[n] = self._busy.get(n, 0) + 1
+        self._touched.add(n)
+        return n
+
+    def ended(self, trip: Trip) -> None:
+        """See `Picker`."""
+        ticket = self._tickets.pop(trip.id)
+        answered = not trip.failure or not math.isnan(trip.first_s)
+        self.parts.dispatcher.complete(ticket, self._timeline.now, answered=answered)
+        left = self._busy[trip.site] - 1
+        if left:
+            self._busy[trip.site] = left
+        else:
+            del self._busy[trip.site]
+
+    def _scrape(self, n: int) -> None:
+        if n not in self._watched:
+            return
+        timeline, fleet = self._timeline, self.parts.fleet
+        mark = fleet.begin_scrape(self._endpoint(n))
+        site = self._sites[n]
+        page = site.page(timeline.now) if site.up else None
+        busy = n in self._busy or n in self._touched
+        self._touched.discard(n)
+
+        def taken() -> None:
+            self._taken(n, mark, page)
+            # From the start of the scrape to the start of the next one.
+            wait = self._wait_s(n, busy=busy) - self._delay_s
+            timeline.after(max(wait, 0.0), lambda: self._scrape(n))
+
+        timeline.after(self._delay_s, taken)
+
+    def _taken(self, n: int, mark: Mark, page: Load | None) -> None:
+        fleet, now = self.parts.fleet, self._timeline.now
+        if page is None:
+            self._failures[n] += 1
+            fleet.scrape_failed(mark, "refused", now)
+        else:
+            self._failures[n] = 0
+            fleet.observe(mark, page, now)
+
+    def _wait_s(self, n: int, *, busy: bool) -> float:
+        all_, active = len(self._watched), len(self._busy)
+        return pace.wait_s(
+            self._pace,
+            busy=busy,
+            busy_endpoints=max(active, int(busy)),
+            idle_endpoints=max(0, all_ - active),
+            failures=self._failures[n],
+            rng=self.parts.rng,
+        )
+
+    def _endpoint(self, n: int) -> Endpoint:
+        member = self.parts.fleet.pool.find(self._endpoints[n].address)
+        return self._endpoints[n] if member is None else member.endpoint

@@ -1,0 +1,196 @@
+"""What is simulated, as a file says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+
+from extproc.errors import ConfigError
+from extproc.sim import profiles
+from extproc.sim.virtual.client import Client
+from extproc.sim.virtual.workloads import Trace, Workload
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Factor = Annotated[float, msgspec.Meta(gt=0)]
+
+#: The strategy that sees what no picker can; see `clairvoyant`.
+CLAIRVOYANT = "clairvoyant"
+
+
+class Engines(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Some engines that are alike.
+
+    Attributes:
+        count: How many.
+        profile: A profile by name; `extproc engine --help` lists them.
+        speed: Factor of its speed.
+        ready_s: When they come up, virtual seconds. 0: they are there from the start.
+        set: Fields of the profile that differ, such as `kv_tokens: 4200`.
+    """
+
+    count: Positive = 8
+    profile: str = "l4-8b-fp8"
+    speed: Factor = 1.0
+    ready_s: Seconds = 0.0
+    set: Mapping[str, float] = {}
+
+    def resolved(self) -> profiles.Profile:
+        """The machine.
+
+        Raises:
+            ConfigError: There is no such profile or field, or the numbers do not go together.
+        """
+        base = profiles.named(self.profile)
+        whole = {field.name: field.type for field in msgspec.structs.fields(profiles.Profile)}
+        changed: dict[str, float] = {}
+        for name, value in self.set.items():
+            kind = whole.get(name)
+            if kind not in {"int", "float", int, float}:
+                raise ConfigError(
+                    f"fleet: set: {name}",
+                    wanted=f"one of {', '.join(n for n in whole if n != 'name')}",
+                    found=name,
+                    fix="name a number of the profile",
+                )
+            changed[name] = int(value) if kind in {"int", int} else float(value)
+        profile = msgspec.structs.replace(base, **changed).faster(self.speed)
+        profiles.check(profile)
+        return profile
+
+
+class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An engine that dies.
+
+    Attributes:
+        engine: Which one, counted from 0 in the order of the fleet.
+        at_s: When, virtual seconds.
+        noticed_s: Seconds until discovery drops it. 1: a Kubernetes watch tells of a dead
+            container within about a second. None: never, as with a static list.
+        back_s: Seconds until a new process with an empty cache is there. None: never.
+    """
+
+    engine: NotNegative
+    at_s: Seconds
+    noticed_s: Seconds | None = 1.0
+    back_s: Seconds | None = None
+
+
+class Picking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The pickers.
+
+    Attributes:
+        replicas: Pickers that do not talk; each request goes to one of them at random.
+        scrape_s: Seconds between scrapes of an endpoint, busy or idle. None: as the configuration
+            says.
+        delay_s: Seconds from the moment a page was true to the moment it is taken in. 5 ms is what
+            vLLM takes for its page (engines report 1.5).
+    """
+
+    replicas: Positive = 1
+    scrape_s: Factor | None = None
+    delay_s: Seconds = 0.005
+
+
+class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A strategy with a name of its own.
+
+    Attributes:
+        name: What the results call it.
+        config: A configuration file, relative to the scenario. Empty: none.
+        settings: Sections of a configuration, written here.
+        strategy: One word, as in `scheduling.strategy`. Empty: as the configuration says.
+        client: What is different in the client, for published runs in which clients were.
+    """
+
+    name: str
+    config: str = ""
+    settings: Mapping[str, object] = {}
+    strategy: str = ""
+    client: Client | None = None
+
+
+class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A fleet, a workload and the strategies to compare.
+
+    Attributes:
+        title: One line.
+        fleet: The engines.
+        workload: What is asked.
+        client: How it is offered.
+        picking: The pickers.
+        outages: Engines that die.
+        strategies: Named strategies, `clairvoyant`, or variants.
+        seeds: Seeds; every strategy runs with each. Five, so that an interval can be given.
+        measure_from_s: Requests sent before are left out of the results.
+        until_s: The simulation ends at this virtual time at the latest. 86400: a day is a
+            scenario that does not end.
+    """
+
+    title: str = ""
+    fleet: Sequence[Engines] = (Engines(),)
+    workload: Workload
+    client: Client = Client()
+    picking: Picking = Picking()
+    outages: Sequence[Outage] = ()
+    strategies: Sequence[str | Variant] = ("adaptive",)
+    seeds: Annotated[Sequence[int], msgspec.Meta(min_length=1)] = (1, 2, 3, 4, 5)
+    measure_from_s: Seconds = 0.0
+    until_s: Factor = 86_400.0
+
+    @property
+    def variants(self) -> list[Variant]:
+        """All strategies as variants."""
+        return [
+            Variant(name=one, strategy=one) if isinstance(one, str) else one
+            for one in self.strategies
+        ]
+
+
+def check(scenario: Scenario, *, where: str) -> None:
+    """Refuse what cannot be simulated.
+
+    Raises:
+        ConfigError: Arrivals are missing or said twice, an engine is not there, or a profile is
+            wrong.
+    """
+    for engines in scenario.fleet:
+        engines.resolved()
+    size = sum(engines.count for engines in scenario.fleet)
+    for outage in scenario.outages:
+        if outage.engine >= size:
+            raise ConfigError(
+                f"{where}: outages",
+                wanted=f"an engine from 0 to {size - 1}",
+                found=str(outage.engine),
+                fix="count engines from 0 in the order of the fleet",
+            )
+    clients = [scenario.client, *(v.client for v in scenario.variants if v.client is not None)]
+    for client in clients:
+        _check_client(client, scenario.workload, where=where)
+    names = [variant.name for variant in scenario.variants]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"{where}: strategies",
+            wanted="names that differ",
+            found=f"{twice[0]!r} more than once",
+            fix="give each variant its own name",
+        )
+
+
+def _check_client(client: Client, workload: Workload, *, where: str) -> None:
+    ways = (client.users is not None) + (client.rate_per_s is not None)
+    wanted = 0 if isinstance(workload, Trace) else 1
+    if ways != wanted:
+        raise ConfigError(
+            f"{where}: client",
+            wanted="no users and no rate_per_s with a trace, which has times of its own"
+            if not wanted
+            else "one of users (closed loop) and rate_per_s (Poisson arrivals)",
+            found=f"{ways} of them",
+            fix="say how requests are offered once",
+        )

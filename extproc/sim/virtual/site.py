@@ -1,0 +1,144 @@
+"""One simulated engine on the timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from extproc.endpoint import Load, Totals
+from extproc.sim import core, job, profiles
+from extproc.sim.virtual.timeline import Timeline
+from extproc.sim.virtual.trip import Trip
+
+#: Called when a trip's first token came, and when it ended.
+Told = Callable[[Trip], None]
+#: Called with seconds between tokens and how many tokens came so.
+Gaps = Callable[[float, int], None]
+
+
+class Site:
+    """An engine, its queue of trips and its metrics page. Mutable; the world owns it.
+
+    Args:
+        timeline: The clock.
+        profile: The machine.
+        finished: Told of every trip that ended, with or without failure.
+        gaps: Told of the time between tokens.
+    """
+
+    def __init__(
+        self, timeline: Timeline, profile: profiles.Profile, *, finished: Told, gaps: Gaps
+    ) -> None:
+        self.profile = profile
+        self.up = False
+        self.preemptions = 0
+        self._timeline = timeline
+        self._finished = finished
+        self._gaps = gaps
+        self.trips: dict[str, Trip] = {}
+        self.start()
+        self.up = False
+
+    def start(self) -> None:
+        """A new process with an empty cache."""
+        self.engine = core.Engine(self.profile)
+        self.up = True
+        self._steps = self._computed = self._generated = self._ended = 0
+        self._due: float | None = None
+
+    def stop(self) -> None:
+        """The process dies, and with it everything it was working on."""
+        self.up = False
+        self._due = None
+        lost = list(self.trips.values())
+        self.trips.clear()
+        self.preemptions += self.engine.preemptions
+        self.engine.preemptions = 0
+        for trip in lost:
+            trip.failure = "engine died"
+            self._finished(trip)
+
+    def submit(self, trip: Trip) -> None:
+        """Take a trip in, or end it with a failure."""
+        if not self.up:
+            trip.failure = "connection refused"
+        else:
+            work = trip.work
+            refusal = self.engine.submit(
+                job.Job(trip.id, work.prompt_tokens, work.output_tokens, work.keys, work.adapter),
+                self._timeline.now,
+            )
+            if refusal is not None:
+                trip.failure = refusal.name.lower().replace("_", " ")
+        if trip.failure:
+            # Not at once: whoever sends again on failure would recurse.
+            self._timeline.after(0.0, lambda: self._finished(trip))
+            return
+        self.trips[trip.id] = trip
+        self._kick()
+
+    def cancel(self, trip: Trip, why: str) -> None:
+        """The client of a trip has gone."""
+        if self.trips.pop(trip.id, None) is None:
+            return
+        self.engine.cancel(trip.id, self._timeline.now)
+        trip.failure = why
+        self._kick()
+        self._finished(trip)
+
+    def page(self, now: float) -> Load:
+        """Its metrics page, as the scraper would have read it."""
+        engine = self.engine
+        running = frozenset(engine.slots.active)
+        return Load(
+            at=now,
+            engine="vllm",
+            waiting=float(engine.waiting),
+            running=float(engine.running),
+            kv_usage=engine.kv_usage,
+            kv_blocks=engine.profile.blocks,
+            block_tokens=engine.profile.block_tokens,
+            # vLLM fills both labels from one set (engines report 1.5).
+            adapters=running,
+            waiting_adapters=running,
+            adapter_slots=self.profile.max_loras,
+            prefix_queries=float(engine.prefix_queries),
+            prefix_hits=float(engine.prefix_hits),
+            totals=Totals(
+                steps=float(self._steps),
+                step_tokens=float(self._computed + self._generated),
+                generated_tokens=float(self._generated),
+                finished=float(self._ended),
+            ),
+        )
+
+    def _kick(self) -> None:
+        """Plan the end of the iterations in progress, if that is not planned yet."""
+        engine, timeline = self.engine, self._timeline
+        due = engine.due
+        if due is None:
+            due = engine.begin(timeline.now)
+        if due is not None and due != self._due:
+            self._due = due
+            timeline.at(due, lambda: self._step(engine, due))
+
+    def _step(self, engine: core.Engine, due: float) -> None:
+        if engine is not self.engine or self._due != due or engine.due != due:
+            return  # another process, or the plan was cut short since
+        self._due = None
+        done = engine.commit(due)
+        self._steps += done.steps
+        self._computed += done.prefill_tokens
+        self._generated += done.tokens
+        self._ended += len(done.finished)
+        if done.decoding:
+            self._gaps(done.duration_s / done.steps, done.decoding * done.steps)
+        trips = self.trips
+        for first in done.first_tokens:
+            trips[first.id].first_s = due - trips[first.id].sent_at
+        for finished in done.finished:
+            trip = trips.pop(finished.job.id)
+            trip.took_s = due - trip.sent_at
+            trip.cached_tokens = finished.cached_tokens
+            trip.preemptions = finished.preemptions
+            self._finished(trip)
+        self._kick()

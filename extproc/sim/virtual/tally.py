@@ -1,0 +1,203 @@
+"""What came of one run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from extproc.sim.virtual.site import Site
+from extproc.sim.virtual.trip import Trip
+
+#: Gaps between tokens are counted in bins this much apart (ratio); percentiles are as exact.
+_BIN = math.log(1.01)
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """A distribution in a few numbers; NaN where there is nothing.
+
+    Attributes:
+        mean: Of all values; as all others in the unit of the values.
+        p50: Median.
+        p90: 90th percentile.
+        p95: 95th percentile.
+        p99: 99th percentile.
+    """
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+
+class PerEndpoint(msgspec.Struct, frozen=True):
+    """What one engine did.
+
+    Attributes:
+        requests: Requests it was sent (count).
+        prompt_tokens: Their prompts.
+        hit_ratio: Share of their prompt tokens that its cache had.
+        preemptions: Recomputed sequences.
+    """
+
+    requests: int
+    prompt_tokens: int
+    hit_ratio: float
+    preemptions: int
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """One run. Times in seconds, throughput per second from the first sending to the last answer.
+
+    Attributes:
+        duration_s: From the first sending to the last answer.
+        requests: Answered requests.
+        failed: Failed requests by reason.
+        requests_per_s: Answered requests.
+        output_tokens_per_s: Tokens of answers.
+        total_tokens_per_s: Tokens of prompts and answers.
+        ttft_s: Time to first token.
+        tpot_s: Time per output token after the first.
+        itl_s: Time between tokens, every gap for itself.
+        e2e_s: Time to the last token.
+        token_s: Time to the last token per token: what llmperf calls inter-token latency.
+        hit_ratio: Share of prompt tokens that engines had cached.
+        predicted_ratio: The same as pickers believed when they picked.
+        requests_max_over_mean: Most requests of one engine over the mean.
+        tokens_max_over_mean: The same for prompt tokens.
+        endpoints: Every engine.
+    """
+
+    duration_s: float
+    requests: int
+    failed: dict[str, int]
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    ttft_s: Spread
+    tpot_s: Spread
+    itl_s: Spread
+    e2e_s: Spread
+    token_s: Spread
+    hit_ratio: float
+    predicted_ratio: float
+    requests_max_over_mean: float
+    tokens_max_over_mean: float
+    endpoints: Sequence[PerEndpoint]
+
+
+class Tally:
+    """Collects trips. Mutable; one owner.
+
+    Args:
+        since_s: Trips sent before are left out.
+    """
+
+    def __init__(self, since_s: float = 0.0) -> None:
+        self._since_s = since_s
+        self.trips: list[Trip] = []
+        self._bins: Counter[int] = Counter()
+        self._gap_sum = 0.0
+        self._gaps = 0
+        self._preemptions: list[int] = []
+
+    def add(self, trip: Trip) -> None:
+        """A trip ended."""
+        if trip.sent_at >= self._since_s:
+            self.trips.append(trip)
+
+    def gaps(self, seconds: float, count: int) -> None:
+        """So many tokens came so long after the one before."""
+        self._bins[round(math.log(seconds) / _BIN)] += count
+        self._gap_sum += seconds * count
+        self._gaps += count
+
+    def close(self, sites: Sequence[Site], now: float) -> None:
+        """The run is over."""
+        del now
+        self._preemptions = [site.preemptions + site.engine.preemptions for site in sites]
+
+    def summary(self) -> Summary:
+        """The run in numbers; `close` comes first."""
+        done = [trip for trip in self.trips if not trip.failure]
+        failed = Counter(trip.failure for trip in self.trips if trip.failure)
+        begin = min((trip.sent_at for trip in self.trips), default=0.0)
+        end = max((trip.sent_at + trip.took_s for trip in done), default=begin)
+        duration = max(end - begin, 1e-9)
+        outputs = sum(trip.work.output_tokens for trip in done)
+        prompts = sum(trip.work.prompt_tokens for trip in done)
+        endpoints = self._endpoints()
+        return Summary(
+            duration_s=duration,
+            requests=len(done),
+            failed=dict(failed),
+            requests_per_s=len(done) / duration,
+            output_tokens_per_s=outputs / duration,
+            total_tokens_per_s=(outputs + prompts) / duration,
+            ttft_s=spread([trip.first_s for trip in done]),
+            tpot_s=spread(
+                [
+                    (trip.took_s - trip.first_s) / (trip.work.output_tokens - 1)
+                    for trip in done
+                    if trip.work.output_tokens > 1
+                ]
+            ),
+            itl_s=self._between(),
+            e2e_s=spread([trip.took_s for trip in done]),
+            token_s=spread([trip.took_s / trip.work.output_tokens for trip in done]),
+            hit_ratio=_share(sum(trip.cached_tokens for trip in done), prompts),
+            predicted_ratio=_share(sum(trip.predicted_tokens for trip in done), prompts),
+            requests_max_over_mean=_over_mean([one.requests for one in endpoints]),
+            tokens_max_over_mean=_over_mean([one.prompt_tokens for one in endpoints]),
+            endpoints=endpoints,
+        )
+
+    def _endpoints(self) -> list[PerEndpoint]:
+        size = len(self._preemptions)
+        requests, prompts, cached = [0] * size, [0] * size, [0] * size
+        for trip in self.trips:
+            if trip.site >= 0:
+                requests[trip.site] += 1
+                prompts[trip.site] += trip.work.prompt_tokens
+                cached[trip.site] += trip.cached_tokens
+        return [
+            PerEndpoint(requests[n], prompts[n], _share(cached[n], prompts[n]), again)
+            for n, again in enumerate(self._preemptions)
+        ]
+
+    def _between(self) -> Spread:
+        wanted = [share * self._gaps for share in (0.5, 0.9, 0.95, 0.99)]
+        found: list[float] = []
+        seen = 0
+        for place in sorted(self._bins):
+            seen += self._bins[place]
+            while len(found) < len(wanted) and seen >= wanted[len(found)]:
+                found.append(math.exp(place * _BIN))
+        if not self._gaps:
+            return spread([])
+        return Spread(self._gap_sum / self._gaps, *found)
+
+
+def spread(values: list[float]) -> Spread:
+    """Mean and percentiles (nearest rank) of values in any order."""
+    if not values:
+        return Spread(math.nan, math.nan, math.nan, math.nan, math.nan)
+    ordered = sorted(values)
+    last = len(ordered) - 1
+
+    def at(share: float) -> float:
+        return ordered[min(last, math.ceil(share * len(ordered)) - 1)]
+
+    return Spread(sum(ordered) / len(ordered), at(0.5), at(0.9), at(0.95), at(0.99))
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _over_mean(values: Sequence[int]) -> float:
+    total = sum(values)
+    return max(values) * len(values) / total if total else math.nan

@@ -1,0 +1,45 @@
+"""Virtual time: what happens when."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+Act = Callable[[], None]
+
+
+class Timeline:
+    """A clock that jumps from one event to the next. Mutable; one owner.
+
+    Attributes:
+        now: Virtual seconds since the start.
+    """
+
+    __slots__ = ("_events", "_serial", "now")
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Act]] = []
+        self._serial = 0
+
+    def at(self, when: float, act: Act) -> None:
+        """Plan something. What is planned for one moment happens in the order it was planned.
+
+        Args:
+            when: Virtual seconds; the past counts as now.
+            act: What happens.
+        """
+        self._serial += 1
+        heapq.heappush(self._events, (max(when, self.now), self._serial, act))
+
+    def after(self, seconds: float, act: Act) -> None:
+        """Plan something for so many seconds from now."""
+        self.at(self.now + seconds, act)
+
+    def step(self) -> bool:
+        """Let the next event happen; returns whether there was one."""
+        if not self._events:
+            return False
+        self.now, _, act = heapq.heappop(self._events)
+        act()
+        return True

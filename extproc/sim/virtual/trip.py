@@ -1,0 +1,89 @@
+"""One request on its way through a simulated world, and the conversation it belongs to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+#: Tokens of one block key; the block size of the engines (vLLM's default on CUDA).
+KEY_TOKENS = 16
+
+
+class Work(msgspec.Struct, frozen=True, gc=False):
+    """What one request truly is.
+
+    Attributes:
+        prompt_tokens: Prompt length, at least 1.
+        output_tokens: Length of the answer, at least 1. Pickers are not told.
+        keys: One key per full block of `KEY_TOKENS`, root first, continued over the answer where
+            a later prompt repeats it. Equal keys are equal prompts up to there.
+        adapter: LoRA adapter; empty for the base model.
+        session: What ties turns of a conversation together; empty when nothing does.
+        opening: Beginning of the first user message, as text.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    keys: Sequence[int]
+    adapter: str = ""
+    session: str = ""
+    opening: str = ""
+
+
+class Session(msgspec.Struct, frozen=True, gc=False):
+    """Requests of which each waits for the answer before it.
+
+    Attributes:
+        works: In order.
+        think_s: Seconds between an answer and the next request, one less than works; empty for
+            none.
+        at: When it begins, virtual seconds; None where the client says.
+    """
+
+    works: Sequence[Work]
+    think_s: Sequence[float] = ()
+    at: float | None = None
+
+
+class Trip:
+    """A request that was sent. Mutable; the world owns it.
+
+    Attributes:
+        id: Unique in its world.
+        work: What it is.
+        sent_at: When it left the client, virtual seconds.
+        site: Index of the engine it went to; -1 for none.
+        first_s: Seconds to the first token.
+        took_s: Seconds to the last token.
+        cached_tokens: Prompt tokens the engine found cached.
+        predicted_tokens: Prompt tokens the picker believed cached.
+        preemptions: How often the engine recomputed it.
+        failure: Why it failed; empty while it did not.
+    """
+
+    __slots__ = (
+        "cached_tokens",
+        "failure",
+        "first_s",
+        "id",
+        "predicted_tokens",
+        "preemptions",
+        "sent_at",
+        "site",
+        "took_s",
+        "work",
+    )
+
+    def __init__(self, name: str, work: Work, now: float) -> None:
+        self.id = name
+        self.work = work
+        self.sent_at = now
+        self.site = -1
+        self.first_s = math.nan
+        self.took_s = math.nan
+        self.cached_tokens = 0
+        self.predicted_tokens = 0
+        self.preemptions = 0
+        self.failure = ""

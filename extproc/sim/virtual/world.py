@@ -1,0 +1,166 @@
+"""A fleet, its pickers and its clients, run to the end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import msgspec
+
+from extproc.config import settings as sections
+from extproc.sim.virtual import workloads
+from extproc.sim.virtual.clairvoyant import Clairvoyant
+from extproc.sim.virtual.client import Client, Sender
+from extproc.sim.virtual.picker import Dispatching, Picker
+from extproc.sim.virtual.scenario import Outage, Scenario
+from extproc.sim.virtual.site import Site
+from extproc.sim.virtual.tally import Tally
+from extproc.sim.virtual.timeline import Timeline
+from extproc.sim.virtual.trip import Trip, Work
+
+
+class World:
+    """One run of one strategy. Mutable; run it once.
+
+    Args:
+        scenario: What is simulated; `scenario.check` must accept it.
+        settings: Configuration of the pickers; None for the clairvoyant one.
+        seed: Of all chance. Arrivals and lengths do not depend on the strategy.
+        rows: Lines of the trace, for workloads that are one.
+        client: How requests are offered; None for the scenario's own.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        settings: sections.Settings | None,
+        *,
+        seed: int,
+        rows: Iterable[str] = (),
+        client: Client | None = None,
+    ) -> None:
+        self.timeline = Timeline()
+        self.tally = Tally(scenario.measure_from_s)
+        self._scenario = scenario
+        self._chance = random.Random(seed)
+        self._served = 0
+        self.sites: list[Site] = []
+        self._listed: list[bool] = []
+        self._picker_of: dict[str, Picker] = {}
+        self._timeout_s = (client or scenario.client).timeout_s
+        for engines in scenario.fleet:
+            profile = engines.resolved()
+            for _ in range(engines.count):
+                self._engine(
+                    Site(self.timeline, profile, finished=self._ended, gaps=self.tally.gaps),
+                    engines.ready_s,
+                )
+        self.pickers = [
+            self._picker(settings, seed=seed * 1000 + n) for n in range(scenario.picking.replicas)
+        ]
+        self._sender = Sender(
+            client or scenario.client,
+            workloads.sessions(scenario.workload, random.Random(seed * 2 + 1), rows),
+            adapters=workloads.adapters(scenario.workload),
+            timeline=self.timeline,
+            rng=random.Random(seed * 2 + 2),
+            send=self._send,
+        )
+
+    def run(self) -> Tally:
+        """Run to the end.
+
+        Returns:
+            What came of it.
+        """
+        timeline, sender, until = self.timeline, self._sender, self._scenario.until_s
+        for outage in self._scenario.outages:
+            timeline.at(outage.at_s, lambda outage=outage: self._fail(outage))  # type: ignore[misc]
+        self._list()
+        sender.start()
+        while not sender.over and timeline.now < until and timeline.step():
+            pass
+        self.tally.close(self.sites, timeline.now)
+        return self.tally
+
+    def _engine(self, site: Site, ready_s: float) -> None:
+        n = len(self.sites)
+        self.sites.append(site)
+        self._listed.append(not ready_s)
+        if ready_s:
+            self.timeline.at(ready_s, lambda: self._back(n))
+        else:
+            site.start()
+
+    def _picker(self, settings: sections.Settings | None, *, seed: int) -> Picker:
+        if settings is None:
+            return Clairvoyant(self.sites, self.timeline)
+        return Dispatching(
+            adjusted(settings, self._scenario, seed=seed),
+            self.sites,
+            timeline=self.timeline,
+            delay_s=self._scenario.picking.delay_s,
+        )
+
+    def _list(self) -> None:
+        up = [n for n, listed in enumerate(self._listed) if listed]
+        for picker in self.pickers:
+            picker.listed(up)
+
+    def _back(self, n: int) -> None:
+        self.sites[n].start()
+        self._listed[n] = True
+        self._list()
+
+    def _gone(self, n: int) -> None:
+        if not self.sites[n].up:
+            self._listed[n] = False
+            self._list()
+
+    def _fail(self, outage: Outage) -> None:
+        n = outage.engine
+        self.sites[n].stop()
+        if outage.noticed_s is not None:
+            self.timeline.after(outage.noticed_s, lambda: self._gone(n))
+        if outage.back_s is not None:
+            self.timeline.after(outage.back_s, lambda: self._back(n))
+
+    def _send(self, work: Work) -> Trip:
+        self._served += 1
+        trip = Trip(f"r{self._served}", work, self.timeline.now)
+        pickers = self.pickers
+        picker = pickers[0] if len(pickers) == 1 else self._chance.choice(pickers)
+        trip.site = picker.pick(trip)
+        if trip.site < 0:
+            self.timeline.after(0.0, lambda: self._over(trip))
+            return trip
+        self._picker_of[trip.id] = picker
+        # On the next event: the sender must know the trip before it can end.
+        site = self.sites[trip.site]
+        site.submit(trip)
+        if self._timeout_s is not None:
+            self.timeline.after(self._timeout_s, lambda: site.cancel(trip, "timeout"))
+        return trip
+
+    def _ended(self, trip: Trip) -> None:
+        self._picker_of.pop(trip.id).ended(trip)
+        self._over(trip)
+
+    def _over(self, trip: Trip) -> None:
+        self.tally.add(trip)
+        self._sender.finished(trip)
+
+
+def adjusted(settings: sections.Settings, scenario: Scenario, *, seed: int) -> sections.Settings:
+    """A configuration with the scenario's seed and scrape interval."""
+    scrape_s = scenario.picking.scrape_s
+    scrape = settings.scrape
+    if scrape_s is not None:
+        scrape = msgspec.structs.replace(
+            scrape,
+            busy_interval_s=scrape_s,
+            idle_interval_s=scrape_s,
+            stale_after_s=max(scrape.stale_after_s, 3 * scrape_s),
+            max_scrapes_per_s=1e9,
+        )
+    return msgspec.structs.replace(settings, seed=seed, scrape=scrape)
