@@ -8,9 +8,10 @@ from typing import Protocol
 
 import msgspec
 
-from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Rates
+from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Models, Rates
 from extproc.pool import rates as learning
 from extproc.pool.accounts import Account
+from extproc.pool.serving import Serving
 from extproc.pool.snapshot import Member, Pool
 from extproc.pool.tokenisers import Tokenisers
 
@@ -19,6 +20,8 @@ NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})
 
 #: Adapter names remembered (count); far more than a pool serves.
 MOST_ADAPTERS = 4096
+
+_NONE: frozenset[str] = frozenset()
 
 
 class Mark(msgspec.Struct, frozen=True, gc=False):
@@ -154,7 +157,7 @@ class Fleet:
         rates = learner.settled
         account.pace(rates, own + foreign)
         waiting = min(foreign, max(0.0, (load.waiting or 0.0) - own))
-        self._learn_adapters(load)
+        self._learn_adapters((load.adapters or _NONE) | (load.waiting_adapters or _NONE))
         self._swap(
             msgspec.structs.replace(
                 member,
@@ -164,6 +167,7 @@ class Fleet:
                 foreign_tokens=waiting * account.mean_work,
                 failures=0,
                 failure="",
+                models=None if restart else member.models,
             )
         )
         self._on_observed(
@@ -187,6 +191,20 @@ class Fleet:
         failures = member.failures + 1 if reason in NO_CONNECTION else 0
         self._swap(msgspec.structs.replace(member, failures=failures, failure=reason))
 
+    def observe_models(self, endpoint: Endpoint, models: Models) -> None:
+        """Take in which names an engine answers to; they stand until it restarts.
+
+        Args:
+            endpoint: In its life when it was asked.
+            models: What it listed.
+        """
+        member = self._pool.find(endpoint.address)
+        if member is None or member.endpoint.incarnation != endpoint.incarnation:
+            return
+        self._learn_adapters(models.adapters)
+        if member.models != models:
+            self._swap(msgspec.structs.replace(member, models=models))
+
     def _pooled_rates(self, now: float) -> Rates:
         """What the pool has shown, at most a second old: it takes a walk over all members."""
         at, known = self._pooled
@@ -195,9 +213,8 @@ class Fleet:
             self._pooled = (now, known)
         return known
 
-    def _learn_adapters(self, load: Load) -> None:
+    def _learn_adapters(self, named: frozenset[str]) -> None:
         """Remember which names are adapters; bounded, as engines list what clients made up."""
-        named = (load.adapters or frozenset()) | (load.waiting_adapters or frozenset())
         if not named <= self._adapters and len(self._adapters) < MOST_ADAPTERS:
             self._adapters |= named
 
@@ -219,17 +236,30 @@ class Fleet:
     def _swap(self, member: Member) -> None:
         pool = self._pool
         at = pool.positions[member.endpoint.address]
+        old = pool.members[at]
+        members = (*pool.members[:at], member, *pool.members[at + 1 :])
         self._pool = Pool(
-            members=(*pool.members[:at], member, *pool.members[at + 1 :]),
+            members=members,
             positions=pool.positions,
-            down=pool.down + pool.members[at].up - member.up,
+            down=pool.down + old.up - member.up,
             adapters=self._adapters,
+            serving=pool.serving if old.models is member.models else _serving(members),
         )
 
     def _publish(self, members: tuple[Member, ...]) -> None:
         positions = {member.endpoint.address: at for at, member in enumerate(members)}
         down = sum(not member.up for member in members)
-        self._pool = Pool(members=members, positions=positions, down=down, adapters=self._adapters)
+        self._pool = Pool(
+            members=members,
+            positions=positions,
+            down=down,
+            adapters=self._adapters,
+            serving=_serving(members),
+        )
+
+
+def _serving(members: Sequence[Member]) -> Serving:
+    return Serving([(member.endpoint, member.models) for member in members])
 
 
 def _relabelled(known: Member, endpoint: Endpoint) -> Member:

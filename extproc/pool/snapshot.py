@@ -7,9 +7,19 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from extproc.endpoint import DEFAULT_RATES, UNKNOWN, Candidate, Endpoint, Load, Rates, Residency
+from extproc.endpoint import (
+    DEFAULT_RATES,
+    UNKNOWN,
+    Candidate,
+    Endpoint,
+    Load,
+    Models,
+    Rates,
+    Residency,
+)
 from extproc.pool.accounts import Account
 from extproc.pool.adapters import residency
+from extproc.pool.serving import Serving, Split
 
 #: Consecutive refused or timed-out scrapes after which an endpoint is avoided.
 DOWN_AFTER_FAILURES = 2
@@ -27,6 +37,7 @@ class Member(msgspec.Struct, frozen=True, gc=False):
         rates: How fast it is, as far as was learnt.
         failures: Consecutive connection failures of the scraper.
         failure: The last scrape's failure, empty if it succeeded.
+        models: The names it answers to; None while nobody knows.
     """
 
     endpoint: Endpoint
@@ -37,6 +48,7 @@ class Member(msgspec.Struct, frozen=True, gc=False):
     rates: Rates = DEFAULT_RATES
     failures: int = 0
     failure: str = ""
+    models: Models | None = None
 
     @property
     def up(self) -> bool:
@@ -52,19 +64,23 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         positions: Address to index in `members`; the same object until the endpoints change.
         down: How many members are not up.
         adapters: Names known to be LoRA adapters.
+        serving: Who serves which model; the same object until endpoints or their models change.
     """
 
     members: tuple[Member, ...]
     positions: Mapping[str, int]
     down: int = 0
     adapters: frozenset[str] = frozenset()
+    serving: Serving = Serving()
 
     def find(self, address: str) -> Member | None:
         """The member at `ip:port`, if there is one."""
         at = self.positions.get(address)
         return None if at is None else self.members[at]
 
-    def eligible(self, subset: Sequence[str] | None) -> Sequence[Member]:
+    def eligible(
+        self, subset: Sequence[str] | None, split: Split | None = None
+    ) -> Sequence[Member]:
         """The members a request may go to, in pool order.
 
         Endpoints whose scrapes cannot even connect are left out, unless that leaves nobody: then
@@ -73,8 +89,11 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         Args:
             subset: EPP protocol 004: None for no hint, else `ip:port` (one endpoint) or bare `ip`
                 (all its ports) tokens; a token that names nobody is ignored.
+            split: Who may serve what it asks for, from `serving`; None for everybody.
         """
         members: Sequence[Member] = self.members
+        if split is not None:
+            members = [self.members[at] for at in split.positions]
         if subset is not None:
             allowed = {_spelled(token) for token in subset}
             members = [
@@ -113,24 +132,26 @@ def candidates(
     place = Residency.RESIDENT
     for member, matched in zip(members, matched_tokens, strict=True):
         account, load, foreign = member.account, member.load, member.foreign
-        age = now - load.at
-        if load.at <= oldest:
+        at = load.at
+        if at <= oldest:
             load, foreign = UNKNOWN, 0.0
         if adapter:
             place = residency(adapter, account, load, adapters)
-        # `Account.queued`, written out: this runs for every candidate of every request.
+        # `Account.queued`, written out: this runs for every candidate of every request, and a
+        # call to `max` takes as long as building the candidate.
         queued = account.sent - account.done - (now - account.at) * account.tokens_per_s
+        foreign_tokens = member.foreign_tokens
         own = account.in_flight
         add(
             Candidate(
                 member.endpoint,
                 load,
-                age,
+                now - at,
                 own,
                 own + foreign,
                 account.prompt_tokens,
                 matched,
-                max(0.0, queued) + member.foreign_tokens,
+                queued + foreign_tokens if queued > 0.0 else foreign_tokens,
                 account.written - account.seen,
                 member.rates,
                 place,

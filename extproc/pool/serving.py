@@ -1,0 +1,141 @@
+"""Who serves which model, as far as engines listed it.
+
+One `Serving` stands for as long as neither the endpoints nor their lists change, which is much
+longer than a snapshot: what is worked out for a name is looked up from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Final
+
+import msgspec
+
+from extproc.endpoint import Endpoint, Models
+
+#: Answers remembered (count), so that adapters times base models cannot grow without end.
+_MOST_KEPT: Final = 16_384
+
+#: Characters of a `model_adapter` name that is looked at: two names of the longest kind.
+_LONGEST_ALIAS: Final = 1025
+
+
+class Split(msgspec.Struct, frozen=True, gc=False):
+    """The endpoints of a pool, split by whether they may serve a request.
+
+    Attributes:
+        positions: Of those that list what is asked for or whose list nobody knows, ascending.
+        others: Those whose list lacks it.
+    """
+
+    positions: tuple[int, ...]
+    others: tuple[Endpoint, ...]
+
+
+class Alias(msgspec.Struct, frozen=True, gc=False):
+    """What a `model_adapter` name stands for."""
+
+    base: str
+    adapter: str
+
+
+class Serving:
+    """Answers who serves a name.
+
+    Args:
+        listed: The endpoints in pool order, each with the names it listed; None for unknown.
+    """
+
+    def __init__(self, listed: Sequence[tuple[Endpoint, Models | None]] = ()) -> None:
+        self._listed = listed
+        self._known: dict[str | tuple[str, str], Split | None] = {"": None}
+        self._aliases: dict[str, Alias] = {}
+
+    def who(self, model: str, adapter: str = "") -> Split | None:
+        """Split the endpoints by who may serve a request.
+
+        An adapter that nobody lists says nothing, because engines that take it in a field of its
+        own need not list it: then the model decides.
+
+        Args:
+            model: What the request names; empty for a request that names nothing.
+            adapter: The adapter, where it is named apart from the model.
+
+        Returns:
+            None when everybody may.
+        """
+        try:
+            return self._known[(model, adapter) if adapter else model]
+        except KeyError:
+            return self._work_out(model, adapter)
+
+    def alias(self, name: str) -> Alias | None:
+        """Read a name as KubeAI's `model_adapter` (seeds report 5).
+
+        It is one if nobody lists it as it stands, and somebody lists the part before an underscore
+        as a base model and the part behind it as an adapter; the first such underscore counts.
+
+        Args:
+            name: What a request names.
+        """
+        found = self._aliases.get(name)
+        if found is not None:
+            return found
+        if "_" not in name or len(name) > _LONGEST_ALIAS or name in self.names:
+            return None
+        at = name.find("_")
+        while at > 0:
+            base, adapter = name[:at], name[at + 1 :]
+            if base in self.bases and any(_lists(one, base, adapter) for _, one in self._listed):
+                found = Alias(base, adapter)
+                if len(self._aliases) < _MOST_KEPT:
+                    self._aliases[name] = found
+                return found
+            at = name.find("_", at + 1)
+        return None
+
+    @cached_property
+    def bases(self) -> frozenset[str]:
+        """Every base model any endpoint lists."""
+        return frozenset().union(*(one.bases for _, one in self._listed if one is not None))
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Every name any endpoint lists."""
+        return self.bases.union(*(one.adapters for _, one in self._listed if one is not None))
+
+    @cached_property
+    def _unlisted(self) -> Split | None:
+        """For what nobody lists: those of whom nothing is known; everybody where that is all."""
+        return self._split([one is None for _, one in self._listed])
+
+    def _work_out(self, model: str, adapter: str) -> Split | None:
+        if adapter:
+            listing = [_lists(one, model, adapter) for _, one in self._listed]
+            if not any(listing):
+                return self.who(model)
+        elif model in self.names:
+            listing = [one is not None and model in one for _, one in self._listed]
+        else:
+            return self._unlisted
+        pairs = zip(self._listed, listing, strict=True)
+        found = self._split([lists or one is None for (_, one), lists in pairs])
+        if len(self._known) < _MOST_KEPT:
+            self._known[(model, adapter) if adapter else model] = found
+        return found
+
+    def _split(self, may: Sequence[bool]) -> Split | None:
+        if all(may):
+            return None
+        return Split(
+            positions=tuple([at for at, yes in enumerate(may) if yes]),
+            others=tuple([one for (one, _), yes in zip(self._listed, may, strict=True) if not yes]),
+        )
+
+
+def _lists(models: Models | None, model: str, adapter: str) -> bool:
+    """Whether one engine lists an adapter, and the base model if there is one."""
+    return (
+        models is not None and adapter in models.adapters and (not model or model in models.bases)
+    )

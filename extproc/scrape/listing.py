@@ -1,0 +1,68 @@
+"""A /v1/models page to the names an engine answers to: pure.
+
+vLLM lists its base model under every served name and, with `parent` set to the base model, each
+LoRA adapter it can serve, loaded or not (engines report 1.4). Other engines list the base model.
+A list that cannot be read whole is no list: who is missing from it would be kept from traffic.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from extproc.endpoint import Models
+
+#: Where OpenAI's API has the list, and so every engine that speaks it.
+PATH: Final = "/v1/models"
+
+#: Names taken from one engine (count); far more adapters than one serves.
+MOST_NAMES: Final = 4096
+
+#: Characters of the longest name taken; adapters are often named by their path.
+LONGEST_NAME: Final = 512
+
+#: Longest page read. A card of vLLM has about 500 bytes.
+LARGEST_BYTES: Final = MOST_NAMES * 512
+
+
+class _Card(msgspec.Struct, gc=False):
+    """One entry; `parent` may be of any type where an engine makes something else of it."""
+
+    id: str
+    parent: Any = None
+
+
+class _Page(msgspec.Struct, gc=False):
+    data: list[_Card]
+
+
+_DECODER = msgspec.json.Decoder(_Page)
+
+
+def read(page: bytes) -> Models | None:
+    """The names on a page.
+
+    Args:
+        page: The body of the answer to `GET /v1/models`.
+
+    Returns:
+        None when it is no such page, lists nothing, or lists more or longer names than are taken.
+    """
+    if len(page) > LARGEST_BYTES:
+        return None
+    try:
+        cards = _DECODER.decode(page).data
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if not cards or len(cards) > MOST_NAMES:
+        return None
+    if any(not 0 < len(card.id) <= LONGEST_NAME for card in cards):
+        return None
+    adapters = frozenset(card.id for card in cards if _is_adapter(card))
+    return Models(frozenset(card.id for card in cards) - adapters, adapters)
+
+
+def _is_adapter(card: _Card) -> bool:
+    """Whether a card names another one as its parent."""
+    return isinstance(card.parent, str) and card.parent not in ("", card.id)

@@ -1,0 +1,79 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.endpoint import Models
+from extproc.scrape import listing
+
+
+def page(*cards):
+    return json.dumps({"object": "list", "data": list(cards)}).encode()
+
+
+def test_vllm_lists_base_and_adapters():
+    """Cards with a parent are adapters, the others names of the base model (engines report 1.4)."""
+    card = {"object": "model", "created": 1, "owned_by": "vllm", "permission": [{"id": "p"}]}
+    found = listing.read(
+        page(
+            {**card, "id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": 4096},
+            {**card, "id": "small", "root": "/models/tiny", "parent": None},
+            {**card, "id": "lora-a", "root": "/loras/a", "parent": "tiny", "max_model_len": None},
+        )
+    )
+    assert found == Models(frozenset({"tiny", "small"}), frozenset({"lora-a"}))
+    assert "tiny" in found
+    assert "lora-a" in found
+    assert "lora-b" not in found
+
+
+@pytest.mark.parametrize("parent", ["", "m", 3, [], {}])
+def test_a_parent_that_is_none_of_another_model_makes_no_adapter(parent):
+    """Engines put other things into `parent`, such as nothing, or the model itself."""
+    assert listing.read(page({"id": "m", "parent": parent})) == Models(frozenset({"m"}))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"404 page not found",
+        b"[]",
+        b"{}",
+        b'{"data": {}}',
+        b'{"data": [{"name": "m"}]}',
+        b'{"data": [{"id": "m"}, {"id": 3}]}',
+        b'{"data": [{"id": ""}]}',
+        b'{"data": [{"id": "m"}]',
+        b'{"data": [{"id": "\xff"}]}',
+        b"[" * 100_000,
+    ],
+)
+def test_what_is_no_whole_list_is_none(content):
+    """A page that is not understood whole leaves the models unknown."""
+    assert listing.read(content) is None
+
+
+def test_an_empty_list_says_nothing():
+    """An engine that lists no model is not kept from all traffic."""
+    assert listing.read(page()) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        page(*({"id": f"m{n}"} for n in range(listing.MOST_NAMES + 1))),
+        page({"id": "m" * (listing.LONGEST_NAME + 1)}),
+        page({"id": "m"}) + b" " * listing.LARGEST_BYTES,
+    ],
+)
+def test_lists_are_bounded(content):
+    """A list longer than is taken is not taken in part."""
+    assert listing.read(content) is None
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read(content):
+    """No bytes make reading raise."""
+    listing.read(content)
