@@ -39,7 +39,11 @@ class Failed(msgspec.Struct, frozen=True):
     reason: str
 
 
-def target(host: str, port: int, *, path: str) -> Target:
+#: The Prometheus text format, which every engine's metrics page has.
+PROMETHEUS = "text/plain;version=0.0.4"
+
+
+def target(host: str, port: int, *, path: str, accept: str = PROMETHEUS) -> Target:
     """Writes the request for one page. No compression: unpacking costs more than loopback or LAN."""
     authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return Target(
@@ -47,7 +51,7 @@ def target(host: str, port: int, *, path: str) -> Target:
         port,
         (
             f"GET {path} HTTP/1.1\r\nhost: {authority}\r\nuser-agent: extproc\r\n"
-            "accept: text/plain;version=0.0.4\r\naccept-encoding: identity\r\n\r\n"
+            f"accept: {accept}\r\naccept-encoding: identity\r\n\r\n"
         ).encode(),
     )
 

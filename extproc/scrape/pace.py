@@ -68,6 +68,27 @@ def wait_s(
     return interval * rng.uniform(1.0 - pace.jitter, 1.0 + pace.jitter)
 
 
+def listing_wait_s(
+    interval_s: float, *, retry_s: float, jitter: float, failures: int, rng: random.Random
+) -> float:
+    """Seconds until one endpoint is asked again which models it serves.
+
+    interval_s; after n failures in a row retry_s * 2^(n-1), if that is shorter.
+
+    Args:
+        interval_s: Seconds between two lists.
+        retry_s: Wait after the first failure.
+        jitter: Share by which the wait is spread to either side.
+        failures: Lists in a row that could not be had.
+        rng: Chance, for the jitter.
+    """
+    wait = interval_s
+    if failures:
+        # 2^30 is beyond any interval; the bound keeps the power a float.
+        wait = min(interval_s, retry_s * 2.0 ** min(failures - 1, 30))
+    return wait * rng.uniform(1.0 - jitter, 1.0 + jitter)
+
+
 def to_tick_s(now: float, wait: float, *, pace: Pace) -> float:
     """Lengthens a wait so that it ends on the next multiple of `tick_s`.
 

@@ -8,20 +8,22 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Generic
 
 import msgspec
 
 from extproc.endpoint import Endpoint, Load
-from extproc.scrape import client, engines, pace, page
+from extproc.scrape import client, engines, needs, pace, page, roll
+from extproc.scrape.needs import MarkT
 
 #: Endpoint label that moves its metrics to another port of the same address.
 PORT_LABEL = "metrics-port"
 
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 
-MarkT = TypeVar("MarkT")
+#: Outcomes of a scrape after which nothing else is asked: the list of models would fail as well.
+UNREACHABLE = frozenset({"timeout", "refused", "unreachable"})
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         cap_bytes: Longest page taken. A vLLM page is 50 kB and grows with every adapter set seen.
         follow_s: How often the endpoint set is compared with the loops.
         pace: When to ask again.
+        models: When to ask which models an endpoint serves.
     """
 
     path: str = "/metrics"
@@ -41,6 +44,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     cap_bytes: int = 4 * 1024 * 1024
     follow_s: float = 0.2
     pace: pace.Pace = pace.Pace()
+    models: roll.Settings = roll.NEVER
 
 
 class ScrapeFact(msgspec.Struct, frozen=True, gc=False):
@@ -51,66 +55,14 @@ class ScrapeFact(msgspec.Struct, frozen=True, gc=False):
         outcome: `ok`, or why not: a `client.Failed` reason, `unreadable`, or `bug: <type>`.
         seconds: From asking to having read the page.
         engine: The engine recognised; empty for an unknown one or a failure.
+        listing: Whether it was the list of models that was asked for.
     """
 
     address: str
     outcome: str
     seconds: float
     engine: str = ""
-
-
-class Account(Protocol):
-    """Our own requests on one endpoint."""
-
-    in_flight: int
-    opened: int
-
-
-class Member(Protocol):
-    """One endpoint of the pool."""
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """Which one."""
-
-    @property
-    def account(self) -> Account:
-        """Our own requests on it."""
-
-
-class Pool(Protocol):
-    """The snapshot the loops follow."""
-
-    @property
-    def members(self) -> Iterable[Member]:
-        """Every endpoint."""
-
-
-class Fleet(Protocol[MarkT]):
-    """Where loads go."""
-
-    @property
-    def pool(self) -> Pool:
-        """The current snapshot."""
-
-    def begin_scrape(self, endpoint: Endpoint) -> MarkT:
-        """Called just before the request is sent."""
-
-    def observe(self, mark: MarkT, load: Load, now: float) -> None:
-        """The page said this."""
-
-    def scrape_failed(self, mark: MarkT, reason: str, now: float) -> None:
-        """There was no page."""
-
-
-class Fetcher(Protocol):
-    """What the loops need of an HTTP client; `client.Client` is one."""
-
-    async def get(self, where: client.Target) -> bytes | client.Failed:
-        """Fetches one page."""
-
-    def forget(self, where: client.Target) -> None:
-        """Closes what is kept open."""
+    listing: bool = False
 
 
 class Watch(Generic[MarkT]):
@@ -121,7 +73,7 @@ class Watch(Generic[MarkT]):
         member: The endpoint; replaced when a new snapshot has a new object for it.
     """
 
-    def __init__(self, scraper: Scraper[MarkT], member: Member) -> None:
+    def __init__(self, scraper: Scraper[MarkT], member: needs.Member) -> None:
         self.member = member
         self.busy = True
         self.failures = 0
@@ -129,6 +81,14 @@ class Watch(Generic[MarkT]):
         self._scraper = scraper
         self._opened = -1
         self.target = _target(member.endpoint, scraper.settings.path)
+        self._roll = roll.Roll(
+            member.endpoint,
+            fleet=scraper.fleet,
+            client=scraper.client,
+            clock=scraper.clock,
+            rng=scraper.rng,
+            settings=scraper.settings.models,
+        )
 
     async def run(self) -> None:
         """Scrapes for ever; the first time within one fast interval, spread over it."""
@@ -158,6 +118,19 @@ class Watch(Generic[MarkT]):
             scraper.fleet.scrape_failed(mark, read, now)
             outcome, engine = read, ""
         scraper.on_fact(ScrapeFact(endpoint.address, outcome, scraper.clock() - began, engine))
+        if outcome not in UNREACHABLE:
+            began = scraper.clock()
+            listed = await self._roll.step()
+            if listed:
+                seconds = scraper.clock() - began
+                scraper.on_fact(ScrapeFact(endpoint.address, listed, seconds, listing=True))
+
+    @property
+    def targets(self) -> Iterator[client.Target]:
+        """One for each connection that may be kept."""
+        yield self.target
+        if self._roll.target.port != self.target.port:
+            yield self._roll.target
 
     def _note_traffic(self) -> None:
         account = self.member.account
@@ -182,9 +155,9 @@ class Scraper(Generic[MarkT]):
     def __init__(
         self,
         settings: Settings,
-        fleet: Fleet[MarkT],
+        fleet: needs.Fleet[MarkT],
         *,
-        client: Fetcher,
+        client: needs.Fetcher,
         clock: Callable[[], float],
         rng: random.Random,
         on_fact: Callable[[ScrapeFact], None] = lambda _: None,
@@ -207,7 +180,7 @@ class Scraper(Generic[MarkT]):
                     await asyncio.sleep(self.settings.follow_s)
         finally:
             for watch in self.watches.values():
-                self.client.forget(watch.target)
+                self._forget(watch)
             self.watches.clear()
             self.busy = 0
 
@@ -238,7 +211,7 @@ class Scraper(Generic[MarkT]):
             rng=self.rng,
         )
 
-    def _start(self, member: Member, tasks: asyncio.TaskGroup) -> None:
+    def _start(self, member: needs.Member, tasks: asyncio.TaskGroup) -> None:
         watch = Watch(self, member)
         self.busy += watch.busy
         self.watches[member.endpoint.address] = watch
@@ -251,7 +224,11 @@ class Scraper(Generic[MarkT]):
         self.busy -= watch.busy
         if watch.task is not None:
             watch.task.cancel()
-        self.client.forget(watch.target)
+        self._forget(watch)
+
+    def _forget(self, watch: Watch[MarkT]) -> None:
+        for where in watch.targets:
+            self.client.forget(where)
 
 
 def _same(one: Endpoint, other: Endpoint) -> bool:

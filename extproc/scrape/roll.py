@@ -1,0 +1,114 @@
+"""Asking one endpoint which models it serves: seldom, and soon after it is new or another process.
+
+A shell, driven by the endpoint's scrape loop, so that the two share one connection.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from extproc.endpoint import Endpoint
+from extproc.scrape import client, listing, needs, pace
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """When to ask.
+
+    Attributes:
+        interval_s: Seconds between two lists; None for never.
+        retry_s: Wait after the first failure; it doubles with each further one, up to the interval.
+            An engine that has just started may not list anything yet.
+        jitter: Each wait is spread by this share to either side, lest all ask at once.
+    """
+
+    interval_s: float | None
+    retry_s: float = 2.0
+    jitter: float = 0.1
+
+
+#: For who wants no lists.
+NEVER = Settings(interval_s=None)
+
+
+class Roll:
+    """The models of one endpoint incarnation.
+
+    A failure leaves what is known: models change with the process, not with its load.
+
+    Args:
+        endpoint: Whom to ask.
+        fleet: Where names go.
+        client: Fetches pages.
+        clock: Monotonic seconds.
+        rng: Chance, for the jitter.
+        settings: When to ask.
+
+    Attributes:
+        target: Its own port, wherever its metrics are.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        fleet: needs.Fleet[Any],
+        client: needs.Fetcher,
+        clock: Callable[[], float],
+        rng: random.Random,
+        settings: Settings,
+    ) -> None:
+        self.target = _target(endpoint)
+        self._endpoint = endpoint
+        self._fleet = fleet
+        self._client = client
+        self._clock = clock
+        self._rng = rng
+        self._settings = settings
+        self._due = -math.inf
+        self._failures = 0
+        self._listed = False
+
+    async def step(self) -> str:
+        """Asks if it is time.
+
+        Returns:
+            `ok`, or why there is no list; empty if it was not asked.
+        """
+        began = self._clock()
+        if self._settings.interval_s is None or (began < self._due and not self._wiped()):
+            return ""
+        found = await self._client.get(self.target)
+        if isinstance(found, client.Failed):
+            outcome, models = found.reason, None
+        else:
+            models = listing.read(found)
+            outcome = "unreadable" if models is None else "ok"
+        self._listed = models is not None
+        if models is None:
+            self._failures += 1
+        else:
+            self._failures = 0
+            self._fleet.observe_models(self._endpoint, models)
+        self._due = began + pace.listing_wait_s(
+            self._settings.interval_s,
+            retry_s=self._settings.retry_s,
+            jitter=self._settings.jitter,
+            failures=self._failures,
+            rng=self._rng,
+        )
+        return outcome
+
+    def _wiped(self) -> bool:
+        """Whether what it listed last was forgotten since, as a restart of the engine does."""
+        member = self._fleet.pool.find(self._endpoint.address)
+        return self._listed and member is not None and member.models is None
+
+
+def _target(endpoint: Endpoint) -> client.Target:
+    port = int(endpoint.address.rpartition(":")[2])
+    return client.target(endpoint.ip, port, path=listing.PATH, accept="application/json")
