@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -96,18 +96,64 @@ def show(value: object) -> str:
 def _refuse_unknown(tree: object, info: inspect.Type, *, where: str, path: Path) -> None:
     """Walk tree and type side by side and stop at the first key that has no field."""
     if isinstance(info, inspect.UnionType):
-        for member in info.types:
+        tagged = _tagged(info)
+        if tagged and isinstance(tree, dict):
+            member = _meant(tree, tagged, where=where, path=path)
             _refuse_unknown(tree, member, where=where, path=path)
+            return
+        for one in info.types:
+            _refuse_unknown(tree, one, where=where, path=path)
     elif isinstance(info, inspect.StructType) and isinstance(tree, dict):
         fields = {field.encode_name: field.type for field in info.fields}
+        if info.tag_field is not None:
+            fields[info.tag_field] = inspect.AnyType()
         for key, value in tree.items():
             below = fields.get(key) if isinstance(key, str) else None
             if below is None:
                 raise _unknown(key, fields, where=where, path=path)
             _refuse_unknown(value, below, where=where, path=(*path, key))
-    elif isinstance(info, inspect.VarTupleType) and isinstance(tree, list):
+    elif isinstance(info, inspect.VarTupleType | inspect.ListType) and isinstance(tree, list):
         for at, value in enumerate(tree):
             _refuse_unknown(value, info.item_type, where=where, path=(*path, at))
+
+
+def _tagged(info: inspect.UnionType) -> list[inspect.StructType]:
+    """The structs of a union that a key tells apart; none where there is no choice."""
+    return [
+        one
+        for one in info.types
+        if isinstance(one, inspect.StructType) and one.tag_field is not None
+    ]
+
+
+def _meant(
+    tree: Mapping[object, object],
+    members: Sequence[inspect.StructType],
+    *,
+    where: str,
+    path: Path,
+) -> inspect.StructType:
+    """The struct whose tag a mapping gives."""
+    key = str(members[0].tag_field)
+    tags = [str(member.tag) for member in members]
+    if key not in tree:
+        raise ConfigError(
+            place(where, path),
+            wanted=f"the key {key}: one of {', '.join(tags)}",
+            found=show(tree),
+            fix=f"add {key}",
+        )
+    given = tree[key]
+    for member in members:
+        if member.tag == given:
+            return member
+    meant = nearest(str(given), tags)
+    raise ConfigError(
+        place(where, (*path, key)),
+        wanted=f"one of {', '.join(tags)}",
+        found=show(given),
+        fix=f"did you mean {meant}?" if meant else f"write {tags[0]}",
+    )
 
 
 def _unknown(key: object, fields: Iterable[str], *, where: str, path: Path) -> ConfigError:
@@ -138,7 +184,8 @@ def _retold(said: str, tree: object, into: type, *, where: str, path: Path) -> C
             fix=_fix(expected["types"], expected["bound"], found),
         )
     if message.startswith("Invalid enum value"):
-        return _not_among(_look(tree, local), _type_at(inspect.type_info(into), local), spot)
+        kind = _type_at(inspect.type_info(into), local, tree)
+        return _not_among(_look(tree, local), kind, spot)
     missing = re.match(r"^Object missing required field `(.*)`$", message)
     if missing:
         return ConfigError(
@@ -206,15 +253,24 @@ def _look(tree: object, path: Path) -> object:
     return tree
 
 
-def _type_at(info: inspect.Type, path: Path) -> inspect.Type | None:
-    """The type a path leads to; None behind a union of several structs."""
+def _type_at(info: inspect.Type, path: Path, tree: object) -> inspect.Type | None:
+    """The type a path leads to in a tree; None behind a union of several structs without tags."""
     for step in path:
         if isinstance(info, inspect.UnionType):
-            info = next((one for one in info.types if isinstance(one, inspect.StructType)), info)
+            info = _struct_of(info, tree)
         if isinstance(info, inspect.StructType):
             info = next(field.type for field in info.fields if field.encode_name == step)
-        elif isinstance(info, inspect.VarTupleType):
+        elif isinstance(info, inspect.VarTupleType | inspect.ListType):
             info = info.item_type
         else:
             return None
+        tree = _look(tree, (step,))
     return info
+
+
+def _struct_of(info: inspect.UnionType, tree: object) -> inspect.Type:
+    """The struct of a union that a mapping is; the union when there is none."""
+    tagged = _tagged(info)
+    if tagged and isinstance(tree, dict):
+        return next((one for one in tagged if one.tag == tree.get(one.tag_field)), info)
+    return next((one for one in info.types if isinstance(one, inspect.StructType)), info)
