@@ -6,12 +6,16 @@ A decision carries every step's survivors and every scorer's scores. Metrics, lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import eq
+from typing import TypeVar, overload
 
 import msgspec
 
 from extproc.endpoint import Candidate, Endpoint
 from extproc.request import Request
+
+Item = TypeVar("Item")
 
 #: Keys of a decision whose plugins asked for none.
 NO_KEYS: Mapping[str, str] = {}
@@ -32,6 +36,53 @@ class Scored(msgspec.Struct, frozen=True, gc=False):
     scores: Sequence[float]
 
 
+class Late(Sequence[Item]):
+    """A sequence that is made when somebody first looks: about most decisions nobody asks.
+
+    Args:
+        make: Makes it; called once at most, at any later time, so it must only hold values that
+            stay as they are.
+    """
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, make: Callable[[], Sequence[Item]]) -> None:
+        self._make = make
+        self._made: Sequence[Item] | None = None
+
+    @property
+    def _items(self) -> Sequence[Item]:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    @overload
+    def __getitem__(self, at: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Item]: ...
+
+    def __getitem__(self, at: int | slice) -> Item | Sequence[Item]:
+        """One of the items, or some."""
+        return self._items[at]
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._items)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to any sequence of the same items."""
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment] # as lists, which it stands for
+
+    def __repr__(self) -> str:
+        """As the sequence it is."""
+        return repr(self._items)
+
+
 class Priced(msgspec.Struct, frozen=True, gc=False):
     """What each finalist would cost, lower is better, aligned with `Decision.finalists`.
 
@@ -48,6 +99,24 @@ class Priced(msgspec.Struct, frozen=True, gc=False):
     terms: Sequence[tuple[str, Sequence[float]]] = ()
 
 
+class Splice(msgspec.Struct, frozen=True, gc=False):
+    """Bytes of a request body that are replaced; everything around them stays as it is.
+
+    Attributes:
+        start: Offset of the first byte.
+        stop: Offset behind the last one; equal to `start` where nothing is taken out.
+        content: What stands there instead.
+    """
+
+    start: int
+    stop: int
+    content: bytes
+
+    def apply(self, body: bytes) -> bytes:
+        """The body with the replacement in it."""
+        return b"".join((body[: self.start], self.content, body[self.stop :]))
+
+
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """Endpoints in order of preference, and why.
 
@@ -57,6 +126,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             fallbacks for a data plane that can retry (EPP protocol 004, comma list).
         profile: Name of the scheduling profile that ran.
         candidates: Who was in play before the first filter.
+        left_out: Endpoints that were not, because they do not serve the model.
+        unlisted: Nobody who could be chosen lists the model; the engine will say.
         filters: Each filter step in order.
         finalists: Who was scored.
         scores: Each scorer's result, aligned with `finalists`.
@@ -69,6 +140,9 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         answer_headers: Headers to add to the answer, where the data plane shows it to us.
         keys: What plugins with a memory know the request by, such as a session; name to value.
         degraded: Why the ordinary way could not be taken; empty when it was.
+        model_rewrite: The name the engine knows the model by, where the client's is another one;
+            empty to leave the body alone.
+        splice: Where in the body that name goes; None when the body cannot be edited.
     """
 
     request: Request
@@ -86,6 +160,10 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     answer_headers: Sequence[tuple[str, str]] = ()
     keys: Mapping[str, str] = NO_KEYS
     degraded: str = ""
+    left_out: Sequence[Endpoint] = ()
+    unlisted: bool = False
+    model_rewrite: str = ""
+    splice: Splice | None = None
 
 
 class Rejection(msgspec.Struct, frozen=True, gc=False):
@@ -96,15 +174,21 @@ class Rejection(msgspec.Struct, frozen=True, gc=False):
         message: For the client; never holds prompt text or secrets.
         reason: Value of `x-llm-d-request-dropped-reason`; empty when the vocabulary has none.
         retry_after_s: Seconds after which trying again may help; None when it will not.
+        code: What programs tell the error by, as OpenAI's API names it; empty takes the status.
     """
 
     status: int
     message: str
     reason: str = ""
     retry_after_s: int | None = None
+    code: str = ""
 
 
 Outcome = Decision | Rejection
+
+#: Model names listed in a refusal (count), and characters of the one that was asked for.
+MOST_NAMES = 20
+LONGEST_NAME = 128
 
 #: The upstream error vocabulary (EPP protocol report 1.8): status to code name.
 CODES: Mapping[int, str] = {
@@ -132,6 +216,26 @@ def no_endpoints() -> Rejection:
         "failed to find endpoint candidates for serving the request",
         reason="rejected-no-endpoints",
         retry_after_s=1,
+    )
+
+
+def model_not_found(name: str, known: Iterable[str]) -> Rejection:
+    """Nobody serves the model, and what everybody serves is known: 404.
+
+    Args:
+        name: What was asked for.
+        known: What could be asked for instead.
+    """
+    names = sorted(known)
+    shown = ", ".join(names[:MOST_NAMES])
+    if len(names) > MOST_NAMES:
+        shown += f" and {len(names) - MOST_NAMES} more"
+    if len(name) > LONGEST_NAME:
+        name = f"{name[:LONGEST_NAME]}..."
+    return Rejection(
+        404,
+        f"the model `{name}` does not exist; there are: {shown}",
+        code="model_not_found",
     )
 
 

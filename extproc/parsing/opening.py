@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 from extproc.parsing import framing
 from extproc.request import Request
 
-#: What starts the next field.
-_MARKER = re.compile(rb"[\xf8-\xff]")
+#: What starts the next field; the likely ones first. Eight searches for one byte each are thirty
+#: times as fast as one for a class of eight.
+_MARKERS = tuple(bytes([marker]) for marker in range(0xFF, 0xF7, -1))
 
 #: How a user's message starts in a framed prompt.
 _USER = framing.MESSAGE + b"user"
@@ -33,19 +32,48 @@ def of(request: Request) -> str:
     """
     prompt = request.prompt
     if request.api == "completions":
-        return _text(prompt, prompt.find(framing.TEXT))
-    begin = prompt.find(_USER)
+        at = prompt.find(framing.TEXT)
+        return _text(prompt, at, len(prompt)) if at >= 0 else ""
+    begin = _first_user(prompt)
     if begin < 0:
         return ""
     end = prompt.find(framing.MESSAGE, begin + 1)
-    message = prompt[begin : end if end >= 0 else begin + len(_USER) + LONGEST_BYTES]
-    pieces = message.split(framing.TEXT)[1:]
-    return "".join(_text(framing.TEXT + piece, 0) for piece in pieces)[:LONGEST_BYTES]
+    if end < 0:
+        end = begin + len(_USER) + LONGEST_BYTES
+    text = ""
+    at = prompt.find(framing.TEXT, begin, end)
+    while at >= 0 and len(text) < LONGEST_BYTES:
+        following = prompt.find(framing.TEXT, at + 1, end)
+        text += _text(prompt, at, following if following >= 0 else end)
+        at = following
+    return text[:LONGEST_BYTES]
 
 
-def _text(framed: bytes, at: int) -> str:
-    """The text of the field that starts at `at`."""
-    if at < 0:
-        return ""
-    text = framed[at + 1 : at + 1 + LONGEST_BYTES]
-    return _MARKER.split(text, 1)[0].decode("utf-8", "ignore")
+def _first_user(prompt: bytes) -> int:
+    """Where the first user message starts, -1 without one.
+
+    A search for one byte is several times as fast as one for the marker with its role, and most
+    often the user's message is the first or follows one system prompt.
+    """
+    begin = prompt.find(framing.MESSAGE)
+    if begin < 0 or prompt.startswith(_USER, begin):
+        return begin
+    begin = prompt.find(framing.MESSAGE, begin + 1)
+    if begin < 0 or prompt.startswith(_USER, begin):
+        return begin
+    return prompt.find(_USER, begin)
+
+
+def _text(prompt: bytes, at: int, end: int) -> str:
+    """The text of the field that starts at `at` and does not reach beyond `end`."""
+    begin = at + 1
+    end = min(end, begin + LONGEST_BYTES)
+    try:
+        return prompt[begin:end].decode()
+    except UnicodeDecodeError:
+        pass  # another field follows, or the cut goes through a character
+    for marker in _MARKERS:
+        found = prompt.find(marker, begin, end)
+        if found >= 0:
+            end = found
+    return prompt[begin:end].decode("utf-8", "ignore")

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import msgspec
 
-from extproc.decision import Priced
+from extproc.decision import Late, Priced
 from extproc.endpoint import Candidate, Residency
 from extproc.scheduling.plugins import Signal
 from extproc.scheduling.turn import Turn
 
+#: What costs are made of, in the order they are added up.
+_TERMS = ("queue", "prefill", "adapter", "memory", "slowdown")
+
 #: Shares of an adapter's load time by residency, in the order of `Residency`: loading is due
 #: unless it is there; nobody knows is half.
 _TO_LOAD = (1.0, 1.0, 0.5, 1.0, 0.0, 0.0)
+
+# Looking a member up in its enum takes as long as all the rest of a comparison.
+_RESIDENT, _IDLE = Residency.RESIDENT, Residency.IDLE
 
 
 class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,46 +73,58 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def price(self, turn: Turn, candidates: Sequence[Candidate]) -> Priced:
         """See the class."""
-        request, others = turn.request, self.others_share
-        tokens = request.prompt_tokens
-        most = request.max_tokens
-        queue: list[float] = []
-        prefill: list[float] = []
-        adapter: list[float] = []
-        memory: list[float] = []
-        slowdown: list[float] = []
+        tokens, most = turn.request.prompt_tokens, turn.request.max_tokens
+        others = self.others_share
+        costs: list[float] = []
+        add = costs.append
+        # `_parts` summed, written out: this runs for every candidate of every request, and calls
+        # would take most of its time.
         for c in candidates:
             rates = c.rates
             per_token = rates.prefill_s
             answer = rates.output_tokens
             if most is not None and most < answer:
                 answer = most
-            uncached = tokens - c.matched_tokens
-            work = max(1, uncached) * per_token
-            load = 0.0
-            if c.residency < Residency.IDLE:
-                load = _TO_LOAD[c.residency] * rates.adapter_load_s
+            matched = c.matched_tokens
+            uncached = tokens - matched if matched < tokens else 1
+            work = uncached * per_token
             decode = answer * rates.decode_s
             batch = c.requests
-            queue.append(c.queued_tokens * per_token)
-            prefill.append(work)
-            slowdown.append(batch * (decode + others * (work + decode + load)))
-            if c.residency is Residency.FULL:
-                load += 0.5 * answer * (rates.step_s + rates.decode_s * batch)
-            adapter.append(load)
-            memory.append(self._stall(c, max(uncached, 1) + 0.5 * answer, answer))
-        terms = (
-            ("queue", queue),
-            ("prefill", prefill),
-            ("adapter", adapter),
-            ("memory", memory),
-            ("slowdown", slowdown),
-        )
-        costs = [
-            a + b + c + d + e
-            for a, b, c, d, e in zip(queue, prefill, adapter, memory, slowdown, strict=True)
-        ]
-        return Priced(self.kind, "s", costs, terms)
+            cost = c.queued_tokens * per_token + work
+            place = c.residency
+            if place is _RESIDENT or place is _IDLE:
+                slowdown = batch * (decode + others * (work + decode))
+            else:
+                _, _, adapter, _, slowdown = self._parts(tokens, most, c)
+                cost += adapter
+            load = c.load
+            if load.kv_usage is not None and load.kv_blocks:
+                cost += self._stall(c, uncached + 0.5 * answer, answer)
+            add(cost + slowdown)
+        return Priced(self.kind, "s", costs, Late(partial(self._terms, tokens, most, candidates)))
+
+    def _terms(
+        self, tokens: int, most: int | None, candidates: Sequence[Candidate]
+    ) -> Sequence[tuple[str, Sequence[float]]]:
+        """What costs are made of; only computed when somebody asks why."""
+        parts = [self._parts(tokens, most, c) for c in candidates]
+        return [(name, [each[i] for each in parts]) for i, name in enumerate(_TERMS)]
+
+    def _parts(
+        self, tokens: int, most: int | None, c: Candidate
+    ) -> tuple[float, float, float, float, float]:
+        """The terms of one candidate, in the order of `_TERMS`."""
+        rates = c.rates
+        answer = rates.output_tokens if most is None else min(rates.output_tokens, most)
+        uncached = max(1, tokens - c.matched_tokens)
+        prefill = uncached * rates.prefill_s
+        decode = answer * rates.decode_s
+        adapter = _TO_LOAD[c.residency] * rates.adapter_load_s
+        slowdown = c.requests * (decode + self.others_share * (prefill + decode + adapter))
+        if c.residency is Residency.FULL:
+            adapter += 0.5 * answer * (rates.step_s + rates.decode_s * c.requests)
+        memory = self._stall(c, uncached + 0.5 * answer, answer)
+        return c.queued_tokens * rates.prefill_s, prefill, adapter, memory, slowdown
 
     def _stall(self, c: Candidate, wanted: float, answer: float) -> float:
         """Seconds until `wanted` more KV tokens are free; see the class."""

@@ -1,0 +1,34 @@
+"""Costs are computed at once, their terms only when somebody asks why."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.scheduling.costs.estimated_time import EstimatedTime
+from extproc.testing import fleet
+from tests.scheduling.test_sweep import crowd, kinds_of_candidate, turns
+
+NAMES = ["queue", "prefill", "adapter", "memory", "slowdown"]
+
+
+@given(
+    kinds=st.lists(kinds_of_candidate, min_size=1, max_size=6),
+    facts=turns,
+    max_tokens=st.none() | st.integers(0, 2000),
+)
+def test_terms_add_up_to_costs(kinds, facts, max_tokens):
+    """The sum of the terms in their order is the cost to the last bit, whatever the candidates."""
+    there, turn = crowd(kinds, len(kinds)), fleet.turn(**facts, max_tokens=max_tokens)
+    priced = EstimatedTime().price(turn, there)
+    assert [name for name, _ in priced.terms] == NAMES
+    columns = zip(*(values for _, values in priced.terms), strict=True)
+    assert [sum(column) for column in columns] == list(priced.costs)
+
+
+def test_a_full_cache_costs_an_endpoint_more_and_is_told():
+    """An endpoint whose cache is full has a term for memory, and an empty one has none."""
+    load = {"kv_usage": 1.0, "kv_blocks": 100, "block_tokens": 16}
+    there = fleet.candidates({"full": load, "idle": load | {"kv_usage": 0.0}})
+    priced = EstimatedTime().price(fleet.turn(100), there)
+    memory = dict(priced.terms)["memory"]
+    assert memory[0] > memory[1] == 0.0
+    assert priced.costs[0] > priced.costs[1]

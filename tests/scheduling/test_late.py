@@ -1,0 +1,28 @@
+"""A sequence that is made when somebody first looks at it."""
+
+from extproc.decision import Late
+
+
+def test_it_is_made_once_and_only_when_looked_at():
+    """Nothing is made before somebody looks, and nothing twice."""
+    made = []
+
+    def make():
+        made.append(1)
+        return ["a", "b", "c"]
+
+    late = Late(make)
+    assert not made
+    assert (len(late), late[0], late[1:], list(late)) == (3, "a", ["b", "c"], ["a", "b", "c"])
+    assert len(made) == 1
+
+
+def test_it_equals_what_it_stands_for():
+    """Two decisions with the same terms are the same, however the terms are kept."""
+    late = Late(lambda: ["a", "b"])
+    assert late == ["a", "b"] == late
+    assert late == Late(lambda: ("a", "b"))
+    assert late != ["a"]
+    assert late != ["a", "c"]
+    assert late != 2
+    assert repr(late) == "['a', 'b']"
