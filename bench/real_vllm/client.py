@@ -1,0 +1,64 @@
+"""Sends requests through Envoy, a few at a time, and notes what came back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import aiohttp
+import msgspec
+
+from bench.real_vllm.counters import Answer
+from bench.real_vllm.workload import Ask
+
+
+async def play(
+    session: aiohttp.ClientSession, url: str, asks: Sequence[Ask], *, at_once: int
+) -> list[Answer]:
+    """Send all, in order, so many at the same time.
+
+    Args:
+        session: Its timeout bounds each request.
+        url: Base URL of Envoy.
+        asks: What to send.
+        at_once: Requests in flight at most.
+    """
+    places = asyncio.Semaphore(at_once)
+
+    async def one(ask: Ask) -> Answer:
+        async with places:
+            return await send(session, url, ask)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(ask)) for ask in asks]
+    return [task.result() for task in tasks]
+
+
+async def send(session: aiohttp.ClientSession, url: str, ask: Ask) -> Answer:
+    """Send one request; an error inside a stream counts with its own status."""
+    began = time.perf_counter()
+    first_s = 0.0
+    usage: dict = {}
+    try:
+        async with session.post(f"{url}/v1/chat/completions", json=ask.body()) as response:
+            status = response.status
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                first_s = first_s or time.perf_counter() - began
+                event = msgspec.json.decode(line[6:])
+                usage = event.get("usage") or usage
+                if "error" in event:
+                    status = int(event["error"].get("code") or 500)
+            decision = response.headers.get("x-extproc-decision", "")
+    except (aiohttp.ClientError, TimeoutError):
+        return Answer(status=0)
+    details = usage.get("prompt_tokens_details") or {}
+    return Answer(
+        status=status if usage else status if status != 200 else 0,
+        ttft_s=first_s,
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        cached_tokens=details.get("cached_tokens"),
+        decision=decision,
+    )

@@ -1,0 +1,186 @@
+"""What the engines' pages say, before and after, and what the picker predicted of it."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from extproc.endpoint import Load
+from extproc.scrape import page
+
+_PREDICTED = re.compile(r"(?:^|; )cached=(\d+)/(\d+)(?:;|$)")
+_CHOSEN = re.compile(r"(?:^|; )chose=([^;]+)(?:;|$)")
+_PAIR = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer as the client saw it.
+
+    Attributes:
+        status: HTTP status; 0 if there was none.
+        ttft_s: Seconds to the first event.
+        prompt_tokens: By the engine's usage.
+        cached_tokens: Of these, found in the prefix cache; None where usage does not say.
+        decision: The picker's own short account (`x-extproc-decision`).
+    """
+
+    status: int
+    ttft_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
+    decision: str = ""
+
+    @property
+    def predicted(self) -> int | None:
+        """Prompt tokens the picker believed cached on the endpoint it chose."""
+        found = _PREDICTED.search(self.decision)
+        return None if found is None else int(found[1])
+
+    @property
+    def endpoint(self) -> str:
+        """Where it went; empty when nobody said."""
+        found = _CHOSEN.search(self.decision)
+        return "" if found is None else found[1]
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """What an engine's counters grew by.
+
+    Attributes:
+        queries: Prompt tokens looked up in the prefix cache.
+        hits: Of these, found.
+        finished: Requests finished.
+        preemptions: Sequences that lost their blocks.
+    """
+
+    queries: float
+    hits: float
+    finished: float
+    preemptions: float
+
+
+def moved(before: Load, after: Load) -> Moved:
+    """Growth between two readings of one engine; a counter nobody saw counts as 0."""
+    return Moved(
+        queries=(after.prefix_queries or 0.0) - (before.prefix_queries or 0.0),
+        hits=(after.prefix_hits or 0.0) - (before.prefix_hits or 0.0),
+        finished=(after.totals.finished or 0.0) - (before.totals.finished or 0.0),
+        preemptions=(after.totals.preemptions or 0.0) - (before.totals.preemptions or 0.0),
+    )
+
+
+def hit_ratio(replicas: Sequence[Moved]) -> float:
+    """Tokens found over tokens looked up, of all replicas together."""
+    queries = sum(one.queries for one in replicas)
+    return sum(one.hits for one in replicas) / queries if queries else 0.0
+
+
+def figures(answers: Sequence[Answer], replicas: Sequence[Moved], wall_s: float) -> dict:
+    """One run in numbers: `hit_ratio` from the engines' counters, `usage` from the answers."""
+    times = sorted(one.ttft_s for one in answers if one.status == 200)
+    queries = sum(one.queries for one in replicas)
+    hits = sum(one.hits for one in replicas)
+    told = [one.cached_tokens for one in answers if one.cached_tokens is not None]
+    shares = [one.finished for one in replicas]
+    return {
+        "requests": len(answers),
+        "failed": sum(one.status != 200 for one in answers),
+        "hit_ratio": round(hits / queries, 4) if queries else 0.0,
+        "wall_s": round(wall_s, 2),
+        "ttft_p50_ms": round(1e3 * times[len(times) // 2], 1) if times else None,
+        "ttft_p95_ms": round(1e3 * times[int(0.95 * len(times))], 1) if times else None,
+        "requests_by_replica": [round(share) for share in shares],
+        "preemptions": round(sum(one.preemptions for one in replicas)),
+        "counter_tokens": {"prompt": round(queries), "cached": round(hits)},
+        "usage_tokens": {
+            "prompt": sum(one.prompt_tokens for one in answers),
+            "cached": sum(told) if told else None,
+        },
+    }
+
+
+def prediction(answers: Sequence[Answer]) -> dict | None:
+    """Predicted against found tokens, request by request; None where nothing was predicted.
+
+    `exact` is the share of answers whose prediction is within one block of the picker's (64
+    tokens) of what the engine reports.
+    """
+    pairs = [
+        (one.predicted, one.cached_tokens)
+        for one in answers
+        if one.predicted is not None and one.cached_tokens is not None
+    ]
+    if not any(predicted for predicted, _ in pairs):
+        return None
+    errors = [predicted - found for predicted, found in pairs]
+    return {
+        "predicted_tokens": sum(predicted for predicted, _ in pairs),
+        "found_tokens": sum(found for _, found in pairs),
+        "mean_absolute_error_tokens": round(statistics.mean(abs(error) for error in errors), 1),
+        "within_a_block": round(sum(abs(error) <= 64 for error in errors) / len(errors), 4),
+        "too_high": sum(error > 64 for error in errors),
+        "too_low": sum(error < -64 for error in errors),
+    }
+
+
+def labels(text: str, family: str) -> list[dict[str, str]]:
+    """Labels of every sample of a family, read without the picker's parser."""
+    return [
+        dict(_PAIR.findall(line[len(family) : line.rindex("}")]))
+        for line in text.splitlines()
+        if line.startswith(family + "{")
+    ]
+
+
+def value(text: str, name: str) -> float | None:
+    """Sum of a family's samples, read without the picker's parser; None if there is none."""
+    found = [
+        float(line.rsplit(" ", 1)[1])
+        for line in text.splitlines()
+        if line.startswith((name + "{", name + " "))
+    ]
+    return sum(found) if found else None
+
+
+def differences(
+    text: str, *, adapters: Sequence[str], models: Mapping[str, str | None]
+) -> list[str]:
+    """Where the picker's reading of a real page differs from the page, or the page from the plan.
+
+    Args:
+        text: The metrics page of an engine that has served every adapter.
+        adapters: Adapters it was started with.
+        models: Its `/v1/models`: parent by id; None for a base model.
+    """
+    load = page.read(text.encode(), 0.0)
+    if not isinstance(load, Load):
+        return [f"the page is unreadable: {load}"]
+    cache = labels(text, "vllm:cache_config_info")[0]
+    seen = [one.get("running_lora_adapters", "") for one in labels(text, "vllm:lora_requests_info")]
+    slots = [one.get("max_lora") for one in labels(text, "vllm:lora_requests_info")]
+    ever = {name for names in seen for name in names.split(",") if name}
+    checks = {
+        "engine": (load.engine, "vllm"),
+        "kv blocks": (load.kv_blocks, int(cache["num_gpu_blocks"])),
+        "block tokens": (load.block_tokens, int(cache["block_size"])),
+        "kv tokens": (load.kv_tokens, int(cache["kv_cache_size_tokens"])),
+        "adapter slots": (load.adapter_slots, int(slots[0]) if slots and slots[0] else None),
+        "running": (load.running, value(text, "vllm:num_requests_running")),
+        "waiting": (load.waiting, value(text, "vllm:num_requests_waiting")),
+        "kv usage": (load.kv_usage, value(text, "vllm:kv_cache_usage_perc")),
+        "prefix queries": (load.prefix_queries, value(text, "vllm:prefix_cache_queries_total")),
+        "prefix hits": (load.prefix_hits, value(text, "vllm:prefix_cache_hits_total")),
+        "finished": (load.totals.finished, value(text, "vllm:request_success_total")),
+        "steps": (load.totals.steps, value(text, "vllm:iteration_tokens_total_count")),
+        "adapters ever in a batch": (sorted(ever), sorted(adapters)),
+        "adapters of /v1/models": (
+            sorted(name for name, parent in models.items() if parent),
+            sorted(adapters),
+        ),
+    }
+    return [
+        f"{what}: {one!r} is not {other!r}" for what, (one, other) in checks.items() if one != other
+    ]

