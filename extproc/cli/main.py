@@ -21,6 +21,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "demo": ("extproc.cli.demo", "run Envoy, extproc and four simulated engines on loopback"),
     "check": ("extproc.cli.check", "read a configuration and say what it means"),
     "explain": ("extproc.cli.explain", "say which endpoint a request would get, and why"),
+    "simulate": ("extproc.cli.simulate", "compare strategies on a simulated fleet"),
     "plugin": ("extproc.cli.plugin", "print a plugin template, or test a plugin file"),
     "version": ("extproc.cli.version", "print the version"),
 }

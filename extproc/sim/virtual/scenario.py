@@ -157,8 +157,8 @@ def check(scenario: Scenario, *, where: str) -> None:
         ConfigError: Arrivals are missing or said twice, an engine is not there, or a profile is
             wrong.
     """
-    for engines in scenario.fleet:
-        engines.resolved()
+    for at, engines in enumerate(scenario.fleet):
+        _check_engines(engines, where=f"{where}: fleet[{at}]")
     size = sum(engines.count for engines in scenario.fleet)
     for outage in scenario.outages:
         if outage.engine >= size:
@@ -180,6 +180,14 @@ def check(scenario: Scenario, *, where: str) -> None:
             found=f"{twice[0]!r} more than once",
             fix="give each variant its own name",
         )
+
+
+def _check_engines(engines: Engines, *, where: str) -> None:
+    try:
+        engines.resolved()
+    except ConfigError as error:
+        # The same, with the place in the scenario.
+        raise ConfigError(where, wanted=error.wanted, found=error.found, fix=error.fix) from None
 
 
 def _check_client(client: Client, workload: Workload, *, where: str) -> None:

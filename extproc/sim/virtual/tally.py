@@ -69,6 +69,8 @@ class Summary(msgspec.Struct, frozen=True):
         requests_max_over_mean: Most requests of one engine over the mean.
         tokens_max_over_mean: The same for prompt tokens.
         endpoints: Every engine.
+        ttft_quantiles_s: Time to first token at 0, 1, ..., 100 percent (nearest rank); empty when
+            nothing was answered.
     """
 
     duration_s: float
@@ -87,6 +89,7 @@ class Summary(msgspec.Struct, frozen=True):
     requests_max_over_mean: float
     tokens_max_over_mean: float
     endpoints: Sequence[PerEndpoint]
+    ttft_quantiles_s: Sequence[float] = ()
 
 
 class Tally:
@@ -153,6 +156,7 @@ class Tally:
             requests_max_over_mean=_over_mean([one.requests for one in endpoints]),
             tokens_max_over_mean=_over_mean([one.prompt_tokens for one in endpoints]),
             endpoints=endpoints,
+            ttft_quantiles_s=quantiles([trip.first_s for trip in done]),
         )
 
     def _endpoints(self) -> list[PerEndpoint]:
@@ -186,12 +190,19 @@ def spread(values: list[float]) -> Spread:
     if not values:
         return Spread(math.nan, math.nan, math.nan, math.nan, math.nan)
     ordered = sorted(values)
-    last = len(ordered) - 1
+    at = [_rank(ordered, percent) for percent in (50, 90, 95, 99)]
+    return Spread(sum(ordered) / len(ordered), *at)
 
-    def at(share: float) -> float:
-        return ordered[min(last, math.ceil(share * len(ordered)) - 1)]
 
-    return Spread(sum(ordered) / len(ordered), at(0.5), at(0.9), at(0.95), at(0.99))
+def quantiles(values: list[float]) -> list[float]:
+    """Values at 0, 1, ..., 100 percent (nearest rank); empty where there is nothing."""
+    ordered = sorted(values)
+    return [_rank(ordered, percent) for percent in range(101)] if ordered else []
+
+
+def _rank(ordered: Sequence[float], percent: int) -> float:
+    """The smallest value that so many percent of the values do not exceed."""
+    return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
 
 
 def _share(part: float, whole: float) -> float:

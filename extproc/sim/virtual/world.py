@@ -14,7 +14,7 @@ from extproc.sim.virtual.client import Client, Sender
 from extproc.sim.virtual.picker import Dispatching, Picker
 from extproc.sim.virtual.scenario import Outage, Scenario
 from extproc.sim.virtual.site import Site
-from extproc.sim.virtual.tally import Tally
+from extproc.sim.virtual.tally import Summary, Tally
 from extproc.sim.virtual.timeline import Timeline
 from extproc.sim.virtual.trip import Trip, Work
 
@@ -149,6 +149,18 @@ class World:
     def _over(self, trip: Trip) -> None:
         self.tally.add(trip)
         self._sender.finished(trip)
+
+
+def run(
+    scenario: Scenario,
+    settings: sections.Settings | None,
+    *,
+    seed: int,
+    rows: Iterable[str] = (),
+    client: Client | None = None,
+) -> Summary:
+    """Simulate once, from the first request to the last answer; arguments as in `World`."""
+    return World(scenario, settings, seed=seed, rows=rows, client=client).run().summary()
 
 
 def adjusted(settings: sections.Settings, scenario: Scenario, *, seed: int) -> sections.Settings:

@@ -1,0 +1,179 @@
+"""`extproc simulate`: whole fleets under virtual time, strategy against strategy.
+
+The same dispatcher that serves is run over simulated engines. Every strategy meets the same
+requests with the same seed; results are means over seeds with 95 % intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from extproc.cli import simulation
+from extproc.errors import ConfigError
+from extproc.sim.virtual import report, scenario, tables
+
+_BAR = 30
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its flags to the `extproc` parser."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="compare strategies on a simulated fleet",
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    parser.add_argument("scenario", metavar="SCENARIO", type=Path, help="YAML or JSON file")
+    parser.add_argument(
+        "--strategy",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"a strategy, a variant of the scenario, or {scenario.CLAIRVOYANT}; repeatable; "
+        "default: those of the scenario",
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="a configuration to compare, named by its file; repeatable",
+    )
+    parser.add_argument(
+        "--baseline", default="", metavar="NAME", help="show ratios to this strategy"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=_seeds,
+        default=(),
+        metavar="N|A,B,...",
+        help="how many seeds, from 1, or which; default: those of the scenario",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=_count,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes; default: one per core",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots as PNG and SVG")
+    parser.add_argument("--quiet", action="store_true", help="no progress and no table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate; returns the exit status.
+
+    Raises:
+        ConfigError: The scenario, a configuration or a strategy is wrong.
+    """
+    todo = simulation.plan(
+        args.scenario, strategies=args.strategy, configs=args.config, seeds=args.seeds
+    )
+    if args.baseline:
+        # Before the work, not after it.
+        report.report(todo.scenario, (), baseline=args.baseline)
+    if args.plots:
+        from extproc.cli import plots
+
+        plots.require()
+    progress = Progress(len(todo.tasks), None if args.quiet else sys.stderr)
+    made = []
+    for one in simulation.runs(todo, jobs=args.jobs):
+        made.append(one)
+        progress.step(f"{one.strategy}, seed {one.seed}")
+    progress.close()
+    whole = report.report(todo.scenario, made, baseline=args.baseline)
+    if not args.quiet:
+        print(tables.text(whole))
+    if args.json:
+        _write(args.json, report.encoded(whole))
+    if args.plots:
+        for path in plots.draw(whole, args.plots):
+            _say(f"wrote {path}", quiet=args.quiet)
+    return 0
+
+
+class Progress:
+    """A bar on a terminal, and one line in the end elsewhere. Mutable; one owner.
+
+    Args:
+        total: Runs there will be.
+        out: Where it is shown; None for nowhere.
+    """
+
+    def __init__(self, total: int, out: TextIO | None) -> None:
+        self._total = total
+        self._out = out
+        self._live = out is not None and out.isatty()
+        self._done = 0
+        self._began = time.monotonic()
+        self._show("starting")
+
+    def step(self, what: str) -> None:
+        """A run is over."""
+        self._done += 1
+        self._show(what)
+
+    def close(self) -> None:
+        """All runs are over."""
+        if self._out is None:
+            return
+        took = time.monotonic() - self._began
+        head = "\r\x1b[K" if self._live else ""
+        print(f"{head}{self._done} runs in {took:.1f} s", file=self._out, flush=True)
+
+    def _show(self, what: str) -> None:
+        if self._out is None or not self._live:
+            return
+        filled = _BAR * self._done // self._total
+        bar = "#" * filled + "." * (_BAR - filled)
+        left = ""
+        if self._done:
+            seconds = (time.monotonic() - self._began) / self._done * (self._total - self._done)
+            left = f", {seconds:.0f} s left"
+        text = f"\r\x1b[K[{bar}] {self._done}/{self._total} {what}{left}"
+        print(text, end="", file=self._out, flush=True)
+
+
+def _seeds(text: str) -> Sequence[int]:
+    try:
+        numbers = [int(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        numbers = []
+    if "," not in text:
+        numbers = list(range(1, numbers[0] + 1)) if numbers else []
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise argparse.ArgumentTypeError(
+            f"wanted how many, or different whole numbers; found {text!r}; "
+            "write 5 for five seeds, or 7, for seed 7"
+        )
+    return numbers
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"wanted a number above 0; found {text!r}")
+    return int(text)
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(
+            "--json", wanted="a file that can be written", found=str(error), fix="check the path"
+        ) from None
+
+
+def _say(text: str, *, quiet: bool) -> None:
+    if not quiet:
+        print(text, file=sys.stderr)
