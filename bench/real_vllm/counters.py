@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -78,7 +79,7 @@ def hit_ratio(replicas: Sequence[Moved]) -> float:
     return sum(one.hits for one in replicas) / queries if queries else 0.0
 
 
-def figures(answers: Sequence[Answer], replicas: Sequence[Moved], wall_s: float) -> dict:
+def figures(answers: Sequence[Answer], replicas: Sequence[Moved], wall_s: float) -> dict[str, Any]:
     """One run in numbers: `hit_ratio` from the engines' counters, `usage` from the answers."""
     times = sorted(one.ttft_s for one in answers if one.status == 200)
     queries = sum(one.queries for one in replicas)
@@ -102,7 +103,7 @@ def figures(answers: Sequence[Answer], replicas: Sequence[Moved], wall_s: float)
     }
 
 
-def prediction(answers: Sequence[Answer]) -> dict | None:
+def prediction(answers: Sequence[Answer]) -> dict[str, Any] | None:
     """Predicted against found tokens, request by request; None where nothing was predicted.
 
     `exact` is the share of answers whose prediction is within one block of the picker's (64

