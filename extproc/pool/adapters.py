@@ -7,10 +7,11 @@ our latest ones which probably still sit in a slot, as many as there are slots.
 
 from __future__ import annotations
 
-from itertools import islice
-
 from extproc.endpoint import Load, Residency
 from extproc.pool.accounts import Account
+
+#: No adapter is in the batch, or none that anybody told of.
+_NONE: frozenset[str] = frozenset()
 
 
 def residency(adapter: str, account: Account, load: Load, known: frozenset[str]) -> Residency:
@@ -22,16 +23,30 @@ def residency(adapter: str, account: Account, load: Load, known: frozenset[str])
         load: The last scrape, `UNKNOWN` when it is stale.
         known: Names that are adapters; others in the account are base models.
     """
-    running = load.adapters or frozenset()
+    running = load.adapters or _NONE
     if adapter in account.adapters or adapter in running:
         return Residency.RESIDENT
     slots = load.adapter_slots
     if slots is None:
         return Residency.UNKNOWN
-    in_use = running | (known & account.adapters.keys())
+    # The account holds a handful of names, and there may be thousands of known ones.
+    in_use = known.intersection(account.adapters)
+    if running:
+        in_use |= running
     if len(in_use) >= slots:
         return Residency.FULL
-    recent = set(islice((name for name in reversed(account.recent) if name in known), slots))
+    recent = _latest(account, known, slots)
     if adapter in recent:
         return Residency.IDLE
-    return Residency.EVICTABLE if len(in_use | recent) >= slots else Residency.ROOM
+    return Residency.EVICTABLE if len(in_use.union(recent)) >= slots else Residency.ROOM
+
+
+def _latest(account: Account, known: frozenset[str], slots: int) -> list[str]:
+    """The adapters used last, the latest first, at most as many as there are slots."""
+    latest: list[str] = []
+    for name in reversed(account.recent):
+        if name in known:
+            latest.append(name)
+            if len(latest) == slots:
+                break
+    return latest

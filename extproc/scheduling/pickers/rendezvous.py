@@ -47,7 +47,7 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         least = best - self.tie_share * abs(best)
         ties = [i for i, total in enumerate(totals) if total >= least]
         if len(ties) > 1:
-            ties = self._ordered(turn, candidates, ties)
+            ties = self._ordered(turn, candidates, ties, count=count)
         if count <= len(ties):
             return ties[:count]
         taken = set(ties)
@@ -56,8 +56,9 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return [*ties, *rest][:count]
 
     def _ordered(
-        self, turn: Turn, candidates: Sequence[Candidate], ties: Sequence[int]
+        self, turn: Turn, candidates: Sequence[Candidate], ties: Sequence[int], *, count: int
     ) -> list[int]:
+        """The first `count` of `ties` by hash, or all if they are fewer."""
         request = turn.request
         key = request.session or turn.opening
         if key:
@@ -66,5 +67,11 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             seed = turn.blocks[-1] & 0xFFFFFFFF
         else:
             return turn.rng.sample(ties, len(ties))
-        weights = {i: mmh3.hash(candidates[i].endpoint.address, seed, signed=False) for i in ties}
-        return sorted(ties, key=lambda i: (-weights[i], candidates[i].endpoint.address))
+        addresses = [candidates[i].endpoint.address for i in ties]
+        ranked = [
+            (-mmh3.hash(address, seed, signed=False), address, i)
+            for address, i in zip(addresses, ties, strict=True)
+        ]
+        if count == 1:
+            return [min(ranked)[2]]
+        return [i for _, _, i in sorted(ranked)][:count]
