@@ -28,6 +28,7 @@ class Sequence:
         generated: Output tokens; current only while it does not decode.
         joined: Iteration counter minus generated tokens, while it decodes.
         end: The iteration that brings its last token, while it decodes.
+        stopped_at: When a preemption stopped its decoding; until then not a number.
     """
 
     __slots__ = (
@@ -44,6 +45,7 @@ class Sequence:
         "preemptions",
         "started_at",
         "state",
+        "stopped_at",
         "submitted_at",
         "target",
     )
@@ -53,6 +55,7 @@ class Sequence:
         self.submitted_at = now
         self.started_at = math.nan
         self.first_token_at = math.nan
+        self.stopped_at = math.nan
         self.state = State.WAITING
         self.hashes = the_job.hashes
         self.held: list[int] = []

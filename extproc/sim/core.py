@@ -194,6 +194,7 @@ class Engine:
             self.pool.take(decoding.growth(plan.steps - 1, skip=1))
         finished = [self._finish(seq, now) for seq in decoding.advance(plan.steps)]
         first_tokens: list[job.FirstToken] = []
+        resumed_s: list[float] = []
         tokens = plan.decoding * plan.steps
         for seq, chunk in plan.prefills:
             if seq.state is not batch.State.PREFILLING:
@@ -201,9 +202,13 @@ class Engine:
             seq.computed += chunk
             if seq.computed < seq.target:
                 continue
-            if not seq.generated:
+            if seq.generated:
+                resumed_s.append(now - seq.stopped_at)
+            else:
                 seq.first_token_at = now
-                first_tokens.append(job.FirstToken(seq.job.id, now - seq.submitted_at))
+                computed = seq.job.prompt_tokens - seq.cached
+                after_s = now - seq.submitted_at
+                first_tokens.append(job.FirstToken(seq.job.id, after_s, computed))
             seq.generated += 1
             tokens += 1
             if seq.generated == seq.job.output_tokens:
@@ -220,6 +225,7 @@ class Engine:
             plan.started,
             tokens,
             first_tokens,
+            resumed_s,
             finished,
             plan.preempted,
             len(self._waiting),
@@ -238,7 +244,7 @@ class Engine:
         while decoding.growth(1) > pool.available:
             victim = next(reversed(self._running.values()))
             plan.preempted.append(victim.job.id)
-            self._preempt(victim)
+            self._preempt(victim, plan.start)
         pool.take(decoding.growth(1))
 
     def _prefill(self, plan: batch.Plan, seq: batch.Sequence, budget: int) -> int:
@@ -354,8 +360,10 @@ class Engine:
             self.slots.leave(seq.job.adapter)
         self._full = self._barred = False
 
-    def _preempt(self, seq: batch.Sequence) -> None:
+    def _preempt(self, seq: batch.Sequence, now: float) -> None:
         """Back to the head of the queue; what is still cached then need not be recomputed."""
+        if seq.state is batch.State.DECODING:
+            seq.stopped_at = now
         self._leave(seq)
         seq.hashes = [*seq.held, *seq.hashes[len(seq.held) :]]
         seq.held = []

@@ -58,10 +58,12 @@ class FirstToken(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         id: Which job.
         after_s: Seconds since it was submitted.
+        computed_tokens: Prompt tokens that were not cached when it first entered the batch.
     """
 
     id: str
     after_s: float
+    computed_tokens: int
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
@@ -119,6 +121,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
         started: Jobs that entered the batch for the first time.
         tokens: Output tokens that came, over all sequences and iterations.
         first_tokens: Jobs whose first token came at the end.
+        resumed_s: Seconds since the token before, of preempted jobs that got one again at the end.
         finished: Jobs that got their last token at the end.
         preempted: Jobs that lost their blocks before the iteration.
         waiting: Jobs waiting after the iteration was planned.
@@ -132,6 +135,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     started: Sequence[Started]
     tokens: int
     first_tokens: Sequence[FirstToken]
+    resumed_s: Sequence[float]
     finished: Sequence[Finished]
     preempted: Sequence[str]
     waiting: int

@@ -69,10 +69,15 @@ class Stats:
         """
         totals, histograms = self.totals, self.histograms
         totals["generation_tokens"] += result.tokens
-        per_step = result.prefill_tokens + result.decoding
+        # As vLLM counts: a prompt when its prefill ends, without what a preemption made it compute
+        # again, and every generated token, the first ones included.
+        prompts = sum(first.computed_tokens for first in result.first_tokens)
+        per_step = prompts + result.tokens // result.steps
         histograms["iteration_tokens_total"].observe(per_step, times=result.steps)
+        between = histograms["inter_token_latency_seconds"]
+        for gap in result.resumed_s:
+            between.observe(gap)
         if result.decoding:
-            between = histograms["inter_token_latency_seconds"]
             between.observe(result.duration_s / result.steps, times=result.decoding * result.steps)
         for first in result.first_tokens:
             histograms["time_to_first_token_seconds"].observe(first.after_s)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import re
 from pathlib import Path
 
@@ -81,6 +82,73 @@ async def test_counters_agree_with_what_was_served():
     done = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="demo"}'
     assert found[done] == 2
     assert found["process_start_time_seconds"] > 1e9
+
+
+def sums(page):
+    """Sums over the series of each family: counters without `_total`, histograms' sum and count."""
+    found = collections.Counter()
+    for series, value in samples(page).items():
+        name, _, labels = series.partition("{")
+        source = re.search(r'source="([^"]*)"', labels)
+        found[f"{name}/{source[1]}" if source else name] += value
+    return found
+
+
+def assert_counts_fit(page, *, requests):
+    """What holds between the families of a page once every request was answered."""
+    found = sums(page)
+
+    def vllm(name):
+        return found[f"vllm:{name}"]
+
+    computed = vllm("prompt_tokens_by_source_total/local_compute")
+    hits = vllm("prompt_tokens_by_source_total/local_cache_hit")
+    generated = vllm("generation_tokens_total")
+    assert computed > 0
+    assert hits == vllm("prefix_cache_hits_total") == vllm("prompt_tokens_cached_total")
+    assert computed + hits == vllm("prompt_tokens_total") == vllm("prefix_cache_queries_total")
+    assert vllm("request_prompt_tokens_sum") == computed + hits
+    assert vllm("request_generation_tokens_sum") == generated
+    assert vllm("request_params_max_tokens_sum") == generated
+    assert vllm("iteration_tokens_total_sum") == computed + generated
+    assert vllm("request_prefill_kv_computed_tokens_sum") == computed
+    assert vllm("inter_token_latency_seconds_count") == generated - requests
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        assert vllm(f"{name}_count") == requests
+    assert vllm("request_success_total") == requests
+    assert vllm("request_num_preemptions_sum") == vllm("num_preemptions_total")
+    times = {
+        part: vllm(f"request_{part}_time_seconds_sum")
+        for part in ("queue", "inference", "prefill", "decode")
+    }
+    assert times["inference"] == pytest.approx(times["prefill"] + times["decode"])
+    # Of an engine that cannot keep its pace, time between two steps is nobody's.
+    assert vllm("inter_token_latency_seconds_sum") <= times["decode"] * (1 + 1e-9)
+    whole = vllm("e2e_request_latency_seconds_sum")
+    assert times["queue"] + times["inference"] <= whole * (1 + 1e-9)
+    assert times["queue"] + times["prefill"] <= vllm("time_to_first_token_seconds_sum") + 1e-9
+
+
+@live.run
+async def test_counters_fit_each_other_as_on_a_real_page():
+    """The same sums agree on the capture and on ours, preemptions and chunked prompts included."""
+    assert_counts_fit((DATA / "vllm-0.32-after-lora-load.txt").read_text(), requests=120)
+    small = {"kv_tokens": 1024, "token_budget": 64, "max_num_seqs": 8}
+    async with live.engine(machine=small, loras=("a",), speed=100.0) as (server, client):
+        bodies = [
+            {"model": model, "prompt": f"{n % 4}" * 800, "max_tokens": 60, "stream": bool(n % 2)}
+            for n, model in enumerate(["demo", "a"] * 8)
+        ]
+        await asyncio.gather(*(read(client.post("/v1/completions", json=body)) for body in bodies))
+        page = await scrape(client)
+        assert server.engine.preemptions
+        assert server.engine.prefix_hits
+    assert_counts_fit(page, requests=len(bodies))
+
+
+async def read(asked):
+    async with asked as response:
+        return await response.read()
 
 
 @live.run

@@ -44,6 +44,8 @@ class Site:
         self.up = True
         self._steps = self._computed = self._generated = self._ended = 0
         self._due: float | None = None
+        # As of the last step: vLLM names none before its first one, and never with LoRA off.
+        self._active: tuple[str, ...] | None = None
 
     def stop(self) -> None:
         """The process dies, and with it everything it was working on."""
@@ -88,7 +90,7 @@ class Site:
     def page(self, now: float) -> Load:
         """Its metrics page, as the scraper would have read it."""
         engine = self.engine
-        running = frozenset(engine.slots.active)
+        running = None if self._active is None else frozenset(self._active)
         return Load(
             at=now,
             engine="vllm",
@@ -100,7 +102,7 @@ class Site:
             # vLLM fills both labels from one set (engines report 1.5).
             adapters=running,
             waiting_adapters=running,
-            adapter_slots=self.profile.max_loras,
+            adapter_slots=None if self._active is None else self.profile.max_loras,
             prefix_queries=float(engine.prefix_queries),
             prefix_hits=float(engine.prefix_hits),
             totals=Totals(
@@ -126,12 +128,16 @@ class Site:
             return  # another process, or the plan was cut short since
         self._due = None
         done = engine.commit(due)
+        if self.profile.max_loras:
+            self._active = engine.slots.active
         self._steps += done.steps
-        self._computed += done.prefill_tokens
+        self._computed += sum(first.computed_tokens for first in done.first_tokens)
         self._generated += done.tokens
         self._ended += len(done.finished)
         if done.decoding:
             self._gaps(done.duration_s / done.steps, done.decoding * done.steps)
+        for gap in done.resumed_s:
+            self._gaps(gap, 1)
         trips = self.trips
         for first in done.first_tokens:
             trips[first.id].first_s = due - trips[first.id].sent_at
