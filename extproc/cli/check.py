@@ -134,6 +134,7 @@ def _scheduling(settings: sections.Settings, profile: Profile) -> Iterator[str]:
     yield f"  picker    {_told(profile.picker)}"
     if settings.scheduling.fallbacks:
         yield f"  and {settings.scheduling.fallbacks} further endpoints to fall back to"
+    yield from _models(settings)
     yield f"signals     {', '.join(sorted(signal.value for signal in profile.needs)) or 'none'}"
     scrape = settings.scrape
     if scrape.enabled:
@@ -144,6 +145,17 @@ def _scheduling(settings: sections.Settings, profile: Profile) -> Iterator[str]:
         yield f"            loads count for {scrape.stale_after_s:g} s"
     else:
         yield "scrape      off"
+
+
+def _models(settings: sections.Settings) -> Iterator[str]:
+    scrape, scheduling = settings.scrape, settings.scheduling
+    if not (scrape.enabled and scrape.models):
+        yield "models      not asked for: every endpoint counts as serving every model"
+        return
+    otherwise = "is refused with 404" if scheduling.unknown_model == "reject" else "goes to all"
+    yield f"models      asked for every {scrape.models_interval_s:g} s; one nobody lists {otherwise}"
+    if scheduling.kubeai_names:
+        yield "            model_adapter names are read as adapters of the model"
 
 
 def _limits(settings: sections.Settings) -> Iterator[str]:

@@ -8,7 +8,7 @@ from extproc.config import factory
 from extproc.config import settings as sections
 from extproc.decision import Decision, Outcome
 from extproc.dispatch import beliefs
-from extproc.endpoint import Endpoint, Load
+from extproc.endpoint import Endpoint, Load, Models
 from extproc.errors import ConfigError
 from extproc.pool.fleet import Fleet, Mark
 from extproc.request import RawRequest
@@ -68,6 +68,9 @@ def _charge(fleet: Fleet, known: EndpointState) -> None:
     if load is not None:
         # Before any request is charged: then the mark alone says what of the load was ours.
         fleet.observe(Mark(member.endpoint, _own_at_scrape(known)), load, _NOW)
+    if known.models is not None:
+        models = Models(frozenset(known.models), frozenset(known.model_adapters or ()))
+        fleet.observe_models(member.endpoint, models)
     account = member.account
     for at in range(known.in_flight):
         prompt_tokens = 0 if at else known.prompt_tokens

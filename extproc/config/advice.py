@@ -28,6 +28,8 @@ def advice(settings: sections.Settings) -> Iterator[str]:
         )
     if settings.answers.stream_share and not settings.answers.feedback:
         yield "answers.stream_share has no effect while answers.feedback is false"
+    if settings.scheduling.unknown_model == "reject" and not (scrape.enabled and scrape.models):
+        yield "scheduling.unknown_model is reject, and nobody asks which models there are: all pass"
     if settings.conformance:
         yield "conformance is on: clients choose their endpoint with a header"
     if settings.seed is not None:

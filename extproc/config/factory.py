@@ -20,7 +20,7 @@ from extproc.protocol.gathering import Budget
 from extproc.protocol.settings import ExchangeSettings
 from extproc.scheduling import guard
 from extproc.scheduling.profile import Profile
-from extproc.scrape import pace, scraper
+from extproc.scrape import pace, roll, scraper
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -161,6 +161,8 @@ def routing(
             stale_after_s=settings.scrape.stale_after_s,
             fallbacks=settings.scheduling.fallbacks,
             honour_subset=settings.scheduling.honour_subset,
+            reject_unlisted=settings.scheduling.unknown_model == "reject",
+            kubeai_names=settings.scheduling.kubeai_names,
         ),
     )
 
@@ -211,4 +213,5 @@ def _scraping(scrape: sections.Scrape) -> scraper.Settings:
             scrapes_per_s=scrape.max_scrapes_per_s,
             backoff_cap_s=scrape.backoff_cap_s,
         ),
+        models=roll.Settings(interval_s=scrape.models_interval_s if scrape.models else None),
     )

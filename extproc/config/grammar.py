@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -133,6 +133,13 @@ class Scheduling(Rules, frozen=True, forbid_unknown_fields=True, kw_only=True):
             plane with an override-host policy can use them.
         honour_subset: Keep to the endpoints a gateway allows (EPP protocol 004, subset hint). True,
             because ignoring it sends requests where they were not allowed.
+        unknown_model: What becomes of a request for a model that no endpoint lists, once all of
+            them have listed theirs: `pass` routes it as if all served it, `reject` answers 404 with
+            the names there are. `pass`, as upstream: engines answer 404 themselves, and some serve
+            names they do not list.
+        kubeai_names: Read `model_adapter` as KubeAI does: the base model before an underscore, its
+            adapter behind it, where an endpoint lists both and none the whole name. The body's
+            `model` becomes the adapter's name. True, because such a name serves nothing otherwise.
         plugin_files: Python files whose plugins may be named, relative to the configuration file.
             None, because their code runs in this process.
         plugin_budget_ms: Milliseconds one call of a plugin of others may take; after 3 overruns in
@@ -143,5 +150,7 @@ class Scheduling(Rules, frozen=True, forbid_unknown_fields=True, kw_only=True):
     models: Mapping[str, Rules] = {}
     fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
     honour_subset: bool = True
+    unknown_model: Literal["pass", "reject"] = "pass"
+    kubeai_names: bool = True
     plugin_files: tuple[bounds.Name, ...] = ()
     plugin_budget_ms: bounds.PositiveMilliseconds = 2.0

@@ -136,6 +136,13 @@ class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             stretched. 100 cost some 4 % of a core.
         max_page_bytes: Largest page that is read (bytes). 4 MiB is 80 times a vLLM page; more is
             something else.
+        models: Also ask endpoints which models and adapters they serve (/v1/models), and send
+            requests only where they can be served. True: one small page per endpoint, and without
+            it a pool of several models is routed blindly. An endpoint that does not say stays in
+            for every model. Set it to false where engines load adapters when they are asked for
+            (vLLM's LoRA resolvers): an adapter then stays where it was loaded first.
+        models_interval_s: Seconds between two of these pages of one endpoint; a new or restarted
+            one is asked at once. 30, because only loading an adapter at run time changes them.
     """
 
     enabled: bool = True
@@ -149,6 +156,8 @@ class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     backoff_cap_s: bounds.PositiveSeconds = 10.0
     max_scrapes_per_s: bounds.PositiveRate = 100.0
     max_page_bytes: bounds.Positive = 4 * _MIB
+    models: bool = True
+    models_interval_s: bounds.PositiveSeconds = 30.0
 
 
 class Prefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

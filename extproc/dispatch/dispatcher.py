@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from extproc import decision as outcomes
 from extproc.decision import Decision, Outcome, Rejection
-from extproc.dispatch import beliefs
+from extproc.dispatch import beliefs, eligible
 from extproc.parsing import opening as parsing_opening
-from extproc.parsing import parser
+from extproc.parsing import parser, rewriting
 from extproc.pool import snapshot
 from extproc.pool.accounts import Ticket
 from extproc.pool.fleet import Fleet
+from extproc.pool.serving import Alias
 from extproc.pool.snapshot import Member
 from extproc.prefix import blocks
 from extproc.prefix.index import PrefixIndex
@@ -36,11 +36,16 @@ class DispatchSettings(msgspec.Struct, frozen=True):
         fallbacks: Further endpoints named after the chosen one.
         honour_subset: Keep to the endpoints the data plane allows. True, because ignoring the hint
             sends requests where they were not allowed.
+        reject_unlisted: Refuse requests for models that nobody serves, where what everybody serves
+            is known. False, because engines answer that themselves.
+        kubeai_names: Read `model_adapter` as the adapter of a base model, where both are known.
     """
 
     stale_after_s: float
     fallbacks: int = 0
     honour_subset: bool = True
+    reject_unlisted: bool = False
+    kubeai_names: bool = True
 
 
 class Routing(msgspec.Struct, frozen=True):
@@ -119,7 +124,18 @@ class Dispatcher:
         request = parser.parse(raw)
         if isinstance(request, Rejection):
             return request
-        return self.choose(request, now, chain=self._chain(request), headers=raw.headers)
+        alias = self._alias(request)
+        if alias is None:
+            return self.choose(request, now, chain=self._chain(request), headers=raw.headers)
+        # Hashed under the name the engine is given, as a request that names the adapter itself.
+        named = msgspec.structs.replace(request, model=alias.adapter)
+        chain = self._chain(named)
+        named = msgspec.structs.replace(request, model=alias.base, adapter=alias.adapter)
+        outcome = self.choose(named, now, chain=chain, headers=raw.headers)
+        if isinstance(outcome, Rejection):
+            return outcome
+        splice = rewriting.splice(raw, alias.adapter)
+        return msgspec.structs.replace(outcome, model_rewrite=alias.adapter, splice=splice)
 
     def choose(
         self,
@@ -137,9 +153,15 @@ class Dispatcher:
             chain: The prompt's block hashes, root first, cut as the schedule cuts.
             headers: Headers of the request, names in lower case.
         """
-        members = self._eligible(request.subset)
-        if not members:
-            return outcomes.no_endpoints()
+        found = eligible.find(
+            self._fleet.pool,
+            request,
+            honour_subset=self._settings.honour_subset,
+            reject_unlisted=self._settings.reject_unlisted,
+        )
+        if isinstance(found, Rejection):
+            return found
+        members = found.members
         ratio = self._bytes_per_token(request)
         if ratio != BYTES_PER_TOKEN:
             tokens = max(1, round(request.prompt_bytes / ratio))
@@ -156,11 +178,14 @@ class Dispatcher:
         routing = self._routing
         profile = routing.by_model.get(request.model, routing.profile)
         opening = parsing_opening.of(request) if self._reading_openings else ""
-        return profile.run(
+        outcome = profile.run(
             Turn(request, now, self._rng, headers, chain, opening),
             candidates,
             count=1 + self._settings.fallbacks,
         )
+        if isinstance(outcome, Rejection) or not (found.left_out or found.unlisted):
+            return outcome
+        return msgspec.structs.replace(outcome, left_out=found.left_out, unlisted=found.unlisted)
 
     def rescue(self, raw: RawRequest, now: float, *, why: str) -> Outcome:
         """Decide when `route` failed with a bug: least in flight, nothing else looked at.
@@ -171,7 +196,7 @@ class Dispatcher:
             why: Name of what was raised; put into the decision.
         """
         del now
-        members = self._eligible(raw.subset)
+        members = self._fleet.pool.eligible(raw.subset if self._settings.honour_subset else None)
         if not members:
             return Rejection(
                 500, f"the decision failed ({why}) and there is no endpoint to fall to"
@@ -255,8 +280,11 @@ class Dispatcher:
         """Whether nobody needs to see the answer."""
         return decision.request.api in UNWATCHED
 
-    def _eligible(self, subset: Sequence[str] | None) -> Sequence[Member]:
-        return self._fleet.pool.eligible(subset if self._settings.honour_subset else None)
+    def _alias(self, request: Request) -> Alias | None:
+        """What its model stands for, if it is a `model_adapter` name."""
+        if request.adapter or "_" not in request.model or not self._settings.kubeai_names:
+            return None
+        return self._fleet.pool.serving.alias(request.model)
 
     def _chain(self, request: Request) -> Sequence[int]:
         """The prompt's block hashes; none where no profile reads them."""

@@ -2,8 +2,9 @@
 
 What lives here: the table from path to surface (`paths`), one module per family of surfaces with
 its partial typed decode, the framing of a prompt into stable bytes (`framing`, `inputs`,
-`tokens`), the session hint (`session`), the gRPC frame and the multipart form. Nothing here
-decides who serves, edits a body, or keeps state between two requests.
+`tokens`), the session hint (`session`), the gRPC frame and the multipart form, and where in a body
+another model name would go (`rewriting`). Nothing here decides who serves, or keeps state between
+two requests.
 
 Who drives it: `dispatch`, through `parser.parse(raw)`, once per request whose body is complete.
 The answer is a `Request`, or a `Rejection` with status 400 and one of the texts of the EPP

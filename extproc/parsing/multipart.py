@@ -64,7 +64,23 @@ def read(body: bytes, boundary: bytes) -> Mapping[str, str]:
         body: The form, whole or cut.
         boundary: As in the content type, without the leading dashes.
     """
-    fields: dict[str, str] = {}
+    return {
+        name: body[start:stop].decode("utf-8", "replace")
+        for name, (start, stop) in _spans(body, boundary).items()
+    }
+
+
+def model_span(raw: RawRequest) -> tuple[int, int] | None:
+    """Where the value of the last `model` field starts and stops; None when there is none."""
+    found = _BOUNDARY.search(raw.headers.get("content-type", ""))
+    if found is None:
+        return None
+    return _spans(raw.body, (found[1] or found[2]).encode()).get("model")
+
+
+def _spans(body: bytes, boundary: bytes) -> Mapping[str, tuple[int, int]]:
+    """Where the values of the wanted fields start and stop."""
+    fields: dict[str, tuple[int, int]] = {}
     delimiter = b"--" + boundary
     start = body.find(delimiter)
     for _ in range(MOST_PARTS):
@@ -77,7 +93,7 @@ def read(body: bytes, boundary: bytes) -> Mapping[str, str]:
     return fields
 
 
-def _read_part(fields: dict[str, str], body: bytes, span: tuple[int, int]) -> None:
+def _read_part(fields: dict[str, tuple[int, int]], body: bytes, span: tuple[int, int]) -> None:
     start, end = span
     blank = body.find(b"\r\n\r\n", start, min(end, start + LONGEST_BYTES))
     if blank < 0 or end - blank - 4 > LONGEST_BYTES:
@@ -87,4 +103,4 @@ def _read_part(fields: dict[str, str], body: bytes, span: tuple[int, int]) -> No
         return
     name = (found[1] if found[1] is not None else found[2]).decode("utf-8", "replace")
     if name in _WANTED:
-        fields[name] = body[blank + 4 : end].decode("utf-8", "replace")
+        fields[name] = (blank + 4, end)

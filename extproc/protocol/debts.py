@@ -45,6 +45,7 @@ class Debts(msgspec.Struct):
         *,
         remove_headers: tuple[str, ...],
         body_shown: bool,
+        body: bytes | None = None,
     ) -> tuple[Reply, ...]:
         """All answers where the body goes on by itself.
 
@@ -53,6 +54,7 @@ class Debts(msgspec.Struct):
             set_headers: Further request headers to set.
             remove_headers: Request headers to remove.
             body_shown: Whether a body message waits for its answer.
+            body: What the body becomes; None leaves it as it is.
         """
         if self.headers:
             kind = _REQUEST_HEADERS
@@ -60,7 +62,7 @@ class Debts(msgspec.Struct):
             kind = _REQUEST_BODY
         else:
             return self._last(destination)
-        return (Route(kind, destination, set_headers, remove_headers), *self._last(""))
+        return (Route(kind, destination, set_headers, remove_headers, body), *self._last(""))
 
     def hand_on(
         self,

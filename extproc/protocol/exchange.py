@@ -15,7 +15,7 @@ from extproc.protocol import feedback, refusal, transitions
 from extproc.protocol.debts import Debts
 from extproc.protocol.events import NO_HEADERS, UNDECLARED, BodyMode, Event, Kind, Modes
 from extproc.protocol.gathering import Budget, Gathering
-from extproc.protocol.headers import SELECTION, control_headers, tokens
+from extproc.protocol.headers import SELECTION, control_headers, edited_length, tokens
 from extproc.protocol.replies import Continue, Headers, Refuse, Reply, chunks
 from extproc.protocol.settings import ExchangeSettings
 from extproc.protocol.transitions import Act, Asked, Told
@@ -54,6 +54,7 @@ class Exchange:
         pending: The complete request while it waits for its outcome, else None.
         status: HTTP status of the response as text; empty until it is known.
         tail: The end of the response body, where it is visible.
+        edited: Whether the request body was given another model name.
         rejection: Why an immediate response was sent; None if none was.
     """
 
@@ -70,6 +71,7 @@ class Exchange:
         "_subset",
         "_watch_stream",
         "asked",
+        "edited",
         "pending",
         "rejection",
         "status",
@@ -98,6 +100,7 @@ class Exchange:
         self.status = ""
         self.tail: feedback.Tail | None = None
         self.rejection: Rejection | None = None
+        self.edited = False
 
     def receive(self, event: Event) -> Iterable[Reply]:
         """Take one event.
@@ -132,7 +135,8 @@ class Exchange:
         Raises:
             RuntimeError: Nothing is pending, which is a bug of the caller.
         """
-        if self.pending is None:
+        pending = self.pending
+        if pending is None:
             raise RuntimeError("nothing is pending; call resolve once after receive set pending")
         self.pending = None
         if isinstance(outcome, Rejection):
@@ -144,11 +148,22 @@ class Exchange:
         set_headers: Headers = (("x-request-id", request_id),) if request_id else ()
         removed = control_headers(self._headers)
         gathering = self._gathering
-        if gathering is not None and self._modes is not None and self._modes.request >= _DUPLEX:
+        mode = _DUPLEX if self._modes is None else self._modes.request
+        body = None
+        # Up to STREAMED the headers may be with the engine already, and its idea of the length.
+        if outcome.splice is not None and gathering is not None and mode > _STREAMED:
+            body = gathering.edit(outcome.splice)
+            self.edited = True
+            set_headers += edited_length(pending, body)
+        if gathering is not None and mode >= _DUPLEX:
             return self._debts.hand_on(gathering, destination, set_headers, remove_headers=removed)
         self.close()
         return self._debts.pay(
-            destination, set_headers, remove_headers=removed, body_shown=gathering is not None
+            destination,
+            set_headers,
+            remove_headers=removed,
+            body_shown=gathering is not None,
+            body=body,
         )
 
     def refuse(self, rejection: Rejection) -> Refuse:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from extproc.decision import Rejection
+from extproc.decision import Rejection, Splice
 
 
 class Budget:
@@ -59,6 +59,21 @@ class Gathering:
         if len(self._chunks) != 1:
             self._chunks = [b"".join(self._chunks)]
         return self._chunks[0]
+
+    def edit(self, splice: Splice) -> bytes:
+        """Replace part of the whole body, and count the difference.
+
+        Args:
+            splice: What to replace; a few bytes, so that no limit is asked again.
+
+        Returns:
+            The body as it is now.
+        """
+        edited = splice.apply(self.joined())
+        self._chunks = [edited]
+        self._budget.held_bytes += len(edited) - self.size_bytes
+        self.size_bytes = len(edited)
+        return edited
 
     def release(self) -> None:
         """Give the bytes back to the budget and forget them; further calls do nothing."""

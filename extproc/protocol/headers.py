@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from extproc.request import RawRequest
+
 DESTINATION = "x-gateway-destination-endpoint"
 SELECTION = "test-epp-endpoint-selection"
 SERVED_HEADER = "x-conformance-test-served-endpoint"
@@ -35,6 +37,25 @@ def control_headers(headers: Mapping[str, str]) -> tuple[str, ...]:
     if CONTROL_HEADERS.isdisjoint(headers):
         return ()
     return tuple(name for name in CONTROL_HEADERS if name in headers)
+
+
+def edited_length(raw: RawRequest, body: bytes) -> tuple[tuple[str, str], ...]:
+    """The `content-length` of an edited body (EPP protocol report 1.6), as a header to set.
+
+    Of a body that BUFFERED_PARTIAL cut the rest follows; without a length of the whole there is
+    nothing to correct.
+
+    Args:
+        raw: The request as it came.
+        body: What its body, or the part of it that was shown, becomes.
+    """
+    length = len(body)
+    if raw.truncated:
+        told = raw.headers.get("content-length", "")
+        if not (told.isascii() and told.isdigit()):
+            return ()
+        length += int(told) - len(raw.body)
+    return (("content-length", str(length)),)
 
 
 def tokens(value: str) -> tuple[str, ...]:

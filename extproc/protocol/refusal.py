@@ -61,12 +61,12 @@ def body(rejection: Rejection) -> bytes:
     """The JSON error body of a rejection."""
     code = CODES.get(rejection.status, "Unknown")
     fallback = "server_error" if rejection.status >= 500 else "invalid_request_error"
-    return msgspec.json.encode(
-        {
-            "error": {
-                "message": f"inference error: {code} - {rejection.message}",
-                "type": _TYPES.get(rejection.status, fallback),
-                "code": rejection.status,
-            }
-        }
-    )
+    error: dict[str, str | int] = {
+        "message": f"inference error: {code} - {rejection.message}",
+        "type": _TYPES.get(rejection.status, fallback),
+        "code": rejection.status,
+    }
+    if rejection.code:
+        # OpenAI's own way: the kind of error in `type`, which one it is in `code`.
+        error |= {"type": "invalid_request_error", "code": rejection.code}
+    return msgspec.json.encode({"error": error})

@@ -24,12 +24,14 @@ class Route(msgspec.Struct, frozen=True, gc=False):
             they must agree).
         set_headers: Further request headers to set.
         remove_headers: Control headers of the client that must not reach the engine.
+        body: What the body becomes, in answer to it in the buffered modes; None leaves it as it is.
     """
 
     answers: Kind
     destination: str
     set_headers: Headers = ()
     remove_headers: tuple[str, ...] = ()
+    body: bytes | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):

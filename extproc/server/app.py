@@ -276,6 +276,9 @@ class Picker:
         _log.log(level, "%s: %s, %d endpoints", fact.kind, fact.detail, fact.endpoints)
 
     def _scraped(self, fact: scraper.ScrapeFact) -> None:
+        if fact.listing:
+            self.tallies.listings[fact.address, fact.outcome] += 1
+            return
         self.tallies.scrapes[fact.address, fact.outcome] += 1
         self.tallies.scrape_s.add(fact.seconds)
 

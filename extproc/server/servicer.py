@@ -127,7 +127,10 @@ class Stream:
                 outcome, answer_headers=(*outcome.answer_headers, told)
             )
         self._commit(outcome, now, named or new)
-        return exchange.resolve(outcome, request_id=new)
+        replies = exchange.resolve(outcome, request_id=new)
+        if outcome.model_rewrite:
+            servicer.tallies.rewritten(edited=exchange.edited)
+        return replies
 
     def _commit(self, decision: Decision, now: float, request_id: str) -> None:
         servicer = self._servicer

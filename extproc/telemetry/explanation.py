@@ -19,6 +19,9 @@ from extproc.request import Request
 from extproc.telemetry import state
 from extproc.telemetry.ring import Recorded
 
+#: What the choice by /v1/models is called among the filters, which it runs before.
+SERVES_MODEL = "serves-model"
+
 #: Plain JSON: mappings, lists, text, numbers, booleans, None.
 Json = dict[str, Any]
 
@@ -49,11 +52,13 @@ def explain(outcome: Outcome) -> Json:
 
     Returns:
         For a decision the keys outcome, request, profile, picker, degraded, endpoints, runner_up,
-        candidates, filters, scorers, cost and finalists; for a rejection outcome, status, message, reason and
-        retry_after_s.
+        candidates, left_out, unlisted, model_rewrite, filters, scorers, cost and finalists; for a
+        rejection outcome, status, message, reason and retry_after_s.
     """
     if isinstance(outcome, Rejection):
-        return {"outcome": "rejection", **msgspec.structs.asdict(outcome)}
+        told = msgspec.structs.asdict(outcome)
+        del told["code"]
+        return {"outcome": "rejection", **told}
     return {
         "outcome": "decision",
         "request": _request(outcome.request),
@@ -63,6 +68,9 @@ def explain(outcome: Outcome) -> Json:
         "endpoints": [endpoint.address for endpoint in outcome.endpoints],
         "runner_up": _runner_up(outcome),
         "candidates": [_candidate(candidate) for candidate in outcome.candidates],
+        "left_out": [endpoint.address for endpoint in outcome.left_out],
+        "unlisted": outcome.unlisted,
+        "model_rewrite": _rewrite(outcome),
         "filters": _filters(outcome),
         "scorers": [{"name": scored.name, "weight": scored.weight} for scored in outcome.scores],
         "cost": _cost(outcome.priced),
@@ -162,6 +170,13 @@ def _request(request: Request) -> Json:
     }
 
 
+def _rewrite(decision: Decision) -> Json | None:
+    """The name the engine is given; `editable` says whether the body has a place for it."""
+    if not decision.model_rewrite:
+        return None
+    return {"name": decision.model_rewrite, "editable": decision.splice is not None}
+
+
 def _candidate(candidate: Candidate) -> Json:
     load = candidate.load
     return {
@@ -191,6 +206,9 @@ def _candidate(candidate: Candidate) -> Json:
 def _filters(decision: Decision) -> list[Json]:
     steps = []
     before = _addresses(decision.candidates)
+    if decision.left_out:
+        dropped = [endpoint.address for endpoint in decision.left_out]
+        steps.append({"name": SERVES_MODEL, "survivors": before, "dropped": dropped})
     for filtered in decision.filters:
         after = _addresses(filtered.survivors)
         kept = set(after)

@@ -186,6 +186,41 @@ class Exposition(Collector):
         for (address, result), count in tallies.scrapes.items():
             scrapes.add_metric([address, result], count)
         yield scrapes
+        yield from self._models()
+
+    def _models(self) -> Iterator[Metric]:
+        tallies = self._tallies
+        listings = CounterMetricFamily(
+            "extproc_models_scrapes",
+            "Times endpoints were asked which models they serve.",
+            labels=["endpoint", "result"],
+        )
+        for key, count in tallies.listings.items():
+            listings.add_metric(key, count)
+        yield listings
+        known = GaugeMetricFamily(
+            "extproc_endpoint_models",
+            "Models and adapters an endpoint listed; absent while nobody knows.",
+            labels=["endpoint"],
+        )
+        for member in self._pool().members:
+            if member.models is not None:
+                count = len(member.models.bases) + len(member.models.adapters)
+                known.add_metric([member.endpoint.address], count)
+        yield known
+        rewrites = CounterMetricFamily(
+            "extproc_model_rewrites",
+            "Requests whose model got another name, by whether the body could be edited.",
+            labels=["result"],
+        )
+        for result, count in tallies.rewrites.items():
+            rewrites.add_metric([result], count)
+        yield rewrites
+        yield CounterMetricFamily(
+            "extproc_unlisted_models",
+            "Requests routed although no endpoint lists their model.",
+            value=tallies.unlisted,
+        )
 
     def _distributions(self) -> Iterator[Metric]:
         tallies = self._tallies

@@ -41,6 +41,8 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         adapters: LoRA adapters in its batch.
         waiting_adapters: LoRA adapters that wait.
         adapter_slots: Adapters that fit.
+        models: Base models it serves, as it listed them; None when nobody knows.
+        model_adapters: Adapters it listed.
         matched_tokens: Leading prompt tokens of the request in question believed cached there;
             only read, because a pool knows nothing of a request.
     """
@@ -63,6 +65,8 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     adapters: tuple[str, ...] | None = None
     waiting_adapters: tuple[str, ...] | None = None
     adapter_slots: Count | None = None
+    models: tuple[str, ...] | None = None
+    model_adapters: tuple[str, ...] | None = None
     matched_tokens: Count = 0
 
 
@@ -87,7 +91,7 @@ def of_pool(pool: Pool, now: float) -> PoolState:
 
 
 def _of_member(member: Member, now: float) -> EndpointState:
-    endpoint, load, account = member.endpoint, member.load, member.account
+    endpoint, load, account, models = member.endpoint, member.load, member.account, member.models
     scraped = math.isfinite(load.at)
     return EndpointState(
         address=endpoint.address,
@@ -108,6 +112,8 @@ def _of_member(member: Member, now: float) -> EndpointState:
         adapters=_sorted(load.adapters),
         waiting_adapters=_sorted(load.waiting_adapters),
         adapter_slots=load.adapter_slots,
+        models=None if models is None else _sorted(models.bases),
+        model_adapters=None if models is None else _sorted(models.adapters),
     )
 
 

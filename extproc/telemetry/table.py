@@ -60,7 +60,14 @@ def _asked(explanation: Json) -> str:
         facts.append("streamed")
     if request["subset"] is not None:
         facts.append(f"limited to {', '.join(request['subset']) or 'nobody'}")
-    return f"request: {', '.join(facts)}\nprofile: {explanation['profile']}"
+    lines = [f"request: {', '.join(facts)}"]
+    rewrite = explanation.get("model_rewrite")
+    if rewrite:
+        how = "in the body" if rewrite["editable"] else "but the body cannot be edited"
+        lines.append(f"rewrite: the engine knows the model as {rewrite['name']}, {how}")
+    if explanation.get("unlisted"):
+        lines.append("model:   no endpoint lists it; routed as if all served it")
+    return "\n".join([*lines, f"profile: {explanation['profile']}"])
 
 
 def _in_play(candidates: Sequence[Json]) -> str:

@@ -53,6 +53,10 @@ class Tallies:
         matched_tokens: Of these, believed cached on the chosen endpoint.
         usage: Tokens the engines reported, by kind: `prompt`, `completion`, `cached`.
         scrapes: Scrapes by (endpoint address, result).
+        listings: Lists of models asked for, by (endpoint address, result).
+        rewrites: Requests whose model was given another name, by whether the body was `edited` or
+            could not be (`unedited`).
+        unlisted: Requests routed although no endpoint in play lists their model.
         reloads: Attempts to read the configuration again, by result: `ok`, `error`.
         reload_failed: Whether the last of them failed, and an older configuration is in force.
         restart_needed: Whether the configuration differs in what only a restart changes.
@@ -71,6 +75,9 @@ class Tallies:
         self.matched_tokens = 0
         self.usage: Counter[str] = Counter()
         self.scrapes: Counter[tuple[str, str]] = Counter()
+        self.listings: Counter[tuple[str, str]] = Counter()
+        self.rewrites: Counter[str] = Counter()
+        self.unlisted = 0
         self.plugins = guard.Counts()
         self.reloads: Counter[str] = Counter()
         self.reload_failed = False
@@ -88,6 +95,12 @@ class Tallies:
         self.matched_tokens += decision.matched_tokens
         if decision.degraded:
             self.degraded[decision.degraded] += 1
+        if decision.unlisted:
+            self.unlisted += 1
+
+    def rewritten(self, *, edited: bool) -> None:
+        """A routed request's model was given another name."""
+        self.rewrites["edited" if edited else "unedited"] += 1
 
     def reloaded(self, *, ok: bool, restart: bool) -> None:
         """The configuration was read again, or could not be."""
@@ -118,6 +131,6 @@ class Tallies:
         """Drop the series of an endpoint that left, so that labels stay bounded."""
         self.picks.pop(address, None)
         self.unanswered.pop(address, None)
-        for counter in (self.responses, self.scrapes):
+        for counter in (self.responses, self.scrapes, self.listings):
             for key in [key for key in counter if key[0] == address]:
                 del counter[key]

@@ -134,6 +134,8 @@ def _route(reply: Route) -> bytes:
     common.clear_route_cache = True
     _set(common.header_mutation, ((DESTINATION, reply.destination), *reply.set_headers))
     common.header_mutation.remove_headers.extend(reply.remove_headers)
+    if reply.body is not None:
+        common.body_mutation.body = reply.body
     _tell(response, reply.destination)
     return response.SerializeToString()
 
@@ -142,8 +144,9 @@ _cached_route = lru_cache(maxsize=4096)(_route)
 
 
 def _picked(reply: Route) -> bytes:
-    # Most picks differ only in the destination; a request id makes one unique.
-    return _route(reply) if reply.set_headers else _cached_route(reply)
+    # Most picks differ only in the destination; a request id or a body makes one unique.
+    unique = reply.set_headers or reply.body is not None
+    return _route(reply) if unique else _cached_route(reply)
 
 
 @lru_cache(maxsize=4096)
