@@ -47,6 +47,7 @@ class Dispatching:
         sites: All engines there will ever be.
         timeline: The clock.
         delay_s: Seconds from the moment a page was true to the moment it is taken in.
+        told_max_tokens: Whether requests say how long their answers will be.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class Dispatching:
         *,
         timeline: Timeline,
         delay_s: float,
+        told_max_tokens: bool = False,
     ) -> None:
         self.parts = factory.build(settings, where="scenario")
         self._sites = sites
         self._timeline = timeline
         self._delay_s = delay_s
+        self._told = told_max_tokens
         scrape = settings.scrape
         self._scraping = scrape.enabled
         self._pace = self.parts.scraping.pace
@@ -73,6 +76,7 @@ class Dispatching:
         self._sites_of = {endpoint.address: n for n, endpoint in enumerate(self._endpoints)}
         self._watched: set[int] = set()
         self._failures = [0] * len(sites)
+        self._watches = [0] * len(sites)
         self._busy: dict[int, int] = {}
         self._touched: set[int] = set()
 
@@ -86,7 +90,10 @@ class Dispatching:
         for n in sorted(fresh):
             # A new endpoint is asked at once, like the real scraper does, but not all together.
             spread = self._pace.fast_s * self.parts.rng.random()
-            self._timeline.after(spread, lambda n=n: self._scrape(n))  # type: ignore[misc]
+            self._failures[n] = 0
+            self._watches[n] += 1
+            watch = self._watches[n]
+            self._timeline.after(spread, lambda n=n, watch=watch: self._scrape(n, watch))  # type: ignore[misc]
 
     def pick(self, trip: Trip) -> int:
         """See `Picker`."""
@@ -100,6 +107,7 @@ class Dispatching:
             model=work.adapter or MODEL,
             prompt=framing.TEXT + work.opening.encode(),
             prompt_tokens=work.prompt_tokens,
+            max_tokens=work.output_tokens if self._told else None,
             session=work.session,
         )
         dispatcher = self.parts.dispatcher
@@ -125,9 +133,9 @@ class Dispatching:
         else:
             del self._busy[trip.site]
 
-    def _scrape(self, n: int) -> None:
-        if n not in self._watched:
-            return
+    def _scrape(self, n: int, watch: int) -> None:
+        if n not in self._watched or self._watches[n] != watch:
+            return  # dropped since; when it was listed again, that began a watch of its own
         timeline, fleet = self._timeline, self.parts.fleet
         mark = fleet.begin_scrape(self._endpoint(n))
         site = self._sites[n]
@@ -139,7 +147,7 @@ class Dispatching:
             self._taken(n, mark, page)
             # From the start of the scrape to the start of the next one.
             wait = self._wait_s(n, busy=busy) - self._delay_s
-            timeline.after(max(wait, 0.0), lambda: self._scrape(n))
+            timeline.after(max(wait, 0.0), lambda: self._scrape(n, watch))
 
         timeline.after(self._delay_s, taken)
 

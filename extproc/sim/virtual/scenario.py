@@ -10,6 +10,7 @@ import msgspec
 from extproc.errors import ConfigError
 from extproc.sim import profiles
 from extproc.sim.virtual.client import Client
+from extproc.sim.virtual.trip import KEY_TOKENS
 from extproc.sim.virtual.workloads import Trace, Workload
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -88,11 +89,14 @@ class Picking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             says.
         delay_s: Seconds from the moment a page was true to the moment it is taken in. 5 ms is what
             vLLM takes for its page (engines report 1.5).
+        told_max_tokens: Whether requests carry `max_tokens`, and with it the true length of their
+            answers, as those of `vllm bench serve` do. False: people rarely know it.
     """
 
     replicas: Positive = 1
     scrape_s: Factor | None = None
     delay_s: Seconds = 0.005
+    told_max_tokens: bool = False
 
 
 class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -184,10 +188,17 @@ def check(scenario: Scenario, *, where: str) -> None:
 
 def _check_engines(engines: Engines, *, where: str) -> None:
     try:
-        engines.resolved()
+        profile = engines.resolved()
     except ConfigError as error:
         # The same, with the place in the scenario.
         raise ConfigError(where, wanted=error.wanted, found=error.found, fix=error.fix) from None
+    if profile.block_tokens != KEY_TOKENS:
+        raise ConfigError(
+            f"{where}.set.block_tokens",
+            wanted=f"{KEY_TOKENS}, the tokens of one block of a simulated prompt",
+            found=str(profile.block_tokens),
+            fix="remove it",
+        )
 
 
 def _check_client(client: Client, workload: Workload, *, where: str) -> None:

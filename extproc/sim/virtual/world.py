@@ -76,11 +76,13 @@ class World:
         timeline, sender, until = self.timeline, self._sender, self._scenario.until_s
         for outage in self._scenario.outages:
             timeline.at(outage.at_s, lambda outage=outage: self._fail(outage))  # type: ignore[misc]
+        if self._scenario.measure_from_s:
+            timeline.at(self._scenario.measure_from_s, self.tally.forget_gaps)
         self._list()
         sender.start()
         while not sender.over and timeline.now < until and timeline.step():
             pass
-        self.tally.close(self.sites, timeline.now)
+        self.tally.close(self.sites)
         return self.tally
 
     def _engine(self, site: Site, ready_s: float) -> None:
@@ -100,6 +102,7 @@ class World:
             self.sites,
             timeline=self.timeline,
             delay_s=self._scenario.picking.delay_s,
+            told_max_tokens=self._scenario.picking.told_max_tokens,
         )
 
     def _list(self) -> None:

@@ -1,0 +1,301 @@
+"""The HTTP engine under a real Envoy against the offline simulator, on the same workload.
+
+    python -m bench.agreement [--seeds 1 2] [--strategy NAME]... [--scenario NAME]... [--write]
+
+A scenario's requests go through Envoy and `extproc serve` to `extproc engine` processes, and the
+same scenario runs under virtual time: the same machines, requests, arrivals, names of endpoints and
+settings of the picker. Both run at `speed` times the machine's pace and are told in real seconds, so
+that the picker's own times (scrape interval, ageing) are the same for both. What the offline run
+leaves out are Envoy, the picker and two HTTP servers: some milliseconds, which are as real at any
+speed and so weigh `speed` times as much against the engine's. The scenario `idle` shows them alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import msgspec
+import uvloop
+
+from bench import rig, sending
+from extproc.cli import stack
+from extproc.config import load
+from extproc.config import settings as sections
+from extproc.endpoint import Load
+from extproc.scrape import page
+from extproc.sim.virtual import scenario, tally, workloads, world
+from extproc.sim.virtual.client import Client
+from extproc.sim.virtual.lengths import Lengths
+from extproc.sim.virtual.picker import MODEL
+
+STRATEGIES = ("round-robin", "least-load", "prefix-hash", "adaptive")
+
+#: How far the two may be apart, and in what (issue 4).
+BOUND = 0.10
+JUDGED = ("requests_per_s", "ttft_mean_s")
+
+#: Fields of a profile that `extproc engine` takes as flags.
+_FLAGS = (
+    "kv_tokens",
+    "block_tokens",
+    "max_num_seqs",
+    "token_budget",
+    "max_model_len",
+    "max_queued",
+    "max_loras",
+)
+
+#: Two, so that the real milliseconds stay small against the engine's on two cores: four engines, the
+#: picker, Envoy and the client share them.
+SPEED = 2.0
+
+_PICKING = scenario.Picking(told_max_tokens=True)
+
+SCENARIOS: Mapping[str, scenario.Scenario] = {
+    "closed": scenario.Scenario(
+        title="32 users with conversations on 4 L4 with small caches",
+        fleet=(scenario.Engines(count=4, profile="l4-8b-fp8", set={"kv_tokens": 32_000}),),
+        workload=workloads.Conversations(
+            conversations=72,
+            turns=Lengths(mean=5, deviation=1.5, lowest=2, highest=8),
+            prompt=Lengths(mean=600, deviation=400, shape="lognormal", lowest=32, highest=3000),
+            output=Lengths(mean=40, deviation=20, shape="lognormal", lowest=4, highest=120),
+        ),
+        client=Client(users=32, ramp_s=1.0),
+        picking=_PICKING,
+    ),
+    "poisson": scenario.Scenario(
+        title="Prompts that share 12 beginnings, 6 adapters, Poisson arrivals on 4 L4",
+        fleet=(scenario.Engines(count=4, profile="l4-8b-fp8", set={"kv_tokens": 24_000}),),
+        workload=workloads.Shared(
+            requests=200,
+            groups=12,
+            prefix=Lengths(mean=2000),
+            prompt=Lengths(mean=300, deviation=200, shape="lognormal", lowest=10, highest=1500),
+            output=Lengths(mean=40, deviation=20, shape="lognormal", lowest=4, highest=120),
+            adapters=6,
+        ),
+        client=Client(rate_per_s=6.5),
+        picking=_PICKING,
+    ),
+}
+
+IDLE = scenario.Scenario(
+    title="One user, one engine: what the way there and back takes",
+    fleet=(scenario.Engines(count=1, profile="l4-8b-fp8"),),
+    workload=workloads.Independent(
+        requests=30, prompt=Lengths(mean=200), output=Lengths(mean=4), adapters=0
+    ),
+    client=Client(users=1),
+    picking=_PICKING,
+)
+
+
+def scaled(whole: scenario.Scenario, speed: float) -> scenario.Scenario:
+    """The same, everything but client and picker so many times as fast."""
+    replace = msgspec.structs.replace
+    fleet = [replace(one, speed=one.speed * speed) for one in whole.fleet]
+    rate = whole.client.rate_per_s
+    offered = replace(
+        whole.client,
+        rate_per_s=None if rate is None else rate * speed,
+        ramp_s=whole.client.ramp_s / speed,
+    )
+    workload = whole.workload
+    if isinstance(workload, workloads.Conversations):
+        think = workload.think_s
+        workload = replace(
+            workload,
+            think_s=replace(
+                think,
+                mean=think.mean / speed,
+                deviation=think.deviation / speed,
+                lowest=think.lowest / speed,
+                highest=None if think.highest is None else think.highest / speed,
+            ),
+        )
+    return replace(whole, fleet=fleet, client=offered, workload=sending.Spelled(workload))
+
+
+def settings_text(strategy: str, *, seed: int, addresses: Sequence[str] = ()) -> str:
+    """The picker's configuration; endpoints have the names that the simulator gives them."""
+    tree: dict[str, Any] = {
+        "apiVersion": sections.API_VERSION,
+        "kind": sections.KIND,
+        "seed": seed * 1000,  # as `world.World` seeds its first picker
+        "scheduling": {"strategy": strategy},
+    }
+    if addresses:
+        listed = [{"address": at, "name": f"engine-{n}"} for n, at in enumerate(addresses)]
+        tree["pool"] = {"endpoints": listed}
+    return msgspec.json.encode(tree).decode()
+
+
+def offline(whole: scenario.Scenario, strategy: str, *, seed: int) -> dict[str, float]:
+    """The prediction."""
+    settings = load.settings(load.parse(settings_text(strategy, seed=seed), where="bench"))
+    return figures(world.World(whole, settings, seed=seed).run())
+
+
+async def real(whole: scenario.Scenario, strategy: str, *, seed: int) -> dict[str, float]:
+    """The measurement: everything anew, so that caches and counters begin empty."""
+    async with stack.stack() as children:
+        addresses = await _engines(children, whole)
+        ports = stack.EnvoyPorts(stack.free_port(), stack.free_port(), stack.free_port())
+        await children.extproc(
+            *("--config-text", settings_text(strategy, seed=seed, addresses=addresses)),
+            *("--host", "127.0.0.1", "--secure-serving=false", "--drain-timeout", "0s"),
+            *("--grpc-port", str(ports.extproc), "--grpc-health-port", "0"),
+            *("--metrics-port", str(stack.free_port())),
+        )
+        template = rig.ROOT / "envoy" / rig.TEMPLATES["fds"]
+        await children.envoy(stack.envoy_config(template, ports, plaintext=True))
+        url = f"http://127.0.0.1:{ports.listener}"
+        engines = [int(address.rpartition(":")[2]) for address in addresses]
+        results = await sending.play(whole, url=url, ports=engines, seed=seed)
+        loads = [await _load(address) for address in addresses]
+    again = [int(one.totals.preemptions or 0) for one in loads]
+    # All that is read of engines at the end.
+    ended = [SimpleNamespace(preemptions=n, engine=SimpleNamespace(preemptions=0)) for n in again]
+    results.close(ended, 0.0)
+    found = figures(results)
+    queries = sum(one.prefix_queries or 0.0 for one in loads)
+    found["hit_ratio"] = sum(one.prefix_hits or 0.0 for one in loads) / queries
+    return found
+
+
+async def _engines(children: stack.Stack, whole: scenario.Scenario) -> list[str]:
+    count = workloads.adapters(whole.workload)
+    loras = [word for n in range(count) for word in ("--lora", f"adapter-{n}")]
+    commands = [
+        [
+            *("--profile", one.profile, "--speed", str(one.speed), "--model", MODEL, *loras),
+            *(word for name, value in one.set.items() for word in _flag(name, value)),
+        ]
+        for one in whole.fleet
+        for _ in range(one.count)
+    ]
+    started = await asyncio.gather(*(children.engine(*words) for words in commands))
+    return [address for _, address in started]
+
+
+def _flag(name: str, value: float) -> tuple[str, str]:
+    if name not in _FLAGS:
+        raise SystemExit(f"extproc engine has no flag for {name}; it has {', '.join(_FLAGS)}")
+    return f"--{name.replace('_', '-')}", str(int(value))
+
+
+async def _load(address: str) -> Load:
+    """What an engine's own page says."""
+    url = f"http://{address}/metrics"
+    async with aiohttp.ClientSession() as session, session.get(url) as answer:
+        found = page.read(await answer.read(), 0.0)
+    assert isinstance(found, Load), found
+    return found
+
+
+def figures(results: tally.Tally) -> dict[str, float]:
+    """What is compared; times in real seconds."""
+    found = results.summary()
+    assert not found.failed, found.failed
+    return {
+        "requests": found.requests,
+        "requests_per_s": found.requests_per_s,
+        "output_tokens_per_s": found.output_tokens_per_s,
+        "ttft_mean_s": found.ttft_s.mean,
+        "ttft_p50_s": found.ttft_s.p50,
+        "ttft_p99_s": found.ttft_s.p99,
+        "tpot_mean_s": found.tpot_s.mean,
+        "hit_ratio": found.hit_ratio,
+    }
+
+
+async def compare(
+    whole: scenario.Scenario, strategy: str, *, speed: float, seeds: Sequence[int]
+) -> dict[str, Any]:
+    """Both sides, each seed after the other; figures are means over the seeds."""
+    fast = scaled(whole, speed)
+    predicted, measured = [], []
+    for seed in seeds:
+        predicted.append(offline(fast, strategy, seed=seed))
+        measured.append(await real(fast, strategy, seed=seed))
+    expected, got = _means(predicted), _means(measured)
+    return {
+        "offline": expected,
+        "real": got,
+        "ratio": {
+            name: round(got[name] / value, 3) if value else None for name, value in expected.items()
+        },
+        "ttft_ratio_by_seed": [
+            round(one["ttft_mean_s"] / other["ttft_mean_s"], 3)
+            for one, other in zip(measured, predicted, strict=True)
+        ],
+    }
+
+
+def _means(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: round(statistics.fmean(run[name] for run in runs), 5) for name in runs[0]}
+
+
+def worst(compared: Mapping[str, Mapping[str, Any]]) -> float:
+    """The largest deviation from 1 of any judged ratio."""
+    return max(
+        abs(one["ratio"][name] - 1)
+        for by_strategy in compared.values()
+        for one in by_strategy.values()
+        for name in JUDGED
+    )
+
+
+async def main(given: argparse.Namespace) -> None:
+    began = time.monotonic()
+    alone = await compare(IDLE, "round-robin", speed=given.speed, seeds=[1])
+    added_ms = round(1e3 * (alone["real"]["ttft_mean_s"] - alone["offline"]["ttft_mean_s"]), 2)
+    print(f"idle: the way there and back adds {added_ms} ms to the first token", flush=True)
+    compared: dict[str, dict[str, Any]] = {}
+    for name in given.scenario:
+        for strategy in given.strategy:
+            one = await compare(SCENARIOS[name], strategy, speed=given.speed, seeds=given.seeds)
+            compared.setdefault(name, {})[strategy] = one
+            print(f"{name:9}{strategy:13}{_line(one)}", flush=True)
+    deviation = round(worst(compared), 3)
+    print(f"largest deviation {deviation:.1%}, wanted {BOUND:.0%} at most")
+    if given.write:
+        words = f"--speed {given.speed:g} --seeds {' '.join(map(str, given.seeds))} --write"
+        results = {
+            "speed": given.speed,
+            "seconds": round(time.monotonic() - began),
+            "added_ttft_ms": added_ms,
+            "worst_deviation": deviation,
+            "scenarios": compared,
+        }
+        rig.write("agreement", f"python -m bench.agreement {words}", results)
+
+
+def _line(one: Mapping[str, Any]) -> str:
+    real, ratio = one["real"], one["ratio"]
+    return (
+        f"{real['requests_per_s']:6.2f} req/s ({ratio['requests_per_s']:.3f})  "
+        f"TTFT mean {1e3 * real['ttft_mean_s']:6.1f} ms ({ratio['ttft_mean_s']:.3f}) "
+        f"{one['ttft_ratio_by_seed']} p50 ({ratio['ttft_p50_s']:.3f}) "
+        f"p99 ({ratio['ttft_p99_s']:.3f})  "
+        f"TPOT {1e3 * real['tpot_mean_s']:5.2f} ms ({ratio['tpot_mean_s']:.3f})  "
+        f"hits {real['hit_ratio']:.1%} ({one['offline']['hit_ratio']:.1%})"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--speed", type=float, default=SPEED)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--scenario", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
+    parser.add_argument("--strategy", nargs="+", default=list(STRATEGIES))
+    parser.add_argument("--write", action="store_true")
+    uvloop.run(main(parser.parse_args()))

@@ -1,0 +1,254 @@
+"""The requests of a simulated workload, sent for real.
+
+`Texts` turns block keys into prompts that the HTTP engine cuts into the same blocks, `Wall` is the
+simulator's timeline on the real clock, and `play` drives the simulator's own `client.Sender` with
+both: the same requests in the same order at the same times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import aiohttp
+import msgspec
+
+from extproc.sim import prompt
+from extproc.sim.virtual import client, scenario, tally, workloads
+from extproc.sim.virtual.picker import MODEL
+from extproc.sim.virtual.trip import KEY_TOKENS, Session, Trip, Work
+
+BLOCK_BYTES = KEY_TOKENS * prompt.BYTES_PER_TOKEN
+
+#: The end of a stream that holds its usage: the last chunk, and [DONE].
+_TAIL_BYTES = 1024
+
+
+#: Adapters salt the keys above these bits (`workloads.adapted`); engine and picker know of adapters
+#: without us, so the same prompt for another adapter is the same text.
+_UNSALTED = (1 << 44) - 1
+
+
+class Spelled:
+    """A workload whose requests name the beginning of their real text as their opening.
+
+    Strategies that hash the opening then send a request to the same endpoint in both worlds.
+
+    Args:
+        workload: Any but a trace, of prompts of 32 tokens or more.
+    """
+
+    def __init__(self, workload: workloads.Workload) -> None:
+        self.adapters = workloads.adapters(workload)
+        self._workload = workload
+
+    def source(self, rng: random.Random) -> Iterator[Session]:
+        """See any workload."""
+        replace = msgspec.structs.replace
+        for session in workloads.sessions(self._workload, rng):
+            works = [
+                replace(work, opening="".join(_of_key(key) for key in work.keys[:2]))
+                for work in session.works
+            ]
+            yield replace(session, works=works)
+
+
+class Texts:
+    """Prompts by their block keys: equal keys are equal text, different keys different text.
+
+    The keys of a conversation go on over its answers, whose text is the engine's: it is the hash of
+    the prompt, so it is known when the prompt is made, and the next turn repeats it.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[int, str] = {}
+        self._rendered = 0
+
+    def render(self, work: Work) -> str:
+        """The prompt of a request, exactly as long as it says."""
+        self._rendered += 1
+        texts, keys = self._texts, [key & _UNSALTED for key in work.keys]
+        full, rest = divmod(work.prompt_tokens * prompt.BYTES_PER_TOKEN, BLOCK_BYTES)
+        blocks = [texts.setdefault(key, _of_key(key)) for key in keys[:full]]
+        # What has no key is shared with nobody.
+        own = f"own {self._rendered}"
+        blocks += [_fresh(f"{own} {depth}") for depth in range(len(blocks), full)]
+        if len(keys) <= full:
+            return "".join(blocks) + _fresh(own)[:rest]
+        # The answer begins in a block that later prompts repeat.
+        text = "".join(blocks) + (texts.get(keys[full]) or _of_key(keys[full]))[:rest]
+        whole = text + prompt.answer(text.encode(), work.output_tokens)
+        for depth in range(full, min(len(keys), len(whole) // BLOCK_BYTES)):
+            texts.setdefault(keys[depth], whole[depth * BLOCK_BYTES : (depth + 1) * BLOCK_BYTES])
+        return text
+
+
+def _of_key(key: int) -> str:
+    return _fresh(str(key & _UNSALTED))
+
+
+def _fresh(name: str) -> str:
+    """64 characters that hold for a name."""
+    return hashlib.blake2b(name.encode(), digest_size=BLOCK_BYTES // 2).hexdigest()
+
+
+class Wall:
+    """The timeline of a simulated world on the event loop's clock.
+
+    Attributes:
+        broken: What an act raised; it ends the run.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._start = self._loop.time()
+        self._serial = 0
+        self.broken: Exception | None = None
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start."""
+        return self._loop.time() - self._start
+
+    def at(self, when: float, act: Callable[[], None]) -> None:
+        """See `Timeline.at`: what is planned for one moment happens in the order it was planned."""
+        self._serial += 1
+        self._loop.call_at(self._start + max(when, self.now) + 1e-9 * self._serial, self._do, act)
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        """See `Timeline.after`."""
+        self.at(self.now + seconds, act)
+
+    def _do(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - the run ends with it
+            self.broken = self.broken or error
+
+
+class Lane:
+    """Sends trips over HTTP and follows their streams.
+
+    Args:
+        session: With the base URL of the proxy.
+        wall: The clock.
+        ports: Ports of the engines, in the order of the fleet.
+        told: Called with every trip that ended.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        wall: Wall,
+        *,
+        ports: Sequence[int],
+        told: Callable[[Trip], None],
+    ) -> None:
+        self._session = session
+        self._wall = wall
+        self._sites = {str(port): n for n, port in enumerate(ports)}
+        self._told = told
+        self._texts = Texts()
+        self._sent = 0
+        self._tasks: asyncio.TaskGroup | None = None
+
+    def under(self, tasks: asyncio.TaskGroup) -> None:
+        """Requests are tasks of this group."""
+        self._tasks = tasks
+
+    def send(self, work: Work) -> Trip:
+        """Send a request; returns at once."""
+        assert self._tasks is not None
+        self._sent += 1
+        body = {
+            "model": work.adapter or MODEL,
+            "prompt": self._texts.render(work),
+            "max_tokens": work.output_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        encoded = msgspec.json.encode(body)
+        trip = Trip(f"r{self._sent}", work, self._wall.now)
+        self._tasks.create_task(self._follow(trip, encoded), name=trip.id)
+        return trip
+
+    async def _follow(self, trip: Trip, body: bytes) -> None:
+        wall, tail = self._wall, b""
+        headers = {"content-type": "application/json", "x-request-id": trip.id}
+        if trip.work.session:
+            headers["x-session-id"] = trip.work.session
+        try:
+            async with self._session.post("/v1/completions", data=body, headers=headers) as answer:
+                trip.site = self._sites.get(answer.headers.get("x-inference-port", ""), -1)
+                if answer.status != 200:
+                    trip.failure = f"status {answer.status}"
+                async for chunk in answer.content.iter_any():
+                    if math.isnan(trip.first_s):
+                        trip.first_s = wall.now - trip.sent_at
+                    tail = (tail + chunk)[-_TAIL_BYTES:]
+            trip.took_s = wall.now - trip.sent_at
+            trip.failure = trip.failure or _settle(trip, tail)
+        except aiohttp.ClientError as error:
+            trip.failure = type(error).__name__
+        self._told(trip)
+
+
+def _settle(trip: Trip, tail: bytes) -> str:
+    """Read the usage at the end of a stream; returns what is wrong with it."""
+    lines = [line for line in tail.split(b"\n") if line.startswith(b"data: {")]
+    usage = json.loads(lines[-1][6:]).get("usage") if lines else None
+    if not usage:
+        return "no usage"
+    asked = (trip.work.prompt_tokens, trip.work.output_tokens)
+    if (usage["prompt_tokens"], usage["completion_tokens"]) != asked:
+        return f"usage {usage} for {asked}"
+    trip.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+    return ""
+
+
+async def play(
+    whole: scenario.Scenario, *, url: str, ports: Sequence[int], seed: int
+) -> tally.Tally:
+    """Send a scenario's workload as the simulator's client of the same seed would.
+
+    Args:
+        whole: What is sent, and how it is offered.
+        url: Of the proxy.
+        ports: Ports of the engines, in the order of the fleet.
+        seed: As of `world.World`.
+
+    Returns:
+        What came of it, times in real seconds. Gaps between tokens are not looked at.
+    """
+    wall, results = Wall(), tally.Tally(whole.measure_from_s)
+    # From an answer to the next request it takes what it takes.
+    offered = msgspec.structs.replace(whole.client, turnaround_s=1e-6)
+
+    def ended(trip: Trip) -> None:
+        results.add(trip)
+        sender.finished(trip)
+
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=60)
+    async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
+        lane = Lane(session, wall, ports=ports, told=ended)
+        sender = client.Sender(
+            offered,
+            workloads.sessions(whole.workload, random.Random(seed * 2 + 1)),
+            adapters=workloads.adapters(whole.workload),
+            timeline=wall,  # type: ignore[arg-type]  # it is asked for `now`, `at` and `after`
+            rng=random.Random(seed * 2 + 2),
+            send=lane.send,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            lane.under(tasks)
+            sender.start()
+            while not sender.over:
+                await asyncio.sleep(0.01)
+                if wall.broken is not None:
+                    raise wall.broken
+    return results
