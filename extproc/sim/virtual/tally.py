@@ -118,9 +118,14 @@ class Tally:
         self._gap_sum += seconds * count
         self._gaps += count
 
-    def close(self, sites: Sequence[Site], now: float) -> None:
+    def forget_gaps(self) -> None:
+        """What comes from now on counts."""
+        self._bins.clear()
+        self._gap_sum = 0.0
+        self._gaps = 0
+
+    def close(self, sites: Sequence[Site]) -> None:
         """The run is over."""
-        del now
         self._preemptions = [site.preemptions + site.engine.preemptions for site in sites]
 
     def summary(self) -> Summary:
