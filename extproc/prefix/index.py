@@ -1,8 +1,8 @@
-"""Who is believed to hold which block: block hash to a bit mask of endpoints.
+"""Who is believed to hold which block: a tree of runs of blocks, each with a bit mask of endpoints.
 
-One walk along a chain answers for all endpoints at once: the masks are AND-ed block by block, and
-the depth at which an endpoint's bit drops out is its unbroken run from the root. A block behind a
-gap never counts.
+One walk along a chain answers for all endpoints at once: from run to run the masks shrink, and the
+depth at which an endpoint's bit drops out is its unbroken run from the root. A block behind a gap
+never counts.
 
 The index believes what it was told to record. It does not see what the engine evicts or generates;
 `resize` brings its bound near the engine's own, `forget` ends a belief with its endpoint.
@@ -10,16 +10,17 @@ The index believes what it was told to record. It does not see what the engine e
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from extproc.prefix.belief import Belief
+from extproc.prefix.runs import WIDTH, Run, packed
 
 #: An endpoint in one of its lives: its address and its incarnation.
 Key = tuple[str, int]
 
-#: Bytes of one hash as an int object.
-_HASH_BYTES = 32
+#: Bytes of one run with its share of its parent's table, without the blocks; tracemalloc says 250
+#: to 285.
+_RUN_BYTES = 270
 
 #: Set bits above which looking at every bit is faster than searching for the next one.
 _MANY = 32
@@ -37,12 +38,15 @@ class PrefixIndex:
 
     def __init__(self, capacity_blocks: int) -> None:
         self._capacity = capacity_blocks
-        self._masks: dict[int, int] = {}
-        # Masks of one endpoint are shared objects: most blocks are held by exactly one.
+        self._root = Run(0, b"", None)
+        self._root.children = {}
+        # Masks of one endpoint are shared objects: most runs are held by exactly one.
         self._bits: list[int] = []
         self._slots: dict[Key, int] = {}
         self._free: list[int] = []
-        self._beliefs: dict[Key, Belief] = {}
+        self._beliefs: list[Belief] = []
+        self._runs = 0
+        self._blocks = 0
 
     def slot(self, key: Key) -> int:
         """The slot of an endpoint; given out at the first call, the lowest free one."""
@@ -51,11 +55,12 @@ class PrefixIndex:
             if self._free:
                 slot = min(self._free)
                 self._free.remove(slot)
+                self._beliefs[slot] = Belief(self._capacity)
             else:
                 slot = len(self._bits)
                 self._bits.append(1 << slot)
+                self._beliefs.append(Belief(self._capacity))
             self._slots[key] = slot
-            self._beliefs[key] = Belief(self._capacity)
         return slot
 
     def match(self, blocks: Sequence[int]) -> list[int]:
@@ -68,52 +73,62 @@ class PrefixIndex:
             Depth by slot, one for every slot ever given out; 0 where nothing matches.
         """
         depths = [0] * len(self._bits)
-        if not blocks:
+        run = self._root.child(blocks[0]) if blocks else None
+        if run is None:
             return depths
-        get = self._masks.get
-        alive = get(blocks[0], 0)
+        chain = packed(blocks)
+        end = len(blocks)
+        alive = run.holders
         depth = 0
-        for block in blocks:
-            mask = get(block, 0)
-            if mask != alive:
-                mask &= alive
-                if mask != alive:
-                    _note(depths, alive ^ mask, depth)
-                    alive = mask
-                if not alive:
-                    return depths
-            depth += 1
+        while run is not None:
+            if run.holders != alive:
+                _note(depths, alive ^ run.holders, depth)
+                alive = run.holders
+            along = run.common(chain, depth)
+            if run.partly:
+                for slot in _slots(run.partly):
+                    depths[slot] = depth + min(along, self._beliefs[slot].keep(run))
+            depth += along
+            if along < run.size or depth == end:
+                break
+            run = run.children.get(blocks[depth]) if run.children else None
         _note(depths, alive, depth)
         return depths
 
     def record(self, key: Key, blocks: Sequence[int]) -> None:
         """Believe that an endpoint now holds a chain, most recently used.
 
-        A chain longer than the endpoint's capacity is cut at its tail. Recording stops short of a
-        block that is held already but not behind this chain's root: that is a hash collision.
+        A chain longer than the endpoint's capacity is cut at its tail.
 
         Args:
             key: Which endpoint; unknown ones are given a slot.
             blocks: A chain, root first.
         """
         slot = self.slot(key)
-        bit = self._bits[slot]
-        belief = self._beliefs[key]
-        masks = self._masks
-        chain = blocks[: belief.capacity]
-        route, depth = belief.follow(chain)
-        end = depth
-        for block in chain[depth:]:
-            mask = masks.get(block)
-            if mask is None:
-                masks[block] = bit
-            elif mask & bit:
+        belief = self._beliefs[slot]
+        end = min(len(blocks), belief.capacity)
+        chain = packed(blocks[:end])
+        path: list[tuple[Run, int]] = []
+        run = self._root
+        depth = 0
+        while depth < end:
+            child = run.child(blocks[depth])
+            if child is None:
+                run = self._grow(run, blocks[depth], chain[depth * WIDTH :], slot=slot)
+                if path and path[-1][0] is run:
+                    path.pop()
+                path.append((run, run.size))
                 break
-            else:
-                masks[block] = mask | bit
-            end += 1
-        belief.touch(route, depth, chain[depth:end])
-        self._wipe(slot, belief.shrink())
+            along = child.common(chain, depth)
+            depth += along
+            if along < child.size and (depth < end or belief.keep(child) > along):
+                child = self._cut(run, child, taken=along)
+            path.append((child, along))
+            run = child
+        for run, keep in reversed(path):
+            belief.touch(run, keep)
+            self._hold(run, slot, keep)
+        self._release(slot)
 
     def resize(self, key: Key, capacity_blocks: int) -> None:
         """Bound one endpoint; what no longer fits is forgotten, least recently used first.
@@ -123,14 +138,13 @@ class PrefixIndex:
             capacity_blocks: Blocks believed held by it at most; 0 for none.
         """
         slot = self.slot(key)
-        belief = self._beliefs[key]
-        belief.capacity = capacity_blocks
-        self._wipe(slot, belief.shrink())
+        self._beliefs[slot].capacity = capacity_blocks
+        self._release(slot)
 
     def capacity(self, key: Key) -> int:
         """Blocks believed held by an endpoint at most."""
-        belief = self._beliefs.get(key)
-        return self._capacity if belief is None else belief.capacity
+        slot = self._slots.get(key)
+        return self._capacity if slot is None else self._beliefs[slot].capacity
 
     def wipe(self, key: Key) -> None:
         """Believe that an endpoint holds nothing; it keeps its slot and capacity."""
@@ -139,11 +153,10 @@ class PrefixIndex:
         self.resize(key, capacity)
 
     def forget(self, key: Key) -> None:
-        """End every belief about an endpoint and take its slot back; O(blocks held)."""
-        slot = self._slots.pop(key, None)
-        if slot is not None:
-            self._wipe(slot, self._beliefs.pop(key).blocks())
-            self._free.append(slot)
+        """End every belief about an endpoint and take its slot back; O(runs held)."""
+        if key in self._slots:
+            self.wipe(key)
+            self._free.append(self._slots.pop(key))
 
     def keys(self) -> tuple[Key, ...]:
         """The endpoints that have a slot."""
@@ -151,44 +164,100 @@ class PrefixIndex:
 
     def held(self, key: Key) -> int:
         """Blocks believed held by an endpoint; 0 for unknown ones."""
-        belief = self._beliefs.get(key)
-        return 0 if belief is None else belief.held
+        slot = self._slots.get(key)
+        return 0 if slot is None else self._beliefs[slot].held
 
     @property
     def blocks_total(self) -> int:
         """Blocks believed held, summed over endpoints: a block that two hold counts twice."""
-        return sum(belief.held for belief in self._beliefs.values())
+        return sum(belief.held for belief in self._beliefs)
 
     def bytes_estimate(self) -> int:
         """Estimated bytes of memory; O(endpoints)."""
-        shared = min(len(self._masks), self.blocks_total - len(self._masks))
-        tables = sys.getsizeof(self._masks) + _HASH_BYTES * len(self._masks)
-        masks = shared * sys.getsizeof(1 << len(self._bits))
-        return tables + masks + sum(b.bytes_estimate() for b in self._beliefs.values())
+        tree = _RUN_BYTES * self._runs + WIDTH * self._blocks
+        return tree + sum(belief.bytes_estimate() for belief in self._beliefs)
 
-    def _wipe(self, slot: int, gone: Sequence[int]) -> None:
-        """Clear one endpoint's bit of blocks it no longer holds."""
+    def _grow(self, run: Run, head: int, hashes: bytes, *, slot: int) -> Run:
+        """Put new blocks behind a run: into it while only this endpoint holds it, to its end."""
+        self._blocks += len(hashes) // WIDTH
         bit = self._bits[slot]
-        masks = self._masks
-        for block in gone:
-            mask = masks[block] ^ bit
-            if not mask:
-                del masks[block]
-            elif mask & (mask - 1):
-                masks[block] = mask
+        if run.holders == bit and not run.partly and run.children is None:
+            run.extend(hashes)
+            return run
+        self._runs += 1
+        child = Run(head, hashes, run)
+        run.adopt(child)
+        return child
+
+    def _cut(self, parent: Run, lower: Run, *, taken: int) -> Run:
+        """Cut a run where a chain parts from it: a new one takes the first blocks."""
+        upper = lower.part(taken)
+        parent.adopt(upper)
+        upper.adopt(lower)
+        upper.holders = lower.holders
+        self._runs += 1
+        for slot in _slots(lower.holders):
+            self._beliefs[slot].cut(upper, lower)
+        for slot in _slots(lower.partly):
+            bit = self._bits[slot]
+            if not self._beliefs[slot].cut(upper, lower):
+                lower.partly ^= bit
+            if self._beliefs[slot].keep(upper) == taken:
+                upper.holders |= bit
             else:
-                masks[block] = self._bits[mask.bit_length() - 1]
+                upper.partly |= bit
+        return upper
+
+    def _hold(self, run: Run, slot: int, keep: int) -> None:
+        """Note in a run how much of it an endpoint holds now; more than nothing."""
+        bit = self._bits[slot]
+        if keep < run.size:
+            run.partly |= bit
+        elif not run.holders & bit:
+            run.holders = run.holders | bit if run.holders else bit
+            run.partly &= ~bit
+
+    def _release(self, slot: int) -> None:
+        """Let an endpoint give up what is above its bound, and drop what nobody holds any more."""
+        bit = self._bits[slot]
+        for run, keep in self._beliefs[slot].shrink():
+            run.holders &= ~bit
+            run.partly = run.partly | bit if keep else run.partly & ~bit
+            if run.holders:
+                continue
+            held = run.size
+            if run.partly:
+                self._shorten(run)
+                held -= run.size
+            else:
+                run.leave()
+                self._runs -= 1
+            self._blocks -= held
+
+    def _shorten(self, run: Run) -> None:
+        """Cut a leaf that nobody holds all of to what is still held by somebody."""
+        keeps = [(self._beliefs[slot].keep(run), slot) for slot in _slots(run.partly)]
+        longest = max(keep for keep, _ in keeps)
+        run.shorten(longest)
+        for keep, slot in keeps:
+            if keep == longest:
+                run.partly &= ~self._bits[slot]
+                run.holders = run.holders | self._bits[slot] if run.holders else self._bits[slot]
+
+
+def _slots(mask: int) -> list[int]:
+    """The slots of a mask, ascending; text beats shifting wide integers."""
+    return [slot for slot, bit in enumerate(f"{mask:b}"[::-1]) if bit == "1"]
 
 
 def _note(depths: list[int], mask: int, depth: int) -> None:
-    """Write a depth for every bit of a mask; text beats shifting wide integers."""
-    bits = f"{mask:b}"[::-1]
+    """Write a depth for every bit of a mask."""
     if mask.bit_count() > _MANY:
-        for slot, bit in enumerate(bits):
+        for slot, bit in enumerate(f"{mask:b}"[::-1]):
             if bit == "1":
                 depths[slot] = depth
         return
-    slot = bits.find("1")
-    while slot >= 0:
+    while mask:
+        slot = mask.bit_length() - 1
         depths[slot] = depth
-        slot = bits.find("1", slot + 1)
+        mask ^= 1 << slot
