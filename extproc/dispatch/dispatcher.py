@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from extproc.decision import Decision, Outcome, Rejection
-from extproc.dispatch import beliefs, eligible
+from extproc.dispatch import beliefs, eligible, naming
 from extproc.parsing import opening as parsing_opening
-from extproc.parsing import parser, rewriting
+from extproc.parsing import parser
 from extproc.pool import snapshot
 from extproc.pool.accounts import Ticket
 from extproc.pool.fleet import Fleet
-from extproc.pool.serving import Alias
 from extproc.pool.snapshot import Member
 from extproc.prefix import blocks
 from extproc.prefix.index import PrefixIndex
@@ -124,18 +123,24 @@ class Dispatcher:
         request = parser.parse(raw)
         if isinstance(request, Rejection):
             return request
-        alias = self._alias(request)
-        if alias is None:
+        renamed = naming.of(
+            request,
+            raw.headers,
+            self._fleet.pool.serving,
+            kubeai_names=self._settings.kubeai_names,
+        )
+        if renamed is None:
             return self.choose(request, now, chain=self._chain(request), headers=raw.headers)
-        # Hashed under the name the engine is given, as a request that names the adapter itself.
-        named = msgspec.structs.replace(request, model=alias.adapter)
-        chain = self._chain(named)
-        named = msgspec.structs.replace(request, model=alias.base, adapter=alias.adapter)
-        outcome = self.choose(named, now, chain=chain, headers=raw.headers)
+        chain = self._chain(renamed.sent)
+        outcome = self.choose(renamed.request, now, chain=chain, headers=raw.headers)
         if isinstance(outcome, Rejection):
             return outcome
-        splice = rewriting.splice(raw, alias.adapter)
-        return msgspec.structs.replace(outcome, model_rewrite=alias.adapter, splice=splice)
+        name = renamed.sent.model
+        splice = naming.splice(raw, request, name)
+        if splice is not None and raw.body[splice.start : splice.stop] == splice.content:
+            # The body says so already.
+            return outcome
+        return msgspec.structs.replace(outcome, model_rewrite=name, splice=splice)
 
     def choose(
         self,
@@ -279,12 +284,6 @@ class Dispatcher:
     def response_unwatched(self, decision: Decision) -> bool:
         """Whether nobody needs to see the answer."""
         return decision.request.api in UNWATCHED
-
-    def _alias(self, request: Request) -> Alias | None:
-        """What its model stands for, if it is a `model_adapter` name."""
-        if request.adapter or "_" not in request.model or not self._settings.kubeai_names:
-            return None
-        return self._fleet.pool.serving.alias(request.model)
 
     def _chain(self, request: Request) -> Sequence[int]:
         """The prompt's block hashes; none where no profile reads them."""
