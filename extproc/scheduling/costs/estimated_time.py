@@ -74,19 +74,23 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def price(self, turn: Turn, candidates: Sequence[Candidate]) -> Priced:
         """See the class."""
         tokens, most = turn.request.prompt_tokens, turn.request.max_tokens
-        others = self.others_share
+        others, ceiling = self.others_share, self.kv_ceiling
         costs: list[float] = []
         add = costs.append
         # `_parts` summed, written out: this runs for every candidate of every request, and calls
-        # would take most of its time.
+        # would take most of its time. So would arithmetic that mixes floats with integers.
+        whole = float(max(tokens, 1))
+        longest = 0.0 if most is None else float(most)
         for c in candidates:
             rates = c.rates
             per_token = rates.prefill_s
             answer = rates.output_tokens
-            if most is not None and most < answer:
-                answer = most
+            if most is not None and longest < answer:
+                answer = longest
+            uncached = whole
             matched = c.matched_tokens
-            uncached = tokens - matched if matched < tokens else 1
+            if matched:
+                uncached = float(tokens - matched) if matched < tokens else 1.0
             work = uncached * per_token
             decode = answer * rates.decode_s
             batch = c.requests
@@ -98,8 +102,14 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 _, _, adapter, _, slowdown = self._parts(tokens, most, c)
                 cost += adapter
             load = c.load
-            if load.kv_usage is not None and load.kv_blocks:
-                cost += self._stall(c, uncached + 0.5 * answer, answer)
+            usage = load.kv_usage
+            if usage is not None:
+                blocks, size = load.kv_blocks, load.block_tokens
+                if blocks and size:
+                    capacity = blocks * size
+                    wanted = uncached + 0.5 * answer
+                    if usage * capacity + c.unseen_tokens + wanted > ceiling * capacity:
+                        cost += self._stall(c, wanted, answer)
             add(cost + slowdown)
         return Priced(self.kind, "s", costs, Late(partial(self._terms, tokens, most, candidates)))
 
