@@ -112,6 +112,7 @@ def build(
             belief=belief,
             schedule=settings.prefix.schedule,
             rng=rng,
+            counts=guards.counts,
         ),
         exchange=exchange(settings),
         budget=Budget(settings.limits.max_assembly_bytes),

@@ -18,6 +18,7 @@ from extproc.pool.snapshot import Member
 from extproc.prefix import blocks
 from extproc.prefix.index import PrefixIndex
 from extproc.request import BYTES_PER_TOKEN, RawRequest, Request
+from extproc.scheduling import guard
 from extproc.scheduling.plugins import Signal
 from extproc.scheduling.profile import Profile
 from extproc.scheduling.turn import Turn
@@ -77,6 +78,7 @@ class Dispatcher:
         belief: Keeps the index near what engines hold.
         schedule: How prompts are cut into blocks.
         rng: All chance there is.
+        counts: Where exceptions of plugins that remember go; None keeps them to the dispatcher.
     """
 
     def __init__(
@@ -88,12 +90,14 @@ class Dispatcher:
         belief: beliefs.Beliefs,
         schedule: blocks.Schedule,
         rng: random.Random,
+        counts: guard.Counts | None = None,
     ) -> None:
         self._fleet = fleet
         self._index = index
         self._belief = belief
         self._schedule = schedule
         self._rng = rng
+        self._counts = counts or guard.Counts()
         self._slots: Mapping[str, int] = {}
         self._slots_in_order: Sequence[int] = ()
         self._slots_of: object = None
@@ -230,8 +234,7 @@ class Dispatcher:
             raise LookupError(f"{endpoint.address} left the pool; commit in the turn of route")
         if decision.blocks:
             self._index.record(beliefs.key(endpoint), decision.blocks)
-        for observer in self._observers.get(decision.profile, ()):
-            observer.chosen(decision, now)
+        self._remember(decision, now)
         request = decision.request
         cached = min(decision.matched_tokens, request.prompt_tokens)
         if self._hashing and request.prompt_tokens:
@@ -284,6 +287,15 @@ class Dispatcher:
     def response_unwatched(self, decision: Decision) -> bool:
         """Whether nobody needs to see the answer."""
         return decision.request.api in UNWATCHED
+
+    def _remember(self, decision: Decision, now: float) -> None:
+        """Tell the plugins with a memory; what one raises must not cost the request."""
+        for observer in self._observers.get(decision.profile, ()):
+            try:
+                observer.chosen(decision, now)
+            except Exception:  # noqa: BLE001 - counted, and the request is decided already
+                kind = getattr(observer, "kind", type(observer).__name__)
+                self._counts.exceptions["observer", kind] += 1
 
     def _chain(self, request: Request) -> Sequence[int]:
         """The prompt's block hashes; none where no profile reads them."""

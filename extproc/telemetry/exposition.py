@@ -143,7 +143,11 @@ class Exposition(Collector):
         for name, text, counter in (
             ("overruns", "Calls of plugins of others above their time budget.", counts.overruns),
             ("bypasses", "Times a plugin of others was put aside for a while.", counts.bypasses),
-            ("exceptions", "Calls of plugins of others that raised.", counts.exceptions),
+            (
+                "exceptions",
+                "Calls of plugins of others that raised, and of any plugin told of its decision.",
+                counts.exceptions,
+            ),
         ):
             family = CounterMetricFamily(f"extproc_plugin_{name}", text, labels=["role", "kind"])
             for key, count in counter.items():

@@ -1,0 +1,50 @@
+"""What is charged and remembered when a decision is committed."""
+
+from __future__ import annotations
+
+import msgspec
+
+from extproc.config import factory
+from extproc.config.grammar import Scheduling
+from extproc.config.settings import Settings
+from extproc.endpoint import Endpoint
+from extproc.request import RawRequest
+from extproc.scheduling import guard
+
+CHAT = RawRequest(
+    {":path": "/v1/chat/completions", ":method": "POST"},
+    b'{"model": "m", "messages": [{"role": "user", "content": "%s"}]}' % (b"hello " * 100),
+)
+
+
+class Forgetful:
+    """A picker that takes the first, and raises when it is told."""
+
+    kind = "forgetful"
+    needs = frozenset()
+
+    def pick(self, turn, candidates, totals, *, count):
+        return [0]
+
+    def chosen(self, decision, now):
+        raise KeyError(decision.endpoints[0].address)
+
+
+def test_an_observer_that_raises_costs_neither_the_request_nor_the_books():
+    """The request is charged, believed cached and completed; the exception is counted."""
+    guards = guard.Guards(lambda: 0.0, guard.Counts())
+    parts = factory.build(
+        Settings(seed=1, scheduling=Scheduling(strategy="balanced")), guards=guards
+    )
+    parts.fleet.replace([Endpoint("10.0.0.1:8000")], 1.0)
+    profile = msgspec.structs.replace(parts.profile, picker=Forgetful())
+    parts.dispatcher.adopt(factory.routing(parts.settings, profile, {}))
+    account = parts.fleet.pool.members[0].account
+
+    ticket = parts.dispatcher.commit(parts.dispatcher.route(CHAT, 2.0), 2.0)
+
+    assert account.in_flight == 1
+    assert parts.index.blocks_total > 0
+    assert guards.counts.exceptions == {("observer", "forgetful"): 1}
+    parts.dispatcher.complete(ticket, 3.0)
+    assert account.in_flight == 0
