@@ -121,6 +121,7 @@ def route(
     part: str = "request_headers",
     sets: Iterable[tuple[str, str]] = (),
     removes: Iterable[str] = (),
+    replaces: bytes | None = None,
 ) -> Said:
     """The pick."""
     return Said(
@@ -128,6 +129,7 @@ def route(
         sets=((peer.DESTINATION, destination), *sets),
         removes=tuple(sorted(removes)),
         clears_route=True,
+        replaces=replaces,
         told=told(destination),
     )
 

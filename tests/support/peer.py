@@ -43,6 +43,7 @@ class Said(msgspec.Struct, frozen=True):
         clears_route: `clear_route_cache`.
         body: Bytes of a `streamed_response`; None when there is no body mutation.
         ends: `end_of_stream` of the `streamed_response`.
+        replaces: Bytes of a plain `body` mutation, which the buffered modes take.
         told: Dynamic metadata as plain values.
         override: `mode_override` as plain values.
         status: HTTP status of an immediate response.
@@ -56,6 +57,7 @@ class Said(msgspec.Struct, frozen=True):
     clears_route: bool = False
     body: bytes | None = None
     ends: bool = False
+    replaces: bytes | None = None
     told: Mapping[str, Any] = {}
     override: Mapping[str, int] = {}
     status: int = 0
@@ -205,11 +207,12 @@ def _common(
     assert int(common.status) == 0, "CONTINUE_AND_REPLACE is never used"
     assert common.trailers is None
     sets, removes = _mutation(common.header_mutation)
-    body, ends = None, False
+    body, ends, replaces = None, False, None
     if common.body_mutation is not None:
-        streamed = common.body_mutation.streamed_response
-        assert streamed is not None, "a body mutation other than streamed_response"
-        body, ends = streamed.body, streamed.end_of_stream
+        streamed, replaces = common.body_mutation.streamed_response, common.body_mutation.body
+        assert (streamed is None) is not (replaces is None), "clear_body is never used"
+        if streamed is not None:
+            body, ends = streamed.body, streamed.end_of_stream
     return Said(
         part,
         sets=sets,
@@ -217,6 +220,7 @@ def _common(
         clears_route=common.clear_route_cache,
         body=body,
         ends=ends,
+        replaces=replaces,
         told=told,
         override=override,
     )

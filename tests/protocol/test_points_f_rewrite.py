@@ -1,0 +1,186 @@
+"""Requests whose model gets another name, in every body mode."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from extproc.decision import Decision, Outcome, Splice
+from extproc.endpoint import Endpoint, Models
+from extproc.request import RawRequest, Request
+from tests.support import conversation as talk
+from tests.support.house import House, load
+
+OLD = b'{"model" : "llama_sql", "messages": [{"role": "user", "content": "\\u00e9 llama_sql"}]}'
+NEW = OLD.replace(b'"llama_sql"', b'"sql"')
+LENGTH = ("content-length", str(len(NEW)))
+
+
+def house() -> House:
+    """One endpoint that lists a base model and its adapter."""
+    held = House({talk.ONE: load(0, 0.0)})
+    listed = Models(frozenset({"llama"}), frozenset({"sql"}))
+    held.fleet.observe_models(held.fleet.pool.members[0].endpoint, listed)
+    return held
+
+
+def test_027_duplex_hands_on_the_edited_body():
+    """Full duplex: the one value changed, every other byte as it came, and the new length."""
+    held = talk.play(
+        [
+            talk.request_headers(),
+            talk.request_body(OLD[:15]),
+            talk.request_body(OLD[15:], ends=True),
+            talk.route(sets=[LENGTH]),
+            talk.hand_on(NEW, ends=True),
+        ],
+        house().decide,
+    )
+    assert held.exchange.edited
+
+
+def test_027_duplex_with_trailers():
+    """A body that trailers end is edited all the same."""
+    talk.play(
+        [
+            talk.request_headers(),
+            talk.request_body(OLD),
+            talk.request_trailers(),
+            talk.route(sets=[LENGTH]),
+            talk.hand_on(NEW),
+            talk.go_on("request_trailers"),
+        ],
+        house().decide,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "ends"),
+    [("BUFFERED", "body"), ("BUFFERED", "trailers"), ("BUFFERED_PARTIAL", "body")],
+)
+def test_027_buffered_replaces_the_body(mode: str, ends: str):
+    """Buffered: a plain body mutation with the pick, and the new length."""
+    script = [
+        talk.request_headers(),
+        talk.go_on("request_headers"),
+        talk.request_body(OLD, ends=ends == "body"),
+        talk.route(part="request_body", sets=[LENGTH], replaces=NEW),
+    ]
+    if ends == "trailers":
+        script += [talk.request_trailers(), talk.go_on("request_trailers")]
+    talk.play(script, house().decide, modes=(mode, "NONE"))
+
+
+@pytest.mark.parametrize("told", ["1000", "", "many"])
+def test_027_a_cut_body_is_edited_in_the_part_that_is_shown(told: str):
+    """BUFFERED_PARTIAL: the rest follows, so the length of the whole changes by the difference."""
+    length = {"content-length": told} if told else {}
+    known = [("content-length", str(1000 - len(OLD) + len(NEW)))] if told == "1000" else []
+    talk.play(
+        [
+            talk.request_headers({**talk.PLAIN, **length}),
+            talk.go_on("request_headers"),
+            talk.request_body(OLD[:60]),
+            talk.route(
+                part="request_body",
+                sets=known,
+                replaces=OLD[:60].replace(b'"llama_sql"', b'"sql"'),
+            ),
+        ],
+        house().decide,
+        modes=("BUFFERED_PARTIAL", "NONE"),
+    )
+
+
+def test_027_a_body_cut_before_the_name_is_left_alone():
+    """What is not shown cannot be edited; the exchange says so."""
+    held = talk.play(
+        [
+            talk.request_headers(),
+            talk.go_on("request_headers"),
+            talk.request_body(b'{"messages": [], "model": "llama_sq'),
+            talk.route(part="request_body"),
+        ],
+        house().decide,
+        modes=("BUFFERED_PARTIAL", "NONE"),
+    )
+    assert not held.exchange.edited
+
+
+@pytest.mark.parametrize("mode", ["NONE", "STREAMED"])
+def test_027_a_body_that_is_not_awaited_cannot_be_edited(mode: str):
+    """Decided on the headers: the gateway's name routes, and the body goes on as it is."""
+    headers = {**talk.PLAIN, "x-llm-d-model-name-rewrite": "sql"}
+    script = [talk.request_headers(headers), talk.route(removes=["x-llm-d-model-name-rewrite"])]
+    if mode == "STREAMED":
+        script += [talk.request_body(OLD, ends=True), talk.go_on("request_body")]
+    held = talk.play(script, house().decide, modes=(mode, "NONE"))
+    assert not held.exchange.edited
+
+
+@pytest.mark.parametrize("mode", ["NONE", "STREAMED"])
+def test_027_a_piece_of_a_streamed_body_is_never_edited(mode: str):
+    """A stream that starts with a body piece: its headers, and so its length, are gone already."""
+
+    def decide(_: RawRequest) -> Outcome:
+        return Decision(
+            Request("opaque"), [Endpoint(talk.ONE)], model_rewrite="b", splice=Splice(0, 1, b"b")
+        )
+
+    held = talk.Talk(decide, modes=(mode, "NONE"))
+    (said,) = held.hear(talk.request_body(b"a", ends=True))
+    assert (said.body, said.replaces) == (None, None)
+    assert not held.exchange.edited
+
+
+def test_027_a_header_of_the_gateway_names_the_model():
+    """The reference's own case: header and body disagree, and the engine gets the header's name."""
+    body = {"max_tokens": 100, "model": "my-model", "prompt": "x", "temperature": 0}
+    sent = json.dumps(body).encode()
+    wanted = json.dumps({**body, "model": "sql"}).encode()
+    talk.play(
+        [
+            talk.request_headers(
+                {
+                    **talk.PLAIN,
+                    ":path": "/v1/completions",
+                    "x-llm-d-model-name-rewrite": "sql",
+                }
+            ),
+            talk.request_body(sent, ends=True),
+            talk.route(
+                sets=[("content-length", str(len(wanted)))],
+                removes=["x-llm-d-model-name-rewrite"],
+            ),
+            talk.hand_on(wanted, ends=True),
+        ],
+        house().decide,
+    )
+
+
+@pytest.mark.parametrize("size", [61_990, 62_005, 200_000])
+def test_027_long_bodies_are_edited_and_cut_alike(size: int):
+    """Pieces are cut from the edited body, and what the budget holds follows its size."""
+    body = OLD[:-2] + b" " * (size - len(OLD)) + OLD[-2:]
+    held = talk.Talk(house().decide)
+    held.hear(talk.request_headers())
+    route, *pieces = held.hear(talk.request_body(body, ends=True))
+    edited = body.replace(b'"llama_sql"', b'"sql"')
+    assert dict(route.sets)["content-length"] == str(len(edited))
+    assert b"".join(piece.body or b"" for piece in pieces) == edited
+    assert max(len(piece.body or b"") for piece in pieces) <= 62_000
+    assert held.budget.held_bytes == 0
+
+
+def test_027_an_edited_body_that_is_not_taken_is_given_back():
+    """A client that leaves before the pieces are written leaves nothing behind."""
+    held = talk.Talk(house().decide)
+    held.hear(talk.request_headers())
+    body = OLD[:-2] + b" " * 200_000 + OLD[-2:]
+    assert held.budget.held_bytes == 0
+    held.hear(talk.request_body(body[:9]))
+    assert held.budget.held_bytes == 9
+    held.hear(talk.request_body(body[9:]))
+    held.exchange.close()
+    assert held.budget.held_bytes == 0
