@@ -2,17 +2,19 @@
 
 import re
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.parsing import opening
-from extproc.request import Request
+from extproc.parsing import opening, parser
+from extproc.request import RawRequest, Request
 
 
 def plain(prompt, api):
     """The same rule by regular expressions, without a care for speed."""
     if api == "completions":
-        texts = re.findall(rb"\xfe([^\xfe]*)", prompt)[:1]
+        texts = [prompt]
     else:
         message = re.search(rb"\xffuser[^\xff]*", prompt)
         texts = re.findall(rb"\xfe([^\xfe]*)", message[0]) if message else []
@@ -26,7 +28,8 @@ pieces = st.sampled_from(
 
 
 @given(
-    prompt=st.lists(pieces, max_size=12).map(b"".join),
+    # Salted prompts are looked at below, as the parser makes them.
+    prompt=st.lists(pieces, max_size=12).map(b"".join).filter(lambda made: made[:1] != b"\xf8"),
     api=st.sampled_from(["chat", "completions", "messages"]),
 )
 def test_an_opening_is_what_the_rule_says(prompt, api):
@@ -44,3 +47,20 @@ def test_nothing_of_a_system_prompt_or_an_image_is_an_opening():
     """Only the text parts of the first user message count."""
     prompt = b"\xffsystem\xfebe kind\xffuser\xfd{image}\xfewhat\xfe is it\xffuser\xfelater"
     assert opening.of(Request(api="chat", prompt=prompt)) == "what is it"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"prompt": "Once upon a time"}, "Once upon a time"),
+        ({"prompt": "Once", "cache_salt": "pepper"}, "Once"),
+        ({"prompt": ["Once", "Twice"]}, "Once"),
+        ({"prompt": ""}, ""),
+        ({"prompt_embeds": "AAAA"}, ""),
+    ],
+)
+def test_the_opening_of_a_completion_is_its_prompt(body, expected):
+    """As the parser reads it: alone, salted, the first of a batch; none without a text."""
+    headers = {":method": "POST", ":path": "/v1/completions"}
+    encoded = msgspec.json.encode({"model": "m", **body})
+    assert opening.of(parser.parse(RawRequest(headers, encoded))) == expected

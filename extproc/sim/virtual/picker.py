@@ -11,7 +11,6 @@ from extproc.config import factory
 from extproc.config import settings as sections
 from extproc.decision import Rejection
 from extproc.endpoint import Endpoint, Load
-from extproc.parsing import framing
 from extproc.pool.accounts import Ticket
 from extproc.pool.fleet import Mark
 from extproc.request import Request
@@ -105,7 +104,7 @@ class Dispatching:
         request = Request(
             api="completions",
             model=work.adapter or MODEL,
-            prompt=framing.TEXT + work.opening.encode(),
+            prompt=work.opening.encode(),
             prompt_tokens=work.prompt_tokens,
             max_tokens=work.output_tokens if self._told else None,
             session=work.session,
