@@ -164,7 +164,7 @@ async def real(whole: scenario.Scenario, strategy: str, *, seed: int) -> dict[st
     again = [int(one.totals.preemptions or 0) for one in loads]
     # All that is read of engines at the end.
     ended = [SimpleNamespace(preemptions=n, engine=SimpleNamespace(preemptions=0)) for n in again]
-    results.close(ended, 0.0)
+    results.close(ended)
     found = figures(results)
     queries = sum(one.prefix_queries or 0.0 for one in loads)
     found["hit_ratio"] = sum(one.prefix_hits or 0.0 for one in loads) / queries
@@ -177,7 +177,7 @@ async def _engines(children: stack.Stack, whole: scenario.Scenario) -> list[str]
     commands = [
         [
             *("--profile", one.profile, "--speed", str(one.speed), "--model", MODEL, *loras),
-            *(word for name, value in one.set.items() for word in _flag(name, value)),
+            *(word for name, value in one.set.items() for word in flag(name, value)),
         ]
         for one in whole.fleet
         for _ in range(one.count)
@@ -186,7 +186,8 @@ async def _engines(children: stack.Stack, whole: scenario.Scenario) -> list[str]
     return [address for _, address in started]
 
 
-def _flag(name: str, value: float) -> tuple[str, str]:
+def flag(name: str, value: float) -> tuple[str, str]:
+    """A field of a profile as `extproc engine` takes it."""
     if name not in _FLAGS:
         raise SystemExit(f"extproc engine has no flag for {name}; it has {', '.join(_FLAGS)}")
     return f"--{name.replace('_', '-')}", str(int(value))
