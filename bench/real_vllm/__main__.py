@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import signal
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from bench import rig
-from bench.real_vllm import client, counters, install, replicas, report, tiny, workload
+from bench.real_vllm import counters, install, replicas, report, runs, tiny, workload
 from extproc.cli import stack
 from extproc.errors import ConfigError
 
@@ -23,16 +22,7 @@ STRATEGIES = ("round-robin", "prefix-hash", "adaptive")
 GROUPS = (12, 24)
 #: Groups of each adapter.
 ADAPTER_GROUPS = 3
-#: Requests in flight. Few, so that the order of arrival is nearly that of sending.
-AT_ONCE = 4
 SEED = 7
-#: The picker tells of each decision, and draws the same chance in every run.
-_CONFIG = """\
-apiVersion: extproc/v1alpha1
-kind: ExtProcConfig
-seed: 7
-explain: {header: true}
-"""
 REQUEST_TIMEOUT_S = 60.0
 #: Everything after the installation; ten times what it takes on two free cores.
 TOTAL_TIMEOUT_S = 1200.0
@@ -61,81 +51,44 @@ def outside(folder: Path) -> Path:
     return resolved
 
 
-async def measure(
-    session: aiohttp.ClientSession,
-    engines: Sequence[str],
-    strategy: str,
-    runs: Sequence[tuple[str, Sequence[workload.Ask]]],
-) -> dict[str, dict[str, Any]]:
-    """Each run from empty caches, behind a picker that knows nothing yet.
-
-    Args:
-        session: For everything.
-        engines: Addresses.
-        strategy: Of the picker.
-        runs: Names and requests.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for name, asks in runs:
-        await replicas.forget(session, engines)
-        async with stack.stack() as children:
-            ports = stack.EnvoyPorts(stack.free_port(), stack.free_port(), stack.free_port())
-            pages = stack.free_port()
-            await children.extproc(
-                *("--config-text", _CONFIG, "--endpoints", ",".join(engines)),
-                *("--strategy", strategy, "--host", "127.0.0.1", "--drain-timeout", "0s"),
-                *("--grpc-port", str(ports.extproc), "--metrics-port", str(pages)),
-                *("--grpc-health-port", "0"),
-            )
-            template = rig.ROOT / "envoy" / "original-dst.yaml"
-            await children.envoy(stack.envoy_config(template, ports, engines=engines))
-            before = await replicas.loads(session, engines)
-            began = time.perf_counter()
-            answers = await client.play(
-                session, f"http://127.0.0.1:{ports.listener}", asks, at_once=AT_ONCE
-            )
-            wall_s = time.perf_counter() - began
-            # The picker's last scrape of a busy engine comes within this time.
-            await asyncio.sleep(0.5)
-            after = await replicas.loads(session, engines)
-            moved = [counters.moved(*pair) for pair in zip(before, after, strict=True)]
-            own = await replicas.text(session, f"127.0.0.1:{pages}")
-        found[name] = {
-            **counters.figures(answers, moved, wall_s),
-            "prediction": counters.prediction(answers),
-            "belief": report.belief(own),
-        }
-        print(f"{strategy:12} {name:10} {report.line(found[name])}", flush=True)
-    return found
-
-
 async def compare(python: Path, model: Path) -> dict[str, Any]:
-    """The same runs on real engines and on simulated ones."""
-    runs = [
-        (f"{groups} groups", workload.asks([replicas.MODEL], groups, seed=SEED))
-        for groups in GROUPS
-    ]
-    runs.append(("adapters", workload.asks(tiny.ADAPTERS, ADAPTER_GROUPS, seed=SEED)))
+    """Every run on real engines through the picker, then on simulated ones as it was routed.
+
+    The simulated engines get the same requests on the same replicas in the same order, because
+    what a picker chooses depends on time; so only the engines differ.
+    """
+    plan = {
+        f"{groups} groups": workload.asks([replicas.MODEL], groups, seed=SEED) for groups in GROUPS
+    }
+    plan["adapters"] = workload.asks(tiny.ADAPTERS, ADAPTER_GROUPS, seed=SEED)
+    real: dict[str, dict[str, Any]] = {strategy: {} for strategy in STRATEGIES}
+    simulated: dict[str, dict[str, Any]] = {strategy: {} for strategy in STRATEGIES}
+    places: dict[tuple[str, str], list[int]] = {}
+    differences: list[str] = []
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        async with stack.stack() as children:
-            print("starting two real engines", flush=True)
-            async with replicas.real(children, session, python=python, model=model) as engines:
-                real = {
-                    strategy: await measure(session, engines, strategy, runs)
-                    for strategy in STRATEGIES
-                }
-                wrong: list[str] = []
-                for engine in engines:
-                    served = await replicas.text(session, engine)
-                    listed = await replicas.models(session, engine)
-                    wrong += counters.differences(served, adapters=tiny.ADAPTERS, models=listed)
-        print("the same with simulated engines", flush=True)
+        print("starting two real engines", flush=True)
+        async with (
+            stack.stack() as children,
+            replicas.real(children, session, python=python, model=model) as engines,
+        ):
+            for strategy, name in itertools.product(STRATEGIES, plan):
+                figures, went = await runs.routed(session, engines, strategy, plan[name])
+                real[strategy][name] = figures
+                # Nobody says where a request went only when it failed, which is told anyway.
+                places[strategy, name] = [engines.index(one) if one else 0 for one in went]
+                print(f"{strategy:12} {name:10} {report.line(figures)}", flush=True)
+            for engine in engines:
+                served = await replicas.text(session, engine)
+                listed = await replicas.models(session, engine)
+                differences += counters.differences(served, adapters=tiny.ADAPTERS, models=listed)
+        print("the same requests on the same replicas, simulated", flush=True)
         async with stack.stack() as children:
             engines = await replicas.simulated(children)
-            simulated = {
-                strategy: await measure(session, engines, strategy, runs) for strategy in STRATEGIES
-            }
+            for strategy, name in itertools.product(STRATEGIES, plan):
+                figures = await runs.replayed(session, engines, plan[name], places[strategy, name])
+                simulated[strategy][name] = figures
+                print(f"{strategy:12} {name:10} {report.line(figures)}", flush=True)
     prompt = real[STRATEGIES[0]][f"{GROUPS[0]} groups"]
     each = prompt["counter_tokens"]["prompt"] / prompt["requests"]
     return {
@@ -143,7 +96,7 @@ async def compare(python: Path, model: Path) -> dict[str, Any]:
         "ideal_hit_ratio": round(workload.ideal(each, replicas.BLOCK_TOKENS), 4),
         "real": real,
         "simulated": simulated,
-        "page_differences": wrong,
+        "page_differences": differences,
     }
 
 
@@ -188,7 +141,7 @@ def main() -> int:
             "shared_tokens": workload.SHARED_TOKENS,
             "own_tokens": workload.OWN_TOKENS,
             "requests_of_a_group": workload.EACH,
-            "at_once": AT_ONCE,
+            "at_once": runs.AT_ONCE,
             "seed": SEED,
         }
         path = rig.write("real_vllm", "python -m bench.real_vllm --write", {**settings, **figures})

@@ -1,4 +1,4 @@
-"""Sends requests through Envoy, a few at a time, and notes what came back."""
+"""Sends requests, a few at a time, and notes what came back."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from bench.real_vllm.workload import Ask
 
 
 async def play(
-    session: aiohttp.ClientSession, url: str, asks: Sequence[Ask], *, at_once: int
+    session: aiohttp.ClientSession, urls: Sequence[str], asks: Sequence[Ask], *, at_once: int
 ) -> list[Answer]:
     """Send all, in order, so many at the same time.
 
     Args:
         session: Its timeout bounds each request.
-        url: Base URL of Envoy.
+        urls: Where to, base URLs.
         asks: What to send.
         at_once: Requests in flight at most.
     """
     places = asyncio.Semaphore(at_once)
 
-    async def one(ask: Ask) -> Answer:
+    async def one(url: str, ask: Ask) -> Answer:
         async with places:
             return await send(session, url, ask)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(ask)) for ask in asks]
+        tasks = [group.create_task(one(*pair)) for pair in zip(urls, asks, strict=True)]
     return [task.result() for task in tasks]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from bench.real_vllm import tiny
 from extproc.endpoint import Load
 from extproc.scrape import page
 
@@ -185,3 +186,23 @@ def differences(
     return [
         f"{what}: {one!r} is not {other!r}" for what, (one, other) in checks.items() if one != other
     ]
+
+
+def pool_differences(endpoints: Sequence[Mapping[str, Any]], *, model: str) -> list[str]:
+    """Where a running picker's view of its engines differs from what they are.
+
+    Args:
+        endpoints: Of `/debug/pool`.
+        model: The base model.
+    """
+    found = []
+    for one in endpoints:
+        checks = {
+            "engine": (one["engine"], "vllm"),
+            "failure": (one["failure"], ""),
+            "models": (one["models"], [model]),
+            "adapters": (one["model_adapters"], sorted(tiny.ADAPTERS)),
+            "requests in flight": (one["in_flight"], 0),
+        }
+        found += [f"{what}: {a!r} is not {b!r}" for what, (a, b) in checks.items() if a != b]
+    return found

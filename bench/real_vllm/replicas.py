@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -156,6 +157,13 @@ async def models(session: aiohttp.ClientSession, address: str) -> dict[str, str 
     async with session.get(f"http://{address}/v1/models") as response:
         listed = await response.json()
     return {one["id"]: one.get("parent") for one in listed["data"]}
+
+
+async def pool(session: aiohttp.ClientSession, address: str) -> list[dict[str, Any]]:
+    """What a picker knows of its endpoints (`/debug/pool`)."""
+    async with session.get(f"http://{address}/debug/pool") as response:
+        found: list[dict[str, Any]] = (await response.json())["endpoints"]
+    return found
 
 
 async def forget(session: aiohttp.ClientSession, addresses: Sequence[str]) -> None:

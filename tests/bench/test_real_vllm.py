@@ -128,6 +128,20 @@ def test_a_page_that_says_otherwise_is_told():
     assert counters.differences("<html>", adapters=[], models={})[0].startswith("the page")
 
 
+def test_a_picker_that_sees_its_engines_is_right():
+    """Engine, models and adapters as they are, nothing in flight at the end."""
+    seen = {
+        "engine": "vllm",
+        "failure": "",
+        "models": ["tiny"],
+        "model_adapters": ["lora-a", "lora-b"],
+        "in_flight": 0,
+    }
+    assert counters.pool_differences([seen, seen], model="tiny") == []
+    blind = {**seen, "engine": "", "in_flight": 1}
+    assert len(counters.pool_differences([seen, blind], model="tiny")) == 2
+
+
 def test_requirements_are_taken_without_torch_and_extras():
     """Torch is chosen apart; its companions do not fit and are not needed."""
     listed = [
@@ -172,6 +186,7 @@ def one_run(**changes):
         "counter_tokens": {"prompt": 10, "cached": 8},
         "usage_tokens": {"prompt": 10, "cached": 8},
         "prediction": None,
+        "picker_differences": [],
         **changes,
     }
 
@@ -191,9 +206,10 @@ def test_agreement_is_no_problem():
 
 def test_every_disagreement_is_a_problem():
     """A failure, counters against answers, real against simulated, and the page."""
-    wrong = one_run(failed=1, usage_tokens={"prompt": 10, "cached": 7}, hit_ratio=0.6)
+    usage = {"prompt": 10, "cached": 7}
+    wrong = one_run(failed=1, usage_tokens=usage, hit_ratio=0.6, picker_differences=["engine"])
     found = report.problems(told(wrong, one_run(), ["kv blocks: 1 is not 2"]))
-    assert len(found) == 4
+    assert len(found) == 5
 
 
 def test_the_belief_is_read_from_the_pickers_page():

@@ -1,0 +1,104 @@
+"""One run: requests through Envoy and a picker, or straight to engines as a picker once sent them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+from bench import rig
+from bench.real_vllm import client, counters, replicas, report, workload
+from extproc.cli import stack
+
+#: Requests in flight. Few, so that the order of arrival is nearly that of sending.
+AT_ONCE = 4
+
+#: The picker tells of each decision, and draws the same chance in every run.
+_CONFIG = """\
+apiVersion: extproc/v1alpha1
+kind: ExtProcConfig
+seed: 7
+explain: {header: true}
+"""
+
+#: Seconds in which the picker scrapes an engine once more after the last answer.
+_LAST_SCRAPE_S = 0.5
+
+
+async def routed(
+    session: aiohttp.ClientSession,
+    engines: Sequence[str],
+    strategy: str,
+    asks: Sequence[workload.Ask],
+) -> tuple[dict[str, Any], list[str]]:
+    """From empty caches, behind a picker that knows nothing yet.
+
+    Args:
+        session: For everything.
+        engines: Addresses.
+        strategy: Of the picker.
+        asks: What to send.
+
+    Returns:
+        The figures, and the engine each request went to; empty where nobody said.
+    """
+    await replicas.forget(session, engines)
+    async with stack.stack() as children:
+        ports = stack.EnvoyPorts(stack.free_port(), stack.free_port(), stack.free_port())
+        pages = stack.free_port()
+        await children.extproc(
+            *("--config-text", _CONFIG, "--endpoints", ",".join(engines)),
+            *("--strategy", strategy, "--host", "127.0.0.1", "--drain-timeout", "0s"),
+            *("--grpc-port", str(ports.extproc), "--metrics-port", str(pages)),
+            *("--grpc-health-port", "0"),
+        )
+        template = rig.ROOT / "envoy" / "original-dst.yaml"
+        await children.envoy(stack.envoy_config(template, ports, engines=engines))
+        envoy = f"http://127.0.0.1:{ports.listener}"
+        answers, figures = await _counted(session, engines, asks, [envoy] * len(asks))
+        await asyncio.sleep(_LAST_SCRAPE_S)
+        own = await replicas.text(session, f"127.0.0.1:{pages}")
+        pool = await replicas.pool(session, f"127.0.0.1:{pages}")
+    figures["prediction"] = counters.prediction(answers)
+    figures["belief"] = report.belief(own)
+    figures["picker_differences"] = counters.pool_differences(pool, model=replicas.MODEL)
+    return figures, [answer.endpoint for answer in answers]
+
+
+async def replayed(
+    session: aiohttp.ClientSession,
+    engines: Sequence[str],
+    asks: Sequence[workload.Ask],
+    places: Sequence[int],
+) -> dict[str, Any]:
+    """From empty caches, without a picker: each request to the engine that is named for it.
+
+    Args:
+        session: For everything.
+        engines: Addresses.
+        asks: What to send.
+        places: Positions in `engines`.
+    """
+    await replicas.forget(session, engines)
+    urls = [f"http://{engines[place]}" for place in places]
+    _, figures = await _counted(session, engines, asks, urls)
+    return figures
+
+
+async def _counted(
+    session: aiohttp.ClientSession,
+    engines: Sequence[str],
+    asks: Sequence[workload.Ask],
+    urls: Sequence[str],
+) -> tuple[list[counters.Answer], dict[str, Any]]:
+    """Send between two readings of the engines' counters."""
+    before = await replicas.loads(session, engines)
+    began = time.perf_counter()
+    answers = await client.play(session, urls, asks, at_once=AT_ONCE)
+    wall_s = time.perf_counter() - began
+    after = await replicas.loads(session, engines)
+    moved = [counters.moved(*pair) for pair in zip(before, after, strict=True)]
+    return answers, counters.figures(answers, moved, wall_s)
