@@ -9,7 +9,7 @@ from extproc.prefix.calibration import Calibration
 from extproc.prefix.index import Key, PrefixIndex
 from extproc.request import BYTES_PER_TOKEN
 
-#: Weight of a request in the means of its endpoint.
+#: Weight of a request in the means of its endpoint, once there were 1 / _ALPHA of them.
 _ALPHA = 0.05
 
 
@@ -20,8 +20,9 @@ class Belief:
         calibration: Predictions against counters.
         nominal_tokens: KV tokens the engine says it has; None while it did not.
         block_tokens: Prompt tokens of a block of the index, mean.
-        prompt_tokens: Of a request, mean.
+        prompt_tokens: Of a request, mean; 0 before the first.
         capacity_tokens: Prompt tokens believed kept; None while nominal is unknown.
+        requests: How many were sent (count).
     """
 
     __slots__ = (
@@ -30,6 +31,7 @@ class Belief:
         "capacity_tokens",
         "nominal_tokens",
         "prompt_tokens",
+        "requests",
     )
 
     def __init__(self, block_tokens: float) -> None:
@@ -38,6 +40,7 @@ class Belief:
         self.block_tokens = block_tokens
         self.prompt_tokens = 0.0
         self.capacity_tokens: int | None = None
+        self.requests = 0
 
 
 class Beliefs:
@@ -81,11 +84,14 @@ class Beliefs:
             bytes_per_token: Of its prompt.
         """
         belief = self.of(endpoint)
+        belief.requests += 1
+        # The mean of all requests at first, or a mean that began at 0 would make the cache small.
+        weight = max(_ALPHA, 1.0 / belief.requests)
         if blocks:
             depth = len(blocks)
             mean = self._tokens[depth] / depth * BYTES_PER_TOKEN / bytes_per_token
-            belief.block_tokens += _ALPHA * (mean - belief.block_tokens)
-        belief.prompt_tokens += _ALPHA * (prompt_tokens - belief.prompt_tokens)
+            belief.block_tokens += weight * (mean - belief.block_tokens)
+        belief.prompt_tokens += weight * (prompt_tokens - belief.prompt_tokens)
         belief.calibration.sent(prompt_tokens, cached_tokens)
 
     def observed(
@@ -125,8 +131,9 @@ class Beliefs:
     def _resize(self, endpoint: Endpoint, belief: Belief, rates: Rates) -> None:
         if belief.nominal_tokens is None:
             return
-        prompt = max(belief.prompt_tokens, 1.0)
-        share = prompt / (prompt + rates.output_tokens)
+        prompt = belief.prompt_tokens
+        # Nothing was sent yet: nothing says how much room answers take.
+        share = prompt / (prompt + rates.output_tokens) if prompt else 1.0
         tokens = belief.nominal_tokens * share * belief.calibration.factor
         belief.capacity_tokens = round(tokens)
         blocks = min(self._most, max(1, round(tokens / belief.block_tokens)))

@@ -164,6 +164,17 @@ def test_capacity_follows_the_engines_own():
     assert town.of(SPOT).capacity_tokens == pytest.approx(4800, abs=10)
 
 
+def test_a_fresh_belief_holds_the_whole_cache():
+    """Before the first request, and after one long prompt, capacity is not near nothing."""
+    index = PrefixIndex(1000)
+    town = beliefs.Beliefs(index, TOKENS, most_blocks=1000)
+    observed(town, SPOT, kv_blocks=400, block_tokens=16)
+    assert index.capacity(beliefs.key(SPOT)) == 100
+    town.sent(SPOT, [1] * 9, prompt_tokens=600, cached_tokens=0)
+    observed(town, SPOT, kv_blocks=400, block_tokens=16)
+    assert index.capacity(beliefs.key(SPOT)) == pytest.approx(75, abs=1)
+
+
 def test_memory_is_bounded_whatever_engines_hold():
     """The configured number of blocks is the most."""
     index = PrefixIndex(50)
