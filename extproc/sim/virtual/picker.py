@@ -14,10 +14,11 @@ from extproc.endpoint import Endpoint, Load
 from extproc.pool.accounts import Ticket
 from extproc.pool.fleet import Mark
 from extproc.request import Request
+from extproc.scheduling.plugins import Signal
 from extproc.scrape import pace
 from extproc.sim.virtual.site import Site
 from extproc.sim.virtual.timeline import Timeline
-from extproc.sim.virtual.trip import KEY_TOKENS, Trip
+from extproc.sim.virtual.trip import KEY_TOKENS, Trip, Work
 
 #: What the base model is called.
 MODEL = "base"
@@ -66,6 +67,7 @@ class Dispatching:
         scrape = settings.scrape
         self._scraping = scrape.enabled
         self._pace = self.parts.scraping.pace
+        self._needs = self.parts.dispatcher.routing.needs
         self._cuts = [tokens for tokens in settings.prefix.schedule.tokens if tokens]
         self._tickets: dict[str, Ticket] = {}
         self._endpoints = [
@@ -97,10 +99,6 @@ class Dispatching:
     def pick(self, trip: Trip) -> int:
         """See `Picker`."""
         work, now = trip.work, self._timeline.now
-        cuts = self._cuts
-        keys = work.keys
-        full = bisect.bisect_right(cuts, min(work.prompt_tokens, len(keys) * KEY_TOKENS))
-        chain = [keys[tokens // KEY_TOKENS - 1] for tokens in cuts[:full]]
         request = Request(
             api="completions",
             model=work.adapter or MODEL,
@@ -110,7 +108,7 @@ class Dispatching:
             session=work.session,
         )
         dispatcher = self.parts.dispatcher
-        outcome = dispatcher.choose(request, now, chain=chain, headers=_NO_HEADERS)
+        outcome = dispatcher.choose(request, now, chain=self._chain(work), headers=_NO_HEADERS)
         if isinstance(outcome, Rejection):
             trip.failure = f"rejected {outcome.status}"
             return -1
@@ -120,6 +118,14 @@ class Dispatching:
         self._busy[n] = self._busy.get(n, 0) + 1
         self._touched.add(n)
         return n
+
+    def _chain(self, work: Work) -> Sequence[int]:
+        """The prompt's block hashes; like a real picker, none where no profile reads them."""
+        if Signal.PREFIX not in self._needs:
+            return ()
+        cuts, keys = self._cuts, work.keys
+        full = bisect.bisect_right(cuts, min(work.prompt_tokens, len(keys) * KEY_TOKENS))
+        return [keys[tokens // KEY_TOKENS - 1] for tokens in cuts[:full]]
 
     def ended(self, trip: Trip) -> None:
         """See `Picker`."""
