@@ -162,8 +162,9 @@ class Dispatcher:
             chain: The prompt's block hashes, root first, cut as the schedule cuts.
             headers: Headers of the request, names in lower case.
         """
+        pool = self._fleet.pool
         found = eligible.find(
-            self._fleet.pool,
+            pool,
             request,
             honour_subset=self._settings.honour_subset,
             reject_unlisted=self._settings.reject_unlisted,
@@ -175,12 +176,12 @@ class Dispatcher:
         if ratio != BYTES_PER_TOKEN:
             tokens = max(1, round(request.prompt_bytes / ratio))
             request = msgspec.structs.replace(request, prompt_tokens=tokens)
+        adapter = request.adapter or (request.model if request.model in pool.adapters else "")
         candidates = snapshot.candidates(
             members,
             self._matched(chain, members, self._schedule.tokens_at(ratio)),
-            adapter=request.adapter
-            or (request.model if request.model in self._fleet.pool.adapters else ""),
-            adapters=self._fleet.pool.adapters,
+            adapter=adapter,
+            adapters=pool.adapters,
             now=now,
             stale_after_s=self._settings.stale_after_s,
         )
@@ -188,7 +189,7 @@ class Dispatcher:
         profile = routing.by_model.get(request.model, routing.profile)
         opening = parsing_opening.of(request) if self._reading_openings else ""
         outcome = profile.run(
-            Turn(request, now, self._rng, headers, chain, opening),
+            Turn(request, now, self._rng, headers, chain, opening, adapter),
             candidates,
             count=1 + self._settings.fallbacks,
         )

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from extproc.endpoint import Candidate
-from extproc.request import Request
+from extproc.scheduling.turn import Turn
 
 #: Before the name of an adapter that is loaded (seeds report 3.3).
 PREFIX = "adapter.kubeai.org/"
 
 
-def adapter(request: Request, candidates: Sequence[Candidate]) -> str:
+def adapter(turn: Turn, candidates: Sequence[Candidate]) -> str:
     """The adapter a request asks for; empty for the base model.
 
     A surface that names the adapter in the model field does not say whether it is one: it is, where
-    some candidate is labelled with that name.
+    the turn knows it or some candidate is labelled with that name.
 
     Args:
-        request: What is asked for.
+        turn: The turn.
         candidates: Whose labels count.
     """
-    if request.adapter:
-        return request.adapter
-    label = PREFIX + request.model
-    return request.model if any(label in c.endpoint.labels for c in candidates) else ""
+    if turn.adapter:
+        return turn.adapter
+    model = turn.request.model
+    return model if any(PREFIX + model in c.endpoint.labels for c in candidates) else ""
 
 
 def capable(wanted: str, candidates: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -24,6 +24,8 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
         blocks: The prompt's chain of prefix-block hashes, root first; empty where nobody reads it.
         opening: Beginning of the first user message; empty unless a plugin needs
             `Signal.OPENING`.
+        adapter: The adapter asked for, named apart from its model or known to be one; empty for a
+            base model. Where `request.adapter` is empty, this is `request.model` or empty.
     """
 
     request: Request
@@ -32,3 +34,4 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     headers: Mapping[str, str] = NO_HEADERS
     blocks: Sequence[int] = ()
     opening: str = ""
+    adapter: str = ""

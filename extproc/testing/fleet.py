@@ -16,7 +16,7 @@ from extproc.scheduling.turn import Turn
 #: Monotonic seconds of every turn; scrapes are a second old.
 NOW = 100.0
 
-_OF_TURN = frozenset(Turn.__struct_fields__) - {"request", "rng"}
+_OF_TURN = frozenset(Turn.__struct_fields__) - {"request", "rng", "adapter"}
 _OF_CANDIDATE = frozenset(Candidate.__struct_fields__) - {"endpoint", "load"}
 _OF_LOAD = frozenset(Load.__struct_fields__) - {"at"}
 _SETS = ("adapters", "waiting_adapters")
@@ -27,10 +27,12 @@ def turn(seed: int = 1, **facts: Any) -> Turn:
 
     Args:
         seed: Of its chance.
-        **facts: Fields of `Turn` (`headers`, `blocks`, `opening`, `now`) and of `Request`.
+        **facts: Fields of `Turn` (`headers`, `blocks`, `opening`, `now`) and of `Request`; an
+            `adapter` is known to both.
     """
     own = {name: facts.pop(name) for name in _OF_TURN & facts.keys()}
     request = Request(**{"api": "chat", **facts})
+    own["adapter"] = request.adapter
     return Turn(**{"request": request, "now": NOW, "rng": Random(seed), **own})
 
 

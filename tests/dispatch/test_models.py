@@ -222,3 +222,15 @@ def test_no_strategy_leaves_the_servers_of_a_model(strategy: str):
         decision = decided(held, ask("b"))
         assert decision.endpoints[0].ip in {"10.0.0.1", "10.0.0.2"}
         held.dispatcher.commit(decision, held.now)
+
+
+def test_prefix_hash_knows_an_adapter_by_either_name():
+    """KubeAI's `model_adapter` and the engine's own name go to one place; the base has its own."""
+    held = house(*(models("b", "lora") for _ in range(5)), strategy="prefix-hash")
+
+    def chosen(model: str) -> list[str]:
+        texts = [[{"role": "user", "content": f"question {at}"}] for at in range(20)]
+        decisions = [decided(held, ask(model, messages=text)) for text in texts]
+        return [decision.endpoints[0].address for decision in decisions]
+
+    assert chosen("lora") == chosen("b_lora") != chosen("b")

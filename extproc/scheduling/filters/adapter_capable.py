@@ -26,5 +26,5 @@ class AdapterCapable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """See the class."""
-        wanted = adapter_labels.adapter(turn.request, candidates)
+        wanted = adapter_labels.adapter(turn, candidates)
         return adapter_labels.capable(wanted, candidates)

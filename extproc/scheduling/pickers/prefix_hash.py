@@ -39,9 +39,9 @@ class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     that pass in the order of the walk, then the others. Requests without such a text (embeddings,
     rerank, audio) share one key, as they do there. Scrapes and totals of scores are not looked at.
 
-    The adapter is one that the surface names apart from the model, or a model name that some
-    candidate is labelled with (`adapter.kubeai.org/NAME`); empty otherwise, so that places agree
-    with KubeAI's for the base model. Endpoints of one name go by their addresses.
+    The adapter is one that the surface names apart from the model, or a model name that engines list
+    as an adapter or some candidate is labelled with (`adapter.kubeai.org/NAME`); empty otherwise,
+    so that places agree with KubeAI's for the base model. Endpoints of one name go by their addresses.
 
     Attributes:
         replication: Places of an endpoint on the ring. 256 is KubeAI's since February 2025; 20
@@ -82,7 +82,7 @@ class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ) -> list[int]:
         """See the class."""
         places = _places(candidates)
-        adapter = adapter_labels.adapter(turn.request, candidates)
+        adapter = adapter_labels.adapter(turn, candidates)
         able = {id(c) for c in adapter_labels.capable(adapter, candidates)}
         in_flight = [c.in_flight for c in candidates]
         bound = self._bound(sum(in_flight), len(candidates))
