@@ -40,6 +40,8 @@ def test_check_tells_what_a_file_means(tmp_path, capsys):
         "picker    weighted-random",
         "2 further endpoints",
         "signals     prefix, waiting",
+        "models      asked for every 30 s; one nobody lists goes to all",
+        "model_adapter names are read as adapters",
         "bodies 64 MiB",
     ):
         assert fact in told
@@ -72,8 +74,21 @@ def test_check_without_scraping(capsys):
     assert main.main(["check", "--config-text", text]) == 0
     told = capsys.readouterr().out
     assert "scrape      off" in told
+    assert "models      not asked for: every endpoint counts as serving every model" in told
     assert "messages 1000 bytes" in told
     assert "signals     none" in told
+
+
+def test_check_tells_of_unknown_models(capsys):
+    """What becomes of a model nobody lists is told, and how names are read."""
+    text = (
+        "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scrape: {models_interval_s: 5}, "
+        "scheduling: {unknown_model: reject, kubeai_names: false}}"
+    )
+    assert main.main(["check", "--config-text", text]) == 0
+    told = capsys.readouterr().out
+    assert "asked for every 5 s; one nobody lists is refused with 404" in told
+    assert "model_adapter" not in told
 
 
 def test_check_reads_the_endpoints_file(tmp_path, capsys):

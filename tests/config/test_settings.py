@@ -85,6 +85,14 @@ ADVISED = {
         sections.Settings(pool=ENDPOINTS, scheduling=grammar.Scheduling(honour_subset=False)),
         "honour_subset",
     ),
+    "reject without lists": (
+        sections.Settings(
+            pool=ENDPOINTS,
+            scrape=sections.Scrape(models=False),
+            scheduling=grammar.Scheduling(unknown_model="reject"),
+        ),
+        "unknown_model",
+    ),
 }
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from extproc.config import load
 from extproc.discovery import entries
-from extproc.endpoint import Load
+from extproc.endpoint import Load, Models
 from extproc.errors import ConfigError, ProtocolError
 from extproc.protocol.exchange import Exchange
 from extproc.protocol.gathering import Budget
@@ -70,6 +72,17 @@ def ask(
     return said(answers[0])
 
 
+def several() -> House:
+    """An endpoint that listed two models, under `unknown_model: reject`."""
+    house = House({ONE: None})
+    listed = Models(frozenset({"llama"}), frozenset({"sql"}))
+    house.fleet.observe_models(house.fleet.pool.members[0].endpoint, listed)
+    routing = house.dispatcher.routing
+    strict = msgspec.structs.replace(routing.settings, reject_unlisted=True)
+    house.dispatcher.adopt(msgspec.structs.replace(routing, settings=strict))
+    return house
+
+
 def wire(*messages: bytes) -> str:
     """Send bytes as ext_proc messages; returns what the stream says."""
     exchange = Exchange(ExchangeSettings(max_body_bytes=1 << 20), Budget(1 << 30))
@@ -111,6 +124,7 @@ def metrics(text: bytes) -> str:
 
 
 HEADER = b"apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n".decode()
+NAMED = b'{"model":"%s","messages":[{"role":"user","content":"x"}]}'
 GRPC = {"content-type": "application/grpc"}
 OPTIONS = {"content-type": "multipart/form-data"}
 
@@ -131,6 +145,10 @@ ROWS: Mapping[str, Callable[[], str]] = {
     "chat: `max_tokens` is a string, `stream` null": lambda: ask(
         CHAT,
         b'{"model":"m","messages":[{"role":"user","content":"x"}],"max_tokens":"9","stream":null}',
+    ),
+    "chat: a model nobody lists": lambda: ask(CHAT, NAMED % b"gpt"),
+    "chat: the same with `unknown_model: reject`": lambda: ask(
+        CHAT, NAMED % b"gpt", house=several()
     ),
     "chat: empty body": lambda: ask(CHAT, b""),
     "unknown path, any bytes": lambda: ask("/upload", b"\x00\xff"),

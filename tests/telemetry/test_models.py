@@ -1,0 +1,124 @@
+"""What is told of models: in decisions, states, tables and metrics."""
+
+import json
+
+import msgspec
+
+from extproc.cli import imagined
+from extproc.config import settings as sections
+from extproc.decision import Decision, Splice
+from extproc.endpoint import Candidate, Endpoint, Models
+from extproc.request import RawRequest, Request
+from extproc.telemetry import explanation, ring, state, table
+from extproc.telemetry.exposition import Cache, Exposition
+from extproc.telemetry.tallies import Tallies
+from tests.support.house import House
+
+A, B = (Candidate(Endpoint(f"10.0.0.{n}:8000")) for n in (1, 2))
+REQUEST = Request(api="chat", model="llama", adapter="sql")
+
+
+def decision(**more):
+    return Decision(request=REQUEST, endpoints=[A.endpoint], candidates=[A], **more)
+
+
+def listed(*models):
+    """A house whose endpoints listed these."""
+    house = House({f"10.0.0.{at}:8000": None for at in range(1, len(models) + 1)})
+    for member, one in zip(house.fleet.pool.members, models, strict=True):
+        if one is not None:
+            house.fleet.observe_models(member.endpoint, one)
+    return house
+
+
+TWO = listed(
+    Models(frozenset({"llama"}), frozenset({"sql", "math"})), Models(frozenset({"qwen"})), None
+)
+
+
+def test_the_choice_by_model_is_the_first_step():
+    """Who does not serve the model is dropped before the first filter."""
+    told = explanation.explain(decision(left_out=[B.endpoint]))
+    assert told["filters"][0] == {
+        "name": "serves-model",
+        "survivors": ["10.0.0.1:8000"],
+        "dropped": ["10.0.0.2:8000"],
+    }
+    assert "serves-model     1  10.0.0.2:8000" in table.render_table(told)
+    assert explanation.explain(decision())["filters"] == []
+
+
+def test_a_rewrite_is_told():
+    """The name the engine is given, and whether the body has a place for it."""
+    told = explanation.explain(decision(model_rewrite="sql", splice=Splice(0, 1, b"x")))
+    assert told["model_rewrite"] == {"name": "sql", "editable": True}
+    shown = table.render_table(told)
+    assert "rewrite: the engine knows the model as sql, in the body\n" in shown
+    told = explanation.explain(decision(model_rewrite="sql"))
+    assert "as sql, but the body cannot be edited\n" in table.render_table(told)
+
+
+def test_a_model_nobody_lists_is_told():
+    """A decision that passed it on says so."""
+    told = explanation.explain(decision(unlisted=True))
+    assert told["unlisted"] is True
+    assert "no endpoint lists it" in table.render_table(told)
+
+
+def test_the_ring_keeps_the_rewrite():
+    """A decision of the past tells the same."""
+    kept = ring.Ring(10)
+    kept.add("id", decision(model_rewrite="sql", left_out=[B.endpoint]), 1.0)
+    found = kept.find("id")
+    assert found is not None
+    told = explanation.recorded(found, 2.0)
+    assert told["model_rewrite"]["name"] == "sql"
+    assert told["left_out"] == ["10.0.0.2:8000"]
+
+
+def test_models_of_a_state_come_back_to_life():
+    """/debug/pool tells who serves what, and `extproc explain --state` decides by it."""
+    told = json.loads(json.dumps(explanation.pool_state(TWO.fleet.pool, 1.0)))
+    first, second, third = told["endpoints"]
+    assert (first["models"], first["model_adapters"]) == (["llama"], ["math", "sql"])
+    assert (second["models"], second["model_adapters"]) == (["qwen"], [])
+    assert "models" not in third
+    read = msgspec.convert(told, state.PoolState)
+    body = b'{"model": "llama_sql", "prompt": "x"}'
+    raw = RawRequest({":path": "/v1/completions"}, body)
+    outcome = imagined.decide(sections.Settings(), read, raw, where="state")
+    assert [one.endpoint.address for one in outcome.candidates] == [
+        "10.0.0.1:8000",
+        "10.0.0.3:8000",
+    ]
+    assert outcome.splice.apply(body) == body.replace(b"llama_sql", b"sql")
+
+
+def test_metrics_of_models():
+    """How many names an endpoint listed, how often it was asked, and what became of requests."""
+    tallies = Tallies()
+    tallies.listings["10.0.0.1:8000", "ok"] += 2
+    tallies.routed(decision(unlisted=True), 0.001)
+    tallies.rewritten(edited=True)
+    tallies.rewritten(edited=False)
+    page = Exposition(
+        tallies,
+        lambda: TWO.fleet.pool,
+        clock=lambda: 1.0,
+        gauges={},
+        about={},
+        cache=lambda _: Cache(0.0, 0.0, None),
+    )
+    shown = page.render().decode()
+    for line in (
+        'extproc_endpoint_models{endpoint="10.0.0.1:8000"} 3.0',
+        'extproc_endpoint_models{endpoint="10.0.0.2:8000"} 1.0',
+        'extproc_models_scrapes_total{endpoint="10.0.0.1:8000",result="ok"} 2.0',
+        'extproc_model_rewrites_total{result="edited"} 1.0',
+        'extproc_model_rewrites_total{result="unedited"} 1.0',
+        "extproc_unlisted_models_total 1.0",
+    ):
+        assert line + "\n" in shown
+    assert 'extproc_endpoint_models{endpoint="10.0.0.3:8000"}' not in shown
+    tallies.forget("10.0.0.1:8000")
+    assert not tallies.listings
