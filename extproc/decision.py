@@ -21,11 +21,34 @@ Item = TypeVar("Item")
 NO_KEYS: Mapping[str, str] = {}
 
 
-class Filtered(msgspec.Struct, frozen=True, gc=False):
-    """One filter step: who was still in play after it."""
+class Branch(msgspec.Struct, frozen=True, gc=False):
+    """One filter on the way through a tree of filters.
+
+    Attributes:
+        name: Which filter.
+        survivors: Who it left; nobody where it failed, and then what came in goes on.
+        way: What follows: the node for `success`, `failure` or `either`; empty where the walk ends.
+        fault: The type of what it raised, which is a failure; empty when it answered.
+    """
 
     name: str
     survivors: Sequence[Candidate]
+    way: str = ""
+    fault: str = ""
+
+
+class Filtered(msgspec.Struct, frozen=True, gc=False):
+    """One filter step: who was still in play after it.
+
+    Attributes:
+        name: Which filter.
+        survivors: Who it left.
+        branches: The way through it in order, where it is a tree.
+    """
+
+    name: str
+    survivors: Sequence[Candidate]
+    branches: Sequence[Branch] = ()
 
 
 class Scored(msgspec.Struct, frozen=True, gc=False):

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
+from extproc.decision import Branch
 from extproc.endpoint import Candidate
 from extproc.scheduling.filters.adapter_active import AdapterActive
 from extproc.scheduling.filters.adapter_soft_affinity import AdapterSoftAffinity
@@ -95,3 +96,9 @@ class FilterChain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """See the class."""
         return self.tree.keep(turn, candidates)
+
+    def walk(
+        self, turn: Turn, candidates: Sequence[Candidate]
+    ) -> tuple[Sequence[Candidate], Sequence[Branch]]:
+        """See `plugins.Branching`."""
+        return self.tree.walk(turn, candidates)

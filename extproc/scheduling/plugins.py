@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
-from extproc.decision import Decision, Priced
+from extproc.decision import Branch, Decision, Priced
 from extproc.endpoint import Candidate, Endpoint
 from extproc.scheduling.turn import Turn
 
@@ -54,6 +54,16 @@ class Filter(Plugin, Protocol):
 
     def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Keep some of the candidates, in their order; keeping none refuses the request."""
+
+
+@runtime_checkable
+class Branching(Protocol):
+    """A filter that runs others and can say which."""
+
+    def walk(
+        self, turn: Turn, candidates: Sequence[Candidate]
+    ) -> tuple[Sequence[Candidate], Sequence[Branch]]:
+        """What `keep` keeps, and the way there."""
 
 
 class Scorer(Plugin, Protocol):

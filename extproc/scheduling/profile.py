@@ -14,11 +14,12 @@ from functools import cached_property
 import msgspec
 
 from extproc import decision
-from extproc.decision import Decision, Filtered, Outcome, Priced, Scored
+from extproc.decision import Branch, Decision, Filtered, Outcome, Priced, Scored
 from extproc.endpoint import Candidate, Endpoint
 from extproc.errors import ConfigError
 from extproc.scheduling.plugins import (
     Answerer,
+    Branching,
     BypassedError,
     Cost,
     Filter,
@@ -89,6 +90,11 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         return tuple(plugin for plugin in self.plugins if isinstance(plugin, Observer))
 
     @cached_property
+    def trees(self) -> tuple[Branching | None, ...]:
+        """The filters again, those that run others; None in the place of all the others."""
+        return tuple(plugin if isinstance(plugin, Branching) else None for plugin in self.filters)
+
+    @cached_property
     def keyed(self) -> tuple[Keyed, ...]:
         """The plugins that remember by more than a decision holds."""
         return tuple(plugin for plugin in self.plugins if isinstance(plugin, Keyed))
@@ -157,12 +163,17 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     ) -> tuple[Sequence[Candidate], Sequence[Filtered]]:
         """Run the filters in order, until nobody is left."""
         steps: list[Filtered] = []
-        for plugin in self.filters:
+        for plugin, tree in zip(self.filters, self.trees, strict=True):
+            branches: Sequence[Branch] = ()
             try:
-                candidates = _keep(plugin, turn, candidates)
+                if tree is None:
+                    kept = plugin.keep(turn, candidates)
+                else:
+                    kept, branches = tree.walk(turn, candidates)
+                candidates = _checked(kept, candidates)
             except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
                 faults.append(_fault("filter", plugin, error))
-            steps.append(Filtered(plugin.kind, candidates))
+            steps.append(Filtered(plugin.kind, candidates, branches))
             if not candidates:
                 break
         return candidates, steps
@@ -259,9 +270,9 @@ def _fault(what: str, plugin: object, error: Exception) -> str:
     return f"{what} {kind} raised {type(error).__name__}"
 
 
-def _keep(plugin: Filter, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """What a filter keeps; it may not bring in anybody."""
-    kept = list(plugin.keep(turn, candidates))
+def _checked(kept: Sequence[Candidate], candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """What a filter kept; it may not bring in anybody."""
+    kept = list(kept)
     known = {id(candidate) for candidate in candidates}
     if not known.issuperset(map(id, kept)):
         raise ImpossibleAnswerError

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from extproc.decision import Decision
+from extproc.decision import Branch, Decision
 from extproc.endpoint import Candidate, Endpoint
 from extproc.scheduling.plugins import Answerer, Filter, Keyed, Observer, Signal
 from extproc.scheduling.turn import Turn
@@ -31,6 +31,13 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     on_success: Node | None = None
     on_failure: Node | None = None
     on_either: Node | None = None
+
+    def next(self, *, left_anybody: bool) -> tuple[str, Node | None]:
+        """What follows and by which name; an empty name and None at the end of the walk."""
+        named = self.on_success if left_anybody else self.on_failure
+        if named is not None:
+            return ("success" if left_anybody else "failure"), named
+        return ("" if self.on_either is None else "either"), self.on_either
 
     def __repr__(self) -> str:
         ways = (("yes", self.on_success), ("no", self.on_failure), ("then", self.on_either))
@@ -70,22 +77,29 @@ class Tree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """See the class."""
+        return self.walk(turn, candidates)[0]
+
+    def walk(
+        self, turn: Turn, candidates: Sequence[Candidate]
+    ) -> tuple[Sequence[Candidate], Sequence[Branch]]:
+        """See `plugins.Branching`."""
         node: Node | None = self.root
         kept: Sequence[Candidate] = candidates
+        branches: list[Branch] = []
         while node is not None:
             error: Exception | None = None
             try:
                 kept = node.filter.keep(turn, candidates)
             except Exception as raised:  # noqa: BLE001 - seeds report 2.2: an error is a failure
                 kept, error = (), raised
-            if kept:
-                candidates = kept
-                node = node.on_success or node.on_either
-                continue
-            node = node.on_failure or node.on_either
-            if error is not None and node is None:
+            way, below = node.next(left_anybody=bool(kept))
+            if error is not None and below is None:
                 raise error
-        return kept
+            fault = type(error).__name__ if error is not None else ""
+            branches.append(Branch(node.filter.kind, kept, way, fault))
+            candidates = kept or candidates
+            node = below
+        return kept, branches
 
     def chosen(self, decision: Decision, now: float) -> None:
         """Tell the filters that remember."""

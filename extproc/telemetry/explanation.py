@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from extproc.decision import Decision, Outcome, Priced, Rejection
+from extproc.decision import Branch, Decision, Outcome, Priced, Rejection
 from extproc.endpoint import Candidate
 from extproc.pool.snapshot import Pool
 from extproc.request import Request
@@ -213,9 +213,31 @@ def _filters(decision: Decision) -> list[Json]:
         after = _addresses(filtered.survivors)
         kept = set(after)
         dropped = [address for address in before if address not in kept]
-        steps.append({"name": filtered.name, "survivors": after, "dropped": dropped})
+        step: Json = {"name": filtered.name, "survivors": after, "dropped": dropped}
+        if filtered.branches:
+            step["branches"] = _branches(filtered.branches, before)
+        steps.append(step)
         before = after
     return steps
+
+
+def _branches(branches: Iterable[Branch], before: list[str]) -> list[Json]:
+    """The way through a tree of filters; who came in goes on where a filter left nobody."""
+    told = []
+    for branch in branches:
+        after = _addresses(branch.survivors)
+        kept = set(after)
+        told.append(
+            {
+                "name": branch.name,
+                "survivors": after,
+                "dropped": [address for address in before if address not in kept],
+                "way": branch.way,
+                "fault": branch.fault,
+            }
+        )
+        before = after or before
+    return told
 
 
 def _finalists(decision: Decision) -> list[Json]:

@@ -95,11 +95,22 @@ def _in_play(candidates: Sequence[Json]) -> str:
 
 def _steps(filters: Sequence[Json]) -> str:
     head = ("FILTER", "LEFT", "DROPPED")
-    rows = [
-        (step["name"], str(len(step["survivors"])), ", ".join(step["dropped"]) or "nobody")
-        for step in filters
-    ]
+    rows = []
+    for step in filters:
+        rows.append(
+            (step["name"], str(len(step["survivors"])), ", ".join(step["dropped"]) or "nobody")
+        )
+        rows += [_branch(branch) for branch in step.get("branches", ())]
     return _aligned(head, rows)
+
+
+def _branch(branch: Json) -> tuple[str, str, str]:
+    """A filter on the way through a tree, and what followed it."""
+    left = branch["survivors"]
+    dropped = (", ".join(branch["dropped"]) or "nobody") if left else "everybody"
+    fault = f", raised {branch['fault']}" if branch["fault"] else ""
+    way = f"then {branch['way']}" if branch["way"] else "the end"
+    return f"  {branch['name']}", str(len(left)), f"{dropped}{fault}; {way}"
 
 
 def _scores(explanation: Json) -> str:

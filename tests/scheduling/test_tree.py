@@ -62,6 +62,22 @@ def test_an_exception_at_the_end_of_the_walk_is_the_trees():
         tree.keep(fleet.turn(), fleet.candidates({"a": POD}))
 
 
+def test_the_walk_is_told():
+    """Each filter on the way, who it left, which branch followed and what it raised."""
+    there = fleet.candidates({"a": POD, "b": {**POD, "waiting": 60}})
+    kv = Node(filter=KvRange())
+    low = Node(filter=LowLatency(), on_success=Node(filter=Broken(), on_failure=kv))
+    kept, branches = Tree(root=Node(filter=DropRequest(), on_either=low)).walk(fleet.turn(), there)
+    assert fleet.names(kept) == ["a"]
+    told = [(one.name, fleet.names(one.survivors), one.way, one.fault) for one in branches]
+    assert told == [
+        ("drop-request", [], "either", ""),
+        ("low-latency", ["a"], "success", ""),
+        ("broken", [], "failure", "ValueError"),
+        ("kv-range", ["a"], "", ""),
+    ]
+
+
 def test_filters_with_a_memory_are_told():
     """A tree passes on decisions, keys and headers for the answer."""
     seen = []

@@ -5,7 +5,7 @@ import msgspec
 
 from extproc.cli import imagined
 from extproc.config import settings as sections
-from extproc.decision import Decision, Filtered, Priced, Rejection, Scored
+from extproc.decision import Branch, Decision, Filtered, Priced, Rejection, Scored
 from extproc.endpoint import Candidate, Endpoint, Load
 from extproc.pool.fleet import Fleet
 from extproc.request import RawRequest, Request
@@ -56,6 +56,36 @@ def test_decision_is_told_whole():
     ]
     assert told["candidates"][1]["age_s"] == 0.25
     assert told["candidates"][1]["adapters"] == ["x", "y"]
+
+
+def test_branches_of_a_tree_are_told():
+    """The way through a tree of filters stands below it, in JSON and in the table."""
+    branches = [
+        Branch("drop-request", [], "either"),
+        Branch("low-latency", [A, B], "success"),
+        Branch("mine", [], "failure", "KeyError"),
+        Branch("kv-range", [A]),
+    ]
+    told = explanation.explain(decision(filters=[Filtered("tree", [A], branches)]))
+    (step,) = told["filters"]
+    assert step["dropped"] == ["10.0.0.2:8000", "10.0.0.3:8000"]
+    assert [(one["name"], one["way"], one["fault"]) for one in step["branches"]] == [
+        ("drop-request", "either", ""),
+        ("low-latency", "success", ""),
+        ("mine", "failure", "KeyError"),
+        ("kv-range", "", ""),
+    ]
+    assert [one["dropped"] for one in step["branches"]] == [
+        ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"],
+        ["10.0.0.3:8000"],
+        ["10.0.0.1:8000", "10.0.0.2:8000"],
+        ["10.0.0.2:8000"],
+    ]
+    shown = table.render_table(told)
+    assert "\n  drop-request     0  everybody; then either\n" in shown
+    assert "\n  low-latency      2  10.0.0.3:8000; then success\n" in shown
+    assert "\n  mine             0  everybody, raised KeyError; then failure\n" in shown
+    assert "\n  kv-range         1  10.0.0.2:8000; the end\n" in shown
 
 
 def test_json_has_no_prompt_no_session_and_no_infinity():
