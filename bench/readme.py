@@ -8,8 +8,10 @@ A test holds the block against the results, so that neither can be changed alone
 from __future__ import annotations
 
 from bench import rig, run
+from bench.real_vllm import report
 
 BEGIN, END = "<!-- results -->\n", "\n<!-- /results -->"
+REAL_BEGIN, REAL_END = "<!-- real vllm -->\n", "\n<!-- /real vllm -->"
 
 
 def block() -> str:
@@ -48,12 +50,19 @@ def _floor() -> list[str]:
     ]
 
 
+def real_block() -> str:
+    """Real engines beside simulated ones."""
+    return report.block(run.read("real_vllm"))
+
+
 def main() -> None:
     path = rig.ROOT / "README.md"
     text = path.read_text()
-    head, _, rest = text.partition(BEGIN)
-    tail = rest.partition(END)[2]
-    path.write_text(head + BEGIN + block() + END + tail)
+    for begin, made, end in ((BEGIN, block(), END), (REAL_BEGIN, real_block(), REAL_END)):
+        head, _, rest = text.partition(begin)
+        tail = rest.partition(end)[2]
+        text = head + begin + made + end + tail
+    path.write_text(text)
 
 
 if __name__ == "__main__":

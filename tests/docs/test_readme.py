@@ -29,6 +29,11 @@ def test_the_numbers_are_the_results():
     assert results.block() in README
 
 
+def test_the_table_of_real_engines_is_the_result():
+    """Real and simulated hit ratios are made from the committed result."""
+    assert results.real_block() in README
+
+
 KINDS = [
     (kind, word)
     for table, word in (
