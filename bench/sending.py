@@ -225,8 +225,6 @@ async def play(
         What came of it, times in real seconds. Gaps between tokens are not looked at.
     """
     wall, results = Wall(), tally.Tally(whole.measure_from_s)
-    # From an answer to the next request it takes what it takes.
-    offered = msgspec.structs.replace(whole.client, turnaround_s=1e-6)
 
     def ended(trip: Trip) -> None:
         results.add(trip)
@@ -237,7 +235,7 @@ async def play(
     async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
         lane = Lane(session, wall, ports=ports, told=ended)
         sender = client.Sender(
-            offered,
+            whole.client,
             workloads.sessions(whole.workload, random.Random(seed * 2 + 1)),
             adapters=workloads.adapters(whole.workload),
             timeline=wall,  # type: ignore[arg-type]  # it is asked for `now`, `at` and `after`
