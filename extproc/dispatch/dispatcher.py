@@ -135,16 +135,9 @@ class Dispatcher:
         )
         if renamed is None:
             return self.choose(request, now, chain=self._chain(request), headers=raw.headers)
-        chain = self._chain(renamed.sent)
+        chain = self._chain(renamed.hashed)
         outcome = self.choose(renamed.request, now, chain=chain, headers=raw.headers)
-        if isinstance(outcome, Rejection):
-            return outcome
-        name = renamed.sent.model
-        splice = naming.splice(raw, request, name)
-        if splice is not None and raw.body[splice.start : splice.stop] == splice.content:
-            # The body says so already.
-            return outcome
-        return msgspec.structs.replace(outcome, model_rewrite=name, splice=splice)
+        return naming.told(outcome, raw, request.api, renamed.sent)
 
     def choose(
         self,

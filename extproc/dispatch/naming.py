@@ -6,32 +6,34 @@ from collections.abc import Mapping
 
 import msgspec
 
-from extproc.decision import Splice
+from extproc.decision import Outcome, Rejection
 from extproc.parsing import envelope, paths, rewriting
 from extproc.pool.serving import Serving
 from extproc.request import RawRequest, Request
 
 
 class Renamed(msgspec.Struct, frozen=True, gc=False):
-    """A request whose engine knows the model by another name.
+    """A request that names its model in another way than its engine does.
 
     Attributes:
         request: What is asked for: the base model, and the adapter if there is one.
-        sent: The same as the engine is asked for it. It is hashed as this one, so that it shares
-            blocks with requests that used the engine's name from the start.
+        hashed: The same named as engines hash it, so that it shares blocks with requests that used
+            the engine's name from the start.
+        sent: The name to put into the body; empty where it stays.
     """
 
     request: Request
-    sent: Request
+    hashed: Request
+    sent: str = ""
 
 
 def of(
     request: Request, headers: Mapping[str, str], serving: Serving, *, kubeai_names: bool
 ) -> Renamed | None:
-    """Find out what the engine is to be asked for.
+    """Find out what is asked for.
 
     A gateway's header names the model in place of the body (EPP protocol report 1.6). Then the name
-    may be KubeAI's `model_adapter`.
+    may be SGLang's `model:adapter`, or KubeAI's `model_adapter`.
 
     Args:
         request: As parsed.
@@ -40,33 +42,41 @@ def of(
         kubeai_names: Whether `model_adapter` is understood.
 
     Returns:
-        None where the name stays what it is.
+        None where the name is what it seems.
     """
     target = envelope.model_header(headers)
     asked = msgspec.structs.replace(request, model=target) if target else request
-    if kubeai_names and not asked.adapter and "_" in asked.model:
-        alias = serving.alias(asked.model)
-        if alias is not None:
+    name = asked.model
+    if not asked.adapter:
+        if ":" in name and (alias := serving.apart(name)) is not None:
+            both = msgspec.structs.replace(asked, model=alias.base, adapter=alias.adapter)
+            return Renamed(both, both, target)
+        if kubeai_names and "_" in name and (alias := serving.alias(name)) is not None:
             return Renamed(
-                request=msgspec.structs.replace(asked, model=alias.base, adapter=alias.adapter),
-                sent=msgspec.structs.replace(asked, model=alias.adapter),
+                msgspec.structs.replace(asked, model=alias.base, adapter=alias.adapter),
+                msgspec.structs.replace(asked, model=alias.adapter),
+                alias.adapter,
             )
-    return Renamed(asked, asked) if target else None
+    return Renamed(asked, asked, target) if target else None
 
 
-def splice(raw: RawRequest, request: Request, name: str) -> Splice | None:
-    """The edit that gives the body this name.
+def told(outcome: Outcome, raw: RawRequest, api: str, sent: str) -> Outcome:
+    """An outcome that says what the body is to name.
 
     Args:
+        outcome: Of the renamed request.
         raw: The request as it came.
-        request: The same, parsed.
-        name: The engine's name for the model.
-
-    Returns:
-        None where the body cannot be edited.
+        api: Its surface.
+        sent: See `Renamed`.
     """
-    found = rewriting.splice(raw, name)
-    # A body on an unknown path is looked into, but may be anything: nothing is added to it.
-    if found is not None and found.start == found.stop and request.api == paths.OPAQUE:
-        return None
-    return found
+    if not sent or isinstance(outcome, Rejection):
+        return outcome
+    splice = rewriting.splice(raw, sent)
+    if splice is not None:
+        if raw.body[splice.start : splice.stop] == splice.content:
+            # The body says so already.
+            return outcome
+        if splice.start == splice.stop and api == paths.OPAQUE:
+            # A body on an unknown path is looked into, but may be anything: nothing is added.
+            splice = None
+    return msgspec.structs.replace(outcome, model_rewrite=sent, splice=splice)

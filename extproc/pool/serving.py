@@ -34,7 +34,7 @@ class Split(msgspec.Struct, frozen=True, gc=False):
 
 
 class Alias(msgspec.Struct, frozen=True, gc=False):
-    """What a `model_adapter` name stands for."""
+    """What a name stands for that holds a base model and its adapter."""
 
     base: str
     adapter: str
@@ -94,6 +94,20 @@ class Serving:
                 return found
             at = name.find("_", at + 1)
         return None
+
+    def apart(self, name: str) -> Alias | None:
+        """Read a name as SGLang's `model:adapter`, which engines of that kind take as it is.
+
+        It is one if nobody lists it as it stands, and the part before the first colon is a base
+        model; SGLang need not list its adapters.
+
+        Args:
+            name: What a request names.
+        """
+        base, colon, adapter = name.partition(":")
+        if not colon or base not in self.bases or name in self.names:
+            return None
+        return Alias(base, adapter)
 
     @cached_property
     def bases(self) -> frozenset[str]:

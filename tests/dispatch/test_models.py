@@ -140,6 +140,25 @@ def test_other_names_stay(name: str):
     assert (decision.model_rewrite, decision.splice) == ("", None)
 
 
+def test_sglang_names_stay_and_are_understood():
+    """`model:adapter` goes to who serves it, as the engine takes it: the body stays."""
+    listed = models("llama", "sql"), models("llama"), models("qwen", "sql")
+    held = house(*listed, strategy="balanced")
+    text = [{"role": "user", "content": "x" * 5000}]
+    decision = decided(held, ask("llama:sql", messages=text))
+    assert places(decision) == [0]
+    assert (decision.request.model, decision.request.adapter) == ("llama", "sql")
+    assert (decision.model_rewrite, decision.splice) == ("", None)
+    assert len(decision.blocks) > 0
+    same = decided(held, ask("llama", lora_path="sql", messages=text))
+    assert decision.blocks == same.blocks
+    unlisted = decided(held, ask("llama:other"))
+    assert places(unlisted) == [0, 1]
+    assert not unlisted.unlisted
+    tagged = decided(house(models("llama:8b"), models("llama")), ask("llama:8b"))
+    assert (places(tagged), tagged.request.model) == ([0], "llama:8b")
+
+
 def test_kubeai_names_can_be_turned_off():
     """Then the engine is asked for the whole name."""
     decision = decided(house(models("llama", "sql"), kubeai_names=False), ask("llama_sql"))
