@@ -138,7 +138,7 @@ def shown(value: Interval, factor: float, *, digits: int | None = None) -> str:
     if math.isnan(mean):
         return "-"
     if digits is None:
-        digits = 0 if abs(mean) >= 1000 or (mean.is_integer() and not half > 0) else 1
-        digits = 2 if abs(mean) < 100 and not mean.is_integer() else digits
+        whole = mean.is_integer() and not half > 0
+        digits = 0 if whole or abs(mean) >= 1000 else 1 if abs(mean) >= 100 else 2
     told = f"{mean:.{digits}f}"
     return told if math.isnan(half) else f"{told} ± {half:.{digits}f}"

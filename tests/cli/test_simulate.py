@@ -1,0 +1,274 @@
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from extproc.cli import main, simulate, simulation
+from extproc.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[2] / "bench/scenarios/example.yaml"
+
+SMALL = """
+title: small
+fleet: [{count: 2, profile: demo}]
+workload: {kind: independent, requests: 30, prompt: {mean: 100}, output: {mean: 10}}
+client: {users: 4}
+strategies:
+  - round-robin
+  - {name: mine, config: mine.yaml}
+  - {name: fast, config: mine.yaml, settings: {scrape: {busy_interval_s: 0.1}}, strategy: adaptive}
+  - clairvoyant
+seeds: [1, 2]
+"""
+
+MINE = """
+apiVersion: extproc/v1alpha1
+kind: ExtProcConfig
+scrape: {busy_interval_s: 0.5}
+scheduling: {strategy: least-request}
+"""
+
+TRACE = """
+workload: {kind: trace, format: azure, file: $MY_TRACES/azure.csv}
+"""
+
+ROWS = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:47.6805900,374,44
+"""
+
+
+@pytest.fixture
+def small(tmp_path):
+    (tmp_path / "mine.yaml").write_text(MINE)
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL)
+    return path
+
+
+def planned(path, *, strategies=(), configs=(), seeds=()):
+    return simulation.plan(path, strategies=strategies, configs=configs, seeds=seeds)
+
+
+def test_a_scenario_becomes_a_table(small, capsys):
+    """One column for each strategy of the file; the progress is not in the output."""
+    assert main.main(["simulate", str(small), "--jobs", "1", "--baseline", "round-robin"]) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0] == "small: means over 2 seeds, ± half of the 95 % interval"
+    assert lines[2].split() == ["round-robin", "mine", "fast", "clairvoyant"]
+    assert any(line.startswith("Successful requests") for line in lines)
+    assert "Ratio to round-robin" in out
+    assert err.startswith("8 runs in ")
+
+
+def test_processes_give_the_numbers_one_process_gives(small, tmp_path):
+    """How many run at once is nothing to the results."""
+    written = []
+    for jobs in ("1", "2"):
+        path = tmp_path / f"{jobs}.json"
+        argv = ["simulate", str(small), "--jobs", jobs, "--json", str(path), "--quiet"]
+        assert main.main([*argv, "--strategy", "mine", "--strategy", "random"]) == 0
+        written.append(path.read_bytes())
+    assert written[0] == written[1]
+    tree = json.loads(written[0])
+    assert [(run["strategy"], run["seed"]) for run in tree["runs"]] == [
+        ("mine", 1),
+        ("mine", 2),
+        ("random", 1),
+        ("random", 2),
+    ]
+
+
+def test_quiet_says_nothing(small, capsys):
+    """For scripts that read the JSON."""
+    assert main.main(["simulate", str(small), "--seeds", "1", "--jobs", "1", "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_variants_are_configurations_with_something_put_over(small):
+    """The file first, then the sections of the scenario, then the word."""
+    mine, fast = planned(small, strategies=["mine", "fast"]).columns
+    assert mine.settings.scheduling.strategy == "least-request"
+    assert mine.settings.scrape.busy_interval_s == 0.5
+    assert fast.settings.scheduling.strategy == "adaptive"
+    assert fast.settings.scrape.busy_interval_s == 0.1
+
+
+def test_the_clairvoyant_has_no_configuration(small):
+    """Nothing would read it."""
+    (column,) = planned(small, strategies=["clairvoyant"]).columns
+    assert column.settings is None
+
+
+def test_flags_replace_the_strategies_of_the_scenario(small):
+    """Names first, then configurations by the names of their files."""
+    other = small.parent / "other.yaml"
+    other.write_text(MINE)
+    columns = planned(small, strategies=["random"], configs=[other]).columns
+    assert [column.name for column in columns] == ["random", "other"]
+
+
+def test_seeds_change_last(small):
+    """Every strategy is seen early."""
+    tasks = planned(small, strategies=["random", "mine"], seeds=[7, 8]).tasks
+    assert [(column.name, seed) for column, seed in tasks] == [
+        ("random", 7),
+        ("mine", 7),
+        ("random", 8),
+        ("mine", 8),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (SMALL.replace("independent", "indepedent"), "small.yaml: workload.kind: .*independent?"),
+        (SMALL.replace("round-robin", "round-robbin"), "strategy round-robbin.* round-robin?"),
+        (SMALL.replace("mine.yaml}", "yours.yaml}"), "yours.yaml: wanted a readable file"),
+        (SMALL.replace("{scrape:", "{scarpe:"), "scarpe: .* did you mean scrape?"),
+        (
+            SMALL.replace("- clairvoyant", "- {name: c, strategy: clairvoyant, config: mine.yaml}"),
+            "wanted no configuration beside the strategy clairvoyant",
+        ),
+        (SMALL.replace("seeds:", "seeds: [1]\nseeds:"), "seeds twice"),
+        ("[", "small.yaml.*wanted YAML or JSON"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(small, text, said):
+    """Files, names and sections are checked first."""
+    small.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        planned(small)
+
+
+def test_a_wrong_scenario_ends_with_two(small, capsys):
+    """As every command does with a wrong file."""
+    small.write_text("workload: {}")
+    assert main.main(["simulate", str(small)]) == 2
+    assert "wanted the key kind" in capsys.readouterr().err
+
+
+def test_an_unknown_baseline_is_said_before_anything_runs(small, capsys):
+    """Not after minutes of work."""
+    assert main.main(["simulate", str(small), "--baseline", "nobody"]) == 2
+    assert "baseline: wanted one of round-robin" in capsys.readouterr().err
+
+
+def test_a_trace_is_found_through_the_environment(tmp_path, monkeypatch):
+    """The name in the path is filled in, and the rows are run."""
+    path = tmp_path / "trace.yaml"
+    path.write_text(TRACE)
+    monkeypatch.delenv("MY_TRACES", raising=False)
+    with pytest.raises(ConfigError, match=r"workload.file: .* name in \$MY_TRACES/azure.csv"):
+        planned(path)
+    monkeypatch.setenv("MY_TRACES", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"workload.file: wanted a trace; found no file"):
+        planned(path)
+    (tmp_path / "azure.csv").write_text(ROWS)
+    todo = planned(path, strategies=["random"], seeds=[1])
+    (run,) = simulation.runs(todo, jobs=1)
+    assert run.summary.requests == 2
+
+
+@pytest.mark.parametrize(("text", "seeds"), [("3", [1, 2, 3]), ("7,", [7]), ("4,2", [4, 2])])
+def test_seeds_are_a_number_or_a_list(text, seeds):
+    """A number counts from one."""
+    assert list(simulate._seeds(text)) == seeds
+
+
+@pytest.mark.parametrize("flag", ["--seeds=x", "--seeds=0", "--seeds=1,1", "--jobs=0", "--jobs=-1"])
+def test_flags_that_make_no_sense_are_refused(small, flag, capsys):
+    """With what was wanted."""
+    assert main.main(["simulate", str(small), flag]) == 2
+    assert "wanted" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_sees_a_bar():
+    """It fills with the runs that are over."""
+    out = Terminal()
+    progress = simulate.Progress(4, out)
+    progress.step("random, seed 1")
+    assert "[#######" in out.getvalue()
+    assert "1/4 random, seed 1" in out.getvalue()
+    progress.close()
+    assert "1 runs in " in out.getvalue()
+
+
+def test_a_file_sees_one_line():
+    """A log is not filled with bars."""
+    out = io.StringIO()
+    progress = simulate.Progress(2, out)
+    progress.step("a")
+    progress.step("b")
+    progress.close()
+    assert out.getvalue().count("\n") == 1
+
+
+def test_ctrl_c_ends_it_at_once(small):
+    """Workers in the middle of a run are ended, and nothing is printed but the shell's silence."""
+    small.write_text(SMALL.replace("requests: 30", "requests: 100000000"))
+    argv = [sys.executable, "-m", "extproc", "simulate", str(small), "--jobs", "2"]
+    process = subprocess.Popen(
+        argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        _await_workers(process.pid, 2)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert out == ""
+    assert "Traceback" not in err
+
+
+def _await_workers(pid, count):
+    """Wait until so many workers run; they burn CPU once they do."""
+    while True:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        busy = 0
+        for child in children:
+            try:
+                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            busy += int(fields[11]) > 60
+        if busy >= count:
+            return
+
+
+def test_plots_are_drawn_and_the_same_again(small, tmp_path):
+    """PNG and SVG of each, with nothing in them that changes from run to run."""
+    pytest.importorskip("matplotlib")
+    drawn = []
+    for folder in ("one", "two"):
+        target = tmp_path / folder
+        argv = ["simulate", str(small), "--jobs", "1", "--quiet", "--plots", str(target)]
+        assert main.main([*argv, "--seeds", "2", "--strategy", "random"]) == 0
+        drawn.append({path.name: path.read_bytes() for path in target.iterdir()})
+    names = ("throughput", "ttft_mean", "ttft_p99", "ttft_cdf", "endpoint_load")
+    assert set(drawn[0]) == {f"{name}.{form}" for name in names for form in ("png", "svg")}
+    assert drawn[0] == drawn[1]
+
+
+def test_without_matplotlib_the_extra_is_named(small, monkeypatch, capsys):
+    """Before anything runs."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main.main(["simulate", str(small), "--plots", "nowhere"]) == 2
+    assert "pip install 'extproc[plots]'" in capsys.readouterr().err
+
+
+def test_the_example_is_in_order():
+    """What the README shows can be run."""
+    assert len(planned(EXAMPLE).columns) == 5

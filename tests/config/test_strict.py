@@ -1,0 +1,53 @@
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import pytest
+
+from extproc.config import strict
+from extproc.errors import ConfigError
+
+
+class Cat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="cat"):
+    lives: int = 9
+    mood: Literal["calm", "wild"] = "calm"
+
+
+class Dog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="dog"):
+    name: str = ""
+
+
+class House(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pet: Cat | Dog | None = None
+    more: Sequence[Cat | Dog] = ()
+
+
+def convert(tree):
+    return strict.convert(tree, House, where="h")
+
+
+def test_a_tag_says_which_struct_it_is():
+    """Each member of a union takes its own keys."""
+    house = convert({"pet": {"kind": "cat", "lives": 3}, "more": [{"kind": "dog", "name": "x"}]})
+    assert house == House(Cat(3), [Dog("x")])
+    assert convert({"pet": None}) == House()
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"pet": {"lives": 3}}, "h: pet: wanted the key kind: one of cat, dog; .* add kind"),
+        ({"pet": {"kind": "cta"}}, "h: pet.kind: wanted one of cat, dog; .* did you mean cat?"),
+        ({"pet": {"kind": 3}}, "h: pet.kind: wanted one of cat, dog; found 3; write cat"),
+        ({"pet": {"kind": "dog", "lives": 3}}, "h: pet.lives: wanted one of kind, name;"),
+        ({"pet": {"kind": "cat", "lives": "x"}}, "h: pet.lives: wanted a whole number"),
+        ({"pet": {"kind": "cat", "mood": "wlid"}}, "h: pet.mood: .* did you mean wild?"),
+        ({"more": [{"kind": "cat", "mood": "wlid"}]}, r"h: more\[0\].mood: .* did you mean wild?"),
+        ({"more": [{"kind": "cat"}, {"kin": "dog"}]}, r"h: more\[1\]: wanted the key kind"),
+        ({"pet": 3}, "h: pet: wanted a mapping"),
+    ],
+)
+def test_errors_stay_within_the_struct_that_was_meant(tree, said):
+    """A key is unknown to the member the tag names, and nearest names are that member's."""
+    with pytest.raises(ConfigError, match=said):
+        convert(tree)
