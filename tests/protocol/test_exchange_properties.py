@@ -3,11 +3,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice, pairwise
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.decision import Decision, Outcome, Rejection
+from extproc.decision import Decision, Outcome, Rejection, Splice
 from extproc.endpoint import Endpoint
 from extproc.errors import ProtocolError
 from extproc.protocol.events import BodyMode, Event, Hints, Kind, Modes
@@ -320,3 +321,55 @@ def test_a_peer_that_leaves_between_answers_gives_the_body_back(taken: int):
         next(answers_left)
     exchange.close()
     assert budget.held_bytes == 0
+
+
+@given(
+    body=st.binary(min_size=1, max_size=LIMIT - 20),
+    span=st.tuples(st.integers(0, 1000), st.integers(0, 1000)),
+    content=st.binary(max_size=20),
+    places=st.lists(st.integers(0, 1000), max_size=8),
+    mode=st.sampled_from(BodyMode),
+    trailers=st.booleans(),
+    length=st.booleans(),
+)
+@calm
+def test_an_edit_is_the_same_in_every_mode(
+    body: bytes,
+    span: tuple[int, int],
+    content: bytes,
+    places: list[int],
+    *,
+    mode: BodyMode,
+    trailers: bool,
+    length: bool,
+):
+    """However a body is shown and cut, what goes on is the edited one, with its length told."""
+    start, stop = sorted(edge % (len(body) + 1) for edge in span)
+    edited = body[:start] + content + body[stop:]
+    told = {"content-length": str(len(body))} if length else {}
+    pieces = cut(body, places) if mode is DUPLEX else [body]
+    conversation = [Event(Kind.REQUEST_HEADERS, headers=told, modes=Modes(mode, BodyMode.NONE))]
+    if mode is not BodyMode.NONE:
+        conversation += [
+            Event(Kind.REQUEST_BODY, body=piece, end_of_stream=not trailers and at == len(pieces))
+            for at, piece in enumerate(pieces, 1)
+        ]
+    if trailers:
+        conversation.append(Event(Kind.REQUEST_TRAILERS))
+    budget = Budget(LIMIT)
+    exchange = exchange_of(budget)
+    outcome = msgspec.structs.replace(PICK, splice=Splice(start, stop, content))
+    said = [reply for replies in converse(exchange, conversation, outcome) for reply in replies]
+    exchange.close()
+    assert budget.held_bytes == 0
+    (route,) = (reply for reply in said if isinstance(reply, Route))
+    passed = [bytes(reply.body) for reply in said if isinstance(reply, Chunk)]
+    if mode is DUPLEX:
+        assert b"".join(passed) == edited
+        assert route.body is None
+    else:
+        assert not passed
+        assert route.body == (edited if mode in BUFFERED else None)
+    cut_short = mode is BodyMode.BUFFERED_PARTIAL and trailers and not length
+    tells = exchange.edited and not cut_short
+    assert dict(route.set_headers) == ({"content-length": str(len(edited))} if tells else {})
