@@ -185,3 +185,20 @@ def test_scrape_tls():
     strict = factory.scrape_tls(sections.Scrape(scheme="https", verify_tls=True))
     assert not loose.check_hostname
     assert strict.check_hostname
+
+
+@pytest.mark.parametrize(
+    ("tree", "rejects", "splits", "interval_s"),
+    [
+        ({}, False, True, 30.0),
+        ({"scheduling": {"unknown_model": "reject", "kubeai_names": False}}, True, False, 30.0),
+        ({"scrape": {"models_interval_s": 5}}, False, True, 5.0),
+        ({"scrape": {"models": False}}, False, True, None),
+    ],
+)
+def test_models_are_asked_for_and_read_as_configured(tree, rejects, splits, interval_s):
+    """What becomes of unknown models and of names, and how often engines are asked."""
+    parts = factory.build(scheduling(**tree))
+    settings = parts.dispatcher.routing.settings
+    assert (settings.reject_unlisted, settings.kubeai_names) == (rejects, splits)
+    assert parts.scraping.models.interval_s == interval_s
