@@ -128,7 +128,8 @@ class Scheduling(Rules, frozen=True, forbid_unknown_fields=True, kw_only=True):
         plugins: A profile written out as the upstream picker does. None: the strategy.
         scheduling_profiles: `schedulingProfiles` in a file: which of the plugins make a profile,
             and their weights. None: all of them, in order.
-        models: Rules of single models, by the name in the request. None: all are routed alike.
+        models: Rules of single models, by the name in the request; of `model_adapter`, by the
+            model. None: all are routed alike.
         fallbacks: Further endpoints named after the chosen one (count). 0, because only a data
             plane with an override-host policy can use them.
         honour_subset: Keep to the endpoints a gateway allows (EPP protocol 004, subset hint). True,
