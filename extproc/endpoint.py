@@ -140,16 +140,19 @@ class Models(msgspec.Struct, frozen=True, gc=False):
 
 
 class Rates(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """How fast one engine is: an iteration takes `step_s + prefill_s * P + decode_s * B` seconds.
+    """How fast one engine is: `step_s + prefill_s * P + decode_s * B + context_s * K` seconds a step.
 
-    P is the prompt tokens computed in the iteration, B the sequences that decode. The defaults lie
+    P is the prompt tokens computed in an iteration, B the sequences that decode, K the tokens of
+    context they have together (engines report 5.1). The defaults lie
     between the machines of engines report 5.4 (an A100 with an 8B model); they stand until the
     engine's own counters say otherwise.
 
     Attributes:
         step_s: Seconds every iteration takes, mostly reading the weights.
         prefill_s: Seconds per uncached prompt token.
-        decode_s: Seconds per decoding sequence and iteration, its share of context included.
+        decode_s: Seconds per decoding sequence and iteration, its context apart.
+        context_s: Seconds per token of context and iteration.
+        context_tokens: Tokens of context of a sequence on it, mean of those running.
         adapter_load_s: Seconds until an adapter that is not resident is.
         output_tokens: Tokens generated per request, mean.
         evidence: Engine iterations it was learnt from (count, fading); 0 for the defaults.
@@ -157,10 +160,16 @@ class Rates(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     step_s: float = 0.015
     prefill_s: float = 100e-6
-    decode_s: float = 0.2e-3
+    decode_s: float = 0.1e-3
+    context_s: float = 0.2e-6
+    context_tokens: float = 500.0
     adapter_load_s: float = 0.5
     output_tokens: float = 200.0
     evidence: float = 0.0
+
+    def iteration_s(self, sequences: float) -> float:
+        """Seconds between two tokens of an answer when so many sequences of usual context decode."""
+        return self.step_s + (self.decode_s + self.context_s * self.context_tokens) * sequences
 
 
 #: Nothing was learnt yet.

@@ -33,7 +33,9 @@ class Account:
         prompt_tokens: Estimated prompt tokens of the open requests.
         opened: Tickets ever opened (count).
         answered: Of these, closed with an answer.
-        texts: Of these since the last comparison with the engine's counters, those with prompts of
+        idled: How often an answer left no open request behind (count).
+        ran: Adapter or model names of requests answered since the last scrape.
+        texts: Of the answered since the last comparison with the engine's counters, those with prompts of
             text: [requests, bytes of text] by adapter or model name.
         adapters: Open requests by adapter or model name.
         recent: Names of `adapters` ever opened, the latest last.
@@ -52,9 +54,11 @@ class Account:
         "at",
         "done",
         "endpoint",
+        "idled",
         "in_flight",
         "opened",
         "prompt_tokens",
+        "ran",
         "recent",
         "seen",
         "sent",
@@ -69,6 +73,8 @@ class Account:
         self.prompt_tokens = 0
         self.opened = 0
         self.answered = 0
+        self.idled = 0
+        self.ran: set[str] = set()
         self.texts: dict[str, list[int]] = {}
         self.adapters: dict[str, int] = {}
         self.recent: dict[str, None] = {}
@@ -133,8 +139,8 @@ class Account:
             rates: How fast the engine is.
             requests: Requests on it (count), whose decodes share its iterations.
         """
-        step_s = rates.step_s + rates.decode_s * requests
-        self.tokens_per_s = 1.0 / (rates.prefill_s + step_s / _BUDGET_TOKENS)
+        per_token = rates.prefill_s + rates.iteration_s(requests) / _BUDGET_TOKENS
+        self.tokens_per_s = 1.0 / per_token
 
     def scraped(self, *, sent: int, written: int, waiting: float | None, now: float) -> None:
         """Correct the queue by what a scrape shows.
@@ -177,6 +183,9 @@ class Account:
         self._drain(now)
         if answered:
             self.answered += 1
+            self.ran.add(ticket.target)
+            if not self.in_flight:
+                self.idled += 1
             if ticket.prompt_bytes:
                 texts = self.texts.setdefault(ticket.target, [0, 0])
                 texts[0] += 1

@@ -146,14 +146,15 @@ class Fleet:
             return
         account = member.account
         restart = learning.restarted(member.load, load)
-        learner = self._learners[member.endpoint.incarnation]
-        learner.lean(self._pooled_rates(now))
-        learner.feed(load)
         self.tokenisers.scraped(account, load)
         own = max(mark.in_flight, account.in_flight)
         scraped = (load.running or 0.0) + (load.waiting or 0.0)
         foreign = max(0.0, scraped - own)
         account.scraped(sent=mark.sent, written=mark.written, waiting=load.waiting, now=now)
+        learner = self._learners[member.endpoint.incarnation]
+        learner.lean(self._pooled_rates(now))
+        learner.feed(load, ran=account.ran & self._adapters, idled=account.idled)
+        account.ran = set()
         rates = learner.settled
         account.pace(rates, own + foreign)
         waiting = min(foreign, max(0.0, (load.waiting or 0.0) - own))

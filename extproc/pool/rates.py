@@ -1,27 +1,37 @@
 """How fast an engine is, learnt from its own counters.
 
-An iteration takes `step_s + prefill_s P + decode_s B` seconds (engines report 5.1). Between two
-scrapes of a busy engine that adds up to
+An iteration takes `a + b P + c B + d K` seconds (engines report 5.1): P prompt tokens computed, B
+sequences that decode, K tokens of context they have together. Some also bring an adapter onto the
+device, which takes l. Between two scrapes of a busy engine that adds up to
 
-    elapsed = step_s S + prefill_s P + decode_s G
+    elapsed = a S + b P + c G + d K S + l L
 
-with S iterations, P prompt tokens computed and G tokens generated, all of which are differences of
-counters. Windows of about a second are the rows of a least squares problem that forgets: its
-normal equations are nine numbers. What the engine has not shown yet stays near the prior, which is
-what the rest of the pool has shown.
+with S iterations, P prompt tokens and G generated tokens, all of which are differences of counters;
+K is the mean of what the KV cache held at both ends, and L are the adapters that came onto the
+device. Windows of about a second are the rows of a least squares problem that forgets. What the
+engine has not shown yet stays near the prior, which is what the rest of the pool has shown.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Sequence
+from statistics import median
+
 import msgspec
 
 from extproc.endpoint import DEFAULT_RATES, Load, Rates, Totals
+from extproc.pool import slots, squares
 
 #: Shortest window that is a row (s): several iterations, and counters move by whole iterations.
 _WINDOW_S = 0.5
 
-#: Share of the past that a new row leaves. Some fifty rows count, about a minute of load.
+#: Share of the past that a new row leaves. Some fifty rows count, about a minute of load; 0.95
+#: follows changes twice as fast, and doubles the error of the next window under steady load.
 _KEEP = 0.98
+
+#: The same from the second unusual row of one sign on: the engine changed.
+_KEEP_LESS = 0.9
 
 #: Weight of a prior against rows, whose squares are below 1 each: of one that nobody has shown, and
 #: of what the rest of the pool has shown. What the rows do not tell apart stays with the prior:
@@ -32,20 +42,45 @@ _WEAK, _STRONG = 0.05, 3.0
 #: Share by which an engine must differ from the pool to count as different.
 _ALIKE = 0.3
 
+#: Share by which the time of a window may differ from what was foretold and still be usual.
+_USUAL = 0.25
+
+#: Windows with adapter loads remembered, and wanted before their median counts. Loads are seen a
+#: scrape late or early now and then, so some windows say nonsense.
+_MOST_LOADS, _ENOUGH_LOADS = 9, 3
+
 #: Share of a new mean in the running one.
 _ALPHA = 0.2
 
-#: Bounds of `step_s`, `prefill_s` and `decode_s`: beyond them a row was not what it seemed.
-_BOUNDS = ((1e-4, 2.0), (1e-7, 1e-2), (1e-7, 5e-2))
+#: Bounds of a, b, c, d and l: beyond them a row was not what it seemed.
+_BOUNDS = ((1e-4, 2.0), (1e-7, 1e-2), (1e-7, 5e-2), (1e-9, 1e-4), (1e-3, 60.0))
+
+#: Where l stands among them.
+_LOADING = 4
 
 
 class _Counts(msgspec.Struct, frozen=True, gc=False):
-    """The counters a row is made of, all known."""
+    """What a row is made of, at one end of it.
+
+    Attributes:
+        at: Monotonic seconds.
+        steps: Iterations.
+        computed: Prompt tokens computed.
+        generated: Tokens generated.
+        context: Tokens the KV cache holds for running requests; None when nobody knows.
+        loads: Adapters that came onto the device.
+        loading_s: Seconds of adapter loads where the engine tells them, else 0.
+        idled: How often our account had no open request left.
+    """
 
     at: float
     steps: float
     computed: float
     generated: float
+    context: float | None
+    loads: int
+    loading_s: float
+    idled: int
 
 
 class Learner:
@@ -53,19 +88,37 @@ class Learner:
 
     Args:
         prior: What to believe until the engine shows otherwise.
+
+    Attributes:
+        rates: What it has shown, near the prior where it has not.
     """
 
-    __slots__ = ("_last", "_matrix", "_outputs", "_prior", "_start", "_vector", "_weight", "rates")
+    __slots__ = (
+        "_device",
+        "_last",
+        "_loads",
+        "_off",
+        "_outputs",
+        "_prior",
+        "_squares",
+        "_start",
+        "_told",
+        "_weight",
+        "rates",
+    )
 
     def __init__(self, prior: Rates = DEFAULT_RATES) -> None:
         self.rates = msgspec.structs.replace(prior, evidence=0.0)
-        self._prior = (prior.step_s, prior.prefill_s, prior.decode_s)
+        self._prior = _unknowns(prior)
         self._weight = _WEAK
-        self._matrix = [0.0] * 6  # upper triangle, row by row
-        self._vector = [0.0] * 3
+        self._device = slots.Slots()
+        self._off = 0.0  # of the last row, if it was unusual
+        self._loads: deque[float] = deque(maxlen=_MOST_LOADS)
+        self._squares = squares.Squares(_BOUNDS)
         self._start: _Counts | None = None
         self._last: Load | None = None
         self._outputs: Totals | None = None
+        self._told = False  # by the engine, how long adapters take
 
     def lean(self, prior: Rates) -> None:
         """Take another prior.
@@ -75,88 +128,81 @@ class Learner:
                 while it has no evidence.
         """
         if prior.evidence:
-            self._prior = (prior.step_s, prior.prefill_s, prior.decode_s)
+            self._prior = _unknowns(prior)
             self._weight = _STRONG
 
-    def feed(self, load: Load) -> None:
+    def feed(self, load: Load, *, ran: Iterable[str] = (), idled: int = 0) -> None:
         """Take in the next scrape.
 
         Args:
             load: Its `at` must not be before the last one's.
+            ran: Adapters of requests that ended since the last scrape.
+            idled: How often nothing of ours was left on the engine (count, ever). A window in which
+                that grew has time in which nothing ran.
         """
         last, self._last = self._last, load
         if last is not None and restarted(last, load):
             self._start = None
             self._outputs = None
+            self._device = slots.Slots()
             last = None
+        self._device.seen(load, ran)
         self._learn_output(load.totals)
         self._learn_adapters(last, load)
-        here = _counts(load)
+        here = _counts(load, loads=self._device.loads, idled=idled)
         start = self._start
         if here is None or not load.running:
             self._start = None
-        elif start is None:
+        elif start is None or start.idled != here.idled:
             self._start = here
         elif here.at - start.at >= _WINDOW_S:
             self._start = here
             self._row(start, here)
+        if load.running and here is not None and here.context is not None:
+            mean = here.context / max(1.0, load.running)
+            self.rates = msgspec.structs.replace(self.rates, context_tokens=mean)
 
     def _row(self, start: _Counts, end: _Counts) -> None:
-        seconds = end.at - start.at
-        row = (
-            end.steps - start.steps,
-            max(0.0, end.computed - start.computed),
-            end.generated - start.generated,
-        )
-        if row[0] < 1:
+        seconds = end.at - start.at - max(0.0, end.loading_s - start.loading_s)
+        steps = end.steps - start.steps
+        if steps < 1 or seconds <= 0:
             return
-        # Every row weighs the same, however long its window: divide by its seconds.
-        s, p, g = (count / seconds for count in row)
-        m, v = self._matrix, self._vector
-        for at, square in enumerate((s * s, s * p, s * g, p * p, p * g, g * g)):
-            m[at] = m[at] * _KEEP + square
-        for at, one in enumerate((s, p, g)):
-            v[at] = v[at] * _KEEP + one
-        evidence = self.rates.evidence * _KEEP + row[0]
-        step_s, prefill_s, decode_s = self._solve()
-        self.rates = msgspec.structs.replace(
-            self.rates, step_s=step_s, prefill_s=prefill_s, decode_s=decode_s, evidence=evidence
-        )
+        generated = end.generated - start.generated
+        if start.context is None or end.context is None:
+            context = generated * self.rates.context_tokens
+        else:
+            context = 0.5 * (start.context + end.context) * steps
+        computed = max(0.0, end.computed - start.computed)
+        loads = end.loads - start.loads
+        row = (steps, computed, generated, context, loads)
+        foretold = zip(_unknowns(self.rates), row, strict=True)
+        self._weigh(row, seconds, seconds - sum(each * count for each, count in foretold))
+        evidence = self.rates.evidence * _KEEP + steps
+        found = self._squares.solve(self._prior, self._weight)
+        if self._loading_known:
+            found[_LOADING] = self.rates.adapter_load_s if self._told else median(self._loads)
+        self.rates = msgspec.structs.replace(_known(found, self.rates), evidence=evidence)
 
-    def _solve(self) -> tuple[float, float, float]:
-        """Least squares with the prior as a few more rows; in units of the prior.
+    def _weigh(self, row: Sequence[float], seconds: float, rest: float) -> None:
+        """Add a row, having seen how far it is from what was foretold.
 
-        In those units all three unknowns are near 1, so one weight suits them all. An unknown that
-        comes out of bounds is set to its bound and the others are solved again.
+        Args:
+            row: Counts.
+            seconds: The time they took.
+            rest: What was not foretold of it.
         """
-        x0, x1, x2 = self._prior
-        weight = self._weight
-        scale = (x0, x1, x2)
-        m = self._matrix
-        a = [
-            [m[0] * x0 * x0 + weight, m[1] * x0 * x1, m[2] * x0 * x2],
-            [m[1] * x0 * x1, m[3] * x1 * x1 + weight, m[4] * x1 * x2],
-            [m[2] * x0 * x2, m[4] * x1 * x2, m[5] * x2 * x2 + weight],
-        ]
-        b = [self._vector[at] * scale[at] + weight for at in range(3)]
-        fixed: dict[int, float] = {}
-        while True:
-            found = _solved(a, b, fixed)
-            outside = [
-                at
-                for at in range(3)
-                if at not in fixed and not _BOUNDS[at][0] <= found[at] * scale[at] <= _BOUNDS[at][1]
-            ]
-            if not outside:
-                step_s, prefill_s, decode_s = (
-                    min(high, max(low, found[at] * scale[at]))
-                    for at, (low, high) in enumerate(_BOUNDS)
-                )
-                return step_s, prefill_s, decode_s
-
-            for at in outside:
-                low, high = _BOUNDS[at]
-                fixed[at] = min(high, max(low, found[at] * scale[at])) / scale[at]
+        off = rest / seconds
+        usual = abs(off) <= _USUAL
+        changed = not usual and off * self._off > 0.0
+        keep, weight = _KEEP_LESS if changed else _KEEP, 1.0
+        loads = row[_LOADING]
+        if loads:
+            low, high = _BOUNDS[_LOADING]
+            load_s = self.rates.adapter_load_s + rest / loads
+            self._loads.append(min(high, max(low, load_s)))
+            keep, weight = _KEEP, 1.0 if usual else _USUAL / abs(off)
+        self._off = 0.0 if usual or loads else off
+        self._squares.add(row, seconds, keep=keep, weight=weight)
 
     @property
     def settled(self) -> Rates:
@@ -164,13 +210,20 @@ class Learner:
         own = self.rates
         if self._weight is _WEAK:
             return own
-        step_s, prefill_s, decode_s = (
+        if not own.evidence:
+            return _known(self._prior, own)
+        settled = [
             theirs if abs(ours - theirs) <= _ALIKE * theirs else ours
-            for ours, theirs in zip(
-                (own.step_s, own.prefill_s, own.decode_s), self._prior, strict=True
-            )
-        )
-        return msgspec.structs.replace(own, step_s=step_s, prefill_s=prefill_s, decode_s=decode_s)
+            for ours, theirs in zip(_unknowns(own), self._prior, strict=True)
+        ]
+        if not self._loading_known:
+            settled[_LOADING] = self._prior[_LOADING]
+        return _known(settled, own)
+
+    @property
+    def _loading_known(self) -> bool:
+        """Whether this engine has shown how long adapters take."""
+        return self._told or len(self._loads) >= _ENOUGH_LOADS
 
     def _learn_output(self, totals: Totals) -> None:
         """Running mean of generated tokens per finished request."""
@@ -204,9 +257,10 @@ class Learner:
             return
         mean = self.rates.adapter_load_s + _ALPHA * (seconds / loads - self.rates.adapter_load_s)
         self.rates = msgspec.structs.replace(self.rates, adapter_load_s=mean)
+        self._told = True
 
 
-def pooled(rates: list[Rates]) -> Rates:
+def pooled(rates: Sequence[Rates]) -> Rates:
     """What to expect of an engine nobody knows: the mean of those that showed something.
 
     Its `evidence` is how many those are if there are several, else 0: one engine is no pool.
@@ -215,14 +269,13 @@ def pooled(rates: list[Rates]) -> Rates:
     if not shown:
         return DEFAULT_RATES
     count = len(shown)
-    return Rates(
-        step_s=sum(one.step_s for one in shown) / count,
-        prefill_s=sum(one.prefill_s for one in shown) / count,
-        decode_s=sum(one.decode_s for one in shown) / count,
-        adapter_load_s=sum(one.adapter_load_s for one in shown) / count,
+    means = [sum(column) / count for column in zip(*map(_unknowns, shown), strict=True)]
+    facts = Rates(
         output_tokens=sum(one.output_tokens for one in shown) / count,
+        context_tokens=sum(one.context_tokens for one in shown) / count,
         evidence=float(count) if count > 1 else 0.0,
     )
+    return _known(means, facts)
 
 
 def restarted(before: Load, after: Load) -> bool:
@@ -242,32 +295,44 @@ def restarted(before: Load, after: Load) -> bool:
     return any(old is not None and new is not None and new < old for old, new in pairs)
 
 
-def _counts(load: Load) -> _Counts | None:
-    """The counters of a row; None where the engine does not have them all."""
+def _counts(load: Load, *, loads: int, idled: int) -> _Counts | None:
+    """One end of a row; None where the engine does not have all of its counters."""
     totals = load.totals
     if totals.steps is None or totals.step_tokens is None or totals.generated_tokens is None:
         return None
+    capacity, usage = load.kv_tokens, load.kv_usage
+    told = totals.adapter_load_s
     return _Counts(
-        load.at, totals.steps, totals.step_tokens - totals.generated_tokens, totals.generated_tokens
+        load.at,
+        totals.steps,
+        totals.step_tokens - totals.generated_tokens,
+        totals.generated_tokens,
+        None if capacity is None or usage is None else capacity * usage,
+        loads if told is None else 0,
+        told or 0.0,
+        idled,
     )
 
 
-def _solved(a: list[list[float]], b: list[float], fixed: dict[int, float]) -> list[float]:
-    """Solve three symmetric equations by elimination, some unknowns being given."""
-    free = [at for at in range(3) if at not in fixed]
-    rows = [
-        [a[i][j] for j in free] + [b[i] - sum(a[i][j] * x for j, x in fixed.items())] for i in free
-    ]
-    size = len(free)
-    for i in range(size):
-        pivot = rows[i][i]
-        for k in range(i + 1, size):
-            factor = rows[k][i] / pivot
-            rows[k] = [x - factor * y for x, y in zip(rows[k], rows[i], strict=True)]
-    found = [0.0] * 3
-    for at, value in fixed.items():
-        found[at] = value
-    for i in reversed(range(size)):
-        known = sum(rows[i][j] * found[free[j]] for j in range(i + 1, size))
-        found[free[i]] = (rows[i][size] - known) / rows[i][i]
-    return found
+def _unknowns(rates: Rates) -> tuple[float, float, float, float, float]:
+    """The numbers a, b, c, d and l in rates."""
+    return (
+        rates.step_s,
+        rates.prefill_s,
+        rates.decode_s,
+        rates.context_s,
+        rates.adapter_load_s,
+    )
+
+
+def _known(unknowns: Sequence[float], facts: Rates) -> Rates:
+    """Rates of these numbers, everything else taken from `facts`."""
+    step_s, prefill_s, decode_s, context_s, adapter_load_s = unknowns
+    return msgspec.structs.replace(
+        facts,
+        step_s=step_s,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        context_s=context_s,
+        adapter_load_s=adapter_load_s,
+    )

@@ -222,7 +222,7 @@ class Exposition(Collector):
         yield rewrites
         yield CounterMetricFamily(
             "extproc_unlisted_models",
-            "Requests routed although no endpoint lists their model.",
+            "Requests for models that no endpoint lists.",
             value=tallies.unlisted,
         )
 
@@ -278,6 +278,11 @@ class Exposition(Collector):
             "Learnt time that a decoding sequence adds to an iteration.",
             labels=labels,
         )
+        context = GaugeMetricFamily(
+            "extproc_endpoint_context_seconds_per_token",
+            "Learnt time that a token of context adds to an iteration.",
+            labels=labels,
+        )
         adapter = GaugeMetricFamily(
             "extproc_endpoint_adapter_load_seconds",
             "Learnt time of an adapter load.",
@@ -306,6 +311,7 @@ class Exposition(Collector):
             prefill.add_metric(key, member.rates.prefill_s)
             step.add_metric(key, member.rates.step_s)
             decode.add_metric(key, member.rates.decode_s)
+            context.add_metric(key, member.rates.context_s)
             adapter.add_metric(key, member.rates.adapter_load_s)
             answer.add_metric(key, member.rates.output_tokens)
             cache = self._cache(member.endpoint)
@@ -313,7 +319,18 @@ class Exposition(Collector):
             observed.add_metric(key, cache.observed_tokens)
             if cache.capacity_tokens is not None:
                 capacity.add_metric(key, cache.capacity_tokens)
-        yield from (queued, prefill, step, decode, adapter, answer, predicted, observed, capacity)
+        yield from (
+            queued,
+            prefill,
+            step,
+            decode,
+            context,
+            adapter,
+            answer,
+            predicted,
+            observed,
+            capacity,
+        )
         ratio = GaugeMetricFamily(
             "extproc_bytes_per_token", "Learnt bytes of a prompt token.", labels=["model"]
         )

@@ -76,7 +76,7 @@ def test_a_scrape_without_a_queue_leaves_one_prefill_at_most():
 def test_decodes_beside_it_slow_the_queue_down():
     """2048 tokens of prefill pay for one step with all its decodes."""
     made = account()
-    made.pace(Rates(step_s=0.02, prefill_s=1e-4, decode_s=1e-3), 100)
+    made.pace(Rates(step_s=0.02, prefill_s=1e-4, decode_s=1e-3, context_s=0.0), 100)
     assert made.tokens_per_s == pytest.approx(1 / (1e-4 + 0.12 / 2048))
 
 

@@ -24,7 +24,8 @@ def test_what_was_learnt_is_on_the_page():
         b'extproc_bytes_per_token{model="m"} 3.0',
         b"extproc_endpoint_step_seconds" + spot + b" 0.015",
         b"extproc_endpoint_prefill_seconds_per_token" + spot + b" 0.0001",
-        b"extproc_endpoint_decode_seconds_per_sequence" + spot + b" 0.0002",
+        b"extproc_endpoint_decode_seconds_per_sequence" + spot + b" 0.0001",
+        b"extproc_endpoint_context_seconds_per_token" + spot + b" 2e-07",
         b"extproc_endpoint_adapter_load_seconds" + spot + b" 0.5",
         b"extproc_endpoint_output_tokens" + spot + b" 200.0",
     ):

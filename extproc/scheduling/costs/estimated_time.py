@@ -35,8 +35,8 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     - prefill = u p with u = L - m, at least one token.
     - adapter: the load time where the adapter is not resident; where every slot is in use also the
       wait for one, half an answer at the present speed.
-    - memory = o s max(0, (k + u + o/2) / K - `kv_ceiling`), with s = `step_s` + d n the seconds
-      between tokens, k the tokens held of K: nothing until the cache is full, then the time until
+    - memory = o s max(0, (k + u + o/2) / K - `kv_ceiling`), with s = `Rates.iteration_s(n)`
+      the seconds between tokens, k the tokens held of K: nothing until the cache is full, then the time until
       running answers free what is missing. k is the smaller of what the scrape says plus what was
       sent since, and what the open requests can hold at most: a late scrape forgets those that
       ended.
@@ -44,8 +44,9 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
       slower in a larger batch, and every answer in it waits for this prefill, this adapter and one
       more sequence in each iteration.
 
-    The form of an iteration, `step_s + prefill_s P + decode_s B`, is that of engines report 5.1.
-    What nobody knows costs nothing, for everybody alike.
+    The form of an iteration is that of engines report 5.1. Its context term is only in s: in the
+    slowdown it would send requests away from prefixes (simulated first tokens 2 % later, a point of
+    cache hits fewer). What nobody knows costs nothing, for everybody alike.
 
     Attributes:
         others_share: Seconds of this request that weigh as much as one second of all requests
@@ -132,7 +133,7 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         adapter = _TO_LOAD[c.residency] * rates.adapter_load_s
         slowdown = c.requests * (decode + self.others_share * (prefill + decode + adapter))
         if c.residency is Residency.FULL:
-            adapter += 0.5 * answer * (rates.step_s + rates.decode_s * c.requests)
+            adapter += 0.5 * answer * rates.iteration_s(c.requests)
         memory = self._stall(c, uncached + 0.5 * answer, answer)
         return c.queued_tokens * rates.prefill_s, prefill, adapter, memory, slowdown
 
@@ -151,4 +152,4 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if excess <= 0.0:
             return 0.0
         rates = c.rates
-        return answer * (rates.step_s + rates.decode_s * c.requests) * excess
+        return answer * rates.iteration_s(c.requests) * excess
