@@ -209,6 +209,9 @@ class Rejection(msgspec.Struct, frozen=True, gc=False):
 
 Outcome = Decision | Rejection
 
+#: `Rejection.code` of a model that nobody serves, as OpenAI's API has it.
+MODEL_NOT_FOUND = "model_not_found"
+
 #: Model names listed in a refusal (count), and characters of the one that was asked for.
 MOST_NAMES = 20
 LONGEST_NAME = 128
@@ -258,7 +261,7 @@ def model_not_found(name: str, known: Iterable[str]) -> Rejection:
     return Rejection(
         404,
         f"the model `{name}` does not exist; there are: {shown}",
-        code="model_not_found",
+        code=MODEL_NOT_FOUND,
     )
 
 

@@ -24,11 +24,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         retry_s: Wait after the first failure; it doubles with each further one, up to the interval.
             An engine that has just started may not list anything yet.
         jitter: Each wait is spread by this share to either side, lest all ask at once.
+        missed_s: Least time between two lists when requests for unlisted models want one sooner. 5:
+            an adapter that was just loaded is found soon, and a client that makes names up costs
+            200 endpoints 40 small pages a second at most.
     """
 
     interval_s: float | None
     retry_s: float = 2.0
     jitter: float = 0.1
+    missed_s: float = 5.0
 
 
 #: For who wants no lists.
@@ -47,6 +51,7 @@ class Roll:
         clock: Monotonic seconds.
         rng: Chance, for the jitter.
         settings: When to ask.
+        missed: Requests so far for models that nobody lists (count).
 
     Attributes:
         target: Its own port, wherever its metrics are.
@@ -61,6 +66,7 @@ class Roll:
         clock: Callable[[], float],
         rng: random.Random,
         settings: Settings,
+        missed: Callable[[], int],
     ) -> None:
         self.target = _target(endpoint)
         self._endpoint = endpoint
@@ -69,7 +75,9 @@ class Roll:
         self._clock = clock
         self._rng = rng
         self._settings = settings
-        self._due = -math.inf
+        self._missed = missed
+        self._missed_then = 0
+        self._asked = self._due = -math.inf
         self._failures = 0
         self._listed = False
 
@@ -80,8 +88,10 @@ class Roll:
             `ok`, or why there is no list; empty if it was not asked.
         """
         began = self._clock()
-        if self._settings.interval_s is None or (began < self._due and not self._wiped()):
+        interval_s = self._settings.interval_s
+        if interval_s is None or not (began >= self._due or self._wiped() or self._wanted(began)):
             return ""
+        self._asked, self._missed_then = began, self._missed()
         found = await self._client.get(self.target)
         if isinstance(found, client.Failed):
             outcome, models = found.reason, None
@@ -95,7 +105,7 @@ class Roll:
             self._failures = 0
             self._fleet.observe_models(self._endpoint, models)
         self._due = began + pace.listing_wait_s(
-            self._settings.interval_s,
+            interval_s,
             retry_s=self._settings.retry_s,
             jitter=self._settings.jitter,
             failures=self._failures,
@@ -107,6 +117,10 @@ class Roll:
         """Whether what it listed last was forgotten since, as a restart of the engine does."""
         member = self._fleet.pool.find(self._endpoint.address)
         return self._listed and member is not None and member.models is None
+
+    def _wanted(self, now: float) -> bool:
+        """Whether somebody asked for an unlisted model since the last list, which is old enough."""
+        return self._missed() != self._missed_then and now >= self._asked + self._settings.missed_s
 
 
 def _target(endpoint: Endpoint) -> client.Target:

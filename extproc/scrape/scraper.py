@@ -88,6 +88,7 @@ class Watch(Generic[MarkT]):
             clock=scraper.clock,
             rng=scraper.rng,
             settings=scraper.settings.models,
+            missed=scraper.missed,
         )
 
     async def run(self) -> None:
@@ -150,6 +151,8 @@ class Scraper(Generic[MarkT]):
         clock: Monotonic seconds.
         rng: Chance, for spreading.
         on_fact: Called after every scrape; must not raise.
+        missed: Requests so far for models that nobody lists (count); more of them make the lists
+            be asked for sooner.
     """
 
     def __init__(
@@ -161,6 +164,7 @@ class Scraper(Generic[MarkT]):
         clock: Callable[[], float],
         rng: random.Random,
         on_fact: Callable[[ScrapeFact], None] = lambda _: None,
+        missed: Callable[[], int] = lambda: 0,
     ) -> None:
         self.settings = settings
         self.fleet = fleet
@@ -168,6 +172,7 @@ class Scraper(Generic[MarkT]):
         self.clock = clock
         self.rng = rng
         self.on_fact = on_fact
+        self.missed = missed
         self.busy = 0
         self.watches: dict[str, Watch[MarkT]] = {}
 

@@ -178,6 +178,7 @@ class Picker:
                 clock=self._clock,
                 rng=self.parts.rng,
                 on_fact=self._scraped,
+                missed=lambda: self.tallies.unlisted,
             ).run()
         return loops
 

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
+from extproc import decision as outcomes
 from extproc.decision import Decision, Rejection
 from extproc.scheduling import guard
 
@@ -56,7 +57,7 @@ class Tallies:
         listings: Lists of models asked for, by (endpoint address, result).
         rewrites: Requests whose model was given another name, by whether the body was `edited` or
             could not be (`unedited`).
-        unlisted: Requests routed although no endpoint in play lists their model.
+        unlisted: Requests for a model that no endpoint in play lists, routed or refused.
         reloads: Attempts to read the configuration again, by result: `ok`, `error`.
         reload_failed: Whether the last of them failed, and an older configuration is in force.
         restart_needed: Whether the configuration differs in what only a restart changes.
@@ -112,6 +113,8 @@ class Tallies:
     def rejected(self, rejection: Rejection) -> None:
         """A request was refused."""
         self.rejections[rejection.status, rejection.reason] += 1
+        if rejection.code == outcomes.MODEL_NOT_FOUND:
+            self.unlisted += 1
 
     def finished(self, address: str, status: str, seconds: float) -> None:
         """The stream of a routed request ended after `seconds`.

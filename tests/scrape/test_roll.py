@@ -19,6 +19,7 @@ class Engine:
         self.now = 100.0
         self.page = PAGE
         self.list = LIST
+        self.missed = 0
         self.asked = []
         self.forgotten = []
         self.facts = []
@@ -32,6 +33,7 @@ class Engine:
             clock=lambda: self.now,
             rng=random.Random(1),
             on_fact=self.facts.append,
+            missed=lambda: self.missed,
         )
         self.watch = scraper.Watch(self.scraper, self.fleet.pool.members[0])
 
@@ -148,6 +150,24 @@ def test_a_restarted_engine_is_asked_at_once():
         engine.list = b'{"data": [{"id": "other"}]}'
         assert await engine.at(2, 3) == 2
         assert engine.models == Models(frozenset({"other"}))
+
+    asyncio.run(scene())
+
+
+def test_requests_for_unlisted_models_hurry_the_next_list():
+    """Once after each such request, and never within 5 s of the last list."""
+
+    async def scene():
+        engine = Engine()
+        assert await engine.at(0, 3) == 1
+        engine.missed += 1
+        assert await engine.at(3.2, 4.9) == 1
+        assert await engine.at(5.0, 29.9) == 2
+        engine.missed += 100
+        assert await engine.at(30.0) == 3
+        assert await engine.at(34.9, 36.0) == 3
+        engine.missed += 1
+        assert await engine.at(36.2, 60.0) == 4
 
     asyncio.run(scene())
 

@@ -6,7 +6,7 @@ import msgspec
 
 from extproc.cli import imagined
 from extproc.config import settings as sections
-from extproc.decision import Decision, Splice
+from extproc.decision import Decision, Splice, model_not_found
 from extproc.endpoint import Candidate, Endpoint, Models
 from extproc.request import RawRequest, Request
 from extproc.telemetry import explanation, ring, state, table
@@ -99,6 +99,7 @@ def test_metrics_of_models():
     tallies = Tallies()
     tallies.listings["10.0.0.1:8000", "ok"] += 2
     tallies.routed(decision(unlisted=True), 0.001)
+    tallies.rejected(model_not_found("x", ["y"]))
     tallies.rewritten(edited=True)
     tallies.rewritten(edited=False)
     page = Exposition(
@@ -116,7 +117,7 @@ def test_metrics_of_models():
         'extproc_models_scrapes_total{endpoint="10.0.0.1:8000",result="ok"} 2.0',
         'extproc_model_rewrites_total{result="edited"} 1.0',
         'extproc_model_rewrites_total{result="unedited"} 1.0',
-        "extproc_unlisted_models_total 1.0",
+        "extproc_unlisted_models_total 2.0",
     ):
         assert line + "\n" in shown
     assert 'extproc_endpoint_models{endpoint="10.0.0.3:8000"}' not in shown
