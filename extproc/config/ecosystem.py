@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from extproc.config import grammar, strict
+import msgspec
+
+from extproc.config import decision_trees, grammar, strict
 from extproc.config import settings as sections
+from extproc.config.upstream_past import DECISION_TREE
 from extproc.config.upstream_type import UpstreamType
 from extproc.config.upstream_types import TYPES
 from extproc.errors import ConfigError
@@ -37,12 +40,15 @@ _KEYS: Mapping[str, str] = {
     "saturationDetector": "saturationDetector is not acted on: requests are not queued here",
 }
 
-#: Handlers that choose among profiles: type to the parameters that name the one for decoding.
-_HANDLERS: Mapping[str, tuple[str, ...]] = {
-    "disagg-profile-handler": ("profiles", "decode"),
-    "pd-profile-handler": ("decodeProfile",),
-    "header-profile-handler": ("defaultProfile",),
-    "data-parallel-profile-handler": (),
+#: Handlers that choose among profiles: type to the parameters that name the one that routes here,
+#: and its name where they do not.
+_HANDLERS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "disagg-profile-handler": (("profiles", "decode"), "decode"),
+    "pd-profile-handler": (("decodeProfile",), "decode"),
+    "header-profile-handler": (("defaultProfile",), "decode"),
+    "data-parallel-profile-handler": ((), "decode"),
+    "slo-aware-profile-handler": ((), "default"),
+    "predicted-latency-profile-handler": ((), "predicted-latency-no-routing"),
 }
 
 #: What makes a plugin: its kind, its parameters and where it stands.
@@ -123,8 +129,8 @@ def composed(
         index, written, kind = named[reference.plugin_ref]
         if not kind:
             continue
-        plugin = grammar.Plugin(kind=kind, params=_effective(written))
         path = ("plugins", index)
+        plugin = _meant(written, kind, named, where=where, path=(*path, "parameters"))
         if kind in tables.filters:
             filters.append(make(tables.filters, plugin, path))
         if kind in tables.scorers:
@@ -187,6 +193,37 @@ def _named(
     return named
 
 
+def _meant(
+    written: grammar.NamedPlugin,
+    kind: str,
+    named: Mapping[str, tuple[int, grammar.NamedPlugin, str]],
+    *,
+    where: str,
+    path: strict.Path,
+) -> grammar.Plugin:
+    """A plugin as we write it; a decision tree with the filters it refers to in its nodes."""
+    plugin = grammar.Plugin(kind=kind, params=_effective(written))
+    if written.type != DECISION_TREE:
+        return plugin
+
+    def find(name: str, spot: strict.Path) -> tuple[grammar.Plugin, bool]:
+        if name not in named:
+            raise _unknown(name, named, strict.place(where, spot))
+        _, written, kind = named[name]
+        if not kind:
+            raise ConfigError(
+                strict.place(where, spot),
+                wanted="a filter that does something here",
+                found=written.type,
+                fix=TYPES[written.type].note,
+            )
+        found = grammar.Plugin(kind=kind, params=_effective(written))
+        return found, written.type == DECISION_TREE
+
+    params = decision_trees.rooted(plugin.params, find, where=where, path=path)
+    return msgspec.structs.replace(plugin, params=params)
+
+
 def _check_idle(known: UpstreamType, plugin: grammar.NamedPlugin, spot: str) -> None:
     """Refuse parameters that not even a plugin without effect can have."""
     if not known.parameters:
@@ -203,10 +240,12 @@ def _check_idle(known: UpstreamType, plugin: grammar.NamedPlugin, spot: str) -> 
 
 
 def _effective(plugin: grammar.NamedPlugin) -> Mapping[str, object]:
-    """Its parameters without those that are taken without effect."""
+    """Its parameters as its kind has them, without those that are taken without effect."""
     known = TYPES.get(plugin.type)
-    idle = known.parameters if known is not None else ()
-    return {name: value for name, value in plugin.parameters.items() if name not in idle}
+    if known is None:
+        return plugin.parameters
+    left = {k: value for k, value in plugin.parameters.items() if k not in known.parameters}
+    return left if known.translate is None else known.translate(left)
 
 
 def _routing(scheduling: grammar.Rules, *, where: str) -> tuple[grammar.SchedulingProfile, int]:
@@ -234,10 +273,11 @@ def _routing(scheduling: grammar.Rules, *, where: str) -> tuple[grammar.Scheduli
 
 def _decoding(handler: grammar.NamedPlugin) -> str:
     """The profile a handler decodes by; other stages are not picked here."""
+    keys, name = _HANDLERS[handler.type]
     value: object = handler.parameters
-    for key in _HANDLERS[handler.type]:
+    for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
-    return value if isinstance(value, str) else "decode"
+    return value if isinstance(value, str) else name
 
 
 def _unknown(name: str, known: Mapping[str, object] | set[str], spot: str) -> ConfigError:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import msgspec
+
+#: Makes parameters of a kind of those that an older type has.
+Translate = Callable[[Mapping[str, object]], Mapping[str, object]]
 
 #: Of the prefix index; before 0.9 they were parameters of the scorer.
 INDEX_PARAMETERS = (
@@ -29,11 +34,13 @@ class UpstreamType(msgspec.Struct, frozen=True, kw_only=True):
             `note` says what of ours does it. `unsupported`: nothing of ours does it; `note` says
             what happens in its place.
         kind: Its kind in the catalogue when it is built, or deprecated and built; else empty.
-        instead: The upstream type that replaced a deprecated one; empty for the others.
+        instead: The upstream type that replaced a deprecated one, or a kind of ours that does the
+            same where upstream has none left; empty for the others.
         parameters: Parameters that are accepted and have no effect: all that an implied or
             unsupported type is known to have, and those of a built type that are no fields of its
             class, which are to be taken out before it is made.
         note: One sentence for whoever reads the configuration; empty when there is nothing to say.
+        translate: What makes parameters of its kind of its own; None where they are the same.
     """
 
     name: str
@@ -43,6 +50,7 @@ class UpstreamType(msgspec.Struct, frozen=True, kw_only=True):
     instead: str = ""
     parameters: tuple[str, ...] = ()
     note: str = ""
+    translate: Translate | None = None
 
 
 def built(role: str, name: str, *parameters: str) -> UpstreamType:
@@ -63,7 +71,13 @@ def unsupported(role: str, name: str, note: str, *parameters: str) -> UpstreamTy
 
 
 def deprecated(
-    role: str, name: str, instead: str, *parameters: str, kind: str = "", note: str = ""
+    role: str,
+    name: str,
+    instead: str,
+    *parameters: str,
+    kind: str = "",
+    note: str = "",
+    translate: Translate | None = None,
 ) -> UpstreamType:
     """A type with an old name."""
     return UpstreamType(
@@ -74,4 +88,5 @@ def deprecated(
         instead=instead,
         parameters=parameters,
         note=note or f"{name} is deprecated: write {instead} instead",
+        translate=translate,
     )

@@ -2,8 +2,8 @@
 
 A file of kind `EndpointPickerConfig` names plugins by `type`. This table says for each of them
 whether a plugin of ours has that kind, whether our picker does that work anyway, or whether nobody
-does it. Names and parameters are those of llm-d-router 0.10; the rows are in `upstream_plugins` and
-`upstream_inputs`.
+does it. Names and parameters are those of llm-d-router 0.10 and of what came before it; the rows are
+in `upstream_plugins`, `upstream_inputs` and `upstream_past`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from extproc.config import upstream_inputs, upstream_plugins
+from extproc.config import upstream_inputs, upstream_past, upstream_plugins
 from extproc.config.upstream_type import UpstreamType
 
 __all__ = ["TYPES", "UpstreamType"]
 
 #: Upstream name to what becomes of it.
 TYPES: Mapping[str, UpstreamType] = MappingProxyType(
-    {each.name: each for each in (*upstream_plugins.ROWS, *upstream_inputs.ROWS)}
+    {
+        each.name: each
+        for each in (*upstream_plugins.ROWS, *upstream_inputs.ROWS, *upstream_past.ROWS)
+    }
 )

@@ -57,7 +57,7 @@ def test_published_configurations_load_and_route(path):
 
 def test_there_are_samples():
     """The list above is not empty by mistake."""
-    assert len(SAMPLES) == 9
+    assert len(SAMPLES) == 10
 
 
 def test_both_files_have_one_grammar():
@@ -98,6 +98,89 @@ def test_an_old_plugin_name_is_mapped_with_a_warning():
     made = profiles.resolve(settings, where="x")
     assert [scorer.kind for scorer, _ in made.scorers] == ["prefix-cache-scorer"]
     assert any("prefix-cache-scorer" in told for told in advice.advice(settings))
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("low-queue-filter", "conditions=(Condition(metric='waiting-queue', max_value=128.0),)"),
+        ("low-queue-filter, parameters: {threshold: 9}", "max_value=9.0"),
+        (
+            "active-request-filter, parameters: {maxRequests: 4, fallbackOnEmpty: true}",
+            "conditions=(Condition(metric='active-requests', max_value=4.0),), fallback_on_empty=True",
+        ),
+        ("lora-affinity-filter, parameters: {threshold: 0.5}", "AdapterSoftAffinity(share=0.5)"),
+        ("least-queue-filter", "QueueRange()"),
+        ("least-kv-cache-filter", "KvRange()"),
+    ],
+)
+def test_old_filters_keep_their_parameters(text, wanted):
+    """Filters of the gateway's picker mean the same under the names and parameters of today."""
+    (made,) = resolved(THEIRS + f"plugins: [{{type: {text}}}]\n").filters
+    assert wanted in repr(made)
+
+
+def test_a_decision_tree_is_a_tree():
+    """The gateway's default becomes a tree with the filters it refers to."""
+    (sample,) = (path for path in SAMPLES if path.stem == "gateway-decision-tree")
+    profile = profiles.resolve(load.settings(load.read(sample)), where="x")
+    (made,) = profile.filters
+    rest = "adapter-soft-affinity (then queue-range (then kv-range))"
+    other = "queue-range (then adapter-soft-affinity (then kv-range))"
+    assert repr(made.root) == f"utilization-filter (yes {rest}, no {other})"
+    assert made.root.filter.conditions[0].max_value == 128
+
+
+def test_a_decision_tree_may_go_on_with_another():
+    """A reference to a tree stands for its root, at the end of a branch."""
+    text = """plugins:
+- {type: least-queue-filter}
+- {type: decision-tree-filter, name: b, parameters: {current: {pluginRef: least-queue-filter}}}
+- type: decision-tree-filter
+  name: a
+  parameters: {current: {pluginRef: least-queue-filter}, nextOnSuccess: {pluginRef: b}}
+schedulingProfiles: [{name: x, plugins: [{pluginRef: a}]}]
+"""
+    assert repr(resolved(THEIRS + text).filters[0].root) == "queue-range (yes queue-range)"
+
+
+TREE = """plugins:
+- {type: sheddable-capacity-filter, name: idle}
+- {type: decision-tree-filter, name: t, parameters: %s}
+schedulingProfiles: [{name: x, plugins: [{pluginRef: t}]}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "spot", "told"),
+    [
+        ("{current: {pluginRef: x}}", "current.pluginRef", "extproc check --plugins"),
+        ("{current: {pluginRef: idle}}", "current.pluginRef", "utilization-filter"),
+        ("{current: {}}", "current", "name a plugin, or write a tree"),
+        ("{current: {decisionTree: {current: {pluginRef: idle}}}}", "current.dec", "deprecated"),
+        ("{curent: {}}", "curent", "did you mean current?"),
+        ("{current: {pluginRef: t}}", "", "in a circle"),
+    ],
+)
+def test_mistakes_in_decision_trees_are_named(parameters, spot, told):
+    """References and nodes that cannot be, and trees without an end."""
+    with pytest.raises(ConfigError) as raised:
+        resolved(THEIRS + TREE % parameters)
+    assert raised.value.where.startswith(f"file.yaml: plugins[1].parameters{spot and '.' + spot}")
+    assert told in raised.value.fix
+
+
+def test_a_predicted_latency_file_routes_without_predictions():
+    """Of its three profiles the one without predictions routes."""
+    text = """plugins:
+- {type: predicted-latency-profile-handler}
+- {type: predicted-latency-scorer, parameters: {samplingMean: 1000.0}}
+- {type: queue-scorer}
+schedulingProfiles:
+- {name: predicted-latency-routing, plugins: [{pluginRef: predicted-latency-scorer}]}
+- {name: predicted-latency-no-routing, plugins: [{pluginRef: queue-scorer}]}
+"""
+    assert resolved(THEIRS + text).name == "predicted-latency-no-routing"
 
 
 @pytest.mark.parametrize(

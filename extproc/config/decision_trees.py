@@ -1,0 +1,107 @@
+"""The gateway's `decision-tree-filter`, whose nodes refer to plugins by name, to a tree of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from extproc.config import bounds, grammar, strict
+from extproc.errors import ConfigError
+
+#: Depth of references and trees. The gateway's default has 4; the bound is against trees that
+#: refer to each other in a circle.
+DEEPEST = 32
+
+#: Finds the kind and parameters of a plugin by its name, which stands at a path; parameters of a
+#: decision tree are as they were written.
+Find = Callable[[str, strict.Path], tuple[grammar.Plugin, bool]]
+
+_WAYS = {
+    "on_success": "nextOnSuccess",
+    "on_failure": "nextOnFailure",
+    "on_either": "nextOnSuccessOrFailure",
+}
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"):
+    """A plugin by name, or a tree; one of the two."""
+
+    plugin_ref: bounds.Name | None = None
+    decision_tree: Mapping[str, object] | None = None
+
+
+class _Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"):
+    """A filter, and what follows it."""
+
+    current: _Entry
+    next_on_success: _Entry | None = None
+    next_on_failure: _Entry | None = None
+    next_on_success_or_failure: _Entry | None = None
+
+
+def rooted(
+    params: Mapping[str, object], find: Find, *, where: str, path: strict.Path
+) -> dict[str, object]:
+    """Parameters of a `tree` that walks as a decision tree does.
+
+    Args:
+        params: Of the decision tree, as written.
+        find: Looks plugins up.
+        where: The file, for errors.
+        path: Where `params` stands in it, for errors.
+
+    Raises:
+        ConfigError: A node cannot be read, a reference is unknown, or trees go in a circle.
+    """
+    return {"root": _node(params, find, where=where, path=path, left=DEEPEST)}
+
+
+def _node(
+    params: Mapping[str, object], find: Find, *, where: str, path: strict.Path, left: int
+) -> dict[str, object]:
+    if not left:
+        raise ConfigError(
+            strict.place(where, path[:4]),
+            wanted=f"a decision tree of at most {DEEPEST} levels",
+            found="more",
+            fix="see whether trees refer to each other in a circle",
+        )
+    node = strict.convert(params, _Node, where=where, path=path)
+    made = _entry(node.current, find, where=where, path=(*path, "current"), left=left)
+    if made.keys() - {"kind", "params"} or made["kind"] == "tree":
+        raise ConfigError(
+            strict.place(where, (*path, "current")),
+            wanted="a filter that is no tree",
+            found="a decision tree",
+            fix="name the filter that its root asks first",
+        )
+    below = {
+        "on_success": node.next_on_success,
+        "on_failure": node.next_on_failure,
+        "on_either": node.next_on_success_or_failure,
+    }
+    for way, entry in below.items():
+        if entry is not None:
+            spot = (*path, _WAYS[way])
+            made[way] = _entry(entry, find, where=where, path=spot, left=left)
+    return made
+
+
+def _entry(
+    entry: _Entry, find: Find, *, where: str, path: strict.Path, left: int
+) -> dict[str, object]:
+    if (entry.plugin_ref is None) == (entry.decision_tree is None):
+        raise ConfigError(
+            strict.place(where, path),
+            wanted="either pluginRef or decisionTree",
+            found="both" if entry.plugin_ref else "neither",
+            fix="name a plugin, or write a tree",
+        )
+    if entry.decision_tree is not None:
+        spot = (*path, "decisionTree")
+        return _node(entry.decision_tree, find, where=where, path=spot, left=left - 1)
+    plugin, is_tree = find(entry.plugin_ref or "", (*path, "pluginRef"))
+    if is_tree:
+        return _node(plugin.params, find, where=where, path=path, left=left - 1)
+    return {"kind": plugin.kind, "params": plugin.params}
