@@ -2,9 +2,10 @@
 
 A file named in `scheduling.plugin_files`, or a package with an entry point in the group
 `extproc.plugins`, adds every class it defines that has a `kind` and one of the methods keep, score,
-price or pick. Nothing registers itself and nothing stays behind: the tables are a value, made anew
-at start and at each reload, with the files read anew. Packages are imported as Python imports
-them: once for each process.
+price or pick. Nothing registers itself: the tables are a value, made anew at start and at each
+reload, with the files read anew. A file runs once for each content it has: what checks a
+configuration and what routes by it share its classes. Packages are imported as Python imports them:
+once for each process.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ METHODS: Mapping[str, str] = {
     "price": "costs",
     "pick": "pickers",
 }
+
+#: Where a module keeps what it was made of.
+_CONTENT = "__extproc_content__"
 
 _KIND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
@@ -135,7 +139,7 @@ def installed() -> Iterator[Brought]:
 
 
 def from_file(path: Path, *, where: str) -> Brought:
-    """Run a Python file and take its plugins.
+    """Take the plugins of a Python file, and run it unless its last run had the same content.
 
     Args:
         path: The file.
@@ -158,6 +162,9 @@ def from_file(path: Path, *, where: str) -> Brought:
     module = ModuleType(f"extproc plugin {path}")
     module.__file__ = str(path)
     before = sys.modules.get(module.__name__)
+    if before is not None and getattr(before, _CONTENT, None) == source:
+        return _brought(before, str(path))
+    setattr(module, _CONTENT, source)
     sys.modules[module.__name__] = module
     try:
         _execute(source, module, path)

@@ -115,6 +115,29 @@ def test_a_file_is_read_anew_each_time(write):
     assert not list(path.parent.glob("__pycache__"))
 
 
+COUNTING = """
+from pathlib import Path
+with Path(__file__).with_name("runs").open("a") as runs:
+    runs.write("x")
+"""
+
+
+def test_a_file_runs_once_for_each_content(write):
+    """Checking a configuration and routing by it share one run; a change makes another."""
+    path = write(COUNTING + SCORER)
+    (first,) = brought(path).classes
+    settings = configured(path, PROFILE % 1)
+    parts = factory.build(settings)
+    profiles.resolve(settings, where="x", guards=parts.guards)
+    assert brought(path).classes == (first,)
+    assert path.with_name("runs").read_text() == "x"
+    write(COUNTING + SCORER + "# changed")
+    assert brought(path).classes != (first,)
+    write(COUNTING + SCORER)
+    brought(path)
+    assert path.with_name("runs").read_text() == "xxx"
+
+
 def test_a_broken_reload_leaves_the_module_of_before(write):
     """When a changed file fails, what runs already keeps its module."""
     path = write(SCORER)
