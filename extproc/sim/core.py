@@ -297,7 +297,9 @@ class Engine:
         # At least one token is computed, since its output is the next token.
         depth = pool.match(seq.hashes, (seq.target - 1) // size)
         fresh = -(-seq.target // size) - depth + adapter_blocks
-        if fresh > pool.available - pool.idle_among(seq.hashes, depth):
+        # All of the cached ones may be idle; only where that matters are they counted.
+        room = pool.available - fresh
+        if room < depth and room < pool.idle_among(seq.hashes, depth):
             return False
         seq.held = list(seq.hashes[:depth])
         pool.hold(seq.held)

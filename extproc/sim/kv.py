@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice, takewhile
 
 
 class BlockPool:
@@ -21,13 +22,15 @@ class BlockPool:
         size: Blocks in the device's cache.
     """
 
-    __slots__ = ("_idle", "_live", "_serial", "blank", "size")
+    __slots__ = ("_holders", "_idle", "_serial", "blank", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.blank = size
+        # Sequences that hold a block by its key; 0 for those that are in `_idle` as well, the
+        # least recently used first.
+        self._holders: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._live: dict[int, int] = {}
         self._serial = 0
 
     @property
@@ -47,11 +50,8 @@ class BlockPool:
 
     def match(self, keys: Sequence[int], limit: int) -> int:
         """How many of the first `limit` keys, in an unbroken run from the start, are cached."""
-        live, idle = self._live, self._idle
-        for depth, key in enumerate(keys):
-            if depth == limit or (key not in live and key not in idle):
-                return depth
-        return min(len(keys), limit)
+        known = self._holders.__contains__
+        return len(list(takewhile(known, islice(keys, limit))))
 
     def idle_among(self, keys: Sequence[int], depth: int) -> int:
         """How many of the first `depth` keys are cached and held by nobody."""
@@ -60,13 +60,12 @@ class BlockPool:
 
     def hold(self, keys: Sequence[int]) -> None:
         """Hold cached blocks: each key must be cached."""
-        live, idle = self._live, self._idle
+        holders, idle = self._holders, self._idle
         for key in keys:
-            if key in live:
-                live[key] += 1
-            else:
+            count = holders[key]
+            if not count:
                 del idle[key]
-                live[key] = 1
+            holders[key] = count + 1
 
     def take(self, count: int) -> None:
         """Take `count` blocks for content to come; the least recently used cached ones make room.
@@ -77,9 +76,9 @@ class BlockPool:
         if short <= 0:
             self.blank -= count
             return
-        evict = self._idle.popitem
+        evict, holders = self._idle.popitem, self._holders
         for _ in range(short):
-            evict(last=False)
+            del holders[evict(last=False)[0]]
         self.blank = 0
 
     def register(self, held: list[int], hashes: Sequence[int], full: int) -> None:
@@ -92,18 +91,22 @@ class BlockPool:
             hashes: Chained content hashes in prefix order; may be shorter than `full`.
             full: Blocks of the sequence that are full.
         """
-        live, idle = self._live, self._idle
-        known = len(hashes)
-        for depth in range(len(held), full):
-            key = hashes[depth] if depth < known else None
-            if key is None or key in live:
-                self._serial -= 1
-                key = self._serial
-            elif key in idle:  # an older copy nobody holds: its block is free to take again
-                del idle[key]
+        holders = self._holders
+        start = len(held)
+        for key in hashes[start:full]:
+            count = holders.get(key)
+            if count == 0:  # an older copy nobody holds: its block is free to take again
+                del self._idle[key]
                 self.blank += 1
-            live[key] = 1
+            elif count is not None:
+                self._serial -= 1
+                key = self._serial  # noqa: PLW2901 - what is held in its place
+            holders[key] = 1
             held.append(key)
+        for _ in range(len(held), full):
+            self._serial -= 1
+            holders[self._serial] = 1
+            held.append(self._serial)
 
     def release(self, keys: Sequence[int], spare: int) -> None:
         """Give back a sequence's blocks: deepest first, so that a prefix's tail is evicted first.
@@ -112,13 +115,11 @@ class BlockPool:
             keys: Its registered blocks, in prefix order; they stay cached.
             spare: Its taken blocks without reusable content.
         """
-        live, idle = self._live, self._idle
+        holders, idle = self._holders, self._idle
         for key in reversed(keys):
-            holders = live[key] - 1
-            if holders:
-                live[key] = holders
-            else:
-                del live[key]
+            count = holders[key] - 1
+            holders[key] = count
+            if not count:
                 idle[key] = None
         self.blank += spare
 
@@ -135,4 +136,6 @@ class BlockPool:
     def clear(self) -> None:
         """Forget every cached block nobody holds."""
         self.blank += len(self._idle)
+        for key in self._idle:
+            del self._holders[key]
         self._idle.clear()

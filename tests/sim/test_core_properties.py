@@ -27,8 +27,10 @@ def check(it):
     assert pool.used + pool.available == pool.size
     assert pool.available >= 0
     held = {key for seq in it._running.values() for key in seq.held}
-    assert held == set(pool._live)
-    assert len(pool._live) <= pool.used
+    live = {key for key, count in pool._holders.items() if count}
+    assert held == live
+    assert len(live) <= pool.used
+    assert set(pool._idle) == pool._holders.keys() - live
     assert it.running <= it.profile.max_num_seqs
     assert len(it.slots.resident) <= it.profile.max_loras
     assert it._decoding.count + len(it._prefilling) == it.running
