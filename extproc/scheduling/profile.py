@@ -272,6 +272,8 @@ def _fault(what: str, plugin: object, error: Exception) -> str:
 
 def _checked(kept: Sequence[Candidate], candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """What a filter kept; it may not bring in anybody."""
+    if kept is candidates:
+        return candidates
     kept = list(kept)
     known = {id(candidate) for candidate in candidates}
     if not known.issuperset(map(id, kept)):
