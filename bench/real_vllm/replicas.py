@@ -80,7 +80,11 @@ def command(python: Path, model: Path, port: int) -> list[str]:
 async def real(
     children: stack.Stack, session: aiohttp.ClientSession, *, python: Path, model: Path
 ) -> AsyncIterator[list[str]]:
-    """Real engines, ready; their addresses. Every process of theirs is gone afterwards."""
+    """Real engines, ready; their addresses. Every process of theirs is gone afterwards.
+
+    Should this process be killed without warning, the engines die with it, and of each an idle
+    helper of Python's multiprocessing stays: it waits for a pipe that it holds open itself.
+    """
     settings = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
     ports = [stack.free_port() for _ in range(COUNT)]
     started: list[stack.Child] = []
