@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,14 +44,16 @@ def table(figures: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     real, simulated = figures["real"], figures["simulated"]
-    for name in next(iter(real.values())):
-        for strategy, runs in real.items():
-            run, other = runs[name], simulated[strategy][name]
+    names = dict.fromkeys(name for runs in real.values() for name in runs)
+    for name, strategy in itertools.product(names, real):
+        if name in real[strategy]:
+            run, other = real[strategy][name], simulated[strategy].get(name)
+            ratio = f"{other['hit_ratio']:.3f}" if other else ""
             known = run["prediction"]
             shown = f"{known['predicted_tokens'] / known['found_tokens']:.3f}" if known else ""
             rows.append(
                 f"| {run['requests']}, {name} | `{strategy}` | {run['hit_ratio']:.3f} "
-                f"| {other['hit_ratio']:.3f} | {shown} "
+                f"| {ratio} | {shown} "
                 f"| {run['wall_s']:.1f} s | {run['ttft_p50_ms']:.0f} ms |"
             )
     return "\n".join(rows)
@@ -60,9 +63,9 @@ def block(result: Mapping[str, Any]) -> str:
     """The README's words about a result as it was written."""
     machine = result["machine"]
     pairs = [
-        (runs[name]["hit_ratio"], result["simulated"][strategy][name]["hit_ratio"])
-        for strategy, runs in result["real"].items()
-        for name in runs
+        (result["real"][strategy][name]["hit_ratio"], run["hit_ratio"])
+        for strategy, runs in result["simulated"].items()
+        for name, run in runs.items()
     ]
     apart = max(abs(one - other) for one, other in pairs)
     wrong = problems(result)
@@ -98,10 +101,11 @@ def problems(figures: Mapping[str, Any]) -> list[str]:
     for strategy, runs in figures["real"].items():
         for name, run in runs.items():
             found += [f"{strategy}, {name}, picker: {one}" for one in run["picker_differences"]]
-            other = figures["simulated"][strategy][name]["hit_ratio"]
-            if abs(run["hit_ratio"] - other) > TOLERANCE:
+    for strategy, runs in figures["simulated"].items():
+        for name, run in runs.items():
+            one, other = figures["real"][strategy][name]["hit_ratio"], run["hit_ratio"]
+            if abs(one - other) > TOLERANCE:
                 found.append(
-                    f"{strategy}, {name}: hit ratio {run['hit_ratio']} on real engines, "
-                    f"{other} on simulated ones"
+                    f"{strategy}, {name}: hit ratio {one} on real engines, {other} on simulated ones"
                 )
     return found

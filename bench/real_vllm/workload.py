@@ -48,18 +48,20 @@ class Ask(msgspec.Struct, frozen=True):
         }
 
 
-def asks(models: Sequence[str], groups: int, *, seed: int) -> list[Ask]:
+def asks(models: Sequence[str], groups: int, *, seed: int, tail: str = "") -> list[Ask]:
     """Invent requests; the same seed invents the same.
 
     Args:
         models: Each of them gets this many groups.
         groups: Groups of one model; every model's begin with the same texts.
         seed: Start of all chance.
+        tail: A letter behind every word, which makes it two tokens of five bytes in the real
+            engine: text that is not four bytes a token, as the picker supposes at first.
     """
     rng = random.Random(seed)
-    shared = [_words(rng, SHARED_TOKENS) for _ in range(groups)]
+    shared = [_words(rng, SHARED_TOKENS, tail) for _ in range(groups)]
     invented = [
-        Ask(model, shared[group] + _words(rng, OWN_TOKENS), place * groups + group)
+        Ask(model, shared[group] + _words(rng, OWN_TOKENS, tail), place * groups + group)
         for place, model in enumerate(models)
         for group in range(groups)
         for _ in range(EACH)
@@ -79,5 +81,6 @@ def ideal(prompt_tokens: float, block_tokens: int) -> float:
     return (EACH - 1) / EACH * found / prompt_tokens
 
 
-def _words(rng: random.Random, count: int) -> str:
-    return "".join(rng.choices(tiny.WORDS, k=count))
+def _words(rng: random.Random, tokens: int, tail: str) -> str:
+    count = tokens // 2 if tail else tokens
+    return "".join(word + tail for word in rng.choices(tiny.WORDS, k=count))

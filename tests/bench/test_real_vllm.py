@@ -39,6 +39,13 @@ def test_adapters_are_asked_the_same_texts():
     assert len({ask.group for ask in asks}) == 4
 
 
+def test_a_tail_makes_text_of_other_density():
+    """As many tokens, two to a word of five bytes, so 2.5 bytes each."""
+    asks = workload.asks(["m"], 2, seed=1, tail="q")
+    assert {len(ask.text) for ask in asks} == {552 * 5 // 2}
+    assert all(word.endswith("q") for word in asks[0].text.split())
+
+
 def test_the_ideal_is_the_one_of_the_report():
     """Engines report 1.7: 11/12 of 512/552 is 0.850."""
     assert workload.ideal(552, 32) == pytest.approx(0.850, abs=1e-3)
@@ -229,5 +236,8 @@ def test_the_table_has_a_row_for_each_run():
     known = {"predicted_tokens": 97, "found_tokens": 100}
     rows = report.table(told(one_run(prediction=known), one_run(hit_ratio=0.81))).splitlines()
     assert rows[2:] == ["| 144, 12 groups | `adaptive` | 0.800 | 0.810 | 0.970 | 1.0 s | 10 ms |"]
-    rows = report.table(told(one_run(), one_run())).splitlines()
+    alone = told(one_run(), one_run())
+    alone["real"]["adaptive"]["others"] = one_run()
+    rows = report.table(alone).splitlines()
+    assert rows.pop() == "| 144, others | `adaptive` | 0.800 |  |  | 1.0 s | 10 ms |"
     assert rows[2:] == ["| 144, 12 groups | `adaptive` | 0.800 | 0.800 |  | 1.0 s | 10 ms |"]
