@@ -1,20 +1,27 @@
-"""The configuration reference of the README, made from the docstrings of the settings.
+"""The references of the README, made from the docstrings of the settings and of scenarios.
 
-    python -m tests.docs.reference
+    python -m tests.docs.reference [--write]
 
-prints the block; a test holds the README against it.
+prints the blocks, or puts that of scenarios into the README; a test holds the README against both.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import sys
 import textwrap
+from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from extproc.config import grammar, settings
 from extproc.prefix import blocks
+from extproc.sim.virtual import client, lengths, scenario, workloads
+
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = "<!-- scenario -->\n", "\n<!-- /scenario -->"
 
 SECTIONS = (
     ("server", settings.Server),
@@ -27,6 +34,20 @@ SECTIONS = (
     ("answers", settings.Answers),
     ("explain", settings.Explain),
     ("log", settings.Log),
+)
+
+SCENARIO = (
+    ("top level of a scenario", scenario.Scenario),
+    ("fleet, each", scenario.Engines),
+    ("client", client.Client),
+    ("picking", scenario.Picking),
+    ("outages, each", scenario.Outage),
+    ("strategies, each that is not one word", scenario.Variant),
+    *(
+        (f"workload, kind: {kind.__struct_config__.tag}", kind)
+        for kind in workloads.Workload.__args__
+    ),
+    ("lengths of prompts, answers, turns and pauses", lengths.Lengths),
 )
 
 
@@ -42,7 +63,10 @@ def attributes(section: type[msgspec.Struct]) -> dict[str, str]:
 
 def shown(value: object) -> str:
     """A default as YAML."""
-    if isinstance(value, msgspec.Struct):
+    if isinstance(value, lengths.Lengths):
+        return f"`{{mean: {value.mean:g}, lowest: {value.lowest:g}}}`"
+    first = value[0] if isinstance(value, Sequence) and value else value
+    if isinstance(first, msgspec.Struct):
         return "see below"
     if value in ((), {}):
         return "none"
@@ -80,5 +104,19 @@ def block() -> str:
     return "\n\n".join([*tables, "\n".join(top)])
 
 
+def scenario_block() -> str:
+    """Every field of a scenario."""
+    return "\n\n".join(table(name, section) for name, section in SCENARIO)
+
+
+def main() -> None:
+    if "--write" not in sys.argv:
+        print(textwrap.dedent(block()), scenario_block(), sep="\n\n")
+        return
+    head, _, rest = README.read_text().partition(BEGIN)
+    tail = rest.partition(END)[2]
+    README.write_text(head + BEGIN + scenario_block() + END + tail)
+
+
 if __name__ == "__main__":
-    print(textwrap.dedent(block()))
+    main()

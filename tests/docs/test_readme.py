@@ -19,6 +19,11 @@ def test_the_configuration_reference_is_the_settings():
     assert reference.block() in README
 
 
+def test_the_scenario_reference_is_the_scenario():
+    """Every field a scenario may have stands in the README as in the docstrings."""
+    assert reference.scenario_block() in README
+
+
 def test_the_bad_input_table_is_what_comes_back():
     """Every row of bad input is sent, and the README says what came back."""
     assert bad_input.block() in README

@@ -46,12 +46,13 @@ class Independent(_Kind, frozen=True, kw_only=True, tag="independent"):
 
     def source(self, rng: random.Random) -> Iterator[Session]:
         """Its sessions."""
+        salt = rng.getrandbits(32)  # other seeds, other texts: hashes of them fall elsewhere
         streams = Streams()
         for n in range(self.requests):
             tokens = self.prompt.whole(rng)
             keys = streams.keys(n, tokens)
             output = self.output.whole(rng)
-            yield Session((Work(tokens, output, keys, opening=f"prompt {n}"),))
+            yield Session((Work(tokens, output, keys, opening=f"{salt} prompt {n}"),))
 
 
 class Shared(_Kind, frozen=True, kw_only=True, tag="shared-prefixes"):
@@ -65,7 +66,7 @@ class Shared(_Kind, frozen=True, kw_only=True, tag="shared-prefixes"):
         output: Tokens of an answer.
         hot_share: Share of requests that begin with the first text; the others are spread evenly.
             0: all evenly.
-        adapters: See `Independent`.
+        adapters: As with `independent`.
     """
 
     requests: Positive
@@ -78,6 +79,7 @@ class Shared(_Kind, frozen=True, kw_only=True, tag="shared-prefixes"):
 
     def source(self, rng: random.Random) -> Iterator[Session]:
         """Its sessions."""
+        salt = rng.getrandbits(32)  # other seeds, other texts: hashes of them fall elsewhere
         streams = Streams()
         prefixes = [self.prefix.whole(rng) for _ in range(self.groups)]
         for n in range(self.requests):
@@ -86,7 +88,7 @@ class Shared(_Kind, frozen=True, kw_only=True, tag="shared-prefixes"):
             tokens = first + self.prompt.whole(rng)
             keys = streams.joined(("group", group), n, first=first, tokens=tokens)
             output = self.output.whole(rng)
-            yield Session((Work(tokens, output, keys, opening=f"group {group}"),))
+            yield Session((Work(tokens, output, keys, opening=f"{salt} group {group}"),))
 
 
 class Conversations(_Kind, frozen=True, kw_only=True, tag="conversations"):
@@ -101,7 +103,7 @@ class Conversations(_Kind, frozen=True, kw_only=True, tag="conversations"):
         system: Tokens of the system prompt every conversation begins with.
         systems: How many different system prompts there are.
         longest_tokens: A conversation ends before a prompt and its answer exceed this.
-        adapters: See `Independent`.
+        adapters: As with `independent`.
     """
 
     conversations: Positive
@@ -116,6 +118,7 @@ class Conversations(_Kind, frozen=True, kw_only=True, tag="conversations"):
 
     def source(self, rng: random.Random) -> Iterator[Session]:
         """Its sessions."""
+        salt = rng.getrandbits(32)  # other seeds, other texts: hashes of them fall elsewhere
         streams = Streams()
         openings = [round(self.system.draw(rng)) for _ in range(self.systems)]
         for n in range(self.conversations):
@@ -131,7 +134,7 @@ class Conversations(_Kind, frozen=True, kw_only=True, tag="conversations"):
                     ("system", kind), n, first=openings[kind], tokens=tokens + output
                 )
                 works.append(
-                    Work(tokens, output, keys, session=str(n), opening=f"conversation {n}")
+                    Work(tokens, output, keys, session=str(n), opening=f"{salt} conversation {n}")
                 )
                 tokens += output
             yield Session(works, [self.think_s.draw(rng) for _ in works[1:]])
@@ -158,6 +161,7 @@ class Repeated(_Kind, frozen=True, kw_only=True, tag="repeated-prompts"):
 
     def source(self, rng: random.Random) -> Iterator[Session]:
         """Its sessions."""
+        salt = rng.getrandbits(32)  # other seeds, other texts: hashes of them fall elsewhere
         lengths: list[tuple[int, float]] = []
         for n in range(self.conversations):
             tokens = 0.0
@@ -173,7 +177,7 @@ class Repeated(_Kind, frozen=True, kw_only=True, tag="repeated-prompts"):
             output = self.output.whole(rng)
             keys = streams.keys(n, tokens)
             yield Session(
-                (Work(tokens, output, keys, session=str(n), opening=f"conversation {n}"),)
+                (Work(tokens, output, keys, session=str(n), opening=f"{salt} conversation {n}"),)
             )
 
 

@@ -3,6 +3,7 @@ import yaml
 
 from extproc.config import strict
 from extproc.errors import ConfigError
+from extproc.sim import profiles
 from extproc.sim.virtual import client, scenario, workloads
 from tests.sim.virtual.builders import a_scenario
 
@@ -95,3 +96,11 @@ def test_fields_of_a_profile_can_be_set():
     assert made.kv_tokens == 4200
     assert isinstance(made.kv_tokens, int)
     assert made.base_s == pytest.approx(0.004)
+
+
+def test_the_description_names_every_machine_and_number():
+    """What can be written is what is listed."""
+    text = scenario.Engines.__doc__
+    assert all(name in text for name in profiles.PROFILES)
+    numbers = set(profiles.Profile.__struct_fields__) - {"name", "block_tokens"}
+    assert all(f"{name}," in text or f"{name}." in text for name in numbers)
