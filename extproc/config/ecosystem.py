@@ -7,19 +7,18 @@ whose work is done anyway are taken and left out (`upstream_types`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from extproc.config import decision_trees, grammar, strict
 from extproc.config import settings as sections
+from extproc.config.outline import ROLES, Outline, Part
 from extproc.config.upstream_past import DECISION_TREE
 from extproc.config.upstream_type import UpstreamType
 from extproc.config.upstream_types import TYPES
 from extproc.errors import ConfigError
 from extproc.scheduling import catalogue
-from extproc.scheduling.profile import Profile
 
 #: API groups the file was published under, newest first.
 VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
@@ -50,9 +49,6 @@ _HANDLERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "slo-aware-profile-handler": ((), "default"),
     "predicted-latency-profile-handler": ((), "predicted-latency-no-routing"),
 }
-
-#: What makes a plugin: its kind, its parameters and where it stands.
-Maker = Callable[[Mapping[str, type[Any]], grammar.Plugin, strict.Path], Any]
 
 
 def translated(tree: Mapping[str, object], *, where: str) -> tuple[dict[str, object], list[str]]:
@@ -104,53 +100,41 @@ def translated(tree: Mapping[str, object], *, where: str) -> tuple[dict[str, obj
     return ours, warnings
 
 
-def composed(
-    scheduling: grammar.Rules, tables: catalogue.Tables, *, make: Maker, where: str
-) -> Profile:
-    """The profile that plugins and scheduling profiles mean.
+def by_reference(
+    rules: grammar.Rules, tables: catalogue.Tables, path: strict.Path, *, where: str
+) -> Outline:
+    """The outline of the profile that plugins and scheduling profiles mean.
 
     Args:
-        scheduling: Whose `plugins` are not empty.
+        rules: Whose `plugins` are not empty.
         tables: The kinds there are.
-        make: Makes a plugin.
+        path: Where the rules stand in the file.
         where: The file, for errors.
 
     Raises:
-        ConfigError: A type, parameter or reference is unknown, a name stands twice, or it is not
-            clear which profile routes.
+        ConfigError: A type or reference is unknown, a name stands twice, or it is not clear which
+            profile routes.
     """
-    named = _named(scheduling.plugins, tables, where=where)
-    chosen, at = _routing(scheduling, where=where)
-    filters, scorers, costs, pickers = [], [], [], []
+    named = _named(rules.plugins, tables, where=where, path=path)
+    chosen, at = _routing(rules, where=where, path=path)
+    here = (*path, "schedulingProfiles", at)
+    parts: list[Part] = []
     for number, reference in enumerate(chosen.plugins):
-        spot = ("schedulingProfiles", at, "plugins", number, "pluginRef")
+        spot = (*here, "plugins", number, "pluginRef")
         if reference.plugin_ref not in named:
             raise _unknown(reference.plugin_ref, named, strict.place(where, spot))
         index, written, kind = named[reference.plugin_ref]
         if not kind:
             continue
-        path = ("plugins", index)
-        plugin = _meant(written, kind, named, where=where, path=(*path, "parameters"))
-        if kind in tables.filters:
-            filters.append(make(tables.filters, plugin, path))
-        if kind in tables.scorers:
-            weight = 1.0 if reference.weight is None else reference.weight
-            scorers.append((make(tables.scorers, plugin, path), weight))
-        if kind in tables.costs:
-            costs.append(make(tables.costs, plugin, path))
-        if kind in tables.pickers:
-            pickers.append(make(tables.pickers, plugin, path))
-    for what, found in (("picker", pickers), ("cost model", costs)):
-        if len(found) > 1:
-            raise ConfigError(
-                strict.place(where, ("schedulingProfiles", at)),
-                wanted=f"one {what}",
-                found=", ".join(one.kind for one in found),
-                fix="keep one",
-            )
-    picker = pickers[0] if pickers else make(tables.pickers, _MAX_SCORE, ("plugins",))
-    cost = costs[0] if costs else None
-    return Profile(chosen.name, tuple(filters), tuple(scorers), picker, cost)
+        spot = (*path, "plugins", index)
+        plugin = _meant(written, kind, named, where=where, path=(*spot, "parameters"))
+        weight = 1.0 if reference.weight is None else reference.weight
+        parts += [
+            Part(role, plugin, spot, "parameters", weight)
+            for role in ROLES
+            if kind in getattr(tables, role)
+        ]
+    return Outline(chosen.name, tuple(parts), here, _MAX_SCORE)
 
 
 def remarks(plugins: Sequence[grammar.NamedPlugin]) -> Iterator[str]:
@@ -161,11 +145,18 @@ def remarks(plugins: Sequence[grammar.NamedPlugin]) -> Iterator[str]:
             yield f"plugin {plugin.name or plugin.type}: {known.note}"
 
 
+#: Names an error lists (count): those of one file, not every type there is.
+_MOST_SHOWN = 20
+
 _MAX_SCORE = grammar.Plugin(kind="max-score-picker")
 
 
 def _named(
-    plugins: Sequence[grammar.NamedPlugin], tables: catalogue.Tables, *, where: str
+    plugins: Sequence[grammar.NamedPlugin],
+    tables: catalogue.Tables,
+    *,
+    where: str,
+    path: strict.Path,
 ) -> dict[str, tuple[int, grammar.NamedPlugin, str]]:
     """Plugins by name, with their position and their kind here; an empty kind is left out."""
     ours = {*tables.filters, *tables.scorers, *tables.costs, *tables.pickers}
@@ -174,7 +165,7 @@ def _named(
         name = plugin.name or plugin.type
         if name in named:
             raise ConfigError(
-                strict.place(where, ("plugins", index, "name")),
+                strict.place(where, (*path, "plugins", index, "name")),
                 wanted="every name once",
                 found=f"{name} twice",
                 fix="give one of them another name",
@@ -183,11 +174,11 @@ def _named(
         if theirs is not None:
             kind = theirs.kind
             if not kind:
-                _check_idle(theirs, plugin, strict.place(where, ("plugins", index)))
+                _check_idle(theirs, plugin, strict.place(where, (*path, "plugins", index)))
         elif plugin.type in ours:
             kind = plugin.type
         else:
-            spot = strict.place(where, ("plugins", index, "type"))
+            spot = strict.place(where, (*path, "plugins", index, "type"))
             raise _unknown(plugin.type, {*TYPES, *ours}, spot)
         named[name] = (index, plugin, kind)
     return named
@@ -248,7 +239,9 @@ def _effective(plugin: grammar.NamedPlugin) -> Mapping[str, object]:
     return left if known.translate is None else known.translate(left)
 
 
-def _routing(scheduling: grammar.Rules, *, where: str) -> tuple[grammar.SchedulingProfile, int]:
+def _routing(
+    scheduling: grammar.Rules, *, where: str, path: strict.Path
+) -> tuple[grammar.SchedulingProfile, int]:
     """The one profile that chooses who serves, and its position."""
     profiles = scheduling.scheduling_profiles
     if not profiles:
@@ -264,7 +257,7 @@ def _routing(scheduling: grammar.Rules, *, where: str) -> tuple[grammar.Scheduli
         if profile.name == wanted:
             return profile, at
     raise ConfigError(
-        strict.place(where, ("schedulingProfiles",)),
+        strict.place(where, (*path, "schedulingProfiles")),
         wanted=f"the profile {wanted}" if wanted else "one profile, or a handler that names one",
         found=", ".join(profile.name for profile in profiles),
         fix="keep the profile that picks who serves the request",
@@ -282,9 +275,10 @@ def _decoding(handler: grammar.NamedPlugin) -> str:
 
 def _unknown(name: str, known: Mapping[str, object] | set[str], spot: str) -> ConfigError:
     meant = strict.nearest(name, known)
+    few = len(known) <= _MOST_SHOWN
     return ConfigError(
         spot,
-        wanted=f"one of {', '.join(sorted(known))}",
+        wanted=f"one of {', '.join(sorted(known))}" if few else "a plugin type that exists",
         found=name,
         fix=f"did you mean {meant}?" if meant else "extproc check --plugins lists what there is",
     )

@@ -104,8 +104,8 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     Attributes:
         strategy: One word for a whole profile. `adaptive` estimates seconds from what it learns,
             so it has no weights to tune.
-        profile: A profile written out by roles; null takes plugins or the strategy.
-        plugins: A profile written out as the upstream picker does. None: the strategy.
+        profile: A profile written out by roles, the shortest way; null takes plugins or the strategy.
+        plugins: The same in the grammar of the upstream picker's file. None: the strategy.
         scheduling_profiles: `schedulingProfiles` in a file: which of the plugins make a profile,
             and their weights. None: all of them, in order.
     """
@@ -124,8 +124,8 @@ class Scheduling(Rules, frozen=True, forbid_unknown_fields=True, kw_only=True):
     Attributes:
         strategy: One word for a whole profile; profile and plugins come before it. `adaptive`
             estimates seconds from what it learns, so it has no weights to tune.
-        profile: A profile written out by roles; null takes plugins or the strategy.
-        plugins: A profile written out as the upstream picker does. None: the strategy.
+        profile: A profile written out by roles, the shortest way; null takes plugins or the strategy.
+        plugins: The same in the grammar of the upstream picker's file. None: the strategy.
         scheduling_profiles: `schedulingProfiles` in a file: which of the plugins make a profile,
             and their weights. None: all of them, in order.
         models: Rules of single models, by the name in the request; of `model_adapter`, by the

@@ -107,7 +107,7 @@ def parse(text: str, *, where: str) -> Document:
         )
     if tree.get("kind") == ecosystem.KIND:
         ours, warnings = ecosystem.translated(tree, where=where)
-        return Document(where, ours, warnings=tuple(warnings))
+        return Document(strict.Flat(where, ("scheduling",)), ours, warnings=tuple(warnings))
     return Document(where, tree)
 
 

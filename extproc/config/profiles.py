@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from extproc.config import ecosystem, extensions, grammar, strict, trees
+from extproc.config import ecosystem, extensions, grammar, outline, strict, trees
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
 from extproc.scheduling import catalogue, defaults, guard, tree
@@ -64,28 +64,27 @@ def resolve_all(
     tables = extensions.tables(scheduling, where=where, guards=guards)
     signals = provided(settings)
 
-    def ruled(rules: grammar.Rules, name: str) -> Profile:
-        profile = _ruled(rules, where=where, tables=tables)
-        if name:
-            profile = msgspec.structs.replace(profile, name=f"{profile.name}/{name}")
-        _require(profile, signals, where=where)
+    def ruled(rules: grammar.Rules, *path: strict.Step) -> Profile:
+        profile = _ruled(rules, path, where=where, tables=tables)
+        _require(profile, signals, where=where, path=path)
         return profile
 
-    by_model = {name: ruled(rules, name) for name, rules in scheduling.models.items()}
-    return ruled(scheduling, ""), by_model
+    by_model = {}
+    for name, rules in scheduling.models.items():
+        profile = ruled(rules, *_SCHEDULING, "models", name)
+        by_model[name] = msgspec.structs.replace(profile, name=f"{profile.name}/{name}")
+    return ruled(scheduling, *_SCHEDULING), by_model
 
 
-def _ruled(rules: grammar.Rules, *, where: str, tables: catalogue.Tables) -> Profile:
+def _ruled(
+    rules: grammar.Rules, path: strict.Path, *, where: str, tables: catalogue.Tables
+) -> Profile:
+    """Both grammars come to an outline, and an outline to a profile."""
     if rules.profile is not None:
-        return _written(rules.profile, where=where, tables=tables)
+        return _made(outline.by_roles(rules.profile, (*path, "profile")), tables, where=where)
     if not rules.plugins:
-        return _named(rules.strategy, where=where)
-
-    def make(table: Mapping[str, type[Found]], written: grammar.Plugin, path: strict.Path) -> Found:
-        spot = (*path, "parameters")
-        return _plugin(table, written, where=where, path=path, tables=tables, spot=spot)
-
-    return ecosystem.composed(rules, tables, make=make, where=where)
+        return _named(rules.strategy, path, where=where)
+    return _made(ecosystem.by_reference(rules, tables, path, where=where), tables, where=where)
 
 
 def provided(settings: sections.Settings) -> frozenset[Signal]:
@@ -103,13 +102,13 @@ def plugins(profile: Profile) -> tuple[Plugin, ...]:
     return profile.plugins
 
 
-def _named(strategy: str, *, where: str) -> Profile:
+def _named(strategy: str, path: strict.Path, *, where: str) -> Profile:
     named = defaults.profiles()
     profile = named.get(strategy)
     if profile is None:
         meant = strict.nearest(strategy, named)
         raise ConfigError(
-            strict.place(where, (*_SCHEDULING, "strategy")),
+            strict.place(where, (*path, "strategy")),
             wanted=f"one of {', '.join(named)}",
             found=strategy,
             fix=f"did you mean {meant}?" if meant else "name one, or write out a profile",
@@ -117,24 +116,33 @@ def _named(strategy: str, *, where: str) -> Profile:
     return profile
 
 
-def _written(entry: grammar.ProfileEntry, *, where: str, tables: catalogue.Tables) -> Profile:
-    path = (*_SCHEDULING, "profile")
+def _made(written: outline.Outline, tables: catalogue.Tables, *, where: str) -> Profile:
+    """A profile of what was written.
 
-    def plugin(
-        table: Mapping[str, type[Found]], written: grammar.Plugin, *at: strict.Step
-    ) -> Found:
-        return _plugin(table, written, where=where, path=(*path, *at), tables=tables)
+    Raises:
+        ConfigError: A kind or parameter is unknown, or there are several of what there is one of.
+    """
 
-    filters = tuple(
-        plugin(tables.filters, keep, "filters", at) for at, keep in enumerate(entry.filters)
-    )
-    scorers = tuple(
-        (plugin(tables.scorers, scorer, "scorers", at), scorer.weight)
-        for at, scorer in enumerate(entry.scorers)
-    )
-    picker = plugin(tables.pickers, entry.picker, "picker")
-    cost = plugin(tables.costs, entry.cost, "cost") if entry.cost else None
-    return Profile(entry.name, filters, scorers, picker, cost)
+    def make(table: Mapping[str, type[Found]], part: outline.Part) -> Found:
+        spot = (*part.path, part.params)
+        return _plugin(table, part.plugin, where=where, path=part.path, tables=tables, spot=spot)
+
+    filters = tuple(make(tables.filters, part) for part in written.of("filters"))
+    scorers = tuple((make(tables.scorers, part), part.weight) for part in written.of("scorers"))
+    costs = [make(tables.costs, part) for part in written.of("costs")]
+    pickers = [make(tables.pickers, part) for part in written.of("pickers")]
+    for what, found in (("picker", pickers), ("cost model", costs)):
+        if len(found) > 1:
+            raise ConfigError(
+                strict.place(where, written.path),
+                wanted=f"one {what}",
+                found=", ".join(one.kind for one in found),
+                fix="keep one",
+            )
+    if not pickers:
+        usual = outline.Part("pickers", written.picker, written.path, "params")
+        pickers = [make(tables.pickers, usual)]
+    return Profile(written.name, filters, scorers, pickers[0], costs[0] if costs else None)
 
 
 def _plugin(
@@ -144,15 +152,15 @@ def _plugin(
     where: str,
     path: strict.Path,
     tables: catalogue.Tables,
-    spot: strict.Path = (),
+    spot: strict.Path,
 ) -> Found:
-    spot = spot or (*path, "params")
     kind = catalogue.find(table, entry.kind, where=strict.place(where, (*path, "kind")))
     params = dict(entry.params)
     if issubclass(kind, tree.Tree):
 
         def below(node: grammar.Plugin, at: strict.Path) -> Filter:
-            return _plugin(tables.filters, node, where=where, path=at, tables=tables)
+            spot = (*at, "params")
+            return _plugin(tables.filters, node, where=where, path=at, tables=tables, spot=spot)
 
         params = trees.grown(params, below, where=where, path=spot)
     try:
@@ -171,13 +179,15 @@ def _plugin(
     return tables.seated(made)
 
 
-def _require(profile: Profile, signals: frozenset[Signal], *, where: str) -> None:
+def _require(
+    profile: Profile, signals: frozenset[Signal], *, where: str, path: strict.Path
+) -> None:
     for plugin in plugins(profile):
         missing = sorted(plugin.needs - signals, key=lambda signal: signal.value)
         if missing:
             names = ", ".join(signal.value for signal in missing)
             raise ConfigError(
-                strict.place(where, _SCHEDULING),
+                strict.place(where, path),
                 wanted=f"every signal that profile {profile.name} reads",
                 found=f"nobody who provides {names}, which {plugin.kind} needs",
                 fix=f"{_PROVIDED_BY[missing[0]]}, or take {plugin.kind} out",

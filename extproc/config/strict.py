@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 from msgspec import inspect
@@ -66,9 +66,30 @@ def spell(path: Path) -> str:
     return text
 
 
+class Flat(str):
+    """The name of a file in which what we keep under `root` stands at the top."""
+
+    __slots__ = ("root",)
+
+    def __new__(cls, name: str, root: Path) -> Self:
+        """Name a file.
+
+        Args:
+            name: As people call it.
+            root: Steps that paths in our settings have and those in the file do not.
+        """
+        made = super().__new__(cls, name)
+        made.root = root
+        return made
+
+    root: Path
+
+
 def place(where: str, path: Path) -> str:
     """File and path, for the head of an error."""
-    return f"{where}: {spell(path)}" if path else where
+    if isinstance(where, Flat) and path[: len(where.root)] == where.root:
+        path = path[len(where.root) :]
+    return f"{where}: {spell(path)}" if path else str(where)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

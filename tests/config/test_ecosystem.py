@@ -35,8 +35,8 @@ def read(text):
 
 
 def resolved(text):
-    settings, _ = read(text)
-    return profiles.resolve(settings, where="file.yaml")
+    document = load.parse(text, where="file.yaml")
+    return profiles.resolve(load.settings(document), where=document.where)
 
 
 def indented(text):
@@ -209,6 +209,7 @@ schedulingProfiles:
             "keep the profile",
         ),
         ("plugin: []", "plugin", "did you mean plugins?"),
+        ("plugins: [{typ: queue-scorer}]", "plugins[0].typ", "did you mean type?"),
     ],
 )
 def test_mistakes_are_named(text, spot, fix):
@@ -217,6 +218,37 @@ def test_mistakes_are_named(text, spot, fix):
         resolved(THEIRS + text + "\n")
     assert raised.value.where == f"file.yaml: {spot}"
     assert fix in raised.value.fix
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "spot"),
+    [
+        ("{plugins: [{type: queue-scorrer}]}", "plugins[0].type"),
+        ("{plugins: [{typ: queue-scorer}]}", "plugins[0].typ"),
+        ("{models: {a: {plugins: [{type: x-scorer}]}}}", "models.a.plugins[0].type"),
+        ("{models: {a: {strategy: randum}}}", "models.a.strategy"),
+        (
+            "{models: {a: {profile: {scorers: [{kind: in-flite}]}}}}",
+            "models.a.profile.scorers[0].kind",
+        ),
+        (
+            "{plugins: [{type: random}, {type: max-score}], schedulingProfiles: []}",
+            "schedulingProfiles[0]",
+        ),
+    ],
+)
+def test_mistakes_in_our_file_are_named_where_they_stand(scheduling, spot):
+    """Under `scheduling`, and under the model they are about."""
+    with pytest.raises(ConfigError) as raised:
+        resolved(OURS + f"scheduling: {scheduling}\n")
+    assert raised.value.where == f"file.yaml: scheduling.{spot}"
+
+
+def test_a_type_is_not_explained_with_a_hundred_others():
+    """The nearest type is named; the whole list only where the list is short."""
+    with pytest.raises(ConfigError) as raised:
+        resolved(THEIRS + "plugins: [{type: queue-scorrer}]\n")
+    assert raised.value.wanted == "a plugin type that exists"
 
 
 def test_models_may_have_rules_of_their_own():
