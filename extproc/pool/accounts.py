@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from itertools import islice
 
-from extproc.endpoint import DEFAULT_RATES, Endpoint, Rates
+import msgspec
+
+from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Rates
 
 #: Adapters remembered as recently used; more than any engine has slots.
 _MOST_RECENT = 64
@@ -22,6 +24,24 @@ _MOST_RECENT = 64
 #: Tokens of one engine iteration (`max_num_batched_tokens`): vLLM's default on cards below 70 GB
 #: (engines report 5.1). It only says how often a prefill pays for the decodes beside it.
 _BUDGET_TOKENS = 2048
+
+
+class Standing(msgspec.Struct, frozen=True, gc=False):
+    """What one endpoint's adapters come to, as long as neither its account nor its load changes.
+
+    Attributes:
+        load: Of which it was worked out.
+        known: Names that were known to be adapters then.
+        full: Every slot is in use.
+        room: A slot is free.
+        idle: Adapters believed loaded, in use or not.
+    """
+
+    load: Load
+    known: frozenset[str]
+    full: bool
+    room: bool = False
+    idle: frozenset[str] = frozenset()
 
 
 class Account:
@@ -45,6 +65,7 @@ class Account:
         tokens_per_s: How fast `done` grows.
         written: KV tokens that requests ever sent take.
         seen: Of these, in the last scrape.
+        standing: What `adapters` worked out of `adapters` and `recent`; None since they changed.
     """
 
     __slots__ = (
@@ -62,6 +83,7 @@ class Account:
         "recent",
         "seen",
         "sent",
+        "standing",
         "texts",
         "tokens_per_s",
         "written",
@@ -84,6 +106,7 @@ class Account:
         self.tokens_per_s = 1.0 / DEFAULT_RATES.prefill_s
         self.written = 0
         self.seen = 0
+        self.standing: Standing | None = None
         self._open: dict[Ticket, None] = {}
 
     def open(
@@ -104,6 +127,7 @@ class Account:
             now: Monotonic seconds.
             prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
         """
+        self.standing = None
         self.in_flight += 1
         self.opened += 1
         self.prompt_tokens += prompt_tokens
@@ -173,6 +197,7 @@ class Account:
 
     def _close(self, ticket: Ticket, now: float, *, answered: bool) -> None:
         del self._open[ticket]
+        self.standing = None
         self.in_flight -= 1
         self.prompt_tokens -= ticket.prompt_tokens
         left = self.adapters[ticket.target] - 1

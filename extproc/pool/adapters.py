@@ -7,11 +7,10 @@ our latest ones which probably still sit in a slot, as many as there are slots.
 
 from __future__ import annotations
 
-from extproc.endpoint import Load, Residency
-from extproc.pool.accounts import Account
+from itertools import islice
 
-#: No adapter is in the batch, or none that anybody told of.
-_NONE: frozenset[str] = frozenset()
+from extproc.endpoint import Load, Residency
+from extproc.pool.accounts import Account, Standing
 
 
 def residency(adapter: str, account: Account, load: Load, known: frozenset[str]) -> Residency:
@@ -23,30 +22,32 @@ def residency(adapter: str, account: Account, load: Load, known: frozenset[str])
         load: The last scrape, `UNKNOWN` when it is stale.
         known: Names that are adapters; others in the account are base models.
     """
-    running = load.adapters or _NONE
-    if adapter in account.adapters or adapter in running:
+    if adapter in account.adapters:
+        return Residency.RESIDENT
+    running = load.adapters
+    if running and adapter in running:
         return Residency.RESIDENT
     slots = load.adapter_slots
     if slots is None:
         return Residency.UNKNOWN
+    standing = account.standing
+    if standing is None or standing.load is not load or standing.known is not known:
+        standing = account.standing = _standing(account, load, known, slots)
+    if standing.full:
+        return Residency.FULL
+    if adapter in standing.idle:
+        return Residency.IDLE
+    return Residency.ROOM if standing.room else Residency.EVICTABLE
+
+
+def _standing(account: Account, load: Load, known: frozenset[str], slots: int) -> Standing:
+    """What holds for every adapter that is not in use; the same until something changes."""
     # The account holds a handful of names, and there may be thousands of known ones.
     in_use = known.intersection(account.adapters)
-    if running:
-        in_use |= running
+    if load.adapters:
+        in_use |= load.adapters
     if len(in_use) >= slots:
-        return Residency.FULL
-    recent = _latest(account, known, slots)
-    if adapter in recent:
-        return Residency.IDLE
-    return Residency.EVICTABLE if len(in_use.union(recent)) >= slots else Residency.ROOM
-
-
-def _latest(account: Account, known: frozenset[str], slots: int) -> list[str]:
-    """The adapters used last, the latest first, at most as many as there are slots."""
-    latest: list[str] = []
-    for name in reversed(account.recent):
-        if name in known:
-            latest.append(name)
-            if len(latest) == slots:
-                break
-    return latest
+        return Standing(load, known, full=True)
+    idle = frozenset(islice((name for name in reversed(account.recent) if name in known), slots))
+    room = len(in_use | idle) < slots
+    return Standing(load, known, full=False, room=room, idle=idle)

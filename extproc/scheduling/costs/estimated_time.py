@@ -21,7 +21,7 @@ _TERMS = ("queue", "prefill", "adapter", "memory", "slowdown")
 _TO_LOAD = (1.0, 1.0, 0.5, 1.0, 0.0, 0.0)
 
 # Looking a member up in its enum takes as long as all the rest of a comparison.
-_RESIDENT, _IDLE = Residency.RESIDENT, Residency.IDLE
+_RESIDENT, _IDLE, _FULL = Residency.RESIDENT, Residency.IDLE, Residency.FULL
 
 
 class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -100,7 +100,10 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             if place is _RESIDENT or place is _IDLE:
                 slowdown = batch * (decode + others * (work + decode))
             else:
-                _, _, adapter, _, slowdown = self._parts(tokens, most, c)
+                adapter = _TO_LOAD[place] * rates.adapter_load_s
+                slowdown = batch * (decode + others * (work + decode + adapter))
+                if place is _FULL:
+                    adapter += 0.5 * answer * rates.iteration_s(batch)
                 cost += adapter
             load = c.load
             usage = load.kv_usage
@@ -132,7 +135,7 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         decode = answer * rates.decode_s
         adapter = _TO_LOAD[c.residency] * rates.adapter_load_s
         slowdown = c.requests * (decode + self.others_share * (prefill + decode + adapter))
-        if c.residency is Residency.FULL:
+        if c.residency is _FULL:
             adapter += 0.5 * answer * rates.iteration_s(c.requests)
         memory = self._stall(c, uncached + 0.5 * answer, answer)
         return c.queued_tokens * rates.prefill_s, prefill, adapter, memory, slowdown
