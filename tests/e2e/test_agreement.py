@@ -1,0 +1,39 @@
+"""The HTTP engine under a real Envoy against the offline simulator: a short run of the bench."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import agreement
+from extproc.sim.virtual import scenario, workloads
+from extproc.sim.virtual.client import Client
+from extproc.sim.virtual.lengths import Lengths
+
+#: Wide enough for a machine that runs other tests beside; the bench reports against 10 %.
+BOUND = 0.25
+
+#: At the machine's own speed, first tokens take some 300 ms: a few ms of Envoy, picker and client do
+#: not show, and neither do twenty of a busy machine.
+SMALL = scenario.Scenario(
+    title="8 users with conversations of long prompts on 2 L4",
+    fleet=(scenario.Engines(count=2, profile="l4-8b-fp8", set={"kv_tokens": 40_000}),),
+    workload=workloads.Conversations(
+        conversations=16,
+        turns=Lengths(mean=3),
+        prompt=Lengths(mean=1500, deviation=300, lowest=500),
+        output=Lengths(mean=8, deviation=2, lowest=2),
+    ),
+    client=Client(users=8, ramp_s=1.0, turnaround_s=0.02),
+    picking=scenario.Picking(told_max_tokens=True),
+)
+
+
+async def test_real_and_offline_runs_agree():
+    """Throughput, mean time to first token, and what caches held, of the same requests."""
+    whole = agreement.scaled(SMALL, 1.0)
+    expected = agreement.mean(agreement.offline(whole, "adaptive", seed=1, draws=8))
+    found = await agreement.real(whole, "adaptive", seed=1)
+    assert found["requests"] == expected["requests"] == 48
+    for name in agreement.JUDGED:
+        assert found[name] == pytest.approx(expected[name], rel=BOUND), name
+    assert found["hit_ratio"] == pytest.approx(expected["hit_ratio"], abs=0.1)
