@@ -22,6 +22,16 @@ class ExtprocError(Exception):
         self.found = found
         self.fix = fix
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickles: a simulation in another process may find a file wrong."""
+        return _again, (type(self), self.args, vars(self))
+
+
+def _again(kind: type[ExtprocError], args: tuple[object, ...], facts: dict[str, object]) -> object:
+    error = kind.__new__(kind, *args)
+    vars(error).update(facts)
+    return error
+
 
 class ConfigError(ExtprocError):
     """Broken configuration: a file, a flag or an environment variable.

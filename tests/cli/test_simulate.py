@@ -178,6 +178,17 @@ def test_a_trace_is_found_through_the_environment(tmp_path, monkeypatch):
     assert run.summary.requests == 2
 
 
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_bad_row_of_a_trace_is_named(tmp_path, capsys, jobs):
+    """Also when another process finds it."""
+    (tmp_path / "azure.csv").write_text(ROWS + "yesterday,1,2\n")
+    path = tmp_path / "trace.yaml"
+    path.write_text("workload: {kind: trace, format: azure, file: azure.csv}")
+    argv = ["simulate", str(path), "--jobs", jobs, "--strategy", "random", "--seeds", "2"]
+    assert main.main(argv) == 2
+    assert "extproc: azure.csv: line 4: wanted TIMESTAMP" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("text", "seeds"), [("3", [1, 2, 3]), ("7,", [7]), ("4,2", [4, 2])])
 def test_seeds_are_a_number_or_a_list(text, seeds):
     """A number counts from one."""

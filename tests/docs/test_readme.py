@@ -24,6 +24,12 @@ def test_the_scenario_reference_is_the_scenario():
     assert reference.scenario_block() in README
 
 
+def test_the_example_scenario_is_the_file():
+    """What the README shows is what it says it runs."""
+    path = Path(__file__).parents[2] / "bench/scenarios/example.yaml"
+    assert f"```yaml\n{path.read_text()}```" in README
+
+
 def test_the_bad_input_table_is_what_comes_back():
     """Every row of bad input is sent, and the README says what came back."""
     assert bad_input.block() in README

@@ -5,7 +5,23 @@
 - `timeline`: the clock. `site`: one engine on it. `picker`: one picker, built by the factory like
   the real one; `clairvoyant`: one that sees what no picker can.
 - `client`: who sends when. `world`: everything together.
-- `tally`, `report`: what came of it, one run and many.
+- `tally`, `report`: what came of it, one run and many; `tables`: as text.
+
+From Python:
+
+    from extproc.config import settings
+    from extproc.sim.virtual import client, lengths, scenario, workloads, world
+
+    asked = workloads.Independent(
+        requests=1000, prompt=lengths.Lengths(mean=500), output=lengths.Lengths(mean=100)
+    )
+    whole = scenario.Scenario(workload=asked, client=client.Client(rate_per_s=20))
+    summary = world.run(whole, settings.Settings(), seed=1)
+    print(summary.ttft_s.mean, summary.requests_per_s)
+
+`world.World(whole, settings, seed=1)` is the same in steps: `run()` returns the tally, whose `trips`
+are all requests with their times, and `sites` and `pickers` can be looked at after. Settings of
+None mean the clairvoyant picker. `report.report(whole, runs)` puts several runs together.
 
 Nothing here waits, reads a clock or opens a file: the same scenario, settings and seed give the same
 numbers on every machine. Who drives it: `extproc simulate`, the benches and the tests.

@@ -1,6 +1,9 @@
+import textwrap
+
 import msgspec
 import pytest
 
+from extproc.sim import virtual
 from extproc.sim.virtual import client, scenario, workloads, world
 from tests.sim.virtual.builders import (
     a_scenario,
@@ -181,3 +184,10 @@ def test_the_scenario_says_how_often_engines_are_scraped():
 def test_run_is_a_world_run_to_its_end():
     """The short form gives the same numbers."""
     assert world.run(lively(), settings(), seed=1) == summary(lively())
+
+
+def test_the_example_of_the_package_runs(capsys):
+    """What its description shows can be typed."""
+    text = virtual.__doc__.partition("From Python:\n")[2].partition("`world.World")[0]
+    exec(textwrap.dedent(text), {})
+    assert len(capsys.readouterr().out.split()) == 2
