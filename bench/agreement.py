@@ -308,6 +308,35 @@ async def main(given: argparse.Namespace) -> None:
         rig.write("agreement", f"python -m bench.agreement {words}", results)
 
 
+def block(result: Mapping[str, Any]) -> str:
+    """A result as the README shows it: real figures, and in brackets their ratio to offline ones."""
+    lines = [
+        "| workload | strategy | req/s | TTFT mean, ms | offline runs | TTFT p99 | TPOT | hit ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, by_strategy in result["scenarios"].items():
+        for strategy, one in by_strategy.items():
+            real, ratio = one["real"], one["ratio"]
+            low, high = one["ttft_mean_s_of_runs"]["offline"]
+            shown = [
+                f"{real['requests_per_s']:.2f} ({ratio['requests_per_s']:.3f})",
+                f"{1e3 * real['ttft_mean_s']:.0f} ({ratio['ttft_mean_s']:.3f})",
+                f"{1e3 * low:.0f} to {1e3 * high:.0f}",
+                f"{1e3 * real['ttft_p99_s']:.0f} ({ratio['ttft_p99_s']:.3f})",
+                f"{1e3 * real['tpot_mean_s']:.1f} ({ratio['tpot_mean_s']:.3f})",
+                f"{real['hit_ratio']:.3f} (offline {one['offline']['hit_ratio']:.3f})",
+            ]
+            lines.append(f"| {name} | `{strategy}` | {' | '.join(shown)} |")
+    machine = result["machine"]
+    said = (
+        f"`{result['command']}`, {result['date']}, {machine['cores']} cores of {machine['cpu']} at a "
+        f"load average of {result['load_average_before']:g} before. The way there and back adds "
+        f"{result['added_ttft_ms']:g} ms to the first token of an idle engine. The largest deviation "
+        f"of throughput or mean TTFT is {result['worst_deviation']:.1%}."
+    )
+    return "\n".join([*lines, "", said])
+
+
 def _line(one: Mapping[str, Any]) -> str:
     real, ratio = one["real"], one["ratio"]
     low, high = one["ttft_mean_s_of_runs"]["offline"]

@@ -7,11 +7,12 @@ A test holds the block against the results, so that neither can be changed alone
 
 from __future__ import annotations
 
-from bench import rig, run
+from bench import agreement, rig, run
 from bench.real_vllm import report
 
 BEGIN, END = "<!-- results -->\n", "\n<!-- /results -->"
 REAL_BEGIN, REAL_END = "<!-- real vllm -->\n", "\n<!-- /real vllm -->"
+AGREEMENT_BEGIN, AGREEMENT_END = "<!-- agreement -->\n", "\n<!-- /agreement -->"
 
 
 def block() -> str:
@@ -55,10 +56,21 @@ def real_block() -> str:
     return report.block(run.read("real_vllm"))
 
 
+def agreement_block() -> str:
+    """Real runs beside what the simulator says of them."""
+    if not (rig.RESULTS / "agreement.json").exists():
+        return "Nothing measured yet."
+    return agreement.block(run.read("agreement"))
+
+
 def main() -> None:
     path = rig.ROOT / "README.md"
     text = path.read_text()
-    for begin, made, end in ((BEGIN, block(), END), (REAL_BEGIN, real_block(), REAL_END)):
+    for begin, made, end in (
+        (BEGIN, block(), END),
+        (REAL_BEGIN, real_block(), REAL_END),
+        (AGREEMENT_BEGIN, agreement_block(), AGREEMENT_END),
+    ):
         head, _, rest = text.partition(begin)
         tail = rest.partition(end)[2]
         text = head + begin + made + end + tail

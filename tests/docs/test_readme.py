@@ -45,6 +45,11 @@ def test_the_table_of_real_engines_is_the_result():
     assert results.real_block() in README
 
 
+def test_the_table_of_agreement_is_the_result():
+    """Real runs beside offline ones are shown as they were measured."""
+    assert results.agreement_block() in README
+
+
 KINDS = [
     (kind, word)
     for table, word in (
