@@ -45,3 +45,21 @@ def test_tickets_close_in_any_order():
     tickets[3].close(0.0)
     tickets[1].close(0.0)
     assert (account.in_flight, account.prompt_tokens, account.adapters) == (0, 0, {})
+
+
+def test_answers_are_remembered_until_they_are_compared():
+    """Text by name, what ran, and how often nothing was left; what never ran does not count."""
+    account = Account(Endpoint("10.0.0.1:8000"))
+    sizes = {"a": 400, "b": 40, "": 0}
+    tickets = {
+        name: account.open(name, 100, cached_tokens=0, now=0.0, prompt_bytes=size)
+        for name, size in sizes.items()
+    }
+    lost = account.open("c", 100, cached_tokens=0, now=0.0, prompt_bytes=4)
+    lost.close(0.0, answered=False)
+    for ticket in tickets.values():
+        ticket.close(1.0)
+    assert account.answered == 3
+    assert account.texts == {"a": [1, 400], "b": [1, 40]}
+    assert account.ran == {"a", "b", ""}
+    assert account.idled == 1

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.endpoint import UNKNOWN, Endpoint, Load
+from extproc.endpoint import DEFAULT_RATES, UNKNOWN, Endpoint, Load, Totals
 from extproc.pool.fleet import Fleet
 from extproc.pool.snapshot import Member
 
@@ -206,3 +206,28 @@ def test_positions_are_the_same_object_until_endpoints_change():
     assert fleet.pool.positions is positions
     fleet.replace([Endpoint(ONE)], 1.0)
     assert fleet.pool.positions is not positions
+
+
+def test_a_new_endpoint_is_as_fast_as_the_pool():
+    """Whoever joins begins with the mean of the others, and keeps it until it shows its own."""
+    fleet = Fleet(on_gone=lambda _: None)
+    old = [Endpoint(f"10.0.0.{at}:8000") for at in range(2)]
+    fleet.replace(old, 0.0)
+    for tick in range(60):
+        now = float(tick)
+        # 20 steps and 2000 prompt tokens a second: 0.03 s a step, or 200 us a token, or between.
+        totals = Totals(
+            steps=20.0 * tick + (tick % 2),
+            step_tokens=2100.0 * tick,
+            generated_tokens=100.0 * tick,
+        )
+        for member in fleet.pool.members:
+            load = Load(at=now, running=5.0, kv_usage=0.5, totals=totals)
+            fleet.observe(fleet.begin_scrape(member.endpoint), load, now)
+    fleet.replace([*old, Endpoint("10.0.0.9:8000")], 60.0)
+    first, second, new = fleet.pool.members
+    assert first.rates.step_s == pytest.approx(second.rates.step_s)
+    assert new.rates.evidence == 0.0
+    for name in ("step_s", "prefill_s", "decode_s", "context_s", "adapter_load_s"):
+        assert getattr(new.rates, name) == pytest.approx(getattr(first.rates, name), rel=0.05)
+    assert new.rates.step_s > DEFAULT_RATES.step_s
