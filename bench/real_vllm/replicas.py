@@ -101,9 +101,20 @@ async def real(
         yield addresses
     finally:
         for child in started:
-            await child.stop()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.process.pid, signal.SIGKILL)
+            await _end(child)
+
+
+async def _end(child: stack.Child) -> None:
+    """Ask an engine to end, then make all of its processes.
+
+    The group first: a helper that is left holds the pipe open whose end the child is read to.
+    """
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.process.pid, how)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(child.process.wait(), stack.STOP_TIMEOUT_S)
+    await child.stop()
 
 
 async def simulated(children: stack.Stack) -> list[str]:
