@@ -207,18 +207,27 @@ class Account:
             del self.adapters[ticket.target]
         self._drain(now)
         if answered:
-            self.answered += 1
-            self.ran.add(ticket.target)
-            if not self.in_flight:
-                self.idled += 1
-            if ticket.prompt_bytes:
-                texts = self.texts.setdefault(ticket.target, [0, 0])
-                texts[0] += 1
-                texts[1] += ticket.prompt_bytes
+            self._remember(ticket)
             self.done = max(self.done, ticket.sent)
         else:
             # It never ran: its work is gone, and nothing is known of what was sent before it.
             self.done = min(self.done + ticket.work, self.sent)
+
+    def _remember(self, ticket: Ticket) -> None:
+        """Note what learning wants to know of an answer; bounded, as nobody may ever ask."""
+        self.answered += 1
+        if not self.in_flight:
+            self.idled += 1
+        if len(self.ran) < _MOST_RECENT:
+            self.ran.add(ticket.target)
+        if ticket.prompt_bytes:
+            texts = self.texts.get(ticket.target)
+            if texts is None:
+                if len(self.texts) >= _MOST_RECENT:
+                    return
+                texts = self.texts[ticket.target] = [0, 0]
+            texts[0] += 1
+            texts[1] += ticket.prompt_bytes
 
 
 class Ticket:

@@ -63,3 +63,11 @@ def test_answers_are_remembered_until_they_are_compared():
     assert account.texts == {"a": [1, 400], "b": [1, 40]}
     assert account.ran == {"a", "b", ""}
     assert account.idled == 1
+
+
+def test_what_nobody_asks_for_is_bounded():
+    """A thousand names and no scrape: 64 are remembered."""
+    account = Account(Endpoint("10.0.0.1:8000"))
+    for name in map(str, range(1000)):
+        account.open(name, 1, cached_tokens=0, now=0.0, prompt_bytes=4).close(0.0)
+    assert (len(account.texts), len(account.ran), account.answered) == (64, 64, 1000)
