@@ -87,10 +87,12 @@ def run(args: argparse.Namespace) -> int:
         plots.require()
     progress = Progress(len(todo.tasks), None if args.quiet else sys.stderr)
     made = []
-    for one in simulation.runs(todo, jobs=args.jobs):
-        made.append(one)
-        progress.step(f"{one.strategy}, seed {one.seed}")
-    progress.close()
+    try:
+        for one in simulation.runs(todo, jobs=args.jobs):
+            made.append(one)
+            progress.step(f"{one.strategy}, seed {one.seed}")
+    finally:
+        progress.close()
     whole = report.report(todo.scenario, made, baseline=args.baseline)
     if not args.quiet:
         print(tables.text(whole))

@@ -87,7 +87,7 @@ class Sender:
         self._send = send
         self._started = 0
         self._open = 0
-        self._held: deque[_Run] = deque()
+        self._held: deque[tuple[_Run, float]] = deque()
         self._runs: dict[str, _Run] = {}
         self._active = 0
         self._exhausted = False
@@ -112,7 +112,8 @@ class Sender:
         run = self._runs.pop(trip.id)
         self._open -= 1
         if self._held:
-            self._go(self._held.popleft())
+            held, since = self._held.popleft()
+            self._go(held, since=since)
         client = self._client
         pause = client.retry_after_s if trip.failure else client.turnaround_s
         if run.next < len(run.works):
@@ -158,13 +159,14 @@ class Sender:
     def _turn(self, run: _Run) -> None:
         limit = self._client.concurrency
         if limit is not None and self._open >= limit:
-            self._held.append(run)
+            self._held.append((run, self._timeline.now))
             return
-        self._go(run)
+        self._go(run, since=self._timeline.now)
 
-    def _go(self, run: _Run) -> None:
+    def _go(self, run: _Run, *, since: float) -> None:
         work = run.works[run.next]
         run.next += 1
         self._open += 1
         trip = self._send(work)
+        trip.held_s = trip.sent_at - since
         self._runs[trip.id] = run

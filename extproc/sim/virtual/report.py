@@ -118,6 +118,7 @@ def _figures() -> dict[str, Callable[[Summary], float]]:
         for moment in _MOMENTS:
             found[f"{what}_{moment}_s"] = _moment(f"{what}_s", moment)
     return found | {
+        "held_mean_s": lambda s: s.held_s,
         "hit_ratio": lambda s: s.hit_ratio,
         "predicted_ratio": lambda s: s.predicted_ratio,
         "requests_max_over_mean": lambda s: s.requests_max_over_mean,

@@ -18,6 +18,7 @@ _ROWS: Sequence[str | tuple[str, str, float]] = (
     ("Request throughput (req/s)", "requests_per_s", 1),
     ("Output token throughput (tok/s)", "output_tokens_per_s", 1),
     ("Total token throughput (tok/s)", "total_tokens_per_s", 1),
+    ("Mean wait in the client (ms)", "held_mean_s", _MS),
     "Time to First Token",
     ("Mean TTFT (ms)", "ttft_mean_s", _MS),
     ("Median TTFT (ms)", "ttft_p50_s", _MS),
@@ -81,11 +82,14 @@ def _lines(report: Report) -> Iterator[str]:
 
 def _figures(columns: Sequence[Column]) -> Iterator[str]:
     table: list[str | list[str]] = [["", *(column.strategy for column in columns)]]
+    waited = any(column.figures["held_mean_s"].mean > 0 for column in columns)
     for row in _ROWS:
         if isinstance(row, str):
             table.append(row)
             continue
         label, figure, factor = row
+        if figure == "held_mean_s" and not waited:
+            continue  # no limit, or never reached
         table.append([label, *(shown(column.figures[figure], factor) for column in columns)])
     yield from _aligned(table)
 

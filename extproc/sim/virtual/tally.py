@@ -69,6 +69,8 @@ class Summary(msgspec.Struct, frozen=True):
         requests_max_over_mean: Most requests of one engine over the mean.
         tokens_max_over_mean: The same for prompt tokens.
         endpoints: Every engine.
+        held_s: Mean time in the client, before any other time begins: where it is not 0 the limit of
+            the client, not the fleet, sets the pace. NaN where nothing says.
         ttft_quantiles_s: Time to first token at 0, 1, ..., 100 percent (nearest rank); empty when
             nothing was answered.
     """
@@ -89,6 +91,7 @@ class Summary(msgspec.Struct, frozen=True):
     requests_max_over_mean: float
     tokens_max_over_mean: float
     endpoints: Sequence[PerEndpoint]
+    held_s: float = math.nan
     ttft_quantiles_s: Sequence[float] = ()
 
 
@@ -161,6 +164,7 @@ class Tally:
             requests_max_over_mean=_over_mean([one.requests for one in endpoints]),
             tokens_max_over_mean=_over_mean([one.prompt_tokens for one in endpoints]),
             endpoints=endpoints,
+            held_s=math.fsum(trip.held_s for trip in done) / len(done) if done else math.nan,
             ttft_quantiles_s=quantiles([trip.first_s for trip in done]),
         )
 

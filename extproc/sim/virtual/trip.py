@@ -53,6 +53,7 @@ class Trip:
     Attributes:
         id: Unique in its world.
         work: What it is.
+        held_s: Seconds it waited in the client for its turn.
         sent_at: When it left the client, virtual seconds.
         site: Index of the engine it went to; -1 for none.
         first_s: Seconds to the first token.
@@ -67,6 +68,7 @@ class Trip:
         "cached_tokens",
         "failure",
         "first_s",
+        "held_s",
         "id",
         "predicted_tokens",
         "preemptions",
@@ -79,6 +81,7 @@ class Trip:
     def __init__(self, name: str, work: Work, now: float) -> None:
         self.id = name
         self.work = work
+        self.held_s = 0.0
         self.sent_at = now
         self.site = -1
         self.first_s = math.nan

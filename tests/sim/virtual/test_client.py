@@ -102,6 +102,7 @@ def test_a_request_that_waited_in_the_client_is_sent_when_it_left():
     """The clock of latency starts when a request leaves the client."""
     service = Service(talks(3, at=[0.0, 0.0, 0.0]), concurrency=1, takes=2.0).run()
     assert [trip.sent_at for trip in service.sent] == [0.0, 2.0, 4.0]
+    assert [trip.held_s for trip in service.sent] == [0.0, 2.0, 4.0]
 
 
 def test_sessions_with_times_come_at_those():

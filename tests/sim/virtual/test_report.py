@@ -149,6 +149,16 @@ def test_the_table_of_one_seed_has_no_intervals():
     assert "one seed" in text
 
 
+def test_a_client_that_holds_requests_back_is_shown():
+    """Its limit distorts what is measured; without one there is no such row."""
+    whole = a_scenario(strategies=["a"], seeds=[1])
+    held = report.report(whole, [report.Run("a", 1, a_summary(held_s=0.25))])
+    (row,) = (line for line in tables.text(held).splitlines() if line.startswith("Mean wait"))
+    assert row.split()[-1] == "250"
+    free = report.report(whole, [report.Run("a", 1, a_summary(held_s=0.0))])
+    assert "Mean wait" not in tables.text(free)
+
+
 def test_large_fleets_are_not_listed_to_the_end():
     """The terminal shows 32 engines and says how many there are besides."""
     whole = a_scenario(strategies=["a"], seeds=[1])
