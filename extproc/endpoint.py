@@ -46,7 +46,9 @@ class Totals(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         steps: Engine iterations (count).
         step_tokens: Tokens processed by them, computed prompt tokens and generated ones.
         prompt_tokens: Prompt tokens of requests whose prefill ended, cached ones included.
-        generated_tokens: Tokens generated.
+        generated_tokens: Tokens generated, some engines counting them when a request is finished.
+        computed_tokens: Prompt tokens computed so far, by engines that do not count iterations.
+        decoded_tokens: Tokens generated so far, by the same.
         finished: Requests finished (count).
         finished_prompt_tokens: Their prompt tokens, cached ones included.
         prefills: Requests whose prefill ended (count).
@@ -61,6 +63,8 @@ class Totals(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     step_tokens: float | None = None
     prompt_tokens: float | None = None
     generated_tokens: float | None = None
+    computed_tokens: float | None = None
+    decoded_tokens: float | None = None
     finished: float | None = None
     finished_prompt_tokens: float | None = None
     prefills: float | None = None

@@ -21,10 +21,12 @@ from statistics import median
 import msgspec
 
 from extproc.endpoint import DEFAULT_RATES, Load, Rates, Totals
-from extproc.pool import slots, squares
+from extproc.pool import squares
+from extproc.pool.counts import Counts, Meter
 
-#: Shortest window that is a row (s): several iterations, and counters move by whole iterations.
-_WINDOW_S = 0.5
+#: Shortest window that is a row (s), and fewest iterations in it: counters move by whole ones, and
+#: with long prompts one takes a second.
+_WINDOW_S, _WINDOW_STEPS = 0.5, 4
 
 #: Share of the past that a new row leaves. Some fifty rows count, about a minute of load; 0.95
 #: follows changes twice as fast, and doubles the error of the next window under steady load.
@@ -59,30 +61,6 @@ _BOUNDS = ((1e-4, 2.0), (1e-7, 1e-2), (1e-7, 5e-2), (1e-9, 1e-4), (1e-3, 60.0))
 _LOADING = 4
 
 
-class _Counts(msgspec.Struct, frozen=True, gc=False):
-    """What a row is made of, at one end of it.
-
-    Attributes:
-        at: Monotonic seconds.
-        steps: Iterations.
-        computed: Prompt tokens computed.
-        generated: Tokens generated.
-        context: Tokens the KV cache holds for running requests; None when nobody knows.
-        loads: Adapters that came onto the device.
-        loading_s: Seconds of adapter loads where the engine tells them, else 0.
-        idled: How often our account had no open request left.
-    """
-
-    at: float
-    steps: float
-    computed: float
-    generated: float
-    context: float | None
-    loads: int
-    loading_s: float
-    idled: int
-
-
 class Learner:
     """Learns the rates of one engine.
 
@@ -94,9 +72,9 @@ class Learner:
     """
 
     __slots__ = (
-        "_device",
         "_last",
         "_loads",
+        "_meter",
         "_off",
         "_outputs",
         "_prior",
@@ -111,11 +89,11 @@ class Learner:
         self.rates = msgspec.structs.replace(prior, evidence=0.0)
         self._prior = _unknowns(prior)
         self._weight = _WEAK
-        self._device = slots.Slots()
+        self._meter = Meter()
         self._off = 0.0  # of the last row, if it was unusual
         self._loads: deque[float] = deque(maxlen=_MOST_LOADS)
         self._squares = squares.Squares(_BOUNDS)
-        self._start: _Counts | None = None
+        self._start: Counts | None = None
         self._last: Load | None = None
         self._outputs: Totals | None = None
         self._told = False  # by the engine, how long adapters take
@@ -144,25 +122,26 @@ class Learner:
         if last is not None and restarted(last, load):
             self._start = None
             self._outputs = None
-            self._device = slots.Slots()
+            self._meter = Meter()
             last = None
-        self._device.seen(load, ran)
         self._learn_output(load.totals)
         self._learn_adapters(last, load)
-        here = _counts(load, loads=self._device.loads, idled=idled)
+        here = self._meter.read(load, ran=ran, idled=idled)
         start = self._start
         if here is None or not load.running:
             self._start = None
         elif start is None or start.idled != here.idled:
             self._start = here
-        elif here.at - start.at >= _WINDOW_S:
+        elif last is not None and here.steps == last.totals.steps:
+            pass  # in the middle of an iteration: a window ends as it begins, just after one
+        elif here.at - start.at >= _WINDOW_S and here.steps - start.steps >= _WINDOW_STEPS:
             self._start = here
             self._row(start, here)
         if load.running and here is not None and here.context is not None:
             mean = here.context / max(1.0, load.running)
             self.rates = msgspec.structs.replace(self.rates, context_tokens=mean)
 
-    def _row(self, start: _Counts, end: _Counts) -> None:
+    def _row(self, start: Counts, end: Counts) -> None:
         seconds = end.at - start.at - max(0.0, end.loading_s - start.loading_s)
         steps = end.steps - start.steps
         if steps < 1 or seconds <= 0:
@@ -293,25 +272,6 @@ def restarted(before: Load, after: Load) -> bool:
         (before.totals.generated_tokens, after.totals.generated_tokens),
     )
     return any(old is not None and new is not None and new < old for old, new in pairs)
-
-
-def _counts(load: Load, *, loads: int, idled: int) -> _Counts | None:
-    """One end of a row; None where the engine does not have all of its counters."""
-    totals = load.totals
-    if totals.steps is None or totals.step_tokens is None or totals.generated_tokens is None:
-        return None
-    capacity, usage = load.kv_tokens, load.kv_usage
-    told = totals.adapter_load_s
-    return _Counts(
-        load.at,
-        totals.steps,
-        totals.step_tokens - totals.generated_tokens,
-        totals.generated_tokens,
-        None if capacity is None or usage is None else capacity * usage,
-        loads if told is None else 0,
-        told or 0.0,
-        idled,
-    )
 
 
 def _unknowns(rates: Rates) -> tuple[float, float, float, float, float]:

@@ -158,6 +158,9 @@ TABLE: tuple[Engine, ...] = (
             ("finished", series("sglang:num_requests_total")),
             # Counted when a request is finished, unlike vLLM's.
             ("finished_prompt_tokens", series("sglang:prompt_tokens_total")),
+            # Counted as they are computed, by versions that have them.
+            ("computed_tokens", series("sglang:realtime_tokens_total{mode=prefill_compute}")),
+            ("decoded_tokens", series("sglang:realtime_tokens_total{mode=decode}")),
         ),
     ),
     Engine(

@@ -17,7 +17,8 @@ from extproc.sim import core, job, profiles
 class Site:
     """One engine, our account of it and the learner, under virtual time."""
 
-    def __init__(self, profile, *, seed=1, beat_s=0.5):
+    def __init__(self, profile, *, seed=1, beat_s=0.5, counts_steps=True):
+        self.counts_steps = counts_steps
         self.engine = core.Engine(profile)
         self.account = Account(Endpoint("10.0.0.1:8000"))
         self.learner = rates.Learner()
@@ -57,6 +58,16 @@ class Site:
             self.scrape()
         return self.learner.rates
 
+    def totals(self):
+        if not self.counts_steps:
+            computed = float(self.step_tokens - self.generated)
+            return Totals(computed_tokens=computed, decoded_tokens=float(self.generated))
+        return Totals(
+            steps=float(self.steps),
+            step_tokens=float(self.step_tokens),
+            generated_tokens=float(self.generated),
+        )
+
     def scrape(self):
         engine, account = self.engine, self.account
         load = Load(
@@ -68,11 +79,7 @@ class Site:
             adapter_slots=engine.profile.max_loras,
             kv_blocks=engine.profile.blocks,
             block_tokens=engine.profile.block_tokens,
-            totals=Totals(
-                steps=float(self.steps),
-                step_tokens=float(self.step_tokens),
-                generated_tokens=float(self.generated),
-            ),
+            totals=self.totals(),
         )
         account.scraped(
             sent=account.sent, written=account.written, waiting=load.waiting, now=self.now
@@ -108,6 +115,19 @@ def test_every_term_of_an_iteration_is_learnt(name, rate):
     assert learnt.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.3)
     assert learnt.context_s == pytest.approx(profile.context_s_per_token, rel=0.3)
     assert statistics.mean(site.errors[75:]) < 0.05
+
+
+@pytest.mark.parametrize("beat_s", [0.5, 2.0])
+def test_engines_that_do_not_count_iterations_are_learnt_too(beat_s):
+    """Tokens and requests running stand in for iterations: step and prefill within 20 %."""
+    profile = profiles.named("a100-7b-fp16")
+    site = Site(profile, beat_s=beat_s, counts_steps=False)
+    for at in range(30):
+        site.run(5, (0.8, 2.0, 3.2)[at % 3], prompts=((50, 300), (800, 2500))[at % 2])
+    learnt = site.learner.rates
+    assert learnt.step_s == pytest.approx(profile.base_s, rel=0.2)
+    assert learnt.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.2)
+    assert statistics.mean(site.errors[75:]) < 0.1
 
 
 def test_longer_contexts_show_at_once():

@@ -194,6 +194,19 @@ def test_115_a_wrong_engine_label_does_not_blind():
     assert (load.engine, load.waiting) == ("sglang", 2.0)
 
 
+def test_sglang_tells_its_work_by_mode():
+    """Tokens computed and decoded so far are one family; prompt tokens are of finished requests."""
+    totals = read(
+        "sglang:prompt_tokens_total 900",
+        "sglang:num_requests_total 3",
+        'sglang:realtime_tokens_total{mode="prefill_compute",tp_rank="0"} 700',
+        'sglang:realtime_tokens_total{mode="prefill_cache",tp_rank="0"} 300',
+        'sglang:realtime_tokens_total{mode="decode",tp_rank="0"} 50',
+    ).totals
+    assert (totals.finished, totals.finished_prompt_tokens) == (3.0, 900.0)
+    assert (totals.computed_tokens, totals.decoded_tokens) == (700.0, 50.0)
+
+
 def test_sglang_capacity_is_read_from_labels_or_gauges():
     """SGLang told its pages by labels before 0.5.11 and by gauges since."""
     old = read("sglang:token_usage 0", 'sglang:cache_config_info{num_pages="9",page_size="4"} 1')

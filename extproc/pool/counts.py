@@ -1,0 +1,91 @@
+"""What an engine has done, read off its pages: the ends of the windows that speed is learnt from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from extproc.endpoint import Load
+from extproc.pool import slots
+
+
+class Counts(msgspec.Struct, frozen=True, gc=False):
+    """What a window is made of, at one end of it.
+
+    Attributes:
+        at: Monotonic seconds.
+        steps: Iterations.
+        computed: Prompt tokens computed.
+        generated: Tokens generated.
+        context: Tokens the KV cache holds for running requests; None when nobody knows.
+        loads: Adapters that came onto the device.
+        loading_s: Seconds of adapter loads where the engine tells them, else 0.
+        idled: How often our account had no open request left.
+    """
+
+    at: float
+    steps: float
+    computed: float
+    generated: float
+    context: float | None
+    loads: int
+    loading_s: float
+    idled: int
+
+
+class Meter:
+    """Reads the counts of one life of one engine."""
+
+    __slots__ = ("_device", "_last", "_passes")
+
+    def __init__(self) -> None:
+        self._device = slots.Slots()
+        self._last: Load | None = None
+        self._passes = 0.0
+
+    def read(self, load: Load, *, ran: Iterable[str], idled: int) -> Counts | None:
+        """Take in the next scrape.
+
+        Args:
+            load: The scrape.
+            ran: Adapters of requests that ended since the last one.
+            idled: How often nothing of ours was left on the engine (count, ever).
+
+        Returns:
+            Its counts; None where the engine does not have all of them.
+        """
+        last, self._last = self._last, load
+        self._device.seen(load, ran)
+        work = self._work(last, load)
+        if work is None:
+            return None
+        capacity, usage = load.kv_tokens, load.kv_usage
+        told = load.totals.adapter_load_s
+        return Counts(
+            load.at,
+            *work,
+            None if capacity is None or usage is None else capacity * usage,
+            self._device.loads if told is None else 0,
+            told or 0.0,
+            idled,
+        )
+
+    def _work(self, last: Load | None, load: Load) -> tuple[float, float, float] | None:
+        """Iterations, prompt tokens computed, tokens generated.
+
+        An engine that does not count iterations generates one token for each running request in
+        each of them: in simulation within a tenth of the true count, scraped every 0.5 or 2 s.
+        """
+        totals = load.totals
+        generated = totals.generated_tokens
+        if totals.steps is not None and totals.step_tokens is not None and generated is not None:
+            return totals.steps, totals.step_tokens - generated, generated
+        computed, decoded = totals.computed_tokens, totals.decoded_tokens
+        if computed is None or decoded is None:
+            return None
+        before = None if last is None else last.totals.decoded_tokens
+        if last is not None and before is not None:
+            batch = 0.5 * ((last.running or 0.0) + (load.running or 0.0))
+            self._passes += max(0.0, decoded - before) / max(1.0, batch)
+        return self._passes, computed, decoded
