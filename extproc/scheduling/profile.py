@@ -163,6 +163,8 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     ) -> tuple[Sequence[Candidate], Sequence[Filtered]]:
         """Run the filters in order, until nobody is left."""
         steps: list[Filtered] = []
+        if not self.filters:
+            return candidates, steps
         for plugin, tree in zip(self.filters, self.trees, strict=True):
             branches: Sequence[Branch] = ()
             try:
