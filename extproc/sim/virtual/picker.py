@@ -10,7 +10,7 @@ from typing import Protocol
 from extproc.config import factory
 from extproc.config import settings as sections
 from extproc.decision import Rejection
-from extproc.endpoint import Endpoint, Load
+from extproc.endpoint import Endpoint, Load, Models
 from extproc.pool.accounts import Ticket
 from extproc.pool.fleet import Mark
 from extproc.request import Request
@@ -47,6 +47,7 @@ class Dispatching:
         sites: All engines there will ever be.
         timeline: The clock.
         delay_s: Seconds from the moment a page was true to the moment it is taken in.
+        models: What every engine lists, where the settings ask for it.
         told_max_tokens: Whether requests say how long their answers will be.
     """
 
@@ -57,12 +58,14 @@ class Dispatching:
         *,
         timeline: Timeline,
         delay_s: float,
+        models: Models,
         told_max_tokens: bool = False,
     ) -> None:
         self.parts = factory.build(settings, where="scenario")
         self._sites = sites
         self._timeline = timeline
         self._delay_s = delay_s
+        self._models = models if settings.scrape.models else None
         self._told = told_max_tokens
         scrape = settings.scrape
         self._scraping = scrape.enabled
@@ -164,6 +167,10 @@ class Dispatching:
         else:
             self._failures[n] = 0
             fleet.observe(mark, page, now)
+            member = fleet.pool.find(self._endpoints[n].address)
+            # As the real scraper does: once an engine's page could be read.
+            if self._models is not None and member is not None and member.models is None:
+                fleet.observe_models(member.endpoint, self._models)
 
     def _wait_s(self, n: int, *, busy: bool) -> float:
         all_, active = len(self._watched), len(self._busy)

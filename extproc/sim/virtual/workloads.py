@@ -253,11 +253,20 @@ def adapters(workload: Workload) -> int:
     return 0 if isinstance(workload, Trace | Repeated) else workload.adapters
 
 
+def named(workload: Workload) -> frozenset[str]:
+    """Names of those adapters."""
+    return frozenset(_name(number) for number in range(adapters(workload)))
+
+
 def adapted(works: Sequence[Work], number: int) -> list[Work]:
     """The same requests for the adapter of that number; adapters share no blocks."""
     salt = (number + 1) << 44
-    name = f"adapter-{number}"
+    name = _name(number)
     return [
         msgspec.structs.replace(work, adapter=name, keys=[key + salt for key in work.keys])
         for work in works
     ]
+
+
+def _name(number: int) -> str:
+    return f"adapter-{number}"

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 import msgspec
 
 from extproc.config import settings as sections
+from extproc.endpoint import Models
 from extproc.sim.virtual import workloads
 from extproc.sim.virtual.clairvoyant import Clairvoyant
 from extproc.sim.virtual.client import Client, Sender
-from extproc.sim.virtual.picker import Dispatching, Picker
+from extproc.sim.virtual.picker import MODEL, Dispatching, Picker
 from extproc.sim.virtual.scenario import Outage, Scenario
 from extproc.sim.virtual.site import Site
 from extproc.sim.virtual.tally import Summary, Tally
@@ -102,6 +103,7 @@ class World:
             self.sites,
             timeline=self.timeline,
             delay_s=self._scenario.picking.delay_s,
+            models=Models(frozenset({MODEL}), workloads.named(self._scenario.workload)),
             told_max_tokens=self._scenario.picking.told_max_tokens,
         )
 

@@ -2,6 +2,7 @@ import msgspec
 import pytest
 
 from extproc.config import settings as sections
+from extproc.endpoint import Models
 from extproc.sim import profiles
 from extproc.sim.virtual.picker import Dispatching
 from extproc.sim.virtual.site import Site
@@ -38,6 +39,7 @@ class Desk:
             self.sites,
             timeline=self.timeline,
             delay_s=delay_s,
+            models=Models(frozenset({"base"}), frozenset({"adapter-0"})),
         )
         self.picker.listed(range(count))
 
@@ -138,3 +140,15 @@ def test_accounts_end_at_zero():
     desk.until(30.0)
     members = desk.picker.parts.fleet.pool.members
     assert sum(member.account.in_flight for member in members) == 0
+
+
+def test_engines_list_their_models_once_they_were_read():
+    """The names are known after the first page of an engine, and asked for where settings say so."""
+    asking, silent = Desk(), Desk(models=False)
+    for desk in (asking, silent):
+        assert {one.models for one in desk.picker.parts.fleet.pool.members} == {None}
+        desk.until(1.0)
+    listed = Models(frozenset({"base"}), frozenset({"adapter-0"}))
+    assert {one.models for one in asking.picker.parts.fleet.pool.members} == {listed}
+    assert asking.picker.parts.fleet.pool.adapters == {"adapter-0"}
+    assert {one.models for one in silent.picker.parts.fleet.pool.members} == {None}
