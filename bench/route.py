@@ -5,9 +5,6 @@
 The real dispatcher decides over a real fleet: parse the JSON body, chain the prompt, match the
 index, build candidates, score, pick; then the decision is committed and completed. Half of the
 requests continue a conversation, all share a system prompt, about ten are open per endpoint.
-
-Before that, a prefix index of a million blocks is filled and all of it replaced once more: what a
-block takes in memory while blocks come and go (bar of the prefix index: 100 bytes).
 """
 
 from __future__ import annotations
@@ -16,10 +13,7 @@ import argparse
 import base64
 import gc
 import json
-import os
-import sys
 from collections import deque
-from pathlib import Path
 from random import Random
 from time import perf_counter_ns
 
@@ -31,7 +25,6 @@ from extproc.config.grammar import Scheduling
 from extproc.config.settings import Settings
 from extproc.dispatch import dispatcher as dispatching
 from extproc.endpoint import Endpoint, Load
-from extproc.prefix.index import PrefixIndex
 from extproc.request import RawRequest
 
 NOW = 100.0
@@ -121,36 +114,6 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def churn(blocks: int, rng: Random, *, endpoints: int = 8) -> dict[str, object]:
-    """Fill an index, then replace everything in it once more, and look at the process."""
-    own = 24
-    index = PrefixIndex(blocks // endpoints)
-    keys = [(f"10.0.0.{number}:8000", 0) for number in range(endpoints)]
-    system = [rng.getrandbits(60) for _ in range(32)]
-    gc.collect()
-    before = resident_bytes()
-    took = []
-    for _ in range(2 * blocks // own):
-        chain = system + [rng.getrandbits(60) for _ in range(own)]
-        began = perf_counter_ns()
-        index.record(rng.choice(keys), chain)
-        took.append((perf_counter_ns() - began) / 1000)
-    took.sort()
-    held = index.blocks_total
-    return {
-        "churn_blocks": held,
-        "churn_bytes_per_block": round((resident_bytes() - before - sys.getsizeof(took)) / held),
-        "churn_record_us_p50": round(took[len(took) // 2], 1),
-        "churn_record_us_p999": round(took[int(len(took) * 0.999)], 1),
-    }
-
-
-def resident_bytes() -> int:
-    """Memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--endpoints", type=int, default=200)
@@ -159,14 +122,13 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3000)
     parser.add_argument("--scorers", type=int, default=4, help="the first so many of the profile")
     parser.add_argument("--strategy", default="adaptive")
-    parser.add_argument("--churn-blocks", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)  # as the server does
-    figures = {**churn(args.churn_blocks, Random(args.seed)), **measure(args)}
+    figures = measure(args)
     for name, value in figures.items():
         print(f"{name:>24}  {value}")
     if args.write:

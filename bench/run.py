@@ -86,6 +86,18 @@ def route() -> dict:
     return read("route")
 
 
+def agreement() -> dict:
+    """Real runs against offline ones."""
+    command("-m", "bench.agreement", "--write")
+    return read("agreement")
+
+
+def index() -> dict:
+    """Memory of the prefix index."""
+    command("-m", "bench.index", "--write")
+    return read("index")
+
+
 #: Bar, bench, what was wanted, the figure, and whether it is met.
 BARS: Sequence[tuple[str, str, str, Callable[[Mapping], object], Callable[[Mapping], bool]]] = (
     ("1", "demo", "hit ratio >= 1.5 x round robin", lambda r: r["hit_gain"], lambda r: r["hit_gain"] >= 1.5),
@@ -99,20 +111,26 @@ BARS: Sequence[tuple[str, str, str, Callable[[Mapping], object], Callable[[Mappi
     ("4", "scrape", "100 endpoints/s <= 8 % of a core", lambda r: r["cpu_share_percent"], lambda r: r["cpu_share_percent"] <= 8),
     ("4", "scrape", "one page <= 150 us", lambda r: r["parse_us_p50"], lambda r: r["parse_us_p50"] <= 150),
     ("5", "route", "route() <= 500 us median", lambda r: r["route_us_p50"], lambda r: r["route_us_p50"] <= 500),
+    ("5", "index", "index, full and churning: <= 100 bytes a block", lambda r: ", ".join(f"{one['bytes_per_block']} ({one['own_blocks']} own blocks a chain)" for one in r["churn"]), lambda r: all(one["bytes_per_block"] <= 100 for one in r["churn"])),
 )  # fmt: skip
 
 BENCHES: Mapping[str, Callable[[], dict]] = {
     "route": route,
+    "index": index,
     "scrape": scrape,
     "large": large,
     "overhead": overhead,
     "demo": demo,
+    "agreement": agreement,
 }
+
+#: Only run when they are named: minutes each.
+LONG = frozenset({"agreement"})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", choices=sorted(BENCHES), default=sorted(BENCHES))
+    parser.add_argument("--only", nargs="*", choices=sorted(BENCHES), default=sorted(BENCHES.keys() - LONG))
     given = parser.parse_args()
     results = {name: bench() for name, bench in BENCHES.items() if name in given.only}
     print(f"\n{'bar':4}{'wanted':36}{'measured':>12}")

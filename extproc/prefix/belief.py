@@ -37,30 +37,28 @@ class Belief:
         held: Blocks held now.
     """
 
-    __slots__ = ("_parts", "_ring", "capacity", "held")
+    __slots__ = ("_count", "_ring", "_shared", "capacity", "held")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.held = 0
-        self._parts: dict[Run, Part] = {}
+        self._count = 0
+        #: Parts of runs that somebody else owns.
+        self._shared: dict[Run, Part] = {}
         # The sentinel: its newer neighbour is the oldest part.
-        self._ring = Part(Run(0, b"", None), 0)
-
-    @property
-    def runs(self) -> int:
-        """How many runs the endpoint holds something of."""
-        return len(self._parts)
+        self._ring = Part(Run(b"", None), 0)
 
     def keep(self, run: Run) -> int:
         """How many blocks of a run are held, from its start."""
-        part = self._parts.get(run)
+        part = run.part if run.owner is self else self._shared.get(run)
         return 0 if part is None else part.keep
 
     def touch(self, run: Run, keep: int) -> None:
         """Hold so many blocks of a run, at least as many as before, as the newest part."""
-        part = self._parts.get(run)
+        part = run.part if run.owner is self else self._shared.get(run)
         if part is None:
-            part = self._parts[run] = Part(run, 0)
+            part = Part(run, 0)
+            self._enter(part)
         else:
             part.older.newer = part.newer
             part.newer.older = part.older
@@ -74,15 +72,18 @@ class Belief:
         Returns:
             How many blocks of `lower` are held now.
         """
-        part = self._parts[lower]
+        part = lower.part if lower.owner is self else self._shared.get(lower)
+        if part is None:
+            return 0
         taken = upper.size
         if part.keep <= taken:
-            del self._parts[lower]
+            self._drop(lower)
             part.run = upper
-            self._parts[upper] = part
+            self._enter(part)
             return 0
         part.keep -= taken
-        above = self._parts[upper] = Part(upper, taken)
+        above = Part(upper, taken)
+        self._enter(above)
         _stand(above, before=part.newer)
         return part.keep
 
@@ -98,7 +99,7 @@ class Belief:
             self.held -= part.keep - keep
             part.keep = keep
             if not keep:
-                del self._parts[part.run]
+                self._drop(part.run)
                 part.older.newer = part.newer
                 part.newer.older = part.older
             yield part.run, keep
@@ -112,7 +113,25 @@ class Belief:
 
     def bytes_estimate(self) -> int:
         """Estimated bytes of memory, without the runs."""
-        return sys.getsizeof(self._parts) + _PART_BYTES * len(self._parts)
+        return sys.getsizeof(self._shared) + _PART_BYTES * self._count
+
+    def _enter(self, part: Part) -> None:
+        """Keep a part where it is found: in its run, unless somebody else is there."""
+        self._count += 1
+        run = part.run
+        if run.owner is None:
+            run.owner = self
+            run.part = part
+        else:
+            self._shared[run] = part
+
+    def _drop(self, run: Run) -> None:
+        """Forget the part of a run."""
+        self._count -= 1
+        if run.owner is self:
+            run.owner = run.part = None
+        else:
+            del self._shared[run]
 
 
 def _stand(part: Part, *, before: Part) -> None:

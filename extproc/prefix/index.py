@@ -38,7 +38,7 @@ class PrefixIndex:
 
     def __init__(self, capacity_blocks: int) -> None:
         self._capacity = capacity_blocks
-        self._root = Run(0, b"", None)
+        self._root = Run(b"", None)
         self._root.children = {}
         # Masks of one endpoint are shared objects: most runs are held by exactly one.
         self._bits: list[int] = []
@@ -89,7 +89,7 @@ class PrefixIndex:
                 for slot in _slots(run.partly):
                     depths[slot] = depth + min(along, self._beliefs[slot].keep(run))
             depth += along
-            if along < run.size or depth == end:
+            if depth == end or along * WIDTH < len(run.hashes):
                 break
             run = run.children.get(blocks[depth]) if run.children else None
         _note(depths, alive, depth)
@@ -107,12 +107,12 @@ class PrefixIndex:
         slot = self.slot(key)
         belief = self._beliefs[slot]
         end = min(len(blocks), belief.capacity)
-        chain = packed(blocks[:end])
+        chain = packed(blocks if end == len(blocks) else blocks[:end])
         path: list[tuple[Run, int]] = []
         run = self._root
         depth = 0
         while depth < end:
-            child = run.child(blocks[depth])
+            child = run.children.get(blocks[depth]) if run.children else None
             if child is None:
                 run = self._grow(run, blocks[depth], chain[depth * WIDTH :], slot=slot)
                 if path and path[-1][0] is run:
@@ -121,14 +121,20 @@ class PrefixIndex:
                 break
             along = child.common(chain, depth)
             depth += along
-            if along < child.size and (depth < end or belief.keep(child) > along):
+            if along * WIDTH < len(child.hashes) and (depth < end or belief.keep(child) > along):
                 child = self._cut(run, child, taken=along)
             path.append((child, along))
             run = child
+        bit = self._bits[slot]
         for run, keep in reversed(path):
             belief.touch(run, keep)
-            self._hold(run, slot, keep)
-        self._release(slot)
+            if keep * WIDTH < len(run.hashes):
+                run.partly |= bit
+            elif not run.holders & bit:
+                run.holders = run.holders | bit if run.holders else bit
+                run.partly &= ~bit
+        if belief.held > belief.capacity:
+            self._release(slot)
 
     def resize(self, key: Key, capacity_blocks: int) -> None:
         """Bound one endpoint; what no longer fits is forgotten, least recently used first.
@@ -185,15 +191,15 @@ class PrefixIndex:
             run.extend(hashes)
             return run
         self._runs += 1
-        child = Run(head, hashes, run)
-        run.adopt(child)
+        child = Run(hashes, run)
+        run.adopt(child, head)
         return child
 
     def _cut(self, parent: Run, lower: Run, *, taken: int) -> Run:
         """Cut a run where a chain parts from it: a new one takes the first blocks."""
-        upper = lower.part(taken)
-        parent.adopt(upper)
-        upper.adopt(lower)
+        upper = lower.cut(taken)
+        parent.adopt(upper, upper.head)
+        upper.adopt(lower, lower.head)
         upper.holders = lower.holders
         self._runs += 1
         for slot in _slots(lower.holders):
@@ -207,15 +213,6 @@ class PrefixIndex:
             else:
                 upper.partly |= bit
         return upper
-
-    def _hold(self, run: Run, slot: int, keep: int) -> None:
-        """Note in a run how much of it an endpoint holds now; more than nothing."""
-        bit = self._bits[slot]
-        if keep < run.size:
-            run.partly |= bit
-        elif not run.holders & bit:
-            run.holders = run.holders | bit if run.holders else bit
-            run.partly &= ~bit
 
     def _release(self, slot: int) -> None:
         """Let an endpoint give up what is above its bound, and drop what nobody holds any more."""

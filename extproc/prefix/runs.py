@@ -10,7 +10,10 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from extproc.prefix.belief import Belief, Part
 
 #: Bytes of a packed hash.
 WIDTH: Final = 8
@@ -26,34 +29,45 @@ class Run:
 
     Attributes:
         hashes: The blocks, packed; none only for the root.
-        head: The first block; 0 for the root.
-        size: How many blocks.
         parent: The run before it.
         children: The runs behind it by their first block; None for a leaf.
         holders: Bit mask of the slots that hold all of it; never 0.
         partly: Bit mask of the slots that hold only its beginning.
+        owner: The belief of one of them, which keeps its part of the run here: most runs have one
+            holder, and a table of parts would cost more than the run.
+        part: What the owner holds.
     """
 
-    __slots__ = ("children", "hashes", "head", "holders", "parent", "partly", "size")
+    __slots__ = ("children", "hashes", "holders", "owner", "parent", "part", "partly")
 
-    def __init__(self, head: int, hashes: bytes, parent: Run | None) -> None:
-        self.head = head
+    def __init__(self, hashes: bytes, parent: Run | None) -> None:
         self.hashes = hashes
-        self.size = len(hashes) // WIDTH
         self.parent = parent
         self.children: dict[int, Run] | None = None
         self.holders = 0
         self.partly = 0
+        self.owner: Belief | None = None
+        self.part: Part | None = None
+
+    @property
+    def size(self) -> int:
+        """How many blocks."""
+        return len(self.hashes) // WIDTH
+
+    @property
+    def head(self) -> int:
+        """The first block."""
+        return int.from_bytes(self.hashes[:WIDTH], sys.byteorder)
 
     def child(self, block: int) -> Run | None:
         """The run behind this one that begins with a block."""
         return None if self.children is None else self.children.get(block)
 
-    def adopt(self, child: Run) -> None:
-        """Put a run behind this one, in place of the one that begins alike."""
+    def adopt(self, child: Run, head: int) -> None:
+        """Put a run that begins with a block behind this one, in place of the one that did."""
         if self.children is None:
             self.children = {}
-        self.children[child.head] = child
+        self.children[head] = child
         child.parent = self
 
     def leave(self) -> None:
@@ -68,20 +82,16 @@ class Run:
     def extend(self, hashes: bytes) -> None:
         """Put packed blocks at the end."""
         self.hashes += hashes
-        self.size = len(self.hashes) // WIDTH
 
     def shorten(self, size: int) -> None:
         """Keep only so many blocks, at least one."""
         self.hashes = self.hashes[: size * WIDTH]
-        self.size = size
 
-    def part(self, size: int) -> Run:
+    def cut(self, size: int) -> Run:
         """Give the first blocks, fewer than all, to a new run, which is not in the tree yet."""
         border = size * WIDTH
-        upper = Run(self.head, self.hashes[:border], None)
-        self.head = int.from_bytes(self.hashes[border : border + WIDTH], sys.byteorder)
+        upper = Run(self.hashes[:border], None)
         self.hashes = self.hashes[border:]
-        self.size -= size
         return upper
 
     def common(self, chain: bytes, depth: int) -> int:
@@ -95,7 +105,7 @@ class Run:
         start = depth * WIDTH
         piece = chain[start : start + len(hashes)]
         if piece == hashes:
-            return self.size
+            return len(hashes) // WIDTH
         # The lowest bit in which two little-endian numbers differ is in the first unlike block.
         unlike = int.from_bytes(piece, "little") ^ int.from_bytes(hashes, "little")
         along = ((unlike & -unlike).bit_length() - 1) // (8 * WIDTH)
