@@ -91,6 +91,7 @@ class Sender:
         self._runs: dict[str, _Run] = {}
         self._active = 0
         self._exhausted = False
+        self._arrival_s = 0.0
 
     @property
     def over(self) -> bool:
@@ -136,7 +137,10 @@ class Sender:
         if session.at is not None:
             when = session.at
         else:
-            when = self._timeline.now + (self._rng.expovariate(rate) if rate else 0.0)
+            # From planned to planned: on a real clock every arrival is a little late, and the
+            # delays must not add up.
+            when = self._arrival_s + (self._rng.expovariate(rate) if rate else 0.0)
+        self._arrival_s = when
         self._active += 1
 
         def begin() -> None:
