@@ -85,6 +85,9 @@ def run(args: argparse.Namespace) -> int:
         from extproc.cli import plots
 
         plots.require()
+    for column in todo.columns:
+        for warning in column.warnings:
+            _say(f"warning: {column.name}: {warning}", quiet=args.quiet)
     progress = Progress(len(todo.tasks), None if args.quiet else sys.stderr)
     made = []
     try:

@@ -30,11 +30,13 @@ class Column(msgspec.Struct, frozen=True):
         name: What the results call it.
         settings: Configuration of its pickers; None for the clairvoyant one.
         client: How its requests are offered; None for the scenario's client.
+        warnings: What its configuration says and nobody acts on.
     """
 
     name: str
     settings: sections.Settings | None
     client: Client | None = None
+    warnings: Sequence[str] = ()
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -123,7 +125,7 @@ def column(variant: scenario.Variant, *, folder: Path, where: str) -> Column:
         overrides.append(load.Override(("scheduling", "strategy"), variant.strategy, spot))
     settings = load.settings(document, overrides)
     profiles.resolve_all(settings, where=spot)
-    return Column(variant.name, settings, variant.client)
+    return Column(variant.name, settings, variant.client, document.warnings)
 
 
 def runs(todo: Plan, *, jobs: int) -> Iterator[report.Run]:

@@ -35,6 +35,14 @@ scrape: {busy_interval_s: 0.5}
 scheduling: {strategy: least-request}
 """
 
+THEIRS = """
+apiVersion: inference.networking.x-k8s.io/v1alpha1
+kind: EndpointPickerConfig
+featureGates: [flowControl]
+plugins: [{type: queue-scorer}]
+schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}]}]
+"""
+
 TRACE = """
 workload: {kind: trace, format: azure, file: $MY_TRACES/azure.csv}
 """
@@ -100,6 +108,15 @@ def test_variants_are_configurations_with_something_put_over(small):
     assert mine.settings.scrape.busy_interval_s == 0.5
     assert fast.settings.scheduling.strategy == "adaptive"
     assert fast.settings.scrape.busy_interval_s == 0.1
+
+
+def test_warnings_of_a_configuration_are_told(small, capsys):
+    """What the upstream picker's file says and nobody acts on is not passed over in silence."""
+    theirs = small.parent / "theirs.yaml"
+    theirs.write_text(THEIRS)
+    argv = ["simulate", str(small), "--jobs", "1", "--seeds", "1", "--config", str(theirs)]
+    assert main.main(argv) == 0
+    assert "warning: theirs: " in capsys.readouterr().err
 
 
 def test_the_clairvoyant_has_no_configuration(small):
