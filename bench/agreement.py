@@ -89,7 +89,7 @@ SCENARIOS: Mapping[str, scenario.Scenario] = {
             output=Lengths(mean=40, deviation=20, shape="lognormal", lowest=4, highest=120),
             adapters=6,
         ),
-        client=Client(rate_per_s=6.5),
+        client=Client(rate_per_s=5.5),
         picking=_PICKING,
     ),
 }
