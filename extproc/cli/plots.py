@@ -73,7 +73,9 @@ def _drawn(report: Report, base: Path, paint: Callable[[Any], None]) -> Iterator
     from matplotlib.figure import Figure
 
     with mpl.rc_context({"svg.hashsalt": "extproc", "svg.fonttype": "path"}):
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        figure = Figure(figsize=(8, 4.5))
+        # Room for slanted names; a layout engine would draw everything twice.
+        figure.subplots_adjust(left=0.1, right=0.98, bottom=0.2, top=0.92)
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         paint(axes)
@@ -97,16 +99,22 @@ def _bars(axes: Any, columns: Sequence[Column], *, figure: str, factor: float, l
     names = [column.strategy for column in columns]
     axes.bar(range(len(columns)), heights, yerr=halves, capsize=4, color=colours)
     axes.set_xticks(range(len(columns)), names, rotation=20, ha="right")
+    axes.set_ylim(bottom=0)
     axes.set_ylabel(label)
 
 
 def _cdf(axes: Any, columns: Sequence[Column]) -> None:
     """Share of requests whose first token came within a time."""
+    from matplotlib.ticker import LogLocator
+
     for column in columns:
         quantiles = column.ttft_quantiles_s
         shares = [n / 100 for n in range(len(quantiles))]
         axes.plot([value * 1e3 for value in quantiles], shares, label=column.strategy)
     axes.set_xscale("log")
+    axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel("TTFT (ms)")
     axes.set_ylabel("share of requests")
     axes.legend()
@@ -118,6 +126,7 @@ def _load(axes: Any, columns: Sequence[Column]) -> None:
         tokens = sorted((one.prompt_tokens for one in column.endpoints), reverse=True)
         mean = sum(tokens) / max(1, len(tokens)) or 1.0
         axes.plot([one / mean for one in tokens], marker=".", label=column.strategy)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("engines, the busiest first")
     axes.set_ylabel("prompt tokens, over the mean")
     axes.set_ylim(bottom=0)
