@@ -45,6 +45,10 @@ JUDGED = ("requests_per_s", "ttft_mean_s")
 #: Offline runs of one workload. Ties are broken by chance, and one run is one draw of it.
 DRAWS = 8
 
+#: How late the client's own timers may be, on average, for a measurement to count, and how often it
+#: is made again where they were later. On a quiet machine they are 1 ms late.
+LATE_MS, TRIES = 3.0, 3
+
 #: Fields of a profile that `extproc engine` takes as flags.
 _FLAGS = (
     "kv_tokens",
@@ -179,13 +183,14 @@ async def real(whole: scenario.Scenario, strategy: str, *, seed: int) -> dict[st
         await children.envoy(stack.envoy_config(template, ports, plaintext=True))
         url = f"http://127.0.0.1:{ports.listener}"
         engines = [int(address.rpartition(":")[2]) for address in addresses]
-        results = await sending.play(whole, url=url, ports=engines, seed=seed)
+        results, late_s = await sending.play(whole, url=url, ports=engines, seed=seed)
         loads = [await _load(address) for address in addresses]
     again = [int(one.totals.preemptions or 0) for one in loads]
     # All that is read of engines at the end.
     ended = [SimpleNamespace(preemptions=n, engine=SimpleNamespace(preemptions=0)) for n in again]
     results.close(ended)
     found = figures(results)
+    found["timers_late_ms"] = 1e3 * late_s
     queries = sum(one.prefix_queries or 0.0 for one in loads)
     found["hit_ratio"] = sum(one.prefix_hits or 0.0 for one in loads) / queries
     return found
@@ -238,6 +243,17 @@ def figures(results: tally.Tally) -> dict[str, float]:
     }
 
 
+async def undisturbed(whole: scenario.Scenario, strategy: str, *, seed: int) -> dict[str, float]:
+    """The first measurement that other work on the machine left alone, or the last one tried."""
+    for _ in range(TRIES):
+        found = await real(whole, strategy, seed=seed)
+        if found["timers_late_ms"] <= LATE_MS:
+            break
+        late = found["timers_late_ms"]
+        print(f"{strategy}, seed {seed}: timers were {late:.1f} ms late; again", flush=True)
+    return found
+
+
 async def compare(
     whole: scenario.Scenario, strategy: str, *, speed: float, seeds: Sequence[int]
 ) -> dict[str, Any]:
@@ -246,7 +262,7 @@ async def compare(
     predicted, measured = [], []
     for seed in seeds:
         predicted += offline(fast, strategy, seed=seed, draws=DRAWS)
-        measured.append(await real(fast, strategy, seed=seed))
+        measured.append(await undisturbed(fast, strategy, seed=seed))
     expected, got = mean(predicted), mean(measured)
     return {
         "offline": expected,

@@ -101,12 +101,14 @@ class Wall:
 
     Attributes:
         broken: What an act raised; it ends the run.
+        late_s: Seconds by which acts came late, on average: what the machine kept from us.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._start = self._loop.time()
         self._serial = 0
+        self._late_s = 0.0
         self.broken: Exception | None = None
 
     @property
@@ -114,16 +116,23 @@ class Wall:
         """Seconds since the start."""
         return self._loop.time() - self._start
 
+    @property
+    def late_s(self) -> float:
+        """See the class."""
+        return self._late_s / max(1, self._serial)
+
     def at(self, when: float, act: Callable[[], None]) -> None:
         """See `Timeline.at`: what is planned for one moment happens in the order it was planned."""
         self._serial += 1
-        self._loop.call_at(self._start + max(when, self.now) + 1e-9 * self._serial, self._do, act)
+        due = max(when, self.now)
+        self._loop.call_at(self._start + due + 1e-9 * self._serial, self._do, due, act)
 
     def after(self, seconds: float, act: Callable[[], None]) -> None:
         """See `Timeline.after`."""
         self.at(self.now + seconds, act)
 
-    def _do(self, act: Callable[[], None]) -> None:
+    def _do(self, due: float, act: Callable[[], None]) -> None:
+        self._late_s += self.now - due
         try:
             act()
         except Exception as error:  # noqa: BLE001 - the run ends with it
@@ -212,7 +221,7 @@ def _settle(trip: Trip, tail: bytes) -> str:
 
 async def play(
     whole: scenario.Scenario, *, url: str, ports: Sequence[int], seed: int
-) -> tally.Tally:
+) -> tuple[tally.Tally, float]:
     """Send a scenario's workload as the simulator's client of the same seed would.
 
     Args:
@@ -222,7 +231,7 @@ async def play(
         seed: As of `world.World`.
 
     Returns:
-        What came of it, times in real seconds. Gaps between tokens are not looked at.
+        What came of it, times in real seconds, without gaps between tokens; and `Wall.late_s`.
     """
     wall, results = Wall(), tally.Tally(whole.measure_from_s)
 
@@ -249,4 +258,4 @@ async def play(
                 await asyncio.sleep(0.01)
                 if wall.broken is not None:
                     raise wall.broken
-    return results
+    return results, wall.late_s
