@@ -64,7 +64,7 @@ class Late(Sequence[Item]):
 
     Args:
         make: Makes it; called once at most, at any later time, so it must only hold values that
-            stay as they are.
+            stay as they are, and neither turn nor request, because decisions outlive prompts.
     """
 
     __slots__ = ("_made", "_make")

@@ -1,6 +1,10 @@
 """A sequence that is made when somebody first looks at it."""
 
+import sys
+
 from extproc.decision import Late
+from extproc.scheduling.costs.estimated_time import EstimatedTime
+from extproc.testing import fleet
 
 
 def test_it_is_made_once_and_only_when_looked_at():
@@ -26,3 +30,14 @@ def test_it_equals_what_it_stands_for():
     assert late != ["a", "c"]
     assert late != 2
     assert repr(late) == "['a', 'b']"
+
+
+def test_terms_do_not_keep_the_prompt():
+    """What is held for explaining a cost later is numbers: the ring of decisions drops prompts."""
+    prompt = bytes(1000)
+    without = sys.getrefcount(prompt)
+    turn = fleet.turn(prompt=prompt, prompt_tokens=250)
+    priced = EstimatedTime().price(turn, fleet.candidates({"one": {}, "two": {}}))
+    del turn
+    assert sys.getrefcount(prompt) == without
+    assert len(priced.terms[0][1]) == 2
