@@ -163,3 +163,16 @@ def test_engines_that_showed_nothing_are_like_the_pool():
     learner.rates = Rates(step_s=0.02, evidence=5.0)
     assert learner.settled.step_s == 0.02
     assert learner.settled.adapter_load_s == 0.1
+
+
+def test_engines_that_lean_on_their_mean_come_back_from_a_drift():
+    """One sequence at a time tells steps from sequences by nothing: the split is as usual."""
+    learners = [rates.Learner(Rates(step_s=0.002, decode_s=0.013)) for _ in range(3)]
+    for tick in range(400):
+        shown = rates.pooled([learner.rates for learner in learners])
+        for learner in learners:
+            learner.lean(shown)
+            learner.feed(row(float(tick), 66.0 * tick, 0.0, 66.0 * tick))
+    for learner in learners:
+        assert learner.rates.iteration_s(1) == pytest.approx(1 / 66, rel=0.05)
+        assert learner.rates.step_s > 5 * learner.rates.decode_s
