@@ -218,6 +218,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         unseen_tokens: KV tokens that requests sent since the last scrape will take.
         rates: How fast it is.
         residency: Whether the adapter of this request is on its device.
+        open_tokens: Prompt tokens of the requests this picker has open there, what several begin
+            with counted once, and what young conversations among them will grow by.
+        at_home: Whether the prompt this one goes on from went there.
     """
 
     endpoint: Endpoint
@@ -231,3 +234,5 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     unseen_tokens: float = 0.0
     rates: Rates = DEFAULT_RATES
     residency: Residency = Residency.RESIDENT
+    open_tokens: float = 0.0
+    at_home: bool = False

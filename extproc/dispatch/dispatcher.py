@@ -14,6 +14,7 @@ from extproc.parsing import parser
 from extproc.pool import snapshot
 from extproc.pool.accounts import Ticket
 from extproc.pool.fleet import Fleet
+from extproc.pool.recurrence import Recurrence
 from extproc.pool.snapshot import Member
 from extproc.prefix import blocks
 from extproc.prefix.index import PrefixIndex
@@ -98,6 +99,7 @@ class Dispatcher:
         self._schedule = schedule
         self._rng = rng
         self._counts = counts or guard.Counts()
+        self._recurrence = Recurrence()
         self._slots: Mapping[str, int] = {}
         self._slots_in_order: Sequence[int] = ()
         self._slots_of: object = None
@@ -114,6 +116,7 @@ class Dispatcher:
         self._settings = routing.settings
         self._hashing = Signal.PREFIX in routing.needs
         self._reading_openings = Signal.OPENING in routing.needs
+        self._homing = Signal.HOMES in routing.needs
         profiles = (routing.profile, *routing.by_model.values())
         self._observers = {profile.name: profile.observers for profile in profiles}
 
@@ -177,12 +180,23 @@ class Dispatcher:
             adapters=pool.adapters,
             now=now,
             stale_after_s=self._settings.stale_after_s,
+            home=self._recurrence.home(chain) if self._homing else None,
         )
         routing = self._routing
         profile = routing.by_model.get(request.model, routing.profile)
         opening = parsing_opening.of(request) if self._reading_openings else ""
         outcome = profile.run(
-            Turn(request, now, self._rng, headers, chain, opening, adapter),
+            Turn(
+                request,
+                now,
+                self._rng,
+                headers,
+                chain,
+                opening,
+                adapter,
+                self._recurrence.share if self._homing else 0.0,
+                self._recurrence.growth(request.prompt_tokens) if self._homing else 0.0,
+            ),
             candidates,
             count=1 + self._settings.fallbacks,
         )
@@ -239,13 +253,20 @@ class Dispatcher:
                 cached_tokens=cached,
                 bytes_per_token=self._bytes_per_token(request),
             )
-        return member.account.open(
+        ticket = member.account.open(
             request.target,
             request.prompt_tokens,
             cached_tokens=cached,
             now=now,
             prompt_bytes=request.prompt_bytes,
         )
+        if self._homing and decision.blocks:
+            known, tokens = self._recurrence, request.prompt_tokens
+            known.sent(decision.blocks, member.account, prompt_tokens=tokens)
+            member.account.hold(
+                ticket, decision.blocks, self._schedule.tokens, growth=known.growth(tokens)
+            )
+        return ticket
 
     def learn(self, decision: Decision, usage: Mapping[str, int]) -> None:
         """Hold predictions against what the answer reports: prompt tokens, and cached ones.

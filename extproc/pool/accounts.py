@@ -12,7 +12,9 @@ last w of ours were not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
+from operator import sub
 
 import msgspec
 
@@ -44,6 +46,10 @@ class Standing(msgspec.Struct, frozen=True, gc=False):
     idle: frozenset[str] = frozenset()
 
 
+#: Blocks of a chain of which one is followed in `Account.hold`.
+_STRIDE = 4
+
+
 class Account:
     """The open requests of one endpoint incarnation.
 
@@ -51,6 +57,8 @@ class Account:
         endpoint: Whose account it is.
         in_flight: Open requests (count).
         prompt_tokens: Estimated prompt tokens of the open requests.
+        open_tokens: The same, what several of them begin with counted once, and what young
+            conversations among them will grow by; 0 while nobody needs it.
         opened: Tickets ever opened (count).
         answered: Of these, closed with an answer.
         idled: How often an answer left no open request behind (count).
@@ -69,6 +77,7 @@ class Account:
     """
 
     __slots__ = (
+        "_held",
         "_open",
         "adapters",
         "answered",
@@ -77,6 +86,7 @@ class Account:
         "endpoint",
         "idled",
         "in_flight",
+        "open_tokens",
         "opened",
         "prompt_tokens",
         "ran",
@@ -93,6 +103,8 @@ class Account:
         self.endpoint = endpoint
         self.in_flight = 0
         self.prompt_tokens = 0
+        self.open_tokens = 0.0
+        self._held: dict[int, int] = {}
         self.opened = 0
         self.answered = 0
         self.idled = 0
@@ -146,6 +158,36 @@ class Account:
         self._open[ticket] = None
         return ticket
 
+    def hold(
+        self, ticket: Ticket, blocks: Sequence[int], tokens: Sequence[int], *, growth: float
+    ) -> None:
+        """Count what a request will hold in the cache while it is open.
+
+        Of every few blocks of a chain the first stands for all: what is shared is shared from the
+        root, so only the last few of a shared beginning are counted wrongly.
+
+        Args:
+            ticket: Just opened.
+            blocks: Its prompt's chain of block hashes, root first.
+            tokens: Prompt tokens by depth of a chain.
+            growth: Tokens its conversation will grow by.
+        """
+        held = self._held
+        ends = tokens[: len(blocks) : _STRIDE]
+        ticket.holds = parts = tuple(
+            zip(blocks[::_STRIDE], map(sub, (*ends[1:], tokens[len(blocks)]), ends), strict=True)
+        )
+        # Where another open prompt goes on from this one, it has grown already.
+        if parts[-1][0] not in held:
+            ticket.grows = growth
+            self.open_tokens += growth
+        for block, size in parts:
+            if block in held:
+                held[block] += 1
+            else:
+                held[block] = 1
+                self.open_tokens += size
+
     def queued(self, now: float) -> float:
         """Uncached prompt tokens sent and believed not yet computed."""
         left = self.sent - self.done - (now - self.at) * self.tokens_per_s
@@ -195,8 +237,21 @@ class Account:
             self.done = min(self.done + passed * self.tokens_per_s, self.sent)
             self.at = now
 
+    def _release(self, parts: Sequence[tuple[int, int]]) -> None:
+        held = self._held
+        for block, size in parts:
+            users = held[block] - 1
+            if users:
+                held[block] = users
+            else:
+                del held[block]
+                self.open_tokens -= size
+
     def _close(self, ticket: Ticket, now: float, *, answered: bool) -> None:
         del self._open[ticket]
+        if ticket.holds:
+            self._release(ticket.holds)
+            self.open_tokens -= ticket.grows
         self.standing = None
         self.in_flight -= 1
         self.prompt_tokens -= ticket.prompt_tokens
@@ -239,9 +294,20 @@ class Ticket:
         work: Of these, not in the engine's prefix cache, at least 1.
         sent: `Account.sent` with this request.
         prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
+        grows: Tokens its conversation will grow by.
+        holds: Blocks it holds and the prompt tokens each stands for; empty while nobody needs it.
     """
 
-    __slots__ = ("_account", "prompt_bytes", "prompt_tokens", "sent", "target", "work")
+    __slots__ = (
+        "_account",
+        "grows",
+        "holds",
+        "prompt_bytes",
+        "prompt_tokens",
+        "sent",
+        "target",
+        "work",
+    )
 
     def __init__(
         self, account: Account, target: str, prompt_tokens: int, *, work: int, sent: int
@@ -252,6 +318,8 @@ class Ticket:
         self.work = work
         self.sent = sent
         self.prompt_bytes = 0
+        self.holds: Sequence[tuple[int, int]] = ()
+        self.grows = 0.0
 
     def close(self, now: float, *, answered: bool = True) -> None:
         """Give back what was charged.

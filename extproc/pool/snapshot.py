@@ -115,6 +115,7 @@ def candidates(
     adapters: frozenset[str],
     now: float,
     stale_after_s: float,
+    home: Account | None = None,
 ) -> list[Candidate]:
     """Turn members into candidates.
 
@@ -125,6 +126,7 @@ def candidates(
         adapters: Names known to be adapters.
         now: Monotonic seconds.
         stale_after_s: Age in seconds from which a load counts as unknown.
+        home: Of the endpoint the prompt went to that this one goes on from.
     """
     oldest = now - stale_after_s
     made: list[Candidate] = []
@@ -159,6 +161,8 @@ def candidates(
                 account.written - account.seen,
                 member.rates,
                 place,
+                account.open_tokens,
+                account is home,
             )
         )
     return made

@@ -31,6 +31,7 @@ class Signal(Enum):
     OPENING = "opening"
     HEADERS = "headers"
     LABELS = "labels"
+    HOMES = "homes"
 
 
 class BypassedError(Exception):

