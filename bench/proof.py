@@ -1,0 +1,106 @@
+"""Every scenario of `bench/scenarios` through the simulator, kept for the pages and the README.
+
+    python -m bench.proof [--only NAME ...] [--seeds N] [--jobs N] [--write]
+
+Nothing is measured in real time: the same tree, scenario and seed give the same numbers anywhere.
+The traces are read from the folder in $EXTPROC_TRACES; scenarios that need one are left out, with a
+line that says so, where it is not set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+from bench import rig
+from extproc.cli import simulation
+from extproc.sim.virtual import report
+from extproc.sim.virtual.workloads import Trace
+
+SCENARIOS = Path(__file__).resolve().parent / "scenarios"
+
+#: What is kept of a column; the rest can be had from `extproc simulate`.
+KEPT = (
+    "requests",
+    "failed",
+    "requests_per_s",
+    "output_tokens_per_s",
+    "total_tokens_per_s",
+    "ttft_mean_s",
+    "ttft_p50_s",
+    "ttft_p95_s",
+    "ttft_p99_s",
+    "tpot_mean_s",
+    "itl_p50_s",
+    "itl_p99_s",
+    "e2e_mean_s",
+    "e2e_p50_s",
+    "e2e_p90_s",
+    "e2e_p95_s",
+    "token_mean_s",
+    "hit_ratio",
+    "predicted_ratio",
+    "requests_max_over_mean",
+    "tokens_max_over_mean",
+    "preemptions",
+)
+
+
+def names() -> list[str]:
+    """Every scenario but the example of the README."""
+    return sorted(path.stem for path in SCENARIOS.glob("*.yaml") if path.stem != "example")
+
+
+def measure(name: str, *, seeds: int | None, jobs: int) -> dict | None:
+    """Run a scenario; None where its trace is not there."""
+    path = SCENARIOS / f"{name}.yaml"
+    whole = simulation.read(path)
+    if isinstance(whole.workload, Trace) and not os.environ.get("EXTPROC_TRACES"):
+        print(f"{name}: left out, EXTPROC_TRACES does not name the folder of the traces")
+        return None
+    wanted = tuple(whole.seeds)[:seeds] if seeds else ()
+    plan = simulation.plan(path, strategies=(), configs=(), seeds=wanted)
+    began = time.monotonic()
+    runs = list(simulation.runs(plan, jobs=jobs))
+    told = report.report(plan.scenario, runs)
+    print(f"{name}: {len(runs)} runs in {time.monotonic() - began:.0f} s", flush=True)
+    return {
+        "title": whole.title,
+        "seeds": list(plan.scenario.seeds),
+        "columns": {
+            column.strategy: {
+                key: [_short(column.figures[key].mean), _short(column.figures[key].half)]
+                for key in KEPT
+            }
+            for column in told.columns
+        },
+    }
+
+
+def _short(value: float) -> float | None:
+    """Six digits, and nothing for what is not there."""
+    return None if value != value else float(f"{value:.6g}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=names(), metavar="NAME")
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    for name in args.only:
+        figures = measure(name, seeds=args.seeds, jobs=args.jobs)
+        if figures is None:
+            continue
+        for strategy, row in figures["columns"].items():
+            shown = {key: row[key][0] for key in ("requests_per_s", "ttft_mean_s", "ttft_p99_s")}
+            print(f"  {strategy:16} {shown}", flush=True)
+        if args.write:
+            rig.write(f"proof/{name}", f"python -m bench.proof --only {name} --write", figures)
+
+
+if __name__ == "__main__":
+    main()
