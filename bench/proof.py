@@ -10,6 +10,7 @@ line that says so, where it is not set.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from pathlib import Path
@@ -81,7 +82,7 @@ def measure(name: str, *, seeds: int | None, jobs: int) -> dict | None:
 
 def _short(value: float) -> float | None:
     """Six digits, and nothing for what is not there."""
-    return None if value != value else float(f"{value:.6g}")
+    return None if math.isnan(value) else float(f"{value:.6g}")
 
 
 def main() -> None:
