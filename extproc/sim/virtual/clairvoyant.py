@@ -9,13 +9,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
+from extproc.endpoint import Endpoint
+from extproc.pool.accounts import Account, Ticket
+from extproc.pool.recurrence import Recurrence
+from extproc.scheduling.costs.estimated_time import EstimatedTime
 from extproc.sim import job, lora
 from extproc.sim.virtual.site import Site
 from extproc.sim.virtual.timeline import Timeline
-from extproc.sim.virtual.trip import Trip, Work
+from extproc.sim.virtual.trip import KEY_TOKENS, Trip, Work
 
-#: As `EstimatedTime.others_share`.
-_OTHERS = 0.3
+#: What the adaptive strategy weighs its terms with.
+_WEIGHTS = EstimatedTime()
+
+#: Keys of a prompt of which one is a block of the chain; 64 tokens, as the dispatcher's first blocks.
+_CHAIN = 4
+
+
+class _Seen(msgspec.Struct):
+    """One engine and one request.
+
+    Attributes:
+        site: The engine.
+        work: The request.
+        others: What every job there still needs.
+        cached: Prompt tokens of the request that its cache has.
+        home: Whether the conversation lives there.
+        held: Tokens that the open prompts there will hold.
+    """
+
+    site: Site
+    work: Work
+    others: Sequence[job.Outstanding]
+    cached: int
+    home: bool
+    held: float
 
 
 class Clairvoyant:
@@ -31,6 +60,9 @@ class Clairvoyant:
         self._sites = sites
         self._listed: Sequence[int] = ()
         self._uncached: dict[str, int] = {}
+        self._recurrence = Recurrence()
+        self._accounts = [Account(Endpoint(f"engine-{n}")) for n in range(len(sites))]
+        self._tickets: dict[str, Ticket] = {}
 
     def listed(self, up: Sequence[int]) -> None:
         """See `Picker`; it is not told of anything it does not know."""
@@ -38,70 +70,105 @@ class Clairvoyant:
 
     def pick(self, trip: Trip) -> int:
         """See `Picker`."""
-        best, where, uncached = 0.0, -1, 0
-        for n in self._listed:
-            site = self._sites[n]
-            if not site.up:
-                continue
-            cost, work = self._price(site, trip.work)
-            if where < 0 or cost < best:
-                best, where, uncached = cost, n, work
-        if where < 0:
+        work = trip.work
+        chain = work.keys[_CHAIN - 1 : work.prompt_tokens // KEY_TOKENS : _CHAIN]
+        home = self._recurrence.home(chain)
+        seen = [self._look(n, work, home=home) for n in self._listed if self._sites[n].up]
+        if not seen:
             trip.failure = "rejected 503"
             return -1
-        trip.predicted_tokens = trip.work.prompt_tokens - uncached
-        self._uncached[trip.id] = uncached
+        most = max(one.cached for one in seen)
+        growth = self._recurrence.growth(work.prompt_tokens)
+        best = min(seen, key=lambda one: self._price(one, most, growth))
+        where = next(n for n in self._listed if self._sites[n] is best.site)
+        trip.predicted_tokens = best.cached
+        self._uncached[trip.id] = work.prompt_tokens - best.cached
+        account = self._accounts[where]
+        ticket = self._tickets[trip.id] = account.open(
+            "", work.prompt_tokens, cached_tokens=best.cached, now=0.0
+        )
+        self._recurrence.sent(chain, account, prompt_tokens=work.prompt_tokens)
+        if chain:
+            size = _CHAIN * KEY_TOKENS
+            account.hold(ticket, chain, range(0, (len(chain) + 1) * size, size), growth=growth)
         return where
 
     def ended(self, trip: Trip) -> None:
         """See `Picker`."""
         del self._uncached[trip.id]
+        self._tickets.pop(trip.id).close(0.0)
 
-    def _price(self, site: Site, work: Work) -> tuple[float, int]:
-        """Seconds, and the prompt tokens that are not cached."""
-        engine, machine = site.engine, site.engine.profile
-        size = machine.block_tokens
+    def _look(self, n: int, work: Work, *, home: Account | None) -> _Seen:
+        engine = self._sites[n].engine
+        size = engine.profile.block_tokens
         cached = engine.pool.match(work.keys, (work.prompt_tokens - 1) // size) * size
-        uncached = work.prompt_tokens - cached
+        others, account = list(engine.outstanding()), self._accounts[n]
+        return _Seen(self._sites[n], work, others, cached, account is home, account.open_tokens)
+
+    def _price(self, seen: _Seen, most: int, growth: float) -> float:
+        """Seconds; `most` is the tokens cached where most of them are."""
+        work, machine = seen.work, seen.site.engine.profile
         per_token, per_seq = machine.prefill_s_per_token, machine.decode_s_per_seq
-        output = work.output_tokens
-        queued = wanted = 0
-        others = list(engine.outstanding())
-        own = per_seq + machine.context_s_per_token * (work.prompt_tokens + output / 2)
+        prefill = (work.prompt_tokens - seen.cached) * per_token
+        queued = waiting = 0
         slower = load = 0.0
-        for other in others:
-            if other.waiting:
-                left = self._uncached.get(other.id, other.prompt_left)
-                queued += min(left, other.prompt_left)
-                wanted += other.context + other.output_left // 2
-            else:
-                queued += other.prompt_left
-            together = min(other.output_left, output)
-            slower += together * (per_seq + machine.context_s_per_token * other.context)
+        own = per_seq + machine.context_s_per_token * (work.prompt_tokens + work.output_tokens / 2)
+        step_s = machine.base_s
+        for other in seen.others:
+            queued += self._left(other)
+            waiting += other.waiting
+            each = per_seq + machine.context_s_per_token * other.context
+            step_s += 0.0 if other.waiting else each
+            together = min(other.output_left, work.output_tokens)
+            slower += together * each
             load += together * own
-        adapter = self._adapter_s(site, work, others)
-        prefill = uncached * per_token
-        count = len(others)
-        cost = (
+        count = len(seen.others)
+        adapter = self._adapter_s(seen)
+        return (
             queued * per_token
             + prefill
-            + machine.base_s * (1 + output)
-            + slower
+            + 1.5 * step_s
             + adapter
-            + self._stall_s(site, others, wanted + uncached + output // 2)
-            + _OTHERS * (load + count * (prefill + min(adapter, machine.lora_load_s)))
+            + self._stall_s(seen)
+            + _WEIGHTS.own_share * slower
+            + _WEIGHTS.others_share * (load + count * (prefill + min(adapter, machine.lora_load_s)))
+            + _WEIGHTS.waste_share * (count + waiting) * (most - seen.cached) * per_token
+            + self._crowding_s(seen, growth)
         )
-        return cost, uncached
 
-    def _stall_s(self, site: Site, others: Sequence[job.Outstanding], wanted: int) -> float:
-        """Seconds until so many KV tokens are free."""
-        engine, machine = site.engine, site.engine.profile
+    def _left(self, other: job.Outstanding) -> int:
+        """Prompt tokens a job has still to compute."""
+        if not other.waiting:
+            return other.prompt_left
+        return min(self._uncached.get(other.id, other.prompt_left), other.prompt_left)
+
+    def _crowding_s(self, seen: _Seen, growth: float) -> float:
+        """As the adaptive strategy's term, with what is truly cached."""
+        if seen.home:
+            return 0.0
+        machine = seen.site.engine.profile
+        wanted = seen.work.prompt_tokens - seen.cached + growth
+        share = (seen.held + wanted) / machine.kv_tokens
+        low, full, lost = _WEIGHTS.roomy, _WEIGHTS.full, _WEIGHTS.lost
+        value = min((share - low) / (full - low), (lost - share) / (lost - full), 1.0)
+        cache_s = machine.kv_tokens * machine.prefill_s_per_token
+        return _WEIGHTS.crowding * self._recurrence.share * cache_s * max(0.0, value)
+
+    def _stall_s(self, seen: _Seen) -> float:
+        """Seconds until all those ahead and this request find room in the cache."""
+        engine, work = seen.site.engine, seen.work
+        machine = engine.profile
+        wanted = work.prompt_tokens - seen.cached + work.output_tokens // 2
+        for other in seen.others:
+            if other.waiting:
+                wanted += self._left(other) + other.output_left // 2
         missing = wanted - engine.pool.available * machine.block_tokens
         if missing <= 0:
             return 0.0
         step_s = machine.base_s + machine.decode_s_per_seq * engine.running
         waited = 0
-        for other in sorted((o for o in others if not o.waiting), key=lambda o: o.output_left):
+        running = (other for other in seen.others if not other.waiting)
+        for other in sorted(running, key=lambda one: one.output_left):
             missing -= other.context
             waited = other.output_left
             if missing <= 0:
@@ -109,20 +176,18 @@ class Clairvoyant:
         # Those that wait must run as well before there is room.
         return waited * step_s * (1.0 + missing / max(1, machine.kv_tokens))
 
-    def _adapter_s(self, site: Site, work: Work, others: Sequence[job.Outstanding]) -> float:
+    def _adapter_s(self, seen: _Seen) -> float:
         """Seconds until the adapter is there."""
-        if not work.adapter:
+        adapter, engine = seen.work.adapter, seen.site.engine
+        machine, slots = engine.profile, engine.slots
+        if not adapter or adapter in slots.resident:
             return 0.0
-        engine, machine = site.engine, site.engine.profile
-        slots = engine.slots
-        if work.adapter in slots.resident:
-            return 0.0
-        ahead = {o.adapter for o in others if o.waiting and o.adapter} - set(slots.resident)
-        if slots.fit(work.adapter) is not lora.Fit.NONE and not ahead:
+        ahead = {o.adapter for o in seen.others if o.waiting and o.adapter} - set(slots.resident)
+        if slots.fit(adapter) is not lora.Fit.NONE and not ahead:
             return machine.lora_load_s
         # A slot is free when the last sequence of some adapter ends.
         ends: dict[str, int] = {}
-        for other in others:
+        for other in seen.others:
             if other.adapter and not other.waiting:
                 ends[other.adapter] = max(ends.get(other.adapter, 0), other.output_left)
         free = sorted(ends.values())

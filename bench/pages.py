@@ -1,0 +1,202 @@
+"""The tables of `bench/pages` and of the README, made from `bench/results/proof`.
+
+    python -m bench.pages           # rewrites the blocks
+
+A test holds every block against the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from bench import bars, published, rig
+
+PAGES = Path(__file__).resolve().parent / "pages"
+
+Row = dict[str, list[float | None]]
+
+#: Heading, figure, factor and digits of the columns of a table of results.
+WAITS = (
+    ("req/s", "requests_per_s", 1, 1),
+    ("TTFT mean, ms", "ttft_mean_s", 1e3, 0),
+    ("p95", "ttft_p95_s", 1e3, 0),
+    ("p99", "ttft_p99_s", 1e3, 0),
+    ("TPOT, ms", "tpot_mean_s", 1e3, 1),
+    ("answer mean, s", "e2e_mean_s", 1, 2),
+    ("p95", "e2e_p95_s", 1, 2),
+    ("hit ratio", "hit_ratio", 1, 3),
+    ("max/mean requests", "requests_max_over_mean", 1, 2),
+    ("failed", "failed", 1, 1),
+)
+
+
+def results(*scenarios: str) -> str:
+    """Every column of some scenarios; means over the seeds with half of the 95 % interval."""
+    parts = []
+    for scenario in scenarios:
+        told = bars.result(scenario)
+        if told is None:
+            continue
+        parts += [f"**{told['title']}** ({scenario}, seeds {_list(told['seeds'])})", ""]
+        parts += ["| strategy | " + " | ".join(head for head, *_ in WAITS) + " |"]
+        parts += ["|---" * (len(WAITS) + 1) + "|"]
+        for name, row in told["columns"].items():
+            cells = [_cell(row[key], factor, digits) for _, key, factor, digits in WAITS]
+            parts.append(f"| {name} | " + " | ".join(cells) + " |")
+        parts += ["", f"`{told['command']}`, {told['date']}, commit {told['commit']}.", ""]
+    return "\n".join(parts).rstrip()
+
+
+def _cell(value: list[float | None], factor: float, digits: int) -> str:
+    mean, half = value
+    if mean is None:
+        return ""
+    told = f"{mean * factor:.{digits}f}"
+    if half is None or not half:
+        return told
+    return f"{told} ± {half * factor:.{digits}f}"
+
+
+def _list(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+def verdicts(*scenarios: str) -> str:
+    """The bars of some scenarios, all where none is named."""
+    rows = [
+        "| scenario | figure | against | wanted | adaptive | clairvoyant | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in bars.outcomes():
+        bar = one.bar
+        if scenarios and bar.scenario not in scenarios:
+            continue
+        sign = ">=" if bar.at_least else "<="
+        known = "" if one.clairvoyant is None else f"{one.clairvoyant / one.other:.2f} x"
+        rows.append(
+            f"| {bar.scenario} | {bar.figure} | {one.against} | {sign} {bar.wanted:.2f} x "
+            f"| {one.ratio:.3f} x | {known} | {'met' if one.met else '**missed**'} |"
+        )
+    return "\n".join(rows)
+
+
+def l4() -> str:
+    """KubeAI's twelve runs, published and simulated."""
+    rows = [
+        "| most open | strategy | req/s | TTFT mean, ms | TPOT mean, ms | ITL median | ITL p99 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (most, strategy), told in published.L4.items():
+        row = _column(f"l4-published-{most}", strategy)
+        if row is None:
+            continue
+        found = [
+            row["requests_per_s"][0],
+            *(
+                row[key][0] * 1e3
+                for key in ("ttft_mean_s", "tpot_mean_s", "itl_p50_s", "itl_p99_s")
+            ),
+        ]
+        cells = [f"{a:.4g} → {b:.4g}" for a, b in zip(told, found, strict=True)]
+        rows.append(f"| {most} | {strategy} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def k6() -> str:
+    """KubeAI's k6 runs, published and simulated."""
+    rows = [
+        "| scenario | strategy | req/s | mean, s | median | p90 | p95 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    keys = ("requests_per_s", "e2e_mean_s", "e2e_p50_s", "e2e_p90_s", "e2e_p95_s")
+    for (scenario, strategy), told in published.K6.items():
+        row = _column(scenario, strategy)
+        if row is None:
+            continue
+        cells = [f"{a:.4g} → {row[key][0]:.4g}" for a, key in zip(told, keys, strict=True)]
+        rows.append(f"| {scenario} | {strategy} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def lora() -> str:
+    """The LoRA experiment, as ratios to its baseline; a cell that goes the other way is marked."""
+    keys = ("requests_per_s", "ttft_mean_s", "ttft_p95_s", "token_mean_s")
+    rows = [
+        "| workload | column | requests/min | TTFT mean | TTFT p95 | s per token | agrees |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for scenario, columns in published.LORA.items():
+        base = _column(scenario, "baseline")
+        if base is None:
+            continue
+        for name, told in columns.items():
+            row = _column(scenario, name)
+            if name == "baseline" or row is None:
+                continue
+            cells, agree = [], 0
+            for place, key in enumerate(keys):
+                wanted = told[place] / columns["baseline"][place] - 1
+                found = row[key][0] / base[key][0] - 1
+                # Repeats of one published column differ by 5 %: less than that is no direction.
+                same = wanted * found > 0 or min(abs(wanted), abs(found)) < 0.05
+                agree += same
+                cells.append(f"{wanted:+.0%} → {found:+.0%}{'' if same else ' !'}")
+            rows.append(f"| {scenario} | {name} | " + " | ".join(cells) + f" | {agree} of 4 |")
+    return "\n".join(rows)
+
+
+def _column(scenario: str, strategy: str) -> Row | None:
+    told = bars.result(scenario)
+    return None if told is None else told["columns"].get(strategy)
+
+
+#: Blocks by name: what stands between `<!-- NAME -->` and `<!-- /NAME -->`.
+BLOCKS: dict[str, Callable[[], str]] = {
+    "bars": verdicts,
+    "l4 published": l4,
+    "l4 results": lambda: results("l4-800", "l4-1600", "l4-3200", "l4-8000"),
+    "l4 bars": lambda: verdicts("l4-800", "l4-1600", "l4-3200", "l4-8000"),
+    "lora published": lora,
+    "lora results": lambda: results("lora-base", "lora-10", "lora-4"),
+    "lora bars": lambda: verdicts("lora-base", "lora-10", "lora-4"),
+    "k6 published": k6,
+    "k6 results": lambda: results("k6-s1", "k6-s2"),
+    "k6 bars": lambda: verdicts("k6-s1", "k6-s2"),
+    "mooncake results": lambda: results("mooncake-70", "mooncake-95"),
+    "mooncake bars": lambda: verdicts("mooncake-70", "mooncake-95"),
+    "trouble results": lambda: results(
+        "heterogeneous", "failures", "cold-start", "hot-prefix", "unique"
+    ),
+    "trouble bars": lambda: verdicts(
+        "heterogeneous", "failures", "cold-start", "hot-prefix", "unique"
+    ),
+}
+
+
+def filled(text: str) -> str:
+    """A page with every block made anew."""
+    for name, make in BLOCKS.items():
+        begin, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
+        before, found, rest = text.partition(begin)
+        if found:
+            _, _, after = rest.partition(end)
+            text = before + begin + make() + end + after
+    return text
+
+
+def paths() -> list[Path]:
+    """The README and every page."""
+    return [rig.ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
+
+
+def main() -> None:
+    for path in paths():
+        text = path.read_text()
+        if (new := filled(text)) != text:
+            path.write_text(new)
+            print(f"rewrote {path.name}")
+
+
+if __name__ == "__main__":
+    main()
