@@ -177,11 +177,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
 def filled(text: str) -> str:
     """A page with every block made anew."""
     for name, make in BLOCKS.items():
-        begin, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, found, rest = text.partition(begin)
         if found:
-            _, _, after = rest.partition(end)
-            text = before + begin + make() + end + after
+            _, closed, after = rest.partition(end)
+            assert closed, f"wanted {end} after {begin.strip()}; found none; close the block"
+            text = before + begin + make() + "\n" + end + after
     return text
 
 

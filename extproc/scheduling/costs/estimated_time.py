@@ -110,10 +110,10 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     others_share: float = 0.02
     waste_share: float = 0.3
     kv_ceiling: float = 0.97
-    crowding: float = 1.1
+    crowding: float = 1.25
     roomy: float = 0.9
     full: float = 0.96
-    lost: float = 1.6
+    lost: float = 1.5
 
     def price(self, turn: Turn, candidates: Sequence[Candidate]) -> Priced:
         """See the class."""

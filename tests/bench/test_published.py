@@ -1,0 +1,92 @@
+"""The simulator against what was published, and the default strategy against the best of it.
+
+One seed each, to be quick; `bench.proof` runs more, and `bench/pages` says what was fitted.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from bench import bars, pages, proof, published
+from extproc.cli import simulation
+
+SCENARIOS = Path(proof.SCENARIOS)
+
+
+@cache
+def simulated(scenario, strategy, seed=1):
+    """One run of a committed scenario."""
+    plan = simulation.plan(
+        SCENARIOS / f"{scenario}.yaml", strategies=[strategy], configs=(), seeds=[seed]
+    )
+    return simulation.run(plan.scenario, plan.columns[0], seed=seed, trace=plan.trace)
+
+
+@pytest.mark.parametrize(("most", "strategy"), published.L4)
+def test_kubeai_runs_are_reproduced(most, strategy):
+    """Each of the twelve published runs: rate within 10 %, time per output token within 15 %."""
+    rate, _, tpot_ms, *_ = published.L4[most, strategy]
+    run = simulated(f"l4-published-{most}", strategy)
+    assert run.failed == {}
+    assert run.requests_per_s == pytest.approx(rate, rel=0.10)
+    assert run.tpot_s.mean * 1e3 == pytest.approx(tpot_ms, rel=0.15)
+
+
+@pytest.mark.parametrize("most", [800, 1600, 3200, 8000])
+def test_kubeai_strategies_keep_their_order(most):
+    """Prefix hash answers most, round robin no more than least load."""
+    robin, least, hashed = (
+        simulated(f"l4-published-{most}", name).requests_per_s
+        for name in ("round-robin", "least-load", "prefix-hash")
+    )
+    assert hashed > 1.3 * least
+    assert least >= 0.99 * robin
+
+
+@pytest.mark.parametrize(("scenario", "strategy"), published.K6)
+def test_k6_runs_are_reproduced(scenario, strategy):
+    """Both scenarios and both strategies: rate and mean time within 10 %, p95 within 15 %."""
+    rate, mean_s, *_, p95_s = published.K6[scenario, strategy]
+    run = simulated(scenario, strategy)
+    assert run.requests_per_s == pytest.approx(rate, rel=0.10)
+    assert run.e2e_s.mean == pytest.approx(mean_s, rel=0.10)
+    assert run.e2e_s.p95 == pytest.approx(p95_s, rel=0.15)
+
+
+def test_adaptive_keeps_caches_where_conversations_do_not_fit():
+    """Shorter on average than prefix hash, without the longer tail that prefix hash pays for it."""
+    adaptive = simulated("k6-s2", "adaptive")
+    assert adaptive.e2e_s.mean <= 0.9 * simulated("k6-s2", "prefix-hash").e2e_s.mean
+    assert adaptive.e2e_s.p95 <= 1.05 * simulated("k6-s2", "least-load").e2e_s.p95
+
+
+def test_adaptive_waits_least_where_engines_are_unlike():
+    """Half of the engines at half speed: nobody has a shorter mean wait for the first token."""
+    adaptive = simulated("heterogeneous", "adaptive").ttft_s.mean
+    for name in ("lmetric", "prefix-hash", "balanced"):
+        assert adaptive <= 1.02 * simulated("heterogeneous", name).ttft_s.mean
+
+
+@pytest.mark.parametrize("name", proof.names())
+def test_every_scenario_is_one(name):
+    """All committed scenarios can be read, and name strategies there are."""
+    whole = simulation.read(SCENARIOS / f"{name}.yaml")
+    for variant in whole.variants:
+        simulation.column(variant, folder=SCENARIOS, where=name)
+
+
+def test_every_bar_has_its_scenario_and_columns():
+    """Bars name scenarios that are committed and columns that these have."""
+    for bar in bars.BARS:
+        whole = simulation.read(SCENARIOS / f"{bar.scenario}.yaml")
+        columns = {variant.name for variant in whole.variants}
+        assert {"adaptive", "clairvoyant"} <= columns
+        assert bar.against in columns | {""}
+
+
+@pytest.mark.parametrize("path", pages.paths(), ids=lambda path: path.name)
+def test_pages_are_the_results(path):
+    """Tables of the README and of every page are what `bench/results/proof` holds."""
+    text = path.read_text(encoding="utf-8")
+    assert text == pages.filled(text), "run python -m bench.pages"
