@@ -13,6 +13,7 @@ from extproc.config import settings as sections
 from extproc.discovery import dns, entries, follow
 from extproc.dispatch import beliefs
 from extproc.dispatch import dispatcher as dispatching
+from extproc.dispatch import routing as routes
 from extproc.endpoint import Endpoint
 from extproc.pool.fleet import Fleet
 from extproc.prefix.index import PrefixIndex
@@ -124,9 +125,7 @@ def build(
     )
 
 
-def reroute(
-    settings: sections.Settings, *, where: str, guards: guard.Guards
-) -> dispatching.Routing:
+def reroute(settings: sections.Settings, *, where: str, guards: guard.Guards) -> routes.Routing:
     """What a running dispatcher is to route by under other settings.
 
     Args:
@@ -153,12 +152,12 @@ def exchange(settings: sections.Settings) -> ExchangeSettings:
 
 def routing(
     settings: sections.Settings, profile: Profile, by_model: Mapping[str, Profile]
-) -> dispatching.Routing:
+) -> routes.Routing:
     """What a dispatcher routes by."""
-    return dispatching.Routing(
+    return routes.Routing(
         profile=profile,
         by_model=by_model,
-        settings=dispatching.DispatchSettings(
+        settings=routes.DispatchSettings(
             stale_after_s=settings.scrape.stale_after_s,
             fallbacks=settings.scheduling.fallbacks,
             honour_subset=settings.scheduling.honour_subset,

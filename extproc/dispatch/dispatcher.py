@@ -9,6 +9,7 @@ import msgspec
 
 from extproc.decision import Decision, Outcome, Rejection
 from extproc.dispatch import beliefs, eligible, naming
+from extproc.dispatch import routing as routes
 from extproc.parsing import opening as parsing_opening
 from extproc.parsing import parser
 from extproc.pool import snapshot
@@ -21,52 +22,11 @@ from extproc.prefix.index import PrefixIndex
 from extproc.request import BYTES_PER_TOKEN, RawRequest, Request
 from extproc.scheduling import guard
 from extproc.scheduling.plugins import Signal
-from extproc.scheduling.profile import Profile
 from extproc.scheduling.turn import Turn
 
 #: Surfaces whose answers say nothing a picker could use; their streams end after the pick
 #: (EPP protocol report 1.7, "skip response processing").
 UNWATCHED = frozenset({"count_tokens", "grpc"})
-
-
-class DispatchSettings(msgspec.Struct, frozen=True):
-    """How requests are routed.
-
-    Attributes:
-        stale_after_s: Age at which a scraped load counts as unknown.
-        fallbacks: Further endpoints named after the chosen one.
-        honour_subset: Keep to the endpoints the data plane allows. True, because ignoring the hint
-            sends requests where they were not allowed.
-        reject_unlisted: Refuse requests for models that nobody serves, where what everybody serves
-            is known. False, because engines answer that themselves.
-        kubeai_names: Read `model_adapter` as the adapter of a base model, where both are known.
-    """
-
-    stale_after_s: float
-    fallbacks: int = 0
-    honour_subset: bool = True
-    reject_unlisted: bool = False
-    kubeai_names: bool = True
-
-
-class Routing(msgspec.Struct, frozen=True):
-    """Everything a new configuration may change about routing; replaced as one value.
-
-    Attributes:
-        profile: For models without one of their own.
-        by_model: Profiles of single models.
-        settings: How requests are routed.
-    """
-
-    profile: Profile
-    by_model: Mapping[str, Profile]
-    settings: DispatchSettings
-
-    @property
-    def needs(self) -> frozenset[Signal]:
-        """Every signal any profile reads."""
-        profiles = (self.profile, *self.by_model.values())
-        return frozenset().union(*(profile.needs for profile in profiles))
 
 
 class Dispatcher:
@@ -86,7 +46,7 @@ class Dispatcher:
         self,
         *,
         fleet: Fleet,
-        routing: Routing,
+        routing: routes.Routing,
         index: PrefixIndex,
         belief: beliefs.Beliefs,
         schedule: blocks.Schedule,
@@ -106,11 +66,11 @@ class Dispatcher:
         self.adopt(routing)
 
     @property
-    def routing(self) -> Routing:
+    def routing(self) -> routes.Routing:
         """What requests are routed by now."""
         return self._routing
 
-    def adopt(self, routing: Routing) -> None:
+    def adopt(self, routing: routes.Routing) -> None:
         """Route by another configuration from the next request on."""
         self._routing = routing
         self._settings = routing.settings

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from operator import sub
 
 import msgspec
 
 from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Rates
+from extproc.pool import holdings
 
 #: Adapters remembered as recently used; more than any engine has slots.
 _MOST_RECENT = 64
@@ -44,10 +44,6 @@ class Standing(msgspec.Struct, frozen=True, gc=False):
     full: bool
     room: bool = False
     idle: frozenset[str] = frozenset()
-
-
-#: Blocks of a chain of which one is followed in `Account.hold`.
-_STRIDE = 4
 
 
 class Account:
@@ -104,7 +100,7 @@ class Account:
         self.in_flight = 0
         self.prompt_tokens = 0
         self.open_tokens = 0.0
-        self._held: dict[int, int] = {}
+        self._held = holdings.Held()
         self.opened = 0
         self.answered = 0
         self.idled = 0
@@ -163,30 +159,14 @@ class Account:
     ) -> None:
         """Count what a request will hold in the cache while it is open.
 
-        Of every few blocks of a chain the first stands for all: what is shared is shared from the
-        root, so only the last few of a shared beginning are counted wrongly.
-
         Args:
             ticket: Just opened.
-            blocks: Its prompt's chain of block hashes, root first.
+            blocks: Its prompt's chain of block hashes, root first; not empty.
             tokens: Prompt tokens by depth of a chain.
             growth: Tokens its conversation will grow by.
         """
-        held = self._held
-        ends = tokens[: len(blocks) : _STRIDE]
-        ticket.holds = parts = tuple(
-            zip(blocks[::_STRIDE], map(sub, (*ends[1:], tokens[len(blocks)]), ends), strict=True)
-        )
-        # Where another open prompt goes on from this one, it has grown already.
-        if parts[-1][0] not in held:
-            ticket.grows = growth
-            self.open_tokens += growth
-        for block, size in parts:
-            if block in held:
-                held[block] += 1
-            else:
-                held[block] = 1
-                self.open_tokens += size
+        ticket.held = self._held.take(blocks, tokens, growth=growth)
+        self.open_tokens = self._held.tokens
 
     def queued(self, now: float) -> float:
         """Uncached prompt tokens sent and believed not yet computed."""
@@ -237,21 +217,11 @@ class Account:
             self.done = min(self.done + passed * self.tokens_per_s, self.sent)
             self.at = now
 
-    def _release(self, parts: Sequence[tuple[int, int]]) -> None:
-        held = self._held
-        for block, size in parts:
-            users = held[block] - 1
-            if users:
-                held[block] = users
-            else:
-                del held[block]
-                self.open_tokens -= size
-
     def _close(self, ticket: Ticket, now: float, *, answered: bool) -> None:
         del self._open[ticket]
-        if ticket.holds:
-            self._release(ticket.holds)
-            self.open_tokens -= ticket.grows
+        if ticket.held is not None:
+            self._held.give_back(ticket.held)
+            self.open_tokens = self._held.tokens
         self.standing = None
         self.in_flight -= 1
         self.prompt_tokens -= ticket.prompt_tokens
@@ -294,14 +264,12 @@ class Ticket:
         work: Of these, not in the engine's prefix cache, at least 1.
         sent: `Account.sent` with this request.
         prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
-        grows: Tokens its conversation will grow by.
-        holds: Blocks it holds and the prompt tokens each stands for; empty while nobody needs it.
+        held: What it holds of the cache; None while nobody needs it.
     """
 
     __slots__ = (
         "_account",
-        "grows",
-        "holds",
+        "held",
         "prompt_bytes",
         "prompt_tokens",
         "sent",
@@ -318,8 +286,7 @@ class Ticket:
         self.work = work
         self.sent = sent
         self.prompt_bytes = 0
-        self.holds: Sequence[tuple[int, int]] = ()
-        self.grows = 0.0
+        self.held: holdings.Share | None = None
 
     def close(self, now: float, *, answered: bool = True) -> None:
         """Give back what was charged.

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from extproc.decision import Decision, Rejection
-from extproc.dispatch.dispatcher import DispatchSettings
+from extproc.dispatch.routing import DispatchSettings
 from extproc.endpoint import Models, Residency
 from extproc.request import RawRequest
 from extproc.scheduling import defaults

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from extproc.decision import Outcome
 from extproc.dispatch.beliefs import Beliefs
-from extproc.dispatch.dispatcher import Dispatcher, DispatchSettings, Routing
+from extproc.dispatch.dispatcher import Dispatcher
+from extproc.dispatch.routing import DispatchSettings, Routing
 from extproc.endpoint import Endpoint, Load
 from extproc.pool.fleet import Fleet
 from extproc.prefix import blocks
