@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import bars, pages, proof, published
+from bench import bars, drawings, pages, proof, published
 from extproc.cli import simulation
 
 SCENARIOS = Path(proof.SCENARIOS)
@@ -90,3 +90,11 @@ def test_pages_are_the_results(path):
     """Tables of the README and of every page are what `bench/results/proof` holds."""
     text = path.read_text(encoding="utf-8")
     assert text == pages.filled(text), "run python -m bench.pages"
+
+
+@pytest.mark.parametrize("page", drawings.DRAWN)
+def test_plots_are_the_results(page):
+    """The plot of every page is what `bench/results/proof` holds."""
+    assert (pages.PAGES / f"{page}.svg").read_bytes() == drawings.drawn(page), (
+        "run python -m bench.drawings"
+    )

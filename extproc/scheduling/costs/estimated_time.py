@@ -60,14 +60,14 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     - waste = `waste_share` (n + w) (m* - m) p, with w of the n requests waiting for the batch and m*
       the most tokens cached on any candidate: work that need not be done delays those who run, those
       who wait, and as many later ones.
-    - crowding = `crowding` r K p v((A + u + g) / K), where the prompt this one goes on from did not
-      go. A is the prompt tokens of the open requests there and what they will grow by, as this one
-      will by g: young conversations grow to the size of the others. r is the share of requests that go on from an
-      earlier one. v rises from 0 at `roomy` to 1 at `full` and falls to 0 at `lost`: as long as the
-      prefixes of all open requests fit, one more costs nothing; the one that no longer fits makes
-      the others miss in turn, since what was used longest ago is evicted first; where they miss
-      anyway, one more is no loss. So conversations that do not fit gather on few endpoints, and the
-      other endpoints keep their caches.
+    - crowding = `crowding` r K p v((A + u + g) / K), not where the prompt went that this one goes on
+      from. A is the prompt tokens of the open requests there and what they will grow by, as this one
+      will by g: young conversations grow to the size of the others. r is the share of requests that
+      go on from an earlier one. v rises from 0 at `roomy` to 1 at `full` and falls to 0 at `lost`: as
+      long as the prefixes of all open requests fit, one more costs nothing; the one that no longer
+      fits makes the others miss in turn, since what was used longest ago is evicted first; where
+      they miss anyway, or the engine never found anything, one more is no loss. So conversations
+      that do not fit gather on few endpoints, and the other endpoints keep their caches.
 
     The form of an iteration is that of engines report 5.1. What nobody knows costs nothing, for
     everybody alike.
@@ -219,6 +219,8 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         capacity = c.load.kv_tokens
         if c.at_home or not capacity or c.load.kv_usage is None:
             return 0.0
+        if not c.load.prefix_hits:
+            return 0.0  # it does not cache prefixes, or nobody knows
         uncached = max(1.0, tokens - c.matched_tokens)
         # Requests of other pickers hold as much each as ours do.
         held = c.open_tokens * c.requests / c.in_flight if c.in_flight else 0.0
