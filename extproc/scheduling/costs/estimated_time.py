@@ -252,8 +252,11 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def _most_matched(turn: Turn, candidates: Sequence[Candidate]) -> int:
-    """Prompt tokens cached where most of them are."""
+    """Prompt tokens cached where most of them are; 0 where several endpoints have as many."""
     if not turn.blocks:
         return 0
-    most = max([c.matched_tokens for c in candidates], default=0)
+    matched = [c.matched_tokens for c in candidates]
+    most = max(matched, default=0)
+    if not most or matched.count(most) > 1:
+        return 0
     return min(most, turn.request.prompt_tokens)
