@@ -1,8 +1,9 @@
 """Every scenario of `bench/scenarios` through the simulator, kept for the pages and the README.
 
-    python -m bench.proof [--only NAME ...] [--seeds N] [--jobs N] [--write]
+    python -m bench.proof [--only NAME ...] [--columns NAME ...] [--seeds N] [--jobs N] [--write]
 
 Nothing is measured in real time: the same tree, scenario and seed give the same numbers anywhere.
+With --columns only these are run, and the others stay as they were written.
 The traces are read from the folder in $EXTPROC_TRACES; scenarios that need one are left out, with a
 line that says so, where it is not set.
 """
@@ -15,7 +16,7 @@ import os
 import time
 from pathlib import Path
 
-from bench import rig
+from bench import bars, rig
 from extproc.cli import simulation
 from extproc.sim.virtual import report
 from extproc.sim.virtual.workloads import Trace
@@ -54,7 +55,7 @@ def names() -> list[str]:
     return sorted(path.stem for path in SCENARIOS.glob("*.yaml") if path.stem != "example")
 
 
-def measure(name: str, *, seeds: int | None, jobs: int) -> dict | None:
+def measure(name: str, *, columns: list[str], seeds: int | None, jobs: int) -> dict | None:
     """Run a scenario; None where its trace is not there."""
     path = SCENARIOS / f"{name}.yaml"
     whole = simulation.read(path)
@@ -62,7 +63,7 @@ def measure(name: str, *, seeds: int | None, jobs: int) -> dict | None:
         print(f"{name}: left out, EXTPROC_TRACES does not name the folder of the traces")
         return None
     wanted = tuple(whole.seeds)[:seeds] if seeds else ()
-    plan = simulation.plan(path, strategies=(), configs=(), seeds=wanted)
+    plan = simulation.plan(path, strategies=columns, configs=(), seeds=wanted)
     began = time.monotonic()
     runs = list(simulation.runs(plan, jobs=jobs))
     told = report.report(plan.scenario, runs)
@@ -80,6 +81,15 @@ def measure(name: str, *, seeds: int | None, jobs: int) -> dict | None:
     }
 
 
+def merged(name: str, figures: dict) -> dict:
+    """The columns that were run, in the place of those that were written."""
+    before = bars.result(name)
+    assert before is not None, f"{name} was never written; run it without --columns"
+    assert before["seeds"] == figures["seeds"], "the seeds differ; run it without --columns"
+    assert before["title"] == figures["title"], "the scenario differs; run it without --columns"
+    return figures | {"columns": before["columns"] | figures["columns"]}
+
+
 def _short(value: float) -> float | None:
     """Six digits, and nothing for what is not there."""
     return None if math.isnan(value) else float(f"{value:.6g}")
@@ -88,18 +98,21 @@ def _short(value: float) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", default=names(), metavar="NAME")
+    parser.add_argument("--columns", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     for name in args.only:
-        figures = measure(name, seeds=args.seeds, jobs=args.jobs)
+        figures = measure(name, columns=args.columns, seeds=args.seeds, jobs=args.jobs)
         if figures is None:
             continue
         for strategy, row in figures["columns"].items():
             shown = {key: row[key][0] for key in ("requests_per_s", "ttft_mean_s", "ttft_p99_s")}
             print(f"  {strategy:16} {shown}", flush=True)
         if args.write:
+            if args.columns:
+                figures = merged(name, figures)
             rig.write(f"proof/{name}", f"python -m bench.proof --only {name} --write", figures)
 
 

@@ -50,10 +50,10 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
       is left, on average, of the iteration under way, and the one that computes the prompt.
     - adapter: the load time where the adapter is not resident; where every slot is in use also the
       wait for one, half an answer at the present speed.
-    - memory = o s max(0, (k + u + o/2) / K - `kv_ceiling`), k the tokens held of K: nothing until
-      the cache is full, then the time until running answers free what is missing. k is the smaller
-      of what the scrape says plus what was sent since, and what the open requests can hold at most:
-      a late scrape forgets those that ended.
+    - memory = o s max(0, (k + u + (n + 1) o/2) / K - `kv_ceiling`), k the tokens held of K:
+      nothing until the cache will be full, as answers that are there grow like this one; then the
+      time until they free what is missing. k is the smaller of what the scrape says plus what was
+      sent since, and what the open requests can hold at most: a late scrape forgets those that ended.
     - slowdown = n (`own_share` o d + `others_share` (u p + o d + adapter)): this answer's own tokens
       come slower in a larger batch, and every answer in it waits for this prefill, this adapter and
       one more sequence in each iteration.
@@ -82,8 +82,8 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         waste_share: The same for work that another endpoint has done already. 0.3 keeps
             conversations with their prefixes where hundreds wait (simulated throughput rises by a
             quarter) and still copies a prefix that all want.
-        kv_ceiling: Share of the KV cache above which admission stalls. 0.97 leaves room for the
-            answers that are growing.
+        kv_ceiling: Share of the KV cache above which admission stalls. 0.97: the last blocks are
+            seldom free.
         crowding: Times a whole cache is computed again because of one conversation too many. In
             simulated chats whose prefixes just do not fit, 1 to 1.5 raises throughput by half and
             more; with 2 too many gather in one place and the slowest answers come later.
@@ -110,7 +110,7 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     others_share: float = 0.02
     waste_share: float = 0.3
     kv_ceiling: float = 0.97
-    crowding: float = 1.25
+    crowding: float = 1.15
     roomy: float = 0.9
     full: float = 0.96
     lost: float = 1.5
@@ -158,7 +158,7 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 blocks, size = load.kv_blocks, load.block_tokens
                 if blocks and size:
                     capacity = blocks * size
-                    wanted = uncached + 0.5 * answer
+                    wanted = uncached + 0.5 * answer * (1.0 + batch)
                     if usage * capacity + c.unseen_tokens + wanted > ceiling * capacity:
                         cost += self._stall(c, wanted, answer)
                     if returning and c.open_tokens + uncached + growth > roomy * capacity:
@@ -208,7 +208,7 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             prefill,
             _ITERATIONS * iteration,
             adapter,
-            self._stall(c, uncached + 0.5 * answer, answer),
+            self._stall(c, uncached + 0.5 * answer * (1.0 + c.requests), answer),
             slowdown,
             self.waste_share * waste,
             self._crowding(returning, tokens + growth, c),
