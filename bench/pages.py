@@ -120,7 +120,7 @@ def k6() -> str:
 
 
 def lora() -> str:
-    """The LoRA experiment, as ratios to its baseline; a cell that goes the other way is marked."""
+    """The LoRA experiment, as ratios to its baseline; cells of another direction are marked."""
     keys = ("requests_per_s", "ttft_mean_s", "ttft_p95_s", "token_mean_s")
     rows = [
         "| workload | column | requests/min | TTFT mean | TTFT p95 | s per token | agrees |",
@@ -138,12 +138,16 @@ def lora() -> str:
             for place, key in enumerate(keys):
                 wanted = told[place] / columns["baseline"][place] - 1
                 found = row[key][0] / base[key][0] - 1
-                # Repeats of one published column differ by 5 %: less than that is no direction.
-                same = wanted * found > 0 or min(abs(wanted), abs(found)) < 0.05
+                same = _direction(wanted) == _direction(found)
                 agree += same
                 cells.append(f"{wanted:+.0%} → {found:+.0%}{'' if same else ' !'}")
             rows.append(f"| {scenario} | {name} | " + " | ".join(cells) + f" | {agree} of 4 |")
     return "\n".join(rows)
+
+
+def _direction(change: float) -> int:
+    """Up, down, or neither: repeats of one published column differ by 5 %."""
+    return 0 if abs(change) < 0.05 else 1 if change > 0 else -1
 
 
 def _column(scenario: str, strategy: str) -> Row | None:
