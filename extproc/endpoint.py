@@ -17,6 +17,22 @@ import msgspec
 NO_LABELS: Mapping[str, str] = {}
 
 
+class Models(msgspec.Struct, frozen=True, gc=False):
+    """The names one engine answers to, as it listed them.
+
+    Attributes:
+        bases: Names of its base model.
+        adapters: Names of LoRA adapters it can serve, on the device or not.
+    """
+
+    bases: frozenset[str]
+    adapters: frozenset[str] = frozenset()
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a request may name this."""
+        return name in self.bases or name in self.adapters
+
+
 class Endpoint(msgspec.Struct, frozen=True, gc=False):
     """One `ip:port` of one engine.
 
@@ -26,12 +42,14 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False):
         labels: Free labels from discovery (hardware, zone, role).
         incarnation: Grows each time discovery brings an address back, so that accounts and
             beliefs of an earlier life are never charged to the new one.
+        models: Names it answers to, where discovery knows; what the engine lists itself beats it.
     """
 
     address: str
     name: str = ""
     labels: Mapping[str, str] = NO_LABELS
     incarnation: int = 0
+    models: Models | None = None
 
     @property
     def ip(self) -> str:
@@ -125,22 +143,6 @@ class Load(msgspec.Struct, frozen=True, gc=False):
 
 #: Nothing was ever scraped.
 UNKNOWN = Load()
-
-
-class Models(msgspec.Struct, frozen=True, gc=False):
-    """The names one engine answers to, as it listed them.
-
-    Attributes:
-        bases: Names of its base model.
-        adapters: Names of LoRA adapters it can serve, on the device or not.
-    """
-
-    bases: frozenset[str]
-    adapters: frozenset[str] = frozenset()
-
-    def __contains__(self, name: str) -> bool:
-        """Whether a request may name this."""
-        return name in self.bases or name in self.adapters
 
 
 class Rates(msgspec.Struct, frozen=True, gc=False, kw_only=True):

@@ -1,0 +1,47 @@
+"""What people have decreed about a pool's requests: priorities and other model names. Values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A model that requests for another are sent to.
+
+    Attributes:
+        model: The name to put into the body.
+        weight: Its part among the targets of a rule; None when nobody set one.
+    """
+
+    model: str
+    weight: int | None = None
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """One rule of an InferenceModelRewrite (EPP protocol report 3.4).
+
+    Attributes:
+        models: Names it is for; empty is every request.
+        targets: At least one.
+    """
+
+    models: tuple[str, ...]
+    targets: tuple[Target, ...]
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """All of it for one pool.
+
+    Attributes:
+        priorities: By name of an InferenceObjective; a name that is not here has priority 0.
+        rules: Older objects first, and in the order of the list within one.
+    """
+
+    priorities: Mapping[str, int] = {}
+    rules: Sequence[Rule] = ()
+
+
+#: Nobody decreed anything.
+NONE = Policy()
