@@ -1,0 +1,11 @@
+"""Endpoints, priorities and rewrites from a Kubernetes API server.
+
+Lives here, pure: what is asked for (`settings`), which collections that takes (`feeds`), reading
+of API objects (`objects`) and of watch events (`events`), pods to endpoints (`membership`),
+objectives and rewrites to a policy (`decrees`), and the caches with the pools over them
+(`cluster`). And the shells: the official client (`api`), one list and watch (`feed`), and all of
+them together (`follow`).
+Must not live here: what an endpoint is worth (pool, scrape), which request goes to which pool
+(dispatch), writing anything to the API server.
+Driven by: the server, which runs `follow.Follower` in its task group.
+"""

@@ -1,0 +1,140 @@
+"""What is watched, and how patiently: values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+#: API groups of InferencePool; the first serves version v1, the second v1alpha2.
+POOL_GROUP = "inference.networking.k8s.io"
+OLD_POOL_GROUP = "inference.networking.x-k8s.io"
+
+#: Most target ports of a pool (EPP protocol report 3.1).
+MOST_PORTS = 8
+
+
+class InferencePoolRef(msgspec.Struct, frozen=True):
+    """One InferencePool by name. It becomes the pool `namespace/name`, existing or not.
+
+    Attributes:
+        namespace: Of the pool and its pods.
+        name: `metadata.name`.
+        group: `POOL_GROUP` or `OLD_POOL_GROUP`.
+    """
+
+    namespace: str
+    name: str
+    group: str = POOL_GROUP
+
+    @property
+    def key(self) -> str:
+        """What the pool is called in `Follower`."""
+        return f"{self.namespace}/{self.name}"
+
+
+class Selector(msgspec.Struct, frozen=True):
+    """Pods by their labels, without any CRD. It becomes the pool `namespace/name`.
+
+    Attributes:
+        namespace: Of the pods.
+        labels: All of them must match; at least one.
+        ports: Each is an endpoint of every pod, at most `MOST_PORTS`. Empty: every pod names its
+            one port in the annotation `model-pod-port`, as pods of KubeAI do, and a pod without
+            it is no endpoint.
+        name: What to call the pool.
+    """
+
+    namespace: str
+    labels: Mapping[str, str]
+    ports: tuple[int, ...]
+    name: str
+
+    @property
+    def key(self) -> str:
+        """What the pool is called in `Follower`."""
+        return f"{self.namespace}/{self.name}"
+
+
+class Everything(msgspec.Struct, frozen=True):
+    """All InferencePools there are. Each becomes the pool `namespace/name`, as long as it exists.
+
+    Attributes:
+        namespace: Only of this one; empty for the whole cluster, which takes a ClusterRole.
+        group: `POOL_GROUP` or `OLD_POOL_GROUP`.
+    """
+
+    namespace: str = ""
+    group: str = POOL_GROUP
+
+
+class Service(msgspec.Struct, frozen=True):
+    """The EndpointSlices of a Service. They become the pool `namespace/name`.
+
+    Labels of pods are unknown then, but for `namespace`, the host and the zone.
+
+    Attributes:
+        namespace: Of the Service.
+        name: Of the Service.
+        port: Name of the Service's port, or number of the port on the pods (the target port:
+            slices do not carry the other). Empty: the only port there is.
+    """
+
+    namespace: str
+    name: str
+    port: str = ""
+
+    @property
+    def key(self) -> str:
+        """What the pool is called in `Follower`."""
+        return f"{self.namespace}/{self.name}"
+
+
+Source = InferencePoolRef | Selector | Everything | Service
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How an API server is followed.
+
+    Attributes:
+        sources: What is watched; the keys of the pools must differ.
+        kubeconfig: Path of a kubeconfig file. Empty: the service account of the pod, if its files
+            are there, else what KUBECONFIG names, else the default place.
+        context: Context of the kubeconfig file; empty for its current one.
+        policies: Whether InferenceObjectives and InferenceModelRewrites are watched, in the
+            namespaces of InferencePools. They take rights of their own; without them every
+            request has priority 0.
+        override_ip: Whether the annotation `model-pod-ip` of a KubeAI pod may replace its IP, as
+            KubeAI's --allow-pod-address-override: for development only, because whoever may
+            annotate a pod could then draw traffic to any address.
+        start_s: How long `start` waits for the first complete lists. It then gives up waiting,
+            not trying: a picker whose API server is down is not ready, and becomes so later.
+        request_s: For one list page, from asking to its last byte. A page of 500 pods is some
+            5 MB.
+        connect_s: For one connection to be made, TLS included.
+        watch_s: Least length of a watch before the server ends it; each is spread up to twice
+            that, so that not all are renewed at once. client-go asks for 5 to 10 minutes, too.
+        page: Objects per list page (count), as client-go asks for.
+        coalesce_s: Pause between two reports of changes, so that a burst makes few pools. The
+            first change after a quiet time is reported at once.
+        retry_s: First pause after a failure; it doubles up to `retry_most_s`. Each is spread
+            between half and all of it.
+        retry_most_s: Longest pause: how soon pools move again after an outage of the API server.
+        absent_s: Pause between looks for a CRD that is not installed, and for rights that are
+            missing.
+    """
+
+    sources: Sequence[Source]
+    kubeconfig: str = ""
+    context: str = ""
+    policies: bool = True
+    override_ip: bool = False
+    start_s: float = 15.0
+    request_s: float = 60.0
+    connect_s: float = 5.0
+    watch_s: float = 300.0
+    page: int = 500
+    coalesce_s: float = 0.015
+    retry_s: float = 0.25
+    retry_most_s: float = 5.0
+    absent_s: float = 60.0
