@@ -166,6 +166,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         model_rewrite: The name the engine knows the model by, where the client's is another one;
             empty to leave the body alone.
         splice: Where in the body that name goes; None when the body cannot be edited.
+        pool: Name of the pool, where there are several.
     """
 
     request: Request
@@ -187,6 +188,19 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     unlisted: bool = False
     model_rewrite: str = ""
     splice: Splice | None = None
+    pool: str = ""
+
+
+class Answer(msgspec.Struct, frozen=True, gc=False):
+    """An answer that is given in place of an engine's.
+
+    Attributes:
+        status: HTTP status, a member of Envoy's StatusCode enum.
+        body: JSON.
+    """
+
+    status: int
+    body: bytes
 
 
 class Rejection(msgspec.Struct, frozen=True, gc=False):

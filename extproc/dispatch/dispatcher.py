@@ -66,6 +66,11 @@ class Dispatcher:
         self.adopt(routing)
 
     @property
+    def pool(self) -> snapshot.Pool:
+        """The current picture of the fleet."""
+        return self._fleet.pool
+
+    @property
     def routing(self) -> routes.Routing:
         """What requests are routed by now."""
         return self._routing
@@ -90,6 +95,16 @@ class Dispatcher:
         request = parser.parse(raw)
         if isinstance(request, Rejection):
             return request
+        return self.route_parsed(request, raw, now)
+
+    def route_parsed(self, request: Request, raw: RawRequest, now: float) -> Outcome:
+        """Decide about a request that is parsed already, without charging anybody.
+
+        Args:
+            request: What it was parsed to.
+            raw: The request as it came.
+            now: Monotonic seconds.
+        """
         renamed = naming.of(
             request,
             raw.headers,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import ClassVar
 
+from extproc import decision as outcomes
 from extproc.decision import Outcome, Rejection
 from extproc.protocol import feedback, refusal, transitions
 from extproc.protocol.debts import Debts
@@ -174,6 +175,13 @@ class Exchange:
         self.close()
         content_type = self._headers.get("content-type", "")
         return refusal.refuse(rejection, grpc=content_type.startswith("application/grpc"))
+
+    def answer(self, given: outcomes.Answer) -> Refuse:
+        """End the exchange with an answer of our own."""
+        self.asked = Asked.REFUSED
+        self.pending = None
+        self.close()
+        return Refuse(given.status, (("content-type", "application/json"),), given.body)
 
     def close(self) -> None:
         """Give back what the exchange holds; further calls do nothing."""

@@ -17,11 +17,13 @@ from aiohttp import web
 from extproc.config import factory
 from extproc.config.settings import Server, Settings
 from extproc.discovery import follow
+from extproc.dispatch.switchboard import Claimant, Switchboard
 from extproc.endpoint import Endpoint
 from extproc.scheduling import guard
 from extproc.scrape import client, scraper
 from extproc.server import admin, health, ports, reload, servicer
-from extproc.telemetry.exposition import Cache, Exposition
+from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.pool_series import Cache, Watched
 from extproc.telemetry.ring import Ring
 from extproc.telemetry.tallies import Tallies
 
@@ -103,6 +105,7 @@ class Picker:
         self._settings = settings
         self._clock = clock
         self.tallies = Tallies()
+        self._counts = self.tallies.of(settings.pool.name)
         self._about = {"pool": settings.pool.name}
         self.ring = Ring(settings.explain.decisions)
         self.parts = factory.build(
@@ -113,7 +116,7 @@ class Picker:
         self._about["profile"] = self.parts.profile.name
         self.readiness = health.Readiness(lambda: self.parts.fleet.synced)
         self.servicer = servicer.Servicer(
-            dispatcher=self.parts.dispatcher,
+            switchboard=Switchboard([Claimant(settings.pool.name, self.parts.dispatcher)]),
             exchange_settings=self.parts.exchange,
             budget=self.parts.budget,
             tallies=self.tallies,
@@ -178,7 +181,7 @@ class Picker:
                 clock=self._clock,
                 rng=self.parts.rng,
                 on_fact=self._scraped,
-                missed=lambda: self.tallies.unlisted,
+                missed=lambda: self._counts.unlisted,
             ).run()
         return loops
 
@@ -228,7 +231,7 @@ class Picker:
         pages = admin.Pages(
             exposition=Exposition(
                 self.tallies,
-                lambda: self.parts.fleet.pool,
+                self._watched,
                 clock=self._clock,
                 gauges={
                     "extproc_gathered_bytes": (
@@ -245,8 +248,6 @@ class Picker:
                     ),
                 },
                 about=self._about,
-                cache=self._cache,
-                bytes_per_token=lambda: self.parts.fleet.tokenisers.learnt,
             ),
             readiness=self.readiness,
             pool=lambda: self.parts.fleet.pool,
@@ -264,13 +265,17 @@ class Picker:
             raise ports.taken("--metrics-port", server.metrics_port, why=why) from error
         return int(self._pages.addresses[0][1])
 
+    def _watched(self) -> dict[str, Watched]:
+        fleet = self.parts.fleet
+        return {self._settings.pool.name: Watched(fleet.pool, self._cache, fleet.tokenisers.learnt)}
+
     def _cache(self, endpoint: Endpoint) -> Cache:
         known = self.parts.belief.of(endpoint)
         calibration = known.calibration
         return Cache(calibration.predicted, calibration.observed, known.capacity_tokens)
 
     def _gone(self, endpoint: Endpoint) -> None:
-        self.tallies.forget(endpoint.address)
+        self._counts.forget(endpoint.address)
 
     def _discovered(self, fact: follow.DiscoveryFact) -> None:
         level = logging.INFO if fact.kind == "replaced" else logging.WARNING
@@ -278,9 +283,9 @@ class Picker:
 
     def _scraped(self, fact: scraper.ScrapeFact) -> None:
         if fact.listing:
-            self.tallies.listings[fact.address, fact.outcome] += 1
+            self._counts.listings[fact.address, fact.outcome] += 1
             return
-        self.tallies.scrapes[fact.address, fact.outcome] += 1
+        self._counts.scrapes[fact.address, fact.outcome] += 1
         self.tallies.scrape_s.add(fact.seconds)
 
 

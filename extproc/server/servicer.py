@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Callable, Iterable
 import grpc
 import msgspec
 
-from extproc.decision import Decision, Rejection
+from extproc.decision import Answer, Decision, Rejection
 from extproc.dispatch.dispatcher import Dispatcher
+from extproc.dispatch.switchboard import Routed, Switchboard
 from extproc.errors import ProtocolError
 from extproc.parsing import usage
 from extproc.pool.accounts import Ticket
@@ -57,10 +58,12 @@ class Stream:
     """
 
     __slots__ = (
+        "_dispatcher",
         "_picked_s",
         "_recorded",
         "_servicer",
         "_started_s",
+        "_tallies",
         "_ticket",
         "address",
         "exchange",
@@ -71,6 +74,8 @@ class Stream:
         self._servicer = servicer
         self._started_s = servicer.clock()
         self._picked_s = 0.0
+        self._dispatcher: Dispatcher | None = None
+        self._tallies = servicer.tallies.of(servicer.switchboard.usual)
         self._ticket: Ticket | None = None
         self._recorded: Recorded | None = None
         self.address = ""
@@ -94,7 +99,7 @@ class Stream:
                 servicer = self._servicer
                 servicer.tallies.headers_s.add(servicer.clock() - self._picked_s)
         elif exchange.rejection is not None and not self.over:
-            self._servicer.tallies.rejected(exchange.rejection)
+            self._tallies.rejected(exchange.rejection)
             self.over = True
         return replies
 
@@ -103,7 +108,7 @@ class Stream:
         return (self._reject(self._servicer.crowded),)
 
     def _reject(self, rejection: Rejection) -> Reply:
-        self._servicer.tallies.rejected(rejection)
+        self._tallies.rejected(rejection)
         self.over = True
         return self.exchange.refuse(rejection)
 
@@ -111,12 +116,19 @@ class Stream:
         servicer = self._servicer
         now = servicer.clock()
         try:
-            outcome = servicer.dispatcher.route(raw, now)
+            routed = servicer.switchboard.route(raw, now)
         except Exception as error:  # noqa: BLE001  see below
             # One request's failure never touches another, and this one still gets an answer.
             # The message may quote the request; type and place do not.
             _log.error("decision failed: %s\n%s", type(error).__name__, _places(error))
-            outcome = servicer.dispatcher.rescue(raw, now, why=type(error).__name__)
+            routed = servicer.switchboard.rescue(raw, now, why=type(error).__name__)
+        outcome = routed.outcome
+        if isinstance(outcome, Answer):
+            servicer.tallies.answers += 1
+            self.over = True
+            return (exchange.answer(outcome),)
+        if routed.pool:
+            self._tallies = servicer.tallies.of(routed.pool)
         if isinstance(outcome, Rejection):
             return (self._reject(outcome),)
         named = raw.headers.get("x-request-id", "")
@@ -126,49 +138,55 @@ class Stream:
             outcome = msgspec.structs.replace(
                 outcome, answer_headers=(*outcome.answer_headers, told)
             )
-        self._commit(outcome, now, named or new)
+        self._commit(routed, outcome, now, named or new)
         replies = exchange.resolve(outcome, request_id=new)
         if outcome.model_rewrite:
-            servicer.tallies.rewritten(edited=exchange.edited)
+            self._tallies.rewritten(edited=exchange.edited)
         return replies
 
-    def _commit(self, decision: Decision, now: float, request_id: str) -> None:
-        servicer = self._servicer
+    def _commit(self, routed: Routed, decision: Decision, now: float, request_id: str) -> None:
+        servicer, dispatcher = self._servicer, routed.dispatcher
+        if dispatcher is None:
+            raise RuntimeError("a decision without the dispatcher that took it")
+        self._dispatcher = dispatcher
         self._recorded = servicer.ring.add(request_id, decision, now)
-        self._ticket = servicer.dispatcher.commit(decision, now)
+        self._ticket = dispatcher.commit(decision, now)
         self.address = decision.endpoints[0].address
         self._picked_s = servicer.clock()
-        servicer.tallies.routed(decision, self._picked_s - now)
+        servicer.tallies.route_s.add(self._picked_s - now)
+        self._tallies.routed(decision)
         # Nothing of the answer is needed: the stream ends and Envoy goes on without us.
-        self.over = servicer.dispatcher.response_unwatched(decision)
+        self.over = dispatcher.response_unwatched(decision)
 
     def finish(self) -> None:
         """Give back everything, however the stream ended. Called once."""
         exchange = self.exchange
         exchange.close()
-        if self._ticket is None:
+        dispatcher = self._dispatcher
+        if self._ticket is None or dispatcher is None:
             return
-        servicer = self._servicer
+        servicer, tallies = self._servicer, self._tallies
         now = servicer.clock()
-        servicer.dispatcher.complete(self._ticket, now, answered=bool(exchange.status))
-        servicer.tallies.finished(self.address, exchange.status, now - self._started_s)
+        dispatcher.complete(self._ticket, now, answered=bool(exchange.status))
+        tallies.finished(self.address, exchange.status)
+        servicer.tallies.exchange_s.add(now - self._started_s)
         recorded = self._recorded
         if recorded is not None:
             recorded.status, recorded.seconds = exchange.status, now - self._started_s
         if exchange.tail is not None:
             used = usage.read(exchange.tail.joined())
             for kind, tokens in used.items():
-                servicer.tallies.usage[kind] += tokens
+                tallies.usage[kind] += tokens
             if recorded is not None:
                 recorded.usage = used
-                servicer.dispatcher.learn(recorded.decision, used)
+                dispatcher.learn(recorded.decision, used)
 
 
 class Servicer:
     """Translates streams to turns.
 
     Args:
-        dispatcher: Decides.
+        switchboard: Decides.
         exchange_settings: What all exchanges have in common.
         budget: Bytes all exchanges may gather.
         tallies: Where facts go.
@@ -181,7 +199,7 @@ class Servicer:
     def __init__(
         self,
         *,
-        dispatcher: Dispatcher,
+        switchboard: Switchboard,
         exchange_settings: ExchangeSettings,
         budget: Budget,
         tallies: Tallies,
@@ -190,7 +208,7 @@ class Servicer:
         ring: Ring,
         settings: StreamSettings,
     ) -> None:
-        self.dispatcher = dispatcher
+        self.switchboard = switchboard
         self.exchange_settings = exchange_settings
         self.budget = budget
         self.tallies = tallies

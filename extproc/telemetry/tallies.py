@@ -1,7 +1,6 @@
-"""Plain counts, cheap enough for every request.
+"""Plain counts of a whole process, and where those of its pools are.
 
 Rendering happens when somebody asks (`exposition`), so that adding a fact is an integer addition.
-Label values are bounded by design: endpoints, statuses, reasons, kinds of plugins; never client text.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
-from extproc import decision as outcomes
-from extproc.decision import Decision, Rejection
 from extproc.scheduling import guard
+from extproc.telemetry.pool_tallies import PoolTallies
 
 
 class Distribution:
@@ -45,40 +43,23 @@ class Tallies:
     Attributes:
         streams: ext_proc streams by gRPC end: `ok`, `cancelled`, `protocol`, `error`.
         streams_open: Open streams now.
-        picks: Routed requests by endpoint address.
-        rejections: Refused requests by (status, reason).
-        degraded: Decisions taken another way, by what happened.
-        responses: Answers by (endpoint address, HTTP status text).
-        unanswered: Routed requests whose stream ended before response headers, by address.
-        prompt_tokens: Estimated prompt tokens routed.
-        matched_tokens: Of these, believed cached on the chosen endpoint.
-        usage: Tokens the engines reported, by kind: `prompt`, `completion`, `cached`.
-        scrapes: Scrapes by (endpoint address, result).
-        listings: Lists of models asked for, by (endpoint address, result).
-        rewrites: Requests whose model was given another name, by whether the body was `edited` or
-            could not be (`unedited`).
-        unlisted: Requests for a model that no endpoint in play lists, routed or refused.
+        answers: Requests answered here in place of an engine.
         reloads: Attempts to read the configuration again, by result: `ok`, `error`.
         reload_failed: Whether the last of them failed, and an older configuration is in force.
         restart_needed: Whether the configuration differs in what only a restart changes.
         plugins: Overruns, bypasses and exceptions of plugins of others, by (role, kind).
+        route_s: Time of decisions.
+        headers_s: From pick to response headers.
+        exchange_s: From first event to end.
+        scrape_s: Time of scrapes.
+        pools: Counts of each pool by its name; what was refused before a pool was found is under
+            the empty name, or under that of the only pool.
     """
 
     def __init__(self) -> None:
         self.streams: Counter[str] = Counter()
         self.streams_open = 0
-        self.picks: Counter[str] = Counter()
-        self.rejections: Counter[tuple[int, str]] = Counter()
-        self.degraded: Counter[str] = Counter()
-        self.responses: Counter[tuple[str, str]] = Counter()
-        self.unanswered: Counter[str] = Counter()
-        self.prompt_tokens = 0
-        self.matched_tokens = 0
-        self.usage: Counter[str] = Counter()
-        self.scrapes: Counter[tuple[str, str]] = Counter()
-        self.listings: Counter[tuple[str, str]] = Counter()
-        self.rewrites: Counter[str] = Counter()
-        self.unlisted = 0
+        self.answers = 0
         self.plugins = guard.Counts()
         self.reloads: Counter[str] = Counter()
         self.reload_failed = False
@@ -87,21 +68,14 @@ class Tallies:
         self.headers_s = Distribution(_ANSWER_BOUNDS_S)
         self.exchange_s = Distribution(_ANSWER_BOUNDS_S)
         self.scrape_s = Distribution(_ANSWER_BOUNDS_S)
+        self.pools: dict[str, PoolTallies] = {}
 
-    def routed(self, decision: Decision, seconds: float) -> None:
-        """A request was routed; `seconds` is the time the decision took."""
-        self.route_s.add(seconds)
-        self.picks[decision.endpoints[0].address] += 1
-        self.prompt_tokens += decision.request.prompt_tokens
-        self.matched_tokens += decision.matched_tokens
-        if decision.degraded:
-            self.degraded[decision.degraded] += 1
-        if decision.unlisted:
-            self.unlisted += 1
-
-    def rewritten(self, *, edited: bool) -> None:
-        """A routed request's model was given another name."""
-        self.rewrites["edited" if edited else "unedited"] += 1
+    def of(self, pool: str) -> PoolTallies:
+        """Counts of one pool."""
+        found = self.pools.get(pool)
+        if found is None:
+            found = self.pools[pool] = PoolTallies()
+        return found
 
     def reloaded(self, *, ok: bool, restart: bool) -> None:
         """The configuration was read again, or could not be."""
@@ -109,31 +83,3 @@ class Tallies:
         self.reload_failed = not ok
         if ok:
             self.restart_needed = restart
-
-    def rejected(self, rejection: Rejection) -> None:
-        """A request was refused."""
-        self.rejections[rejection.status, rejection.reason] += 1
-        if rejection.code == outcomes.MODEL_NOT_FOUND:
-            self.unlisted += 1
-
-    def finished(self, address: str, status: str, seconds: float) -> None:
-        """The stream of a routed request ended after `seconds`.
-
-        Args:
-            address: The endpoint it was routed to.
-            status: HTTP status of the answer, empty if none was seen.
-            seconds: From the first event to the end.
-        """
-        self.exchange_s.add(seconds)
-        if status:
-            self.responses[address, status] += 1
-        else:
-            self.unanswered[address] += 1
-
-    def forget(self, address: str) -> None:
-        """Drop the series of an endpoint that left, so that labels stay bounded."""
-        self.picks.pop(address, None)
-        self.unanswered.pop(address, None)
-        for counter in (self.responses, self.scrapes, self.listings):
-            for key in [key for key in counter if key[0] == address]:
-                del counter[key]

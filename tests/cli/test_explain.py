@@ -14,7 +14,7 @@ from extproc.config import settings as sections
 from extproc.endpoint import Endpoint
 from extproc.request import RawRequest
 from extproc.server import admin, health
-from extproc.telemetry import exposition, ring, tallies
+from extproc.telemetry import exposition, pool_series, ring, tallies
 
 SECRET = "the-secret-prompt"
 BODY = json.dumps({"model": "sql", "messages": [{"role": "user", "content": SECRET * 100}]})
@@ -182,11 +182,12 @@ def server():
     pages = admin.Pages(
         exposition=exposition.Exposition(
             tallies.Tallies(),
-            lambda: parts.fleet.pool,
+            lambda: {
+                "": pool_series.Watched(parts.fleet.pool, lambda _: pool_series.Cache(0, 0, None))
+            },
             clock=lambda: 1.0,
             gauges={},
             about={},
-            cache=lambda _: exposition.Cache(0, 0, None),
         ),
         readiness=health.Readiness(lambda: True),
         pool=lambda: parts.fleet.pool,

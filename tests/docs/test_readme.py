@@ -6,7 +6,8 @@ import pytest
 
 from bench import readme as results
 from extproc.scheduling import catalogue, defaults
-from extproc.telemetry.exposition import Cache, Exposition
+from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.pool_series import Cache, Watched
 from extproc.telemetry.tallies import Tallies
 from tests.docs import bad_input, reference
 from tests.support.house import House
@@ -79,11 +80,10 @@ def test_every_metric_has_a_row():
     house = House({"10.0.0.1:8000": None})
     page = Exposition(
         Tallies(),
-        lambda: house.fleet.pool,
+        lambda: {"": Watched(house.fleet.pool, lambda _: Cache(5.0, 4.0, 100))},
         clock=lambda: 1.0,
         gauges={},
         about={},
-        cache=lambda _: Cache(5.0, 4.0, 100),
     )
     for family in page.collect():
         assert f"| `{family.name}" in README, family.name

@@ -75,8 +75,10 @@ class Installation:
         self.envoy = await self.children.envoy(self._config, binary=self._binary)
 
     async def metrics(self) -> dict[str, float]:
-        """The picker's metrics, by name and labels as written."""
+        """The picker's metrics, by name and labels as written, without a pool that has no name."""
         page = (await http1.ask(self.pages, "/metrics")).body.decode()
+        for unnamed, bare in (('{pool=""}', ""), ('{pool="",', "{"), (',pool=""', "")):
+            page = page.replace(unnamed, bare)
         split = [line.rpartition(" ") for line in page.splitlines() if line[:1] not in {"#", ""}]
         return {name: float(value) for name, _, value in split}
 

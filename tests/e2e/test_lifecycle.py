@@ -260,7 +260,7 @@ def _picks(found):
     """Requests routed so far, by endpoint."""
     name = 'extproc_picks_total{endpoint="'
     return {
-        key.removeprefix(name).removesuffix('"}'): value
+        key.removeprefix(name).partition('"')[0]: value
         for key, value in found.items()
         if key.startswith(name)
     }

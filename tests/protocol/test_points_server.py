@@ -65,7 +65,7 @@ def test_075_a_refused_stream_ends_with_ok():
             assert (said.part, said.status) == ("immediate_response", 503)
             assert await stream.call.code() is grpc.StatusCode.OK
             await server.idle()
-            assert server.servicer.tallies.rejections == {(503, "rejected-no-endpoints"): 1}
+            assert server.servicer.tallies.of("").rejections == {(503, "rejected-no-endpoints"): 1}
 
     serving.run(test())
 
@@ -82,7 +82,7 @@ def test_076_an_exception_still_routes(caplog: pytest.LogCaptureFixture):
             assert await stream.end() is grpc.StatusCode.OK
             await server.idle()
             assert one.in_flight == 0
-            assert server.servicer.tallies.degraded.total() == 1
+            assert server.servicer.tallies.of("").degraded.total() == 1
 
     serving.run(test())
     assert "ZeroDivisionError" in caplog.text
@@ -216,7 +216,7 @@ def test_105_the_end_is_accounted_exactly_once(messages: list[talk.Message], how
             assert one.in_flight == 0
             assert tallies.exchange_s.counts[0] == 1
             assert sum(tallies.exchange_s.counts) == 1
-            assert tallies.responses.total() + tallies.unanswered.total() == 1
+            assert tallies.of("").responses.total() + tallies.of("").unanswered.total() == 1
             assert tallies.streams.total() == 1
             assert set(tallies.streams) <= {"ok", "cancelled"}
 
@@ -235,7 +235,7 @@ def test_104_answers_are_counted_by_status():
             await stream.hear()
             await stream.end()
             await server.idle()
-            assert server.servicer.tallies.responses == {(talk.ONE, "503"): 1}
+            assert server.servicer.tallies.of("").responses == {(talk.ONE, "503"): 1}
 
     serving.run(test())
 
@@ -252,7 +252,7 @@ def test_102_usage_is_added_up():
             await stream.say(talk.response_headers(), talk.response_body(answer, ends=True))
             await stream.end()
             await server.idle()
-            assert server.servicer.tallies.usage == {"prompt": 7, "completion": 10}
+            assert server.servicer.tallies.of("").usage == {"prompt": 7, "completion": 10}
 
     serving.run(test())
 

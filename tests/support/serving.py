@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from extproc.config.grammar import Scheduling
 from extproc.config.settings import Scrape, Server, Settings, Source
 from extproc.dispatch.dispatcher import Dispatcher
+from extproc.dispatch.switchboard import Claimant, Switchboard
 from extproc.protocol.gathering import Budget
 from extproc.protocol.settings import ExchangeSettings
 from extproc.server import servicer as servicers
@@ -110,7 +111,7 @@ async def serving(
 ) -> AsyncIterator[Serving]:
     """Serve a house."""
     servicer = servicers.Servicer(
-        dispatcher=dispatcher or house.dispatcher,
+        switchboard=Switchboard([Claimant("", dispatcher or house.dispatcher)]),
         exchange_settings=ExchangeSettings(max_body_bytes),
         budget=Budget(1 << 28),
         tallies=Tallies(),

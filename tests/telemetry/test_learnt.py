@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from extproc.telemetry.exposition import Cache, Exposition
+from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.pool_series import Cache, Watched
 from extproc.telemetry.tallies import Tallies
 from tests.support.house import House
 
@@ -12,16 +13,18 @@ def test_what_was_learnt_is_on_the_page():
         house.fleet.tokenisers.told("m", prompt_bytes=300, tokens=100)
     page = Exposition(
         Tallies(),
-        lambda: house.fleet.pool,
+        lambda: {
+            "": Watched(
+                house.fleet.pool, lambda _: Cache(5.0, 4.0, 100), house.fleet.tokenisers.learnt
+            )
+        },
         clock=lambda: 1.0,
         gauges={},
         about={},
-        cache=lambda _: Cache(5.0, 4.0, 100),
-        bytes_per_token=lambda: house.fleet.tokenisers.learnt,
     ).render()
-    spot = b'{endpoint="10.0.0.1:8000"}'
+    spot = b'{endpoint="10.0.0.1:8000",pool=""}'
     for line in (
-        b'extproc_bytes_per_token{model="m"} 3.0',
+        b'extproc_bytes_per_token{model="m",pool=""} 3.0',
         b"extproc_endpoint_step_seconds" + spot + b" 0.015",
         b"extproc_endpoint_prefill_seconds_per_token" + spot + b" 0.0001",
         b"extproc_endpoint_decode_seconds_per_sequence" + spot + b" 0.0001",

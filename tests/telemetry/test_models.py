@@ -10,7 +10,8 @@ from extproc.decision import Decision, Splice, model_not_found
 from extproc.endpoint import Candidate, Endpoint, Models
 from extproc.request import RawRequest, Request
 from extproc.telemetry import explanation, ring, state, table
-from extproc.telemetry.exposition import Cache, Exposition
+from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.pool_series import Cache, Watched
 from extproc.telemetry.tallies import Tallies
 from tests.support.house import House
 
@@ -97,29 +98,29 @@ def test_models_of_a_state_come_back_to_life():
 def test_metrics_of_models():
     """How many names an endpoint listed, how often it was asked, and what became of requests."""
     tallies = Tallies()
-    tallies.listings["10.0.0.1:8000", "ok"] += 2
-    tallies.routed(decision(unlisted=True), 0.001)
-    tallies.rejected(model_not_found("x", ["y"]))
-    tallies.rewritten(edited=True)
-    tallies.rewritten(edited=False)
+    counts = tallies.of("")
+    counts.listings["10.0.0.1:8000", "ok"] += 2
+    counts.routed(decision(unlisted=True))
+    counts.rejected(model_not_found("x", ["y"]))
+    counts.rewritten(edited=True)
+    counts.rewritten(edited=False)
     page = Exposition(
         tallies,
-        lambda: TWO.fleet.pool,
+        lambda: {"": Watched(TWO.fleet.pool, lambda _: Cache(0.0, 0.0, None))},
         clock=lambda: 1.0,
         gauges={},
         about={},
-        cache=lambda _: Cache(0.0, 0.0, None),
     )
     shown = page.render().decode()
     for line in (
-        'extproc_endpoint_models{endpoint="10.0.0.1:8000"} 3.0',
-        'extproc_endpoint_models{endpoint="10.0.0.2:8000"} 1.0',
-        'extproc_models_scrapes_total{endpoint="10.0.0.1:8000",result="ok"} 2.0',
-        'extproc_model_rewrites_total{result="edited"} 1.0',
-        'extproc_model_rewrites_total{result="unedited"} 1.0',
-        "extproc_unlisted_models_total 2.0",
+        'extproc_endpoint_models{endpoint="10.0.0.1:8000",pool=""} 3.0',
+        'extproc_endpoint_models{endpoint="10.0.0.2:8000",pool=""} 1.0',
+        'extproc_models_scrapes_total{endpoint="10.0.0.1:8000",pool="",result="ok"} 2.0',
+        'extproc_model_rewrites_total{pool="",result="edited"} 1.0',
+        'extproc_model_rewrites_total{pool="",result="unedited"} 1.0',
+        'extproc_unlisted_models_total{pool=""} 2.0',
     ):
         assert line + "\n" in shown
-    assert 'extproc_endpoint_models{endpoint="10.0.0.3:8000"}' not in shown
-    tallies.forget("10.0.0.1:8000")
-    assert not tallies.listings
+    assert 'extproc_endpoint_models{endpoint="10.0.0.3:8000",pool=""}' not in shown
+    counts.forget("10.0.0.1:8000")
+    assert not counts.listings

@@ -1,7 +1,8 @@
 import pytest
 
 from extproc.scheduling.guard import Guarded, Guards, Limits
-from extproc.telemetry.exposition import Cache, Exposition
+from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.pool_series import Cache, Watched
 from extproc.telemetry.tallies import Tallies
 from tests.scheduling import fleet
 from tests.support.house import House
@@ -24,11 +25,10 @@ def test_plugins_of_others_are_counted_by_role_and_kind():
         Guarded(Broken(), guards).score(fleet.turn(), [])
     page = Exposition(
         tallies,
-        lambda: house.fleet.pool,
+        lambda: {"": Watched(house.fleet.pool, lambda _: Cache(5.0, 4.0, 100))},
         clock=lambda: 1.0,
         gauges={},
         about={},
-        cache=lambda _: Cache(5.0, 4.0, 100),
     )
     text = page.render().decode()
     for name in ("overruns", "bypasses", "exceptions"):

@@ -1,0 +1,193 @@
+"""From a request to the pool it is for, and from there to an outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import msgspec
+
+from extproc import decision as outcomes
+from extproc.decision import Answer, Decision, Outcome, Rejection
+from extproc.dispatch import claims, listing
+from extproc.dispatch.dispatcher import Dispatcher
+from extproc.parsing import envelope, parser
+from extproc.request import RawRequest, Request
+
+
+class Claimant(msgspec.Struct, frozen=True):
+    """A pool and what it claims.
+
+    Attributes:
+        name: Of the pool.
+        dispatcher: Routes over it.
+        claim: The requests it is for. An empty claim takes those that name a model it serves, that
+            the data plane hints to its endpoints, or that nobody else is for.
+    """
+
+    name: str
+    dispatcher: Dispatcher
+    claim: claims.Claim = claims.Claim()
+
+
+class Routed(msgspec.Struct, frozen=True, gc=False):
+    """What becomes of a request.
+
+    Attributes:
+        outcome: Where it goes, why nowhere, or what to answer at once.
+        pool: Name of the pool that decided; empty where none was found.
+        dispatcher: Of that pool.
+    """
+
+    outcome: Outcome | Answer
+    pool: str = ""
+    dispatcher: Dispatcher | None = None
+
+
+class Fit(IntEnum):
+    """How well a pool fits a model; higher is better."""
+
+    #: All its endpoints list what they serve, and it is not there.
+    NO = 0
+    #: It has no endpoints now.
+    EMPTY = 1
+    #: Somebody in it did not list anything.
+    PERHAPS = 2
+    #: Somebody in it lists it.
+    LISTED = 3
+
+
+class Switchboard:
+    """Routes requests over any number of pools.
+
+    Args:
+        claimants: The pools, in the order in which their claims are looked at.
+        list_models: Answer `/v1/models` from what endpoints listed; None does so where there are
+            several pools.
+    """
+
+    def __init__(
+        self, claimants: Sequence[Claimant] = (), *, list_models: bool | None = None
+    ) -> None:
+        self._list_models = list_models
+        self.adopt(claimants, list_models=list_models)
+
+    def adopt(self, claimants: Sequence[Claimant], *, list_models: bool | None = None) -> None:
+        """Route over other pools from the next request on."""
+        self.claimants = tuple(claimants)
+        one = len(claimants) == 1
+        self._only = claimants[0] if one and claimants[0].claim.empty else None
+        self._claiming = [one for one in claimants if not one.claim.empty]
+        self._open = [one for one in claimants if one.claim.empty]
+        self._listing = not one if list_models is None else list_models
+
+    @property
+    def usual(self) -> str:
+        """Under which pool to count what is refused before a pool is found."""
+        return self._only.name if self._only is not None else ""
+
+    def route(self, raw: RawRequest, now: float) -> Routed:
+        """Decide, without charging anybody.
+
+        Args:
+            raw: A complete request.
+            now: Monotonic seconds.
+        """
+        if self._listing and raw.headers.get(":method") == "GET":
+            told = self._told(raw)
+            if told is not None:
+                return Routed(told)
+        only = self._only
+        if only is not None:
+            return Routed(only.dispatcher.route(raw, now), only.name, only.dispatcher)
+        return self._search(raw, now)
+
+    def rescue(self, raw: RawRequest, now: float, *, why: str) -> Routed:
+        """Decide when `route` failed with a bug: the first pool whose headers fit.
+
+        Args:
+            raw: The request.
+            now: Monotonic seconds.
+            why: Name of what was raised; put into the decision.
+        """
+        for one in self.claimants:
+            if claims.holds(one.claim, raw.headers):
+                found = one.dispatcher.rescue(raw, now, why=why)
+                return Routed(found, one.name, one.dispatcher)
+        return Routed(_nobody())
+
+    def _search(self, raw: RawRequest, now: float) -> Routed:
+        """Parse the request where models decide, once for everybody."""
+        fitting = [one for one in self._claiming if claims.holds(one.claim, raw.headers)]
+        if fitting and not fitting[0].claim.models:
+            return self._by(fitting[0], raw, now)
+        request = parser.parse(raw)
+        if isinstance(request, Rejection):
+            return Routed(request)
+        model = envelope.model_header(raw.headers) or request.target
+        for one in fitting:
+            if not one.claim.models or claims.names(one.claim, model):
+                return self._by(one, raw, now, request)
+        hinted = _hinted(self._open, raw)
+        if len(hinted) == 1:
+            return self._by(hinted[0], raw, now, request)
+        ranked = [(fit(one, model), one) for one in hinted]
+        best = max((rank for rank, _ in ranked), default=Fit.NO)
+        if best is Fit.EMPTY:
+            return Routed(outcomes.no_endpoints())
+        if best is Fit.NO:
+            known = frozenset().union(*(listing.names(one.dispatcher) for one in hinted))
+            return Routed(outcomes.model_not_found(model, known) if model and known else _nobody())
+        return self._by(next(one for rank, one in ranked if rank is best), raw, now, request)
+
+    def _by(
+        self, one: Claimant, raw: RawRequest, now: float, request: Request | None = None
+    ) -> Routed:
+        dispatcher = one.dispatcher
+        outcome = (
+            dispatcher.route(raw, now)
+            if request is None
+            else dispatcher.route_parsed(request, raw, now)
+        )
+        if isinstance(outcome, Decision):
+            outcome = msgspec.structs.replace(outcome, pool=one.name)
+        return Routed(outcome, one.name, dispatcher)
+
+    def _told(self, raw: RawRequest) -> Answer | None:
+        """The list of models, where that is what is asked for and somebody listed any."""
+        asked = listing.asked(claims.path_of(raw.headers))
+        if asked is None:
+            return None
+        may = [one.dispatcher for one in self.claimants if claims.holds(one.claim, raw.headers)]
+        return listing.answer(may, asked)
+
+
+def fit(one: Claimant, model: str) -> Fit:
+    """How well an open pool fits a model; every pool with endpoints may take what names none."""
+    pool = one.dispatcher.pool
+    if not pool.members:
+        return Fit.EMPTY
+    if not model:
+        return Fit.PERHAPS
+    if model in listing.names(one.dispatcher):
+        return Fit.LISTED
+    serving = pool.serving
+    if serving.alias(model) is not None or serving.apart(model) is not None:
+        return Fit.LISTED
+    split = serving.who(model)
+    return Fit.PERHAPS if split is None or split.positions else Fit.NO
+
+
+def _hinted(open_ones: Sequence[Claimant], raw: RawRequest) -> Sequence[Claimant]:
+    """Those with endpoints the data plane allows; all where it says nothing, or nobody has any."""
+    if not raw.subset or len(open_ones) < 2:
+        return open_ones
+    return [one for one in open_ones if one.dispatcher.pool.eligible(raw.subset)] or open_ones
+
+
+def _nobody() -> Rejection:
+    return Rejection(
+        404,
+        "no pool takes this request; see `pools` in the configuration for the hosts, paths, "
+        "headers and models that are taken",
+    )

@@ -1,0 +1,85 @@
+"""Plain counts of one pool, cheap enough for every request.
+
+Label values are bounded by design: endpoints, statuses, reasons; never client text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from extproc import decision as outcomes
+from extproc.decision import Decision, Rejection
+
+
+class PoolTallies:
+    """Everything that is counted of one pool.
+
+    Attributes:
+        picks: Routed requests by endpoint address.
+        rejections: Refused requests by (status, reason).
+        degraded: Decisions taken another way, by what happened.
+        responses: Answers by (endpoint address, HTTP status text).
+        unanswered: Routed requests whose stream ended before response headers, by address.
+        prompt_tokens: Estimated prompt tokens routed.
+        matched_tokens: Of these, believed cached on the chosen endpoint.
+        usage: Tokens the engines reported, by kind: `prompt`, `completion`, `cached`.
+        scrapes: Scrapes by (endpoint address, result).
+        listings: Lists of models asked for, by (endpoint address, result).
+        rewrites: Requests whose model was given another name, by whether the body was `edited` or
+            could not be (`unedited`).
+        unlisted: Requests for a model that no endpoint in play lists, routed or refused.
+    """
+
+    def __init__(self) -> None:
+        self.picks: Counter[str] = Counter()
+        self.rejections: Counter[tuple[int, str]] = Counter()
+        self.degraded: Counter[str] = Counter()
+        self.responses: Counter[tuple[str, str]] = Counter()
+        self.unanswered: Counter[str] = Counter()
+        self.prompt_tokens = 0
+        self.matched_tokens = 0
+        self.usage: Counter[str] = Counter()
+        self.scrapes: Counter[tuple[str, str]] = Counter()
+        self.listings: Counter[tuple[str, str]] = Counter()
+        self.rewrites: Counter[str] = Counter()
+        self.unlisted = 0
+
+    def routed(self, decision: Decision) -> None:
+        """A request was routed."""
+        self.picks[decision.endpoints[0].address] += 1
+        self.prompt_tokens += decision.request.prompt_tokens
+        self.matched_tokens += decision.matched_tokens
+        if decision.degraded:
+            self.degraded[decision.degraded] += 1
+        if decision.unlisted:
+            self.unlisted += 1
+
+    def rewritten(self, *, edited: bool) -> None:
+        """A routed request's model was given another name."""
+        self.rewrites["edited" if edited else "unedited"] += 1
+
+    def rejected(self, rejection: Rejection) -> None:
+        """A request was refused."""
+        self.rejections[rejection.status, rejection.reason] += 1
+        if rejection.code == outcomes.MODEL_NOT_FOUND:
+            self.unlisted += 1
+
+    def finished(self, address: str, status: str) -> None:
+        """The stream of a routed request ended.
+
+        Args:
+            address: The endpoint it was routed to.
+            status: HTTP status of the answer, empty if none was seen.
+        """
+        if status:
+            self.responses[address, status] += 1
+        else:
+            self.unanswered[address] += 1
+
+    def forget(self, address: str) -> None:
+        """Drop the series of an endpoint that left, so that labels stay bounded."""
+        self.picks.pop(address, None)
+        self.unanswered.pop(address, None)
+        for counter in (self.responses, self.scrapes, self.listings):
+            for key in [key for key in counter if key[0] == address]:
+                del counter[key]
