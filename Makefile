@@ -8,7 +8,12 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 ENVOY_VERSIONS := 1.36.4 1.37.0 1.38.3 1.39.3 1.40.0
 ENVOYS := .cache/envoy
 
-.PHONY: help demo test check format proto points bench envoys versions clean
+# The API server that tests/kubernetes run against, built by Go from its public module.
+ENVTEST := .cache/envtest
+ENVTEST_MODULE := tests/kubernetes/envtest
+ENVTEST_PROGRAMS := $(ENVTEST)/etcd $(ENVTEST)/kube-apiserver
+
+.PHONY: help demo test check format proto points bench envoys versions envtest clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -59,6 +64,16 @@ envoys: $(VENV)/.base ## Install every supported Envoy under .cache
 
 versions: $(VENV)/.dev envoys ## The end-to-end tests that run on every supported Envoy
 	EXTPROC_ENVOYS=$(ENVOYS) $(BIN)/python -m pytest -q -m versions $(ARGS)
+
+$(ENVTEST)/etcd: PACKAGE := go.etcd.io/etcd/server/v3
+$(ENVTEST)/kube-apiserver: PACKAGE := k8s.io/kubernetes/cmd/kube-apiserver
+$(ENVTEST_PROGRAMS): $(ENVTEST_MODULE)/go.mod $(ENVTEST_MODULE)/go.sum
+	@mkdir -p $(ENVTEST)
+	cd $(ENVTEST_MODULE) && CGO_ENABLED=0 GOFLAGS=-mod=readonly \
+	  go build -buildvcs=false -trimpath -ldflags '-s -w' -o $(CURDIR)/$@ $(PACKAGE)
+	@touch $@
+
+envtest: $(ENVTEST_PROGRAMS) ## Build kube-apiserver and etcd for the tests of Kubernetes
 
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

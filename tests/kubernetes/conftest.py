@@ -1,0 +1,78 @@
+"""One real API server for the whole suite, and a client of it for each module."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support import kube, kube_server
+from tests.support.live import live, pytest_pyfunc_call
+
+__all__ = ["live", "pytest_pyfunc_call"]
+
+HERE = Path(__file__).parent
+CRDS = HERE.parents[1] / "manifests" / "crds"
+
+
+def pytest_collection_modifyitems(items):
+    """Mark what needs an API server, and keep each module on one worker."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.kubernetes)
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """All tests that have no API server are skipped at one place: the summary shows one line."""
+    report = yield
+    if call.excinfo is not None and call.excinfo.errisinstance(NoCluster):
+        report.longrepr = (str(HERE), 0, str(call.excinfo.value))
+    return report
+
+
+class NoCluster(pytest.skip.Exception):
+    """There is no API server."""
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """The API server; without one the tests are skipped, or fail where one is demanded."""
+    try:
+        with kube_server.cluster() as one:
+            yield one
+    except kube_server.Missing as missing:
+        if os.environ.get("EXTPROC_REQUIRE_KUBERNETES") == "1":
+            raise
+        raise NoCluster(str(missing)) from missing
+
+
+@pytest.fixture(scope="module")
+def api(live, cluster):
+    """The API as somebody who may do everything."""
+    with live.holding(kube.api(cluster.admin)) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def definitions():
+    """Our definitions of the inference objects."""
+    found = [
+        one for path in sorted(CRDS.glob("*.yaml")) for one in kube.documents(path.read_text())
+    ]
+    return [one for one in found if one["kind"] == "CustomResourceDefinition"]
+
+
+@pytest.fixture(scope="module")
+def crds(live, api, definitions):
+    """All of them, served."""
+    live.run(api.define(definitions))
+    return definitions
+
+
+@pytest.fixture(scope="module")
+def namespace(live, api):
+    """A namespace of the module's own."""
+    return live.run(api.namespace())

@@ -1,0 +1,322 @@
+"""A plain client of the Kubernetes API, and the objects that tests put there.
+
+It shares no code with the client that extproc watches through: what a test writes is what stands
+in the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import yaml
+
+from tests.support.kube_server import Access
+
+#: An object as it stands in YAML.
+Object = dict[str, Any]
+
+POOL_V1 = "inference.networking.k8s.io/v1"
+POOL_OLD = "inference.networking.x-k8s.io/v1alpha2"
+LLM_D = "llm-d.ai/v1alpha2"
+
+_FIELD_MANAGER = "extproc-tests"
+
+#: Seconds that something the server does by itself may take.
+_LIMIT_S = 30.0
+
+_numbers = itertools.count(1)
+
+
+class Refused(Exception):  # noqa: N818 - an answer of the server
+    """The server said no.
+
+    Attributes:
+        status: HTTP status.
+        reason: Such as `Invalid` or `NotFound`.
+    """
+
+    def __init__(self, status: int, body: Mapping[str, Any]) -> None:
+        super().__init__(f"{status} {body.get('message') or body}")
+        self.status = status
+        self.reason = body.get("reason", "")
+
+
+class Api:
+    """The API as one user sees it; make it with `api`."""
+
+    def __init__(self, session: aiohttp.ClientSession, access: Access) -> None:
+        self.access = access
+        self._session = session
+        self._tls = access.tls()
+        self._resources: dict[tuple[str, str], tuple[str, bool]] = {}
+
+    async def call(
+        self, method: str, path: str, body: Any = None, *, kind: str = "application/json"
+    ) -> Object:
+        """One request, as it is.
+
+        Raises:
+            Refused: Any status but 2xx.
+        """
+        headers = {"authorization": f"Bearer {self.access.token}"} if self.access.token else {}
+        data = None if body is None else json.dumps(body)
+        async with self._session.request(
+            method,
+            self.access.url + path,
+            data=data,
+            headers=headers | {"content-type": kind},
+            ssl=self._tls,
+        ) as answer:
+            text = await answer.text()
+            told = json.loads(text) if text[:1] == "{" else {"message": text}
+            if answer.status >= 300:
+                raise Refused(answer.status, told)
+            return told
+
+    async def path(self, one: Object, *, named: bool = True) -> str:
+        """Where an object stands, or with `named` false the collection it belongs to.
+
+        Raises:
+            Refused: The server does not serve its kind.
+        """
+        version = one["apiVersion"]
+        root = f"/apis/{version}" if "/" in version else f"/api/{version}"
+        plural, namespaced = await self._resource(root, one["kind"])
+        metadata = one["metadata"]
+        inside = f"/namespaces/{metadata.get('namespace', 'default')}" if namespaced else ""
+        return f"{root}{inside}/{plural}" + (f"/{metadata['name']}" if named else "")
+
+    async def create(self, one: Object) -> Object:
+        """Create an object, and its status as well where it has one."""
+        made = await self.call("POST", await self.path(one, named=False), one)
+        return await self.set_status(one) if one.get("status") else made
+
+    async def set_status(self, one: Object) -> Object:
+        """Write the status that an object holds."""
+        return await self.patch(one, {"status": one["status"]}, part="/status")
+
+    async def patch(self, one: Object, change: Any, *, part: str = "") -> Object:
+        """Merge a change into an object or a subresource of it."""
+        path = await self.path(one) + part
+        return await self.call("PATCH", path, change, kind="application/merge-patch+json")
+
+    async def apply(self, one: Object, *, dry_run: bool = False) -> Object:
+        """Server-side apply, with every unknown or repeated field refused."""
+        query = f"?fieldManager={_FIELD_MANAGER}&force=true&fieldValidation=Strict"
+        query += "&dryRun=All" if dry_run else ""
+        path = await self.path(one) + query
+        return await self.call("PATCH", path, one, kind="application/apply-patch+yaml")
+
+    async def get(self, one: Object) -> Object:
+        """An object as the server has it."""
+        return await self.call("GET", await self.path(one))
+
+    async def delete(self, one: Object) -> None:
+        """Delete an object without grace: nobody would end a pod of ours."""
+        await self.call("DELETE", await self.path(one), {"gracePeriodSeconds": 0})
+
+    async def define(self, definitions: Sequence[Object]) -> None:
+        """Apply CustomResourceDefinitions and wait until they are served."""
+        for one in definitions:
+            await self.apply(one)
+        async with asyncio.timeout(_LIMIT_S):
+            for one in definitions:
+                while not await self._served(one):
+                    # The server establishes a definition in its own time.
+                    await asyncio.sleep(0.02)
+
+    async def undefine(self, definitions: Sequence[Object]) -> None:
+        """Delete definitions with all their objects, and wait until they are gone."""
+        for one in definitions:
+            with contextlib.suppress(Refused):
+                await self.delete(one)
+        self._resources.clear()
+        async with asyncio.timeout(_LIMIT_S):
+            for one in definitions:
+                while await self._exists(one):
+                    await asyncio.sleep(0.02)
+
+    async def namespace(self, prefix: str = "test") -> str:
+        """Create a namespace of one's own; returns its name."""
+        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"generateName": f"{prefix}-"}}
+        made = await self.call("POST", "/api/v1/namespaces", body)
+        return str(made["metadata"]["name"])
+
+    async def account(
+        self, namespace: str, rules: Sequence[Object], *, everywhere: Sequence[Object] = ()
+    ) -> Access:
+        """A new ServiceAccount that may do this in its namespace and that everywhere.
+
+        Args:
+            namespace: Where it lives.
+            rules: Of a Role.
+            everywhere: Rules of a ClusterRole.
+        """
+        name = f"account-{next(_numbers)}-{namespace}"
+        metadata = {"name": name, "namespace": namespace}
+        core, rights = "v1", "rbac.authorization.k8s.io/v1"
+        await self.create({"apiVersion": core, "kind": "ServiceAccount", "metadata": metadata})
+        for kind, granted in (("Role", rules), ("ClusterRole", everywhere)):
+            if not granted:
+                continue
+            role = {"apiVersion": rights, "kind": kind, "metadata": metadata, "rules": [*granted]}
+            where = {"name": name} if kind == "ClusterRole" else metadata
+            await self.create(role | {"metadata": where})
+            await self.create(
+                {
+                    "apiVersion": rights,
+                    "kind": f"{kind}Binding",
+                    "metadata": where,
+                    "roleRef": {
+                        "apiGroup": "rbac.authorization.k8s.io",
+                        "kind": kind,
+                        "name": name,
+                    },
+                    "subjects": [{"kind": "ServiceAccount", **metadata}],
+                }
+            )
+        return await self.token(namespace, name)
+
+    async def token(self, namespace: str, name: str, *, seconds: int = 3600) -> Access:
+        """A fresh token of a ServiceAccount that exists."""
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token"
+        request = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "spec": {"expirationSeconds": seconds},
+        }
+        made = await self.call("POST", path, request)
+        return Access(self.access.url, self.access.authority, token=made["status"]["token"])
+
+    async def _resource(self, root: str, kind: str) -> tuple[str, bool]:
+        known = self._resources.get((root, kind))
+        if known is None:
+            for entry in (await self.call("GET", root))["resources"]:
+                if "/" not in entry["name"]:
+                    found = (entry["name"], entry["namespaced"])
+                    self._resources[root, entry["kind"]] = found
+            known = self._resources.get((root, kind))
+        if known is None:
+            raise Refused(404, {"reason": "NotFound", "message": f"no kind {kind} in {root}"})
+        return known
+
+    async def _served(self, definition: Object) -> bool:
+        spec = definition["spec"]
+        names = [version["name"] for version in spec["versions"]]
+        for name in names:
+            try:
+                await self.call("GET", f"/apis/{spec['group']}/{name}/{spec['names']['plural']}")
+            except Refused:
+                return False
+        return True
+
+    async def _exists(self, one: Object) -> bool:
+        try:
+            await self.get(one)
+        except Refused:
+            return False
+        return True
+
+
+@contextlib.asynccontextmanager
+async def api(access: Access):
+    """A client for as long as the block runs."""
+    connector = aiohttp.TCPConnector(limit=64)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        yield Api(session, access)
+
+
+def documents(text: str) -> list[Object]:
+    """All objects of a YAML file."""
+    return [one for one in yaml.safe_load_all(text) if one]
+
+
+# Objects
+
+
+def pool(
+    name: str,
+    namespace: str,
+    ports: Sequence[int] = (8000,),
+    *,
+    labels: Mapping[str, str] | None = None,
+    picker: Mapping[str, Any] | None = None,
+    **spec: Any,
+) -> Object:
+    """An InferencePool v1; its pods are labelled `app: name` unless told otherwise."""
+    chosen = {
+        "selector": {"matchLabels": dict(labels or {"app": name})},
+        "targetPorts": [{"number": number} for number in ports],
+        **({"endpointPickerRef": dict(picker)} if picker else {}),
+        **spec,
+    }
+    metadata = {"name": name, "namespace": namespace}
+    return {"apiVersion": POOL_V1, "kind": "InferencePool", "metadata": metadata, "spec": chosen}
+
+
+def pod(
+    name: str,
+    namespace: str,
+    address: str,
+    *,
+    labels: Mapping[str, str],
+    annotations: Mapping[str, str] | None = None,
+    ready: bool = True,
+) -> Object:
+    """A pod that runs at an address; nobody schedules or starts it."""
+    metadata = {
+        "name": name,
+        "namespace": namespace,
+        "labels": dict(labels),
+        **({"annotations": dict(annotations)} if annotations else {}),
+    }
+    # A scheduler that does not exist, so that a real cluster leaves it alone as well.
+    spec = {
+        "schedulerName": "nobody",
+        "automountServiceAccountToken": False,
+        "containers": [{"name": "engine", "image": "engine"}],
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata,
+        "spec": spec,
+        "status": status(address, ready=ready),
+    }
+
+
+def status(address: str, *, ready: bool = True) -> Object:
+    """The status of a pod that runs at an address."""
+    return {
+        "phase": "Running",
+        "podIP": address,
+        "podIPs": [{"ip": address}],
+        "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+    }
+
+
+def objective(
+    name: str, namespace: str, pool_name: str, priority: int | None, *, version: str = LLM_D
+) -> Object:
+    """An InferenceObjective."""
+    spec: Object = {"poolRef": {"name": pool_name}}
+    if priority is not None:
+        spec["priority"] = priority
+    metadata = {"name": name, "namespace": namespace}
+    return {"apiVersion": version, "kind": "InferenceObjective", "metadata": metadata, "spec": spec}
+
+
+def rewrite(
+    name: str, namespace: str, pool_name: str, rules: Sequence[Object], *, version: str = LLM_D
+) -> Object:
+    """An InferenceModelRewrite."""
+    spec = {"poolRef": {"name": pool_name}, "rules": list(rules)}
+    metadata = {"name": name, "namespace": namespace}
+    kind = "InferenceModelRewrite"
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
