@@ -166,6 +166,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         model_rewrite: The name the engine knows the model by, where the client's is another one;
             empty to leave the body alone.
         splice: Where in the body that name goes; None when the body cannot be edited.
+        client_model: The client's name for it, which the answer is to say again; empty to leave the
+            answer alone.
         pool: Name of the pool, where there are several.
     """
 
@@ -188,6 +190,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     unlisted: bool = False
     model_rewrite: str = ""
     splice: Splice | None = None
+    client_model: str = ""
     pool: str = ""
 
 
@@ -284,6 +287,16 @@ def saturated() -> Rejection:
     return Rejection(
         429,
         "no endpoints available for the given request",
+        reason="rejected-saturated",
+        retry_after_s=1,
+    )
+
+
+def shed() -> Rejection:
+    """Every endpoint is full, and the request is one that may be dropped: 429 (EPP checklist 72)."""
+    return Rejection(
+        429,
+        "system saturated, sheddable request dropped",
         reason="rejected-saturated",
         retry_after_s=1,
     )

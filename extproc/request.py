@@ -51,6 +51,10 @@ class Request(msgspec.Struct, frozen=True, gc=False):
         max_tokens: Upper bound on generated tokens; None when the request sets none.
         session: What ties turns of one conversation together; empty when nothing does.
         subset: See `RawRequest.subset`.
+        objective: Name of the InferenceObjective the client named, if it is one of this pool; empty
+            otherwise.
+        priority: Its priority; 0 where there is none. Below 0 a request may be dropped when
+            endpoints are full.
     """
 
     api: str
@@ -63,6 +67,8 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     session: str = ""
     subset: tuple[str, ...] | None = None
     prompt_bytes: int = 0
+    objective: str = ""
+    priority: int = 0
 
     @property
     def target(self) -> str:

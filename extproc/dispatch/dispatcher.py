@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from extproc import decision as outcomes
 from extproc.decision import Decision, Outcome, Rejection
-from extproc.dispatch import beliefs, eligible, naming
+from extproc.dispatch import beliefs, decrees, eligible, naming, shedding
 from extproc.dispatch import routing as routes
 from extproc.parsing import opening as parsing_opening
 from extproc.parsing import parser
@@ -63,12 +64,18 @@ class Dispatcher:
         self._slots: Mapping[str, int] = {}
         self._slots_in_order: Sequence[int] = ()
         self._slots_of: object = None
+        self._decrees = decrees.Decrees()
         self.adopt(routing)
 
     @property
     def pool(self) -> snapshot.Pool:
         """The current picture of the fleet."""
         return self._fleet.pool
+
+    @property
+    def decreed_names(self) -> frozenset[str]:
+        """Models that requests may name because rewrites put others in their place."""
+        return self._decreed.names
 
     @property
     def routing(self) -> routes.Routing:
@@ -93,9 +100,12 @@ class Dispatcher:
             now: Monotonic seconds.
         """
         request = parser.parse(raw)
-        if isinstance(request, Rejection):
+        if not isinstance(request, Rejection):
+            return self.route_parsed(request, raw, now)
+        supplied = self._decreed.supplied(raw, request, self._rng)
+        if supplied is None:
             return request
-        return self.route_parsed(request, raw, now)
+        return self._route_as(supplied, raw, now, decreed=supplied.model)
 
     def route_parsed(self, request: Request, raw: RawRequest, now: float) -> Outcome:
         """Decide about a request that is parsed already, without charging anybody.
@@ -105,17 +115,24 @@ class Dispatcher:
             raw: The request as it came.
             now: Monotonic seconds.
         """
+        decreed = self._decreed.target(request, self._rng)
+        return self._route_as(request, raw, now, decreed=decreed)
+
+    def _route_as(self, request: Request, raw: RawRequest, now: float, *, decreed: str) -> Outcome:
+        """Decide, with the target of a rewrite in place of the model; empty for none."""
+        request = self._decreed.ranked(request, raw.headers)
         renamed = naming.of(
             request,
             raw.headers,
             self._fleet.pool.serving,
+            decreed=decreed,
             kubeai_names=self._settings.kubeai_names,
         )
         if renamed is None:
             return self.choose(request, now, chain=self._chain(request), headers=raw.headers)
         chain = self._chain(renamed.hashed)
         outcome = self.choose(renamed.request, now, chain=chain, headers=raw.headers)
-        return naming.told(outcome, raw, request.api, renamed.sent)
+        return naming.told(outcome, raw, request, renamed.sent)
 
     def choose(
         self,
@@ -159,6 +176,8 @@ class Dispatcher:
         )
         routing = self._routing
         profile = routing.by_model.get(request.model, routing.profile)
+        if request.priority < 0 and shedding.saturated(profile, candidates):
+            return outcomes.shed()
         opening = parsing_opening.of(request) if self._reading_openings else ""
         outcome = profile.run(
             Turn(
@@ -277,6 +296,12 @@ class Dispatcher:
     def response_unwatched(self, decision: Decision) -> bool:
         """Whether nobody needs to see the answer."""
         return decision.request.api in UNWATCHED
+
+    @property
+    def _decreed(self) -> decrees.Decrees:
+        """What was decreed, as of now."""
+        self._decrees.follow(self._fleet.policy, self._routing.policy)
+        return self._decrees
 
     def _remember(self, decision: Decision, now: float) -> None:
         """Tell the plugins with a memory; what one raises must not cost the request."""

@@ -28,23 +28,30 @@ class Renamed(msgspec.Struct, frozen=True, gc=False):
 
 
 def of(
-    request: Request, headers: Mapping[str, str], serving: Serving, *, kubeai_names: bool
+    request: Request,
+    headers: Mapping[str, str],
+    serving: Serving,
+    *,
+    decreed: str,
+    kubeai_names: bool,
 ) -> Renamed | None:
     """Find out what is asked for.
 
-    A gateway's header names the model in place of the body (EPP protocol report 1.6). Then the name
-    may be SGLang's `model:adapter`, or KubeAI's `model_adapter`.
+    A rewrite's target, or else a gateway's header, names the model in place of the body (EPP
+    protocol report 1.6). Then the name may be SGLang's `model:adapter`, or KubeAI's
+    `model_adapter`.
 
     Args:
         request: As parsed.
         headers: Of the request, names in lower case.
         serving: Who serves what.
+        decreed: The target of a rewrite; empty where there is none.
         kubeai_names: Whether `model_adapter` is understood.
 
     Returns:
         None where the name is what it seems.
     """
-    target = envelope.model_header(headers)
+    target = decreed or envelope.model_header(headers)
     asked = msgspec.structs.replace(request, model=target) if target else request
     name = asked.model
     if not asked.adapter:
@@ -60,23 +67,28 @@ def of(
     return Renamed(asked, asked, target) if target else None
 
 
-def told(outcome: Outcome, raw: RawRequest, api: str, sent: str) -> Outcome:
-    """An outcome that says what the body is to name.
+def told(outcome: Outcome, raw: RawRequest, request: Request, sent: str) -> Outcome:
+    """An outcome that says what the body is to name, and the answer after it.
 
     Args:
         outcome: Of the renamed request.
         raw: The request as it came.
-        api: Its surface.
+        request: As parsed.
         sent: See `Renamed`.
     """
     if not sent or isinstance(outcome, Rejection):
         return outcome
     splice = rewriting.splice(raw, sent)
+    client_model = ""
     if splice is not None:
         if raw.body[splice.start : splice.stop] == splice.content:
             # The body says so already.
             return outcome
-        if splice.start == splice.stop and api == paths.OPAQUE:
+        if splice.start != splice.stop:
+            client_model = request.model
+        elif request.api == paths.OPAQUE:
             # A body on an unknown path is looked into, but may be anything: nothing is added.
             splice = None
-    return msgspec.structs.replace(outcome, model_rewrite=sent, splice=splice)
+    return msgspec.structs.replace(
+        outcome, model_rewrite=sent, splice=splice, client_model=client_model
+    )

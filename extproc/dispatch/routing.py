@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from extproc.pool import policy as policies
 from extproc.scheduling.plugins import Signal
 from extproc.scheduling.profile import Profile
 
@@ -37,11 +38,13 @@ class Routing(msgspec.Struct, frozen=True):
         profile: For models without one of their own.
         by_model: Profiles of single models.
         settings: How requests are routed.
+        policy: Objectives and rewrites that the configuration has.
     """
 
     profile: Profile
     by_model: Mapping[str, Profile]
     settings: DispatchSettings
+    policy: policies.Policy = policies.NONE
 
     @property
     def needs(self) -> frozenset[Signal]:

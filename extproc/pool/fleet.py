@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 
 from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Models, Rates
+from extproc.pool import policy as policies
 from extproc.pool import rates as learning
 from extproc.pool.accounts import Account
 from extproc.pool.serving import Serving
@@ -86,6 +87,7 @@ class Fleet:
         self._pooled = (-math.inf, DEFAULT_RATES)
         self._learners: dict[int, learning.Learner] = {}
         self._synced = False
+        self._policy = policies.NONE
         self.tokenisers = Tokenisers()
 
     @property
@@ -98,11 +100,21 @@ class Fleet:
         """Whether discovery has spoken at least once."""
         return self._synced
 
+    @property
+    def policy(self) -> policies.Policy:
+        """What discovery says was decreed about requests to this pool."""
+        return self._policy
+
+    def decree(self, policy: policies.Policy) -> None:
+        """Take discovery's objectives and rewrites as the whole truth."""
+        if policy != self._policy:
+            self._policy = policy
+
     def replace(self, endpoints: Sequence[Endpoint], now: float) -> None:
         """Take discovery's list as the whole truth.
 
         An endpoint that stays keeps its account and load; its labels are updated. One that comes
-        back gets a new incarnation and a clean account, while tickets of its earlier life still
+        back, or whose address now belongs to another pod, gets a new incarnation and a clean account, while tickets of its earlier life still
         close against the earlier account.
 
         Args:
@@ -115,7 +127,11 @@ class Fleet:
         for endpoint in endpoints:
             if endpoint.address in members:
                 continue
-            known = old.pop(endpoint.address, None)
+            known = old.get(endpoint.address)
+            if known is not None and known.endpoint.uid == endpoint.uid:
+                del old[endpoint.address]
+            else:
+                known = None
             members[endpoint.address] = (
                 self._joined(endpoint) if known is None else _relabelled(known, endpoint)
             )
@@ -264,7 +280,7 @@ def _serving(members: Sequence[Member]) -> Serving:
 
 
 def _relabelled(known: Member, endpoint: Endpoint) -> Member:
-    if (known.endpoint.name, known.endpoint.labels) == (endpoint.name, endpoint.labels):
-        return known
     renamed = msgspec.structs.replace(endpoint, incarnation=known.endpoint.incarnation)
+    if renamed == known.endpoint:
+        return known
     return msgspec.structs.replace(known, endpoint=renamed)

@@ -45,3 +45,20 @@ class Policy(msgspec.Struct, frozen=True):
 
 #: Nobody decreed anything.
 NONE = Policy()
+
+
+def merged(first: Policy, second: Policy) -> Policy:
+    """Two policies as one.
+
+    Args:
+        first: Its priorities count before those of `second`, and its rules come first.
+        second: Counts where the first is silent.
+    """
+    if second is NONE:
+        return first
+    if first is NONE:
+        return second
+    return Policy(
+        priorities={**second.priorities, **first.priorities},
+        rules=(*first.rules, *second.rules),
+    )

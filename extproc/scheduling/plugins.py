@@ -105,6 +105,14 @@ class Answerer(Protocol):
         """Headers for the answer, names in lower case, now that `chosen` serves."""
 
 
+@runtime_checkable
+class Detector(Protocol):
+    """A filter that knows when an endpoint is full: then requests below priority 0 are dropped."""
+
+    def full(self, candidate: Candidate) -> bool:
+        """Whether it has no room; False where nobody knows."""
+
+
 class Picker(Plugin, Protocol):
     """Chooses."""
 

@@ -22,6 +22,7 @@ from extproc.scheduling.plugins import (
     Branching,
     BypassedError,
     Cost,
+    Detector,
     Filter,
     Keyed,
     Observer,
@@ -103,6 +104,11 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     def answerers(self) -> tuple[Answerer, ...]:
         """The plugins that add headers to the answer."""
         return tuple(plugin for plugin in self.plugins if isinstance(plugin, Answerer))
+
+    @cached_property
+    def detectors(self) -> tuple[Detector, ...]:
+        """The filters that know when an endpoint is full."""
+        return tuple(plugin for plugin in self.filters if isinstance(plugin, Detector))
 
     @cached_property
     def width(self) -> int:

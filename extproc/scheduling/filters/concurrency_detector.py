@@ -38,12 +38,15 @@ class ConcurrencyDetector(
 
     def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """See the class."""
-        requests = int(self.max_concurrency * (1.0 + self.headroom))
-        tokens = int(self.max_token_concurrency * (1.0 + self.headroom))
+        return [c for c in candidates if not self.full(c)]
+
+    def full(self, candidate: Candidate) -> bool:
+        """See `plugins.Detector`."""
         mode = self.concurrency_mode
-        return [
-            c
-            for c in candidates
-            if (mode == "tokens" or c.in_flight < requests)
-            and (mode == "requests" or c.queued_tokens < tokens)
-        ]
+        if mode != "tokens":
+            requests = int(self.max_concurrency * (1.0 + self.headroom))
+            if candidate.in_flight >= requests:
+                return True
+        if mode == "requests":
+            return False
+        return candidate.queued_tokens >= int(self.max_token_concurrency * (1.0 + self.headroom))

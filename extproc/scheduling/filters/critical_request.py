@@ -15,8 +15,9 @@ from extproc.scheduling.turn import Turn
 class CriticalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Keeps everybody for a critical request and nobody for a sheddable one.
 
-    A question for the root of a tree. A request is sheddable when it says so in a header; nothing
-    said is critical, because to refuse what nobody called sheddable would be a surprise.
+    A question for the root of a tree. A request that names an objective of the pool is sheddable
+    when its priority is below 0. Another one is sheddable when it says so in a header; nothing said
+    is critical, because to refuse what nobody called sheddable would be a surprise.
 
     Attributes:
         header: The header, in lower case. The default is the one by which clients of the upstream
@@ -32,5 +33,7 @@ class CriticalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """See the class."""
+        if turn.request.objective:
+            return () if turn.request.priority < 0 else candidates
         said = turn.headers.get(self.header.lower(), "").strip()
         return () if said.lower() == self.sheddable.lower() else candidates

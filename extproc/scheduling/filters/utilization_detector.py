@@ -35,12 +35,15 @@ class UtilizationDetector(
 
     def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """See the class."""
-        queue = self.queue_depth_threshold * (1.0 + self.headroom)
-        kv = min(1.0, self.kv_cache_util_threshold * (1.0 + self.headroom))
-        kept = [
-            c
-            for c in candidates
-            if (c.load.waiting is None or c.load.waiting < queue)
-            and (c.load.kv_usage is None or c.load.kv_usage < kv)
-        ]
-        return kept or candidates
+        return [c for c in candidates if not self.full(c)] or candidates
+
+    def full(self, candidate: Candidate) -> bool:
+        """See `plugins.Detector`."""
+        load = candidate.load
+        if load.waiting is not None:
+            queue = self.queue_depth_threshold * (1.0 + self.headroom)
+            if load.waiting >= queue:
+                return True
+        if load.kv_usage is None:
+            return False
+        return load.kv_usage >= min(1.0, self.kv_cache_util_threshold * (1.0 + self.headroom))

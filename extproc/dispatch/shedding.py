@@ -1,0 +1,30 @@
+"""When requests of a priority below 0 are dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from extproc.endpoint import Candidate
+from extproc.scheduling.filters.utilization_detector import UtilizationDetector
+from extproc.scheduling.profile import Profile
+
+#: What counts as full where the profile has no detector of its own: upstream's defaults, 5 waiting
+#: requests or 0.8 of the KV blocks.
+_USUAL = UtilizationDetector()
+
+
+def saturated(profile: Profile, candidates: Sequence[Candidate]) -> bool:
+    """Whether every endpoint a request may go to is full.
+
+    Full is what a saturation detector among the profile's filters says, one of them where there are
+    several; else `UtilizationDetector` with its defaults. An endpoint whose load nobody knows is
+    not full, so that a scraper in trouble drops nothing.
+
+    Args:
+        profile: That would choose.
+        candidates: Who is in play, at least one.
+    """
+    return any(
+        all(detector.full(candidate) for candidate in candidates)
+        for detector in profile.detectors or (_USUAL,)
+    )

@@ -1,0 +1,208 @@
+"""Section F of the checklist: objectives and rewrites, as requests meet them."""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Mapping
+
+import pytest
+
+from extproc.decision import Decision
+from extproc.pool.policy import Policy, Rule, Target
+from extproc.request import RawRequest
+from tests.support import conversation as talk
+from tests.support.house import House, load
+from tests.support.peer import Said
+
+OBJECTIVE, OLD_OBJECTIVE = "x-llm-d-inference-objective", "x-gateway-inference-objective"
+REWRITE, OLD_REWRITE = "x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite"
+PATH = "/v1/completions"
+
+
+def rule(models: str, *targets: str | tuple[str, int | None]) -> Rule:
+    pairs = [(one, None) if isinstance(one, str) else one for one in targets]
+    return Rule(tuple(models.split()), tuple(Target(*pair) for pair in pairs))
+
+
+def house(*rules: Rule, full: bool = False, **priorities: int) -> House:
+    held = House({talk.ONE: load(9, 0.95) if full else load(0, 0.1)})
+    held.fleet.decree(Policy(priorities, rules))
+    return held
+
+
+def says(held: House, body: Mapping[str, str], headers: Mapping[str, str] = {}) -> list[Said]:
+    """Everything that is said about a request, in full duplex."""
+    one = talk.Talk(held.decide)
+    one.hear(talk.request_headers({**talk.PLAIN, ":path": PATH, **headers}))
+    return one.hear(talk.request_body(json.dumps(body).encode(), ends=True))
+
+
+def model_sent(held: House, model: str | None, headers: Mapping[str, str] = {}) -> str:
+    """The model in the body that is handed on."""
+    named = {} if model is None else {"model": model}
+    route, piece = says(held, {**named, "prompt": "x"}, headers)
+    assert piece.body is not None
+    # Either it was not edited, or its length is told (checklist 27).
+    length = dict(route.sets).get("content-length", str(len(piece.body)))
+    assert length == str(len(piece.body))
+    return str(json.loads(piece.body)["model"])
+
+
+def priority_of(held: House, headers: Mapping[str, str]) -> int:
+    one = talk.Talk(held.decide)
+    one.hear(talk.request_headers({**talk.PLAIN, ":path": PATH, **headers}))
+    one.hear(talk.request_body(b'{"model": "m", "prompt": "x"}', ends=True))
+    outcome = held.decide(one.asked[0])
+    assert isinstance(outcome, Decision)
+    return outcome.request.priority
+
+
+@pytest.mark.parametrize(
+    ("headers", "priority"),
+    [
+        ({OBJECTIVE: "gold"}, 5),
+        ({OLD_OBJECTIVE: "gold"}, 5),
+        ({OBJECTIVE: "gold", OLD_OBJECTIVE: "lead"}, 5),
+        ({OBJECTIVE: "lead", OLD_OBJECTIVE: "gold"}, -5),
+        ({OBJECTIVE: "tin", OLD_OBJECTIVE: "gold"}, 0),
+    ],
+)
+def test_042_objective_under_its_old_and_new_name(headers: dict[str, str], priority: int):
+    """The old header works; where both are there the new one wins."""
+    assert priority_of(house(gold=5, lead=-5), headers) == priority
+
+
+@pytest.mark.parametrize(
+    ("headers", "model"),
+    [
+        ({OLD_REWRITE: "old"}, "old"),
+        ({REWRITE: "new"}, "new"),
+        ({OLD_REWRITE: "old", REWRITE: "new"}, "new"),
+    ],
+)
+def test_042_rewrite_under_its_old_and_new_name(headers: dict[str, str], model: str):
+    """The old header works; where both are there the new one wins, and neither goes on."""
+    assert model_sent(house(), "m", headers) == model
+    route, _ = says(house(), {"model": "m", "prompt": "x"}, headers)
+    assert route.removes == tuple(sorted(headers))
+
+
+def test_042_fairness_under_its_old_and_new_name():
+    """Both names of the fairness header are the picker's own and do not go on."""
+    headers = {"x-llm-d-inference-fairness-id": "a", "x-gateway-inference-fairness-id": "b"}
+    route, _ = says(house(), {"model": "m", "prompt": "x"}, headers)
+    assert route.removes == tuple(sorted(headers))
+
+
+def test_072_sheddable_and_saturated_is_dropped():
+    """Priority below 0 and every endpoint full: 429 in the reference's words."""
+    (said,) = says(house(full=True, batch=-1), {"model": "m", "prompt": "x"}, {OBJECTIVE: "batch"})
+    assert said == talk.refuse(
+        429,
+        message="inference error: ResourceExhausted - system saturated, sheddable request dropped",
+        kind="rate_limit_error",
+        reason="rejected-saturated",
+        retry_after="1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("priority", "full"), [(0, True), (1, True), (-1, False)], ids=["0", "1", "room"]
+)
+def test_072_others_are_routed(priority: int, *, full: bool):
+    """Priority 0 and above is routed to full endpoints, and below 0 while there is room."""
+    held = house(full=full, it=priority)
+    route, _ = says(held, {"model": "m", "prompt": "x"}, {OBJECTIVE: "it"})
+    assert route.told == talk.told(talk.ONE)
+
+
+def test_072_no_endpoints_stays_503():
+    """Nobody ready is 503 whatever the priority, as the protocol says (the reference: 429)."""
+    held = House({})
+    held.fleet.decree(Policy({"batch": -1}))
+    (said,) = says(held, {"model": "m", "prompt": "x"}, {OBJECTIVE: "batch"})
+    assert said.status == 503
+
+
+@pytest.mark.parametrize(
+    ("headers", "priority"),
+    [({OBJECTIVE: "gold"}, 4), ({OBJECTIVE: "plain"}, 0), ({OBJECTIVE: "unknown"}, 0), ({}, 0)],
+)
+def test_081_the_objective_gives_the_priority(headers: dict[str, str], priority: int):
+    """A known objective gives its own, one without priority 0, an unknown or missing one 0."""
+    assert priority_of(house(gold=4, plain=0), headers) == priority
+
+
+def test_082_objectives_of_other_pools_are_unknown():
+    """The policy of a pool is all that counts: a name of another pool's has priority 0."""
+    theirs, ours = house(gold=4), house()
+    assert priority_of(theirs, {OBJECTIVE: "gold"}) == 4
+    assert priority_of(ours, {OBJECTIVE: "gold"}) == 0
+
+
+@pytest.mark.parametrize(
+    ("rules", "model"),
+    [
+        ((rule("", "any"), rule("m", "exact")), "exact"),
+        ((rule("m", "older"), rule("m", "newer")), "older"),
+        ((rule("n", "other"), rule("k m", "first"), rule("m", "second")), "first"),
+        ((rule("", "older any"), rule("", "newer any")), "older any"),
+        ((rule("n", "other"),), "m"),
+    ],
+    ids=["exact beats generic", "older beats newer", "list order", "generic by age", "no match"],
+)
+def test_083_precedence_of_rules(rules: tuple[Rule, ...], model: str):
+    """Exact before generic, then the order of the policy: age of the object, place in its list."""
+    assert model_sent(house(*rules), "m") == model
+
+
+def test_084_a_rule_beats_the_header():
+    """Where a rule is for the body's model the header does not count; alone it does."""
+    assert model_sent(house(rule("m", "ruled")), "m", {REWRITE: "named"}) == "ruled"
+    assert model_sent(house(rule("", "ruled")), "m", {REWRITE: "named"}) == "ruled"
+    assert model_sent(house(rule("n", "ruled")), "m", {REWRITE: "named"}) == "named"
+    assert model_sent(house(), "m", {REWRITE: "named"}) == "named"
+
+
+def test_084_a_missing_model_is_supplied():
+    """Header or generic rule name what the body does not; only then is it a 400."""
+    assert model_sent(house(), None, {REWRITE: "named"}) == "named"
+    assert model_sent(house(rule("", "ruled")), None) == "ruled"
+    (said,) = says(house(rule("m", "ruled")), {"prompt": "x"})
+    assert said.status == 400
+
+
+def drawn(*targets: str | tuple[str, int | None]) -> collections.Counter[str]:
+    """How often each target was decided for in 1,000 tries."""
+    held = house(rule("m", *targets))
+    raw = RawRequest({":path": PATH}, b'{"model": "m", "prompt": "x"}')
+    outcomes = [held.decide(raw) for _ in range(1000)]
+    return collections.Counter(each.request.model for each in outcomes)
+
+
+def test_085_without_weights_all_alike():
+    """Two targets without weight: half each, within five standard deviations of 1,000."""
+    assert abs(drawn("a", "b")["a"] - 500) <= 79
+
+
+def test_085_in_proportion():
+    """70 to 30: 700 of 1,000, within five standard deviations."""
+    assert abs(drawn(("a", 70), ("b", 30))["a"] - 700) <= 73
+
+
+def test_085_mixed_draws_only_the_weighted():
+    """Where one has a weight, those without are never drawn."""
+    assert set(drawn(("a", 3), ("b", None), ("c", 1))) == {"a", "c"}
+
+
+def test_085_a_sum_of_nothing_is_no_weight():
+    """Weights of 0 alone: all alike."""
+    assert set(drawn(("a", 0), ("b", 0))) == {"a", "b"}
+
+
+def test_087_without_objects_priority_is_0():
+    """Nothing was ever decreed: requests that name an objective are routed at priority 0."""
+    held = House({talk.ONE: load(9, 0.95)})
+    assert priority_of(held, {OBJECTIVE: "batch"}) == 0
+    assert model_sent(held, "m", {OBJECTIVE: "batch"}) == "m"
