@@ -43,6 +43,8 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False):
         incarnation: Grows each time discovery brings an address back, so that accounts and
             beliefs of an earlier life are never charged to the new one.
         models: Names it answers to, where discovery knows; what the engine lists itself beats it.
+        uid: Of what stands behind the address, where discovery knows: a pod that takes over the
+            address of another is another engine. Empty: nobody knows.
     """
 
     address: str
@@ -50,6 +52,7 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False):
     labels: Mapping[str, str] = NO_LABELS
     incarnation: int = 0
     models: Models | None = None
+    uid: str = ""
 
     @property
     def ip(self) -> str:

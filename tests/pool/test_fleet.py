@@ -102,6 +102,19 @@ def test_an_endpoint_that_comes_back_is_another_one():
     assert (first.account.in_flight, second.account.in_flight) == (0, 0)
 
 
+def test_an_address_that_another_pod_takes_over_is_another_endpoint():
+    """Another uid at the same address is a new life, even when nothing was seen in between."""
+    gone = Gone()
+    fleet = Fleet(on_gone=gone)
+    lives = []
+    for uid in ("a", "a", "b"):
+        fleet.replace([Endpoint(ONE, uid=uid)], 0.0)
+        lives.append(member_of(fleet).endpoint)
+    assert lives[0] == lives[1]
+    assert lives[2].incarnation > lives[1].incarnation
+    assert gone == [lives[0]]
+
+
 def test_incarnations_are_never_reused():
     """No two lives of any endpoints share an incarnation."""
     fleet = Fleet(on_gone=Gone())

@@ -1,0 +1,153 @@
+"""Which collections of the API server the sources take: as few and as narrow as they allow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from extproc.discovery.kubernetes import resources, settings
+from extproc.errors import ConfigError
+
+_T = TypeVar("_T")
+
+
+class Collection(msgspec.Struct, frozen=True):
+    """One thing to list and watch.
+
+    Attributes:
+        resource: Of which objects.
+        namespace: Only there; empty for the whole cluster.
+        labels: Label selector in the API's form; empty for all.
+        fields: Field selector in the API's form; empty for all.
+    """
+
+    resource: resources.Resource
+    namespace: str = ""
+    labels: str = ""
+    fields: str = ""
+
+    @property
+    def path(self) -> str:
+        """Of the collection, in the API."""
+        resource = self.resource
+        root = f"/apis/{resource.group}" if resource.group else "/api"
+        where = f"/namespaces/{self.namespace}" if self.namespace else ""
+        return f"{root}/{resource.version}{where}/{resource.plural}"
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        where = f"in namespace {self.namespace}" if self.namespace else "in all namespaces"
+        return f"{self.resource.title} {where}"
+
+    def covers(self, resource: resources.Resource, namespace: str) -> bool:
+        """Whether it holds the objects of a resource in a namespace, as far as we need them."""
+        return self.resource == resource and self.namespace in {"", namespace}
+
+
+def check(sources: Sequence[settings.Source]) -> None:
+    """Refuses sources that contradict themselves.
+
+    Raises:
+        ConfigError: For two pools of one name, a selector of nothing, too many ports or an unknown
+            API group.
+    """
+    keys: set[str] = set()
+    for at, source in enumerate(sources):
+        where = f"kubernetes.sources[{at}]"
+        if isinstance(source, settings.Selector):
+            _check_selector(source, where)
+        elif not isinstance(source, settings.Service) and source.group not in resources.POOLS_OF:
+            raise ConfigError(
+                where,
+                wanted="an InferencePool of " + " or ".join(resources.POOLS_OF),
+                found=source.group,
+                fix="correct the group",
+            )
+        if isinstance(source, settings.Everything):
+            continue
+        if source.key in keys:
+            raise ConfigError(
+                where, wanted="one pool per name", found=f"{source.key} again", fix="rename one"
+            )
+        keys.add(source.key)
+
+
+def _check_selector(source: settings.Selector, where: str) -> None:
+    if not source.labels:
+        raise ConfigError(
+            where,
+            wanted="at least one label",
+            found="none, which would take every pod",
+            fix="name the labels of the engines",
+        )
+    distinct = len(set(source.ports)) == len(source.ports) <= settings.MOST_PORTS
+    if not distinct or not all(1 <= port <= 65535 for port in source.ports):
+        raise ConfigError(
+            where,
+            wanted=f"at most {settings.MOST_PORTS} different ports from 1 to 65535",
+            found=", ".join(map(str, source.ports)),
+            fix="correct the target ports",
+        )
+
+
+def of(sources: Sequence[settings.Source], *, policies: bool) -> tuple[Collection, ...]:
+    """What has to be watched; no two collections hold the same object.
+
+    Args:
+        sources: What is asked for.
+        policies: Whether objectives and rewrites are wanted.
+    """
+    pools = [one for one in sources if isinstance(one, settings.InferencePoolRef)]
+    wide = [one for one in sources if isinstance(one, settings.Everything)]
+    selectors = [one for one in sources if isinstance(one, settings.Selector)]
+    services = [one for one in sources if isinstance(one, settings.Service)]
+    found: list[Collection] = []
+    for group, resource in resources.POOLS_OF.items():
+        names: dict[str, set[str]] = {one.namespace: set() for one in wide if one.group == group}
+        for ref in pools:
+            if ref.group == group and ref.namespace not in names:
+                names[ref.namespace] = {one.name for one in pools if _beside(one, ref)}
+        found += [
+            Collection(resource, namespace, fields=_named(only))
+            for namespace, only in _widest(names).items()
+        ]
+    homes = dict.fromkeys([one.namespace for one in wide] + [one.namespace for one in pools], "")
+    if policies:
+        decrees = [resource for kind in resources.DECREES for resource in kind]
+        found += [Collection(one, home) for one in decrees for home in _widest(homes)]
+    for selector in selectors:
+        alone = sum(one.namespace == selector.namespace for one in selectors) == 1
+        homes.setdefault(selector.namespace, _selecting(selector.labels) if alone else "")
+    found += [
+        Collection(resources.PODS, home, labels=labels) for home, labels in _widest(homes).items()
+    ]
+    found += [
+        Collection(
+            resources.SLICES,
+            one.namespace,
+            labels=_selecting({"kubernetes.io/service-name": one.name}),
+        )
+        for one in services
+    ]
+    return tuple(found)
+
+
+def _widest(homes: Mapping[str, _T]) -> Mapping[str, _T]:
+    """Without the namespaces, where the whole cluster is watched."""
+    return {"": homes[""]} if "" in homes else homes
+
+
+def _beside(one: settings.InferencePoolRef, other: settings.InferencePoolRef) -> bool:
+    return (one.group, one.namespace) == (other.group, other.namespace)
+
+
+def _named(names: set[str]) -> str:
+    """A field selector for one name, so that a Role may be narrowed to it with resourceNames."""
+    return f"metadata.name={next(iter(names))}" if len(names) == 1 else ""
+
+
+def _selecting(labels: Mapping[str, str]) -> str:
+    return ",".join(f"{key}={text}" for key, text in sorted(labels.items()))

@@ -1,0 +1,29 @@
+"""InferenceObjectives and InferenceModelRewrites to a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from extproc.discovery.kubernetes import objects
+from extproc.pool import policy
+
+
+def policy_of(
+    pool: objects.PoolRef,
+    objectives: Iterable[objects.Objective],
+    rewrites: Iterable[objects.Rewrite],
+) -> policy.Policy:
+    """What is decreed for one pool (EPP protocol report 3.3 and 3.4).
+
+    Args:
+        pool: Whose.
+        objectives: Of its namespace, in any order.
+        rewrites: The same. Of one age, the name decides, so that replicas agree.
+    """
+    aged = sorted(
+        (one for one in rewrites if one.pool == pool), key=lambda one: (one.created, one.name)
+    )
+    named = sorted((one.name, one.priority) for one in objectives if one.pool == pool)
+    return policy.Policy(
+        priorities=dict(named), rules=tuple(rule for one in aged for rule in one.rules)
+    )

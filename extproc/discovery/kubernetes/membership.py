@@ -1,0 +1,157 @@
+"""Pods and slices to endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from extproc.discovery.kubernetes import objects
+from extproc.endpoint import Endpoint, Models
+
+#: KubeAI's labels: the model a pod serves, and one per adapter it has loaded.
+MODEL_LABEL = "model"
+ADAPTER_PREFIX = "adapter.kubeai.org/"
+
+
+def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """Whether a pod carries all labels asked for."""
+    return selector.items() <= labels.items()
+
+
+def of_pod(
+    pod: objects.Pod, ports: Sequence[int], *, override_ip: bool = False
+) -> tuple[Endpoint, ...]:
+    """The endpoints of a pod; none while it is not ready.
+
+    Args:
+        pod: Which one.
+        ports: Target ports in their order: with several, each is a rank of its own, called
+            `<pod>-rank-<index>` (EPP protocol report 1.9). None: the pod names its port.
+        override_ip: Whether `model-pod-ip` may replace the IP.
+    """
+    ip = pod.model_ip if override_ip and pod.model_ip else pod.ip
+    if not pod.ready or not ip:
+        return ()
+    if not ports:
+        port = _number(pod.model_port)
+        ports = (port,) if port else ()
+    wanted = _active(pod.active_ports, ports)
+    labels = {"namespace": pod.namespace, **pod.labels}
+    if pod.node:
+        labels.setdefault("kubernetes.io/hostname", pod.node)
+    models = _models(pod)
+    return tuple(
+        Endpoint(
+            _joined(ip, port),
+            name=pod.name if len(ports) == 1 else f"{pod.name}-rank-{rank}",
+            labels=labels,
+            models=models,
+            uid=pod.uid,
+        )
+        for rank, port in enumerate(ports)
+        if port in wanted
+    )
+
+
+def _active(annotation: str | None, ports: Sequence[int]) -> Iterable[int]:
+    """Ports in use; what is no target port is ignored (EPP checklist 62)."""
+    if annotation is None:
+        return ports
+    return {_number(text.strip()) for text in annotation.split(",")}
+
+
+def _number(text: str) -> int:
+    """A port; 0 for anything else."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 5 else 0
+
+
+def _models(pod: objects.Pod) -> Models | None:
+    """What KubeAI says a pod serves.
+
+    `model` alone is a label anybody may use; KubeAI's pods all carry the port as well.
+    """
+    model = pod.labels.get(MODEL_LABEL)
+    if not model:
+        return None
+    adapters = frozenset(
+        key[len(ADAPTER_PREFIX) :] for key in pod.labels if key.startswith(ADAPTER_PREFIX)
+    )
+    if not adapters and not pod.model_port:
+        return None
+    return Models(frozenset({model}), adapters)
+
+
+def _joined(ip: str, port: int) -> str:
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+def merge(pods: Iterable[tuple[objects.Pod, tuple[Endpoint, ...]]]) -> tuple[Endpoint, ...]:
+    """The endpoints of a pool, by pod name, each address once.
+
+    Every replica of the picker lists them in this order. Of pods that claim one address the
+    youngest has it: an IP goes to the next pod before the last word of the one before is heard.
+    """
+    listed = [pair for pair in pods if pair[1]]
+    listed.sort(key=lambda pair: pair[0].name)
+    found = tuple([endpoint for _, endpoints in listed for endpoint in endpoints])
+    if len({endpoint.address for endpoint in found}) == len(found):
+        return found
+    owners: dict[str, tuple[str, str]] = {}
+    for pod, endpoints in listed:
+        for endpoint in endpoints:
+            claim = (pod.created, pod.uid)
+            owners[endpoint.address] = max(owners.get(endpoint.address, claim), claim)
+    return tuple(
+        endpoint
+        for pod, endpoints in listed
+        for endpoint in endpoints
+        if owners[endpoint.address] == (pod.created, pod.uid)
+    )
+
+
+def of_slices(slices: Iterable[objects.Slice], port: str) -> tuple[Endpoint, ...]:
+    """The endpoints of a Service, by name, each pod once.
+
+    Args:
+        slices: All of it.
+        port: Name or number; see `settings.Service`.
+    """
+    found: dict[tuple[str, int], Endpoint] = {}
+    # A Service of two families has every pod twice; IPv4 comes first in text order.
+    for one in sorted(slices, key=lambda one: (one.family, one.name)):
+        number = _chosen(one.ports, port)
+        for backend in one.backends if number else ():
+            if backend.ready and backend.ip:
+                owner = backend.uid or backend.name or backend.ip
+                found.setdefault((owner, number), _of_backend(one, backend, number))
+    by_address = {endpoint.address: endpoint for endpoint in found.values()}
+    return tuple(sorted(by_address.values(), key=lambda one: (one.name, one.address)))
+
+
+def app_protocol(slices: Iterable[objects.Slice], port: str) -> str:
+    """What the Service says its port speaks; empty when it does not."""
+    return next(
+        (
+            found.app_protocol
+            for one in slices
+            for found in one.ports
+            if found.number == _chosen(one.ports, port) and found.app_protocol
+        ),
+        "",
+    )
+
+
+def _chosen(ports: Sequence[objects.Port], port: str) -> int:
+    """Number of the port asked for; 0 when it is not there or nobody can tell which it is."""
+    if not port:
+        return ports[0].number if len(ports) == 1 else 0
+    return next((one.number for one in ports if port in (one.name, str(one.number))), 0)
+
+
+def _of_backend(one: objects.Slice, backend: objects.Backend, port: int) -> Endpoint:
+    labels = {"namespace": one.namespace}
+    if backend.node:
+        labels["kubernetes.io/hostname"] = backend.node
+    if backend.zone:
+        labels["topology.kubernetes.io/zone"] = backend.zone
+    address = _joined(backend.ip, port)
+    return Endpoint(address, name=backend.name or address, labels=labels, uid=backend.uid)

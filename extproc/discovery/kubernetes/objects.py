@@ -1,0 +1,154 @@
+"""What is kept of API objects: frozen values, and nothing that no pool depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from extproc.endpoint import NO_LABELS
+from extproc.pool import policy
+
+
+class Pod(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """A pod.
+
+    Attributes:
+        namespace: Where it is.
+        name: Unique there at one time.
+        uid: Unique for ever.
+        created: RFC 3339 in UTC, so that text order is time order.
+        ip: In its shortest form; empty while it has none.
+        ready: Condition Ready is True, it is not being deleted and has not ended.
+        labels: All of them.
+        node: Name of its node.
+        active_ports: Annotation `llm-d.ai/active-ports`; None without it.
+        model_port: Annotation `model-pod-port` of KubeAI.
+        model_ip: Annotation `model-pod-ip` of KubeAI.
+    """
+
+    namespace: str
+    name: str
+    uid: str = ""
+    created: str = ""
+    ip: str = ""
+    ready: bool = False
+    labels: Mapping[str, str] = NO_LABELS
+    node: str = ""
+    active_ports: str | None = None
+    model_port: str = ""
+    model_ip: str = ""
+
+
+class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
+    """An InferencePool, of either group.
+
+    Attributes:
+        namespace: Where it and its pods are.
+        name: Its name.
+        group: API group it was read from.
+        selector: Labels a pod must carry, all of them.
+        ports: Target ports in their order.
+        app_protocol: As written; empty when nobody did.
+        annotations: All but what kubectl leaves behind.
+    """
+
+    namespace: str
+    name: str
+    group: str
+    selector: Mapping[str, str]
+    ports: tuple[int, ...]
+    app_protocol: str = ""
+    annotations: Mapping[str, str] = NO_LABELS
+
+
+class PoolRef(msgspec.Struct, frozen=True):
+    """The pool an objective or a rewrite is for; it is in the same namespace."""
+
+    group: str
+    name: str
+
+
+class Objective(msgspec.Struct, frozen=True, kw_only=True):
+    """An InferenceObjective.
+
+    Attributes:
+        namespace: Where it is.
+        name: What requests name in their header.
+        pool: Whose requests; None for something that is no InferencePool.
+        priority: 0 when nobody set one; below 0 may be shed.
+    """
+
+    namespace: str
+    name: str
+    pool: PoolRef | None
+    priority: int = 0
+
+
+class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
+    """An InferenceModelRewrite.
+
+    Attributes:
+        namespace: Where it is.
+        name: Its name.
+        pool: Whose requests; None for something that is no InferencePool.
+        created: RFC 3339 in UTC.
+        rules: In their order.
+    """
+
+    namespace: str
+    name: str
+    pool: PoolRef | None
+    created: str = ""
+    rules: tuple[policy.Rule, ...] = ()
+
+
+class Backend(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """One endpoint of an EndpointSlice.
+
+    Attributes:
+        ip: In its shortest form; empty for what is no IP address.
+        ready: Ready, and not terminating.
+        name: Of the pod behind it; empty for none.
+        uid: Of the pod.
+        node: Name of its node.
+        zone: Name of its zone.
+    """
+
+    ip: str
+    ready: bool
+    name: str = ""
+    uid: str = ""
+    node: str = ""
+    zone: str = ""
+
+
+class Port(msgspec.Struct, frozen=True):
+    """A port of an EndpointSlice, on the pods."""
+
+    name: str
+    number: int
+    app_protocol: str = ""
+
+
+class Slice(msgspec.Struct, frozen=True, kw_only=True):
+    """An EndpointSlice.
+
+    Attributes:
+        namespace: Where it is.
+        name: Its name.
+        service: Name of its Service.
+        family: `IPv4`, `IPv6` or `FQDN`.
+        ports: TCP ports with a number.
+        backends: In their order.
+    """
+
+    namespace: str
+    name: str
+    service: str
+    family: str
+    ports: tuple[Port, ...] = ()
+    backends: tuple[Backend, ...] = ()
+
+
+Value = Pod | InferencePool | Objective | Rewrite | Slice
