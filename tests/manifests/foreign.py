@@ -1,0 +1,123 @@
+"""Kinds that Kubernetes does not have, as far as our manifests use them.
+
+The tables come from the projects' API references. A key that is missing here may exist: look it up
+there, then add it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+#: Required keys end in `!`. A value is a mapping, a list of one form, or a word of `_WORDS`, or
+#: words of an enumeration parted by `|`.
+_TABLES = """
+gateway.networking.k8s.io/v1 Gateway:
+  gatewayClassName!: text
+  listeners!: [{name!: text, port!: port, protocol!: HTTP|HTTPS|TLS|TCP|UDP, hostname: text}]
+gateway.networking.k8s.io/v1 HTTPRoute:
+  hostnames: [text]
+  parentRefs!: [{group: text, kind: text, name!: text, namespace: text, sectionName: text}]
+  rules!:
+    - name: text
+      matches: [{path: {type!: Exact|PathPrefix|RegularExpression, value!: text}}]
+      backendRefs!: [{group!: text, kind!: text, name!: text, port: port, weight: number}]
+      timeouts: {request: duration, backendRequest: duration}
+inference.networking.k8s.io/v1 InferencePool:
+  selector!: {matchLabels!: labels}
+  targetPorts!: [{number!: port}]
+  appProtocol: http|kubernetes.io/h2c
+  endpointPickerRef:
+    group: text
+    kind: text
+    name!: text
+    port!: {number!: port}
+    failureMode: FailOpen|FailClose
+llm-d.ai/v1alpha2 InferenceObjective:
+  priority: number
+  poolRef!: {group: text, kind: text, name!: text}
+networking.istio.io/v1 DestinationRule:
+  host!: text
+  trafficPolicy!: {tls!: {mode!: DISABLE|SIMPLE|MUTUAL|ISTIO_MUTUAL, insecureSkipVerify: flag}}
+networking.gke.io/v1 HealthCheckPolicy:
+  targetRef!: {group!: text, kind!: text, name!: text}
+  default!:
+    config!:
+      type!: HTTP|GRPC
+      httpHealthCheck: {requestPath: text, port: port}
+      grpcHealthCheck: {portSpecification: USE_FIXED_PORT|USE_SERVING_PORT, port: port}
+networking.gke.io/v1 GCPBackendPolicy:
+  targetRef!: {group!: text, kind!: text, name!: text}
+  default!: {timeoutSec: number}
+monitoring.coreos.com/v1 ServiceMonitor:
+  selector!: {matchLabels!: labels}
+  namespaceSelector: {matchNames: [text]}
+  endpoints!: [{port!: text, path: text, interval: duration, scrapeTimeout: duration}]
+"""
+
+_WORDS: Mapping[str, Mapping[str, Any]] = {
+    "text": {"type": "string"},
+    "flag": {"type": "boolean"},
+    "number": {"type": "integer"},
+    "port": {"type": "integer", "minimum": 1, "maximum": 65535},
+    "duration": {"type": "string", "pattern": r"^([0-9]{1,5}(h|m|s|ms)){1,4}$"},
+    "labels": {
+        "type": "object",
+        "additionalProperties": {"type": "string", "maxLength": 63},
+        "minProperties": 1,
+    },
+}
+
+_METADATA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"},
+        "namespace": {"type": "string"},
+        "labels": _WORDS["labels"],
+        "annotations": {"type": "object", "additionalProperties": {"type": "string"}},
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+def _schema(form: Any) -> Mapping[str, Any]:
+    """A JSON Schema that takes only what a table shows."""
+    if isinstance(form, list):
+        return {"type": "array", "items": _schema(form[0]), "minItems": 1}
+    if isinstance(form, Mapping):
+        return {
+            "type": "object",
+            "properties": {key.rstrip("!"): _schema(value) for key, value in form.items()},
+            "required": [key[:-1] for key in form if key.endswith("!")],
+            "additionalProperties": False,
+        }
+    if form in _WORDS:
+        return _WORDS[form]
+    assert re.search(r"\|", form), form
+    return {"enum": form.split("|")}
+
+
+def _object(header: str, spec: Any) -> Mapping[str, Any]:
+    version, _, kind = header.partition(" ")
+    return {
+        "type": "object",
+        "properties": {
+            "apiVersion": {"const": version},
+            "kind": {"const": kind},
+            "metadata": _METADATA,
+            "spec": _schema(spec),
+        },
+        "required": ["apiVersion", "kind", "metadata", "spec"],
+        "additionalProperties": False,
+    }
+
+
+#: By apiVersion and kind.
+SCHEMAS: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    (header.partition(" ")[0], header.partition(" ")[2]): _object(header, spec)
+    for header, spec in yaml.safe_load(_TABLES).items()
+}

@@ -1,0 +1,75 @@
+"""Finding things in rendered objects, and asking our own code about them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from extproc.cli import flags
+from tests.manifests.tools import Document
+
+#: The container that is the picker.
+PICKER = "extproc"
+
+
+def of_kind(documents: Sequence[Document], kind: str, name: str = "") -> list[Document]:
+    """All objects of a kind, or the one with that name."""
+    return [
+        one
+        for one in documents
+        if one["kind"] == kind and (not name or one["metadata"]["name"] == name)
+    ]
+
+
+def only(documents: Sequence[Document], kind: str, name: str = "") -> Document:
+    """The one object of a kind."""
+    (one,) = of_kind(documents, kind, name)
+    return one
+
+
+def pods(documents: Sequence[Document]) -> Iterator[Document]:
+    """The pod specs of all Deployments."""
+    for one in of_kind(documents, "Deployment"):
+        yield one["spec"]["template"]["spec"]
+
+
+def pickers(documents: Sequence[Document]) -> Iterator[tuple[Document, Document]]:
+    """Pod spec and container of every picker."""
+    for pod in pods(documents):
+        for container in pod["containers"]:
+            if container["name"] == PICKER:
+                yield pod, container
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a picker's container, as our own program reads them."""
+    command, *rest = arguments
+    assert command == "serve"
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    flags.add(parser)
+    known, unknown = parser.parse_known_args(rest)
+    assert not unknown, unknown
+    return known
+
+
+def mounted(documents: Sequence[Document], pod: Document, container: Document, path: str) -> str:
+    """The text of a file that a ConfigMap brings into a container."""
+    folder, name = Path(path).parent, Path(path).name
+    (mount,) = [one for one in container["volumeMounts"] if Path(one["mountPath"]) == folder]
+    (volume,) = [one for one in pod["volumes"] if one["name"] == mount["name"]]
+    text: str = only(documents, "ConfigMap", volume["configMap"]["name"])["data"][name]
+    return text
+
+
+def ports(container: Document) -> dict[str, int]:
+    """A container's ports by name."""
+    return {one["name"]: one["containerPort"] for one in container.get("ports", ())}
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether a label selector takes these labels; `matchLabels` only."""
+    wanted = selector.get("matchLabels", {})
+    assert set(selector) <= {"matchLabels"}, selector
+    return all(labels.get(key) == value for key, value in wanted.items())

@@ -1,0 +1,191 @@
+"""What must hold of any set of rendered objects, of overlays and of the chart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from extproc.config import load
+from extproc.config.settings import Server, Settings
+from tests.manifests import parts, strict
+from tests.manifests.tools import Document
+
+#: What a picker may do, and nothing else: group, resource, verbs. Discovery lists and watches, and
+#: reads one object again; the Lease is held by writing it.
+READ = frozenset({"get", "list", "watch"})
+HOLD = frozenset({"get", "create", "update"})
+ALLOWED = {
+    ("", "pods"): READ,
+    ("inference.networking.k8s.io", "inferencepools"): READ,
+    ("inference.networking.x-k8s.io", "inferencepools"): READ,
+    ("inference.networking.x-k8s.io", "inferenceobjectives"): READ,
+    ("inference.networking.x-k8s.io", "inferencemodelrewrites"): READ,
+    ("llm-d.ai", "inferenceobjectives"): READ,
+    ("llm-d.ai", "inferencemodelrewrites"): READ,
+}
+SLICES = {("discovery.k8s.io", "endpointslices"): READ}
+LEASES = {("coordination.k8s.io", "leases"): HOLD}
+
+#: Seconds between the end of the drain and the end of the process that we leave at least.
+_AIR_S = 5
+
+
+def wrong(documents: Sequence[Document]) -> Iterator[str]:
+    """Everything that is wrong with a set of objects."""
+    for document in documents:
+        yield from strict.problems(document)
+    yield from _twice(documents)
+    for pod in parts.pods(documents):
+        yield from _unsafe(pod)
+    for pod, container in parts.pickers(documents):
+        yield from _picker(documents, pod, container)
+    yield from _selectors(documents)
+    yield from _references(documents)
+
+
+def granted(documents: Sequence[Document]) -> dict[tuple[str, str], frozenset[str]]:
+    """Verbs by API group and resource, of all roles."""
+    found: dict[tuple[str, str], frozenset[str]] = {}
+    for role in (*parts.of_kind(documents, "Role"), *parts.of_kind(documents, "ClusterRole")):
+        for rule in role["rules"]:
+            for group in rule["apiGroups"]:
+                for resource in rule["resources"]:
+                    key = (group, resource)
+                    found[key] = found.get(key, frozenset()) | set(rule["verbs"])
+    return found
+
+
+def settings_of(documents: Sequence[Document], pod: Document, container: Document) -> Settings:
+    """The configuration that a picker's container would run with, flags aside."""
+    path = parts.parsed(container["args"]).config_file
+    if path is None:
+        return Settings()
+    return load.settings(load.parse(parts.mounted(documents, pod, container, path), where=path))
+
+
+def _twice(documents: Sequence[Document]) -> Iterator[str]:
+    seen = set()
+    for one in documents:
+        key = (one["apiVersion"], one["kind"], one["metadata"]["name"])
+        if key in seen:
+            yield f"{key} stands twice"
+        seen.add(key)
+
+
+def _unsafe(pod: Document) -> Iterator[str]:
+    """What the Pod Security Standard `restricted` forbids, and a root file system to write to."""
+    outer = pod.get("securityContext", {})
+    if not outer.get("runAsNonRoot") or not outer.get("runAsUser"):
+        yield "a pod may run as root"
+    if outer.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+        yield "a pod has no seccomp profile"
+    for container in pod["containers"]:
+        inner = container.get("securityContext", {})
+        name = container["name"]
+        if inner.get("allowPrivilegeEscalation") is not False:
+            yield f"{name} may gain privileges"
+        if inner.get("readOnlyRootFilesystem") is not True:
+            yield f"{name} may write to its root file system"
+        if inner.get("capabilities", {}).get("drop") != ["ALL"]:
+            yield f"{name} keeps capabilities"
+        if not container.get("resources", {}).get("requests") or "memory" not in container[
+            "resources"
+        ].get("limits", {}):
+            yield f"{name} asks for no resources, or has no memory limit"
+
+
+def _picker(documents: Sequence[Document], pod: Document, container: Document) -> Iterator[str]:
+    server = settings_of(documents, pod, container).server
+    wanted = {
+        "grpc": server.grpc_port,
+        "health": server.grpc_health_port,
+        "metrics": server.metrics_port,
+    }
+    ports = parts.ports(container)
+    if {name: ports.get(name) for name in wanted} != wanted:
+        yield f"ports are {ports}, and the picker listens on {wanted}"
+    for probe, service in (("readinessProbe", "readiness"), ("livenessProbe", "liveness")):
+        if container[probe]["grpc"] != {"port": server.grpc_health_port, "service": service}:
+            yield f"{probe} asks {container[probe]['grpc']}"
+    yield from _grace(pod, container, server)
+
+
+def _grace(pod: Document, container: Document, server: Server) -> Iterator[str]:
+    """The pod is not killed before the drain ends, and no picker ends before its Envoy."""
+    waits = _sleep_s(container)
+    if pod["terminationGracePeriodSeconds"] < waits + server.drain_timeout_s + _AIR_S:
+        yield "the pod is killed before the drain ends"
+    for other in pod["containers"]:
+        if other is not container and _sleep_s(other) >= waits + server.drain_timeout_s:
+            yield f"{other['name']} outlives its picker"
+
+
+def _sleep_s(container: Document) -> float:
+    hook = container.get("lifecycle", {}).get("preStop", {})
+    return float(hook.get("sleep", {}).get("seconds", 0))
+
+
+def _selectors(documents: Sequence[Document]) -> Iterator[str]:
+    """Services, budgets and policies select pods that there are, and ports have their names."""
+    templates = [one["spec"]["template"] for one in parts.of_kind(documents, "Deployment")]
+    for kind, where in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
+        for one in parts.of_kind(documents, kind):
+            if not any(
+                parts.selects(one["spec"][where], template["metadata"]["labels"])
+                for template in templates
+            ):
+                yield f"{kind} {one['metadata']['name']} selects nobody"
+    for service in parts.of_kind(documents, "Service"):
+        chosen = [
+            template
+            for template in templates
+            if parts.selects(
+                {"matchLabels": service["spec"]["selector"]}, template["metadata"]["labels"]
+            )
+        ]
+        if len(chosen) != 1:
+            yield f"Service {service['metadata']['name']} selects {len(chosen)} Deployments"
+            continue
+        named = {
+            name for container in chosen[0]["spec"]["containers"] for name in parts.ports(container)
+        }
+        for port in service["spec"]["ports"]:
+            if port["targetPort"] not in named:
+                yield f"Service {service['metadata']['name']}: no port {port['targetPort']}"
+
+
+def _references(documents: Sequence[Document]) -> Iterator[str]:
+    """What objects name is there: pools, Services, gateways, Deployments, accounts."""
+    there = {(one["kind"], one["metadata"]["name"]) for one in documents}
+    for one in documents:
+        for named in _NAMES.get(one["kind"], lambda _: [])(one):
+            if (named["kind"], named["name"]) not in there:
+                yield f"{one['kind']} {one['metadata']['name']} names {named}, which is missing"
+    for pool in parts.of_kind(documents, "InferencePool"):
+        picker = pool["spec"]["endpointPickerRef"]
+        service = parts.of_kind(documents, "Service", picker["name"])
+        open_ports = {port["port"] for one in service for port in one["spec"]["ports"]}
+        if picker["port"]["number"] not in open_ports:
+            yield f"InferencePool names {picker}, and there is no such port"
+
+
+def _of_route(route: Document) -> Iterator[Document]:
+    yield from ({"kind": "Gateway", **parent} for parent in route["spec"]["parentRefs"])
+    for rule in route["spec"]["rules"]:
+        yield from rule["backendRefs"]
+
+
+def _of_deployment(deployment: Document) -> Iterator[Document]:
+    account = deployment["spec"]["template"]["spec"].get("serviceAccountName")
+    if account:
+        yield {"kind": "ServiceAccount", "name": account}
+
+
+#: The references of each kind, as mappings with kind and name.
+_NAMES: Mapping[str, Callable[[Document], Iterable[Document]]] = {
+    "HTTPRoute": _of_route,
+    "Deployment": _of_deployment,
+    "HealthCheckPolicy": lambda one: [one["spec"]["targetRef"]],
+    "GCPBackendPolicy": lambda one: [one["spec"]["targetRef"]],
+    "HorizontalPodAutoscaler": lambda one: [one["spec"]["scaleTargetRef"]],
+    "RoleBinding": lambda one: [one["roleRef"], *one["subjects"]],
+}

@@ -1,0 +1,61 @@
+"""Every YAML file of the folder, as it stands."""
+
+import pytest
+import yaml
+
+from extproc.config import load
+from extproc.config.settings import Settings
+from tests.manifests import envoy_files, rules, strict, tools
+
+FILES = sorted(path for path in tools.MANIFESTS.rglob("*.yaml") if "templates" not in path.parts)
+
+#: Files that are no Kubernetes objects.
+_OTHERS = {"kustomization.yaml", "values.yaml", "Chart.yaml", "envoy.yaml", "extproc.yaml"}
+
+
+def name(path):
+    return str(path.relative_to(tools.MANIFESTS))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_files_parse(path):
+    """Every document is YAML, and no key stands twice."""
+    assert [one for one in yaml.load_all(path.read_text(), strict.OneOfEach) if one]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [one for one in FILES if one.parent.name == "base" or one.parent == tools.MANIFESTS],
+    ids=name,
+)
+def test_plain_objects_are_right(path):
+    """Objects that are applied without patches hold to the schemas as files, too."""
+    if path.name in _OTHERS:
+        return
+    found = [p for one in tools.documents(path.read_text()) for p in strict.problems(one)]
+    assert not found
+
+
+def test_the_base_configuration_is_taken():
+    """The strict reader takes it, and it says what the defaults are."""
+    text = (tools.MANIFESTS / "base/extproc.yaml").read_text()
+    assert load.settings(load.parse(text, where="base/extproc.yaml")) == Settings()
+
+
+@pytest.mark.parametrize("overlay", envoy_files.FILES)
+def test_envoy_files_are_those_that_are_shipped(overlay):
+    """`python -m tests.manifests.envoy_files` was run after a change of envoy/original-dst.yaml."""
+    assert envoy_files.path(overlay).read_text() == envoy_files.FILES[overlay]()
+
+
+def test_the_plain_example_is_right():
+    """It holds to the rules of overlays, and needs no rights at all."""
+    documents = tools.documents((tools.MANIFESTS / "plain.yaml").read_text())
+    assert not list(rules.wrong(documents))
+    assert not rules.granted(documents)
+
+
+def test_shared_patches_are_equal():
+    """A patch that stands in two overlays is the same in both."""
+    texts = {path.read_text() for path in tools.MANIFESTS.rglob("overlays/envoy*/selector.yaml")}
+    assert len(texts) == 1

@@ -1,0 +1,94 @@
+"""What kustomize makes of the base and of every overlay."""
+
+import pytest
+
+from tests.manifests import parts, rules, tools
+
+EVERYTHING = tools.ROOT / "tests/manifests/everything"
+FOLDERS = [
+    tools.MANIFESTS / "base",
+    EVERYTHING,
+    *sorted(path.parent for path in tools.MANIFESTS.glob("overlays/*/kustomization.yaml")),
+]
+
+
+@pytest.fixture(params=FOLDERS, ids=lambda path: path.name)
+def folder(request):
+    return request.param
+
+
+@pytest.fixture
+def documents(folder):
+    return tools.kustomized(folder)
+
+
+def test_objects_are_right(documents):
+    """They hold to the schemas, to each other and to what the program does."""
+    assert not list(rules.wrong(documents))
+
+
+def test_two_pickers_serve_and_none_leads(documents, folder):
+    """Two replicas, or an autoscaler that keeps two; leader election only where it was asked for."""
+    (deployment,) = parts.of_kind(documents, "Deployment", "extproc")
+    scaled = parts.of_kind(documents, "HorizontalPodAutoscaler")
+    replicas = [one["spec"]["minReplicas"] for one in scaled] or [deployment["spec"]["replicas"]]
+    assert replicas == [2]
+    assert ("replicas" in deployment["spec"]) != bool(scaled)
+    ((_, container),) = parts.pickers(documents)
+    leads = parts.parsed(container["args"]).ha_enable_leader_election
+    assert leads == ("true" if folder == EVERYTHING else None)
+
+
+def test_rights_are_what_is_needed_and_no_more(documents, folder):
+    """Roles of the namespace with the literal table; more only with the components for more."""
+    assert not parts.of_kind(documents, "ClusterRole")
+    more = {**rules.SLICES, **rules.LEASES} if folder == EVERYTHING else {}
+    assert rules.granted(documents) == {**rules.ALLOWED, **more}
+
+
+def test_a_picker_knows_its_pool(documents):
+    """By the name of the InferencePool that is there, or by a selector and ports."""
+    ((_, container),) = parts.pickers(documents)
+    asked = parts.parsed(container["args"])
+    assert bool(asked.pool_name) != bool(asked.endpoint_selector)
+    assert bool(asked.endpoint_selector) == bool(asked.endpoint_target_ports)
+    for pool in parts.of_kind(documents, "InferencePool"):
+        assert asked.pool_name == pool["metadata"]["name"]
+    assert asked.pool_namespace == "$(NAMESPACE)"
+    (variable,) = container["env"]
+    assert variable["name"] == "NAMESPACE"
+    assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.namespace"
+
+
+def test_engines_are_reachable(documents):
+    """The policy lets the picker out to the pool's ports."""
+    ((_, container),) = parts.pickers(documents)
+    asked = parts.parsed(container["args"]).endpoint_target_ports
+    wanted = {int(one) for one in (asked or "8000").split(",")}
+    for pool in parts.of_kind(documents, "InferencePool"):
+        wanted |= {one["number"] for one in pool["spec"]["targetPorts"]}
+    for policy in parts.of_kind(documents, "NetworkPolicy"):
+        out = {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]}
+        assert wanted <= out
+
+
+def test_data_planes_may_come_in(documents):
+    """The policy lets somebody reach every port that the Service offers."""
+    service = parts.only(documents, "Service", "extproc")
+    ((_, container),) = parts.pickers(documents)
+    policy = parts.only(documents, "NetworkPolicy", "extproc")
+    numbers = {}
+    ((pod, _),) = parts.pickers(documents)
+    for one in pod["containers"]:
+        numbers |= parts.ports(one)
+    offered = {numbers[port["targetPort"]] for port in service["spec"]["ports"]}
+    allowed = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+    assert offered <= allowed
+    assert parts.ports(container)["health"] in allowed
+
+
+def test_gateways_wait_for_long_answers(documents):
+    """No route has a time limit of its own."""
+    for route in parts.of_kind(documents, "HTTPRoute"):
+        for rule in route["spec"]["rules"]:
+            assert rule.get("timeouts", {"request": "0s"}) == {"request": "0s"}

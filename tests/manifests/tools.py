@@ -1,0 +1,74 @@
+"""kustomize and helm: where they are, and what they render."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+MANIFESTS = ROOT / "manifests"
+CHART = MANIFESTS / "chart"
+
+#: Where `make kubetools` puts them.
+BUILT = ROOT / ".cache/tools"
+
+#: CI sets it: it has built both, so a missing one is an error there.
+_REQUIRED = os.environ.get("EXTPROC_REQUIRE_KUBETOOLS", "") == "1"
+
+_RENDER_S = 60.0
+
+Document = dict[str, Any]
+
+
+def find(name: str) -> str | None:
+    """A tool on the PATH or built by us."""
+    return shutil.which(name, path=f"{BUILT}{os.pathsep}{os.environ.get('PATH', '')}")
+
+
+def need(*names: str) -> Sequence[str]:
+    """The first of these tools that is there; skips, or fails where they are required."""
+    for name in names:
+        found = find(name.partition(" ")[0])
+        if found:
+            return (found, *name.split()[1:])
+    reason = f"needs {' or '.join(names)}: make kubetools"
+    if _REQUIRED:
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@functools.cache
+def kustomized(folder: Path) -> Sequence[Document]:
+    """What kustomize makes of a folder."""
+    command = need("kustomize build", "kubectl kustomize")
+    return documents(_run([*command, str(folder)]))
+
+
+@functools.cache
+def charted(*arguments: str) -> Sequence[Document]:
+    """What the chart renders with these arguments of `helm template`."""
+    return documents(_run(template(*arguments)))
+
+
+def template(*arguments: str) -> Sequence[str]:
+    """The command that renders the chart."""
+    return [*need("helm template"), "release", str(CHART), "--namespace", "models", *arguments]
+
+
+def documents(text: str) -> Sequence[Document]:
+    """All documents of a YAML text that are not empty."""
+    return [one for one in yaml.safe_load_all(text) if one]
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_RENDER_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
