@@ -1,0 +1,237 @@
+"""The xDS server: Envoys open streams and are told of pools and of every change of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TYPE_CHECKING
+
+import grpc
+
+from extproc.errors import ConfigError
+from extproc.pool.snapshot import Pool
+from extproc.telemetry.xds_series import XdsTallies
+from extproc.xds import resources
+from extproc.xds.resources import Snapshot
+from extproc.xds.traits import Traits
+
+if TYPE_CHECKING:
+    from extproc.xds.messages import Heard, Said, Speaker
+
+SERVICE = "envoy.service.discovery.v3.AggregatedDiscoveryService"
+WHOLE = "StreamAggregatedResources"
+DIFFERENCES = "DeltaAggregatedResources"
+
+#: Types as metrics name them.
+KINDS = {resources.CLUSTER: "clusters", resources.ASSIGNMENT: "endpoints"}
+
+#: Seconds between two looks at the pools. A change waits half of it on average, and what changes
+#: together goes out together; a look at twenty pools takes microseconds.
+_LOOK_S = 0.05
+
+#: Requests of one stream that may wait; Envoy has two or three under way.
+_MOST_WAITING = 32
+
+#: Refusals remembered, so that each is logged once however many Envoys and streams repeat it.
+_MOST_REFUSALS = 256
+
+_log = logging.getLogger("extproc.server")
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class _Stream:
+    """One open stream.
+
+    Args:
+        speaker: What is said on it.
+        task: Serves it.
+    """
+
+    def __init__(self, speaker: Speaker, task: asyncio.Task[None]) -> None:
+        self.speaker = speaker
+        self.task = task
+        self.node = ""
+        #: Requests of Envoy; None says that there is another snapshot, or that Envoy is done.
+        self.inbox: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_WAITING)
+        self.over = False
+
+    async def read(self, context: Context) -> None:
+        """Put what Envoy says into the inbox."""
+        with contextlib.suppress(grpc.aio.BaseError):
+            while isinstance(data := await context.read(), bytes):
+                await self.inbox.put(data)
+        self.over = True
+        await self.inbox.put(None)
+
+    def wake(self) -> None:
+        """There is another snapshot; a full inbox will be woken by what is in it."""
+        if not self.inbox.full():
+            self.inbox.put_nowait(None)
+
+
+class Discovery:
+    """Serves aggregated discovery.
+
+    Nothing is told before `synced`: a picker that has just started knows no endpoints yet, and an
+    Envoy that comes over from another one must not be told to forget its own.
+
+    Args:
+        pools: The pools by name.
+        synced: Whether they are known.
+        traits: What every cluster has in common.
+        tallies: Where facts go.
+
+    Raises:
+        ConfigError: The types of Envoy are not installed.
+    """
+
+    def __init__(
+        self,
+        pools: Callable[[], Mapping[str, Pool]],
+        *,
+        synced: Callable[[], bool],
+        traits: Traits,
+        tallies: XdsTallies,
+    ) -> None:
+        if importlib.util.find_spec("envoy_data_plane") is None:
+            raise ConfigError(
+                "xds.enabled",
+                wanted="the types of Envoy's xDS (envoy-data-plane)",
+                found="no such package",
+                fix="pip install 'extproc[xds]', or set xds.enabled to false",
+            )
+        # Here and not above: a second and 50 MB that only those pay who serve xDS.
+        board = importlib.import_module("extproc.xds.board")
+        rendering = importlib.import_module("extproc.xds.rendering")
+        self._messages = importlib.import_module("extproc.xds.messages")
+        self._board = board.Board(rendering.Renderer(), traits)
+        self._pools = pools
+        self._synced = synced
+        self._tallies = tallies
+        self._snapshot: Snapshot | None = None
+        self._streams: set[_Stream] = set()
+        self._somebody = asyncio.Event()
+        self._refusals: set[tuple[str, str]] = set()
+        self._closing = False
+
+    async def run(self) -> None:
+        """Look at the pools as long as somebody listens."""
+        while True:
+            await self._somebody.wait()
+            await self.step()
+            await asyncio.sleep(_LOOK_S)
+
+    async def step(self) -> None:
+        """Tell every stream if resources changed."""
+        if not self._synced():
+            return
+        pools = self._pools()
+        if self._snapshot is not None and not self._board.behind(pools):
+            return
+        # A thousand new endpoints take half a second, which picks must not wait for.
+        changed = await asyncio.to_thread(self._board.post, pools)
+        if self._streams and (changed or self._snapshot is None):
+            self._snapshot = self._board.snapshot
+            for stream in self._streams:
+                stream.wake()
+
+    async def whole(self, _: AsyncIterator[bytes], context: Context) -> None:
+        """Serve `StreamAggregatedResources`."""
+        await self._serve(self._messages.WholeSpeaker(), context)
+
+    async def differences(self, _: AsyncIterator[bytes], context: Context) -> None:
+        """Serve `DeltaAggregatedResources`."""
+        await self._serve(self._messages.DifferencesSpeaker(), context)
+
+    async def release(self) -> None:
+        """End every stream with OK and take no more: Envoys keep what they hold, and go on."""
+        self._closing = True
+        tasks = [stream.task for stream in self._streams]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _serve(self, speaker: Speaker, context: Context) -> None:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("streams run inside a task of the gRPC server")
+        if self._closing:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "draining; ask another picker")
+        stream = _Stream(speaker, task)
+        self._streams.add(stream)
+        self._somebody.set()
+        self._tallies.streams_open += 1
+        readable = True
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                reading = tasks.create_task(stream.read(context), name="xds reading")
+                readable = await self._converse(stream, context)
+                reading.cancel()
+        except asyncio.CancelledError:
+            # Envoy left, or we are closing: then the stream ends with OK.
+            if not self._closing:
+                raise
+            task.uncancel()
+        finally:
+            self._streams.discard(stream)
+            self._tallies.streams_open -= 1
+            if not self._streams:
+                # Nobody looks at the pools from now on, so this gets old.
+                self._snapshot = None
+                self._somebody.clear()
+        if not readable:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a request cannot be read")
+
+    async def _converse(self, stream: _Stream, context: Context) -> bool:
+        """Answer until Envoy is done; False if it sends what cannot be read."""
+        told: Snapshot | None = None
+        while True:
+            if self._snapshot is not None and self._snapshot is not told:
+                told = self._snapshot
+                await self._send(stream.speaker.publish(told), context)
+            data = await stream.inbox.get()
+            if data is None:
+                if stream.over:
+                    return True
+                continue
+            heard = stream.speaker.hear(data)
+            if heard is None:
+                return False
+            self._note(stream, heard)
+            await self._send(heard.answers, context)
+
+    async def _send(self, answers: tuple[Said, ...], context: Context) -> None:
+        # Envoy may have left; then the end of what it says is next.
+        with contextlib.suppress(grpc.aio.BaseError):
+            for answer in answers:
+                self._tallies.responses[KINDS[answer.type_url]] += 1
+                await context.write(answer.data)
+
+    def _note(self, stream: _Stream, heard: Heard) -> None:
+        if heard.node and not stream.node:
+            stream.node = heard.node
+            _log.info("xDS: Envoy %s listens", heard.node)
+        refusal = heard.refusal
+        if refusal is None:
+            return
+        kind = KINDS[refusal.type_url]
+        self._tallies.refusals[kind] += 1
+        key = (kind, refusal.error)
+        if key not in self._refusals and len(self._refusals) < _MOST_REFUSALS:
+            self._refusals.add(key)
+            _log.error("xDS: Envoy %s refused %s: %s", stream.node, kind, refusal.error)
+
+
+def register(server: grpc.aio.Server, discovery: Discovery) -> None:
+    """Serve aggregated discovery on a server, in bytes: reading and writing is the room's."""
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+        WHOLE: grpc.stream_stream_rpc_method_handler(discovery.whole),
+        DIFFERENCES: grpc.stream_stream_rpc_method_handler(discovery.differences),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

@@ -1,0 +1,38 @@
+"""What the xDS server counts, and its series."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+
+class XdsTallies:
+    """Plain counts.
+
+    Attributes:
+        streams_open: Open xDS streams now.
+        responses: Answers sent, by type: `clusters`, `endpoints`.
+        refusals: Of these, refused by Envoy.
+    """
+
+    def __init__(self) -> None:
+        self.streams_open = 0
+        self.responses: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+
+
+def series(tallies: XdsTallies) -> Iterator[Metric]:
+    """All of it, also while no xDS is served."""
+    yield GaugeMetricFamily(
+        "extproc_xds_streams_open", "Open xDS streams of Envoys.", value=tallies.streams_open
+    )
+    for name, text, counter in (
+        ("responses", "xDS answers sent, by type of resource.", tallies.responses),
+        ("refusals", "xDS answers that Envoy refused (NACK).", tallies.refusals),
+    ):
+        family = CounterMetricFamily(f"extproc_xds_{name}", text, labels=["type"])
+        for kind, count in counter.items():
+            family.add_metric([kind], count)
+        yield family

@@ -1,0 +1,88 @@
+"""A pool as Envoy sees it: a cluster, and an assignment of endpoints to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+import msgspec
+
+from extproc.pool.snapshot import Member, Pool
+from extproc.scheduling import topology
+
+#: Type URLs of the two resources we have.
+CLUSTER = "type.googleapis.com/envoy.config.cluster.v3.Cluster"
+ASSIGNMENT = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
+
+#: The cluster of a pool without a name. Not `extproc`: that is what configurations call the
+#: cluster of the pickers, and Envoy ignores a served cluster of a name it was started with.
+UNNAMED = "engines"
+
+
+class Health(Enum):
+    """What Envoy is told of an endpoint."""
+
+    #: Up, as far as we know.
+    HEALTHY = 1
+    #: Its scrapes cannot connect.
+    UNHEALTHY = 2
+
+
+class Place(msgspec.Struct, frozen=True):
+    """One endpoint.
+
+    Attributes:
+        address: `ip:port`, IPv6 in brackets.
+        health: What Envoy is told of it.
+        region: Of the machine, empty when no label says.
+        zone: Of the machine, likewise.
+    """
+
+    address: str
+    health: Health = Health.HEALTHY
+    region: str = ""
+    zone: str = ""
+
+
+class Resource(msgspec.Struct, frozen=True):
+    """What is sent.
+
+    Attributes:
+        name: Of the cluster, for both types.
+        version: Of its content: equal bytes have equal versions, whichever replica made them.
+        body: In Envoy's type, serialised.
+    """
+
+    name: str
+    version: str
+    body: bytes
+
+
+#: All resources at one moment, by type URL and name. Both types are always there.
+Snapshot = Mapping[str, Mapping[str, Resource]]
+
+
+def cluster_name(pool: str) -> str:
+    """The cluster of a pool."""
+    return pool or UNNAMED
+
+
+def places(pool: Pool) -> tuple[Place, ...]:
+    """The endpoints of a pool, in the order of addresses so that replicas agree.
+
+    When no endpoint is up, all count as healthy, as they do for picks: then it is more likely the
+    scraper that is cut off.
+    """
+    blind = pool.down == len(pool.members)
+    found = [_place(member, healthy=blind or member.up) for member in pool.members]
+    return tuple(sorted(found, key=lambda place: place.address))
+
+
+def _place(member: Member, *, healthy: bool) -> Place:
+    where = topology.of(member.endpoint) if member.endpoint.labels else {}
+    return Place(
+        member.endpoint.address,
+        Health.HEALTHY if healthy else Health.UNHEALTHY,
+        where.get("region", ""),
+        where.get("zone", ""),
+    )
