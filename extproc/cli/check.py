@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from extproc.cli import flags
-from extproc.config import advice, load, strict
+from extproc.config import advice, load, sources, strict
 from extproc.config import settings as sections
 from extproc.discovery import entries, file, follow
 from extproc.errors import ConfigError
@@ -100,7 +100,7 @@ def _server(server: sections.Server) -> Iterator[str]:
     yield f"            drains for {server.drain_timeout_s:g} s"
 
 
-def _pool(pool: sections.Source) -> Iterator[str]:
+def _pool(pool: sources.Source) -> Iterator[str]:
     named = f" of pool {pool.name}" if pool.name else ""
     if pool.endpoints_file:
         listed = file.load(Path(pool.endpoints_file), limit_bytes=follow.Settings().limit_bytes)

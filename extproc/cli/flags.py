@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from extproc.cli import flag_table, quantities, upstream
-from extproc.config import load, profiles
+from extproc.config import load, profiles, sources
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
 from extproc.scheduling.profile import Profile
@@ -160,7 +160,7 @@ def _clamped(args: argparse.Namespace) -> Iterator[str]:
             yield f"--refresh-metrics-interval: {text} is too short; 50ms is used"
 
 
-def _refuse_kubernetes(args: argparse.Namespace, pool: sections.Source) -> None:
+def _refuse_kubernetes(args: argparse.Namespace, pool: sources.Source) -> None:
     if args.pool_name and not (pool.endpoints or pool.endpoints_file):
         raise ConfigError(
             "--pool-name",

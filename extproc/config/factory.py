@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from extproc.config import load, profiles
+from extproc.config import load, policies, profiles
 from extproc.config import settings as sections
 from extproc.discovery import dns, entries, follow
 from extproc.dispatch import beliefs
@@ -164,6 +164,7 @@ def routing(
             reject_unlisted=settings.scheduling.unknown_model == "reject",
             kubeai_names=settings.scheduling.kubeai_names,
         ),
+        policy=policies.policy(settings.pool.objectives, settings.pool.rewrites),
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from extproc.config import ecosystem, strict
+from extproc.config import ecosystem, pooling, sources, strict
 from extproc.config import settings as sections
 from extproc.discovery import entries as discovered
 from extproc.errors import ConfigError
@@ -152,11 +152,13 @@ def settings(document: Document, overrides: Sequence[Override] = ()) -> sections
     flags = sorted({override.flag for override in overrides})
     listed = "--endpoints" if "--endpoints" in flags else strict.place(where, ("pool",))
     entries(merged.pool, where=listed)
+    for at, pool in enumerate(merged.pools):
+        entries(pool, where=strict.place(where, ("pools", at)))
     _together(merged, where=f"{where} with {', '.join(flags)}" if flags else where)
     return _anchored(merged, document.folder)
 
 
-def entries(pool: sections.Source, *, where: str) -> tuple[discovered.Entry, ...]:
+def entries(pool: sources.Source, *, where: str) -> tuple[discovered.Entry, ...]:
     """The endpoints listed in the pool section, read as those of an endpoints file are.
 
     Args:
@@ -168,7 +170,7 @@ def entries(pool: sections.Source, *, where: str) -> tuple[discovered.Entry, ...
     """
     listed: list[object] = [
         {"address": entry.address, "name": entry.name, "labels": dict(entry.labels)}
-        if isinstance(entry, sections.EndpointEntry)
+        if isinstance(entry, sources.EndpointEntry)
         else entry
         for entry in pool.endpoints
     ]
@@ -200,14 +202,8 @@ def _known_kind(document: Document) -> None:
 
 def _together(merged: sections.Settings, *, where: str) -> None:
     """Refuse settings that are right one by one and cannot be meant together."""
-    pool, scrape, limits = merged.pool, merged.scrape, merged.limits
-    if pool.endpoints and pool.endpoints_file:
-        raise ConfigError(
-            strict.place(where, ("pool",)),
-            wanted="endpoints or endpoints_file",
-            found="both",
-            fix="keep one; the file is watched, the list is not",
-        )
+    scrape, limits = merged.scrape, merged.limits
+    pooling.together(merged, where=where)
     if scrape.stale_after_s <= scrape.busy_interval_s:
         raise ConfigError(
             strict.place(where, ("scrape", "stale_after_s")),

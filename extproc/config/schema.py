@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from extproc.config import grammar
+from extproc.config import grammar, policies, sources
 from extproc.config import settings as sections
+from extproc.dispatch import claims
 from extproc.prefix import blocks
 from extproc.scheduling import catalogue, defaults
 
@@ -55,7 +56,7 @@ def _anything(wanted: type) -> dict[str, Any]:
 
 def _struct(name: str) -> type[msgspec.Struct] | None:
     """The section of that name, wherever it is defined."""
-    homes = (sections, grammar, blocks)
+    homes = (sections, sources, policies, grammar, claims, blocks)
     return next((vars(home)[name] for home in homes if name in vars(home)), None)
 
 

@@ -3,7 +3,9 @@
     apiVersion: extproc/v1alpha1      # both required in a file
     kind: ExtProcConfig
     server:      Server       where we listen, TLS, draining
-    pool:        Source       where endpoints come from
+    pool:        Source       where endpoints come from, where there is one pool
+    pools:       [Pool]       the same for several, and which requests are for which
+    cluster:     Cluster      how Kubernetes is reached
     scrape:      Scrape       how loads are read from engines
     scheduling:  Scheduling   a named strategy, or a profile written out
     prefix:      Prefix       how prompts are cut and how much is remembered
@@ -14,8 +16,8 @@
     conformance: bool
     seed:        int | null
 
-In code: `Settings` with the fields server, pool, scrape, scheduling, prefix, limits, answers,
-explain, log, conformance, seed. `Settings()` is a complete default configuration without endpoints.
+In code: `Settings` with the fields server, pool, pools, cluster, scrape, scheduling, prefix, limits,
+answers, explain, log, conformance, seed. `Settings()` is a complete default configuration without endpoints.
 
 Sections refuse unknown fields. Units are in names. Ranges are in the annotations, so that an error
 names the field and the bound.
@@ -23,12 +25,11 @@ names the field and the bound.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
 import msgspec
 
-from extproc.config import bounds, grammar
+from extproc.config import bounds, grammar, sources
 from extproc.prefix import blocks
 
 API_VERSION: Final = "extproc/v1alpha1"
@@ -75,41 +76,6 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """The `host:port` gRPC binds to."""
         host = self.host or "::"
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-class EndpointEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One endpoint written out.
-
-    Attributes:
-        address: `ip:port`, `[ipv6]:port` or `hostname:port`; a name stands for every address it
-            resolves to. No default: an endpoint is its address.
-        name: What people call it; empty takes the address.
-        labels: Free labels (hardware, zone, role). None, because nothing needs them.
-    """
-
-    address: bounds.Name
-    name: str = ""
-    labels: Mapping[str, str] = {}
-
-
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where endpoints come from: a list, or a file that is watched.
-
-    Attributes:
-        name: Label of the pool in metrics and logs. Empty: one process serves one pool, so nothing
-            needs telling apart.
-        endpoints: Addresses, or entries with name and labels. None, because nobody else knows
-            them.
-        endpoints_file: YAML or JSON file with the same list under `endpoints`, watched for
-            changes; empty for none. At most one of the two is used.
-        dns_refresh_s: Seconds between look-ups of host names. 30 is the usual lifetime of a
-            record in a cluster.
-    """
-
-    name: str = ""
-    endpoints: tuple[bounds.Name | EndpointEntry, ...] = ()
-    endpoints_file: str = ""
-    dns_refresh_s: bounds.PositiveSeconds = 30.0
 
 
 class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -236,7 +202,8 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 _SERVER = Server()
-_SOURCE = Source()
+_SOURCE = sources.Source()
+_CLUSTER = sources.Cluster()
 _SCRAPE = Scrape()
 _SCHEDULING = grammar.Scheduling()
 _PREFIX = Prefix()
@@ -253,7 +220,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         api_version: `apiVersion` in a file: which fields exist and what they mean. There is one.
         kind: What the file is, so that another program's file is not taken for ours. There is one.
         server: Where we listen.
-        pool: Where endpoints come from.
+        pool: Where endpoints come from, where there is one pool.
+        pools: The same for several, each with the requests it is for. None: there is one.
+        cluster: How Kubernetes is reached.
         scrape: How loads are read.
         scheduling: Which endpoint is chosen.
         prefix: How prompts are remembered.
@@ -270,7 +239,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     api_version: Literal["extproc/v1alpha1"] = msgspec.field(name="apiVersion", default=API_VERSION)
     kind: Literal["ExtProcConfig"] = KIND
     server: Server = _SERVER
-    pool: Source = _SOURCE
+    pool: sources.Source = _SOURCE
+    pools: tuple[sources.Pool, ...] = ()
+    cluster: sources.Cluster = _CLUSTER
     scrape: Scrape = _SCRAPE
     scheduling: grammar.Scheduling = _SCHEDULING
     prefix: Prefix = _PREFIX

@@ -221,6 +221,8 @@ def _retold(said: str, tree: object, into: type, *, where: str, path: Path) -> C
 
 def _wanted(types: str, bound: str) -> str:
     words = " or ".join(_WORDS.get(name, name) for name in types.split(" | "))
+    if bound.startswith(" of length <="):
+        return f"{words} of at most {bound.rpartition(' ')[2]}"
     if bound.startswith(" of length"):
         return f"{words} that is not empty"
     if bound.startswith(" matching regex"):

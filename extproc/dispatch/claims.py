@@ -7,17 +7,17 @@ from collections.abc import Mapping
 import msgspec
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True):
+class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a request must look like; every kind of condition that is given must hold.
 
     Attributes:
-        hosts: Of which one must be the request's, in lower case without port; `*.a.example` is
-            every host below a.example.
-        paths: Of which one must be the request's path or a whole part of its beginning, as
-            PathPrefix of an HTTPRoute.
-        headers: That must have exactly these values; names in lower case.
-        models: Of which one must be the name in the request; `llama-*` is every name that begins
-            so.
+        hosts: One of these must be the request's host, in lower case without port; `*.a.example`
+            is every host below a.example. None: any.
+        paths: One of these must be the request's path or whole segments of its beginning, as
+            PathPrefix of an HTTPRoute has it. None: any.
+        headers: These must have exactly these values; names in lower case. None: any.
+        models: One of these must be the name in the request; `llama-*` is every name that begins
+            so. None: any.
     """
 
     hosts: tuple[str, ...] = ()

@@ -115,7 +115,7 @@ WRONG = {
     ),
     "two sources": (
         "pool: {endpoints: ['a:1'], endpoints_file: f}",
-        ("pool", "endpoints or endpoints_file", "both", "keep one"),
+        ("pool", "one of endpoints, endpoints_file", "endpoints and endpoints_file", "keep one"),
     ),
     "no port": (
         "pool: {endpoints: ['10.0.0.1']}",

@@ -4,7 +4,7 @@ import re
 import msgspec
 import pytest
 
-from extproc.config import advice, grammar
+from extproc.config import advice, grammar, sources
 from extproc.config import settings as sections
 
 
@@ -57,7 +57,7 @@ def test_grpc_address(host, address):
     assert sections.Server(host=host).grpc_address(1) == address
 
 
-ENDPOINTS = sections.Source(endpoints=("10.0.0.1:8000",))
+ENDPOINTS = sources.Source(endpoints=("10.0.0.1:8000",))
 
 ADVISED = {
     "no endpoints": (sections.Settings(), "503"),

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from extproc.config import grammar, settings
+from extproc.config import grammar, settings, sources
+from extproc.dispatch import claims
 from extproc.prefix import blocks
 from extproc.sim.virtual import client, lengths, scenario, workloads
 
@@ -25,7 +26,11 @@ BEGIN, END = "<!-- scenario -->\n", "\n<!-- /scenario -->"
 
 SECTIONS = (
     ("server", settings.Server),
-    ("pool", settings.Source),
+    ("pool", sources.Source),
+    ("pool.kubernetes", sources.Kubernetes),
+    ("pools, each", sources.Pool),
+    ("pools.match", claims.Claim),
+    ("cluster", sources.Cluster),
     ("scrape", settings.Scrape),
     ("scheduling", grammar.Scheduling),
     ("prefix", settings.Prefix),

@@ -10,7 +10,8 @@ import pytest
 from extproc.cli import flags
 from extproc.config import load
 from extproc.config.grammar import Scheduling
-from extproc.config.settings import Limits, Scrape, Server, Settings, Source
+from extproc.config.settings import Limits, Scrape, Server, Settings
+from extproc.config.sources import Source
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.request import RawRequest

@@ -13,7 +13,8 @@ import msgspec
 from grpc_health.v1 import health_pb2
 
 from extproc.config.grammar import Scheduling
-from extproc.config.settings import Scrape, Server, Settings, Source
+from extproc.config.settings import Scrape, Server, Settings
+from extproc.config.sources import Source
 from extproc.dispatch.dispatcher import Dispatcher
 from extproc.dispatch.switchboard import Claimant, Switchboard
 from extproc.protocol.gathering import Budget

@@ -1,0 +1,159 @@
+"""The pools that settings mean, and whether what they say of them goes together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from extproc.config import settings as sections
+from extproc.config import sources, strict
+from extproc.dispatch import claims
+from extproc.errors import ConfigError
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """One pool as it is to be built.
+
+    Attributes:
+        name: In metrics, logs and decisions.
+        claim: The requests it is for.
+        settings: As if it were the only one.
+    """
+
+    name: str
+    claim: claims.Claim
+    settings: sections.Settings
+
+
+def planned(settings: sections.Settings) -> Sequence[Planned]:
+    """The pools that are written out; none where all come from Kubernetes."""
+    if not settings.pools:
+        if settings.cluster.every_pool != "none" and not given(settings.pool):
+            return ()
+        return (Planned(settings.pool.name, claims.Claim(), settings),)
+    return [
+        Planned(
+            pool.name,
+            pool.match,
+            msgspec.structs.replace(
+                settings,
+                pool=_plain(pool),
+                pools=(),
+                scheduling=pool.scheduling or settings.scheduling,
+            ),
+        )
+        for pool in settings.pools
+    ]
+
+
+def another(settings: sections.Settings, name: str) -> sections.Settings:
+    """Settings of a pool that Kubernetes brings and nobody wrote out."""
+    return msgspec.structs.replace(settings, pool=sources.Source(name=name), pools=())
+
+
+def given(pool: sources.Source) -> bool:
+    """Whether a section says where endpoints come from."""
+    return bool(pool.endpoints or pool.endpoints_file or pool.kubernetes)
+
+
+def together(settings: sections.Settings, *, where: str) -> None:
+    """Refuse sections that are right one by one and cannot be meant together.
+
+    Args:
+        settings: All of them.
+        where: The file or flags they came from, for errors.
+
+    Raises:
+        ConfigError: Several sources in one pool, a name twice, or a pool besides pools.
+    """
+    sections_of: list[tuple[strict.Path, sources.Source]] = [(("pool",), settings.pool)]
+    sections_of += [(("pools", at), pool) for at, pool in enumerate(settings.pools)]
+    for path, pool in sections_of:
+        _one_source(pool, strict.place(where, path))
+        if pool.kubernetes is not None:
+            _one_object(pool.kubernetes, strict.place(where, (*path, "kubernetes")))
+    if settings.pools and given(settings.pool):
+        raise ConfigError(
+            strict.place(where, ("pools",)),
+            wanted="pool or pools",
+            found="both",
+            fix="make the one in `pool` the first of `pools`, with a name",
+        )
+    names: set[str] = set()
+    for at, one in enumerate(settings.pools):
+        if one.name in names:
+            raise ConfigError(
+                strict.place(where, ("pools", at, "name")),
+                wanted="every name once",
+                found=f"{one.name} again",
+                fix="give it another name",
+            )
+        names.add(one.name)
+        if not given(one):
+            raise ConfigError(
+                strict.place(where, ("pools", at)),
+                wanted="endpoints, endpoints_file or kubernetes",
+                found="none of them",
+                fix="say where its endpoints come from",
+            )
+
+
+def _one_source(pool: sources.Source, where: str) -> None:
+    found = list(_sources(pool))
+    if len(found) > 1:
+        raise ConfigError(
+            where,
+            wanted="one of endpoints, endpoints_file and kubernetes",
+            found=" and ".join(found),
+            fix="keep one; the file is watched, the list is not",
+        )
+
+
+def _sources(pool: sources.Source) -> Iterator[str]:
+    if pool.endpoints:
+        yield "endpoints"
+    if pool.endpoints_file:
+        yield "endpoints_file"
+    if pool.kubernetes is not None:
+        yield "kubernetes"
+
+
+def _one_object(found: sources.Kubernetes, where: str) -> None:
+    named = [
+        name
+        for name, value in (
+            ("inference_pool", found.inference_pool),
+            ("selector", found.selector),
+            ("service", found.service),
+        )
+        if value
+    ]
+    if len(named) != 1:
+        raise ConfigError(
+            where,
+            wanted="one of inference_pool, selector and service",
+            found=" and ".join(named) or "none of them",
+            fix="name the one object whose endpoints these are",
+        )
+    misplaced = [
+        (name, owner)
+        for name, value, owner in (
+            ("ports", found.ports, "selector"),
+            ("port", found.port, "service"),
+        )
+        if value and owner not in named
+    ]
+    for name, owner in misplaced:
+        raise ConfigError(
+            where,
+            wanted=f"{name} only with {owner}",
+            found=f"{name} with {named[0]}",
+            fix=f"remove {name}; {named[0]} says itself which ports there are",
+        )
+
+
+def _plain(pool: sources.Pool) -> sources.Source:
+    """The part of a pool that a process with one pool would have in `pool`."""
+    fields = {name: getattr(pool, name) for name in sources.Source.__struct_fields__}
+    return sources.Source(**fields)
