@@ -66,6 +66,7 @@ class _Topic:
         under_way: Versions it holds, absent ones included.
         held: What Envoy is known to hold, or to know as absent.
         refused: What was refused since, by name.
+        suspects: What was refused together with others: each is sent alone, to find the bad one.
     """
 
     def __init__(self, first: Request, *, lists_all: bool) -> None:
@@ -75,6 +76,7 @@ class _Topic:
         self.under_way: Mapping[str, str] = {}
         self.held: dict[str, str] = dict(first.held)
         self.refused: dict[str, str] = {}
+        self.suspects: dict[str, str] = {}
 
     def subscribe(self, request: Request) -> None:
         """Take over changes of what is subscribed to; what is asked for anew is told anew."""
@@ -97,22 +99,25 @@ class _Topic:
     def settle(self, error: str) -> None:
         """The answer under way was taken or refused."""
         if error:
-            self.refused.update(self.under_way)
+            bad = self.refused if len(self.under_way) == 1 else self.suspects
+            bad.update(self.under_way)
         else:
             for name, version in self.under_way.items():
                 self.held[name] = version
                 self.refused.pop(name, None)
+                self.suspects.pop(name, None)
         self.nonce, self.under_way = "", {}
 
     def news(self, known: Mapping[str, Resource]) -> dict[str, str]:
-        """Versions of what must be told, by name."""
+        """Versions of what must be told next, by name."""
         named = [*known, *(self.held.keys() - known.keys())] if self.wildcard else []
         found = {}
         for name in (*named, *(one for one in sorted(self.names) if one not in named)):
             version = known[name].version if name in known else _ABSENT
             if self.held.get(name) != version and self.refused.get(name) != version:
                 found[name] = version
-        return found
+        clean = {name: one for name, one in found.items() if self.suspects.get(name) != one}
+        return clean or dict(itertools.islice(found.items(), 1))
 
 
 class Conversation:

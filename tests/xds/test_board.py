@@ -1,0 +1,128 @@
+"""Which resources are made from which pools, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.endpoint import Endpoint, Load
+from extproc.pool.fleet import Fleet
+from extproc.xds import resources
+from extproc.xds.board import Board
+from extproc.xds.rendering import Renderer
+from extproc.xds.resources import ASSIGNMENT, CLUSTER, Health, Place
+from extproc.xds.traits import Traits
+
+ONE, TWO = Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")
+
+
+@pytest.fixture
+def fleet():
+    one = Fleet(on_gone=lambda _: None)
+    one.replace([ONE, TWO], 0.0)
+    return one
+
+
+@pytest.fixture
+def board():
+    return Board(Renderer(), Traits())
+
+
+def mark(fleet, endpoint):
+    """A scrape of it, in its life now, is sent."""
+    return fleet.begin_scrape(fleet.pool.find(endpoint.address).endpoint)
+
+
+def fail(fleet, endpoint, times=2):
+    """Its scrapes cannot connect."""
+    for _ in range(times):
+        fleet.scrape_failed(mark(fleet, endpoint), "refused", 0.0)
+
+
+def test_a_pool_is_a_cluster_and_an_assignment(board, fleet):
+    """The cluster has the pool's name; one without is called `engines`."""
+    assert board.post({"": fleet.pool, "llama": Fleet(on_gone=lambda _: None).pool})
+    for kind in (CLUSTER, ASSIGNMENT):
+        assert board.snapshot[kind].keys() == {"engines", "llama"}
+
+
+def test_scrapes_change_nothing(board, fleet):
+    """A pool with other loads needs no look and no other snapshot."""
+    board.post({"": fleet.pool})
+    before = board.snapshot
+    fleet.observe(mark(fleet, ONE), Load(at=1.0, waiting=3.0, running=1.0), 1.0)
+    assert not board.behind({"": fleet.pool})
+    assert not board.post({"": fleet.pool})
+    assert board.snapshot is before
+
+
+def test_an_endpoint_that_joins_is_another_version(board, fleet):
+    """The assignment changes, the cluster does not, nor does another pool."""
+    other = Fleet(on_gone=lambda _: None).pool
+    board.post({"a": fleet.pool, "b": other})
+    before = board.snapshot
+    fleet.replace([ONE, TWO, Endpoint("10.0.0.3:8000")], 1.0)
+    pools = {"a": fleet.pool, "b": other}
+    assert board.behind(pools)
+    assert board.post(pools)
+    assert board.snapshot[CLUSTER] == before[CLUSTER]
+    assert board.snapshot[ASSIGNMENT]["b"] is before[ASSIGNMENT]["b"]
+    assert board.snapshot[ASSIGNMENT]["a"].version != before[ASSIGNMENT]["a"].version
+
+
+def test_the_order_of_endpoints_does_not_matter(board, fleet):
+    """Replicas that were told in another order say the same version."""
+    board.post({"": fleet.pool})
+    before = board.snapshot
+    fleet.replace([TWO, ONE], 1.0)
+    assert board.behind({"": fleet.pool})
+    assert not board.post({"": fleet.pool})
+    assert board.snapshot is before
+    assert not board.behind({"": fleet.pool})
+
+
+def test_a_pool_that_leaves_is_gone(board, fleet):
+    """Its cluster and its endpoints are no longer there."""
+    board.post({"a": fleet.pool, "b": fleet.pool})
+    assert board.behind({"a": fleet.pool})
+    assert board.post({"a": fleet.pool})
+    assert board.snapshot[CLUSTER].keys() == board.snapshot[ASSIGNMENT].keys() == {"a"}
+
+
+def test_an_endpoint_that_is_down_is_unhealthy(board, fleet):
+    """Two refused scrapes are told to Envoy, and a good one as well."""
+    board.post({"": fleet.pool})
+    before = board.snapshot[ASSIGNMENT]["engines"]
+    fail(fleet, TWO)
+    assert board.behind({"": fleet.pool})
+    assert board.post({"": fleet.pool})
+    assert [one.health for one in resources.places(fleet.pool)] == [
+        Health.HEALTHY,
+        Health.UNHEALTHY,
+    ]
+    fleet.observe(mark(fleet, TWO), Load(at=1.0), 1.0)
+    assert board.post({"": fleet.pool})
+    assert board.snapshot[ASSIGNMENT]["engines"] == before
+
+
+def test_who_is_down_may_change_hands(board, fleet):
+    """One down for another is a change, although as many are up."""
+    fail(fleet, ONE)
+    board.post({"": fleet.pool})
+    fleet.observe(mark(fleet, ONE), Load(at=1.0), 1.0)
+    fail(fleet, TWO)
+    assert board.behind({"": fleet.pool})
+    assert board.post({"": fleet.pool})
+
+
+def test_when_all_are_down_all_are_healthy(fleet):
+    """Then it is rather the scraper that is cut off, and Envoy sees for itself."""
+    fail(fleet, ONE)
+    fail(fleet, TWO)
+    assert {one.health for one in resources.places(fleet.pool)} == {Health.HEALTHY}
+
+
+def test_labels_tell_where_an_endpoint_is(fleet):
+    """Kubernetes' labels and the short ones give region and zone."""
+    labels = {"topology.kubernetes.io/region": "north", "zone": "n1"}
+    fleet.replace([Endpoint("10.0.0.9:8000", labels=labels)], 1.0)
+    assert resources.places(fleet.pool) == (Place("10.0.0.9:8000", Health.HEALTHY, "north", "n1"),)
