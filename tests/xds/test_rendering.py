@@ -9,7 +9,6 @@ import pytest
 from extproc.xds.rendering import Renderer
 from extproc.xds.resources import Health, Place
 from extproc.xds.traits import HealthCheck, Outliers, Traits
-from tests.support import peer  # noqa: F401  silences a warning of the types on import
 
 # isort: split
 from envoy_data_plane.envoy.config.cluster import v3 as clusters
