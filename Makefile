@@ -13,7 +13,11 @@ ENVTEST := .cache/envtest
 ENVTEST_MODULE := tests/kubernetes/envtest
 ENVTEST_PROGRAMS := $(ENVTEST)/etcd $(ENVTEST)/kube-apiserver
 
-.PHONY: help demo test check format proto points bench envoys versions envtest clean
+# kustomize and helm, which tests/manifests render with.
+KUBETOOLS := .cache/tools
+KUBETOOLS_MODULE := tests/manifests/kubetools
+
+.PHONY: help demo test check format proto points bench envoys versions envtest kubetools clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -74,6 +78,14 @@ $(ENVTEST_PROGRAMS): $(ENVTEST_MODULE)/go.mod $(ENVTEST_MODULE)/go.sum
 	@touch $@
 
 envtest: $(ENVTEST_PROGRAMS) ## Build kube-apiserver and etcd for the tests of Kubernetes
+
+$(KUBETOOLS)/.built: $(KUBETOOLS_MODULE)/go.mod $(KUBETOOLS_MODULE)/go.sum
+	@mkdir -p $(KUBETOOLS)
+	cd $(KUBETOOLS_MODULE) && CGO_ENABLED=0 GOFLAGS=-mod=readonly \
+	  go build -buildvcs=false -trimpath -ldflags '-s -w' -o $(CURDIR)/$(KUBETOOLS)/ tool
+	@touch $@
+
+kubetools: $(KUBETOOLS)/.built ## Build kustomize and helm for the tests of manifests
 
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,16 +1,19 @@
 """Kinds that Kubernetes does not have, as far as our manifests use them.
 
-The tables come from the projects' API references. A key that is missing here may exist: look it up
-there, then add it.
+Those of the inference extension come from our definitions in manifests/crds. The tables of the others
+come from the projects' API references; a key that is missing there may exist: look it up, then add
+it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
+
+from tests.manifests import tools
 
 #: Required keys end in `!`. A value is a mapping, a list of one form, or a word of `_WORDS`, or
 #: words of an enumeration parted by `|`.
@@ -26,19 +29,6 @@ gateway.networking.k8s.io/v1 HTTPRoute:
       matches: [{path: {type!: Exact|PathPrefix|RegularExpression, value!: text}}]
       backendRefs!: [{group!: text, kind!: text, name!: text, port: port, weight: number}]
       timeouts: {request: duration, backendRequest: duration}
-inference.networking.k8s.io/v1 InferencePool:
-  selector!: {matchLabels!: labels}
-  targetPorts!: [{number!: port}]
-  appProtocol: http|kubernetes.io/h2c
-  endpointPickerRef:
-    group: text
-    kind: text
-    name!: text
-    port!: {number!: port}
-    failureMode: FailOpen|FailClose
-llm-d.ai/v1alpha2 InferenceObjective:
-  priority: number
-  poolRef!: {group: text, kind: text, name!: text}
 networking.istio.io/v1 DestinationRule:
   host!: text
   trafficPolicy!: {tls!: {mode!: DISABLE|SIMPLE|MUTUAL|ISTIO_MUTUAL, insecureSkipVerify: flag}}
@@ -116,8 +106,33 @@ def _object(header: str, spec: Any) -> Mapping[str, Any]:
     }
 
 
+def _closed(schema: Any) -> Any:
+    """The same schema, without room for unknown keys."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = {key: _closed(value) for key, value in schema.items()}
+    if "properties" in schema and isinstance(schema.get("type"), str):
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _defined() -> Iterator[tuple[tuple[str, str], Mapping[str, Any]]]:
+    """The objects that our own definitions define."""
+    for path in sorted((tools.MANIFESTS / "crds").glob("*.yaml")):
+        for one in tools.documents(path.read_text()):
+            if one["kind"] != "CustomResourceDefinition":
+                continue
+            group, kind = one["spec"]["group"], one["spec"]["names"]["kind"]
+            for version in one["spec"]["versions"]:
+                schema = _closed(version["schema"]["openAPIV3Schema"])
+                schema["properties"] |= {"metadata": _METADATA, "kind": {"const": kind}}
+                yield (f"{group}/{version['name']}", kind), schema
+
+
 #: By apiVersion and kind.
-SCHEMAS: Mapping[tuple[str, str], Mapping[str, Any]] = {
+SCHEMAS: Mapping[tuple[str, str], Mapping[str, Any]] = dict(_defined()) | {
     (header.partition(" ")[0], header.partition(" ")[2]): _object(header, spec)
     for header, spec in yaml.safe_load(_TABLES).items()
 }

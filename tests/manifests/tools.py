@@ -23,6 +23,9 @@ BUILT = ROOT / ".cache/tools"
 #: CI sets it: it has built both, so a missing one is an error there.
 _REQUIRED = os.environ.get("EXTPROC_REQUIRE_KUBETOOLS", "") == "1"
 
+#: What a helm of our own making would not know: which Kubernetes it renders for.
+KUBERNETES = "1.30.0"
+
 _RENDER_S = 60.0
 
 Document = dict[str, Any]
@@ -60,7 +63,8 @@ def charted(*arguments: str) -> Sequence[Document]:
 
 def template(*arguments: str) -> Sequence[str]:
     """The command that renders the chart."""
-    return [*need("helm template"), "release", str(CHART), "--namespace", "models", *arguments]
+    where = ("release", str(CHART), "--namespace", "models", "--kube-version", KUBERNETES)
+    return [*need("helm template"), *where, *arguments]
 
 
 def documents(text: str) -> Sequence[Document]:

@@ -1,0 +1,206 @@
+"""What helm makes of the chart."""
+
+import json
+import subprocess
+
+import pytest
+import yaml
+
+from extproc.config.settings import Settings
+from tests.manifests import parts, rules, tools
+
+#: Everything that can be turned on.
+ALL_ON = tools.ROOT / "tests/manifests/all_on.yaml"
+
+BY_SELECTOR = ("--set", "pool.selector.app=vllm", "--set", "pool.selector.tier=gpu")
+
+SETS = {
+    "defaults": (),
+    "all on": ("--values", str(ALL_ON)),
+    "by selector": BY_SELECTOR,
+    "least": (
+        *("--set", "networkPolicy.enabled=false", "--set", "podDisruptionBudget.enabled=false"),
+        *("--set", "tls.enabled=false"),
+    ),
+}
+
+
+@pytest.fixture(params=SETS.values(), ids=SETS)
+def arguments(request):
+    return request.param
+
+
+@pytest.fixture
+def documents(arguments):
+    return tools.charted(*arguments)
+
+
+def picker(*arguments):
+    """Pod spec and container."""
+    (found,) = parts.pickers(tools.charted(*arguments))
+    return found
+
+
+def refusal(*arguments):
+    """What helm says of values that it must refuse."""
+    done = subprocess.run(
+        tools.template(*arguments), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0, done.stdout
+    return done.stderr
+
+
+def test_objects_are_right(documents):
+    """They hold to the schemas, to each other and to what the program does."""
+    assert not list(rules.wrong(documents))
+
+
+def test_rights_are_what_is_needed_and_no_more(arguments, documents):
+    """The literal table, and more only where it was asked for."""
+    more = {**rules.SLICES, **rules.LEASES} if arguments == SETS["all on"] else {}
+    assert rules.granted(documents) == {**rules.ALLOWED, **more}
+
+
+def test_the_configuration_is_taken(documents):
+    """The file that the values make is read by the strict reader."""
+    (found,) = parts.pickers(documents)
+    assert isinstance(rules.settings_of(documents, *found), Settings)
+
+
+def test_configuration_values_reach_the_file():
+    """Sections of `config` are those of the file."""
+    settings = rules.settings_of(tools.charted(*SETS["all on"]), *picker(*SETS["all on"]))
+    assert settings.scheduling.unknown_model == "reject"
+    assert settings.scrape.idle_interval_s == 1.0
+
+
+def test_the_pool_has_the_release_s_name_or_its_own():
+    """Without a name the pool is called as the release is."""
+    assert parts.parsed(picker()[1]["args"]).pool_name == "release"
+    assert parts.parsed(picker("--set", "pool.name=vllm")[1]["args"]).pool_name == "vllm"
+
+
+def test_a_selector_needs_no_pool():
+    """Labels and ports take the place of the name."""
+    asked = parts.parsed(picker(*BY_SELECTOR)[1]["args"])
+    assert asked.pool_name is None
+    assert asked.endpoint_selector == "app=vllm,tier=gpu"
+    assert asked.endpoint_target_ports == "8000"
+
+
+def test_the_pool_names_its_picker():
+    """An InferencePool that the chart makes points back at the chart's Service."""
+    documents = tools.charted(*SETS["all on"])
+    pool = parts.only(documents, "InferencePool")
+    assert pool["metadata"]["name"] == parts.parsed(picker(*SETS["all on"])[1]["args"]).pool_name
+    service = parts.only(documents, "Service")
+    assert pool["spec"]["endpointPickerRef"]["name"] == service["metadata"]["name"]
+
+
+def test_the_grace_period_follows_the_drain():
+    """A longer drain is given the time it takes, by flag and by grace period."""
+    pod, container = picker("--set", "drainTimeoutSeconds=120")
+    assert parts.parsed(container["args"]).drain_timeout == "120s"
+    assert pod["terminationGracePeriodSeconds"] > 120
+
+
+@pytest.mark.parametrize(
+    ("values", "mount", "cert", "secure", "protocol"),
+    [
+        ((), False, None, None, "http2"),
+        (("--set", "tls.secretName=cert"), True, "/etc/extproc-tls", None, "http2"),
+        (("--set", "tls.enabled=false"), False, None, "false", "kubernetes.io/h2c"),
+    ],
+    ids=["self-made", "secret", "plaintext"],
+)
+def test_tls(values, mount, cert, secure, protocol):
+    """A Secret is mounted where there is one, and the Service says what is spoken."""
+    pod, container = picker(*values)
+    asked = parts.parsed(container["args"])
+    assert (asked.cert_path, asked.secure_serving) == (cert, secure)
+    assert any("secret" in volume for volume in pod["volumes"]) is mount
+    port = parts.only(tools.charted(*values), "Service")["spec"]["ports"][0]
+    assert port["appProtocol"] == protocol
+
+
+def test_an_autoscaler_takes_the_replicas():
+    """The Deployment has no number of its own where an autoscaler has one."""
+    documents = tools.charted(*SETS["all on"])
+    assert "replicas" not in parts.only(documents, "Deployment")["spec"]
+    assert parts.only(tools.charted(), "Deployment")["spec"]["replicas"] == 2
+
+
+def test_all_on_says_something_of_every_value():
+    """A new value is turned on in the tests, too."""
+    known = yaml.safe_load((tools.CHART / "values.yaml").read_text())
+    given = yaml.safe_load(ALL_ON.read_text())
+    assert set(known) == set(given)
+
+
+def test_the_schema_knows_every_value():
+    """And nothing else, but what Helm itself adds."""
+    schema = json.loads((tools.CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((tools.CHART / "values.yaml").read_text())
+    assert _in_schema(schema) - {("global",)} == _in_values(values)
+
+
+#: Values whose inside is Kubernetes' or the picker's, and not listed in the schema one by one.
+_FREE = {("resources",), ("config",)}
+
+
+def _in_schema(schema, at=()):
+    if at in _FREE:
+        return set()
+    inner = schema.get("properties", {}).items()
+    return {(*at, key) for key, _ in inner}.union(*(_in_schema(v, (*at, k)) for k, v in inner))
+
+
+def _in_values(values, at=()):
+    if at in _FREE or not isinstance(values, dict):
+        return set()
+    inner = values.items()
+    return {(*at, key) for key, _ in inner}.union(*(_in_values(v, (*at, k)) for k, v in inner))
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("replicas=3", "replicas"),
+        ("replicaCount=0", "replicaCount"),
+        ("image.tags=1", "tags"),
+        ("image.digest=sha256:1", "digest"),
+        ("pool.targetPorts={}", "targetPorts"),
+        ("pool.targetPorts={70000}", "targetPorts"),
+        ("pool.group=example.com", "group"),
+        ("pool.create.enabled=true", "matchLabels"),
+        ("drainTimeoutSeconds=-1", "drainTimeoutSeconds"),
+        ("tls.secret=cert", "secret"),
+        ("config.kind=ExtProcConfig", "config"),
+        ("extraArgs={serve}", "extraArgs"),
+        ("monitoring.serviceMonitor.interval=often", "interval"),
+        ("podDisruptionBudget.maxUnavailable=0", "maxUnavailable"),
+    ],
+)
+def test_values_outside_the_schema_are_refused(value, says):
+    """The error names the value."""
+    assert says in refusal("--set", value)
+
+
+def test_a_pool_is_named_or_selected():
+    """Both at once is an error that says so."""
+    said = refusal("--set", "pool.name=vllm", *BY_SELECTOR)
+    assert "not both" in said
+
+
+def test_helm_lint_has_nothing_to_say():
+    """Warnings are errors here."""
+    command = [
+        *tools.need("helm lint"),
+        "--strict",
+        "--kube-version",
+        tools.KUBERNETES,
+        str(tools.CHART),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout
