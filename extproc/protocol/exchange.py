@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from extproc import decision as outcomes
 from extproc.decision import Outcome, Rejection
-from extproc.protocol import feedback, refusal, transitions
+from extproc.protocol import feedback, refusal, restoring, transitions
 from extproc.protocol.debts import Debts
 from extproc.protocol.events import NO_HEADERS, UNDECLARED, BodyMode, Event, Kind, Modes
 from extproc.protocol.gathering import Budget, Gathering
@@ -66,7 +66,9 @@ class Exchange:
         "_headers",
         "_history",
         "_modes",
+        "_names",
         "_owed_to_client",
+        "_restoration",
         "_selected",
         "_settings",
         "_subset",
@@ -93,6 +95,9 @@ class Exchange:
         self._owed_to_client: Headers = ()
         self._subset: tuple[str, ...] | None = None
         self._gathering: Gathering | None = None
+        #: What the engine was asked for, and what the client calls it.
+        self._names = ("", "")
+        self._restoration: feedback.Restoration | None = None
         self._selected = False
         self._history = 0
         self.asked = Asked.IDLE
@@ -155,6 +160,8 @@ class Exchange:
         if outcome.splice is not None and gathering is not None and mode > _STREAMED:
             body = gathering.edit(outcome.splice)
             self.edited = True
+            if self._settings.restore_model:
+                self._names = (outcome.model_rewrite, outcome.client_model)
             set_headers += edited_length(pending, body)
         if gathering is not None and mode >= _DUPLEX:
             return self._debts.hand_on(gathering, destination, set_headers, remove_headers=removed)
@@ -201,10 +208,13 @@ class Exchange:
         return _NOTHING
 
     def _trailers(self, event: Event, _: Modes) -> Iterable[Reply]:
-        if event.kind is Kind.RESPONSE_TRAILERS:
-            self._abandon()
-            self.told = _ENDED
-        return self._go_on(event.kind)
+        if event.kind is not Kind.RESPONSE_TRAILERS:
+            return self._go_on(event.kind)
+        self._abandon()
+        self.told = _ENDED
+        restoration = self._restoration
+        held = () if restoration is None else restoration.trailers()
+        return (*held, *self._go_on(event.kind))
 
     def _late(self, event: Event, modes: Modes) -> Iterable[Reply]:
         mode = modes.request if event.kind is _REQUEST_BODY else modes.response
@@ -272,13 +282,22 @@ class Exchange:
         self._abandon()
         self.status = event.headers.get(":status", "")
         self.told = _ENDED if event.end_of_stream else _STARTED
-        return feedback.answer(
+        restorer = None
+        if self._names[1] and not event.end_of_stream:
+            restorer = restoring.of(event.headers, *self._names)
+        replies = feedback.answer(
             event,
             modes,
             self._settings,
             watch_stream=self._watch_stream,
             owed=self._owed_to_client,
+            restored=restorer is not None,
         )
+        if restorer is not None:
+            shown = replies[0].response_body or modes.response
+            length = event.headers.get("content-length", "")
+            self._restoration = feedback.Restoration(restorer, shown, length=length)
+        return replies
 
     def _pass_response(self, event: Event, modes: Modes) -> Iterable[Reply]:
         self._abandon()
@@ -286,6 +305,8 @@ class Exchange:
         if self.tail is None:
             self.tail = feedback.Tail()
         self.tail.add(event.body)
+        if self._restoration is not None:
+            return self._restoration.body(event)
         if modes.response < _DUPLEX:
             return _GO_ON[_RESPONSE_BODY]
         return chunks(_RESPONSE_BODY, event.body, end_of_stream=event.end_of_stream)

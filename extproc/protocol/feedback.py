@@ -1,4 +1,4 @@
-"""Seeing the answer: the reply to its headers, when to ask for its body, keeping the end of it.
+"""Seeing the answer: replies to its headers and body, when to ask for it, keeping the end of it.
 
 Usage stands at the end of an answer, whole or streamed, so the tail is all that is kept.
 """
@@ -6,11 +6,20 @@ Usage stands at the end of an answer, whole or streamed, so the tail is all that
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from extproc.protocol.events import BodyMode, Event, Modes
-from extproc.protocol.headers import RESPONSE_MARKER, SERVED_HEADER
-from extproc.protocol.replies import Answered, Headers
+from extproc.protocol.events import BodyMode, Event, Kind, Modes
+from extproc.protocol.headers import RESPONSE_MARKER, SERVED_HEADER, changed_length
+from extproc.protocol.replies import (
+    Answered,
+    Chunk,
+    Continue,
+    Headers,
+    Replaced,
+    Reply,
+    chunks,
+)
+from extproc.protocol.restoring import Restorer
 from extproc.protocol.settings import ExchangeSettings
 
 #: Bytes of the answer's end that are kept. vLLM writes `usage` after `choices`; this leaves room
@@ -48,6 +57,7 @@ class Tail:
 _NONE = BodyMode.NONE
 _STREAMED = BodyMode.STREAMED
 _DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
+_STREAMS = frozenset({_STREAMED, _DUPLEX})
 
 #: The replies there are where the headers depend on nothing, by the mode to switch to.
 _MARKED = {mode: (Answered((RESPONSE_MARKER,), mode),) for mode in (None, *BodyMode)}
@@ -61,6 +71,7 @@ def answer(
     *,
     watch_stream: bool,
     owed: Headers = (),
+    restored: bool = False,
 ) -> tuple[Answered]:
     """The reply to the response headers.
 
@@ -70,16 +81,19 @@ def answer(
         settings: Of the server.
         watch_stream: Whether this exchange is in the sample of watched streams.
         owed: Further headers for the client.
+        restored: Whether another model name goes into its body.
     """
     mode = None
-    if settings.feedback and not event.end_of_stream:
-        mode = feedback_mode(modes, event.headers, watch_stream=watch_stream)
-    if not settings.conformance and not owed:
+    if (settings.feedback or restored) and not event.end_of_stream:
+        mode = feedback_mode(modes, event.headers, watch_stream=watch_stream or restored)
+    # The length is told with the body where that is buffered; a stream's is not known yet.
+    streams = restored and (mode or modes.response) in _STREAMS
+    if not settings.conformance and not owed and not streams:
         return (_MARKED if settings.response_marker else _PLAIN)[mode]
     marks: Headers = (RESPONSE_MARKER,) if settings.response_marker else ()
     if settings.conformance:
         marks = (*marks, (SERVED_HEADER, served(event)))
-    return (Answered((*marks, *owed), mode),)
+    return (Answered((*marks, *owed), mode, ("content-length",) if streams else ()),)
 
 
 def served(event: Event) -> str:
@@ -113,3 +127,50 @@ def feedback_mode(
     if length.isascii() and length.isdigit() and int(length) <= WHOLE_ANSWER_BYTES:
         return BodyMode.BUFFERED
     return BodyMode.STREAMED if watch_stream else None
+
+
+class Restoration:
+    """The replies to an answer whose model gets the client's name again.
+
+    Args:
+        restorer: Changes the bytes.
+        mode: How the body is shown.
+        length: The `content-length` of the answer; empty when it has none.
+    """
+
+    __slots__ = ("_length", "_mode", "_restorer")
+
+    def __init__(self, restorer: Restorer, mode: BodyMode, *, length: str) -> None:
+        self._restorer = restorer
+        self._mode = mode
+        self._length = length
+
+    def body(self, event: Event) -> Iterable[Reply]:
+        """The replies to a body message."""
+        mode = self._mode
+        buffered = _STREAMED < mode < _DUPLEX
+        # What is buffered is one message, and trailers may end it.
+        body = self._restorer.pass_on(event.body, last=event.end_of_stream or buffered)
+        if mode is _DUPLEX:
+            if not body and not event.end_of_stream:
+                return ()
+            return chunks(Kind.RESPONSE_BODY, body, end_of_stream=event.end_of_stream)
+        if body == event.body:
+            return (Continue(Kind.RESPONSE_BODY),)
+        grown = len(body) - len(event.body)
+        return (
+            Replaced(
+                Kind.RESPONSE_BODY, body, changed_length(self._length, grown) if buffered else ()
+            ),
+        )
+
+    def trailers(self) -> Iterable[Reply]:
+        """What goes before the answer to trailers that end the body.
+
+        Only FULL_DUPLEX_STREAMED has a way to say it. Something is held back then only where the
+        body was cut inside of a name.
+        """
+        rest = self._restorer.rest()
+        if not rest or self._mode is not _DUPLEX:
+            return ()
+        return (Chunk(Kind.RESPONSE_BODY, rest, end_of_stream=False),)

@@ -49,13 +49,21 @@ def edited_length(raw: RawRequest, body: bytes) -> tuple[tuple[str, str], ...]:
         raw: The request as it came.
         body: What its body, or the part of it that was shown, becomes.
     """
-    length = len(body)
     if raw.truncated:
-        told = raw.headers.get("content-length", "")
-        if not (told.isascii() and told.isdigit()):
-            return ()
-        length += int(told) - len(raw.body)
-    return (("content-length", str(length)),)
+        return changed_length(raw.headers.get("content-length", ""), len(body) - len(raw.body))
+    return (("content-length", str(len(body))),)
+
+
+def changed_length(told: str, grown: int) -> tuple[tuple[str, str], ...]:
+    """The `content-length` of a body that was changed, as a header to set; none where none was told.
+
+    Args:
+        told: The length before, as its header says it.
+        grown: Bytes it has more now, or less.
+    """
+    if not (told.isascii() and told.isdigit()):
+        return ()
+    return (("content-length", str(int(told) + grown)),)
 
 
 def tokens(value: str) -> tuple[str, ...]:

@@ -62,16 +62,32 @@ class Continue(msgspec.Struct, frozen=True, gc=False):
     destination: str = ""
 
 
+class Replaced(msgspec.Struct, frozen=True, gc=False):
+    """A body message that goes on as another, in every mode but FULL_DUPLEX_STREAMED.
+
+    Attributes:
+        answers: RESPONSE_BODY.
+        body: What it becomes; may be empty.
+        set_headers: Headers to set, which Envoy allows while it buffers.
+    """
+
+    answers: Kind
+    body: bytes
+    set_headers: Headers = ()
+
+
 class Answered(msgspec.Struct, frozen=True, gc=False):
     """The reply to the response headers.
 
     Attributes:
         set_headers: Response headers to set.
         response_body: Body mode to switch to (`mode_override`); None keeps the configured one.
+        remove_headers: Response headers to remove.
     """
 
     set_headers: Headers = ()
     response_body: BodyMode | None = None
+    remove_headers: tuple[str, ...] = ()
 
 
 class Refuse(msgspec.Struct, frozen=True, gc=False):
@@ -90,7 +106,7 @@ class Refuse(msgspec.Struct, frozen=True, gc=False):
     grpc_status: int | None = None
 
 
-Reply = Route | Chunk | Continue | Answered | Refuse
+Reply = Route | Chunk | Continue | Replaced | Answered | Refuse
 
 
 def chunks(

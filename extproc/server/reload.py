@@ -27,6 +27,7 @@ _LIVE = frozenset({"scheduling", "answers", "explain", "log", "conformance"})
 #: Fields of other sections that take effect at once.
 _LIVE_FIELDS = {
     "limits": frozenset({"max_body_bytes", "max_streams"}),
+    "pool": frozenset({"objectives", "rewrites"}),
     "scrape": frozenset({"stale_after_s"}),
 }
 

@@ -163,6 +163,8 @@ def _request(request: Request) -> Json:
         "adapter": request.adapter,
         "prompt_bytes": len(request.prompt),
         "prompt_tokens": request.prompt_tokens,
+        "objective": request.objective,
+        "priority": request.priority,
         "stream": request.stream,
         "max_tokens": request.max_tokens,
         "session": bool(request.session),
@@ -171,10 +173,17 @@ def _request(request: Request) -> Json:
 
 
 def _rewrite(decision: Decision) -> Json | None:
-    """The name the engine is given; `editable` says whether the body has a place for it."""
+    """The name the engine is given, and the client's where its body has one.
+
+    `editable` says whether the body has a place for it.
+    """
     if not decision.model_rewrite:
         return None
-    return {"name": decision.model_rewrite, "editable": decision.splice is not None}
+    return {
+        "name": decision.model_rewrite,
+        "client": decision.client_model,
+        "editable": decision.splice is not None,
+    }
 
 
 def _candidate(candidate: Candidate) -> Json:

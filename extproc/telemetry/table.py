@@ -56,6 +56,8 @@ def _asked(explanation: Json) -> str:
     if request["adapter"]:
         facts.append(f"adapter {request['adapter']}")
     facts.append(f"about {request['prompt_tokens']} prompt tokens")
+    if request.get("objective"):
+        facts.append(f"priority {request['priority']} by objective {request['objective']}")
     if request["stream"]:
         facts.append("streamed")
     if request["subset"] is not None:
@@ -64,7 +66,8 @@ def _asked(explanation: Json) -> str:
     rewrite = explanation.get("model_rewrite")
     if rewrite:
         how = "in the body" if rewrite["editable"] else "but the body cannot be edited"
-        lines.append(f"rewrite: the engine knows the model as {rewrite['name']}, {how}")
+        client = f" in place of {rewrite['client']}" if rewrite.get("client") else ""
+        lines.append(f"rewrite: the engine is asked for {rewrite['name']}{client}, {how}")
     if explanation.get("unlisted"):
         lines.append("model:   no endpoint lists it; routed as if all served it")
     return "\n".join([*lines, f"profile: {explanation['profile']}"])

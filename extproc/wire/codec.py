@@ -13,7 +13,16 @@ from typing import Any
 
 from extproc.protocol.events import Kind
 from extproc.protocol.headers import DESTINATION
-from extproc.protocol.replies import Answered, Chunk, Continue, Headers, Refuse, Reply, Route
+from extproc.protocol.replies import (
+    Answered,
+    Chunk,
+    Continue,
+    Headers,
+    Refuse,
+    Replaced,
+    Reply,
+    Route,
+)
 from extproc.wire import frames, metadata
 from extproc.wire.pb import ext_proc_pb2 as pb
 
@@ -160,14 +169,24 @@ def _continue(reply: Continue) -> bytes:
 def _answered(reply: Answered) -> bytes:
     response = pb.ProcessingResponse()
     response.response_headers.response.SetInParent()
-    _set(response.response_headers.response.header_mutation, reply.set_headers)
-    if not reply.set_headers:
-        response.response_headers.response.ClearField("header_mutation")
+    if reply.set_headers or reply.remove_headers:
+        mutation = response.response_headers.response.header_mutation
+        _set(mutation, reply.set_headers)
+        mutation.remove_headers.extend(reply.remove_headers)
     if reply.response_body is not None:
         override = response.mode_override
         override.response_body_mode = reply.response_body
         override.response_header_mode = 1  # SEND
         override.response_trailer_mode = 1  # SEND: the stream still ends when the answer does
+    return response.SerializeToString()
+
+
+def _replaced(reply: Replaced) -> bytes:
+    response = pb.ProcessingResponse()
+    common = response.response_body.response
+    common.body_mutation.body = reply.body
+    if reply.set_headers:
+        _set(common.header_mutation, reply.set_headers)
     return response.SerializeToString()
 
 
@@ -185,6 +204,7 @@ _WRITERS: Mapping[type[Reply], Callable[[Any], bytes]] = {
     Chunk: _chunk,
     Route: _picked,
     Continue: _continue,
+    Replaced: _replaced,
     Answered: _answered,
     Refuse: _refuse,
 }

@@ -147,7 +147,7 @@ POINTS = (
     Point(83, "F", "R", "precedence of rewrite rules"),
     Point(84, "F", "R", "rewrite rule beats header"),
     Point(85, "F", "R", "weights of rewrite targets"),
-    Point(86, "F", "R", "the answer names the client's model", _REWRITE),
+    Point(86, "F", "R", "the answer names the client's model"),
     Point(87, "F", "R", "without CRDs priority is 0"),
     Point(88, "F", "R", "both API groups are read", _REWRITE),
     Point(89, "G", "R", "response headers answered at once, with the marker"),

@@ -50,13 +50,24 @@ def test_the_choice_by_model_is_the_first_step():
 
 
 def test_a_rewrite_is_told():
-    """The name the engine is given, and whether the body has a place for it."""
-    told = explanation.explain(decision(model_rewrite="sql", splice=Splice(0, 1, b"x")))
-    assert told["model_rewrite"] == {"name": "sql", "editable": True}
+    """The name the engine is given, the client's, and whether the body has a place for it."""
+    edited = decision(model_rewrite="sql", splice=Splice(0, 1, b"x"), client_model="llama")
+    told = explanation.explain(edited)
+    assert told["model_rewrite"] == {"name": "sql", "client": "llama", "editable": True}
     shown = table.render_table(told)
-    assert "rewrite: the engine knows the model as sql, in the body\n" in shown
+    assert "rewrite: the engine is asked for sql in place of llama, in the body\n" in shown
     told = explanation.explain(decision(model_rewrite="sql"))
-    assert "as sql, but the body cannot be edited\n" in table.render_table(told)
+    shown = table.render_table(told)
+    assert "the engine is asked for sql, but the body cannot be edited\n" in shown
+
+
+def test_a_priority_is_told():
+    """The objective and its priority, where the pool has it."""
+    request = Request("chat", objective="batch", priority=-1)
+    told = explanation.explain(msgspec.structs.replace(decision(), request=request))
+    assert (told["request"]["objective"], told["request"]["priority"]) == ("batch", -1)
+    assert ", priority -1 by objective batch" in table.render_table(told)
+    assert "priority" not in table.render_table(explanation.explain(decision()))
 
 
 def test_a_model_nobody_lists_is_told():

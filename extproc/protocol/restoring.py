@@ -1,0 +1,229 @@
+"""The client's name for its model, put back into the answer as it passes.
+
+A request that was given another model name is answered under that name. Only the model an answer
+names for itself is changed: the first `model` of a document, at its top level or directly in the
+object that an event of the Responses API (`response`) or the Messages API (`message`) wraps, and
+only where it is exactly the name the engine was asked for. Text a model generated is inside of
+strings and never looks like that.
+
+A document is the whole body, or each line of a stream of events. Nothing is held back but bytes
+that may be the beginning of such a model, so that no complete event waits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+_KEY: Final = b'"model"'
+_SPACES: Final = b" \t\r\n"
+
+#: Blanks around the colon that are looked through (count). Engines write none or one; it bounds
+#: what is held back.
+_MOST_SPACES: Final = 16
+
+#: Keys of objects that stand for the answer in an event of the Responses and the Messages API.
+_WRAPPERS: Final = frozenset({b'"response"', b'"message"'})
+
+#: Bytes of a key that are kept, to tell a wrapper.
+_LONGEST_KEY: Final = 12
+
+_token = re.compile(rb'["{}\[\]]').search
+_named = re.compile(rb'"model"[ \t\r\n]{0,16}+:').match
+#: The rest of a string up to its end, or to a backslash that nothing follows.
+_rest = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL).match
+
+_QUOTE, _OBJECT, _ARRAY = b'"{['
+
+
+class Restorer:
+    """Changes one answer.
+
+    Args:
+        asked: The name the engine was asked for.
+        told: The name the client used.
+        events: Whether every line is a document of its own.
+    """
+
+    __slots__ = (
+        "_depth",
+        "_escaped",
+        "_events",
+        "_held",
+        "_inside",
+        "_key",
+        "_names",
+        "_over",
+        "_told",
+        "_value",
+        "_wrapped",
+    )
+
+    def __init__(self, asked: str, told: str, *, events: bool) -> None:
+        # As most engines write it, and as those that keep to ASCII do.
+        self._names = tuple(
+            {msgspec.json.encode(asked), json.dumps(asked).encode("ascii", "replace")}
+        )
+        self._told = msgspec.json.encode(told)
+        self._events = events
+        self._value = re.compile(
+            rb'"model"[ \t\r\n]{0,16}+:[ \t\r\n]{0,16}+('
+            + b"|".join(map(re.escape, self._names))
+            + rb")"
+        ).match
+        self._held = b""
+        self._begin()
+
+    def pass_on(self, chunk: bytes, *, last: bool) -> bytes:
+        """What the next bytes of the answer become; empty while they may begin a match.
+
+        Args:
+            chunk: The bytes.
+            last: Whether none follow.
+        """
+        text = self._held + chunk if self._held else chunk
+        changed: list[bytes] = []
+        at, size = 0, len(text)
+        while at < size:
+            line = text.find(b"\n", at) + 1 if self._events else 0
+            end = line or size
+            if line and not self._depth and not self._inside and text.find(_KEY, at, end) < 0:
+                reached = end
+                changed.append(text[at:end])
+            else:
+                reached = self._walk(text, at, end, complete=bool(line) or last, changed=changed)
+            at = reached
+            if reached < end:
+                break
+            if line:
+                self._begin()
+        self._held = text[at:]
+        return b"".join(changed)
+
+    def rest(self) -> bytes:
+        """What is held back, when the answer ended without a last piece."""
+        held, self._held = self._held, b""
+        return held
+
+    def _begin(self) -> None:
+        """A document begins."""
+        self._depth = 0
+        self._inside = self._escaped = self._wrapped = self._over = False
+        self._key = b""
+
+    def _walk(self, text: bytes, at: int, end: int, *, complete: bool, changed: list[bytes]) -> int:
+        """Go through a part of a document.
+
+        Args:
+            text: Holds it.
+            at: Where it begins.
+            end: Where it ends.
+            complete: Whether the document ends there.
+            changed: Takes the bytes as they become.
+
+        Returns:
+            How far it was decided what becomes of it.
+        """
+        start = at
+        while not self._over:
+            if self._inside:
+                at = self._through_string(text, at, end)
+                if self._inside:
+                    break
+            token = _token(text, at, end)
+            if token is None:
+                break
+            at = token.start()
+            if text[at] == _QUOTE:
+                if self._depth == 1 or (self._depth == 2 and self._wrapped):
+                    value = self._value(text, at, end)
+                    if value is not None:
+                        changed += (text[start : value.start(1)], self._told)
+                        start = value.end()
+                        self._over = True
+                        break
+                    if not complete and self._undecided(text[at:end]):
+                        changed.append(text[start:at])
+                        return at
+                    # Another name stands there: it is the engine's own affair.
+                    self._over = _named(text, at, end) is not None
+                self._inside, self._key = True, b'"'
+            else:
+                self._turn(text[at])
+            at += 1
+        changed.append(text[start:end])
+        return end
+
+    def _turn(self, bracket: int) -> None:
+        """A bracket outside of strings."""
+        if bracket not in b"{[":
+            self._depth = max(0, self._depth - 1)
+            return
+        self._depth += 1
+        if self._depth == 2:
+            self._wrapped = bracket == _OBJECT and self._key in _WRAPPERS
+
+    def _through_string(self, text: bytes, at: int, end: int) -> int:
+        """Go to the end of the string we are in, or of what there is of it."""
+        start = at
+        if self._escaped and at < end:
+            self._escaped = False
+            at += 1
+        found = _rest(text, at, end)
+        at = end if found is None else found.end()
+        if at < end and text[at] == _QUOTE:
+            at += 1
+            self._inside = False
+        elif at < end:
+            # A backslash, and what it escapes comes next.
+            self._escaped = True
+            at = end
+        if self._depth == 1 and len(self._key) < _LONGEST_KEY:
+            self._key += text[start : min(at, start + _LONGEST_KEY)]
+        return at
+
+    def _undecided(self, rest: bytes) -> bool:
+        """Whether more bytes could make a match of these, which begin with a quote."""
+        if len(rest) <= len(_KEY):
+            return _KEY.startswith(rest)
+        if not rest.startswith(_KEY):
+            return False
+        behind = rest[len(_KEY) :]
+        value = behind.lstrip(_SPACES)
+        if len(behind) - len(value) > _MOST_SPACES:
+            return False
+        if not value:
+            return True
+        if not value.startswith(b":"):
+            return False
+        name = value[1:].lstrip(_SPACES)
+        if len(value) - 1 - len(name) > _MOST_SPACES:
+            return False
+        return any(each.startswith(name) for each in self._names)
+
+
+def of(headers: Mapping[str, str], asked: str, told: str) -> Restorer | None:
+    """What changes an answer.
+
+    Args:
+        headers: Of the answer, names in lower case.
+        asked: The name the engine was asked for.
+        told: The name the client used.
+
+    Returns:
+        None where names are equal or empty, and where the answer is neither JSON nor a stream of
+        events, or is compressed.
+    """
+    if not asked or not told or asked == told:
+        return None
+    if headers.get("content-encoding", "identity") != "identity":
+        return None
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    lines = kind in {"text/event-stream", "application/x-ndjson", "application/jsonl"}
+    if not lines and kind != "application/json" and not kind.endswith("+json"):
+        return None
+    return Restorer(asked, told, events=lines)

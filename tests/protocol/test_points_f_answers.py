@@ -1,0 +1,195 @@
+"""Section F of the checklist: the answer names the client's model, in every mode that shows it."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.decision import Decision, Outcome
+from extproc.pool.policy import Policy, Rule, Target
+from extproc.protocol.settings import ExchangeSettings
+from extproc.request import RawRequest
+from tests.support import conversation as talk
+from tests.support.house import House, load
+from tests.support.peer import Said
+
+ASKED = b'{"model": "big", "messages": [{"role": "user", "content": "x"}]}'
+BODY = b'{"id": "c", "model": "big-v2", "choices": []}'
+NEW = BODY.replace(b"big-v2", b"big")
+PIECES = (
+    b'data: {"model":"big-v2","a":1}\n\n',
+    b'data: {"model": "big-v2"}\n\n',
+    b"data: [DONE]\n\n",
+)
+JSON = {**talk.JSON, "content-length": str(len(BODY))}
+STREAMED, BUFFERED = {"response_body_mode": 1}, {"response_body_mode": 2}
+
+
+def house() -> House:
+    held = House({talk.ONE: load(0, 0.0)})
+    held.fleet.decree(Policy(rules=(Rule(("big",), (Target("big-v2"),)),)))
+    return held
+
+
+def answering(
+    modes: tuple[str, str], decide: talk.Decide | None = None, **how: object
+) -> talk.Talk:
+    """A stream whose request was routed and edited."""
+    held = talk.Talk(decide or house().decide, modes=modes, **how)
+    held.hear(talk.request_headers())
+    held.hear(talk.request_body(ASKED, ends=True))
+    return held
+
+
+def heading(override: dict[str, int] | None = None, *removes: str) -> list[Said]:
+    """What is said of the response headers."""
+    return [
+        Said(
+            "response_headers",
+            sets=(talk.MARKER,),
+            removes=removes,
+            override={**override, "response_header_mode": 1, "response_trailer_mode": 1}
+            if override
+            else {},
+        )
+    ]
+
+
+def replaced(body: bytes, *sets: tuple[str, str]) -> list[Said]:
+    return [Said("response_body", replaces=body, sets=sets)]
+
+
+def test_086_duplex_json():
+    """Full duplex: the changed bytes are handed on, and the length, which is another, goes."""
+    held = answering(talk.DUPLEX)
+    assert held.hear(talk.response_headers(JSON)) == heading(None, "content-length")
+    cut = BODY.index(b"-v2")
+    # What may begin the name waits for the rest.
+    assert held.hear(talk.response_body(BODY[:cut])) == [
+        talk.hand_on(b'{"id": "c", ', part="response_body")
+    ]
+    assert held.hear(talk.response_body(BODY[cut:], ends=True)) == [
+        talk.hand_on(NEW[12:], ends=True, part="response_body")
+    ]
+
+
+def test_086_duplex_events():
+    """Every event passes at once, changed; [DONE] and the empty last piece as they are."""
+    held = answering(talk.DUPLEX)
+    assert held.hear(talk.response_headers(talk.SSE)) == heading(None, "content-length")
+    for piece in (*PIECES, b""):
+        ends = not piece
+        assert held.hear(talk.response_body(piece, ends=ends)) == [
+            talk.hand_on(piece.replace(b"big-v2", b"big"), ends=ends, part="response_body")
+        ]
+
+
+def test_086_duplex_ended_by_trailers():
+    """What is held back goes out before the answer to the trailers."""
+    held = answering(talk.DUPLEX)
+    held.hear(talk.response_headers(talk.JSON))
+    assert held.hear(talk.response_body(b'{"model": "bi')) == [
+        talk.hand_on(b"{", part="response_body")
+    ]
+    assert held.hear(talk.response_body(b"g")) == []
+    assert held.hear(talk.response_trailers()) == [
+        talk.hand_on(b'"model": "big', part="response_body"),
+        talk.go_on("response_trailers"),
+    ]
+
+
+@pytest.mark.parametrize("response", ["NONE", "BUFFERED"])
+def test_086_buffered_json(response: str):
+    """Buffered: asked for where it is not shown; one message, changed, with its length."""
+    held = answering(("BUFFERED", response))
+    override = BUFFERED if response == "NONE" else None
+    assert held.hear(talk.response_headers(JSON)) == heading(override)
+    length = ("content-length", str(len(NEW)))
+    assert held.hear(talk.response_body(BODY, ends=True)) == replaced(NEW, length)
+
+
+@pytest.mark.parametrize("response", ["NONE", "STREAMED"])
+@pytest.mark.parametrize(
+    "headers", [talk.SSE, {**talk.JSON, "content-length": "262145"}, talk.JSON]
+)
+def test_086_streams_piece_by_piece(response: str, headers: dict[str, str]):
+    """Events, and answers too large to buffer: every piece is asked for and answered by another."""
+    held = answering(("BUFFERED", response))
+    override = STREAMED if response == "NONE" else None
+    assert held.hear(talk.response_headers(headers)) == heading(override, "content-length")
+    assert held.hear(talk.response_body(b'{"model":')) == replaced(b"{")
+    assert held.hear(talk.response_body(b'"big-v2"')) == replaced(b'"model":"big"')
+    assert held.hear(talk.response_body(b"}\n\n", ends=True)) == [talk.go_on("response_body")]
+
+
+def test_086_a_cut_buffer_keeps_the_length_of_the_whole():
+    """BUFFERED_PARTIAL: the rest follows as it is, and the length changes by the difference."""
+    held = answering(("BUFFERED", "BUFFERED_PARTIAL"))
+    held.hear(talk.response_headers({**talk.JSON, "content-length": "9000"}))
+    length = ("content-length", str(9000 - len("-v2")))
+    assert held.hear(talk.response_body(BODY[:40])) == replaced(
+        BODY[:40].replace(b"big-v2", b"big"), length
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "client"), [("big-v2", ""), ("", "big"), ("big-v2", "big-v2")], ids=repr
+)
+def test_086_equal_or_empty_names_leave_the_answer(asked: str, client: str):
+    """Nothing is asked for and nothing changed."""
+
+    def decide(raw: RawRequest) -> Outcome:
+        decision = house().decide(raw)
+        assert isinstance(decision, Decision)
+        return Decision(
+            decision.request,
+            decision.endpoints,
+            splice=decision.splice,
+            model_rewrite=asked,
+            client_model=client,
+        )
+
+    held = answering(("BUFFERED", "STREAMED"), decide)
+    assert held.hear(talk.response_headers(talk.SSE)) == heading()
+    assert held.hear(talk.response_body(PIECES[0], ends=True)) == [talk.go_on("response_body")]
+
+
+@pytest.mark.parametrize(
+    ("headers", "settings"),
+    [
+        ({**talk.SSE, "content-encoding": "gzip"}, {}),
+        ({**talk.SSE, "content-type": "audio/mpeg"}, {}),
+        (talk.SSE, {"restore_model": False}),
+    ],
+    ids=["compressed", "sound", "switched off"],
+)
+def test_086_what_cannot_or_must_not_be_read_is_left(
+    headers: dict[str, str], settings: dict[str, bool]
+):
+    """Compressed bodies and other types, and everything where the setting is off."""
+    held = answering(("BUFFERED", "NONE"), settings=ExchangeSettings(1 << 20, **settings))
+    assert held.hear(talk.response_headers(headers)) == heading()
+
+
+def test_086_a_request_that_was_not_edited_is_left():
+    """The engine answers to the name it was given: the client's own."""
+    held = talk.Talk(house().decide, modes=("STREAMED", "STREAMED"))
+    held.hear(talk.request_headers({**talk.PLAIN, "x-llm-d-model-name-rewrite": "big-v2"}))
+    held.hear(talk.request_body(ASKED, ends=True))
+    assert held.hear(talk.response_headers(talk.SSE)) == heading()
+    assert held.hear(talk.response_body(PIECES[0])) == [talk.go_on("response_body")]
+
+
+def test_086_a_name_the_body_lacked_is_not_put_back():
+    """The header supplied a model: the client used none, and is told the engine's."""
+    held = talk.Talk(House({talk.ONE: load(0, 0.0)}).decide)
+    held.hear(talk.request_headers({**talk.PLAIN, "x-llm-d-model-name-rewrite": "big-v2"}))
+    held.hear(talk.request_body(b'{"messages": [{"role": "user", "content": "x"}]}', ends=True))
+    held.hear(talk.response_headers(JSON))
+    (said,) = held.hear(talk.response_body(BODY, ends=True))
+    assert said.body == BODY
+
+
+def test_086_an_answer_without_body():
+    """Nothing to change, and its length stays."""
+    held = answering(talk.DUPLEX)
+    assert held.hear(talk.response_headers(JSON, ends=True)) == heading()
