@@ -71,6 +71,13 @@ def test_kinds_of_others_are_those_there_are():
     assert found >= FOREIGN
 
 
+@pytest.mark.parametrize("values", ["", "all_on.yaml"], ids=["defaults", "all on"])
+async def test_the_chart(api, namespace, values):
+    """What the chart renders is taken, with its defaults and with everything turned on."""
+    words = ["--values", str(tools.ROOT / "tests/manifests" / values)] if values else []
+    assert await apply_all(api, namespace, copied(tools.charted(*words)))
+
+
 @pytest.mark.parametrize("path", LOOSE, ids=lambda path: path.name)
 async def test_single_files(api, namespace, path):
     """A file that is applied by itself is taken as it is."""
