@@ -1,9 +1,10 @@
 """Endpoints, priorities and rewrites from a Kubernetes API server.
 
-Lives here, pure: what is asked for (`settings`), which collections that takes (`feeds`), reading
-of API objects (`objects`) and of watch events (`events`), pods to endpoints (`membership`),
-objectives and rewrites to a policy (`decrees`), and the caches with the pools over them
-(`cluster`). And the shells: the official client (`api`), one list and watch (`feed`), and all of
+Lives here, pure: what is asked for (`settings`), which collections that takes (`collections`,
+`resources`), reading of API objects (`objects`, `reading`) and of list pages and watch lines
+(`events`), pods and slices to endpoints (`membership`), objectives and rewrites to a policy
+(`decrees`), and the caches (`cluster`) with the pools over them (`views`). And the shells: the
+official client (`api`, behind the protocol in `answers`), one list and watch (`feed`), and all of
 them together (`follow`).
 Must not live here: what an endpoint is worth (pool, scrape), which request goes to which pool
 (dispatch), writing anything to the API server.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
+from urllib.parse import quote
 
 import msgspec
 
@@ -33,7 +34,7 @@ class Collection(msgspec.Struct, frozen=True):
         """Of the collection, in the API."""
         resource = self.resource
         root = f"/apis/{resource.group}" if resource.group else "/api"
-        where = f"/namespaces/{self.namespace}" if self.namespace else ""
+        where = f"/namespaces/{quote(self.namespace, safe='')}" if self.namespace else ""
         return f"{root}/{resource.version}{where}/{resource.plural}"
 
     @property

@@ -1,0 +1,174 @@
+"""All collections of a cluster together, and whoever is told of its pools. A shell."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+
+from extproc.discovery.follow import DiscoveryFact
+from extproc.discovery.found import Found
+from extproc.discovery.kubernetes import answers, cluster, feed, settings
+from extproc.discovery.kubernetes.collections import Collection
+
+#: States of a collection that are about the server as a whole.
+_AWAY = frozenset({"disconnected", "unauthorised", "misconfigured"})
+
+#: Whoever is told of pools: those that are new or different by key, and keys that are gone.
+OnPools = Callable[[Mapping[str, Found], frozenset[str]], None]
+
+
+async def connect(wanted: settings.Settings) -> answers.Server:
+    """The API server, through the official client.
+
+    Raises:
+        ConfigError: If its address or the credentials are missing or broken.
+    """
+    from extproc.discovery.kubernetes import api  # noqa: PLC0415 - heavy, and not for everybody
+
+    server = api.Server(wanted)
+    await server.open()
+    return server
+
+
+class Follower:
+    """Tells of pools at the start and whenever they change.
+
+    `start` comes first, then `run`. While the server is away the last pools stand.
+
+    Args:
+        wanted: What is watched, and how patiently.
+        connect: Opens the API server.
+        clock: Monotonic seconds.
+        rng: Chance, for spreading what would else fall together.
+        on_pools: Called with the pools that changed and the keys of those that are gone; must not
+            raise. A pool is first told of when everything it depends on was listed.
+        on_fact: Called when something happened; must not raise. Kinds: `synced` and `unsynced`
+            (at the start), `disconnected` and `connected`, `unauthorised`, `misconfigured`,
+            `forbidden`, `not-installed`, `relisted`, `unreadable` and `broken-object`.
+    """
+
+    def __init__(
+        self,
+        wanted: settings.Settings,
+        *,
+        connect: Callable[[settings.Settings], Awaitable[answers.Server]] = connect,
+        clock: Callable[[], float],
+        rng: random.Random,
+        on_pools: OnPools,
+        on_fact: Callable[[DiscoveryFact], None] = lambda _: None,
+    ) -> None:
+        self._wanted = wanted
+        self._connect = connect
+        self._clock = clock
+        self._rng = rng
+        self._on_pools = on_pools
+        self._on_fact = on_fact
+        self._cluster = cluster.Cluster(wanted)
+        self._server: answers.Server | None = None
+        self._feeds: tuple[feed.Feed, ...] = ()
+        self._wake = asyncio.Event()
+        self._states: dict[Collection, str] = {}
+        self._away = False
+        self._told_synced = False
+
+    @property
+    def synced(self) -> bool:
+        """Whether everything was listed at least once, if only to find that nothing is there."""
+        return self._cluster.synced
+
+    async def start(self) -> None:
+        """Lists everything and tells of the pools, or gives up waiting after a while.
+
+        Raises:
+            ConfigError: If the API server's address or the credentials are missing or broken.
+        """
+        self._server = server = await self._connect(self._wanted)
+        self._feeds = tuple(
+            feed.Feed(
+                one,
+                server,
+                self._cluster,
+                listener=self,
+                wanted=self._wanted,
+                clock=self._clock,
+                rng=self._rng,
+            )
+            for one in self._cluster.collections
+        )
+        try:
+            async with asyncio.timeout(self._wanted.start_s), asyncio.TaskGroup() as tasks:
+                for one in self._feeds:
+                    tasks.create_task(one.sync(), name=f"list {one.collection.title}")
+        except TimeoutError:
+            missing = [
+                one.title for one in self._cluster.collections if not self._cluster.answered(one)
+            ]
+            self.happened(
+                "unsynced",
+                f"{server.name} has not listed {', '.join(missing)} within "
+                f"{self._wanted.start_s:g} s; their pools are not ready until it does",
+            )
+        except BaseException:
+            await self.close()
+            raise
+        self._report()
+
+    async def run(self) -> None:
+        """Follows everything until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for one in self._feeds:
+                    tasks.create_task(one.run(), name=f"watch {one.collection.title}")
+                tasks.create_task(self._reports(), name="report pools of Kubernetes")
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Ends all connections; `run` does so itself, if it ever began."""
+        if self._server is not None:
+            await self._server.close()
+
+    def changed(self) -> None:
+        """A feed has brought something."""
+        if self._cluster.dirty or self._cluster.synced is not self._told_synced:
+            self._wake.set()
+
+    def state(self, collection: Collection, kind: str, detail: str) -> None:
+        """A feed is in another state; what is about the server is said once for all feeds."""
+        before = self._states.get(collection, "connected")
+        self._states[collection] = kind
+        if kind == before:
+            return
+        if kind in _AWAY:
+            if not self._away:
+                self._away = True
+                self.happened(kind, f"{self._name()}: {detail}")
+        elif kind != "connected" and not (kind == "not-installed" and collection.resource.optional):
+            self.happened(kind, detail)
+        if self._away and not any(one in _AWAY for one in self._states.values()):
+            self._away = False
+            self.happened("connected", self._name())
+
+    def happened(self, kind: str, detail: str) -> None:
+        """Something worth a log line."""
+        self._on_fact(DiscoveryFact(kind, detail, self._cluster.endpoints))
+
+    def _name(self) -> str:
+        return self._server.name if self._server is not None else ""
+
+    async def _reports(self) -> None:
+        """The first change after a quiet time at once, what follows in batches."""
+        while True:
+            await self._wake.wait()
+            self._report()
+            await asyncio.sleep(self._wanted.coalesce_s)
+
+    def _report(self) -> None:
+        self._wake.clear()
+        changes = self._cluster.collect()
+        if changes.found or changes.removed:
+            self._on_pools(changes.found, changes.removed)
+        if self._cluster.synced and not self._told_synced:
+            self._told_synced = True
+            self.happened("synced", self._name())
