@@ -106,7 +106,19 @@ class Refuse(msgspec.Struct, frozen=True, gc=False):
     grpc_status: int | None = None
 
 
-Reply = Route | Chunk | Continue | Replaced | Answered | Refuse
+class Costed(msgspec.Struct, frozen=True, gc=False):
+    """The reply to the last body message of an answer, with what it cost as dynamic metadata.
+
+    Attributes:
+        reply: The reply itself.
+        cost: For the rate limiter of the data plane.
+    """
+
+    reply: Reply
+    cost: float
+
+
+Reply = Route | Chunk | Continue | Replaced | Answered | Refuse | Costed
 
 
 def chunks(

@@ -7,12 +7,13 @@ import logging
 import random
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
 import grpc
 import msgspec
 
 from extproc.decision import Answer, Decision, Rejection
+from extproc.dispatch import costing
 from extproc.dispatch.dispatcher import Dispatcher
 from extproc.dispatch.switchboard import Routed, Switchboard
 from extproc.errors import ProtocolError
@@ -43,11 +44,13 @@ class StreamSettings(msgspec.Struct, frozen=True):
         max_streams: Open streams above which requests are refused.
         stream_share: Share of streamed answers watched for usage, 0..1.
         explain_header: Put the short form of the decision on answers.
+        request_cost: Weight of a token by kind, see `dispatch.costing`; empty tells no cost.
     """
 
     max_streams: int
     stream_share: float = 0.0
     explain_header: bool = False
+    request_cost: Mapping[str, float] = {}
 
 
 class Stream:
@@ -101,6 +104,9 @@ class Stream:
         elif exchange.rejection is not None and not self.over:
             self._tallies.rejected(exchange.rejection)
             self.over = True
+        elif self._servicer.settings.request_cost and exchange.tail and costing.ends(event):
+            weights = self._servicer.settings.request_cost
+            return costing.told(replies, exchange.tail.joined(), weights)
         return replies
 
     def turn_away(self, _: Event) -> Iterable[Reply]:

@@ -12,11 +12,12 @@ from functools import lru_cache
 from typing import Any
 
 from extproc.protocol.events import Kind
-from extproc.protocol.headers import DESTINATION
+from extproc.protocol.headers import COST, DESTINATION
 from extproc.protocol.replies import (
     Answered,
     Chunk,
     Continue,
+    Costed,
     Headers,
     Refuse,
     Replaced,
@@ -190,6 +191,13 @@ def _replaced(reply: Replaced) -> bytes:
     return response.SerializeToString()
 
 
+def _costed(reply: Costed) -> bytes:
+    response = pb.ProcessingResponse()
+    balancer = response.dynamic_metadata.fields[metadata.BALANCER_NAMESPACE].struct_value
+    balancer.fields[COST].number_value = reply.cost
+    return encode(reply.reply) + response.SerializeToString()
+
+
 def _refuse(reply: Refuse) -> bytes:
     immediate = pb.ImmediateResponse(body=reply.body, details="extproc")
     immediate.status.code = reply.status
@@ -207,4 +215,5 @@ _WRITERS: Mapping[type[Reply], Callable[[Any], bytes]] = {
     Replaced: _replaced,
     Answered: _answered,
     Refuse: _refuse,
+    Costed: _costed,
 }

@@ -310,7 +310,7 @@ def test_104_upstream_errors_pass_and_are_read_by_status(status: str):
 
 
 def test_106_no_response_message_but_the_last_body_carries_metadata():
-    """Nothing is put on response messages but headers; no plugin emits metadata yet."""
+    """Nothing is put on response messages but headers, where no cost is wanted."""
     held = talk.Talk()
     said = [
         each

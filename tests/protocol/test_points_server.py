@@ -11,7 +11,7 @@ from extproc.protocol.events import Kind
 from extproc.protocol.replies import Route
 from extproc.request import RawRequest
 from tests.support import conversation as talk
-from tests.support import serving
+from tests.support import peer, serving
 from tests.support.house import House
 
 BODY = b'{"model":"m","prompt":"some text"}'
@@ -353,3 +353,52 @@ def test_a_response_nobody_routed_is_not_timed():
             assert sum(server.servicer.tallies.headers_s.counts) == 0
 
     serving.run(test())
+
+
+USED = b'data: {"usage":{"prompt_tokens":7,"completion_tokens":10,"total_tokens":17}}\n\n'
+COSTS = {"prompt": 1.0, "completion": 0.5, "cached": -1.0}
+
+
+def costs(*answer: talk.Message) -> list[object]:
+    """What each reply to an answer says in its metadata."""
+
+    async def test() -> list[object]:
+        async with serving.serving(house(), request_cost=COSTS) as server:
+            stream = server.stream()
+            await stream.say(talk.request_headers(PLAIN), talk.request_body(BODY, ends=True))
+            await stream.hear(2)
+            await stream.say(*answer)
+            await stream.call.done_writing()
+            said = await stream.rest()
+            await server.idle()
+            return [each.told.get(peer.BALANCER) for each in said]
+
+    return serving.run(test())
+
+
+COST = {"x-gateway-inference-request-cost": 7 + 0.5 * 10}
+
+
+def test_106_the_cost_is_on_the_last_body_message():
+    """On the last of a stream's messages, also where that is empty or long and cut; once."""
+    begun = [talk.response_headers(talk.SSE), talk.response_body(USED)]
+    assert costs(*begun, talk.response_body(b"", ends=True)) == [None, None, COST]
+    assert costs(*begun, talk.response_body(b"x" * 70_000 + USED, ends=True)) == [
+        *(None, None, None),
+        COST,
+    ]
+    assert costs(talk.response_headers(talk.JSON), talk.response_body(USED, ends=True)) == [
+        None,
+        COST,
+    ]
+
+
+def test_106_the_cost_is_with_trailers_that_end_the_answer():
+    """The last body message is known to be the last only then."""
+    begun = [talk.response_headers(talk.SSE), talk.response_body(USED)]
+    assert costs(*begun, talk.response_trailers()) == [None, None, COST]
+
+
+def test_106_an_answer_without_usage_has_no_cost():
+    """What is not reported is not told."""
+    assert costs(talk.response_headers(), talk.response_body(b"{}", ends=True)) == [None, None]

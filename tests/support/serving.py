@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import grpc
 import msgspec
@@ -33,9 +33,12 @@ CHECK = "/grpc.health.v1.Health/Check"
 LOCAL = "127.0.0.1"
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
+Result = TypeVar("Result")
+
+
+def run(test: Coroutine[Any, Any, Result]) -> Result:
     """Run an asynchronous test; one that hangs fails."""
-    asyncio.run(asyncio.wait_for(test, 60))
+    return asyncio.run(asyncio.wait_for(test, 60))
 
 
 class Stream:
@@ -109,6 +112,7 @@ async def serving(
     max_body_bytes: int = 1 << 20,
     max_streams: int = 10_000,
     explain_header: bool = False,
+    request_cost: Mapping[str, float] = {},
 ) -> AsyncIterator[Serving]:
     """Serve a house."""
     servicer = servicers.Servicer(
@@ -119,7 +123,9 @@ async def serving(
         clock=lambda: house.now,
         rng=random.Random(1),
         ring=Ring(100),
-        settings=servicers.StreamSettings(max_streams=max_streams, explain_header=explain_header),
+        settings=servicers.StreamSettings(
+            max_streams=max_streams, explain_header=explain_header, request_cost=request_cost
+        ),
     )
     server = grpc.aio.server()
     servicers.register(server, servicer)
