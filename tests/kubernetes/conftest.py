@@ -13,7 +13,6 @@ from tests.support.live import live, pytest_pyfunc_call
 __all__ = ["live", "pytest_pyfunc_call"]
 
 HERE = Path(__file__).parent
-CRDS = HERE.parents[1] / "manifests" / "crds"
 
 
 def pytest_collection_modifyitems(items):
@@ -59,10 +58,7 @@ def api(live, cluster):
 @pytest.fixture(scope="session")
 def definitions():
     """Our definitions of the inference objects."""
-    found = [
-        one for path in sorted(CRDS.glob("*.yaml")) for one in kube.documents(path.read_text())
-    ]
-    return [one for one in found if one["kind"] == "CustomResourceDefinition"]
+    return kube.definitions()
 
 
 @pytest.fixture(scope="module")

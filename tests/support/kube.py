@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -24,6 +25,8 @@ Object = dict[str, Any]
 POOL_V1 = "inference.networking.k8s.io/v1"
 POOL_OLD = "inference.networking.x-k8s.io/v1alpha2"
 LLM_D = "llm-d.ai/v1alpha2"
+
+MANIFESTS = Path(__file__).resolve().parents[2] / "manifests"
 
 _FIELD_MANAGER = "extproc-tests"
 
@@ -235,6 +238,20 @@ async def api(access: Access):
 def documents(text: str) -> list[Object]:
     """All objects of a YAML file."""
     return [one for one in yaml.safe_load_all(text) if one]
+
+
+def picker_rules() -> list[Object]:
+    """What our manifests let a picker do in its namespace, and nothing more."""
+    found = documents((MANIFESTS / "base" / "rbac.yaml").read_text())
+    (role,) = (one for one in found if one["kind"] == "Role")
+    return role["rules"]
+
+
+def definitions() -> list[Object]:
+    """Our definitions of the inference objects."""
+    files = sorted((MANIFESTS / "crds").glob("*.yaml"))
+    found = [one for path in files for one in documents(path.read_text())]
+    return [one for one in found if one["kind"] == "CustomResourceDefinition"]
 
 
 # Objects
