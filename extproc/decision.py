@@ -150,6 +150,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         profile: Name of the scheduling profile that ran.
         candidates: Who was in play before the first filter.
         left_out: Endpoints that were not, because they do not serve the model.
+        put_aside: Further ones that were not, by reason: `failing`, `warming`, or `probe` for all but
+            the one that is tried again.
         unlisted: Nobody who could be chosen lists the model; the engine will say.
         filters: Each filter step in order.
         finalists: Who was scored.
@@ -187,6 +189,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     keys: Mapping[str, str] = NO_KEYS
     degraded: str = ""
     left_out: Sequence[Endpoint] = ()
+    put_aside: Sequence[tuple[str, Sequence[Endpoint]]] = ()
     unlisted: bool = False
     model_rewrite: str = ""
     splice: Splice | None = None

@@ -16,6 +16,9 @@ import msgspec
 #: Labels of an endpoint nobody labelled.
 NO_LABELS: Mapping[str, str] = {}
 
+#: Label that says an endpoint's metrics are on another port of the same address.
+METRICS_PORT = "metrics-port"
+
 
 class Models(msgspec.Struct, frozen=True, gc=False):
     """The names one engine answers to, as it listed them.

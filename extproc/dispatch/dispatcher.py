@@ -156,6 +156,9 @@ class Dispatcher:
             request,
             honour_subset=self._settings.honour_subset,
             reject_unlisted=self._settings.reject_unlisted,
+            health=self._fleet.health.settings,
+            now=now,
+            rng=self._rng,
         )
         if isinstance(found, Rejection):
             return found
@@ -194,9 +197,14 @@ class Dispatcher:
             candidates,
             count=1 + self._settings.fallbacks,
         )
-        if isinstance(outcome, Rejection) or not (found.left_out or found.unlisted):
+        if isinstance(outcome, Rejection) or found.whole:
             return outcome
-        return msgspec.structs.replace(outcome, left_out=found.left_out, unlisted=found.unlisted)
+        return msgspec.structs.replace(
+            outcome,
+            left_out=found.left_out,
+            unlisted=found.unlisted,
+            put_aside=found.put_aside,
+        )
 
     def rescue(self, raw: RawRequest, now: float, *, why: str) -> Outcome:
         """Decide when `route` failed with a bug: least in flight, nothing else looked at.

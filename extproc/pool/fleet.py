@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
-from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Models, Rates
+from extproc.endpoint import DEFAULT_RATES, METRICS_PORT, NO_TOTALS, Endpoint, Load, Models, Rates
+from extproc.pool import condition, health
 from extproc.pool import policy as policies
 from extproc.pool import rates as learning
 from extproc.pool.accounts import Account
@@ -71,13 +73,19 @@ class Fleet:
         on_gone: Called with every endpoint incarnation that left, so that beliefs about it can be
             dropped.
         on_observed: Called after every scrape that was taken in.
+        wellbeing: Decides who is left out; None for the defaults and chance without a seed.
 
     Attributes:
         tokenisers: Bytes per token of every model, learnt.
+        health: Which endpoints fail.
     """
 
     def __init__(
-        self, on_gone: Callable[[Endpoint], None], on_observed: Observed | None = None
+        self,
+        on_gone: Callable[[Endpoint], None],
+        on_observed: Observed | None = None,
+        *,
+        wellbeing: health.Health | None = None,
     ) -> None:
         self._on_gone = on_gone
         self._on_observed = on_observed or _nobody
@@ -89,6 +97,8 @@ class Fleet:
         self._synced = False
         self._policy = policies.NONE
         self.tokenisers = Tokenisers()
+        self.health = wellbeing or health.Health(condition.Settings(), random.Random(0))
+        self._shown = self.health.version
 
     @property
     def pool(self) -> Pool:
@@ -121,7 +131,6 @@ class Fleet:
             endpoints: All endpoints, at most one per address; of duplicates the first counts.
             now: Monotonic seconds.
         """
-        del now
         old = {member.endpoint.address: member for member in self._pool.members}
         members: dict[str, Member] = {}
         for endpoint in endpoints:
@@ -133,10 +142,16 @@ class Fleet:
             else:
                 known = None
             members[endpoint.address] = (
-                self._joined(endpoint) if known is None else _relabelled(known, endpoint)
+                self._joined(endpoint, now) if known is None else _relabelled(known, endpoint)
             )
         self._synced = True
-        self._publish(tuple(members.values()))
+        for member in old.values():
+            self.health.left(member.endpoint.incarnation)
+        self.health.settle(now)
+        listed = list(members.values())
+        if self.health.version != self._shown:
+            listed = [self._conditioned(member) for member in listed]
+        self._publish(tuple(listed))
         for member in old.values():
             del self._learners[member.endpoint.incarnation]
             self.tokenisers.forget(member.endpoint.incarnation)
@@ -187,6 +202,15 @@ class Fleet:
                 models=None if restart else member.models,
             )
         )
+        before = member.load.totals
+        self.health.reached(
+            member.endpoint.incarnation,
+            now,
+            restarted=restart,
+            moved=None if load.totals == NO_TOTALS else load.totals != before,
+            idle=not account.in_flight or not scraped,
+        )
+        self._follow()
         self._on_observed(
             member.endpoint,
             before=member.load,
@@ -201,12 +225,52 @@ class Fleet:
         Only a connection that was refused or timed out says that the engine is down. A page that
         is missing or unreadable says nothing about its ability to serve.
         """
-        del now
         member = self._current(mark)
         if member is None:
             return
-        failures = member.failures + 1 if reason in NO_CONNECTION else 0
+        lost = reason in NO_CONNECTION
+        failures = member.failures + 1 if lost else 0
         self._swap(msgspec.structs.replace(member, failures=failures, failure=reason))
+        self.health.missed(
+            member.endpoint.incarnation,
+            now,
+            connected=not lost,
+            refused=reason == "refused" and METRICS_PORT not in member.endpoint.labels,
+        )
+        self._follow()
+
+    def sent(self, endpoint: Endpoint, now: float) -> None:
+        """A request is on its way to an endpoint that is left out, perhaps to try it."""
+        member = self._pool.find(endpoint.address)
+        if member is not None and not member.up:
+            self.health.sent(member.endpoint.incarnation, now)
+            self._follow()
+
+    def told(
+        self,
+        endpoint: Endpoint,
+        verdict: condition.Verdict,
+        *,
+        sent_at: float,
+        now: float,
+        cause: str = "errors",
+        sole: bool = True,
+    ) -> None:
+        """A request says something of the endpoint it was sent to.
+
+        Args:
+            endpoint: In its life when the request was sent.
+            verdict: What it says.
+            sent_at: Monotonic seconds when it was sent.
+            now: Monotonic seconds.
+            cause: Why it failed.
+            sole: Whether nobody else can have answered in its place.
+        """
+        self.health.told(
+            endpoint.incarnation, verdict, sent_at=sent_at, now=now, cause=cause, sole=sole
+        )
+        if self.health.version != self._shown:
+            self._follow()
 
     def observe_models(self, endpoint: Endpoint, models: Models) -> None:
         """Take in which names an engine answers to; they stand until it restarts.
@@ -241,14 +305,38 @@ class Fleet:
             return None
         return member
 
-    def _joined(self, endpoint: Endpoint) -> Member:
+    def _conditioned(self, member: Member) -> Member:
+        known = self.health.condition(member.endpoint.incarnation)
+        if member.condition is known:
+            return member
+        return msgspec.structs.replace(member, condition=known)
+
+    def _follow(self) -> None:
+        """Publish conditions that changed."""
+        version = self.health.version
+        if version == self._shown:
+            return
+        self._shown = version
+        pool = self._pool
+        members = tuple([self._conditioned(member) for member in pool.members])
+        self._pool = msgspec.structs.replace(
+            pool,
+            members=members,
+            down=sum(not member.up for member in members),
+            newest=self.health.newest,
+        )
+
+    def _joined(self, endpoint: Endpoint, now: float) -> Member:
         self._incarnations += 1
         born = msgspec.structs.replace(endpoint, incarnation=self._incarnations)
-        known = learning.pooled([learner.rates for learner in self._learners.values()])
-        learner = self._learners[born.incarnation] = learning.Learner(known)
+        rates = learning.pooled([learner.rates for learner in self._learners.values()])
+        learner = self._learners[born.incarnation] = learning.Learner(rates)
+        # Those of the first list, and of a list after an empty one, are as old as the others.
+        self.health.joined(born.incarnation, now, late=bool(self._pool.members))
         account = Account(born)
-        account.pace(known, 0.0)
-        return Member(endpoint=born, account=account, rates=learner.rates)
+        account.pace(rates, 0.0)
+        known = self.health.condition(born.incarnation)
+        return Member(endpoint=born, account=account, rates=learner.rates, condition=known)
 
     def _swap(self, member: Member) -> None:
         pool = self._pool
@@ -258,18 +346,21 @@ class Fleet:
         self._pool = Pool(
             members=members,
             positions=pool.positions,
-            down=pool.down + old.up - member.up,
+            down=pool.down,
+            newest=pool.newest,
             adapters=self._adapters,
             serving=pool.serving if old.models is member.models else _serving(members),
         )
 
     def _publish(self, members: tuple[Member, ...]) -> None:
+        self._shown = self.health.version
         positions = {member.endpoint.address: at for at, member in enumerate(members)}
         down = sum(not member.up for member in members)
         self._pool = Pool(
             members=members,
             positions=positions,
             down=down,
+            newest=self.health.newest,
             adapters=self._adapters,
             serving=_serving(members),
         )

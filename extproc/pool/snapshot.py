@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -19,10 +20,11 @@ from extproc.endpoint import (
 )
 from extproc.pool.accounts import Account
 from extproc.pool.adapters import residency
+from extproc.pool.condition import FINE, Condition, State
 from extproc.pool.serving import Serving, Split
 
-#: Consecutive refused or timed-out scrapes after which an endpoint is avoided.
-DOWN_AFTER_FAILURES = 2
+_IN = State.IN
+_DOWN = State.DOWN
 
 
 class Member(msgspec.Struct, frozen=True, gc=False):
@@ -38,6 +40,7 @@ class Member(msgspec.Struct, frozen=True, gc=False):
         failures: Consecutive connection failures of the scraper.
         failure: The last scrape's failure, empty if it succeeded.
         models: The names it answers to; None while nobody knows.
+        condition: Whether it takes part.
     """
 
     endpoint: Endpoint
@@ -49,11 +52,12 @@ class Member(msgspec.Struct, frozen=True, gc=False):
     failures: int = 0
     failure: str = ""
     models: Models | None = None
+    condition: Condition = FINE
 
     @property
     def up(self) -> bool:
-        """Whether its last scrapes could connect; True while nothing was tried."""
-        return self.failures < DOWN_AFTER_FAILURES
+        """Whether it takes part: neither its requests fail, nor is it out of reach."""
+        return self.condition.state is _IN
 
 
 class Pool(msgspec.Struct, frozen=True, gc=False):
@@ -63,6 +67,8 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         members: In the order discovery named them.
         positions: Address to index in `members`; the same object until the endpoints change.
         down: How many members are not up.
+        newest: Monotonic seconds at which the last member came or came back; minus infinity when
+            all were there from the start.
         adapters: Names known to be LoRA adapters.
         serving: Who serves which model; the same object until endpoints or their models change.
     """
@@ -70,6 +76,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
     members: tuple[Member, ...]
     positions: Mapping[str, int]
     down: int = 0
+    newest: float = -math.inf
     adapters: frozenset[str] = frozenset()
     serving: Serving = Serving()
 
@@ -81,10 +88,20 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
     def eligible(
         self, subset: Sequence[str] | None, split: Split | None = None
     ) -> Sequence[Member]:
-        """The members a request may go to, in pool order.
+        """The members a request may go to and that take part, in pool order.
 
-        Endpoints whose scrapes cannot even connect are left out, unless that leaves nobody: then
-        it is more likely the scraper that is cut off, and routing goes on.
+        When none of those it may go to takes part, the least bad ones do: those that can be
+        reached, or all.
+
+        Args:
+            subset: As in `allowed`.
+            split: As in `allowed`.
+        """
+        members = self.allowed(subset, split)
+        return taking_part(members) if self.down else members
+
+    def allowed(self, subset: Sequence[str] | None, split: Split | None = None) -> Sequence[Member]:
+        """The members a request may go to, whether they take part or not, in pool order.
 
         Args:
             subset: EPP protocol 004: None for no hint, else `ip:port` (one endpoint) or bare `ip`
@@ -101,10 +118,15 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
                 for member in members
                 if member.endpoint.address in allowed or member.endpoint.ip in allowed
             ]
-        if not self.down:
-            return members
-        up = [member for member in members if member.up]
-        return up or members
+        return members
+
+
+def taking_part(members: Sequence[Member]) -> Sequence[Member]:
+    """Those that take part; when there are none, those that can be reached, or all."""
+    up = [member for member in members if member.condition.state is _IN]
+    if up:
+        return up
+    return [member for member in members if member.condition.state is not _DOWN] or members
 
 
 def candidates(

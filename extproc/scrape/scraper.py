@@ -13,12 +13,12 @@ from typing import Generic
 
 import msgspec
 
-from extproc.endpoint import Endpoint, Load
+from extproc.endpoint import METRICS_PORT, Endpoint, Load
 from extproc.scrape import client, engines, needs, pace, page, roll
 from extproc.scrape.needs import MarkT
 
 #: Endpoint label that moves its metrics to another port of the same address.
-PORT_LABEL = "metrics-port"
+PORT_LABEL = METRICS_PORT
 
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 
@@ -63,6 +63,21 @@ class ScrapeFact(msgspec.Struct, frozen=True, gc=False):
     seconds: float
     engine: str = ""
     listing: bool = False
+
+
+class Census:
+    """How many endpoints are scraped, over all pools: they share one budget of scrapes.
+
+    Attributes:
+        busy: Endpoints with requests.
+        all: All of them.
+    """
+
+    __slots__ = ("all", "busy")
+
+    def __init__(self) -> None:
+        self.busy = 0
+        self.all = 0
 
 
 class Watch(Generic[MarkT]):
@@ -137,7 +152,7 @@ class Watch(Generic[MarkT]):
         account = self.member.account
         busy = account.in_flight > 0 or account.opened != self._opened
         self._opened = account.opened
-        self._scraper.busy += busy - self.busy
+        self._scraper.census.busy += busy - self.busy
         self.busy = busy
 
 
@@ -153,6 +168,7 @@ class Scraper(Generic[MarkT]):
         on_fact: Called after every scrape; must not raise.
         missed: Requests so far for models that nobody lists (count); more of them make the lists
             be asked for sooner.
+        census: Shared by scrapers that share a budget; None for one alone.
     """
 
     def __init__(
@@ -165,6 +181,7 @@ class Scraper(Generic[MarkT]):
         rng: random.Random,
         on_fact: Callable[[ScrapeFact], None] = lambda _: None,
         missed: Callable[[], int] = lambda: 0,
+        census: Census | None = None,
     ) -> None:
         self.settings = settings
         self.fleet = fleet
@@ -173,7 +190,7 @@ class Scraper(Generic[MarkT]):
         self.rng = rng
         self.on_fact = on_fact
         self.missed = missed
-        self.busy = 0
+        self.census = census or Census()
         self.watches: dict[str, Watch[MarkT]] = {}
 
     async def run(self) -> None:
@@ -184,10 +201,8 @@ class Scraper(Generic[MarkT]):
                     await self.step(tasks)
                     await asyncio.sleep(self.settings.follow_s)
         finally:
-            for watch in self.watches.values():
-                self._forget(watch)
-            self.watches.clear()
-            self.busy = 0
+            for watch in list(self.watches.values()):
+                self._stop(watch.member.endpoint.address)
 
     async def step(self, tasks: asyncio.TaskGroup) -> None:
         """Brings the loops in line with the pool: starts for who came, ends for who left."""
@@ -210,15 +225,16 @@ class Scraper(Generic[MarkT]):
         return pace.wait_s(
             self.settings.pace,
             busy=watch.busy,
-            busy_endpoints=self.busy,
-            idle_endpoints=len(self.watches) - self.busy,
+            busy_endpoints=self.census.busy,
+            idle_endpoints=self.census.all - self.census.busy,
             failures=watch.failures,
             rng=self.rng,
         )
 
     def _start(self, member: needs.Member, tasks: asyncio.TaskGroup) -> None:
         watch = Watch(self, member)
-        self.busy += watch.busy
+        self.census.busy += watch.busy
+        self.census.all += 1
         self.watches[member.endpoint.address] = watch
         watch.task = tasks.create_task(watch.run(), name=f"scrape {member.endpoint.address}")
 
@@ -226,7 +242,8 @@ class Scraper(Generic[MarkT]):
         watch = self.watches.pop(address, None)
         if watch is None:
             return
-        self.busy -= watch.busy
+        self.census.busy -= watch.busy
+        self.census.all -= 1
         if watch.task is not None:
             watch.task.cancel()
         self._forget(watch)
