@@ -47,14 +47,20 @@ def planned(settings: sections.Settings) -> Sequence[Planned]:
     ]
 
 
-def another(settings: sections.Settings, name: str) -> sections.Settings:
-    """Settings of a pool that Kubernetes brings and nobody wrote out."""
-    return msgspec.structs.replace(settings, pool=sources.Source(name=name), pools=())
+def brought(settings: sections.Settings, name: str, claim: claims.Claim) -> Planned:
+    """A pool that Kubernetes brings and nobody wrote out."""
+    pool = sources.Source(name=name)
+    return Planned(name, claim, msgspec.structs.replace(settings, pool=pool, pools=()))
 
 
 def given(pool: sources.Source) -> bool:
     """Whether a section says where endpoints come from."""
     return bool(pool.endpoints or pool.endpoints_file or pool.kubernetes)
+
+
+def followed(pool: sources.Source) -> bool:
+    """Whether the process itself knows where endpoints are, so that nobody brings them."""
+    return bool(pool.endpoints or pool.endpoints_file)
 
 
 def together(settings: sections.Settings, *, where: str) -> None:

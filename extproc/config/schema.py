@@ -13,6 +13,7 @@ from extproc.config import settings as sections
 from extproc.dispatch import claims
 from extproc.prefix import blocks
 from extproc.scheduling import catalogue, defaults
+from extproc.xds import traits
 
 _FIELD = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
@@ -56,7 +57,7 @@ def _anything(wanted: type) -> dict[str, Any]:
 
 def _struct(name: str) -> type[msgspec.Struct] | None:
     """The section of that name, wherever it is defined."""
-    homes = (sections, sources, policies, grammar, claims, blocks)
+    homes = (sections, sources, policies, grammar, claims, blocks, traits)
     return next((vars(home)[name] for home in homes if name in vars(home)), None)
 
 

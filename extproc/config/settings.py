@@ -12,12 +12,13 @@
     limits:      Limits       bytes and streams
     answers:     Answers      what is done with response headers and bodies
     explain:     Explain      what is kept and told of decisions
+    xds:         Xds          what Envoy is told of the endpoints
     log:         Log
     conformance: bool
     seed:        int | null
 
 In code: `Settings` with the fields server, pool, pools, cluster, scrape, scheduling, prefix, limits,
-answers, explain, log, conformance, seed. `Settings()` is a complete default configuration without endpoints.
+answers, explain, xds, log, conformance, seed. `Settings()` is a complete default configuration without endpoints.
 
 Sections refuse unknown fields. Units are in names. Ranges are in the annotations, so that an error
 names the field and the bound.
@@ -25,12 +26,14 @@ names the field and the bound.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
 import msgspec
 
 from extproc.config import bounds, grammar, sources
 from extproc.prefix import blocks
+from extproc.xds import traits
 
 API_VERSION: Final = "extproc/v1alpha1"
 KIND: Final = "ExtProcConfig"
@@ -169,11 +172,23 @@ class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             data plane allows it. True: one message per answer.
         stream_share: Share of streamed answers whose body is asked for as well (0..1). 0, because
             every chunk then passes through us.
+        restore_model: Put the client's name for its model back into answers to requests that were
+            given another name (`rewrites`, or the gateway's header), and ask for their bodies where
+            they are not shown. True, because clients hold answers against what they asked for. It
+            costs those requests one message per whole answer, or one per piece of a stream.
+        request_cost: Cost of an answer as dynamic metadata, for the rate limiter of the data plane:
+            tokens by kind, each times its weight here, summed and at least 0. `cached` ones are
+            part of `prompt`. None: nothing is told.
+        list_models: Answer `GET /v1/models` from what all endpoints listed, in place of one of
+            them. Null: where there are several pools, because one engine knows only its own.
     """
 
     marker: bool = True
     feedback: bool = True
     stream_share: bounds.Share = 0.0
+    restore_model: bool = True
+    request_cost: Mapping[Literal["prompt", "completion", "cached"], float] = {}
+    list_models: bool | None = None
 
 
 class Explain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -188,6 +203,27 @@ class Explain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     decisions: bounds.Count = 1000
     header: bool = False
+
+
+class Xds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What Envoy is told of the endpoints, for an Envoy that no gateway configures.
+
+    Envoy then tries the next endpoint when one fails, and goes on while no picker is up. Each pool
+    is a cluster of its name, one without a name is `engines`.
+
+    Attributes:
+        enabled: Serve xDS. False: gateways tell their Envoys themselves.
+        port: Aggregated discovery (TCP port; 0 picks a free one). 18000 is what most xDS servers
+            take. TLS is as on the ext_proc port, with the same certificate: who answers here
+            decides where requests go, as there.
+        health_check: How Envoys ask engines whether they live; its own defaults give reasons.
+        outliers: When Envoys leave out engines that fail; its own defaults give reasons.
+    """
+
+    enabled: bool = False
+    port: bounds.Port = 18000
+    health_check: traits.HealthCheck = traits.HealthCheck()
+    outliers: traits.Outliers = traits.Outliers()
 
 
 class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -210,6 +246,7 @@ _PREFIX = Prefix()
 _LIMITS = Limits()
 _ANSWERS = Answers()
 _EXPLAIN = Explain()
+_XDS = Xds()
 _LOG = Log()
 
 
@@ -229,6 +266,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         limits: What clients may take.
         answers: What is done with responses.
         explain: What is kept and told of decisions.
+        xds: What Envoy is told of the endpoints.
         log: What is written.
         conformance: Obey the header `test-epp-endpoint-selection` and report who served. False:
             a client must not choose its endpoint outside of conformance tests.
@@ -248,6 +286,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     limits: Limits = _LIMITS
     answers: Answers = _ANSWERS
     explain: Explain = _EXPLAIN
+    xds: Xds = _XDS
     log: Log = _LOG
     conformance: bool = False
     seed: int | None = None

@@ -1,17 +1,17 @@
 """The pages for people and probes, on the metrics port.
 
 `/metrics` Prometheus text; `/healthz` and `/readyz` for probes without gRPC; `/debug/pool` the
-pool as JSON; `POST /debug/explain` a dry run: the decision a request would get now, with reasons;
+pool as JSON, `/debug/pools` all of them; `POST /debug/explain` a dry run: the decision a request would get now, with reasons;
 `/debug/decisions` the last decisions, `/debug/decisions/{id}` one of them by request id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
-from extproc.decision import Outcome, Rejection
+from extproc.decision import Answer, Outcome, Rejection
 from extproc.pool.snapshot import Pool
 from extproc.protocol import refusal
 from extproc.request import RawRequest
@@ -31,7 +31,7 @@ class Pages:
     Args:
         exposition: Renders metrics.
         readiness: Answers probes.
-        pool: Gives the current pool.
+        pools: Gives the current pools by name.
         dry_run: Decides without charging anybody.
         decisions: The last decisions.
         clock: Monotonic seconds.
@@ -43,15 +43,15 @@ class Pages:
         *,
         exposition: Exposition,
         readiness: Readiness,
-        pool: Callable[[], Pool],
-        dry_run: Callable[[RawRequest, float], Outcome],
+        pools: Callable[[], Mapping[str, Pool]],
+        dry_run: Callable[[RawRequest, float], Outcome | Answer],
         decisions: Ring,
         clock: Callable[[], float],
         max_body_bytes: int,
     ) -> None:
         self._exposition = exposition
         self._readiness = readiness
-        self._pool = pool
+        self._pools = pools
         self._dry_run = dry_run
         self._decisions = decisions
         self._clock = clock
@@ -66,6 +66,7 @@ class Pages:
                 web.get("/healthz", self.healthz),
                 web.get("/readyz", self.readyz),
                 web.get("/debug/pool", self.pool),
+                web.get("/debug/pools", self.pools),
                 web.post("/debug/explain", self.explain),
                 web.get("/debug/decisions", self.decisions),
                 web.get("/debug/decisions/{id}", self.decision),
@@ -90,9 +91,22 @@ class Pages:
             return web.Response(text="ok\n")
         return web.Response(status=503, text="not ready\n")
 
-    async def pool(self, _: web.Request) -> web.Response:
-        """Endpoints, loads with their ages, accounts."""
-        return web.json_response(explanation.pool_state(self._pool(), self._clock()))
+    async def pool(self, request: web.Request) -> web.Response:
+        """Endpoints, loads with their ages, accounts; of several pools `?pool=` names one."""
+        pools = self._pools()
+        name = request.query.get("pool", next(iter(pools)) if len(pools) == 1 else "")
+        pool = pools.get(name)
+        if pool is None:
+            named = ", ".join(pools) or "none"
+            missing = Rejection(404, f"no pool is called {name!r}; there are: {named}")
+            return _refused(missing)
+        return web.json_response(explanation.pool_state(pool, self._clock()))
+
+    async def pools(self, _: web.Request) -> web.Response:
+        """Every pool by its name, as `pool` shows one."""
+        now = self._clock()
+        told = {name: explanation.pool_state(pool, now) for name, pool in self._pools().items()}
+        return web.json_response({"pools": told})
 
     async def decisions(self, request: web.Request) -> web.Response:
         """The last decisions, newest first; `?limit=` of them, 50 unless told."""
@@ -112,9 +126,7 @@ class Pages:
                 f"no decision of that request id among the last {len(self._decisions)}; the id is "
                 "the x-request-id header, and explain.decisions says how many are kept",
             )
-            return web.Response(
-                status=404, body=refusal.body(missing), content_type="application/json"
-            )
+            return _refused(missing)
         return web.json_response(explanation.recorded(found, self._clock()))
 
     async def explain(self, request: web.Request) -> web.Response:
@@ -127,9 +139,15 @@ class Pages:
         body = await request.read()
         outcome = self._dry_run(RawRequest(headers, body), self._clock())
         if isinstance(outcome, Rejection):
+            return _refused(outcome)
+        if isinstance(outcome, Answer):
             return web.Response(
-                status=outcome.status,
-                body=refusal.body(outcome),
-                content_type="application/json",
+                status=outcome.status, body=outcome.body, content_type="application/json"
             )
         return web.json_response(explanation.explain(outcome))
+
+
+def _refused(rejection: Rejection) -> web.Response:
+    return web.Response(
+        status=rejection.status, body=refusal.body(rejection), content_type="application/json"
+    )

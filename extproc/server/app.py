@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import random
 import signal
 import sys
 import time
@@ -16,16 +17,16 @@ from aiohttp import web
 
 from extproc.config import factory
 from extproc.config.settings import Server, Settings
-from extproc.discovery import follow
-from extproc.dispatch.switchboard import Claimant, Switchboard
-from extproc.endpoint import Endpoint
+from extproc.protocol.gathering import Budget
 from extproc.scheduling import guard
 from extproc.scrape import client, scraper
-from extproc.server import admin, health, ports, reload, servicer
+from extproc.server import admin, health, ports, reload, servicer, xds
+from extproc.server.site import Shared
+from extproc.server.sites import Sites
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_series import Cache, Watched
 from extproc.telemetry.ring import Ring
 from extproc.telemetry.tallies import Tallies
+from extproc.xds.traits import Traits
 
 _log = logging.getLogger("extproc.server")
 
@@ -105,32 +106,37 @@ class Picker:
         self._settings = settings
         self._clock = clock
         self.tallies = Tallies()
-        self._counts = self.tallies.of(settings.pool.name)
         self._about = {"pool": settings.pool.name}
         self.ring = Ring(settings.explain.decisions)
-        self.parts = factory.build(
-            settings,
-            on_gone=self._gone,
-            guards=guard.Guards(time.perf_counter, self.tallies.plugins),
-        )
-        self._about["profile"] = self.parts.profile.name
-        self.readiness = health.Readiness(lambda: self.parts.fleet.synced)
-        self.servicer = servicer.Servicer(
-            switchboard=Switchboard([Claimant(settings.pool.name, self.parts.dispatcher)]),
-            exchange_settings=self.parts.exchange,
-            budget=self.parts.budget,
-            tallies=self.tallies,
-            clock=clock,
-            rng=self.parts.rng,
-            ring=self.ring,
-            settings=_stream_settings(settings),
-        )
-        self._discovery = factory.discovery(self.parts, clock=clock, on_fact=self._discovered)
+        self.budget = Budget(settings.limits.max_assembly_bytes)
         self._http = client.Client(
             timeout_s=settings.scrape.timeout_s,
             cap_bytes=settings.scrape.max_page_bytes,
             tls=factory.scrape_tls(settings.scrape),
         )
+        guards = guard.Guards(time.perf_counter, self.tallies.plugins)
+        shared = Shared(self.tallies, guards, self._http, scraper.Census(), clock)
+        self.sites = Sites(settings, shared, written={}, awaited=False)
+        self._about["profile"] = self.sites.profile
+        self.readiness = health.Readiness(lambda: self.sites.synced)
+        self.servicer = servicer.Servicer(
+            switchboard=self.sites.switchboard,
+            exchange_settings=factory.exchange(settings),
+            budget=self.budget,
+            tallies=self.tallies,
+            clock=clock,
+            rng=random.Random(settings.seed),
+            ring=self.ring,
+            settings=_stream_settings(settings),
+        )
+        self._xds: xds.Discovery | None = None
+        if settings.xds.enabled:
+            self._xds = xds.Discovery(
+                self.sites.pools,
+                synced=lambda: self.readiness.ready,
+                traits=Traits(settings.xds.health_check, settings.xds.outliers),
+                tallies=self.tallies.xds,
+            )
         self._grpc: list[grpc.aio.Server] = []
         self._pages: web.AppRunner | None = None
 
@@ -148,19 +154,29 @@ class Picker:
         probes = ports.listener(self._settings.limits.max_message_bytes)
         health.register(probes, self.readiness)
         self._grpc = [main, probes]
+        identity = ports.credentials(server)
         grpc_port = ports.bind(
-            main,
-            server.grpc_address(server.grpc_port),
-            flag="--grpc-port",
-            identity=ports.credentials(server),
+            main, server.grpc_address(server.grpc_port), flag="--grpc-port", identity=identity
         )
         health_port = ports.bind(
             probes, server.grpc_address(server.grpc_health_port), flag="--grpc-health-port"
         )
+        xds_port = 0
+        if self._xds is not None:
+            telling = ports.listener(self._settings.limits.max_message_bytes)
+            xds.register(telling, self._xds)
+            health.register(telling, self.readiness)
+            self._grpc.append(telling)
+            xds_port = ports.bind(
+                telling,
+                server.grpc_address(self._settings.xds.port),
+                flag="--xds-port",
+                identity=identity,
+            )
         pages_port = await self._start_pages(server)
         for one in self._grpc:
             await one.start()
-        return ports.Addresses(grpc_port, health_port, pages_port)
+        return ports.Addresses(grpc_port, health_port, pages_port, xds_port)
 
     async def sync(self) -> None:
         """Learn the endpoints.
@@ -168,21 +184,13 @@ class Picker:
         Raises:
             ConfigError: The endpoints file cannot be read.
         """
-        await self._discovery.start()
+        await self.sites.sync()
 
     def loops(self) -> dict[str, Coroutine[None, None, None]]:
         """The loops beside the servers, by name."""
-        loops = {"discovery": self._discovery.run()}
-        if self._settings.scrape.enabled:
-            loops["scrape"] = scraper.Scraper(
-                self.parts.scraping,
-                self.parts.fleet,
-                client=self._http,
-                clock=self._clock,
-                rng=self.parts.rng,
-                on_fact=self._scraped,
-                missed=lambda: self._counts.unlisted,
-            ).run()
+        loops = {"pools": self.sites.run()}
+        if self._xds is not None:
+            loops["xds"] = self._xds.run()
         return loops
 
     def adopt(self, settings: Settings) -> None:
@@ -191,12 +199,11 @@ class Picker:
         Raises:
             ConfigError: A profile cannot be built; nothing was changed.
         """
-        routing = factory.reroute(settings, where="the configuration", guards=self.parts.guards)
-        self.parts.dispatcher.adopt(routing)
+        self.sites.replanned(settings)()
         self.servicer.exchange_settings = factory.exchange(settings)
         self.servicer.settings = _stream_settings(settings)
         self.ring.capacity = settings.explain.decisions
-        self._about["profile"] = routing.profile.name
+        self._about["profile"] = self.sites.profile
         logging.getLogger("extproc").setLevel(settings.log.level.upper())
 
     def tell_of_reload(self, reloaded: reload.Reloaded) -> None:
@@ -212,6 +219,9 @@ class Picker:
     async def drain(self, hurry: asyncio.Event) -> None:
         """Turn unready, serve on for the drain time, then let every stream go."""
         self.readiness.draining = True
+        if self._xds is not None:
+            # At once: Envoy goes to another picker for news, and keeps what it holds.
+            await self._xds.release()
         _log.info("draining, %d streams are open", self.tallies.streams_open)
         try:
             await asyncio.wait_for(hurry.wait(), self._settings.server.drain_timeout_s)
@@ -231,27 +241,14 @@ class Picker:
         pages = admin.Pages(
             exposition=Exposition(
                 self.tallies,
-                self._watched,
+                self.sites.watched,
                 clock=self._clock,
-                gauges={
-                    "extproc_gathered_bytes": (
-                        "Bytes of request bodies held.",
-                        lambda: self.parts.budget.held_bytes,
-                    ),
-                    "extproc_prefix_blocks": (
-                        "Prefix blocks believed held by endpoints.",
-                        lambda: self.parts.index.blocks_total,
-                    ),
-                    "extproc_prefix_index_bytes": (
-                        "Estimated memory of the prefix index.",
-                        self.parts.index.bytes_estimate,
-                    ),
-                },
+                gauges=self._gauges(),
                 about=self._about,
             ),
             readiness=self.readiness,
-            pool=lambda: self.parts.fleet.pool,
-            dry_run=self.parts.dispatcher.route,
+            pools=self.sites.pools,
+            dry_run=lambda raw, now: self.sites.switchboard.route(raw, now).outcome,
             decisions=self.ring,
             clock=self._clock,
             max_body_bytes=self._settings.limits.max_body_bytes,
@@ -265,28 +262,22 @@ class Picker:
             raise ports.taken("--metrics-port", server.metrics_port, why=why) from error
         return int(self._pages.addresses[0][1])
 
-    def _watched(self) -> dict[str, Watched]:
-        fleet = self.parts.fleet
-        return {self._settings.pool.name: Watched(fleet.pool, self._cache, fleet.tokenisers.learnt)}
-
-    def _cache(self, endpoint: Endpoint) -> Cache:
-        known = self.parts.belief.of(endpoint)
-        calibration = known.calibration
-        return Cache(calibration.predicted, calibration.observed, known.capacity_tokens)
-
-    def _gone(self, endpoint: Endpoint) -> None:
-        self._counts.forget(endpoint.address)
-
-    def _discovered(self, fact: follow.DiscoveryFact) -> None:
-        level = logging.INFO if fact.kind == "replaced" else logging.WARNING
-        _log.log(level, "%s: %s, %d endpoints", fact.kind, fact.detail, fact.endpoints)
-
-    def _scraped(self, fact: scraper.ScrapeFact) -> None:
-        if fact.listing:
-            self._counts.listings[fact.address, fact.outcome] += 1
-            return
-        self._counts.scrapes[fact.address, fact.outcome] += 1
-        self.tallies.scrape_s.add(fact.seconds)
+    def _gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
+        sites = self.sites.by_name
+        return {
+            "extproc_gathered_bytes": (
+                "Bytes of request bodies held.",
+                lambda: self.budget.held_bytes,
+            ),
+            "extproc_prefix_blocks": (
+                "Prefix blocks believed held by endpoints.",
+                lambda: sum(site.parts.index.blocks_total for site in sites.values()),
+            ),
+            "extproc_prefix_index_bytes": (
+                "Estimated memory of the prefix index.",
+                lambda: sum(site.parts.index.bytes_estimate() for site in sites.values()),
+            ),
+        }
 
 
 def _stream_settings(settings: Settings) -> servicer.StreamSettings:
@@ -315,8 +306,9 @@ def _on_signals(stop: asyncio.Event, hurry: asyncio.Event, again: Callable[[], N
 
 
 def _announce(addresses: ports.Addresses) -> None:
+    more = f", xDS on {addresses.xds}" if addresses.xds else ""
     print(  # noqa: T201  the line that supervisors and tests wait for
         f"extproc is ready: ext_proc on port {addresses.grpc}, gRPC health on {addresses.health}, "
-        f"pages on {addresses.pages}",
+        f"pages on {addresses.pages}{more}",
         flush=True,
     )

@@ -16,11 +16,12 @@ _log = logging.getLogger("extproc.server")
 
 
 class Addresses(msgspec.Struct, frozen=True):
-    """Where a running picker listens (TCP ports)."""
+    """Where a running picker listens (TCP ports); 0 is nowhere."""
 
     grpc: int
     health: int
     pages: int
+    xds: int = 0
 
 
 def listener(max_message_bytes: int) -> grpc.aio.Server:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from extproc.scheduling import guard
 from extproc.telemetry.pool_tallies import PoolTallies
+from extproc.telemetry.xds_series import XdsTallies
 
 
 class Distribution:
@@ -52,6 +53,7 @@ class Tallies:
         headers_s: From pick to response headers.
         exchange_s: From first event to end.
         scrape_s: Time of scrapes.
+        xds: Counts of the xDS server.
         pools: Counts of each pool by its name; what was refused before a pool was found is under
             the empty name, or under that of the only pool.
     """
@@ -68,6 +70,7 @@ class Tallies:
         self.headers_s = Distribution(_ANSWER_BOUNDS_S)
         self.exchange_s = Distribution(_ANSWER_BOUNDS_S)
         self.scrape_s = Distribution(_ANSWER_BOUNDS_S)
+        self.xds = XdsTallies()
         self.pools: dict[str, PoolTallies] = {}
 
     def of(self, pool: str) -> PoolTallies:

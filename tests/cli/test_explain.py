@@ -190,7 +190,7 @@ def server():
             about={},
         ),
         readiness=health.Readiness(lambda: True),
-        pool=lambda: parts.fleet.pool,
+        pools=lambda: {"": parts.fleet.pool},
         dry_run=parts.dispatcher.route,
         decisions=kept,
         clock=lambda: 1.0,

@@ -47,9 +47,10 @@ def test_kubernetes_may_bring_all_pools():
     assert pooling.planned(read("cluster: {every_pool: cluster}")) == ()
     both = read("cluster: {every_pool: namespace}\npool: {endpoints: ['10.0.0.1:80']}")
     assert len(pooling.planned(both)) == 1
-    another = pooling.another(both, "x/y")
-    assert another.pool.name == "x/y"
-    assert not another.pool.endpoints
+    brought = pooling.brought(both, "x/y", Claim(hosts=("h",)))
+    assert (brought.name, brought.claim.hosts) == ("x/y", ("h",))
+    assert brought.settings.pool.name == "x/y"
+    assert not brought.settings.pool.endpoints
 
 
 @pytest.mark.parametrize(

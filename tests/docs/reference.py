@@ -20,6 +20,7 @@ from extproc.config import grammar, settings, sources
 from extproc.dispatch import claims
 from extproc.prefix import blocks
 from extproc.sim.virtual import client, lengths, scenario, workloads
+from extproc.xds import traits
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- scenario -->\n", "\n<!-- /scenario -->"
@@ -38,6 +39,9 @@ SECTIONS = (
     ("limits", settings.Limits),
     ("answers", settings.Answers),
     ("explain", settings.Explain),
+    ("xds", settings.Xds),
+    ("xds.health_check", traits.HealthCheck),
+    ("xds.outliers", traits.Outliers),
     ("log", settings.Log),
 )
 

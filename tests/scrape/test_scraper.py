@@ -243,7 +243,7 @@ def test_the_loops_follow_the_endpoint_set():
             assert leaves.task.cancelled()
             scene.hold()
             await scene.subject.step(tasks)
-        assert scene.subject.busy == 0
+        assert scene.subject.census.busy == 0
 
     asyncio.run(scene())
 

@@ -28,7 +28,8 @@ class Scene:
         self.path = path
         settings = self.read()
         self.picker = app.Picker(settings, clock=lambda: 1.0)
-        self.picker.parts.fleet.replace([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
+        self.parts = self.picker.sites.by_name[""].parts
+        self.parts.fleet.replace([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
         source = reload.Source(lambda _: [str(path)], self.read)
         self.reloader = reload.Reloader(
             source, settings, adopt=self.picker.adopt, on_reload=self.picker.tell_of_reload
@@ -38,7 +39,7 @@ class Scene:
         return load.settings(load.read(self.path))
 
     def routed(self):
-        outcome = self.picker.parts.dispatcher.route(RAW, 1.0)
+        outcome = self.parts.dispatcher.route(RAW, 1.0)
         assert isinstance(outcome, Decision)
         return outcome.profile
 
@@ -53,14 +54,14 @@ def scene(tmp_path):
 def test_a_changed_file_routes_the_next_request(scene):
     """The new strategy is in force at once; pool and accounts stay."""
     assert scene.routed() == "random"
-    decision = scene.picker.parts.dispatcher.route(RAW, 1.0)
-    ticket = scene.picker.parts.dispatcher.commit(decision, 1.0)
+    decision = scene.parts.dispatcher.route(RAW, 1.0)
+    ticket = scene.parts.dispatcher.commit(decision, 1.0)
     scene.path.write_text(HEAD + "scheduling: {strategy: round-robin}\nexplain: {header: true}\n")
     asyncio.run(scene.reloader.step())
     assert scene.routed() == "round-robin"
     assert scene.picker.servicer.settings.explain_header
-    assert sum(m.account.in_flight for m in scene.picker.parts.fleet.pool.members) == 1
-    scene.picker.parts.dispatcher.complete(ticket, 2.0)
+    assert sum(m.account.in_flight for m in scene.parts.fleet.pool.members) == 1
+    scene.parts.dispatcher.complete(ticket, 2.0)
     assert scene.picker.tallies.reloads == {"ok": 1}
 
 
@@ -157,9 +158,9 @@ def test_no_request_sees_half_a_configuration(scene):
             step = asyncio.ensure_future(scene.reloader.step())
             outcomes = []
             while not step.done():
-                outcomes.append(scene.picker.parts.dispatcher.route(RAW, 1.0))
+                outcomes.append(scene.parts.dispatcher.route(RAW, 1.0))
                 await asyncio.sleep(0)
-            outcomes.append(scene.picker.parts.dispatcher.route(RAW, 1.0))
+            outcomes.append(scene.parts.dispatcher.route(RAW, 1.0))
             assert all(one.picker == wanted[one.profile] for one in outcomes)
             assert outcomes[-1].profile == strategy
 

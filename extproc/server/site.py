@@ -1,0 +1,194 @@
+"""One pool of a running picker: its parts, what follows its endpoints, what scrapes them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from extproc.config import factory, pooling
+from extproc.discovery import follow
+from extproc.discovery.found import Found
+from extproc.dispatch.claims import Claim
+from extproc.dispatch.switchboard import Claimant
+from extproc.endpoint import Endpoint
+from extproc.scheduling import guard
+from extproc.scrape import client, scraper
+from extproc.telemetry.pool_series import Cache, Watched
+from extproc.telemetry.tallies import Tallies
+
+_log = logging.getLogger("extproc.server")
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """What all sites have in common.
+
+    Attributes:
+        tallies: Where facts go.
+        guards: Times and counts plugins of others.
+        http: Fetches pages of engines.
+        census: How many endpoints are scraped.
+        clock: Monotonic seconds.
+    """
+
+    tallies: Tallies
+    guards: guard.Guards
+    http: client.Client
+    census: scraper.Census
+    clock: Callable[[], float]
+
+
+class Site:
+    """One pool.
+
+    Args:
+        planned: What it is.
+        shared: What all sites have in common.
+
+    Attributes:
+        name: Of the pool.
+        parts: What it is made of.
+        claim: The requests it is for.
+        profile: Name of the scheduling profile in force.
+        exists: Whether what defines the pool is there.
+    """
+
+    def __init__(self, planned: pooling.Planned, shared: Shared) -> None:
+        self.name = planned.name
+        self.claim = planned.claim
+        self.exists = True
+        self._settings = planned.settings
+        self._shared = shared
+        self._counts = shared.tallies.of(planned.name)
+        self.parts = factory.build(planned.settings, on_gone=self._gone, guards=shared.guards)
+        self.profile = self.parts.profile.name
+        told = pooling.followed(planned.settings.pool)
+        self._discovery = (
+            factory.discovery(self.parts, clock=shared.clock, on_fact=self._discovered)
+            if told
+            else None
+        )
+
+    @property
+    def claimant(self) -> Claimant:
+        """As the switchboard sees it."""
+        return Claimant(self.name, self.parts.dispatcher, self.claim)
+
+    @property
+    def synced(self) -> bool:
+        """Whether discovery has spoken, and found the pool."""
+        return self.exists and self.parts.fleet.synced
+
+    @property
+    def watched(self) -> Watched:
+        """As the metrics page sees it."""
+        fleet = self.parts.fleet
+        return Watched(fleet.pool, self._cache, fleet.tokenisers.learnt)
+
+    async def sync(self) -> None:
+        """Learn the endpoints, where they are not brought by somebody else.
+
+        Raises:
+            ConfigError: The endpoints file cannot be read.
+        """
+        if self._discovery is not None:
+            await self._discovery.start()
+
+    async def run(self) -> None:
+        """Follow and scrape the endpoints until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            if self._discovery is not None:
+                tasks.create_task(self._discovery.run(), name=f"discovery {self.name}")
+            if self._settings.scrape.enabled:
+                tasks.create_task(self._scraper().run(), name=f"scrape {self.name}")
+            # A group without tasks would end, and with it what runs all sites.
+            await asyncio.Event().wait()
+
+    def take(self, found: Found) -> None:
+        """Take in what discovery says of the pool."""
+        if found.exists != self.exists:
+            _log.warning("pool %s %s", self.name, "is there" if found.exists else "is gone")
+        self.exists = found.exists
+        fleet = self.parts.fleet
+        fleet.replace(found.endpoints, self._shared.clock())
+        fleet.decree(found.policy)
+
+    def replanned(self, planned: pooling.Planned) -> Callable[[], None]:
+        """Build what other settings mean; calling what is returned puts it in force.
+
+        Raises:
+            ConfigError: A profile cannot be built; nothing was changed.
+        """
+        routing = factory.reroute(
+            planned.settings, where="the configuration", guards=self._shared.guards
+        )
+
+        def adopt() -> None:
+            self.parts.dispatcher.adopt(routing)
+            self.claim = planned.claim
+            self.profile = routing.profile.name
+
+        return adopt
+
+    def close(self) -> None:
+        """Drop what is counted of it."""
+        self._shared.tallies.pools.pop(self.name, None)
+
+    def _scraper(self) -> scraper.Scraper:  # type: ignore[type-arg]  # the fleet's own mark
+        shared, parts = self._shared, self.parts
+        return scraper.Scraper(
+            parts.scraping,
+            parts.fleet,
+            client=shared.http,
+            clock=shared.clock,
+            rng=parts.rng,
+            on_fact=self._scraped,
+            missed=lambda: self._counts.unlisted,
+            census=shared.census,
+        )
+
+    def _cache(self, endpoint: Endpoint) -> Cache:
+        known = self.parts.belief.of(endpoint)
+        calibration = known.calibration
+        return Cache(calibration.predicted, calibration.observed, known.capacity_tokens)
+
+    def _gone(self, endpoint: Endpoint) -> None:
+        self._counts.forget(endpoint.address)
+
+    def _discovered(self, fact: follow.DiscoveryFact) -> None:
+        level = logging.INFO if fact.kind == "replaced" else logging.WARNING
+        named = f"pool {self.name}: " if self.name else ""
+        _log.log(level, "%s%s: %s, %d endpoints", named, fact.kind, fact.detail, fact.endpoints)
+
+    def _scraped(self, fact: scraper.ScrapeFact) -> None:
+        if fact.listing:
+            self._counts.listings[fact.address, fact.outcome] += 1
+            return
+        self._counts.scrapes[fact.address, fact.outcome] += 1
+        self._shared.tallies.scrape_s.add(fact.seconds)
+
+
+def claim_of(annotations: Mapping[str, str]) -> Claim:
+    """The claim that a pool's own object states, as `extproc/hosts: a.example,b.example`.
+
+    Args:
+        annotations: Of the object. `extproc/hosts`, `extproc/paths` and `extproc/models` are lists
+            with commas, `extproc/headers` is a list of name=value.
+    """
+    listed = {
+        kind: tuple(_words(annotations.get(f"extproc/{kind}", "")))
+        for kind in ("hosts", "paths", "models", "headers")
+    }
+    pairs = (word.partition("=") for word in listed["headers"])
+    return Claim(
+        hosts=tuple(host.lower() for host in listed["hosts"]),
+        paths=listed["paths"],
+        models=listed["models"],
+        headers={name.strip().lower(): value.strip() for name, _, value in pairs},
+    )
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]

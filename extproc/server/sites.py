@@ -1,0 +1,168 @@
+"""The pools of a running picker: those that are written out, and those that Kubernetes brings."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+from extproc.config import pooling
+from extproc.config.settings import Settings
+from extproc.discovery.found import Found
+from extproc.dispatch.switchboard import Switchboard
+from extproc.errors import ConfigError
+from extproc.pool.snapshot import Pool
+from extproc.server.site import Shared, Site, claim_of
+from extproc.telemetry.pool_series import Watched
+
+_log = logging.getLogger("extproc.server")
+
+
+class Sites:
+    """All pools, and the switchboard over them.
+
+    Args:
+        settings: The whole configuration.
+        shared: What all sites have in common.
+        written: Names of written pools by the keys discovery in Kubernetes has for them.
+        awaited: Whether there is discovery in Kubernetes to wait for.
+
+    Raises:
+        ConfigError: A profile cannot be built.
+
+    Attributes:
+        by_name: The sites.
+        switchboard: Routes over them.
+    """
+
+    def __init__(
+        self, settings: Settings, shared: Shared, *, written: Mapping[str, str], awaited: bool
+    ) -> None:
+        self._settings = settings
+        self._shared = shared
+        self._written = written
+        self._heard = not awaited
+        self._changed = asyncio.Event()
+        self.by_name = {one.name: Site(one, shared) for one in pooling.planned(settings)}
+        #: Of these, the ones that are no longer there when Kubernetes says so.
+        self._brought: set[str] = set()
+        self.switchboard = Switchboard()
+        self._connect()
+
+    @property
+    def synced(self) -> bool:
+        """Whether every pool is known, and there is one; a pool that is gone holds up no other."""
+        sites = self.by_name.values()
+        return (
+            self._heard
+            and all(site.parts.fleet.synced for site in sites)
+            and (not sites or any(site.exists for site in sites))
+        )
+
+    @property
+    def profile(self) -> str:
+        """Names of the scheduling profiles in force, each once."""
+        return ",".join(dict.fromkeys(site.profile for site in self.by_name.values()))
+
+    def pools(self) -> Mapping[str, Pool]:
+        """The current pools by name."""
+        return {name: site.parts.fleet.pool for name, site in self.by_name.items()}
+
+    def watched(self) -> Mapping[str, Watched]:
+        """The pools as the metrics page sees them."""
+        return {name: site.watched for name, site in self.by_name.items()}
+
+    async def sync(self) -> None:
+        """Learn the endpoints of written pools.
+
+        Raises:
+            ConfigError: An endpoints file cannot be read.
+        """
+        for site in self.by_name.values():
+            await site.sync()
+
+    async def run(self) -> None:
+        """Run every site, as they come and go, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            running: dict[str, tuple[Site, asyncio.Task[None]]] = {}
+            while True:
+                self._changed.clear()
+                for name, (site, task) in list(running.items()):
+                    if self.by_name.get(name) is not site:
+                        task.cancel()
+                        del running[name]
+                for name, site in self.by_name.items():
+                    if name not in running:
+                        running[name] = site, tasks.create_task(site.run(), name=f"pool {name}")
+                await self._changed.wait()
+
+    def take(self, changed: Mapping[str, Found], gone: Iterable[str]) -> None:
+        """Take in what discovery in Kubernetes says.
+
+        Args:
+            changed: Pools that are new or other than before, by its keys.
+            gone: Keys of pools that are no longer followed.
+        """
+        self._heard = True
+        before = {name: site.claim for name, site in self.by_name.items()}
+        for key, found in changed.items():
+            name = self._written.get(key)
+            site = self._bring(key, found) if name is None else self.by_name[name]
+            if site is not None:
+                site.take(found)
+        for key in gone:
+            if key in self._brought:
+                self._brought.discard(key)
+                self.by_name.pop(key).close()
+                _log.info("pool %s is no longer served", key)
+        if before != {name: site.claim for name, site in self.by_name.items()}:
+            self._connect()
+            self._changed.set()
+
+    def replanned(self, settings: Settings) -> Callable[[], None]:
+        """Build what other settings mean; calling what is returned puts it in force.
+
+        Pools that are written out keep their sources; which pools there are changes with a restart.
+
+        Raises:
+            ConfigError: A profile cannot be built; nothing was changed.
+        """
+        plans = {one.name: one for one in pooling.planned(settings)}
+        for name in self._brought:
+            plans[name] = pooling.brought(settings, name, self.by_name[name].claim)
+        steps = [
+            site.replanned(plans[name]) for name, site in self.by_name.items() if name in plans
+        ]
+
+        def adopt() -> None:
+            self._settings = settings
+            for step in steps:
+                step()
+            self._connect()
+
+        return adopt
+
+    def _bring(self, key: str, found: Found) -> Site | None:
+        claim = claim_of(found.annotations)
+        site = self.by_name.get(key)
+        if site is not None:
+            site.claim = claim
+            return site
+        try:
+            site = Site(pooling.brought(self._settings, key, claim), self._shared)
+        except ConfigError as error:  # the same settings were built at start
+            _log.error("pool %s cannot be served: %s", key, error)
+            return None
+        self.by_name[key] = site
+        self._brought.add(key)
+        _log.info("pool %s is served", key)
+        return site
+
+    def _connect(self) -> None:
+        """Pools in the order they are written out, then the others by name."""
+        others = sorted(self._brought)
+        ordered = [name for name in self.by_name if name not in self._brought] + others
+        self.switchboard.adopt(
+            [self.by_name[name].claimant for name in ordered],
+            list_models=self._settings.answers.list_models,
+        )
