@@ -191,7 +191,12 @@ class EnvoyPorts(msgspec.Struct, frozen=True):
 
 
 def envoy_config(
-    template: Path, ports: EnvoyPorts, *, engines: Sequence[str] = (), plaintext: bool = False
+    template: Path,
+    ports: EnvoyPorts,
+    *,
+    engines: Sequence[str] = (),
+    plaintext: bool = False,
+    pickers: Mapping[str, Sequence[str]] = {},
 ) -> dict[str, Any]:
     """One of the shipped Envoy configurations, moved to other ports.
 
@@ -200,14 +205,17 @@ def envoy_config(
         ports: Its listener and admin ports, and the ext_proc port of extproc.
         engines: Endpoints for a cluster that lists them.
         plaintext: Whether extproc serves without TLS.
+        pickers: Addresses for each cluster of pickers (`extproc`, `extproc-xds`); without any, the
+            ext_proc port is that of `ports`.
     """
+    pickers = {"extproc": [f"127.0.0.1:{ports.extproc}"], **pickers}
     config: dict[str, Any] = yaml.safe_load(template.read_bytes())
     config["admin"]["address"]["socket_address"]["port_value"] = ports.admin
     listener = config["static_resources"]["listeners"][0]["address"]["socket_address"]
     listener.update(address="127.0.0.1", port_value=ports.listener)
     for cluster in config["static_resources"]["clusters"]:
-        if cluster["name"] == "extproc":
-            cluster["load_assignment"] = assignment("extproc", [f"127.0.0.1:{ports.extproc}"])
+        if cluster["name"] in pickers:
+            cluster["load_assignment"] = assignment(cluster["name"], pickers[cluster["name"]])
             if plaintext:
                 del cluster["transport_socket"]
         elif "load_assignment" in cluster:

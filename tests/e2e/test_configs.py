@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 
+import betterproto2
 import pytest
 import yaml
 
 from extproc.cli import stack
+from extproc.xds.rendering import Renderer, clusters
+from extproc.xds.traits import Traits
 from tests.e2e import installation
 
 CONFIGS = sorted(installation.SHIPPED.glob("*.yaml"))
@@ -36,6 +39,23 @@ def seconds(text):
     match = re.fullmatch(r"(\d+(?:\.\d+)?)s", text)
     assert match, text
     return float(match[1])
+
+
+def engines(config):
+    """The engines' cluster: of the file, or what extproc serves for it, read with Envoy's types."""
+    if "dynamic_resources" not in config:
+        return installation.cluster(config, "engines")
+    served = clusters.Cluster.parse(Renderer().cluster("engines", Traits()))
+    return served.to_dict(casing=betterproto2.Casing.SNAKE)
+
+
+def pickers(config):
+    """The clusters of pickers."""
+    return [
+        one
+        for one in config["static_resources"]["clusters"]
+        if one["name"].partition("-")[0] == "extproc"
+    ]
 
 
 def route(config):
@@ -83,14 +103,14 @@ def test_127_metadata_crosses(config):
 
 def test_128_cluster_reads_the_destination(config):
     """The engines' cluster takes the endpoint from extproc's header."""
-    engines = installation.cluster(config, "engines")
-    if engines["type"] == "ORIGINAL_DST":
-        original = engines["original_dst_lb_config"]
+    cluster = engines(config)
+    if cluster["type"] == "ORIGINAL_DST":
+        original = cluster["original_dst_lb_config"]
         assert original["use_http_header"] is True
         assert original["http_header_name"] == "x-gateway-destination-endpoint"
-        assert engines["lb_policy"] == "CLUSTER_PROVIDED"
+        assert cluster["lb_policy"] == "CLUSTER_PROVIDED"
     else:
-        (policy,) = engines["load_balancing_policy"]["policies"]
+        (policy,) = cluster["load_balancing_policy"]["policies"]
         override = policy["typed_extension_config"]["typed_config"]
         assert {"header": "x-gateway-destination-endpoint"} in override["override_host_sources"]
         assert override["fallback_policy"]["policies"]
@@ -98,7 +118,7 @@ def test_128_cluster_reads_the_destination(config):
 
 def test_129_fails_open_only_where_it_can(config):
     """Only a cluster that can route without the header goes on without extproc."""
-    alone = installation.cluster(config, "engines")["type"] != "ORIGINAL_DST"
+    alone = engines(config)["type"] != "ORIGINAL_DST"
     assert installation.processor(config)["failure_mode_allow"] is alone
 
 
@@ -112,10 +132,12 @@ def test_130_clients_cannot_steer(config):
 
 
 def test_131_health_check_asks_what_is_registered(config):
-    """The health check asks the ext_proc port itself for a name that is answered there."""
-    (check,) = installation.cluster(config, "extproc")["health_checks"]
-    name = check["grpc_health_check"]["service_name"]
-    assert name == "envoy.service.ext_proc.v3.ExternalProcessor"
+    """Health checks ask the ports that are used, for a name that is answered there."""
+    assert pickers(config)
+    for cluster in pickers(config):
+        (check,) = cluster["health_checks"]
+        name = check["grpc_health_check"]["service_name"]
+        assert name == "envoy.service.ext_proc.v3.ExternalProcessor"
 
 
 def test_132_streams_are_not_cut(config):
@@ -127,13 +149,31 @@ def test_132_streams_are_not_cut(config):
 
 def test_engines_close_after_envoy(config):
     """Envoy leaves idle connections before vLLM closes them after 5 seconds."""
-    options = installation.cluster(config, "engines")["typed_extension_protocol_options"]
+    options = engines(config)["typed_extension_protocol_options"]
     (http,) = options.values()
     assert 0 < seconds(http["common_http_protocol_options"]["idle_timeout"]) < 5
 
 
 def test_retries_are_not_rationed(config):
     """Where Envoy retries, a dead engine under load must not use up the default of 3 retries."""
-    (limits,) = installation.cluster(config, "engines")["circuit_breakers"]["thresholds"]
+    (limits,) = engines(config)["circuit_breakers"]["thresholds"]
     if "retry_policy" in route(config):
         assert limits["max_retries"] >= limits["max_requests"]
+
+
+def test_xds_is_asked_where_it_is_served(config):
+    """The route's cluster is one that extproc serves, and a lost stream is soon opened again."""
+    if "dynamic_resources" not in config:
+        return
+    ads = config["dynamic_resources"]["ads_config"]
+    assert ads["set_node_on_first_message_only"] is True
+    (service,) = ads["grpc_services"]
+    asked = installation.cluster(config, service["envoy_grpc"]["cluster_name"])
+    assert asked["name"] == "extproc-xds"
+    assert seconds(service["envoy_grpc"]["retry_policy"]["retry_back_off"]["max_interval"]) <= 1
+    assert config["dynamic_resources"]["cds_config"]["ads"] == {}
+    assert config["node"]["id"]
+    assert route(config)["cluster"] == engines(config)["name"]
+    for cluster in pickers(config):
+        (group,) = cluster["load_assignment"]["endpoints"]
+        assert len(group["lb_endpoints"]) == 2

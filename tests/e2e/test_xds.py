@@ -1,0 +1,325 @@
+"""Envoy told of the engines by two pickers over xDS: it goes on whatever of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from extproc.cli import stack
+from tests.e2e import backend, http1, installation
+
+PATH = "/v1/chat/completions"
+CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
+DESTINATION = "x-gateway-destination-endpoint"
+
+#: Endpoints stay what they are, and the pick goes round, so that each comes first in turn. Checks
+#: are quick, since tests wait for them.
+CONFIG = (
+    "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scrape: {enabled: false}, "
+    "scheduling: {strategy: round-robin}, "
+    "xds: {enabled: true, health_check: {interval_s: 0.2}}}"
+)
+
+#: Seconds a fact may take to become visible on a page.
+_VISIBLE_S = 20.0
+
+#: Clients that ask again and again.
+ASKING = 8
+
+
+class Site:
+    """Two pickers that follow one file of endpoints, and an Envoy told by them.
+
+    Attributes:
+        pickers: Their processes.
+        lines: Everything any process said.
+    """
+
+    def __init__(self, folder: Path, binary: str) -> None:
+        self.lines: list[str] = []
+        self.children = stack.Stack(log=self.lines.append)
+        self._file = folder / "endpoints.json"
+        self._binary = binary
+        self._numbers = [[stack.free_port() for _ in range(4)] for _ in range(2)]
+        self.ports = stack.EnvoyPorts(stack.free_port(), stack.free_port(), 0)
+        self.pickers: list[stack.Child] = []
+
+    @property
+    def port(self) -> int:
+        return self.ports.listener
+
+    def list(self, *addresses: str) -> None:
+        """Change the endpoints, at once for both."""
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps({"endpoints": list(addresses)}))
+        new.replace(self._file)
+
+    async def picker(self, at: int) -> stack.Child:
+        """Start one, on the ports it had before."""
+        flags = ("--grpc-port", "--xds-port", "--grpc-health-port", "--metrics-port")
+        pairs = zip(flags, self._numbers[at], strict=True)
+        return await self.children.extproc(
+            *(word for flag, port in pairs for word in (flag, str(port))),
+            *("--host", "127.0.0.1", "--secure-serving", "false", "--drain-timeout", "0s"),
+            *("--config-text", CONFIG, "--endpoints-file", str(self._file)),
+            *("--fallback-endpoints", "2"),
+        )
+
+    async def start(self) -> None:
+        self.pickers = [await self.picker(0), await self.picker(1)]
+        named = [
+            [f"127.0.0.1:{port}" for port in ports] for ports in zip(*self._numbers, strict=True)
+        ]
+        config = stack.envoy_config(
+            installation.SHIPPED / "override-host-eds.yaml",
+            self.ports,
+            plaintext=True,
+            pickers={"extproc": named[0], "extproc-xds": named[1]},
+        )
+        await self.children.envoy(config, binary=self._binary)
+
+    async def stats(self, part: str = "cluster.engines.") -> dict[str, int]:
+        """Envoy's counters and gauges of the engines' cluster, by the rest of the name."""
+        page = (await http1.ask(self.ports.admin, "/stats")).body.decode()
+        split = [line.partition(": ") for line in page.splitlines()]
+        return {
+            name.removeprefix(part): int(value)
+            for name, _, value in split
+            if name.startswith(part) and value.isdigit()
+        }
+
+    async def until(self, holds, part: str = "cluster.engines.") -> dict[str, int]:
+        """Read Envoy's stats until a fact shows; there is no event for it."""
+        found: dict[str, int] = {}
+        try:
+            async with asyncio.timeout(_VISIBLE_S):
+                while not holds(found := await self.stats(part)):
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            shown = {name: value for name, value in found.items() if value}
+            raise AssertionError(f"it did not become so; at last: {shown}") from None
+        return found
+
+    async def healthy(self, count: int, *, of: int) -> None:
+        """Envoy knows so many engines, and holds so many for healthy."""
+        await self.until(
+            lambda found: (
+                found.get("membership_total") == of and found["membership_healthy"] == count
+            )
+        )
+
+    async def metrics(self, at: int) -> dict[str, float]:
+        """A picker's metrics."""
+        page = (await http1.ask(self._numbers[at][3], "/metrics")).body.decode()
+        split = [line.rpartition(" ") for line in page.splitlines() if line[:1] not in {"#", ""}]
+        return {name: float(value) for name, _, value in split}
+
+    async def ask(self) -> http1.Answer:
+        return await http1.ask(self.port, PATH, CHAT)
+
+
+@contextlib.asynccontextmanager
+async def sited(folder, binary, *addresses):
+    site = Site(folder, binary)
+    try:
+        site.list(*addresses)
+        await site.start()
+        await site.healthy(len(addresses), of=len(addresses))
+        yield site
+        for at in range(2):
+            found = await site.metrics(at)
+            assert not [name for name in found if name.startswith("extproc_xds_refusals_total")]
+        for picker in site.pickers:
+            assert await picker.stop(signal.SIGINT) == 0
+        assert not [line for line in site.lines if "Traceback" in line or " ERROR " in line]
+    finally:
+        await site.children.stop()
+
+
+@contextlib.asynccontextmanager
+async def asking(site, count=ASKING):
+    """Clients that ask again and again until the block ends; yields the statuses so far."""
+    statuses: collections.Counter[int | str] = collections.Counter()
+    over = asyncio.Event()
+
+    async def ask():
+        while not over.is_set():
+            try:
+                statuses[(await site.ask()).status] += 1
+            except (ConnectionError, asyncio.IncompleteReadError) as error:
+                statuses[type(error).__name__] += 1
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(count):
+            tasks.create_task(ask())
+        try:
+            yield statuses
+        finally:
+            over.set()
+
+
+async def more(statuses, count):
+    """Wait until so many more requests are answered."""
+    goal = statuses.total() + count
+    async with asyncio.timeout(_VISIBLE_S):
+        while statuses.total() < goal:
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def engines(live):
+    async def start():
+        context = contextlib.AsyncExitStack()
+        return context, [await context.enter_async_context(backend.backend()) for _ in range(3)]
+
+    context, started = live.run(start())
+    yield started
+    live.run(context.aclose())
+
+
+@pytest.fixture(scope="module")
+def site(live, engines, binary, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    with live.holding(sited(folder, binary, *(one.address for one in engines))) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def clean(live, engines, site):
+    """Each test begins with all engines listed, healthy and without plays."""
+    for engine in engines:
+        engine.plays.clear()
+        engine.asks.clear()
+    site.list(*(engine.address for engine in engines))
+    live.run(site.healthy(3, of=3))
+
+
+def served(engines):
+    """Requests each engine served, without health checks."""
+    return [sum(ask.path == PATH for ask in engine.asks) for engine in engines]
+
+
+async def test_endpoints_come_and_go(site, engines):
+    """Envoy learns of them as extproc does, and goes where extproc says."""
+    async with backend.backend() as new:
+        site.list(engines[0].address, new.address)
+        await site.healthy(2, of=2)
+        for engine in engines:
+            engine.asks.clear()
+        for _ in range(8):
+            assert (await site.ask()).status == 200
+        counts = served([*engines, new])
+        assert counts[1:3] == [0, 0]
+        # Two pickers, each of which goes round.
+        assert all(2 <= count <= 6 for count in (counts[0], counts[3]))
+        site.list(engines[0].address)
+        await site.healthy(1, of=1)
+    assert (await site.ask()).status == 200
+
+
+async def test_the_pick_is_followed_and_has_fallbacks(site, engines):
+    """The first of three named endpoints serves."""
+    for _ in range(6):
+        assert (await site.ask()).status == 200
+    for engine in engines:
+        for ask in engine.asks:
+            if ask.path == PATH:
+                named = ask.head.get(DESTINATION).split(",")
+                assert named[0] == engine.address
+                assert sorted(named) == sorted(one.address for one in engines)
+
+
+async def test_an_engine_that_is_dead_when_picked(site, engines):
+    """Every request is answered by the next of its list, before anybody found out and after."""
+    dead = f"127.0.0.1:{stack.free_port()}"
+    async with asking(site) as statuses:
+        site.list(dead, *(engine.address for engine in engines))
+        await site.healthy(3, of=4)
+        await more(statuses, 100)
+    assert statuses.keys() == {200}
+
+
+async def test_a_503_is_asked_elsewhere(site, engines):
+    """An engine that refuses at once: each request is asked once there, and answered elsewhere."""
+    engines[0].plays[PATH] = backend.saying(b"full", status="503 Service Unavailable")
+    async with asking(site) as statuses:
+        await more(statuses, 50)
+        # Least request leaves it out from now on; what extproc picks is extproc's affair.
+        await site.until(lambda found: found["outlier_detection.ejections_active"] >= 1)
+        await more(statuses, 50)
+    assert statuses.keys() == {200}
+    counts = served(engines)
+    assert 0 < counts[0] <= statuses.total()
+    assert counts[1] + counts[2] == statuses.total()
+
+
+async def test_an_engine_is_killed_under_load(site, engines):
+    """What it was busy with and had not begun to answer is answered by another."""
+    async with stack.stack() as children:
+        engine, address = await children.engine("--model", "m", "--speed", "4")
+        site.list(address, *(one.address for one in engines))
+        await site.healthy(4, of=4)
+        async with asking(site, 16) as statuses:
+            # Clients wait for the slow one at some time; then it dies.
+            await more(statuses, 50)
+            before = (await site.stats())["upstream_rq_retry_success"]
+            engine.process.kill()
+            await engine.process.wait()
+            await more(statuses, 200)
+        assert statuses.keys() == {200}
+        assert (await site.stats())["upstream_rq_retry_success"] > before
+        site.list(*(one.address for one in engines))
+
+
+async def test_both_pickers_die_and_come_back(site, engines):
+    """Not one request fails: Envoy goes on by least request, and is told again what to do."""
+    async with asking(site) as statuses:
+        await more(statuses, 100)
+        for picker in site.pickers:
+            picker.process.kill()
+        for picker in site.pickers:
+            await picker.process.wait()
+        await more(statuses, 50)
+        for engine in engines:
+            engine.asks.clear()
+        await more(statuses, 300)
+        unpicked = [ask for one in engines for ask in one.asks if ask.path == PATH]
+        assert not any(ask.head.all(DESTINATION) for ask in unpicked)
+        assert min(served(engines)) > len(unpicked) / 6
+        site.pickers = [await site.picker(0), await site.picker(1)]
+        await site.until(lambda found: found["membership_healthy"] == 2, "cluster.extproc.")
+        for engine in engines:
+            engine.asks.clear()
+        await more(statuses, 100)
+    assert statuses.keys() == {200}
+    late = [ask for one in engines for ask in one.asks if ask.path == PATH][ASKING * 3 :]
+    assert all(ask.head.all(DESTINATION) for ask in late)
+    await site.until(lambda found: found["connected_state"] == 1, "control_plane.")
+
+
+async def test_news_come_from_the_picker_that_is_left(site, engines):
+    """A picker that drains ends its stream; Envoy keeps what it holds and asks the other one."""
+    listening = [at for at in range(2) if (await site.metrics(at))["extproc_xds_streams_open"] == 1]
+    (told,) = listening
+    async with asking(site) as statuses:
+        assert await site.pickers[told].stop(signal.SIGTERM) == 0
+        site.list(engines[1].address)
+        await site.healthy(1, of=1)
+        await more(statuses, 50)
+        site.pickers[told] = await site.picker(told)
+    assert statuses.keys() == {200}
+
+
+async def test_what_is_told_is_counted(site):
+    """Open streams and answers by type stand on the metrics page; nothing was refused."""
+    pages = [await site.metrics(at) for at in range(2)]
+    assert sum(page["extproc_xds_streams_open"] for page in pages) == 1
+    for kind in ("clusters", "endpoints"):
+        name = f'extproc_xds_responses_total{{type="{kind}"}}'
+        assert sum(page.get(name, 0) for page in pages) >= 1
