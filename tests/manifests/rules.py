@@ -9,9 +9,9 @@ from extproc.config.settings import Server, Settings
 from tests.manifests import parts, strict
 from tests.manifests.tools import Document
 
-#: What a picker may do, and nothing else: group, resource, verbs. Discovery lists and watches, and
-#: reads one object again; the Lease is held by writing it.
-READ = frozenset({"get", "list", "watch"})
+#: What a picker may do, and nothing else: group, resource, verbs. Discovery lists collections and
+#: watches them, single objects too (by field selector); a Lease is held by writing it.
+READ = frozenset({"list", "watch"})
 HOLD = frozenset({"get", "create", "update"})
 ALLOWED = {
     ("", "pods"): READ,

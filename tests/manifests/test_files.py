@@ -5,6 +5,7 @@ import yaml
 
 from extproc.config import load
 from extproc.config.settings import Settings
+from extproc.discovery.kubernetes import resources
 from tests.manifests import envoy_files, rules, strict, tools
 
 FILES = sorted(path for path in tools.MANIFESTS.rglob("*.yaml") if "templates" not in path.parts)
@@ -59,3 +60,9 @@ def test_shared_patches_are_equal():
     """A patch that stands in two overlays is the same in both."""
     texts = {path.read_text() for path in tools.MANIFESTS.rglob("overlays/envoy*/selector.yaml")}
     assert len(texts) == 1
+
+
+def test_the_table_of_rights_is_what_discovery_reads():
+    """Every collection that discovery knows is granted, and no other."""
+    known = {one for one in vars(resources).values() if isinstance(one, resources.Resource)}
+    assert {(one.group, one.plural) for one in known} == {*rules.ALLOWED, *rules.SLICES}

@@ -31,6 +31,10 @@ _RENDER_S = 60.0
 Document = dict[str, Any]
 
 
+class Missing(pytest.skip.Exception):
+    """A tool is not there, and nobody demands it."""
+
+
 def find(name: str) -> str | None:
     """A tool on the PATH or built by us."""
     return shutil.which(name, path=f"{BUILT}{os.pathsep}{os.environ.get('PATH', '')}")
@@ -45,7 +49,7 @@ def need(*names: str) -> Sequence[str]:
     reason = f"needs {' or '.join(names)}: make kubetools"
     if _REQUIRED:
         pytest.fail(reason)
-    pytest.skip(reason)
+    raise Missing(reason)
 
 
 @functools.cache

@@ -1,0 +1,75 @@
+"""The Dockerfile, without Docker."""
+
+import subprocess
+import sys
+
+import pytest
+
+from extproc.config.settings import Server
+from tests.containers import dockerfile
+from tests.manifests import parts, tools
+
+
+def test_sources_exist():
+    """Every file that is copied is there."""
+    assert dockerfile.sources()
+    assert [one for one in dockerfile.sources() if not (dockerfile.ROOT / one).exists()] == []
+
+
+def test_the_context_holds_the_sources_and_nothing_else():
+    """The ignore file lets in exactly what is copied."""
+    lines = [one for one in dockerfile.IGNORED.read_text().splitlines() if one[:1] not in {"#", ""}]
+    assert lines[0] == "*"
+    assert {one[1:] for one in lines if one.startswith("!")} == set(dockerfile.sources())
+
+
+def test_all_stages_have_the_base_that_is_asked_for():
+    """A base that is there already can be named for all of the build."""
+    assert dockerfile.instructions()[0].rest.startswith("BASE=")
+    bases = [one.words[0] for one in dockerfile.instructions() if one.word == "FROM"]
+    assert set(bases) == {"${BASE}"}
+
+
+def test_the_user_is_a_number_and_the_manifests_have_the_same():
+    """Kubernetes refuses names where it must not run root."""
+    user, group = map(int, dockerfile.last("USER").rest.split(":"))
+    pod = tools.documents((tools.MANIFESTS / "base/deployment.yaml").read_text())[0]
+    context = pod["spec"]["template"]["spec"]["securityContext"]
+    assert user > 0
+    assert (context["runAsUser"], context["runAsGroup"]) == (user, group)
+
+
+def test_the_command_is_one_that_the_program_takes():
+    """And it names the file that manifests mount."""
+    assert dockerfile.last("ENTRYPOINT").words == ["extproc"]
+    asked = parts.parsed(dockerfile.last("CMD").words)
+    pod = tools.documents((tools.MANIFESTS / "base/deployment.yaml").read_text())[0]
+    (container,) = pod["spec"]["template"]["spec"]["containers"]
+    assert asked.config_file == parts.parsed(container["args"]).config_file
+
+
+def test_ports_are_those_it_listens_on():
+    """EXPOSE says what the defaults are."""
+    server = Server()
+    wanted = {server.grpc_port, server.grpc_health_port, server.metrics_port}
+    assert {int(one) for one in dockerfile.last("EXPOSE").words} == wanted
+
+
+def test_nothing_is_written_at_run_time():
+    """Bytecode is made in the build and not later."""
+    assert "PYTHONDONTWRITEBYTECODE=1" in dockerfile.last("ENV").words
+    assert any("compileall" in one.rest for one in dockerfile.instructions() if one.word == "RUN")
+
+
+@pytest.mark.parametrize("module", ["extproc.discovery.kubernetes.cluster", "extproc.cli.main"])
+def test_what_the_image_leaves_out_is_not_loaded(module):
+    """No class of the Kubernetes client that is made from a kind is imported."""
+    program = (
+        f"import sys, {module}\n"
+        "print(*(m for m in sys.modules if m.startswith('kubernetes.')"
+        " and ('.client.models.' in m or '.client.api.' in m)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == []

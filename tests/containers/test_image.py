@@ -1,0 +1,139 @@
+"""The image, built and run where Docker answers.
+
+`EXTPROC_BASE_IMAGE` names a base that is there already; without it the Dockerfile's own is pulled.
+`EXTPROC_BUILD_NETWORK` is the network of the build, which installs packages.
+"""
+
+import contextlib
+import os
+import re
+import socket
+import urllib.request
+
+import docker
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from testcontainers.core.config import testcontainers_config
+from testcontainers.core.container import DockerContainer
+from testcontainers.core.image import DockerImage
+
+from tests.containers import dockerfile
+
+#: The reaper is an image of its own to pull; what is started here is removed here.
+testcontainers_config.ryuk_disabled = True
+
+#: As the manifests run it.
+RESTRICTED = {
+    "read_only": True,
+    "cap_drop": ["ALL"],
+    "security_opt": ["no-new-privileges"],
+    "mem_limit": "1g",
+}
+
+SERVE = ["serve", "--endpoints=127.0.0.1:9", "--drain-timeout=0s"]
+
+#: Bytes that the image may have above its base.
+_MOST = 200 * 1024 * 1024
+
+
+class NoDocker(pytest.skip.Exception):
+    """Docker does not answer."""
+
+
+@pytest.fixture(scope="module")
+def client():
+    """Docker, or a skip that says it does not answer."""
+    where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    scheme, _, path = where.partition("://")
+    if scheme == "unix":
+        # Docker's own client would leave a socket open here.
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(path)
+            except OSError:
+                raise NoDocker(f"Docker does not answer at {where}") from None
+    with contextlib.closing(docker.from_env(timeout=60)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def base():
+    """The base's name."""
+    default = dockerfile.instructions()[0].rest.partition("=")[2]
+    return os.environ.get("EXTPROC_BASE_IMAGE", default)
+
+
+@pytest.fixture(scope="module")
+def image(client, base, tmp_path_factory):
+    """The built image."""
+    context = dockerfile.context(tmp_path_factory.mktemp("context"))
+    network = os.environ.get("EXTPROC_BUILD_NETWORK")
+    more = {"network_mode": network} if network else {}
+    with DockerImage(
+        context, tag="extproc:test", dockerfile_path="Dockerfile", buildargs={"BASE": base}, **more
+    ) as built:
+        yield str(built)
+
+
+@pytest.fixture
+def container(image):
+    """A running picker."""
+    wanted = DockerContainer(image).with_command(SERVE).with_exposed_ports(9003, 9090)
+    with wanted.with_kwargs(**RESTRICTED) as running:
+        said = b""
+        for line in running.get_wrapped_container().logs(stream=True, follow=True):
+            said += line
+            if b"extproc is ready" in said:
+                break
+        assert b"extproc is ready" in said, said.decode()
+        yield running
+
+
+def address(container, port):
+    return f"{container.get_container_host_ip()}:{container.get_exposed_port(port)}"
+
+
+def test_it_serves_with_nothing_to_write_to(container):
+    """With a read-only root file system, no capability and no root, probes and pages answer."""
+    with grpc.insecure_channel(address(container, 9003)) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        for name in ("liveness", "readiness"):
+            answer = check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    url = f"http://{address(container, 9090)}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as page:
+        assert b"extproc_info" in page.read()
+
+
+def test_it_is_not_root(container):
+    """The process has the number that the Dockerfile gives it."""
+    running = container.get_wrapped_container()
+    wanted = dockerfile.last("USER").rest.split(":")[0]
+    status = container.exec(["python", "-c", "import os; print(os.getuid())"])
+    assert status.exit_code == 0, status.output
+    assert status.output.decode().strip() == wanted
+    assert running.diff() in (None, [])
+
+
+def test_it_ends_when_it_is_told_to(container):
+    """SIGTERM reaches the picker itself, and it ends well."""
+    running = container.get_wrapped_container()
+    running.stop(timeout=20)
+    assert running.wait(timeout=20)["StatusCode"] == 0
+
+
+def test_it_says_its_version(client, image):
+    """The other commands are there, too."""
+    said = client.containers.run(image, ["version"], remove=True, read_only=True).decode()
+    assert re.match(r"extproc \d+\.\d+", said)
+
+
+def test_it_is_small(client, image, base):
+    """What it adds to its base is bounded."""
+    sizes = [client.images.get(name).attrs["Size"] for name in (image, base)]
+    assert sizes[0] - sizes[1] < _MOST
