@@ -147,6 +147,7 @@ def exchange(settings: sections.Settings) -> ExchangeSettings:
         response_marker=settings.answers.marker,
         conformance=settings.conformance,
         feedback=settings.answers.feedback,
+        restore_model=settings.answers.restore_model,
     )
 
 

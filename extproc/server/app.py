@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import random
 import signal
 import sys
@@ -15,8 +16,10 @@ import grpc
 import uvloop
 from aiohttp import web
 
-from extproc.config import factory
+from extproc.config import cluster, factory
 from extproc.config.settings import Server, Settings
+from extproc.discovery.follow import DiscoveryFact
+from extproc.discovery.kubernetes import follow as following
 from extproc.protocol.gathering import Budget
 from extproc.scheduling import guard
 from extproc.scrape import client, scraper
@@ -29,6 +32,9 @@ from extproc.telemetry.tallies import Tallies
 from extproc.xds.traits import Traits
 
 _log = logging.getLogger("extproc.server")
+
+#: Facts of discovery in Kubernetes that are as they should be.
+_QUIET = frozenset({"synced", "connected", "relisted", "not-installed"})
 
 #: Seconds that streams have to end once they were told to.
 _RELEASE_S = 2.0
@@ -116,7 +122,19 @@ class Picker:
         )
         guards = guard.Guards(time.perf_counter, self.tallies.plugins)
         shared = Shared(self.tallies, guards, self._http, scraper.Census(), clock)
-        self.sites = Sites(settings, shared, written={}, awaited=False)
+        self._follower: following.Follower | None = None
+        plan = cluster.plan(settings, where="the configuration", environment=os.environ)
+        self.sites = Sites(
+            settings, shared, written=plan.pools if plan else {}, heard=lambda: self._listed
+        )
+        if plan is not None:
+            self._follower = following.Follower(
+                plan.watching,
+                clock=clock,
+                rng=random.Random(settings.seed),
+                on_pools=self.sites.take,
+                on_fact=_followed,
+            )
         self._about["profile"] = self.sites.profile
         self.readiness = health.Readiness(lambda: self.sites.synced)
         self.servicer = servicer.Servicer(
@@ -182,13 +200,22 @@ class Picker:
         """Learn the endpoints.
 
         Raises:
-            ConfigError: The endpoints file cannot be read.
+            ConfigError: The endpoints file cannot be read, or nobody knows where the API server is.
         """
         await self.sites.sync()
+        if self._follower is not None:
+            await self._follower.start()
+
+    @property
+    def _listed(self) -> bool:
+        """Whether Kubernetes, where it is asked, told everything once."""
+        return self._follower is None or self._follower.synced
 
     def loops(self) -> dict[str, Coroutine[None, None, None]]:
         """The loops beside the servers, by name."""
         loops = {"pools": self.sites.run()}
+        if self._follower is not None:
+            loops["kubernetes"] = self._follower.run()
         if self._xds is not None:
             loops["xds"] = self._xds.run()
         return loops
@@ -280,10 +307,16 @@ class Picker:
         }
 
 
+def _followed(fact: DiscoveryFact) -> None:
+    level = logging.INFO if fact.kind in _QUIET else logging.WARNING
+    _log.log(level, "kubernetes: %s: %s, %d endpoints", fact.kind, fact.detail, fact.endpoints)
+
+
 def _stream_settings(settings: Settings) -> servicer.StreamSettings:
     return servicer.StreamSettings(
         max_streams=settings.limits.max_streams,
         stream_share=settings.answers.stream_share,
+        request_cost=settings.answers.request_cost,
         explain_header=settings.explain.header,
     )
 
