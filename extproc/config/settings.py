@@ -216,7 +216,9 @@ class Xds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         port: Aggregated discovery (TCP port; 0 picks a free one). 18000 is what most xDS servers
             take. TLS is as on the ext_proc port, with the same certificate: who answers here
             decides where requests go, as there.
-        health_check: How Envoys ask engines whether they live; its own defaults give reasons.
+        health_check: How Envoys ask engines whether they live; its own defaults give reasons. Like
+            `outliers`, it counts where Envoy chooses itself: endpoints that extproc names are tried
+            whatever Envoy thinks of them.
         outliers: When Envoys leave out engines that fail; its own defaults give reasons.
     """
 
