@@ -182,8 +182,8 @@ class Cluster:
                 waiting.add(key)
             else:
                 if key in self._redecreed and isinstance(view, views.PodView):
-                    self._redecreed.discard(key)
                     view.policy = self._policy(view)
+                self._redecreed.discard(key)
                 now = view.found()
                 if self._told.get(key) != now:
                     self._told[key] = changed[key] = now

@@ -225,7 +225,7 @@ def status(text: bytes | msgspec.Raw) -> Status:
     try:
         return _STATUS.decode(text)
     except reading.BROKEN:
-        return Status(message=bytes(text[:200]).decode("utf-8", "replace"))
+        return Status(message=bytes(text)[:200].decode("utf-8", "replace"))
 
 
 def _key(text: msgspec.Raw) -> _Key:

@@ -1,0 +1,189 @@
+import json
+
+import hypothesis
+from hypothesis import strategies as st
+
+from extproc.discovery.kubernetes import cluster, events, settings
+from tests.discovery.kubernetes import fake, making
+
+SERVICE = "kubernetes.io/service-name"
+
+SOURCES = (
+    settings.InferencePoolRef("one", "p"),
+    settings.Everything(),
+    settings.Everything(group=making.OLD_GROUP),
+    settings.Selector("two", {"app": "y"}, (9000,), "sel"),
+    settings.Service("one", "engines", "http"),
+)
+
+namespaces = st.sampled_from(["one", "two"])
+names = st.sampled_from(["p", "q"])
+apps = st.sampled_from(["x", "y"])
+ips = st.sampled_from(["10.0.0.1", "10.0.0.2", "fd00::1", ""])
+groups = st.sampled_from(["llm-d.ai", making.OLD_GROUP])
+refs = st.builds(making.ref, names, st.sampled_from([making.POOL_GROUP, making.OLD_GROUP]))
+
+objects = st.one_of(
+    st.builds(
+        making.pod,
+        st.sampled_from("abcd"),
+        namespaces,
+        ip=ips,
+        app=apps,
+        ready=st.booleans(),
+        uid=st.sampled_from(["1", "2"]),
+        created=st.sampled_from(["2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"]),
+    ),
+    st.builds(making.pool, names, namespaces, app=apps, ports=st.sampled_from([(1,), (1, 2)])),
+    st.builds(making.old_pool, names, namespaces, app=apps),
+    st.builds(
+        making.objective, names, namespaces, priority=st.integers(-1, 1), of=refs, group=groups
+    ),
+    st.builds(
+        making.rewrite,
+        names,
+        namespaces,
+        rules=st.sampled_from([[(["m"], {"n": 1})], [([], {"o": None})]]),
+        of=refs,
+        group=groups,
+    ),
+    st.builds(
+        making.slice_of,
+        st.sampled_from(["engines", "others"]),
+        namespaces,
+        name=names,
+        backends=st.lists(st.builds(making.backend, ips, names, ready=st.booleans()), max_size=2),
+    ),
+)
+
+
+def spoilt(value):
+    """The same object as somebody broke it."""
+    value = json.loads(json.dumps(value))
+    value["metadata"]["labels"] = 5
+    return value
+
+
+steps = st.one_of(
+    st.tuples(st.just("put"), objects),
+    st.tuples(st.just("put"), objects.map(spoilt)),
+    st.tuples(st.just("delete"), objects),
+    st.tuples(st.just("deliver"), st.integers(0, 20)),
+    st.tuples(st.just("relist"), st.integers(0, 20)),
+    st.tuples(st.just("collect"), st.none()),
+)
+
+
+class Play:
+    """A server's truth, and a cluster that hears of it late and in any order of kinds."""
+
+    def __init__(self):
+        self.truth = {}
+        self.subject = cluster.Cluster(settings.Settings(sources=SOURCES))
+        self.queues = {one: [] for one in self.subject.collections}
+        self.readers = {one: events.Reader(one.resource) for one in self.subject.collections}
+        self.pools = {}
+
+    def holders(self, value):
+        path, about = fake.key_of(value), value["metadata"]
+        for one in self.subject.collections:
+            group, plural = one.resource.group, one.resource.plural
+            if path != (group, plural) or one.namespace not in {"", about["namespace"]}:
+                continue
+            labels = about.get("labels")
+            # A broken label leaves the object out of every selection by label.
+            service = labels.get(SERVICE) if isinstance(labels, dict) else ""
+            if one.labels in {"", f"{SERVICE}={service}"}:
+                yield one
+
+    def key(self, value):
+        return (*fake.key_of(value), value["metadata"]["namespace"], value["metadata"]["name"])
+
+    def put(self, value):
+        self.delete(value)
+        self.truth[self.key(value)] = value
+        for one in self.holders(value):
+            self.queues[one].append(making.line("MODIFIED", value))
+
+    def delete(self, value):
+        old = self.truth.pop(self.key(value), None)
+        for one in self.holders(old) if old else ():
+            self.queues[one].append(making.line("DELETED", old))
+
+    def deliver(self, at):
+        waiting = [one for one, queue in self.queues.items() if queue]
+        if waiting:
+            one = waiting[at % len(waiting)]
+            self.take(one, self.readers[one].line(self.queues[one].pop(0)))
+
+    def take(self, one, event):
+        match event:
+            case events.Set(value, _):
+                self.subject.put(one, (value.namespace, value.name), value)
+            case events.Gone(namespace, name, _) | events.Broken(namespace, name):
+                self.subject.put(one, (namespace, name), None)
+            case _:
+                raise AssertionError(event)
+
+    def relist(self, at):
+        one = self.subject.collections[at % len(self.subject.collections)]
+        self.queues[one].clear()
+        mine = [value for value in self.truth.values() if one in self.holders(value)]
+        self.subject.replace(one, self.readers[one].page(making.page(*mine)).values)
+
+    def collect(self, _=None):
+        changes = self.subject.collect()
+        assert not changes.removed & set(changes.found)
+        for key, found in changes.found.items():
+            assert self.pools.get(key) != found
+        self.pools = {
+            key: one for key, one in self.pools.items() if key not in changes.removed
+        } | dict(changes.found)
+
+    def settle(self):
+        """Lists what never was, and delivers the rest."""
+        for at, one in enumerate(self.subject.collections):
+            if self.subject._presence[one] is cluster.Presence.UNKNOWN:
+                self.relist(at)
+        while any(self.queues.values()):
+            self.deliver(0)
+        self.collect()
+        return self.pools
+
+
+@hypothesis.settings(deadline=None, max_examples=300)
+@hypothesis.given(st.lists(steps, max_size=40))
+def test_any_interleaving_ends_where_a_fresh_list_does(script):
+    """Lists, events and kinds in any order; broken objects hide themselves and nobody else."""
+    play = Play()
+    for step, argument in script:
+        getattr(play, step)(argument)
+    late = play.settle()
+    fresh = Play()
+    fresh.truth = play.truth
+    assert late == fresh.settle()
+    assert play.subject.synced
+    assert not play.subject.dirty
+    assert not play.subject._redecreed
+    for found in late.values():
+        addresses = [one.address for one in found.endpoints]
+        assert len(set(addresses)) == len(addresses)
+
+
+def test_indices_do_not_leak():
+    """When all objects are gone, nothing of them is kept."""
+    play = Play()
+    values = [making.pool("p", "two"), making.pod("a", "two"), making.objective("p", "two")]
+    play.settle()
+    for value in values:
+        play.put(value)
+    play.settle()
+    for value in values:
+        play.delete(value)
+    play.settle()
+    known = play.subject
+    assert set(play.pools) == {"one/p", "two/sel", "one/engines"}
+    assert not any(known._objects.values())
+    assert set(known._anchors) == {("two", "app", "y")}
+    assert known._settled == {"one/p", "two/sel", "one/engines"}
+    assert not any(map(bool, known._pods.values()))
