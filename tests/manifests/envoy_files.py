@@ -5,43 +5,59 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = ROOT / "envoy/original-dst.yaml"
+SHIPPED = ROOT / "envoy"
 OVERLAYS = ROOT / "manifests/overlays"
 
-_LOOPBACK = "address: 127.0.0.1, port_value: 9002"
-_SERVICE = "address: extproc, port_value: 9002"
 
-_SIDECAR = """\
-# envoy/original-dst.yaml as it stands: the picker is in the same pod.
-"""
-_SEPARATE = """\
-# envoy/original-dst.yaml with the picker's Service in place of loopback.
-"""
-
-
-def _body(text: str) -> str:
-    """What follows the opening comment."""
-    return text[text.index("\nadmin:") :]
+def _body(name: str) -> str:
+    """What follows the opening comment of a shipped file."""
+    text = (SHIPPED / name).read_text()
+    opening = re.match(r"(#.*\n|\n)*", text)
+    assert opening
+    return text[opening.end() :]
 
 
 def sidecar() -> str:
     """The picker in the same pod."""
-    return _SIDECAR + _body(SHIPPED.read_text())
+    head = "# envoy/original-dst.yaml as it stands: the picker is in the same pod.\n\n"
+    return head + _body("original-dst.yaml")
 
 
 def separate() -> str:
-    """The picker behind its headless Service."""
-    body = _body(SHIPPED.read_text())
-    assert body.count(_LOOPBACK) == 1, "the picker's address has moved"
-    return _SEPARATE + body.replace(_LOOPBACK, _SERVICE)
+    """The pickers behind their headless Service."""
+    head = "# envoy/original-dst.yaml with the pickers' Service in place of loopback.\n\n"
+    return head + _behind_service(_body("original-dst.yaml"), ports=1)
+
+
+def over_xds() -> str:
+    """The same, and the engines over xDS."""
+    head = "# envoy/override-host-eds.yaml with the pickers' Service in place of loopback.\n\n"
+    body = re.sub(r".*address: 127\.0\.0\.2, .*\n", "", _body("override-host-eds.yaml"))
+    return head + _behind_service(body, ports=2)
+
+
+def _behind_service(body: str, *, ports: int) -> str:
+    """The pickers' ports under the name of their Service; Envoy's admin port stays where it is."""
+    moved, count = re.subn(
+        r"address: 127\.0\.0\.1, port_value: (9002|18000)",
+        r"address: extproc, port_value: \1",
+        body,
+    )
+    assert count == ports, "the pickers' address has moved"
+    return moved
 
 
 #: What each overlay's envoy.yaml is made by.
-FILES: Mapping[str, Callable[[], str]] = {"envoy-sidecar": sidecar, "envoy": separate}
+FILES: Mapping[str, Callable[[], str]] = {
+    "envoy-sidecar": sidecar,
+    "envoy": separate,
+    "envoy-xds": over_xds,
+}
 
 
 def path(overlay: str) -> Path:

@@ -1,0 +1,64 @@
+"""The Envoy configurations of the overlays, as the real Envoy and the overlays see them."""
+
+import subprocess
+
+import pytest
+import yaml
+
+from extproc.cli import stack
+from tests.manifests import envoy_files, parts, tools
+
+
+@pytest.fixture(params=envoy_files.FILES)
+def overlay(request):
+    return request.param
+
+
+@pytest.fixture
+def config(overlay):
+    return yaml.safe_load(envoy_files.path(overlay).read_text())
+
+
+def test_envoy_takes_them(overlay):
+    """`envoy --mode validate` has nothing against them."""
+    command = [stack.find_envoy(), "--mode", "validate", "-c", str(envoy_files.path(overlay))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "deprecated" not in done.stderr
+
+
+def test_overlays_carry_them(overlay, config):
+    """The file reaches the container that reads it, whose port is the listener's."""
+    documents = tools.kustomized(tools.MANIFESTS / "overlays" / overlay)
+    ((pod, container),) = [
+        (pod, one)
+        for pod in parts.pods(documents)
+        for one in pod["containers"]
+        if one["name"] == "envoy"
+    ]
+    path = container["args"][container["args"].index("-c") + 1]
+    assert yaml.safe_load(parts.mounted(documents, pod, container, path)) == config
+    (listener,) = config["static_resources"]["listeners"]
+    assert parts.ports(container)["http"] == listener["address"]["socket_address"]["port_value"]
+
+
+def test_pickers_are_where_envoy_looks(overlay, config):
+    """Addresses of pickers are loopback in the same pod, else a headless Service with that port."""
+    documents = tools.kustomized(tools.MANIFESTS / "overlays" / overlay)
+    service = parts.only(documents, "Service", "extproc")["spec"]
+    for cluster in config["static_resources"]["clusters"]:
+        for group in cluster.get("load_assignment", {}).get("endpoints", ()):
+            for one in group["lb_endpoints"]:
+                address = one["endpoint"]["address"]["socket_address"]
+                if overlay == "envoy-sidecar":
+                    assert address == {"address": "127.0.0.1", "port_value": 9002}
+                    continue
+                assert address["address"] == "extproc"
+                assert service["clusterIP"] == "None"
+                assert address["port_value"] in {port["port"] for port in service["ports"]}
+
+
+def test_every_shipped_file_of_an_overlay_is_one_that_is_shipped():
+    """No overlay has an Envoy configuration of its own making."""
+    found = {path.parent.name for path in envoy_files.OVERLAYS.glob("*/envoy.yaml")}
+    assert found == set(envoy_files.FILES)
