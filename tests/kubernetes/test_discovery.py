@@ -1,0 +1,394 @@
+"""Pools, pods and policies of a real API server, with the rights that the manifests give."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from extproc.discovery.kubernetes import settings
+from extproc.pool import policy
+from tests.support import kube, kube_follow
+
+A, B, C = "127.2.0.1", "127.2.0.2", "127.2.0.3"
+LABELS = {"app": "vllm"}
+
+
+@pytest.fixture(autouse=True)
+def served(crds):
+    return crds
+
+
+@pytest.fixture
+def place(live, api, cluster):
+    """A namespace of the test's own, and who may look into it."""
+    return live.run(_place(api, cluster))
+
+
+async def _place(api, cluster):
+    namespace = await api.namespace("discovery")
+    access = await api.account(namespace, kube.picker_rules())
+    return namespace, cluster.write_kubeconfig(namespace, access, namespace)
+
+
+def following(place, **wanted):
+    """Follow the pool `vllm` of the namespace."""
+    namespace, kubeconfig = place
+    ref = settings.InferencePoolRef(namespace, "vllm")
+    return kube_follow.following(kubeconfig, ref, **wanted)
+
+
+async def test_060_ready_pods_of_the_pool(api, place):
+    """Ready pods with all labels; not unready ones, other labels, or another namespace."""
+    namespace, _ = place
+    key = f"{namespace}/vllm"
+    await api.create(kube.pool("vllm", namespace, labels={"app": "vllm", "tier": "gpu"}))
+    both = {"app": "vllm", "tier": "gpu", "more": "x"}
+    await api.create(kube.pod("a", namespace, A, labels=both))
+    await api.create(kube.pod("unready", namespace, B, labels=both, ready=False))
+    await api.create(kube.pod("other", namespace, C, labels=LABELS))
+    elsewhere = await api.namespace("elsewhere")
+    await api.create(kube.pod("a", elsewhere, "127.2.0.4", labels=both))
+    async with following(place) as told:
+        (endpoint,) = told.pools[key].endpoints
+        assert (endpoint.address, endpoint.name) == (f"{A}:8000", "a")
+        assert endpoint.labels.items() >= both.items()
+        assert "forbidden" not in told.kinds
+
+
+async def test_061_ranks(api, place):
+    """Every target port is an endpoint, unless the pod's annotation names fewer (point 62)."""
+    namespace, _ = place
+    key = f"{namespace}/vllm"
+    await api.create(kube.pool("vllm", namespace, (3000, 3002, 3004), labels=LABELS))
+    few = {"llm-d.ai/active-ports": "3004, 3000,9"}
+    old = {"inference.networking.k8s.io/active-ports": "3002"}
+    await api.create(kube.pod("a", namespace, A, labels=LABELS))
+    await api.create(kube.pod("b", namespace, B, labels=LABELS, annotations=few))
+    await api.create(kube.pod("c", namespace, C, labels=LABELS, annotations=old))
+    async with following(place) as told:
+        await told.has(
+            key,
+            *(f"{A}:{port}" for port in (3000, 3002, 3004)),
+            *(f"{B}:3000", f"{B}:3004", f"{C}:3002"),
+        )
+        names = {one.address: one.name for one in told.pools[key].endpoints}
+        assert names[f"{B}:3004"] == "b-rank-2"
+        patch = {"metadata": {"annotations": {"llm-d.ai/active-ports": "3002"}}}
+        await api.patch(kube.pod("b", namespace, B, labels=LABELS), patch)
+        await told.until(lambda: f"{B}:3002" in told.addresses(key))
+        assert f"{B}:3000" not in told.addresses(key)
+
+
+async def test_063_pods_come_and_go(api, place):
+    """Added, ready, unready, relabelled, deleted and replaced pods are followed."""
+    namespace, _ = place
+    key = f"{namespace}/vllm"
+    await api.create(kube.pool("vllm", namespace, labels=LABELS))
+    a = kube.pod("a", namespace, A, labels=LABELS)
+    b = kube.pod("b", namespace, B, labels=LABELS, ready=False)
+    async with following(place) as told:
+        await told.has(key)
+        await api.create(a)
+        await told.has(key, f"{A}:8000")
+        uid = told.pools[key].endpoints[0].uid
+        await api.create(b)
+        await api.set_status(b | {"status": kube.status(B)})
+        await told.has(key, f"{A}:8000", f"{B}:8000")
+        await api.set_status(b)
+        await told.has(key, f"{A}:8000")
+        await api.patch(a, {"metadata": {"labels": {"app": "other"}}})
+        await told.has(key)
+        await api.patch(a, {"metadata": {"labels": LABELS}})
+        await told.has(key, f"{A}:8000")
+        await api.delete(a)
+        await api.create(a | {"metadata": a["metadata"] | {"name": "c"}})
+        await told.until(
+            lambda: bool(told.pools[key].endpoints[:1]) and told.pools[key].endpoints[0].uid != uid
+        )
+        await told.has(key, f"{A}:8000")
+
+
+async def test_060_a_pod_that_is_being_deleted(api, place):
+    """A pod with a deletion timestamp is out at once, ready or not."""
+    namespace, _ = place
+    key = f"{namespace}/vllm"
+    await api.create(kube.pool("vllm", namespace, labels=LABELS))
+    a = kube.pod("a", namespace, A, labels=LABELS)
+    a["metadata"]["finalizers"] = ["test.example.com/hold"]
+    await api.create(a)
+    async with following(place) as told:
+        await told.has(key, f"{A}:8000")
+        await api.delete(a)
+        await told.has(key)
+        held = await api.get(a)
+        assert held["metadata"]["deletionTimestamp"]
+        assert held["status"]["conditions"][0]["status"] == "True"
+        await api.patch(a, {"metadata": {"finalizers": None}})
+
+
+async def test_064_selector_and_ports_change_live(api, place):
+    """Another selector or other ports of the pool are in force at once."""
+    namespace, _ = place
+    key = f"{namespace}/vllm"
+    pool = kube.pool("vllm", namespace, labels=LABELS)
+    await api.create(pool)
+    await api.create(kube.pod("a", namespace, A, labels=LABELS))
+    await api.create(kube.pod("b", namespace, B, labels={"app": "other"}))
+    async with following(place) as told:
+        await told.has(key, f"{A}:8000")
+        await api.patch(pool, {"spec": {"targetPorts": [{"number": 9000}, {"number": 9001}]}})
+        await told.has(key, f"{A}:9000", f"{A}:9001")
+        await api.patch(pool, {"spec": {"selector": {"matchLabels": {"app": "other"}}}})
+        await told.has(key, f"{B}:9000", f"{B}:9001")
+        await api.patch(pool, {"spec": {"appProtocol": "kubernetes.io/h2c"}})
+        await told.until(lambda: told.pools[key].app_protocol == "kubernetes.io/h2c")
+
+
+async def test_065_the_pool_is_deleted_and_comes_back(api, place):
+    """A pool that is gone is said to be, without endpoints; it may come back."""
+    namespace, _ = place
+    key = f"{namespace}/vllm"
+    pool = kube.pool("vllm", namespace, labels=LABELS)
+    await api.create(kube.pod("a", namespace, A, labels=LABELS))
+    async with following(place) as told:
+        assert not told.pools[key].exists
+        await api.create(pool)
+        await told.has(key, f"{A}:8000")
+        await api.delete(pool)
+        await told.until(lambda: not told.pools[key].exists)
+        assert told.addresses(key) == []
+        await api.create(pool)
+        await told.has(key, f"{A}:8000")
+
+
+async def test_066_pods_by_label_need_no_crd(api, place, crds):
+    """Selector and ports are enough: no definition is installed, and none is asked for."""
+    namespace, kubeconfig = place
+    await api.undefine(crds)
+    try:
+        await api.create(kube.pod("a", namespace, A, labels=LABELS))
+        source = settings.Selector(namespace, LABELS, (8000, 8001), "vllm")
+        async with kube_follow.following(kubeconfig, source) as told:
+            await told.has(f"{namespace}/vllm", f"{A}:8000", f"{A}:8001")
+            assert told.kinds == ["synced"]
+    finally:
+        await api.define(crds)
+
+
+async def test_087_policies_without_their_crds(api, place, crds):
+    """Pools work without the definitions of objectives and rewrites, and take them once there."""
+    namespace, _ = place
+    key = f"{namespace}/vllm"
+    policies = [one for one in crds if one["spec"]["names"]["kind"] != "InferencePool"]
+    await api.undefine(policies)
+    try:
+        await api.create(kube.pool("vllm", namespace, labels=LABELS))
+        await api.create(kube.pod("a", namespace, A, labels=LABELS))
+        async with following(place) as told:
+            await told.has(key, f"{A}:8000")
+            assert told.pools[key].policy == policy.NONE
+            await api.define(policies)
+            await api.create(kube.objective("batch", namespace, "vllm", -1))
+            await told.until(lambda: told.pools[key].policy.priorities == {"batch": -1})
+    finally:
+        await api.define(crds)
+
+
+async def test_088_the_new_group_wins(api, place):
+    """Objectives and rewrites of the older group are ignored where both are installed."""
+    namespace, _ = place
+    key = f"{namespace}/vllm"
+    await api.create(kube.pool("vllm", namespace, labels=LABELS))
+    rules = [{"matches": [{"model": {"value": "a"}}], "targets": [{"modelRewrite": "b"}]}]
+    await api.create(kube.objective("old", namespace, "vllm", 5, version=kube.POOL_OLD))
+    await api.create(kube.rewrite("old", namespace, "vllm", rules, version=kube.POOL_OLD))
+    await api.create(kube.objective("new", namespace, "vllm", 3))
+    async with following(place) as told:
+        await told.until(lambda: told.pools[key].policy.priorities == {"new": 3})
+        assert told.pools[key].policy.rules == ()
+
+
+async def test_088_the_older_group_alone(api, place, crds):
+    """Where only the older group is installed, its objectives and rewrites are read."""
+    namespace, _ = place
+    key = f"{namespace}/vllm"
+    newer = [one for one in crds if one["spec"]["group"] == "llm-d.ai"]
+    await api.undefine(newer)
+    try:
+        await api.create(kube.pool("vllm", namespace, labels=LABELS))
+        await api.create(kube.objective("old", namespace, "vllm", 5, version=kube.POOL_OLD))
+        async with following(place) as told:
+            await told.until(lambda: told.pools[key].policy.priorities == {"old": 5})
+    finally:
+        await api.define(crds)
+
+
+async def test_081_objectives(api, place):
+    """Priorities of this pool's objectives alone (point 82), unset ones 0; changes followed."""
+    namespace, _ = place
+    key = f"{namespace}/vllm"
+    await api.create(kube.pool("vllm", namespace, labels=LABELS))
+    high = kube.objective("high", namespace, "vllm", 4)
+    await api.create(high)
+    await api.create(kube.objective("unset", namespace, "vllm", None))
+    await api.create(kube.objective("foreign", namespace, "another", 9))
+    async with following(place) as told:
+        await told.until(lambda: told.pools[key].policy.priorities == {"high": 4, "unset": 0})
+        await api.patch(high, {"spec": {"priority": -2}})
+        await told.until(lambda: told.pools[key].policy.priorities == {"high": -2, "unset": 0})
+        await api.delete(high)
+        await told.until(lambda: told.pools[key].policy.priorities == {"unset": 0})
+
+
+async def test_083_rewrites(api, place):
+    """Rules come in the order of age, and of the list within one object."""
+    namespace, _ = place
+    key = f"{namespace}/vllm"
+    await api.create(kube.pool("vllm", namespace, labels=LABELS))
+    first = [
+        {"matches": [{"model": {"value": "a"}}], "targets": [{"modelRewrite": "b", "weight": 70}]},
+        {"targets": [{"modelRewrite": "c"}]},
+    ]
+    second = [{"matches": [{"model": {"value": "d"}}], "targets": [{"modelRewrite": "e"}]}]
+    async with following(place) as told:
+        # One second is the resolution of an age: names in order make the order certain.
+        await api.create(kube.rewrite("one", namespace, "vllm", first))
+        await api.create(kube.rewrite("two", namespace, "vllm", second))
+        await api.create(kube.rewrite("three", namespace, "another", second))
+        await told.until(lambda: len(told.pools[key].policy.rules) == 3)
+        rules = told.pools[key].policy.rules
+        assert [rule.models for rule in rules] == [("a",), (), ("d",)]
+        assert rules[0].targets == (policy.Target("b", 70),)
+
+
+async def test_064_the_older_pool(api, place):
+    """A pool of the older group is followed where that group is asked for."""
+    namespace, kubeconfig = place
+    one = {
+        "apiVersion": kube.POOL_OLD,
+        "kind": "InferencePool",
+        "metadata": {"name": "vllm", "namespace": namespace},
+        "spec": {
+            "selector": LABELS,
+            "targetPortNumber": 8000,
+            "extensionRef": {"name": "extproc"},
+        },
+    }
+    await api.create(one)
+    await api.create(kube.pod("a", namespace, A, labels=LABELS))
+    ref = settings.InferencePoolRef(namespace, "vllm", settings.OLD_POOL_GROUP)
+    async with kube_follow.following(kubeconfig, ref) as told:
+        await told.has(f"{namespace}/vllm", f"{A}:8000")
+        await api.patch(one, {"spec": {"targetPortNumber": 8001}})
+        await told.has(f"{namespace}/vllm", f"{A}:8001")
+
+
+async def test_every_pool_of_a_namespace(api, place):
+    """All pools there are, each with its own pods; new ones appear, deleted ones go."""
+    namespace, kubeconfig = place
+    pools = [kube.pool(f"pool-{n}", namespace) for n in range(3)]
+    for number, pool in enumerate(pools):
+        await api.create(pool)
+        labels = {"app": f"pool-{number}"}
+        await api.create(kube.pod(f"a-{number}", namespace, f"127.2.1.{number + 1}", labels=labels))
+    async with kube_follow.following(kubeconfig, settings.Everything(namespace)) as told:
+        for number in range(3):
+            await told.has(f"{namespace}/pool-{number}", f"127.2.1.{number + 1}:8000")
+        await api.delete(pools[0])
+        await told.until(lambda: f"{namespace}/pool-0" not in told.pools)
+        await api.create(kube.pool("pool-9", namespace, labels={"app": "pool-0"}))
+        await told.has(f"{namespace}/pool-9", "127.2.1.1:8000")
+
+
+async def test_slices_of_a_service(api, place):
+    """EndpointSlices of a Service are a pool of their ready endpoints."""
+    namespace, _ = place
+    rules = [
+        {
+            "apiGroups": ["discovery.k8s.io"],
+            "resources": ["endpointslices"],
+            "verbs": ["list", "watch"],
+        }
+    ]
+    access = await api.account(namespace, rules)
+    kubeconfig = place[1].with_name(f"{namespace}-slices.kubeconfig")
+    kubeconfig.write_text(access.kubeconfig(namespace))
+    one = {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {
+            "name": "vllm-abc",
+            "namespace": namespace,
+            "labels": {"kubernetes.io/service-name": "vllm"},
+        },
+        "addressType": "IPv4",
+        # The API server takes no loopback addresses here.
+        "endpoints": [
+            {"addresses": ["10.1.0.1"], "conditions": {"ready": True}, "zone": "a"},
+            {"addresses": ["10.1.0.2"], "conditions": {"ready": False}},
+            {"addresses": ["10.1.0.3"], "conditions": {"ready": True, "terminating": True}},
+        ],
+        "ports": [{"name": "http", "port": 8000}],
+    }
+    await api.create(one)
+    async with kube_follow.following(kubeconfig, settings.Service(namespace, "vllm")) as told:
+        key = f"{namespace}/vllm"
+        await told.until(lambda: "10.1.0.1:8000" in told.addresses(key))
+        assert "10.1.0.2:8000" not in told.addresses(key)
+        assert told.pools[key].endpoints[0].labels["topology.kubernetes.io/zone"] == "a"
+        await api.patch(
+            one, {"endpoints": [{"addresses": ["10.1.0.2"], "conditions": {"ready": True}}]}
+        )
+        await told.has(key, "10.1.0.2:8000")
+
+
+async def test_rights_that_are_missing_are_named(api, place, cluster):
+    """Without the right to read pods the pool has none, and the log says what to grant."""
+    namespace, _ = place
+    rules = [rule for rule in kube.picker_rules() if rule["resources"] != ["pods"]]
+    access = await api.account(namespace, rules)
+    kubeconfig = cluster.write_kubeconfig(f"{namespace}-few", access, namespace)
+    await api.create(kube.pool("vllm", namespace, labels=LABELS))
+    ref = settings.InferencePoolRef(namespace, "vllm")
+    async with kube_follow.following(kubeconfig, ref, start_s=0.5) as told:
+        await told.until(lambda: "forbidden" in told.kinds)
+        (fact,) = [fact for fact in told.facts if fact.kind == "forbidden"]
+        assert "pods" in fact.detail
+        assert 'verbs: ["get", "list", "watch"]' in fact.detail
+
+
+async def test_063_a_storm(api, cluster, place):
+    """After 400 changes of 30 pods, some while the API server restarts, the pool is exact."""
+    namespace, _ = place
+    key = f"{namespace}/vllm"
+    chance = random.Random(3)
+    await api.create(kube.pool("vllm", namespace, (8000, 8001), labels=LABELS))
+    alive: dict[int, bool] = {}
+
+    async def change(number):
+        address = f"127.2.2.{number + 1}"
+        one = kube.pod(f"pod-{number}", namespace, address, labels=LABELS)
+        if number not in alive:
+            await api.create(one)
+            alive[number] = True
+        elif chance.random() < 0.4:
+            await api.delete(one)
+            del alive[number]
+        else:
+            alive[number] = not alive[number]
+            await api.set_status(one | {"status": kube.status(address, ready=alive[number])})
+
+    def exact():
+        ready = sorted(number for number, one in alive.items() if one)
+        return sorted(f"127.2.2.{number + 1}:{port}" for number in ready for port in (8000, 8001))
+
+    async with following(place) as told:
+        for step in range(400):
+            if step % 150 == 149 and cluster.stoppable:
+                cluster.stop()
+                await asyncio.to_thread(cluster.start)
+            await change(chance.randrange(30))
+        await told.has(key, *exact())
+        assert len(exact()) > 10
