@@ -101,7 +101,14 @@ FLAGS: Sequence[Flag] = (
         "from SIGTERM to the end of the last stream",
         "DURATION",
     ),
-    Flag("pool-name", ("pool", "name"), _text, "label of the pool", "NAME"),
+    Flag("kubeconfig", ("cluster", "kubeconfig"), _text, "how to reach Kubernetes", "FILE"),
+    Flag(
+        "ha-enable-leader-election",
+        ("cluster", "leader_election"),
+        _boolean,
+        "be ready only while holding a Lease",
+        "BOOL",
+    ),
     Flag(
         "fallback-endpoints",
         ("scheduling", "fallbacks"),

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from extproc.cli import flag_table, quantities, upstream
-from extproc.config import load, profiles, sources
+from extproc.cli import cluster_flags, flag_table, quantities, upstream
+from extproc.config import load, pooling, profiles
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
 from extproc.scheduling.profile import Profile
@@ -53,6 +53,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="endpoints; repeatable and separated by commas",
     )
     _add(source, "endpoints-file", metavar="FILE", help="file with endpoints; watched")
+    cluster = parser.add_argument_group("what to follow in Kubernetes")
+    for named in cluster_flags.FLAGS:
+        _add(cluster, named.name, metavar=named.metavar, help=named.text)
     ours = parser.add_argument_group("settings that beat the file")
     for flag in flag_table.FLAGS:
         _add(ours, flag.name, boolean=flag.boolean, metavar=flag.metavar, help=flag.text)
@@ -76,9 +79,10 @@ def resolve(args: argparse.Namespace) -> Resolved:
     warnings += upstream.unknown(args.unknown_flags, known=known())
     document = _document(args)
     warnings += document.warnings
-    overrides = [*_endpoints(args), *_settings(args)]
+    in_cluster = cluster_flags.overrides(args, document.tree)
+    overrides = [*_endpoints(args), *in_cluster, *_settings(args)]
     merged = load.settings(document, overrides)
-    _refuse_kubernetes(args, merged.pool)
+    warnings += cluster_flags.ineffective(args, followed=pooling.from_kubernetes(merged))
     profile = profiles.resolve(merged, where="--strategy" if args.strategy else document.where)
     warnings += _clamped(args)
     return Resolved(merged, profile, document.where, tuple(warnings))
@@ -88,6 +92,7 @@ def known() -> tuple[str, ...]:
     """Every flag there is, without dashes."""
     return (
         *_SOURCES,
+        *(flag.name for flag in cluster_flags.FLAGS),
         *(flag.name for flag in flag_table.FLAGS),
         *(flag.name for flag in upstream.FLAGS),
     )
@@ -158,13 +163,3 @@ def _clamped(args: argparse.Namespace) -> Iterator[str]:
         wanted_s = quantities.seconds("--refresh-metrics-interval", text)
         if wanted_s < flag_table.SHORTEST_REFRESH_S:
             yield f"--refresh-metrics-interval: {text} is too short; 50ms is used"
-
-
-def _refuse_kubernetes(args: argparse.Namespace, pool: sources.Source) -> None:
-    if args.pool_name and not (pool.endpoints or pool.endpoints_file):
-        raise ConfigError(
-            "--pool-name",
-            wanted="endpoints besides the pool's name",
-            found="an InferencePool to be looked up in Kubernetes, which this version does not do",
-            fix="add --endpoints or --endpoints-file; the name then is a label",
-        )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from extproc.cli import flags
+from extproc.config import pooling
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 
@@ -30,13 +31,13 @@ def run(args: argparse.Namespace) -> int:
     from extproc.config import advice
 
     resolved = flags.resolve(args)
-    pool = resolved.settings.pool
-    if not pool.endpoints and not pool.endpoints_file:
+    settings = resolved.settings
+    if not (pooling.given(settings.pool) or settings.pools or pooling.from_kubernetes(settings)):
         raise ConfigError(
             resolved.where,
             wanted="endpoints",
             found="none",
-            fix="add --endpoints ip:port,..., --endpoints-file, or a pool section",
+            fix="add --endpoints ip:port,..., --endpoints-file, --pool-name or a pool section",
         )
     for warning in (*resolved.warnings, *advice.advice(resolved.settings)):
         print(f"extproc: warning: {warning}", file=sys.stderr)

@@ -35,27 +35,9 @@ class Compatible(msgspec.Struct, frozen=True):
 
 _EMPTY = frozenset({""})
 _OFF = frozenset({"false", "False", "FALSE", "f", "F", "0"})
-_NO_KUBERNETES = "endpoints do not come from Kubernetes; use --endpoints or --endpoints-file"
 _NO_AUTH = "the metrics port has no authentication; guard it with a NetworkPolicy"
 
 FLAGS: Sequence[Compatible] = (
-    Compatible("pool-namespace", _EMPTY, refused=False, say=_NO_KUBERNETES),
-    Compatible("pool-group", _EMPTY, refused=False, say=_NO_KUBERNETES),
-    Compatible("kubeconfig", _EMPTY, refused=False, say=_NO_KUBERNETES),
-    Compatible("endpoint-selector", _EMPTY, refused=True, say=_NO_KUBERNETES),
-    Compatible(
-        "endpoint-target-ports",
-        frozenset({"", "[]"}),
-        refused=True,
-        say="write the port with each endpoint, --endpoints 10.0.0.1:8000",
-    ),
-    Compatible(
-        "ha-enable-leader-election",
-        _OFF,
-        refused=True,
-        say="set it to false: every replica picks, none leads",
-        boolean=True,
-    ),
     Compatible(
         "grpc-max-send-msg-size",
         _EMPTY,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from extproc.config import ecosystem
+from extproc.config import ecosystem, pooling
 from extproc.config import settings as sections
 
 
 def advice(settings: sections.Settings) -> Iterator[str]:
     """One sentence for each thing worth a second look."""
     yield from ecosystem.remarks(settings.scheduling.plugins)
-    pool, scrape, limits = settings.pool, settings.scrape, settings.limits
-    if not pool.endpoints and not pool.endpoints_file:
+    scrape, limits = settings.scrape, settings.limits
+    if not (pooling.given(settings.pool) or settings.pools or pooling.from_kubernetes(settings)):
         yield "there are no endpoints: every request is refused with 503"
     if scrape.enabled and scrape.stale_after_s < scrape.idle_interval_s + scrape.timeout_s:
         yield (

@@ -58,6 +58,12 @@ def given(pool: sources.Source) -> bool:
     return bool(pool.endpoints or pool.endpoints_file or pool.kubernetes)
 
 
+def from_kubernetes(settings: sections.Settings) -> bool:
+    """Whether anything comes from a cluster."""
+    pools = settings.pools or (settings.pool,)
+    return settings.cluster.every_pool != "none" or any(pool.kubernetes for pool in pools)
+
+
 def followed(pool: sources.Source) -> bool:
     """Whether the process itself knows where endpoints are, so that nobody brings them."""
     return bool(pool.endpoints or pool.endpoints_file)

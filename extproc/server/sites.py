@@ -25,7 +25,7 @@ class Sites:
         settings: The whole configuration.
         shared: What all sites have in common.
         written: Names of written pools by the keys discovery in Kubernetes has for them.
-        awaited: Whether there is discovery in Kubernetes to wait for.
+        heard: Whether Kubernetes, where it is asked, told everything once.
 
     Raises:
         ConfigError: A profile cannot be built.
@@ -36,12 +36,17 @@ class Sites:
     """
 
     def __init__(
-        self, settings: Settings, shared: Shared, *, written: Mapping[str, str], awaited: bool
+        self,
+        settings: Settings,
+        shared: Shared,
+        *,
+        written: Mapping[str, str],
+        heard: Callable[[], bool],
     ) -> None:
         self._settings = settings
         self._shared = shared
         self._written = written
-        self._heard = not awaited
+        self._heard = heard
         self._changed = asyncio.Event()
         self.by_name = {one.name: Site(one, shared) for one in pooling.planned(settings)}
         #: Of these, the ones that are no longer there when Kubernetes says so.
@@ -54,7 +59,7 @@ class Sites:
         """Whether every pool is known, and there is one; a pool that is gone holds up no other."""
         sites = self.by_name.values()
         return (
-            self._heard
+            self._heard()
             and all(site.parts.fleet.synced for site in sites)
             and (not sites or any(site.exists for site in sites))
         )
@@ -103,7 +108,6 @@ class Sites:
             changed: Pools that are new or other than before, by its keys.
             gone: Keys of pools that are no longer followed.
         """
-        self._heard = True
         before = {name: site.claim for name, site in self.by_name.items()}
         for key, found in changed.items():
             name = self._written.get(key)
