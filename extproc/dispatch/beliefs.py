@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Rates
@@ -93,6 +94,33 @@ class Beliefs:
             belief.block_tokens += weight * (mean - belief.block_tokens)
         belief.prompt_tokens += weight * (prompt_tokens - belief.prompt_tokens)
         belief.calibration.sent(prompt_tokens, cached_tokens)
+
+    def unsent(
+        self,
+        endpoint: Endpoint,
+        blocks: Sequence[int],
+        *,
+        prompt_tokens: int,
+        cached_tokens: int,
+        bytes_per_token: float = BYTES_PER_TOKEN,
+    ) -> None:
+        """A request that was committed did not run: nothing of it is cached.
+
+        Args:
+            endpoint: In its life then.
+            blocks: Its prompt's chain.
+            prompt_tokens: Its length.
+            cached_tokens: Of these, believed cached before.
+            bytes_per_token: Of its prompt.
+        """
+        known = self._of.get(key(endpoint))
+        if known is None:
+            return
+        known.calibration.unsent(prompt_tokens, cached_tokens)
+        if blocks:
+            # Tokens by depth were rounded down.
+            kept = (cached_tokens + 1) * bytes_per_token / BYTES_PER_TOKEN
+            self._index.retract(key(endpoint), blocks, bisect.bisect_right(self._tokens, kept) - 1)
 
     def observed(
         self, endpoint: Endpoint, *, before: Load, after: Load, rates: Rates, restarted: bool

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc import decision as outcomes
 from extproc.decision import Decision, Outcome, Rejection
-from extproc.dispatch import beliefs, decrees, eligible, naming, shedding
+from extproc.dispatch import beliefs, decrees, eligible, evidence, naming, shedding
 from extproc.dispatch import routing as routes
 from extproc.parsing import opening as parsing_opening
 from extproc.parsing import parser
@@ -57,6 +57,7 @@ class Dispatcher:
         self._fleet = fleet
         self._index = index
         self._belief = belief
+        self._evidence = evidence.Evidence(fleet=fleet, index=index, belief=belief)
         self._schedule = schedule
         self._rng = rng
         self._counts = counts or guard.Counts()
@@ -268,7 +269,22 @@ class Dispatcher:
             member.account.hold(
                 ticket, decision.blocks, self._schedule.tokens, growth=known.growth(tokens)
             )
+        ticket.blocks = decision.blocks
+        ticket.alone = len(decision.endpoints) == 1
+        if not member.up:
+            self._fleet.sent(endpoint, now)
         return ticket
+
+    def told(self, ticket: Ticket, status: str, now: float, *, served: str = "") -> None:
+        """Response headers came: what they say of the endpoint, and of its cache.
+
+        Args:
+            ticket: From `commit`.
+            status: `:status` as text.
+            now: Monotonic seconds.
+            served: Address of the endpoint that answered, where the data plane says so.
+        """
+        self._evidence.answered(ticket, status, now, served=served)
 
     def learn(self, decision: Decision, usage: Mapping[str, int]) -> None:
         """Hold predictions against what the answer reports: prompt tokens, and cached ones.
@@ -299,7 +315,9 @@ class Dispatcher:
             now: Monotonic seconds.
             answered: Whether response headers were seen.
         """
-        ticket.close(now, answered=answered)
+        ticket.close(now, answered=answered and not ticket.refused)
+        if not answered:
+            self._evidence.left(ticket, now)
 
     def response_unwatched(self, decision: Decision) -> bool:
         """Whether nobody needs to see the answer."""

@@ -151,6 +151,7 @@ class Account:
         self.written += work
         ticket = Ticket(self, target, prompt_tokens, work=work, sent=self.sent)
         ticket.prompt_bytes = prompt_bytes
+        ticket.at = now
         self._open[ticket] = None
         return ticket
 
@@ -211,6 +212,12 @@ class Account:
         # One admitted prompt may still be in the middle of its prefill.
         self.done = min(max(self.done, admitted - largest), admitted)
 
+    def _take(self, standing_in: Ticket, ticket: Ticket) -> None:
+        """Put a ticket in the place of one that was just opened for it."""
+        del self._open[standing_in]
+        ticket.work, ticket.sent, ticket.held = standing_in.work, standing_in.sent, None
+        self._open[ticket] = None
+
     def _drain(self, now: float) -> None:
         passed = now - self.at
         if passed > 0.0:
@@ -264,14 +271,24 @@ class Ticket:
         work: Of these, not in the engine's prefix cache, at least 1.
         sent: `Account.sent` with this request.
         prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
+        at: Monotonic seconds at which it was opened.
+        endpoint: Whose account it is charged to.
+        blocks: The prompt's chain while it may have to be taken back; empty when it stands.
+        alone: Whether no other endpoint was named that may answer in its place.
+        refused: Whether it was answered, and not served.
         held: What it holds of the cache; None while nobody needs it.
     """
 
     __slots__ = (
         "_account",
+        "alone",
+        "at",
+        "blocks",
+        "endpoint",
         "held",
         "prompt_bytes",
         "prompt_tokens",
+        "refused",
         "sent",
         "target",
         "work",
@@ -286,7 +303,17 @@ class Ticket:
         self.work = work
         self.sent = sent
         self.prompt_bytes = 0
+        self.at = 0.0
+        self.endpoint = account.endpoint
+        self.blocks: Sequence[int] = ()
+        self.alone = True
+        self.refused = False
         self.held: holdings.Share | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were believed cached."""
+        return max(0, self.prompt_tokens - self.work)
 
     def close(self, now: float, *, answered: bool = True) -> None:
         """Give back what was charged.
@@ -304,3 +331,24 @@ class Ticket:
             raise RuntimeError("ticket closed twice; close it in one finally block")
         self._account = None
         account._close(self, now, answered=answered)  # noqa: SLF001 - the two halves of one thing
+
+    def move(self, to: Account, now: float) -> None:
+        """Charge another endpoint: it answers in place of the one that was chosen.
+
+        Args:
+            to: Its account.
+            now: Monotonic seconds.
+
+        Raises:
+            RuntimeError: The ticket was closed before.
+        """
+        self.close(now, answered=False)
+        moved = to.open(
+            self.target,
+            self.prompt_tokens,
+            cached_tokens=0,
+            now=now,
+            prompt_bytes=self.prompt_bytes,
+        )
+        to._take(moved, self)  # noqa: SLF001 - the two halves of one thing
+        self._account, self.endpoint = to, to.endpoint

@@ -104,6 +104,24 @@ class Belief:
                 part.newer.older = part.older
             yield part.run, keep
 
+    def give_up(self, run: Run, keep: int) -> int:
+        """Hold at most so many blocks of a run.
+
+        Returns:
+            How many were given up.
+        """
+        part = run.part if run.owner is self else self._shared.get(run)
+        if part is None or part.keep <= keep:
+            return 0
+        given = part.keep - keep
+        self.held -= given
+        part.keep = keep
+        if not keep:
+            self._drop(run)
+            part.older.newer = part.newer
+            part.newer.older = part.older
+        return given
+
     def parts(self) -> Iterator[tuple[Run, int]]:
         """Every run of which something is held, and how many blocks; the oldest first."""
         part = self._ring.newer

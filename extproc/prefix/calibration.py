@@ -8,6 +8,7 @@ follows the difference of the two hit ratios.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 
 #: Requests of ours in a comparison. Fewer are noise, more correct later.
@@ -67,6 +68,11 @@ class Calibration:
         self._pending.append((prompt_tokens, cached_tokens))
         if len(self._pending) > _MOST_PENDING:
             self._pending.popleft()
+
+    def unsent(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """A request that was sent was never looked up: its engine refused it, or is gone."""
+        with contextlib.suppress(ValueError):
+            self._pending.remove((prompt_tokens, cached_tokens))
 
     def counted(self, queries: float, hits: float) -> bool:
         """The engine's counters moved.

@@ -136,6 +136,31 @@ class PrefixIndex:
         if belief.held > belief.capacity:
             self._release(slot)
 
+    def retract(self, key: Key, blocks: Sequence[int], keep: int) -> None:
+        """Stop believing that an endpoint holds a chain, or anything that goes on from it.
+
+        Args:
+            key: Which endpoint.
+            blocks: The chain, root first.
+            keep: Leading blocks that are still believed held.
+        """
+        slot = self._slots.get(key)
+        if slot is None:
+            return
+        chain = packed(blocks)
+        run, depth = self._root, 0
+        while depth < len(blocks):
+            child = run.child(blocks[depth])
+            if child is None:
+                return
+            along = child.common(chain, depth)
+            if depth + along > keep:
+                self._give_up_below(child, slot, max(0, keep - depth))
+                return
+            if along * WIDTH < len(child.hashes):
+                return
+            run, depth = child, depth + along
+
     def resize(self, key: Key, capacity_blocks: int) -> None:
         """Bound one endpoint; what no longer fits is forgotten, least recently used first.
 
@@ -216,20 +241,36 @@ class PrefixIndex:
 
     def _release(self, slot: int) -> None:
         """Let an endpoint give up what is above its bound, and drop what nobody holds any more."""
-        bit = self._bits[slot]
         for run, keep in self._beliefs[slot].shrink():
-            run.holders &= ~bit
-            run.partly = run.partly | bit if keep else run.partly & ~bit
-            if run.holders:
-                continue
-            held = run.size
-            if run.partly:
-                self._shorten(run)
-                held -= run.size
-            else:
-                run.leave()
-                self._runs -= 1
-            self._blocks -= held
+            self._let_go(run, self._bits[slot], keep)
+
+    def _give_up_below(self, top: Run, slot: int, keep: int) -> None:
+        """Let an endpoint give up all behind the first blocks of a run, leaves first."""
+        bit, belief = self._bits[slot], self._beliefs[slot]
+        below = [top]
+        for run in below:
+            if run.children:
+                held = [one for one in run.children.values() if (one.holders | one.partly) & bit]
+                below += held
+        for run in reversed(below):
+            kept = keep if run is top else 0
+            if belief.give_up(run, kept):
+                self._let_go(run, bit, kept)
+
+    def _let_go(self, run: Run, bit: int, keep: int) -> None:
+        """An endpoint holds only so many blocks of a run any more: drop what nobody holds."""
+        run.holders &= ~bit
+        run.partly = run.partly | bit if keep else run.partly & ~bit
+        if run.holders:
+            return
+        held = run.size
+        if run.partly:
+            self._shorten(run)
+            held -= run.size
+        else:
+            run.leave()
+            self._runs -= 1
+        self._blocks -= held
 
     def _shorten(self, run: Run) -> None:
         """Cut a leaf that nobody holds all of to what is still held by somebody."""

@@ -108,5 +108,8 @@ class Run:
             return len(hashes) // WIDTH
         # The lowest bit in which two little-endian numbers differ is in the first unlike block.
         unlike = int.from_bytes(piece, "little") ^ int.from_bytes(hashes, "little")
+        if not unlike:
+            # A shorter piece, and zeros behind it.
+            return len(piece) // WIDTH
         along = ((unlike & -unlike).bit_length() - 1) // (8 * WIDTH)
         return min(along, len(piece) // WIDTH)

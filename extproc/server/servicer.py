@@ -50,7 +50,7 @@ class StreamSettings(msgspec.Struct, frozen=True):
     max_streams: int
     stream_share: float = 0.0
     explain_header: bool = False
-    request_cost: Mapping[str, float] = {}
+    request_cost: Mapping[usage.Kind, float] = {}
 
 
 class Stream:
@@ -100,7 +100,9 @@ class Stream:
         if event.kind is _RESPONSE_HEADERS:
             if self._ticket is not None:
                 servicer = self._servicer
-                servicer.tallies.headers_s.add(servicer.clock() - self._picked_s)
+                now = servicer.clock()
+                servicer.tallies.headers_s.add(now - self._picked_s)
+                self._tell(event, now)
         elif exchange.rejection is not None and not self.over:
             self._tallies.rejected(exchange.rejection)
             self.over = True
@@ -163,6 +165,13 @@ class Stream:
         self._tallies.routed(decision)
         # Nothing of the answer is needed: the stream ends and Envoy goes on without us.
         self.over = dispatcher.response_unwatched(decision)
+
+    def _tell(self, event: Event, now: float) -> None:
+        """What response headers say of the endpoint."""
+        if self._ticket is not None and self._dispatcher is not None:
+            served = "" if event.hints is None else event.hints.served
+            self._dispatcher.told(self._ticket, self.exchange.status, now, served=served)
+            self.address = self._ticket.endpoint.address
 
     def finish(self) -> None:
         """Give back everything, however the stream ended. Called once."""

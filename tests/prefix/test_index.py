@@ -25,7 +25,8 @@ def scripts(chains):
     record = st.tuples(st.just("record"), keys, chains)
     resize = st.tuples(st.just("resize"), keys, st.integers(0, 12))
     forget = st.tuples(st.just("forget"), keys, st.none())
-    return st.lists(st.one_of(record, record, record, resize, forget), max_size=40)
+    retract = st.tuples(st.just("retract"), keys, st.tuples(chains, st.integers(0, 9)))
+    return st.lists(st.one_of(record, record, record, resize, forget, retract), max_size=40)
 
 
 def questions(chains):
@@ -59,6 +60,13 @@ class Naive:
     def forget(self, key, _):
         self.held[key].clear()
         self.capacity[key] = self.default
+
+    def retract(self, key, argument):
+        blocks_, keep = argument
+        gone = tuple(blocks_[: keep + 1])
+        if len(blocks_) > keep:
+            for path in [one for one in self.held[key] if one[: len(gone)] == gone]:
+                del self.held[key][path]
 
     def shrink(self, key):
         while len(self.held[key]) > self.capacity[key]:
@@ -116,7 +124,13 @@ def check_script(capacity, script, questions):
     index, naive = PrefixIndex(capacity), Naive(capacity)
     for operation in script:
         name, key, argument = operation
-        getattr(index, name)(key, *([] if name == "forget" else [argument]))
+        match name:
+            case "forget":
+                index.forget(key)
+            case "retract":
+                index.retract(key, *argument)
+            case _:
+                getattr(index, name)(key, argument)
         getattr(naive, name)(key, argument)
         for one in KEYS:
             assert index.held(one) <= naive.capacity[one]

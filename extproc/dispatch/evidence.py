@@ -1,0 +1,78 @@
+"""What answers say of endpoints, and what must be taken back when there is none."""
+
+from __future__ import annotations
+
+from extproc.dispatch import beliefs
+from extproc.pool.accounts import Ticket
+from extproc.pool.condition import Verdict, verdict
+from extproc.pool.fleet import Fleet
+from extproc.prefix.index import PrefixIndex
+from extproc.request import BYTES_PER_TOKEN
+
+
+class Evidence:
+    """Hears what becomes of requests. Mutable; its dispatcher owns it.
+
+    Args:
+        fleet: Decides about health.
+        index: Who is believed to hold which prefix block.
+        belief: Predictions of cache hits.
+    """
+
+    def __init__(self, *, fleet: Fleet, index: PrefixIndex, belief: beliefs.Beliefs) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._belief = belief
+
+    def answered(self, ticket: Ticket, status: str, now: float, *, served: str) -> None:
+        """Response headers came.
+
+        Args:
+            ticket: Of the request.
+            status: `:status` as text.
+            now: Monotonic seconds.
+            served: Address of the endpoint that answered; empty where nobody says so.
+        """
+        said = verdict(status)
+        if not served or served == ticket.endpoint.address:
+            sole = ticket.alone or bool(served)
+            self._fleet.told(ticket.endpoint, said, sent_at=ticket.at, now=now, sole=sole)
+        else:
+            self._passed_over(ticket, said, now, served=served)
+        if said is not Verdict.SERVED:
+            ticket.refused = True
+            self._disbelieve(ticket)
+        ticket.blocks = ()
+
+    def left(self, ticket: Ticket, now: float) -> None:
+        """The stream ended before response headers came."""
+        self._fleet.told(ticket.endpoint, Verdict.LEFT, sent_at=ticket.at, now=now)
+
+    def _passed_over(self, ticket: Ticket, said: Verdict, now: float, *, served: str) -> None:
+        """The data plane could not use the chosen endpoint, and another one answered."""
+        self._fleet.told(
+            ticket.endpoint, Verdict.FAILED, sent_at=ticket.at, now=now, cause="passed-over"
+        )
+        self._disbelieve(ticket)
+        member = self._fleet.pool.find(served)
+        if member is None:
+            return
+        ticket.move(member.account, now)
+        if ticket.blocks:
+            self._index.record(beliefs.key(member.endpoint), ticket.blocks)
+        self._fleet.told(member.endpoint, said, sent_at=ticket.at, now=now)
+
+    def _disbelieve(self, ticket: Ticket) -> None:
+        """Nothing of the request ran on its endpoint: its prompt is not cached there."""
+        if not ticket.prompt_tokens:
+            return
+        ratio: float = BYTES_PER_TOKEN
+        if ticket.prompt_bytes:
+            ratio = self._fleet.tokenisers.bytes_per_token(ticket.target)
+        self._belief.unsent(
+            ticket.endpoint,
+            ticket.blocks,
+            prompt_tokens=ticket.prompt_tokens,
+            cached_tokens=ticket.cached_tokens,
+            bytes_per_token=ratio,
+        )
