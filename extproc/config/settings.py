@@ -32,6 +32,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from extproc.config import bounds, grammar, sources
+from extproc.parsing import usage
 from extproc.prefix import blocks
 from extproc.xds import traits
 
@@ -187,7 +188,7 @@ class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     feedback: bool = True
     stream_share: bounds.Share = 0.0
     restore_model: bool = True
-    request_cost: Mapping[Literal["prompt", "completion", "cached"], float] = {}
+    request_cost: Mapping[usage.Kind, float] = {}
     list_models: bool | None = None
 
 

@@ -15,7 +15,9 @@ def ends(event: Event) -> bool:
     return (kind is Kind.RESPONSE_BODY and event.end_of_stream) or kind is Kind.RESPONSE_TRAILERS
 
 
-def told(replies: Iterable[Reply], tail: bytes, weights: Mapping[str, float]) -> Iterable[Reply]:
+def told(
+    replies: Iterable[Reply], tail: bytes, weights: Mapping[usage.Kind, float]
+) -> Iterable[Reply]:
     """Replies to the last message of an answer, with its cost on the last of them.
 
     `cost = max(0, sum of weight * tokens)` over the kinds of tokens the answer reports.
@@ -31,6 +33,6 @@ def told(replies: Iterable[Reply], tail: bytes, weights: Mapping[str, float]) ->
     used = usage.read(tail)
     if used.keys().isdisjoint(weights):
         return replies
-    cost = max(0.0, sum(weights.get(kind, 0.0) * tokens for kind, tokens in used.items()))
+    cost = max(0.0, sum(weight * used.get(kind, 0) for kind, weight in weights.items()))
     said = tuple(replies)
     return (*said[:-1], Costed(said[-1], cost)) if said else said

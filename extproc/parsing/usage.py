@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -13,6 +14,9 @@ _MOST_BYTES = 2048
 _MOST_OBJECTS = 4
 
 _MARK = b'"usage"'
+
+#: What `read` tells apart.
+Kind = Literal["prompt", "completion", "cached"]
 
 
 class _Details(msgspec.Struct):

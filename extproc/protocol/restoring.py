@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -34,10 +35,28 @@ _LONGEST_KEY: Final = 12
 
 _token = re.compile(rb'["{}\[\]]').search
 _named = re.compile(rb'"model"[ \t\r\n]{0,16}+:').match
-#: The rest of a string up to its end, or to a backslash that nothing follows.
-_rest = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL).match
 
 _QUOTE, _OBJECT, _ARRAY = b'"{['
+
+
+_Matcher = Callable[[bytes, int, int], "re.Match[bytes] | None"]
+
+
+@lru_cache(maxsize=256)
+def _patterns(asked: str) -> tuple[tuple[bytes, ...], _Matcher, _Matcher]:
+    """How a name is written, and what finds it behind its key, and in a usual document.
+
+    The last one takes members without depth, up to the model, in one step.
+    """
+    # As most engines write it, and as those that keep to ASCII do.
+    names = tuple({msgspec.json.encode(asked), json.dumps(asked).encode()})
+    name = b"(" + b"|".join(map(re.escape, names)) + b")"
+    value = rb'"model"[ \t\r\n]{0,16}+:[ \t\r\n]{0,16}+' + name
+    flat = (
+        rb'(?:data: ?+)?+\{ ?+(?:(?!"model")"[^"\\]*+": ?+(?:"[^"\\]*+"|[-+.\w]++), ?+)*+'
+        rb'"model": ?+' + name
+    )
+    return names, re.compile(value).match, re.compile(flat).match
 
 
 class Restorer:
@@ -53,6 +72,8 @@ class Restorer:
         "_depth",
         "_escaped",
         "_events",
+        "_flat",
+        "_fresh",
         "_held",
         "_inside",
         "_key",
@@ -64,17 +85,9 @@ class Restorer:
     )
 
     def __init__(self, asked: str, told: str, *, events: bool) -> None:
-        # As most engines write it, and as those that keep to ASCII do.
-        self._names = tuple(
-            {msgspec.json.encode(asked), json.dumps(asked).encode("ascii", "replace")}
-        )
+        self._names, self._value, self._flat = _patterns(asked)
         self._told = msgspec.json.encode(told)
         self._events = events
-        self._value = re.compile(
-            rb'"model"[ \t\r\n]{0,16}+:[ \t\r\n]{0,16}+('
-            + b"|".join(map(re.escape, self._names))
-            + rb")"
-        ).match
         self._held = b""
         self._begin()
 
@@ -112,6 +125,7 @@ class Restorer:
     def _begin(self) -> None:
         """A document begins."""
         self._depth = 0
+        self._fresh = True
         self._inside = self._escaped = self._wrapped = self._over = False
         self._key = b""
 
@@ -129,6 +143,9 @@ class Restorer:
             How far it was decided what becomes of it.
         """
         start = at
+        if self._fresh:
+            self._fresh = False
+            start = self._change(self._flat(text, at, end), text, start, changed)
         while not self._over:
             if self._inside:
                 at = self._through_string(text, at, end)
@@ -140,11 +157,8 @@ class Restorer:
             at = token.start()
             if text[at] == _QUOTE:
                 if self._depth == 1 or (self._depth == 2 and self._wrapped):
-                    value = self._value(text, at, end)
-                    if value is not None:
-                        changed += (text[start : value.start(1)], self._told)
-                        start = value.end()
-                        self._over = True
+                    start = self._change(self._value(text, at, end), text, start, changed)
+                    if self._over:
                         break
                     if not complete and self._undecided(text[at:end]):
                         changed.append(text[start:at])
@@ -157,6 +171,16 @@ class Restorer:
             at += 1
         changed.append(text[start:end])
         return end
+
+    def _change(
+        self, value: re.Match[bytes] | None, text: bytes, start: int, changed: list[bytes]
+    ) -> int:
+        """Put the client's name where a match has the engine's; the end of what was taken."""
+        if value is None:
+            return start
+        changed += (text[start : value.start(1)], self._told)
+        self._over = True
+        return value.end()
 
     def _turn(self, bracket: int) -> None:
         """A bracket outside of strings."""
@@ -173,15 +197,17 @@ class Restorer:
         if self._escaped and at < end:
             self._escaped = False
             at += 1
-        found = _rest(text, at, end)
-        at = end if found is None else found.end()
-        if at < end and text[at] == _QUOTE:
-            at += 1
-            self._inside = False
-        elif at < end:
-            # A backslash, and what it escapes comes next.
-            self._escaped = True
-            at = end
+        while self._inside:
+            quote = text.find(b'"', at, end)
+            part = text[at : end if quote < 0 else quote]
+            # An odd number of backslashes escapes what comes next.
+            escaped = bool((len(part) - len(part.rstrip(b"\\"))) % 2)
+            if quote < 0:
+                self._escaped = escaped
+                at = end
+                break
+            self._inside = escaped
+            at = quote + 1
         if self._depth == 1 and len(self._key) < _LONGEST_KEY:
             self._key += text[start : min(at, start + _LONGEST_KEY)]
         return at

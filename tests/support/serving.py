@@ -17,6 +17,7 @@ from extproc.config.settings import Scrape, Server, Settings
 from extproc.config.sources import Source
 from extproc.dispatch.dispatcher import Dispatcher
 from extproc.dispatch.switchboard import Claimant, Switchboard
+from extproc.parsing import usage
 from extproc.protocol.gathering import Budget
 from extproc.protocol.settings import ExchangeSettings
 from extproc.server import servicer as servicers
@@ -112,7 +113,7 @@ async def serving(
     max_body_bytes: int = 1 << 20,
     max_streams: int = 10_000,
     explain_header: bool = False,
-    request_cost: Mapping[str, float] = {},
+    request_cost: Mapping[usage.Kind, float] = {},
 ) -> AsyncIterator[Serving]:
     """Serve a house."""
     servicer = servicers.Servicer(
