@@ -188,4 +188,5 @@ _NAMES: Mapping[str, Callable[[Document], Iterable[Document]]] = {
     "GCPBackendPolicy": lambda one: [one["spec"]["targetRef"]],
     "HorizontalPodAutoscaler": lambda one: [one["spec"]["scaleTargetRef"]],
     "RoleBinding": lambda one: [one["roleRef"], *one["subjects"]],
+    "ClusterRoleBinding": lambda one: [one["roleRef"], *one["subjects"]],
 }

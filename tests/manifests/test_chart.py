@@ -18,6 +18,8 @@ SETS = {
     "defaults": (),
     "all on": ("--values", str(ALL_ON)),
     "by selector": BY_SELECTOR,
+    "every pool": ("--set", "pool.every=namespace"),
+    "whole cluster": ("--set", "pool.every=cluster", "--set", "leaderElection.enabled=true"),
     "least": (
         *("--set", "networkPolicy.enabled=false", "--set", "podDisruptionBudget.enabled=false"),
         *("--set", "tls.enabled=false"),
@@ -41,6 +43,10 @@ def picker(*arguments):
     return found
 
 
+def clusterwide(documents):
+    return parts.of_kind(documents, "ClusterRole")
+
+
 def refusal(*arguments):
     """What helm says of values that it must refuse."""
     done = subprocess.run(
@@ -57,8 +63,12 @@ def test_objects_are_right(documents):
 
 def test_rights_are_what_is_needed_and_no_more(arguments, documents):
     """The literal table, and more only where it was asked for."""
-    more = {**rules.SLICES, **rules.LEASES} if arguments == SETS["all on"] else {}
-    assert rules.granted(documents) == {**rules.ALLOWED, **more}
+    slices = rules.SLICES if arguments == SETS["all on"] else {}
+    leases = rules.LEASES if "leaderElection.enabled=true" in arguments or slices else {}
+    assert rules.granted(documents) == {**rules.ALLOWED, **slices, **leases}
+    wide = {rule["resources"][0] for one in clusterwide(documents) for rule in one["rules"]}
+    assert "leases" not in wide
+    assert bool(wide) == ("pool.every=cluster" in arguments)
 
 
 def test_the_configuration_is_taken(documents):
@@ -86,6 +96,30 @@ def test_a_selector_needs_no_pool():
     assert asked.pool_name is None
     assert asked.endpoint_selector == "app=vllm,tier=gpu"
     assert asked.endpoint_target_ports == "8000"
+
+
+@pytest.mark.parametrize("scope", ["namespace", "cluster"])
+def test_every_pool_is_asked_for_in_the_file(scope):
+    """No single pool is named then."""
+    values = ("--set", f"pool.every={scope}", "--set", "config.log.level=debug")
+    found = picker(*values)
+    asked = parts.parsed(found[1]["args"])
+    assert (asked.pool_name, asked.endpoint_selector) == (None, None)
+    settings = rules.settings_of(tools.charted(*values), *found)
+    assert (settings.cluster.every_pool, settings.log.level) == (scope, "debug")
+
+
+def test_xds_is_off_until_it_is_asked_for():
+    """Then it has a port of container and Service, and the policy lets Envoys in."""
+    assert parts.parsed(picker()[1]["args"]).xds is None
+    assert "xds" not in parts.ports(picker()[1])
+    documents = tools.charted(*SETS["all on"])
+    container = picker(*SETS["all on"])[1]
+    port = int(parts.parsed(container["args"]).xds_port)
+    assert parts.ports(container)["xds"] == port
+    assert port in {one["port"] for one in parts.only(documents, "Service")["spec"]["ports"]}
+    rule = parts.only(documents, "NetworkPolicy")["spec"]["ingress"][0]
+    assert port in {one["port"] for one in rule["ports"]}
 
 
 def test_the_pool_names_its_picker():
@@ -187,9 +221,9 @@ def test_values_outside_the_schema_are_refused(value, says):
 
 
 def test_a_pool_is_named_or_selected():
-    """Both at once is an error that says so."""
-    said = refusal("--set", "pool.name=vllm", *BY_SELECTOR)
-    assert "not both" in said
+    """Two at once are an error that says so."""
+    for more in ("pool.name=vllm", "pool.every=cluster"):
+        assert "one of name, selector and every" in refusal("--set", more, *BY_SELECTOR)
 
 
 def test_helm_lint_has_nothing_to_say():

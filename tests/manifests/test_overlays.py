@@ -5,6 +5,7 @@ import pytest
 from tests.manifests import parts, rules, tools
 
 EVERYTHING = tools.ROOT / "tests/manifests/everything"
+SHARED = tools.ROOT / "tests/manifests/shared_pickers"
 FOLDERS = [
     tools.MANIFESTS / "base",
     EVERYTHING,
@@ -92,3 +93,17 @@ def test_gateways_wait_for_long_answers(documents):
     for route in parts.of_kind(documents, "HTTPRoute"):
         for rule in route["spec"]["rules"]:
             assert rule.get("timeouts", {"request": "0s"}) == {"request": "0s"}
+
+
+def test_pickers_for_a_whole_cluster_read_all_of_it_and_no_more():
+    """The same rights in the whole cluster, for an account of their own namespace."""
+    documents = tools.kustomized(SHARED)
+    assert not list(rules.wrong(documents))
+    assert not parts.of_kind(documents, "Role")
+    assert rules.granted(documents) == rules.ALLOWED
+    (subject,) = parts.only(documents, "ClusterRoleBinding")["subjects"]
+    account = parts.only(documents, "ServiceAccount")["metadata"]
+    assert (subject["name"], subject["namespace"]) == (account["name"], account["namespace"])
+    ((pod, container),) = parts.pickers(documents)
+    assert rules.settings_of(documents, pod, container).cluster.every_pool == "cluster"
+    assert parts.parsed(container["args"]).pool_name is None

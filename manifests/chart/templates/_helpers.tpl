@@ -49,12 +49,28 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- join "," $words -}}
 {{- end -}}
 
-{{- /* The InferencePool's name; empty where pods are selected by label. */ -}}
+{{- /* The InferencePool's name; empty where pods are selected by label, or all pools are served. */ -}}
 {{- define "extproc.pool" -}}
-{{- if and .Values.pool.selector (or .Values.pool.name .Values.pool.create.enabled) -}}
-{{- fail "pool: give a name or a selector, not both" -}}
+{{- $named := or .Values.pool.name .Values.pool.create.enabled -}}
+{{- $every := ne .Values.pool.every "none" -}}
+{{- if or (and .Values.pool.selector $named) (and .Values.pool.selector $every) (and $every $named) -}}
+{{- fail "pool: give one of name, selector and every" -}}
 {{- end -}}
-{{- if not .Values.pool.selector -}}
+{{- if not (or .Values.pool.selector $every) -}}
 {{- default .Release.Name .Values.pool.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Kind of role: pools of other namespaces take rights in the whole cluster. */ -}}
+{{- define "extproc.roleKind" -}}
+{{- ternary "ClusterRole" "Role" (eq .Values.pool.every "cluster") -}}
+{{- end -}}
+
+{{- /* Objects of the whole cluster share one namespace with those of other releases. */ -}}
+{{- define "extproc.roleName" -}}
+{{- if eq .Values.pool.every "cluster" -}}
+{{- printf "%s-%s" .Release.Namespace (include "extproc.fullname" .) -}}
+{{- else -}}
+{{- include "extproc.fullname" . -}}
 {{- end -}}
 {{- end -}}
