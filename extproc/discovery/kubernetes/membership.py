@@ -95,17 +95,22 @@ def merge(pods: Iterable[tuple[objects.Pod, tuple[Endpoint, ...]]]) -> tuple[End
     found = tuple([endpoint for _, endpoints in listed for endpoint in endpoints])
     if len({endpoint.address for endpoint in found}) == len(found):
         return found
-    owners: dict[str, tuple[str, str]] = {}
+    owners: dict[str, tuple[str, str, str]] = {}
     for pod, endpoints in listed:
         for endpoint in endpoints:
-            claim = (pod.created, pod.uid)
+            claim = _claim(pod)
             owners[endpoint.address] = max(owners.get(endpoint.address, claim), claim)
     return tuple(
         endpoint
         for pod, endpoints in listed
         for endpoint in endpoints
-        if owners[endpoint.address] == (pod.created, pod.uid)
+        if owners[endpoint.address] == _claim(pod)
     )
+
+
+def _claim(pod: objects.Pod) -> tuple[str, str, str]:
+    """Greatest for the youngest; replicas agree among those of one second."""
+    return pod.created, pod.uid, pod.name
 
 
 def of_slices(slices: Iterable[objects.Slice], port: str) -> tuple[Endpoint, ...]:

@@ -153,6 +153,9 @@ class Play:
 
 @hypothesis.settings(deadline=None, max_examples=300)
 @hypothesis.given(st.lists(steps, max_size=40))
+@hypothesis.example(
+    [("put", making.pod(name, "two", app="y", uid="1", created="2026")) for name in "ab"]
+)
 def test_any_interleaving_ends_where_a_fresh_list_does(script):
     """Lists, events and kinds in any order; broken objects hide themselves and nobody else."""
     play = Play()
