@@ -1,0 +1,108 @@
+"""Objectives and rewrites in the configuration."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from extproc.config import factory, load, pooling
+from extproc.config import settings as sections
+from extproc.decision import Decision
+from extproc.endpoint import Endpoint
+from extproc.errors import ConfigError
+from extproc.pool import policy as policies
+from extproc.pool.policy import Policy, Rule, Target
+from extproc.request import RawRequest
+from extproc.server import reload
+
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+POOL = """
+pool:
+  endpoints: ['10.0.0.1:8000']
+  objectives: {gold: 10, batch: -1}
+  rewrites:
+    - models: [big, large]
+      targets: [{model: big-v1, weight: 90}, {model: big-v2, weight: 10}]
+    - targets: [{model: small}]
+"""
+OBJECTIVE = "x-llm-d-inference-objective"
+
+
+def settings(text: str) -> sections.Settings:
+    return load.settings(load.parse(HEAD + text, where="pool.yaml"))
+
+
+def decision(parts: factory.Parts, model: str) -> Decision:
+    body = json.dumps({"model": model, "prompt": "x"}).encode()
+    headers = {":method": "POST", ":path": "/v1/completions", OBJECTIVE: "gold"}
+    outcome = parts.dispatcher.route(RawRequest(headers, body), 1.0)
+    assert isinstance(outcome, Decision)
+    return outcome
+
+
+def built(text: str) -> factory.Parts:
+    parts = factory.build(settings(text))
+    parts.fleet.replace([Endpoint("10.0.0.1:8000")], 0.0)
+    return parts
+
+
+def test_the_sections_become_a_policy():
+    """As they are written, and in that order."""
+    assert built(POOL).dispatcher.routing.policy == Policy(
+        {"gold": 10, "batch": -1},
+        (
+            Rule(("big", "large"), (Target("big-v1", 90), Target("big-v2", 10))),
+            Rule((), (Target("small"),)),
+        ),
+    )
+    assert built("pool: {}").dispatcher.routing.policy is policies.NONE
+
+
+def test_requests_are_routed_by_it():
+    """Priority and name, without Kubernetes."""
+    made = decision(built(POOL), "other")
+    assert (made.request.priority, made.model_rewrite) == (10, "small")
+
+
+def test_every_pool_has_its_own():
+    """A section of `pools` says it for that pool alone."""
+    pools = settings(
+        "pools:\n"
+        "- {name: a, endpoints: ['10.0.0.1:1'], objectives: {gold: 1}}\n"
+        "- {name: b, endpoints: ['10.0.0.2:1'], rewrites: [{targets: [{model: m}]}]}\n"
+    )
+    first, second = (factory.build(one.settings) for one in pooling.planned(pools))
+    assert first.dispatcher.routing.policy == Policy({"gold": 1})
+    assert second.dispatcher.routing.policy == Policy(rules=(Rule((), (Target("m"),)),))
+
+
+def test_it_changes_without_a_restart():
+    """What a file says now is in force from the next request on; nothing needs a restart."""
+    parts = built(POOL)
+    wanted = settings(POOL.replace("small", "tiny").replace("gold: 10", "gold: 3"))
+    routing = factory.reroute(wanted, where="pool.yaml", guards=parts.guards)
+    parts.dispatcher.adopt(routing)
+    made = decision(parts, "other")
+    assert (made.request.priority, made.model_rewrite) == (3, "tiny")
+    assert list(reload.pending(settings(POOL), wanted)) == []
+
+
+@pytest.mark.parametrize(
+    ("pool", "place"),
+    [
+        ("{objectives: {gold: high}}", "pool.objectives"),
+        ("{objectives: {gold: 2147483648}}", "pool.objectives"),
+        ("{rewrites: [{models: [m]}]}", "pool.rewrites[0]"),
+        ("{rewrites: [{targets: []}]}", "pool.rewrites[0].targets"),
+        ("{rewrites: [{targets: [{weight: 1}]}]}", "pool.rewrites[0].targets[0]"),
+        ("{rewrites: [{targets: [{model: m, weight: -1}]}]}", "targets[0].weight"),
+        ("{rewrites: [{models: [''], targets: [{model: m}]}]}", "pool.rewrites[0].models[0]"),
+        ("{rewrites: [{model: m, targets: [{model: m}]}]}", "pool.rewrites[0].model"),
+    ],
+)
+def test_mistakes_are_named_with_their_place(pool: str, place: str):
+    """A wrong type or bound, no target, a name without letters, an unknown key."""
+    with pytest.raises(ConfigError) as raised:
+        settings(f"pool: {pool}")
+    assert place in raised.value.where
