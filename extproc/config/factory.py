@@ -15,6 +15,7 @@ from extproc.dispatch import beliefs
 from extproc.dispatch import dispatcher as dispatching
 from extproc.dispatch import routing as routes
 from extproc.endpoint import Endpoint
+from extproc.pool import health
 from extproc.pool.fleet import Fleet
 from extproc.prefix.index import PrefixIndex
 from extproc.protocol.gathering import Budget
@@ -96,8 +97,9 @@ def build(
         belief.forget(endpoint)
         on_gone(endpoint)
 
-    fleet = Fleet(on_gone=forget, on_observed=belief.observed)
     rng = random.Random(settings.seed)
+    wellbeing = health.Health(settings.health, rng)
+    fleet = Fleet(on_gone=forget, on_observed=belief.observed, wellbeing=wellbeing)
     return Parts(
         settings=settings,
         rng=rng,

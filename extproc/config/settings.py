@@ -7,6 +7,7 @@
     pools:       [Pool]       the same for several, and which requests are for which
     cluster:     Cluster      how Kubernetes is reached
     scrape:      Scrape       how loads are read from engines
+    health:      Health       when endpoints are left out, and how they come back
     scheduling:  Scheduling   a named strategy, or a profile written out
     prefix:      Prefix       how prompts are cut and how much is remembered
     limits:      Limits       bytes and streams
@@ -17,7 +18,7 @@
     conformance: bool
     seed:        int | null
 
-In code: `Settings` with the fields server, pool, pools, cluster, scrape, scheduling, prefix, limits,
+In code: `Settings` with the fields server, pool, pools, cluster, scrape, health, scheduling, prefix, limits,
 answers, explain, xds, log, conformance, seed. `Settings()` is a complete default configuration without endpoints.
 
 Sections refuse unknown fields. Units are in names. Ranges are in the annotations, so that an error
@@ -33,6 +34,7 @@ import msgspec
 
 from extproc.config import bounds, grammar, sources
 from extproc.parsing import usage
+from extproc.pool import condition
 from extproc.prefix import blocks
 from extproc.xds import traits
 
@@ -244,6 +246,7 @@ _SERVER = Server()
 _SOURCE = sources.Source()
 _CLUSTER = sources.Cluster()
 _SCRAPE = Scrape()
+_HEALTH = condition.Settings()
 _SCHEDULING = grammar.Scheduling()
 _PREFIX = Prefix()
 _LIMITS = Limits()
@@ -264,6 +267,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         pools: The same for several, each with the requests it is for. None: there is one.
         cluster: How Kubernetes is reached.
         scrape: How loads are read.
+        health: When endpoints are left out.
         scheduling: Which endpoint is chosen.
         prefix: How prompts are remembered.
         limits: What clients may take.
@@ -284,6 +288,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pools: tuple[sources.Pool, ...] = ()
     cluster: sources.Cluster = _CLUSTER
     scrape: Scrape = _SCRAPE
+    health: condition.Settings = _HEALTH
     scheduling: grammar.Scheduling = _SCHEDULING
     prefix: Prefix = _PREFIX
     limits: Limits = _LIMITS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
 
@@ -11,30 +12,45 @@ import msgspec
 _REQUESTS_OWN = frozenset({"501", "505"})
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """When endpoints are left out.
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+_PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """When endpoints that fail are left out, and how they come back.
 
     Attributes:
-        failures: Failed requests in a row; 0 never leaves one out for failed requests.
-        failure_share: Share of failed requests within the window.
-        window_s: Seconds in which evidence fades to 1/e.
-        base_s: Seconds of the first ejection.
-        cap_s: Seconds of the longest.
-        most_share: Share of the pool that may be out.
-        hang_s: Seconds with work and without a sign of life.
-        slow_start_s: Seconds over which one that is new or back is eased in; 0 for at once.
-        slow_start_floor: Share of requests it is a candidate for at first.
+        failures: Failed requests in a row after which an endpoint is left out (count); 0 never
+            leaves one out for its requests. 3: one may be an accident, and an engine that answers
+            503 at once would draw every request of a strategy that counts open ones.
+        failure_share: Share of failed requests within the window from which an endpoint is left
+            out, once there were 8 (0..1). 0.5: below that it still does more good than harm.
+        window_s: Seconds in which evidence fades to a third. 10 hold a few requests of a slow
+            engine, and no old story.
+        base_s: Seconds until an endpoint that was left out is tried again, doubled each time in a
+            row. 5 cost one request each, and an engine takes longer to restart.
+        cap_s: Seconds of the longest wait. 60 bounds how late a recovery is seen.
+        most_share: Share of the pool that may be left out at once on doubtful evidence (0..1); one
+            endpoint always stays. 0.5: when more of them fail, it is rather the requests, or the
+            network, that are wrong. Engines that are surely gone do not count.
+        hang_s: Seconds an engine may have work without a token, an answer or a moved counter. 30 is
+            longer than any iteration, a compilation or the loading of an adapter.
+        slow_start_s: Seconds over which an endpoint that is new or back is eased in; 0 is at once.
+            0, because engines are ready when they say so, and a new one is there to take load.
+        slow_start_floor: Share of requests for which such an endpoint is a candidate at first
+            (0..1), rising to 1. 0.1 lets one in ten warm it up.
     """
 
-    failures: int = 3
-    failure_share: float = 0.5
-    window_s: float = 10.0
-    base_s: float = 5.0
-    cap_s: float = 60.0
-    most_share: float = 0.5
-    hang_s: float = 30.0
-    slow_start_s: float = 0.0
-    slow_start_floor: float = 0.1
+    failures: Annotated[int, msgspec.Meta(ge=0)] = 3
+    failure_share: _Share = 0.5
+    window_s: _PositiveSeconds = 10.0
+    base_s: _PositiveSeconds = 5.0
+    cap_s: _PositiveSeconds = 60.0
+    most_share: _Share = 0.5
+    hang_s: _PositiveSeconds = 30.0
+    slow_start_s: _Seconds = 0.0
+    slow_start_floor: _Share = 0.1
 
 
 class Verdict(IntEnum):

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from extproc.config import sources
 from extproc.config.settings import Settings
+from extproc.dispatch import claims
 from extproc.errors import ConfigError
 
 #: Seconds between two looks at the files. A stat costs microseconds, and a mounted ConfigMap takes
@@ -22,7 +24,7 @@ from extproc.errors import ConfigError
 _LOOK_S = 1.0
 
 #: Sections that take effect at once.
-_LIVE = frozenset({"scheduling", "answers", "explain", "log", "conformance"})
+_LIVE = frozenset({"health", "scheduling", "answers", "explain", "log", "conformance"})
 
 #: Fields of other sections that take effect at once.
 _LIVE_FIELDS = {
@@ -129,6 +131,11 @@ def pending(running: Settings, wanted: Settings) -> Iterator[str]:
         old, new = getattr(running, section), getattr(wanted, section)
         if section in _LIVE or old == new:
             continue
+        if isinstance(old, tuple):
+            # Of pools their claims and rules are live, and which there are is not.
+            if list(map(_fixed, old)) != list(map(_fixed, new)):
+                yield section
+            continue
         if not isinstance(old, msgspec.Struct):
             yield section
             continue
@@ -136,6 +143,13 @@ def pending(running: Settings, wanted: Settings) -> Iterator[str]:
         for field in old.__struct_fields__:
             if field not in live and getattr(old, field) != getattr(new, field):
                 yield f"{section}.{field}"
+
+
+def _fixed(pool: sources.Pool) -> sources.Pool:
+    """A pool without what takes effect at once."""
+    return msgspec.structs.replace(
+        pool, match=claims.Claim(), scheduling=None, objectives={}, rewrites=()
+    )
 
 
 def _stamp(name: str) -> _Stamp:

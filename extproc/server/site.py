@@ -127,6 +127,7 @@ class Site:
 
         def adopt() -> None:
             self.parts.dispatcher.adopt(routing)
+            self.parts.fleet.health.settings = planned.settings.health
             self.claim = planned.claim
             self.profile = routing.profile.name
 

@@ -18,6 +18,7 @@ import msgspec
 
 from extproc.config import grammar, settings, sources
 from extproc.dispatch import claims
+from extproc.pool import condition
 from extproc.prefix import blocks
 from extproc.sim.virtual import client, lengths, scenario, workloads
 from extproc.xds import traits
@@ -33,6 +34,7 @@ SECTIONS = (
     ("pools.match", claims.Claim),
     ("cluster", sources.Cluster),
     ("scrape", settings.Scrape),
+    ("health", condition.Settings),
     ("scheduling", grammar.Scheduling),
     ("prefix", settings.Prefix),
     ("prefix.schedule", blocks.Schedule),
