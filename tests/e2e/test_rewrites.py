@@ -14,11 +14,13 @@ from tests.e2e import backend, http1, installation
 from tests.e2e.test_modes import MODES, SEEING, every_mode
 
 PATH = "/v1/chat/completions"
+COST = "x-gateway-inference-request-cost"
 OBJECTIVE = "x-llm-d-inference-objective"
 
 CONFIG = (
     "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, "
     "scrape: {idle_interval_s: 0.2, models: false}, scheduling: {strategy: round-robin}, "
+    "answers: {request_cost: {prompt: 1, completion: 2}}, "
     "pool: {objectives: {batch: -1, gold: 1}, rewrites: ["
     "{models: [big], targets: [{model: big-v2}]}, "
     "{models: [split], targets: [{model: a, weight: 70}, {model: b, weight: 30}]}]}}"
@@ -59,10 +61,13 @@ JSON = ("content-type", "application/json")
 
 
 def overriding(config, listeners):
-    """Every mode, and answers may be asked for."""
+    """Every mode; answers may be asked for, and say what they cost where their headers wait."""
     every_mode(config, listeners)
+    said = {"key": "x-cost", "value": f"%DYNAMIC_METADATA(envoy.lb:{COST})%"}
     for at in range(len(config["static_resources"]["listeners"])):
         installation.processor(config, at)["allow_mode_override"] = True
+        first = installation.manager(config, at)["http_filters"][0]
+        first["typed_config"]["mutations"]["response_mutations"] = [{"append": {"header": said}}]
 
 
 def page(waiting):
@@ -188,6 +193,18 @@ async def test_086_other_requests_are_left(place, served, listeners, mode):
     served.plays[PATH] = counted(NAMED, JSON)
     answer = await http1.ask(listeners[mode], PATH, chat("big-v2"))
     assert answer.body == NAMED
+
+
+@pytest.mark.parametrize("mode", [("BUFFERED", "BUFFERED"), ("BUFFERED", "NONE")], ids="-".join)
+async def test_106_the_data_plane_knows_the_cost(place, served, listeners, mode):
+    """What an answer cost is in Envoy's dynamic metadata when its headers go on."""
+    used = b'{"usage":{"prompt_tokens":7,"completion_tokens":10}}'
+    for model in ("big", "other"):
+        served.plays[PATH] = counted(used, JSON)
+        answer = await http1.ask(listeners[mode], PATH, chat(model))
+        assert (answer.body, answer.head.get("x-cost")) == (used, "27")
+    served.plays[PATH] = counted(NAMED, JSON)
+    assert (await http1.ask(listeners[mode], PATH, chat())).head.get("x-cost") in {"", "-"}
 
 
 async def test_086_head_requests_keep_their_length(place, served, listeners):
