@@ -19,8 +19,7 @@ class Status(Enum):
     E2E = "e2e"
     """A test with a real Envoy exists."""
     KUBERNETES = "kubernetes (issue Cluster)"
-    FLOW_CONTROL = "flow control"
-    REWRITE = "rewrite/objectives"
+    NOT_HERE = "does not apply: a request that was routed is never taken back"
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -58,8 +57,7 @@ SECTIONS = {
 
 _E2E = Status.E2E
 _KUBERNETES = Status.KUBERNETES
-_FLOW = Status.FLOW_CONTROL
-_REWRITE = Status.REWRITE
+_NOT_HERE = Status.NOT_HERE
 
 POINTS = (
     Point(1, "A", "S", "the ext_proc method is served under Envoy's name"),
@@ -121,12 +119,12 @@ POINTS = (
     Point(57, "C", "C", "100 requests at concurrency 10 stay on the two selected", _E2E),
     Point(58, "C", "C", "ranks of one address are told apart by port"),
     Point(59, "C", "S", "one endpoint by default; fallbacks by option, in order, in the hint"),
-    Point(60, "D", "S", "only ready pods of the pool", _KUBERNETES),
-    Point(61, "D", "S", "pods times target ports", _KUBERNETES),
+    Point(60, "D", "S", "only ready pods of the pool"),
+    Point(61, "D", "S", "pods times target ports"),
     Point(62, "D", "R", "active-ports annotation", _KUBERNETES),
     Point(63, "D", "R", "an endpoint that left is not chosen, one that came is"),
-    Point(64, "D", "R", "pool changes apply live", _KUBERNETES),
-    Point(65, "D", "S", "pool deleted: not ready", _KUBERNETES),
+    Point(64, "D", "R", "pool changes apply live"),
+    Point(65, "D", "S", "pool deleted: not ready"),
     Point(66, "D", "R", "a static list or file works without Kubernetes"),
     Point(67, "E", "S", "nobody ready, with body: 503"),
     Point(68, "E", "S", "nobody ready, bodiless: 503 (the reference says 500)"),
@@ -135,7 +133,7 @@ POINTS = (
     Point(71, "E", "R", "missing messages, prompt or input: 400 in the reference's words"),
     Point(72, "E", "S", "sheddable and saturated: 429"),
     Point(73, "E", "R", "plugins left nobody: 429"),
-    Point(74, "E", "R", "evicted in flight: 429", _FLOW),
+    Point(74, "E", "R", "evicted in flight: 429", _NOT_HERE),
     Point(75, "E", "R", "after a refusal the stream ends with OK"),
     Point(76, "E", "X", "an exception in a decision still answers"),
     Point(77, "E", "X", "errors never leak accounts"),
@@ -149,7 +147,7 @@ POINTS = (
     Point(85, "F", "R", "weights of rewrite targets"),
     Point(86, "F", "R", "the answer names the client's model"),
     Point(87, "F", "R", "without CRDs priority is 0"),
-    Point(88, "F", "R", "both API groups are read", _REWRITE),
+    Point(88, "F", "R", "both API groups are read"),
     Point(89, "G", "R", "response headers answered at once, with the marker"),
     Point(90, "G", "C", "test mode reports the endpoint that served"),
     Point(91, "G", "R", "SSE pieces pass at once with their bytes and boundaries"),
@@ -167,7 +165,7 @@ POINTS = (
     Point(103, "G", "R", "a response without body: headers answer only"),
     Point(104, "G", "R", "upstream errors pass and are counted by :status"),
     Point(105, "G", "R", "the end is accounted exactly once, however it comes"),
-    Point(106, "G", "R", "plugin metadata on the last response body only (none emits any yet)"),
+    Point(106, "G", "R", "metadata on the last response body only: what an answer cost"),
     Point(107, "H", "R", "vLLM gRPC Generate and Embed are parsed, bytes unchanged"),
     Point(108, "H", "R", "a frame cut across pieces is joined"),
     Point(109, "H", "R", "compressed flag or short frame: 400"),
