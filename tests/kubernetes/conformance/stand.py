@@ -1,0 +1,260 @@
+"""The suite's cluster: pods, pools, a picker for each pool, and two gateways in one Envoy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from extproc.cli import stack
+from tests.kubernetes.conformance import gateway
+from tests.support import kube, kube_echo
+
+SELECTION = "test-epp-endpoint-selection"
+SERVED = "x-conformance-test-served-endpoint"
+BODY = b'{"model":"conformance-fake-model","prompt":"Write as if you were a critic: San Francisco"}'
+
+#: Nobody looks at the echo servers' metrics: they have none.
+UNSCRAPED = (
+    "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scrape: {enabled: false}, "
+    "scheduling: {strategy: least-request}}"
+)
+
+#: Seconds a change may take to be seen by a gateway or a picker.
+_SEEN_S = 30.0
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a client got.
+
+    Attributes:
+        status: Of HTTP.
+        headers: Names in lower case.
+        said: What the pod said, if one did.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    said: Mapping[str, Any]
+
+    @property
+    def pod(self) -> str:
+        return str(self.said.get("pod", ""))
+
+
+class Picker(msgspec.Struct):
+    """A Deployment of one endpoint picker.
+
+    Attributes:
+        name: Of its pool.
+        child: Its process.
+        port: Of ext_proc.
+        health: Of the health service.
+        pages: Of metrics.
+    """
+
+    name: str
+    child: stack.Child | None
+    port: int
+    health: int
+    pages: int
+
+
+class Stand:
+    """All of it; make one with `stand`.
+
+    Attributes:
+        api: Of the cluster.
+        namespace: Where the pods and pools are.
+        pods: By pool, in order.
+        gateways: Port by name.
+    """
+
+    def __init__(self, api: kube.Api, namespace: str, folder: Path) -> None:
+        self.api = api
+        self.namespace = namespace
+        self.pods: dict[str, list[kube_echo.Echo]] = {}
+        self.pickers: dict[str, Picker] = {}
+        self.pools: list[gateway.Pool] = []
+        self.gateways: dict[str, int] = {}
+        self.lines: list[str] = []
+        self.children = stack.Stack(log=self.lines.append)
+        self._folder = folder
+        self._session: aiohttp.ClientSession | None = None
+        self._context = contextlib.AsyncExitStack()
+        self._network = f"127.{random.randint(16, 250)}.{random.randint(1, 250)}"  # noqa: TID251
+        self._hosts = 0
+        self._kubeconfig: Path | None = None
+
+    async def open(self) -> None:
+        """Ask for nothing more than what a picker may do."""
+        self._session = await self._context.enter_async_context(aiohttp.ClientSession())
+        access = await self.api.account(self.namespace, kube.picker_rules())
+        self._kubeconfig = self._folder / "picker.kubeconfig"
+        self._kubeconfig.write_text(access.kubeconfig(self.namespace))
+
+    async def close(self) -> None:
+        """End every process and pod."""
+        await self.children.stop()
+        await self._context.aclose()
+
+    # Pods and pools
+
+    def host(self) -> str:
+        """A loopback address of its own."""
+        self._hosts += 1
+        return f"{self._network}.{self._hosts}"
+
+    async def deploy(self, name: str, ports: Sequence[int], *, replicas: int = 3) -> None:
+        """Start echo servers, and the pods that they are."""
+        labels = {"app": name}
+        for number in range(replicas):
+            host = self.host()
+            pod = f"{name}-{number}"
+            one = await self._context.enter_async_context(
+                kube_echo.echo(pod, self.namespace, host, ports)
+            )
+            await self.api.create(kube.pod(pod, self.namespace, host, labels=labels))
+            self.pods.setdefault(name, []).append(one)
+
+    async def pool(
+        self, name: str, ports: Sequence[int], *, deployment: str, named: bool = True, **spec: Any
+    ) -> gateway.Pool:
+        """Create an InferencePool over a deployment; returns what a gateway makes of it."""
+        port = stack.free_port()
+        picker = {"name": f"{name}-epp", "port": {"number": 9002}}
+        picker |= {"failureMode": spec.pop("failureMode", "FailClose")}
+        one = kube.pool(
+            name,
+            self.namespace,
+            ports,
+            labels={"app": deployment},
+            picker=picker if named else None,
+            **spec,
+        )
+        await self.api.create(one)
+        made = gateway.Pool(
+            name,
+            self.addresses(deployment, ports),
+            port,
+            fail_open=picker["failureMode"] == "FailOpen",
+            http2=spec.get("appProtocol") == "kubernetes.io/h2c",
+        )
+        self.pools.append(made)
+        return made
+
+    def addresses(self, deployment: str, ports: Sequence[int]) -> list[str]:
+        """`ip:port` of every pod and port."""
+        return [f"{pod.host}:{port}" for pod in self.pods[deployment] for port in ports]
+
+    # Pickers
+
+    async def start_picker(self, name: str, port: int = 0) -> Picker:
+        """Start the picker of a pool with the arguments of the suite's Deployment."""
+        known = self.pickers.get(name)
+        picker = known or Picker(
+            name, None, port or stack.free_port(), stack.free_port(), stack.free_port()
+        )
+        self.pickers[name] = picker
+        picker.child = await self.children.extproc(
+            *("--pool-name", name, "--pool-namespace", self.namespace),
+            *("--zap-encoder", "json", "--grpc-port", str(picker.port)),
+            *("--grpc-health-port", str(picker.health), "--metrics-port", str(picker.pages)),
+            *("--kubeconfig", str(self._kubeconfig), "--host", "127.0.0.1"),
+            *("--config-text", UNSCRAPED, "--conformance-testing", "--drain-timeout", "0s"),
+        )
+        return picker
+
+    async def stop_picker(self, name: str) -> None:
+        """Kill it, as a node that dies does."""
+        child = self.pickers[name].child
+        assert child is not None
+        child.process.kill()
+        await child.process.wait()
+
+    # Gateways
+
+    async def start_gateways(self, rules: Mapping[str, Sequence[gateway.Rule]]) -> None:
+        """Start Envoy with a listener for each gateway."""
+        self.gateways = {name: stack.free_port() for name in rules}
+        for name, wanted in rules.items():
+            gateway.routes(self._folder, name, wanted)
+        admin = stack.free_port()
+        config = gateway.configuration(admin, self.gateways, self.pools, self._folder)
+        await self.children.envoy(config)
+
+    def route(self, name: str, rules: Sequence[gateway.Rule]) -> None:
+        """Change the routes of a gateway."""
+        gateway.routes(self._folder, name, rules)
+
+    # Clients
+
+    async def ask(
+        self,
+        host: str,
+        path: str,
+        *,
+        selection: str = "",
+        body: bytes | None = BODY,
+        through: str = "primary",
+    ) -> Answer:
+        """One request; a GET without a body where there is none.
+
+        What came back must be what was sent, as the suite's own assertions have it.
+        """
+        assert self._session is not None
+        headers = {"host": host, **({SELECTION: selection} if selection else {})}
+        method = "GET" if body is None else "POST"
+        url = f"http://127.0.0.1:{self.gateways[through]}{path}"
+        async with self._session.request(method, url, data=body, headers=headers) as answer:
+            found = {name.lower(): value for name, value in answer.headers.items()}
+            if answer.status != 200:
+                return Answer(answer.status, found, {})
+            said = await answer.json()
+        assert (said["method"], said["path"], said["host"]) == (method, path, host)
+        assert said["namespace"] == self.namespace
+        return Answer(answer.status, found, said)
+
+    async def many(self, count: int, at_once: int, *arguments: Any, **how: Any) -> list[Answer]:
+        """So many equal requests, so many at a time; all must be answered with 200."""
+        places = asyncio.Semaphore(at_once)
+
+        async def one() -> Answer:
+            async with places:
+                answer = await self.ask(*arguments, **how)
+            assert answer.status == 200, answer
+            return answer
+
+        return list(await asyncio.gather(*(one() for _ in range(count))))
+
+    async def until(self, holds: Callable[[Answer], bool], *arguments: Any, **how: Any) -> Answer:
+        """Ask until the answer is as wanted: what changed is seen sooner or later."""
+        seen: Counter[int] = Counter()
+        try:
+            async with asyncio.timeout(_SEEN_S):
+                while not holds(answer := await self.ask(*arguments, **how)):
+                    seen[answer.status] += 1
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"not within {_SEEN_S} s; statuses: {dict(seen)}") from None
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def stand(api: kube.Api):
+    """An empty cluster of the suite; what a test puts there ends with the block."""
+    with tempfile.TemporaryDirectory(prefix="extproc-gateway-") as folder:
+        one = Stand(api, await api.namespace("inference-conformance-app-backend"), Path(folder))
+        try:
+            await one.open()
+            yield one
+        finally:
+            await one.close()
