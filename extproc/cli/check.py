@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from extproc.cli import flags
-from extproc.config import advice, load, sources, strict
+from extproc.cli import flags, sources_told
+from extproc.config import advice, strict
 from extproc.config import settings as sections
-from extproc.discovery import entries, file, follow
 from extproc.errors import ConfigError
 from extproc.scheduling import catalogue, defaults
 from extproc.scheduling.plugins import Plugin, Signal
@@ -77,7 +75,7 @@ def _meaning(resolved: flags.Resolved) -> Iterator[str]:
     yield f"{resolved.where} is in order"
     yield ""
     yield from _server(settings.server)
-    yield from _pool(settings.pool)
+    yield from sources_told.lines(settings)
     yield from _scheduling(settings, resolved.profile)
     yield from _limits(settings)
     warnings = _warnings(resolved)
@@ -98,29 +96,6 @@ def _server(server: sections.Server) -> Iterator[str]:
     yield f"server      {host}: ext_proc on {server.grpc_port} ({tls}),"
     yield f"            health on {server.grpc_health_port}, pages on {server.metrics_port};"
     yield f"            drains for {server.drain_timeout_s:g} s"
-
-
-def _pool(pool: sources.Source) -> Iterator[str]:
-    named = f" of pool {pool.name}" if pool.name else ""
-    if pool.endpoints_file:
-        listed = file.load(Path(pool.endpoints_file), limit_bytes=follow.Settings().limit_bytes)
-        source = f"in {pool.endpoints_file}, watched"
-    else:
-        listed = load.entries(pool, where="pool")
-        source = "listed"
-    yield f"endpoints   {len(listed)} {source}{named}"
-    yield from (f"            {_entry(entry)}" for entry in listed)
-
-
-def _entry(entry: entries.Entry) -> str:
-    host = f"[{entry.host}]" if ":" in entry.host else entry.host
-    told = [f"{host}:{entry.port}"]
-    if not entry.literal:
-        told.append("(every address of this name)")
-    if entry.name:
-        told.append(entry.name)
-    told += [f"{key}={value}" for key, value in sorted(entry.labels.items())]
-    return "  ".join(told)
 
 
 def _scheduling(settings: sections.Settings, profile: Profile) -> Iterator[str]:

@@ -65,8 +65,8 @@ def answer(dispatchers: Sequence[Dispatcher], name: str) -> Answer | None:
 
 
 def names(dispatcher: Dispatcher) -> frozenset[str]:
-    """Every name requests to a pool may carry, as far as endpoints listed any."""
-    return dispatcher.pool.serving.names
+    """Every name requests to a pool may carry: what endpoints listed, and what rewrites take."""
+    return dispatcher.pool.serving.names | dispatcher.decreed_names
 
 
 def _entries(dispatchers: Iterable[Dispatcher]) -> dict[str, Entry]:

@@ -169,9 +169,9 @@ def fit(one: Claimant, model: str) -> Fit:
         return Fit.EMPTY
     if not model:
         return Fit.PERHAPS
-    if model in listing.names(one.dispatcher):
-        return Fit.LISTED
     serving = pool.serving
+    if model in serving.names or model in one.dispatcher.decreed_names:
+        return Fit.LISTED
     if serving.alias(model) is not None or serving.apart(model) is not None:
         return Fit.LISTED
     split = serving.who(model)

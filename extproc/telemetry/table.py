@@ -70,6 +70,8 @@ def _asked(explanation: Json) -> str:
         lines.append(f"rewrite: the engine is asked for {rewrite['name']}{client}, {how}")
     if explanation.get("unlisted"):
         lines.append("model:   no endpoint lists it; routed as if all served it")
+    if explanation.get("pool"):
+        lines.append(f"pool:    {explanation['pool']}")
     return "\n".join([*lines, f"profile: {explanation['profile']}"])
 
 

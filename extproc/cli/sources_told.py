@@ -1,0 +1,86 @@
+"""Where endpoints come from, in words: the part of `extproc check` about pools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from extproc.config import load, pooling, sources
+from extproc.config.settings import Settings
+from extproc.discovery import entries, file, follow
+from extproc.dispatch import claims
+
+
+def lines(settings: Settings) -> Iterator[str]:
+    """One paragraph for each pool, and one for those that Kubernetes brings.
+
+    Raises:
+        ConfigError: An endpoints file cannot be read.
+    """
+    for plan in pooling.planned(settings):
+        if settings.pools:
+            yield f"pool        {plan.name}, for {_claimed(plan.claim)}"
+            own = plan.settings.scheduling
+            if own is not settings.scheduling:
+                yield "            scheduled by rules of its own"
+        yield from _source(plan.settings.pool)
+    cluster = settings.cluster
+    if cluster.every_pool != "none":
+        place = "the cluster"
+        if cluster.every_pool == "namespace":
+            place = f"namespace {cluster.namespace or 'of this process'}"
+        yield f"pools       every InferencePool of {place}, as they come and go"
+
+
+def _source(pool: sources.Source) -> Iterator[str]:
+    named = f" of pool {pool.name}" if pool.name else ""
+    if pool.kubernetes is not None:
+        yield f"endpoints   from Kubernetes: {_object(pool.kubernetes)}{named}"
+        return
+    if pool.endpoints_file:
+        listed = file.load(Path(pool.endpoints_file), limit_bytes=follow.Settings().limit_bytes)
+        source = f"in {pool.endpoints_file}, watched"
+    else:
+        listed = load.entries(pool, where="pool")
+        source = "listed"
+    yield f"endpoints   {len(listed)} {source}{named}"
+    yield from (f"            {_entry(entry)}" for entry in listed)
+
+
+def _object(wanted: sources.Kubernetes) -> str:
+    place = f" in namespace {wanted.namespace}" if wanted.namespace else ""
+    if wanted.inference_pool:
+        return f"InferencePool {wanted.inference_pool} ({wanted.group}){place}"
+    if wanted.service:
+        port = f", port {wanted.port}" if wanted.port else ""
+        return f"EndpointSlices of Service {wanted.service}{port}{place}"
+    labels = ",".join(f"{key}={value}" for key, value in sorted(wanted.selector.items()))
+    ports = ", ".join(map(str, wanted.ports)) or "of their annotations"
+    return f"pods with {labels}, ports {ports}{place}"
+
+
+def _claimed(claim: claims.Claim) -> str:
+    if claim.empty:
+        return "models its endpoints list, and what no other pool takes"
+    parts = [
+        f"{word} {' or '.join(values)}"
+        for word, values in (
+            ("host", claim.hosts),
+            ("path", claim.paths),
+            ("header", tuple(f"{name}={value}" for name, value in claim.headers.items())),
+            ("model", claim.models),
+        )
+        if values
+    ]
+    return " and ".join(parts)
+
+
+def _entry(entry: entries.Entry) -> str:
+    host = f"[{entry.host}]" if ":" in entry.host else entry.host
+    told = [f"{host}:{entry.port}"]
+    if not entry.literal:
+        told.append("(every address of this name)")
+    if entry.name:
+        told.append(entry.name)
+    told += [f"{key}={value}" for key, value in sorted(entry.labels.items())]
+    return "  ".join(told)
