@@ -10,6 +10,7 @@ from extproc.decision import Decision, Outcome
 from extproc.dispatch import beliefs
 from extproc.endpoint import Endpoint, Load, Models
 from extproc.errors import ConfigError
+from extproc.pool.condition import Verdict
 from extproc.pool.fleet import Fleet, Mark
 from extproc.request import RawRequest
 from extproc.telemetry.state import EndpointState, PoolState
@@ -79,6 +80,9 @@ def _charge(fleet: Fleet, known: EndpointState) -> None:
     account.done, account.written = 0.0, account.seen
     for _ in range(known.failures):
         fleet.scrape_failed(Mark(member.endpoint, 0), "refused", _NOW)
+    if known.health in {"ejected", "probing"}:
+        for _ in range(fleet.health.settings.failures):
+            fleet.told(member.endpoint, Verdict.FAILED, sent_at=_NOW, now=_NOW)
 
 
 def _load(known: EndpointState) -> Load | None:

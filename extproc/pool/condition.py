@@ -8,6 +8,9 @@ from typing import Annotated
 
 import msgspec
 
+#: Consecutive refused or timed-out scrapes after which an endpoint is out of reach.
+UNREACHABLE_AFTER = 2
+
 #: Statuses of 500 and more that tell of the request, not of the engine: method or version unknown.
 _REQUESTS_OWN = frozenset({"501", "505"})
 

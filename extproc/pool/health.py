@@ -23,10 +23,7 @@ from collections import Counter
 
 import msgspec
 
-from extproc.pool.condition import FINE, Condition, Settings, State, Verdict
-
-#: Consecutive refused or timed-out scrapes after which an endpoint is out of reach.
-UNREACHABLE_AFTER = 2
+from extproc.pool.condition import FINE, UNREACHABLE_AFTER, Condition, Settings, State, Verdict
 
 #: Requests in the window below which a share of failures means nothing (count, fading).
 _FEWEST = 8.0

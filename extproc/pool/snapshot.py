@@ -20,7 +20,7 @@ from extproc.endpoint import (
 )
 from extproc.pool.accounts import Account
 from extproc.pool.adapters import residency
-from extproc.pool.condition import FINE, Condition, State
+from extproc.pool.condition import FINE, UNREACHABLE_AFTER, Condition, State
 from extproc.pool.serving import Serving, Split
 
 _IN = State.IN
@@ -53,6 +53,11 @@ class Member(msgspec.Struct, frozen=True, gc=False):
     failure: str = ""
     models: Models | None = None
     condition: Condition = FINE
+
+    @property
+    def reachable(self) -> bool:
+        """Whether its last scrapes could connect; True while nothing was tried."""
+        return self.failures < UNREACHABLE_AFTER
 
     @property
     def up(self) -> bool:

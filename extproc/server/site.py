@@ -85,7 +85,13 @@ class Site:
     def watched(self) -> Watched:
         """As the metrics page sees it."""
         fleet = self.parts.fleet
-        return Watched(fleet.pool, self._cache, fleet.tokenisers.learnt)
+        return Watched(
+            fleet.pool,
+            self._cache,
+            fleet.tokenisers.learnt,
+            fleet.health.ejections,
+            fleet.health.probes,
+        )
 
     async def sync(self) -> None:
         """Learn the endpoints, where they are not brought by somebody else.

@@ -51,8 +51,8 @@ def explain(outcome: Outcome) -> Json:
     """An outcome and its reasons.
 
     Returns:
-        For a decision the keys outcome, request, profile, picker, degraded, endpoints, runner_up,
-        candidates, left_out, unlisted, model_rewrite, filters, scorers, cost and finalists; for a
+        For a decision the keys outcome, pool, request, profile, picker, degraded, endpoints, runner_up,
+        candidates, left_out, put_aside, unlisted, model_rewrite, filters, scorers, cost and finalists; for a
         rejection outcome, status, message, reason and retry_after_s.
     """
     if isinstance(outcome, Rejection):
@@ -61,6 +61,7 @@ def explain(outcome: Outcome) -> Json:
         return {"outcome": "rejection", **told}
     return {
         "outcome": "decision",
+        "pool": outcome.pool,
         "request": _request(outcome.request),
         "profile": outcome.profile,
         "picker": outcome.picker,
@@ -69,6 +70,10 @@ def explain(outcome: Outcome) -> Json:
         "runner_up": _runner_up(outcome),
         "candidates": [_candidate(candidate) for candidate in outcome.candidates],
         "left_out": [endpoint.address for endpoint in outcome.left_out],
+        "put_aside": {
+            why: [endpoint.address for endpoint in endpoints]
+            for why, endpoints in outcome.put_aside
+        },
         "unlisted": outcome.unlisted,
         "model_rewrite": _rewrite(outcome),
         "filters": _filters(outcome),
@@ -106,6 +111,7 @@ def summary(one: Recorded, now: float) -> Json:
     return {
         "id": one.id,
         "seconds_ago": now - one.at,
+        "pool": decision.pool,
         "model": decision.request.target,
         "endpoint": decision.endpoints[0].address,
         "why": short(decision),
@@ -217,7 +223,9 @@ def _filters(decision: Decision) -> list[Json]:
     before = _addresses(decision.candidates)
     if decision.left_out:
         dropped = [endpoint.address for endpoint in decision.left_out]
-        steps.append({"name": SERVES_MODEL, "survivors": before, "dropped": dropped})
+        others = [one.address for _, aside in decision.put_aside for one in aside]
+        steps.append({"name": SERVES_MODEL, "survivors": before + others, "dropped": dropped})
+    steps += _put_aside(decision, before)
     for filtered in decision.filters:
         after = _addresses(filtered.survivors)
         kept = set(after)
@@ -227,6 +235,17 @@ def _filters(decision: Decision) -> list[Json]:
             step["branches"] = _branches(filtered.branches, before)
         steps.append(step)
         before = after
+    return steps
+
+
+def _put_aside(decision: Decision, candidates: list[str]) -> list[Json]:
+    """Endpoints left out for their health, as steps; who is left out later survives until then."""
+    steps: list[Json] = []
+    survivors = candidates
+    for why, endpoints in reversed(decision.put_aside):
+        dropped = [endpoint.address for endpoint in endpoints]
+        steps.insert(0, {"name": why, "survivors": survivors, "dropped": dropped})
+        survivors = survivors + dropped
     return steps
 
 

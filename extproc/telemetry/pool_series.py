@@ -33,11 +33,15 @@ class Watched(msgspec.Struct, frozen=True):
         pool: The snapshot.
         cache: What is believed of an endpoint's prefix cache.
         bytes_per_token: What was learnt of tokenisers, by model.
+        ejections: Endpoints left out, by cause.
+        probes: Requests that tried one again, by what they came to.
     """
 
     pool: Pool
     cache: Callable[[Endpoint], Cache]
     bytes_per_token: Mapping[str, float] = {}
+    ejections: Mapping[str, int] = {}
+    probes: Mapping[str, int] = {}
 
 
 #: A family of counters: name, help text, labels behind `pool`, and what a pool's counts give it.
@@ -132,7 +136,16 @@ _GAUGES: tuple[_Gauge, ...] = (
         "Requests of others at the last scrape.",
         lambda one, _: one.foreign,
     ),
-    ("extproc_endpoint_up", "1 unless its scrapes cannot connect.", lambda one, _: float(one.up)),
+    (
+        "extproc_endpoint_up",
+        "1 unless its scrapes cannot connect.",
+        lambda one, _: float(one.reachable),
+    ),
+    (
+        "extproc_endpoint_ejected",
+        "1 while it is left out because it fails or cannot be reached.",
+        lambda one, _: float(not one.up),
+    ),
     (
         "extproc_endpoint_load_age_seconds",
         "Age of the last scrape.",
@@ -209,6 +222,7 @@ def endpoints(watched: Mapping[str, Watched], now: float) -> Iterator[Metric]:
                     family.add_metric([pool, member.endpoint.address], value)
         yield family
     yield from _caches(watched)
+    yield from _health(watched)
     ratio = GaugeMetricFamily(
         "extproc_bytes_per_token", "Learnt bytes of a prompt token.", labels=["pool", "model"]
     )
@@ -216,6 +230,25 @@ def endpoints(watched: Mapping[str, Watched], now: float) -> Iterator[Metric]:
         for model, value in one.bytes_per_token.items():
             ratio.add_metric([pool, model], value)
     yield ratio
+
+
+def _health(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+    ejections = CounterMetricFamily(
+        "extproc_ejections",
+        "Times an endpoint was left out, by cause.",
+        labels=["pool", "cause"],
+    )
+    probes = CounterMetricFamily(
+        "extproc_probes",
+        "Requests that tried an endpoint again, by what they came to.",
+        labels=["pool", "result"],
+    )
+    for pool, one in watched.items():
+        for cause, count in one.ejections.items():
+            ejections.add_metric([pool, cause], count)
+        for result, count in one.probes.items():
+            probes.add_metric([pool, result], count)
+    yield from (ejections, probes)
 
 
 def _caches(watched: Mapping[str, Watched]) -> Iterator[Metric]:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from extproc.endpoint import NO_LABELS
+from extproc.pool.condition import State
 from extproc.pool.snapshot import Member, Pool
+
+Health = Literal["in", "ejected", "probing", "down"]
+
+_STATES: Mapping[State, Health] = {
+    State.IN: "in",
+    State.EJECTED: "ejected",
+    State.PROBING: "probing",
+    State.DOWN: "down",
+}
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
@@ -27,6 +37,11 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         incarnation: Which life of the address this is (count).
         failures: Consecutive connection failures of the scraper (count).
         failure: Why its last scrape failed; empty when it did not.
+        health: `in`, `ejected`, `probing` or `down`.
+        cause: Why it is left out; empty when it is not.
+        out_s: Seconds since it was left out; None when it is not.
+        again_s: Seconds until a request may try it; None where only a scrape brings it back.
+        ejections: Times in a row (count).
         in_flight: Requests this picker has open there (count).
         prompt_tokens: Estimated prompt tokens of these.
         queued_tokens: Of these, uncached and believed not yet computed.
@@ -53,6 +68,11 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     incarnation: Count = 0
     failures: Count = 0
     failure: str = ""
+    health: Health = "in"
+    cause: str = ""
+    out_s: Amount | None = None
+    again_s: Amount | None = None
+    ejections: Count = 0
     in_flight: Requests = 0
     prompt_tokens: Count = 0
     queued_tokens: Count = 0
@@ -93,6 +113,7 @@ def of_pool(pool: Pool, now: float) -> PoolState:
 def _of_member(member: Member, now: float) -> EndpointState:
     endpoint, load, account, models = member.endpoint, member.load, member.account, member.models
     scraped = math.isfinite(load.at)
+    known = member.condition
     return EndpointState(
         address=endpoint.address,
         name=endpoint.name,
@@ -100,6 +121,11 @@ def _of_member(member: Member, now: float) -> EndpointState:
         incarnation=endpoint.incarnation,
         failures=member.failures,
         failure=member.failure,
+        health=_STATES[known.state],
+        cause=known.cause,
+        out_s=None if member.up else max(0.0, now - known.since),
+        again_s=max(0.0, known.until - now) if math.isfinite(known.until) else None,
+        ejections=known.times,
         in_flight=account.in_flight,
         prompt_tokens=account.prompt_tokens,
         queued_tokens=round(account.queued(now)),

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from extproc.endpoint import UNKNOWN, Endpoint, Load
-from extproc.pool import health, snapshot
+from extproc.pool import condition, snapshot
 from extproc.pool.fleet import Fleet
 
 ADDRESSES = ("10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000", "[fd00::2]:8000")
@@ -19,7 +19,7 @@ def fleet_of(*addresses: str) -> Fleet:
 
 def take_down(fleet: Fleet, *addresses: str) -> None:
     for address in addresses:
-        for _ in range(health.UNREACHABLE_AFTER):
+        for _ in range(condition.UNREACHABLE_AFTER):
             member = fleet.pool.find(address)
             assert member is not None
             fleet.scrape_failed(fleet.begin_scrape(member.endpoint), "refused", 0.0)

@@ -7,6 +7,7 @@ from extproc.cli import imagined
 from extproc.config import settings as sections
 from extproc.decision import Branch, Decision, Filtered, Priced, Rejection, Scored
 from extproc.endpoint import Candidate, Endpoint, Load
+from extproc.pool.condition import Verdict
 from extproc.pool.fleet import Fleet
 from extproc.request import RawRequest, Request
 from extproc.telemetry import explanation, ring, state, table
@@ -190,6 +191,9 @@ def test_pool_state_tells_what_is_known():
                 "incarnation": 1,
                 "failures": 0,
                 "failure": "",
+                "health": "in",
+                "cause": "",
+                "ejections": 0,
                 "in_flight": 3,
                 "prompt_tokens": 21,
                 "queued_tokens": 0,
@@ -207,6 +211,9 @@ def test_pool_state_tells_what_is_known():
                 "incarnation": 2,
                 "failures": 1,
                 "failure": "refused",
+                "health": "in",
+                "cause": "",
+                "ejections": 0,
                 "in_flight": 0,
                 "prompt_tokens": 0,
                 "queued_tokens": 0,
@@ -228,3 +235,30 @@ def test_state_comes_back_to_life():
     assert (first.in_flight, first.requests, first.prompt_tokens) == (3, 8.0, 21)
     assert (first.age_s, first.load.running) == (2.5, 4.0)
     assert second.age_s == math.inf
+
+
+def test_who_is_put_aside_is_told_with_the_reason():
+    """Endpoints that fail, and those that wait for their turn, stand before the filters."""
+    pool = fleet()
+    pool.replace([Endpoint("a:1"), Endpoint("b:2"), Endpoint("c:3")], 12.0)
+    for _ in range(3):
+        member = pool.pool.find("b:2")
+        assert member is not None
+        pool.told(member.endpoint, Verdict.FAILED, sent_at=12.0, now=12.0)
+    told = explanation.pool_state(pool.pool, 13.0)["endpoints"][1]
+    assert (told["health"], told["cause"], told["out_s"], told["ejections"]) == (
+        ("ejected", "errors", 1.0, 1)
+    )
+    assert 3.0 <= told["again_s"] <= 4.0
+    read = msgspec.convert(explanation.pool_state(pool.pool, 13.0), state.PoolState)
+    outcome = imagined.decide(
+        sections.Settings(), read, RawRequest({":path": "/x"}, b""), where="state"
+    )
+    shown = explanation.explain(outcome)
+    assert shown["put_aside"] == {"failing": ["b:2"]}
+    assert shown["filters"][0] == {
+        "name": "failing",
+        "survivors": ["a:1", "c:3"],
+        "dropped": ["b:2"],
+    }
+    assert "failing" in table.render_table(shown)
