@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from extproc.config import ecosystem, pooling
+from extproc.config import ecosystem, policies, pooling
 from extproc.config import settings as sections
 
 
 def advice(settings: sections.Settings) -> Iterator[str]:
     """One sentence for each thing worth a second look."""
     yield from ecosystem.remarks(settings.scheduling.plugins)
+    yield from _rewrites(settings)
     scrape, limits = settings.scrape, settings.limits
     if not (pooling.given(settings.pool) or settings.pools or pooling.from_kubernetes(settings)):
         yield "there are no endpoints: every request is refused with 503"
@@ -36,3 +37,9 @@ def advice(settings: sections.Settings) -> Iterator[str]:
         yield "seed is set: replicas with the same seed draw the same endpoints"
     if not settings.scheduling.honour_subset:
         yield "scheduling.honour_subset is false: endpoints a gateway excludes are used all the same"
+
+
+def _rewrites(settings: sections.Settings) -> Iterator[str]:
+    yield from policies.remarks(settings.pool.rewrites, "pool.rewrites")
+    for at, pool in enumerate(settings.pools):
+        yield from policies.remarks(pool.rewrites, f"pools[{at}].rewrites")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -40,7 +40,7 @@ class Rewrite(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     targets: Annotated[tuple[RewriteTarget, ...], msgspec.Meta(min_length=1)]
 
 
-def policy(objectives: Mapping[str, int], rewrites: tuple[Rewrite, ...]) -> policies.Policy:
+def policy(objectives: Mapping[str, int], rewrites: Sequence[Rewrite]) -> policies.Policy:
     """The sections as a value."""
     if not (objectives or rewrites):
         return policies.NONE
@@ -51,3 +51,40 @@ def policy(objectives: Mapping[str, int], rewrites: tuple[Rewrite, ...]) -> poli
         for each in rewrites
     ]
     return policies.Policy(objectives, tuple(rules))
+
+
+def lines(objectives: Mapping[str, int], rewrites: Sequence[Rewrite]) -> Iterator[str]:
+    """The sections in words, for `extproc check`."""
+    if objectives:
+        ranked = sorted(objectives.items(), key=lambda pair: (-pair[1], pair[0]))
+        yield "objectives  " + ", ".join(f"{name} {priority}" for name, priority in ranked)
+    head = "rewrites    "
+    for each in rewrites:
+        targets = ", ".join(
+            one.model if one.weight is None else f"{one.model} ({one.weight})"
+            for one in each.targets
+        )
+        yield f"{head}{', '.join(each.models) or 'every other model'} to {targets}"
+        head = " " * len(head)
+
+
+def remarks(rewrites: Sequence[Rewrite], where: str) -> Iterator[str]:
+    """Rewrites that are allowed and probably not meant.
+
+    Args:
+        rewrites: In their order.
+        where: Where they stand, such as `pool.rewrites`.
+    """
+    first: dict[str, int] = {}
+    for at, each in enumerate(rewrites):
+        for model in each.models or ("",):
+            before = first.setdefault(model, at)
+            if before != at:
+                named = model or "every other model"
+                yield f"{where}[{at}] is never used for {named}: {where}[{before}] comes first"
+        weights = [one.weight for one in each.targets]
+        unweighted = [one.model for one in each.targets if one.weight is None]
+        if sum(weight or 0 for weight in weights) and unweighted:
+            yield f"{where}[{at}] never draws {', '.join(unweighted)}: others have a weight"
+        elif 0 in weights and not any(weights):
+            yield f"{where}[{at}] has only weights of 0: its targets are drawn alike"

@@ -251,7 +251,7 @@ _CONTROL = (
     upstream_type.unsupported(
         "hook",
         "request-attribute-reporter",
-        "token usage is a metric here and not written into dynamic metadata",
+        "the cost of an answer is put into dynamic metadata by answers.request_cost, as weights",
         "attributes",
     ),
     upstream_type.implied(

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from extproc.config import factory, load, pooling
+from extproc.config import advice, factory, load, pooling
+from extproc.config import policies as policies_told
 from extproc.config import settings as sections
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
@@ -106,3 +107,48 @@ def test_mistakes_are_named_with_their_place(pool: str, place: str):
     with pytest.raises(ConfigError) as raised:
         settings(f"pool: {pool}")
     assert place in raised.value.where
+
+
+def test_it_is_told_in_words():
+    """As `extproc check` prints it."""
+    pool = settings(POOL).pool
+    assert list(policies_told.lines(pool.objectives, pool.rewrites)) == [
+        "objectives  gold 10, batch -1",
+        "rewrites    big, large to big-v1 (90), big-v2 (10)",
+        "            every other model to small",
+    ]
+    assert list(policies_told.lines({}, ())) == []
+
+
+@pytest.mark.parametrize(
+    ("rewrites", "remark"),
+    [
+        (
+            "[{models: [a, b], targets: [{model: c}]}, {models: [b], targets: [{model: d}]}]",
+            "pool.rewrites[1] is never used for b: pool.rewrites[0] comes first",
+        ),
+        (
+            "[{targets: [{model: c}]}, {targets: [{model: d}]}]",
+            "pool.rewrites[1] is never used for every other model: pool.rewrites[0] comes first",
+        ),
+        (
+            "[{targets: [{model: c, weight: 1}, {model: d}]}]",
+            "pool.rewrites[0] never draws d: others have a weight",
+        ),
+        (
+            "[{targets: [{model: c, weight: 0}, {model: d}]}]",
+            "pool.rewrites[0] has only weights of 0: its targets are drawn alike",
+        ),
+    ],
+)
+def test_what_is_probably_not_meant_is_remarked(rewrites: str, remark: str):
+    """Rules that never count, and targets that are never drawn; in `pools` as well."""
+    assert remark in advice.advice(settings(f"pool: {{rewrites: {rewrites}}}"))
+    pools = f"pools: [{{name: p, endpoints: ['10.0.0.1:1'], rewrites: {rewrites}}}]"
+    assert remark.replace("pool.", "pools[0].") in advice.advice(settings(pools))
+
+
+def test_what_is_meant_is_not_remarked():
+    """A usual canary, and one that is switched off."""
+    told = list(advice.advice(settings(POOL.replace("weight: 10", "weight: 0"))))
+    assert not [each for each in told if "rewrites" in each]
