@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from extproc.config import load, pooling, sources
+from extproc.config import load, policies, pooling, sources
 from extproc.config.settings import Settings
 from extproc.discovery import entries, file, follow
 from extproc.dispatch import claims
@@ -23,7 +23,9 @@ def lines(settings: Settings) -> Iterator[str]:
             own = plan.settings.scheduling
             if own is not settings.scheduling:
                 yield "            scheduled by rules of its own"
-        yield from _source(plan.settings.pool)
+        pool = plan.settings.pool
+        yield from _source(pool)
+        yield from policies.lines(pool.objectives, pool.rewrites)
     cluster = settings.cluster
     if cluster.every_pool != "none":
         place = "the cluster"
