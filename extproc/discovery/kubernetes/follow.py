@@ -131,7 +131,7 @@ class Follower:
 
     def changed(self) -> None:
         """A feed has brought something."""
-        if self._cluster.dirty or self._cluster.synced is not self._told_synced:
+        if self._cluster.dirty or (not self._told_synced and self._cluster.synced):
             self._wake.set()
 
     def state(self, collection: Collection, kind: str, detail: str) -> None:

@@ -6,6 +6,7 @@ for fields nobody asks for.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
@@ -22,6 +23,9 @@ BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 #: kubectl's copy of the whole object.
 _NOISE = "kubectl.kubernetes.io/last-applied-configuration"
+
+#: Addresses whose reading is remembered (count): pods keep theirs from event to event.
+_ADDRESSES_KEPT = 16_384
 
 _ENDED = frozenset({"Succeeded", "Failed"})
 
@@ -316,6 +320,7 @@ def _backend(raw: _Backend) -> objects.Backend:
     )
 
 
+@functools.lru_cache(maxsize=_ADDRESSES_KEPT)
 def address(text: str) -> str:
     """An IP address in its shortest form; empty for anything else."""
     if not text:

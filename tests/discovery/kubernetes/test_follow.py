@@ -509,6 +509,97 @@ def test_pods_by_label_need_no_crd(tmp_path):
     asyncio.run(scene())
 
 
+def test_a_server_that_does_not_answer_is_given_up(tmp_path):
+    """A list that hangs is asked for again, and so is a watch that never ends."""
+
+    async def scene():
+        silent = asyncio.Event()
+
+        def prepare(server):
+            async def hang(_):
+                await silent.wait()
+
+            server.answers.append(hang)
+
+        hasty = {"request_s": 0.2, "watch_s": 0.01}
+        objects = (making.pool(), making.pod("a"))
+        async with following(tmp_path, *objects, prepare=prepare, **hasty) as one:
+            assert one.kinds() == ["disconnected", "connected", "synced"]
+            await one.server.until_watched()
+            one.server.requests.clear()
+            await one.server.until(lambda seen: sum("watch" in query for _, query in seen) >= 6)
+            one.server.put(making.pod("b", ip="10.0.0.2"))
+            await one.until_names("a", "b")
+            silent.set()
+
+    asyncio.run(scene())
+
+
+def test_watches_that_fail_again_and_again_end_in_a_list(tmp_path):
+    """A store that was restored from a copy may not know our version, and not say 410."""
+
+    async def scene():
+        sources = (settings.Selector("default", {"app": "vllm"}, (8000,), "sel"),)
+        async with following(tmp_path, making.pod("a"), sources=sources) as one:
+            await one.server.until_watched(1)
+
+            async def broken(_):
+                return fake.refuse(500, "Too large resource version")
+
+            one.server.answers.extend([broken] * 3)
+            one.server.requests.clear()
+            one.server.drop()
+            fact = await one.until_fact("relisted")
+            assert "Too large resource version" in fact.detail
+            await one.server.until_watched(1)
+            assert ["watch" in query for _, query in one.server.requests] == [
+                *[True] * 3,
+                False,
+                True,
+            ]
+
+    asyncio.run(scene())
+
+
+def test_credentials_that_break_are_said_so_and_read_again(tmp_path):
+    """A kubeconfig that is being rewritten is no end."""
+
+    async def scene():
+        def prepare(server):
+            server.token = "first"
+
+        async with following(tmp_path, making.pool(), making.pod("a"), prepare=prepare) as one:
+            await one.server.until_watched()
+            (tmp_path / "kubeconfig").write_text("{")
+            one.server.token = "second"
+            one.server.drop()
+            await one.until_fact("unauthorised")
+            one.server.put(making.pod("b", ip="10.0.0.2"))
+            one.server.kubeconfig(tmp_path)
+            await one.until_names("a", "b")
+
+    asyncio.run(scene())
+
+
+def test_a_broken_object_is_said_once_and_hides_itself_alone(tmp_path):
+    """It is no endpoint until somebody mends it."""
+
+    async def scene():
+        async with following(tmp_path, making.pool(), making.pod("a"), making.pod("b")) as one:
+            await one.server.until_watched()
+            for _ in range(3):
+                broken = making.pod("b", ip="10.0.0.2")
+                broken["status"]["podIP"] = 5
+                one.server.put(broken)
+            one.server.put(making.pod("c", ip="10.0.0.3"))
+            await one.until_names("a", "c")
+            assert one.kinds().count("broken-object") == 1
+            one.server.put(making.pod("b", ip="10.0.0.2"))
+            await one.until_names("a", "b", "c")
+
+    asyncio.run(scene())
+
+
 def test_many_changes_make_few_reports(tmp_path):
     """A burst is told of in batches, with the last state."""
 
