@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from extproc.config import load
+from extproc.discovery.found import Found
+from extproc.dispatch.claims import Claim
+from extproc.endpoint import Endpoint
+from extproc.errors import ConfigError
+from extproc.pool import policy
+from extproc.request import RawRequest
+from extproc.scheduling.guard import Guards
+from extproc.scrape import client, scraper
+from extproc.server.site import Shared, claim_of
+from extproc.server.sites import Sites
+from extproc.telemetry.tallies import Tallies
+
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+A, B, C = "127.0.0.11:9", "127.0.0.12:9", "127.0.0.13:9"
+
+
+def read(text):
+    return load.settings(load.parse(HEAD + text, where="f.yaml"))
+
+
+def sites(text, *, written=None, heard=True):
+    tallies = Tallies()
+    shared = Shared(
+        tallies,
+        Guards(lambda: 0.0, tallies.plugins),
+        client.Client(timeout_s=1.0, cap_bytes=1),
+        scraper.Census(),
+        lambda: 1.0,
+    )
+    return Sites(read(text), shared, written=written or {}, heard=lambda: heard)
+
+
+def found(*addresses, **facts):
+    return Found(tuple(Endpoint(address) for address in addresses), **facts)
+
+
+def ask(subject, host="x", model="m"):
+    body = json.dumps({"model": model, "prompt": "x"}).encode()
+    headers = {":method": "POST", ":path": "/v1/completions", ":authority": host}
+    return subject.switchboard.route(RawRequest(headers, body), 1.0)
+
+
+def where(subject, **request):
+    routed = ask(subject, **request)
+    return getattr(routed.outcome, "endpoints", [routed.outcome])[0]
+
+
+TWO = f"""
+pools:
+- {{name: a, endpoints: ['{A}'], match: {{hosts: [a]}}}}
+- {{name: b, endpoints: ['{B}'], scheduling: {{strategy: random}}}}
+"""
+
+
+async def test_written_pools_know_their_endpoints_after_sync():
+    """Each has its own fleet, claim and profile; all of them have to be known."""
+    subject = sites(TWO)
+    assert not subject.synced
+    await subject.sync()
+    assert subject.synced
+    assert where(subject, host="a").address == A
+    assert where(subject, host="z").address == B
+    assert subject.profile == "adaptive,random"
+    assert [len(pool.members) for pool in subject.pools().values()] == [1, 1]
+    assert list(subject.watched()) == ["a", "b"]
+
+
+async def test_a_written_pool_is_told_of_by_kubernetes():
+    """Its key is known; endpoints and policy arrive, and its end is a 503 of that pool alone."""
+    text = f"""
+pools:
+- {{name: a, kubernetes: {{inference_pool: p, namespace: n}}, match: {{hosts: [a]}}}}
+- {{name: b, endpoints: ['{B}']}}
+"""
+    subject = sites(text, written={"n/p": "a"})
+    await subject.sync()
+    assert not subject.synced
+    rules = (policy.Rule(("m",), (policy.Target("n"),)),)
+    subject.take({"n/p": found(A, policy=policy.Policy({}, rules))}, ())
+    assert subject.synced
+    routed = ask(subject, host="a")
+    assert (routed.pool, routed.outcome.model_rewrite) == ("a", "n")
+    subject.take({"n/p": found(exists=False)}, ())
+    assert subject.synced
+    assert where(subject, host="a").status == 503
+    assert where(subject, host="z").address == B
+
+
+async def test_a_picker_whose_only_pool_is_gone_is_not_ready():
+    """EPP checklist 65."""
+    subject = sites("pool: {kubernetes: {inference_pool: p, namespace: n}}", written={"n/p": ""})
+    subject.take({"n/p": found(A)}, ())
+    assert subject.synced
+    subject.take({"n/p": found(exists=False)}, ())
+    assert not subject.synced
+
+
+async def test_nothing_is_ready_before_kubernetes_spoke():
+    """Pools that it brings are unknown until it told everything once."""
+    assert not sites("cluster: {every_pool: cluster}", heard=False).synced
+    assert sites("cluster: {every_pool: cluster}").synced
+
+
+async def test_pools_that_kubernetes_brings_come_and_go():
+    """Each is a pool by its key, claimed by annotations, and forgotten when it is gone."""
+    subject = sites("cluster: {every_pool: cluster}\nscheduling: {strategy: random}")
+    first = {"n/p": found(A, annotations={"extproc/hosts": "A"}), "n/q": found(B)}
+    subject.take(first, ())
+    assert ask(subject, host="a").pool == "n/p"
+    assert ask(subject, host="b").pool == "n/q"
+    subject.by_name["n/q"].parts.fleet.replace([], 2.0)
+    subject.take({"n/q": found(C)}, ())
+    assert where(subject, host="b").address == C
+    subject.take({"n/p": found(A, annotations={"extproc/hosts": "c"})}, ())
+    assert ask(subject, host="c").pool == "n/p"
+    kept = subject.by_name["n/p"]
+    subject.take({}, frozenset({"n/q"}))
+    assert list(subject.by_name) == ["n/p"]
+    assert subject.by_name["n/p"] is kept
+    assert "n/q" not in kept._shared.tallies.pools
+    assert ask(subject, host="b").outcome.status == 404
+    assert subject.by_name["n/p"].profile == "random"
+
+
+@contextlib.asynccontextmanager
+async def running(subject):
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(subject.run())
+        yield
+        task.cancel()
+
+
+async def loops(*names):
+    """Let the loop turn until exactly these pools have their loops."""
+    found = None
+    for _ in range(100):
+        found = {task.get_name() for task in asyncio.all_tasks()}
+        if {name for name in found if name.startswith("pool ")} == set(names):
+            return
+        await asyncio.sleep(0)
+    raise AssertionError(found)
+
+
+async def test_loops_run_for_the_pools_there_are():
+    """A pool that comes gets its loops, one that goes loses them, a change of endpoints none."""
+    subject = sites("cluster: {every_pool: cluster}")
+    async with running(subject):
+        subject.take({"n/p": found(A)}, ())
+        await loops("pool n/p")
+        subject.take({"n/q": found(B), "n/p": found(C)}, frozenset())
+        await loops("pool n/p", "pool n/q")
+        subject.take({}, {"n/p"})
+        await loops("pool n/q")
+    await loops()
+
+
+async def test_rules_and_claims_are_live():
+    """A new configuration is in force for the next request; which pools there are stays."""
+    subject = sites(TWO)
+    await subject.sync()
+    changed = TWO.replace("hosts: [a]", "hosts: [c]").replace(
+        "strategy: random", "strategy: lmetric"
+    )
+    subject.replanned(read(changed))()
+    assert ask(subject, host="c").pool == "a"
+    assert ask(subject, host="a").pool == "b"
+    assert subject.profile == "adaptive,lmetric"
+    with pytest.raises(ConfigError):
+        subject.replanned(read(TWO.replace("strategy: random", "strategy: nonsense")))
+    assert ask(subject, host="c").pool == "a"
+
+
+@pytest.mark.parametrize(
+    ("annotations", "claim"),
+    [
+        ({}, Claim()),
+        ({"extproc/hosts": " A.example , *.b "}, Claim(hosts=("a.example", "*.b"))),
+        (
+            {"extproc/paths": "/a,/b", "extproc/models": "m", "extproc/headers": "X-Team=a"},
+            Claim(paths=("/a", "/b"), models=("m",), headers={"x-team": "a"}),
+        ),
+        ({"extproc/hosts": ","}, Claim()),
+    ],
+)
+def test_claims_of_annotations(annotations, claim):
+    """Lists with commas; hosts and header names in lower case."""
+    assert claim_of(annotations) == claim
