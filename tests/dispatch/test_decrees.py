@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from extproc.decision import Decision, Rejection
+from extproc.decision import Answer, Decision, Rejection
 from extproc.dispatch import decrees
+from extproc.dispatch.switchboard import Claimant, Switchboard
 from extproc.endpoint import Models
 from extproc.pool import policy as policies
 from extproc.pool.policy import Policy, Rule, Target
@@ -191,6 +192,22 @@ def test_discovery_counts_before_the_configuration():
     assert held.dispatcher.decreed_names == {"m", "n"}
     held.fleet.decree(policies.NONE)
     assert sent(held, ask()) == "file"
+
+
+def test_a_pool_is_found_by_the_names_of_its_rewrites():
+    """Of several pools an alias goes to the one whose rule takes it, and is listed there."""
+    llama, qwen = house(), house(rule("alias", "qwen"))
+    for held, name in ((llama, "llama"), (qwen, "qwen")):
+        (member,) = held.fleet.pool.members
+        held.fleet.observe_models(member.endpoint, Models(frozenset({name}), frozenset()))
+    board = Switchboard([Claimant("llama", llama.dispatcher), Claimant("qwen", qwen.dispatcher)])
+    routed = board.route(ask("alias"), 100.0)
+    assert routed.pool == "qwen"
+    assert isinstance(routed.outcome, Decision)
+    assert routed.outcome.model_rewrite == "qwen"
+    told = board.route(RawRequest({":method": "GET", ":path": "/v1/models"}), 100.0).outcome
+    assert isinstance(told, Answer)
+    assert [one["id"] for one in json.loads(told.body)["data"]] == ["alias", "llama", "qwen"]
 
 
 LOW = {OBJECTIVE: "low"}
