@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
@@ -388,7 +387,7 @@ async def test_063_a_storm(api, cluster, place):
         for step in range(400):
             if step % 150 == 149 and cluster.stoppable:
                 cluster.stop()
-                await asyncio.to_thread(cluster.start)
+                await cluster.restart()
             await change(chance.randrange(30))
         await told.has(key, *exact())
         assert len(exact()) > 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 
 import pytest
@@ -49,11 +48,6 @@ def serving(place):
     return kube_picker.picker(kubeconfig, "--pool-name", "vllm", "--pool-namespace", namespace)
 
 
-async def restart(cluster):
-    """Start the API server again without holding up the loop."""
-    await asyncio.to_thread(cluster.start)
-
-
 async def test_063_picks_go_on_while_the_api_server_is_away(api, cluster, place):
     """All picks of an outage are served, by all endpoints; afterwards changes arrive again."""
     namespace, _ = place
@@ -62,7 +56,7 @@ async def test_063_picks_go_on_while_the_api_server_is_away(api, cluster, place)
         cluster.stop()
         picks = Counter([await picker.pick() for _ in range(300)])
         assert set(picks) == set(addresses(*range(PODS)))
-        await restart(cluster)
+        await cluster.restart()
         # Before it has found the API server again: a pod less, one more, one that is not ready,
         # and one that was replaced under its name.
         await api.delete(engine(namespace, 0))
@@ -86,7 +80,7 @@ async def test_063_outages_one_after_the_other(api, cluster, place):
         for gone in range(2):
             cluster.stop()
             assert await picker.pick()
-            await restart(cluster)
+            await cluster.restart()
             await api.delete(engine(namespace, gone))
             await picker.knows(addresses(*range(gone + 1, PODS)))
 
@@ -105,9 +99,9 @@ async def test_063_a_picker_that_starts_during_an_outage(cluster, place):
         ) as picker:
             assert not await picker.ready()
             assert await picker.pick() == ""
-            await restart(cluster)
+            await cluster.restart()
             await picker.until(picker.ready, bool)
             await picker.knows(addresses(*range(PODS)))
             assert await picker.pick() in addresses(*range(PODS))
     finally:
-        await restart(cluster)
+        await cluster.restart()

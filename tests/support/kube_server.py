@@ -6,6 +6,7 @@ and the status of a pod is what a test patches into it.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import datetime as dt
@@ -137,11 +138,14 @@ class ApiServer(Cluster):
 
     def start(self) -> None:
         """Start what is not running, with the data there was; returns once it is ready."""
-        if "etcd" not in self._processes:
-            self._run("etcd", *self._etcd_flags())
-        if "kube-apiserver" not in self._processes:
-            self._run("kube-apiserver", *self._api_flags())
+        self._spawn()
         self._wait_until_ready()
+
+    async def restart(self) -> None:
+        """The same without holding up the loop."""
+        # Not in the thread: children die with the thread that started them.
+        self._spawn()
+        await asyncio.to_thread(self._wait_until_ready)
 
     def stop(self) -> None:
         """Take the API down at once, as a crash would: every watch is cut. Data stay."""
@@ -151,6 +155,12 @@ class ApiServer(Cluster):
         """End everything."""
         for name in reversed(list(self._processes)):
             self._end(name)
+
+    def _spawn(self) -> None:
+        if "etcd" not in self._processes:
+            self._run("etcd", *self._etcd_flags())
+        if "kube-apiserver" not in self._processes:
+            self._run("kube-apiserver", *self._api_flags())
 
     def _run(self, name: str, *flags: str) -> None:
         argv = stack._leashed([str(self._binaries / name), *flags])
