@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
 
 from extproc.decision import Decision, Outcome
 from extproc.pool.policy import Policy, Rule, Target
@@ -154,7 +158,7 @@ def test_086_equal_or_empty_names_leave_the_answer(asked: str, client: str):
 
 
 @pytest.mark.parametrize(
-    ("headers", "settings"),
+    ("headers", "chosen"),
     [
         ({**talk.SSE, "content-encoding": "gzip"}, {}),
         ({**talk.SSE, "content-type": "audio/mpeg"}, {}),
@@ -163,10 +167,10 @@ def test_086_equal_or_empty_names_leave_the_answer(asked: str, client: str):
     ids=["compressed", "sound", "switched off"],
 )
 def test_086_what_cannot_or_must_not_be_read_is_left(
-    headers: dict[str, str], settings: dict[str, bool]
+    headers: dict[str, str], chosen: dict[str, bool]
 ):
     """Compressed bodies and other types, and everything where the setting is off."""
-    held = answering(("BUFFERED", "NONE"), settings=ExchangeSettings(1 << 20, **settings))
+    held = answering(("BUFFERED", "NONE"), settings=ExchangeSettings(1 << 20, **chosen))
     assert held.hear(talk.response_headers(headers)) == heading()
 
 
@@ -193,3 +197,34 @@ def test_086_an_answer_without_body():
     """Nothing to change, and its length stays."""
     held = answering(talk.DUPLEX)
     assert held.hear(talk.response_headers(JSON, ends=True)) == heading()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cuts=some.lists(some.integers(1, 200), max_size=12),
+    mode=some.sampled_from([talk.DUPLEX, ("BUFFERED", "STREAMED"), ("BUFFERED", "NONE")]),
+    empty=some.booleans(),
+    events=some.booleans(),
+)
+def test_086_any_cut_through_the_exchange(
+    cuts: list[int], mode: tuple[str, str], *, empty: bool, events: bool
+):
+    """However the answer is cut: the same bytes, one end, and where it is due one answer each."""
+    body = b"".join(PIECES) if events else BODY + b" " * 200
+    places = sorted({0, len(body), *(cut for cut in cuts if cut < len(body))})
+    pieces = [body[a:b] for a, b in itertools.pairwise(places)] + [b""] * empty
+    held = answering(mode)
+    held.hear(talk.response_headers(talk.SSE if events else talk.JSON))
+    given_out, ends = b"", 0
+    for at, piece in enumerate(pieces):
+        said = held.hear(talk.response_body(piece, ends=at == len(pieces) - 1))
+        if mode is not talk.DUPLEX:
+            assert len(said) == 1
+        for each in said:
+            ends += each.ends
+            if mode is talk.DUPLEX:
+                given_out += each.body or b""
+            else:
+                given_out += piece if each.replaces is None else each.replaces
+    assert given_out == body.replace(b"big-v2", b"big")
+    assert ends == (mode is talk.DUPLEX)
