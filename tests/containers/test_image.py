@@ -31,10 +31,18 @@ RESTRICTED = {
     "mem_limit": "1g",
 }
 
-SERVE = ["serve", "--endpoints=127.0.0.1:9", "--drain-timeout=0s"]
+#: With xDS, for what the image has beyond the least.
+SERVE = ["serve", "--endpoints=127.0.0.1:9", "--drain-timeout=0s", "--xds"]
 
 #: Bytes that the image may have above its base.
 _MOST = 200 * 1024 * 1024
+
+
+#: Docker's client and testcontainers leave connections to be collected.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 class NoDocker(pytest.skip.Exception):
@@ -57,6 +65,16 @@ def client():
         yield found
 
 
+@contextlib.contextmanager
+def closed(thing):
+    """An image or a container, whose connection to Docker is closed behind it."""
+    try:
+        with thing as running:
+            yield running
+    finally:
+        thing.get_docker_client().client.close()
+
+
 @pytest.fixture(scope="module")
 def base():
     """The base's name."""
@@ -70,9 +88,10 @@ def image(client, base, tmp_path_factory):
     context = dockerfile.context(tmp_path_factory.mktemp("context"))
     network = os.environ.get("EXTPROC_BUILD_NETWORK")
     more = {"network_mode": network} if network else {}
-    with DockerImage(
+    wanted = DockerImage(
         context, tag="extproc:test", dockerfile_path="Dockerfile", buildargs={"BASE": base}, **more
-    ) as built:
+    )
+    with closed(wanted) as built:
         yield str(built)
 
 
@@ -80,12 +99,14 @@ def image(client, base, tmp_path_factory):
 def container(image):
     """A running picker."""
     wanted = DockerContainer(image).with_command(SERVE).with_exposed_ports(9003, 9090)
-    with wanted.with_kwargs(**RESTRICTED) as running:
+    with closed(wanted.with_kwargs(**RESTRICTED)) as running:
         said = b""
-        for line in running.get_wrapped_container().logs(stream=True, follow=True):
-            said += line
-            if b"extproc is ready" in said:
-                break
+        lines = running.get_wrapped_container().logs(stream=True, follow=True)
+        with contextlib.closing(lines):
+            for line in lines:
+                said += line
+                if b"extproc is ready" in said:
+                    break
         assert b"extproc is ready" in said, said.decode()
         yield running
 

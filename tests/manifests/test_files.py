@@ -1,5 +1,7 @@
 """Every YAML file of the folder, as it stands."""
 
+import re
+
 import pytest
 import yaml
 
@@ -45,8 +47,9 @@ def test_the_base_configuration_is_taken():
 
 @pytest.mark.parametrize("overlay", envoy_files.FILES)
 def test_envoy_files_are_those_that_are_shipped(overlay):
-    """`python -m tests.manifests.envoy_files` was run after a change of envoy/original-dst.yaml."""
-    assert envoy_files.path(overlay).read_text() == envoy_files.FILES[overlay]()
+    """`python -m tests.manifests.envoy_files` was run after a change in envoy/."""
+    same = envoy_files.path(overlay).read_text() == envoy_files.FILES[overlay]()
+    assert same, "run python -m tests.manifests.envoy_files"
 
 
 def test_the_plain_example_is_right():
@@ -66,3 +69,27 @@ def test_the_table_of_rights_is_what_discovery_reads():
     """Every collection that discovery knows is granted, and no other."""
     known = {one for one in vars(resources).values() if isinstance(one, resources.Resource)}
     assert {(one.group, one.plural) for one in known} == {*rules.ALLOWED, *rules.SLICES}
+
+
+@pytest.mark.parametrize("folder", ["overlays", "components"])
+def test_the_readme_names_every_folder(folder):
+    """And none that is not there."""
+    text = (tools.MANIFESTS / "README.md").read_text()
+    there = {path.name for path in (tools.MANIFESTS / folder).iterdir()}
+    assert [name for name in there if f"`{name}`" not in text] == []
+    if folder == "overlays":
+        table = text[text.index("| overlay |") :].split("\n\n")[0]
+        assert set(re.findall(r"^\| `([a-z-]+)`", table, re.MULTILINE)) == there
+
+
+def test_the_readme_has_the_table_of_rights():
+    """As the tests know it."""
+    text = (tools.MANIFESTS / "README.md").read_text()
+    table = text[text.index("| group | resource | verbs |") :].split("\n\n")[0]
+    told = {}
+    for line in table.splitlines()[2:]:
+        groups, kinds, verbs, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        for group in groups.replace("`", "").replace("core", "").split(", "):
+            for kind in kinds.split(", "):
+                told[group, kind] = frozenset(verbs.split(", "))
+    assert told == {**rules.ALLOWED, **rules.SLICES, **rules.LEASES}
