@@ -20,7 +20,7 @@ JSON = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
-    | st.floats(allow_nan=False)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8)
     | st.sampled_from(["True", "Ready", "Pod", "InferencePool", "10.0.0.1"]),
     lambda inner: (
