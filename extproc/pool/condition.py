@@ -37,8 +37,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         most_share: Share of the pool that may be left out at once on doubtful evidence (0..1); one
             endpoint always stays. 0.5: when more of them fail, it is rather the requests, or the
             network, that are wrong. Engines that are surely gone do not count.
-        hang_s: Seconds an engine may have work without a token, an answer or a moved counter. 30 is
-            longer than any iteration, a compilation or the loading of an adapter.
+        hang_s: Seconds an engine may have work without an iteration or an answer. 15 is longer
+            than any iteration, the compilation of a kernel or the loading of an adapter; one that
+            moves again is back at once.
         slow_start_s: Seconds over which an endpoint that is new or back is eased in; 0 is at once.
             0, because engines are ready when they say so, and a new one is there to take load.
         slow_start_floor: Share of requests for which such an endpoint is a candidate at first
@@ -51,7 +52,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     base_s: _PositiveSeconds = 5.0
     cap_s: _PositiveSeconds = 60.0
     most_share: _Share = 0.5
-    hang_s: _PositiveSeconds = 30.0
+    hang_s: _PositiveSeconds = 15.0
     slow_start_s: _Seconds = 0.0
     slow_start_floor: _Share = 0.1
 

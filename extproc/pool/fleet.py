@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from extproc.endpoint import DEFAULT_RATES, METRICS_PORT, NO_TOTALS, Endpoint, Load, Models, Rates
+from extproc.endpoint import DEFAULT_RATES, METRICS_PORT, Endpoint, Load, Models, Rates, Totals
 from extproc.pool import condition, health
 from extproc.pool import policy as policies
 from extproc.pool import rates as learning
@@ -202,12 +202,11 @@ class Fleet:
                 models=None if restart else member.models,
             )
         )
-        before = member.load.totals
         self.health.reached(
             member.endpoint.incarnation,
             now,
             restarted=restart,
-            moved=None if load.totals == NO_TOTALS else load.totals != before,
+            moved=_moved(member.load.totals, load.totals),
             idle=not account.in_flight or not scraped,
         )
         self._follow()
@@ -364,6 +363,18 @@ class Fleet:
             adapters=self._adapters,
             serving=_serving(members),
         )
+
+
+def _moved(before: Totals, after: Totals) -> bool | None:
+    """Whether an engine computed anything between two pages.
+
+    None where it has no counter that moves with every iteration: others stand still for as long as
+    one answer takes.
+    """
+    seen = after.steps, after.computed_tokens, after.decoded_tokens
+    if seen == (None, None, None):
+        return None
+    return seen != (before.steps, before.computed_tokens, before.decoded_tokens)
 
 
 def _serving(members: Sequence[Member]) -> Serving:

@@ -216,7 +216,8 @@ class Health:
         record.blind, record.met = False, True
         if moved or idle:
             record.sign_at = now
-        if back or restarted:
+        hung = record.condition.cause == "hung"
+        if back or restarted or (hung and moved):
             record.hurt = False
             record.acquit(now)
             self.settle(now)
@@ -228,7 +229,7 @@ class Health:
                 if not record.wants:
                     record.wants = "hung"
                     self.settle(now)
-            elif known.cause == "hung":
+            elif hung:
                 # Whatever is sent to it stays there: not before it shows a sign of life.
                 until = now + self.settings.base_s
                 self._become(record, msgspec.structs.replace(known, until=until))
@@ -324,8 +325,11 @@ class Health:
             self._become(record, msgspec.structs.replace(known, state=_out(record), until=now))
 
     def _hung(self, record: _Record, sent_at: float, now: float) -> bool:
-        """Whether the endpoint gave no sign of life while a request was there, and that was long."""
-        return now - sent_at >= self.settings.hang_s and record.sign_at < sent_at
+        """Whether the endpoint gave no sign of life while a request was there, and that was long.
+
+        Twice as long as where counters stand still: an engine that has none may be at one answer.
+        """
+        return now - sent_at >= 2.0 * self.settings.hang_s and record.sign_at < sent_at
 
     def _judge(self, record: _Record, now: float, cause: str) -> None:
         """Weigh what requests say of an endpoint that takes part."""

@@ -20,6 +20,9 @@ from extproc.sim.virtual.site import Site
 from extproc.sim.virtual.timeline import Timeline
 from extproc.sim.virtual.trip import KEY_TOKENS, Trip, Work
 
+#: Failures that a data plane, or the engine itself, answers with 503.
+_LOST = frozenset({"connection refused", "engine died", "answered 503"})
+
 #: What the base model is called.
 MODEL = "base"
 
@@ -133,8 +136,11 @@ class Dispatching:
     def ended(self, trip: Trip) -> None:
         """See `Picker`."""
         ticket = self._tickets.pop(trip.id)
-        answered = not trip.failure or not math.isnan(trip.first_s)
-        self.parts.dispatcher.complete(ticket, self._timeline.now, answered=answered)
+        dispatcher, now = self.parts.dispatcher, self._timeline.now
+        status = _status(trip)
+        if status:
+            dispatcher.told(ticket, status, now)
+        dispatcher.complete(ticket, now, answered=bool(status))
         left = self._busy[trip.site] - 1
         if left:
             self._busy[trip.site] = left
@@ -186,3 +192,12 @@ class Dispatching:
     def _endpoint(self, n: int) -> Endpoint:
         member = self.parts.fleet.pool.find(self._endpoints[n].address)
         return self._endpoints[n] if member is None else member.endpoint
+
+
+def _status(trip: Trip) -> str:
+    """The status a data plane would have shown; empty when the client left before there was one."""
+    if not trip.failure or not math.isnan(trip.first_s):
+        return "200"
+    if trip.failure == "timeout":
+        return ""
+    return "503" if trip.failure in _LOST else "400"

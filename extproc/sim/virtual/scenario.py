@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -68,18 +68,23 @@ class Engines(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An engine that dies.
+    """An engine that fails.
 
     Attributes:
         engine: Which one, counted from 0 in the order of the fleet.
         at_s: When, virtual seconds.
+        how: `dies`: the process is gone, and connections are refused. `errors`: it answers 503 at
+            once to every new request, and goes on with the others. `hangs`: it takes requests in
+            and computes nothing more, while its metrics page stays. `dies`, which is what most do.
         noticed_s: Seconds until discovery drops it. 1: a Kubernetes watch tells of a dead
             container within about a second. None: never, as with a static list.
-        back_s: Seconds until a new process with an empty cache is there. None: never.
+        back_s: Seconds until a new process with an empty cache is there, or `errors` end. None:
+            never.
     """
 
     engine: NotNegative
     at_s: Seconds
+    how: Literal["dies", "errors", "hangs"] = "dies"
     noticed_s: Seconds | None = 1.0
     back_s: Seconds | None = None
 

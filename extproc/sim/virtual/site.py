@@ -23,6 +23,10 @@ class Site:
         profile: The machine.
         finished: Told of every trip that ended, with or without failure.
         gaps: Told of the time between tokens.
+
+    Attributes:
+        up: Whether the process is there.
+        refusing: Whether it answers 503 at once.
     """
 
     def __init__(
@@ -30,6 +34,7 @@ class Site:
     ) -> None:
         self.profile = profile
         self.up = False
+        self.refusing = False
         self.preemptions = 0
         self._timeline = timeline
         self._finished = finished
@@ -38,14 +43,25 @@ class Site:
         self.start()
         self.up = False
 
+    @property
+    def well(self) -> bool:
+        """Whether it serves."""
+        return self.up and not self.refusing and not self._hung
+
     def start(self) -> None:
         """A new process with an empty cache."""
         self.engine = core.Engine(self.profile)
         self.up = True
+        self.refusing = self._hung = False
         self._steps = self._computed = self._generated = self._ended = 0
         self._due: float | None = None
         # As of the last step: vLLM names none before its first one, and never with LoRA off.
         self._active: tuple[str, ...] | None = None
+
+    def hang(self) -> None:
+        """Compute nothing more; requests are taken in all the same."""
+        self._hung = True
+        self._due = None
 
     def stop(self) -> None:
         """The process dies, and with it everything it was working on."""
@@ -63,6 +79,8 @@ class Site:
         """Take a trip in, or end it with a failure."""
         if not self.up:
             trip.failure = "connection refused"
+        elif self.refusing:
+            trip.failure = "answered 503"
         else:
             work = trip.work
             refusal = self.engine.submit(
@@ -115,6 +133,8 @@ class Site:
 
     def _kick(self) -> None:
         """Plan the end of the iterations in progress, if that is not planned yet."""
+        if self._hung:
+            return
         engine, timeline = self.engine, self._timeline
         due = engine.due
         if due is None:

@@ -113,18 +113,31 @@ class World:
             picker.listed(up)
 
     def _back(self, n: int) -> None:
-        self.sites[n].start()
+        site = self.sites[n]
+        if site.refusing:
+            site.refusing = False
+        else:
+            if site.up:
+                site.stop()
+            site.start()
         self._listed[n] = True
         self._list()
 
     def _gone(self, n: int) -> None:
-        if not self.sites[n].up:
+        if not self.sites[n].well:
             self._listed[n] = False
             self._list()
 
     def _fail(self, outage: Outage) -> None:
         n = outage.engine
-        self.sites[n].stop()
+        site = self.sites[n]
+        match outage.how:
+            case "dies":
+                site.stop()
+            case "hangs":
+                site.hang()
+            case "errors":
+                site.refusing = True
         if outage.noticed_s is not None:
             self.timeline.after(outage.noticed_s, lambda: self._gone(n))
         if outage.back_s is not None:

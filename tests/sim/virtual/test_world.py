@@ -191,3 +191,19 @@ def test_the_example_of_the_package_runs(capsys):
     text = virtual.__doc__.partition("From Python:\n")[2].partition("`world.World")[0]
     exec(textwrap.dedent(text), {})
     assert len(capsys.readouterr().out.split()) == 2
+
+
+@pytest.mark.parametrize("how", ["errors", "hangs"])
+def test_engines_that_fail_otherwise(how):
+    """Failing fast or hanging, an engine is left out, comes back, and all requests end."""
+    outage = scenario.Outage(engine=0, at_s=1.0, how=how, noticed_s=None, back_s=30.0)
+    world = a_world(lively(outages=[outage]), "least-request")
+    tally = lost_nothing(world)
+    health = world.pickers[0].parts.fleet.health
+    failed = tally.summary().failed
+    if how == "errors":
+        assert health.ejections["errors"] >= 1
+        assert failed["answered 503"] <= 3 + sum(health.probes.values()) + 8
+    else:
+        assert health.ejections == {"hung": 1}
+        assert set(failed) <= {"engine died"}
