@@ -293,5 +293,5 @@ def _rights(one: Collection, message: str) -> str:
     return (
         f"may not list and watch {one.title} ({message}); add to a {kind} of the service account: "
         f'apiGroups: ["{one.resource.group}"], resources: ["{one.resource.plural}"], '
-        'verbs: ["get", "list", "watch"]'
+        'verbs: ["list", "watch"]'
     )
