@@ -73,7 +73,7 @@ def _entries(dispatchers: Iterable[Dispatcher]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for dispatcher in dispatchers:
         for member in dispatcher.pool.members:
-            models = member.models
+            models = member.serves
             if models is None:
                 continue
             for base in models.bases:

@@ -136,6 +136,8 @@ class Fleet:
         for endpoint in endpoints:
             if endpoint.address in members:
                 continue
+            if endpoint.models is not None:
+                self._learn_adapters(endpoint.models.adapters)
             known = old.get(endpoint.address)
             if known is not None and known.endpoint.uid == endpoint.uid:
                 del old[endpoint.address]
@@ -348,7 +350,7 @@ class Fleet:
             down=pool.down,
             newest=pool.newest,
             adapters=self._adapters,
-            serving=pool.serving if old.models is member.models else _serving(members),
+            serving=pool.serving if old.serves is member.serves else _serving(members),
         )
 
     def _publish(self, members: tuple[Member, ...]) -> None:
@@ -378,11 +380,13 @@ def _moved(before: Totals, after: Totals) -> bool | None:
 
 
 def _serving(members: Sequence[Member]) -> Serving:
-    return Serving([(member.endpoint, member.models) for member in members])
+    return Serving([(member.endpoint, member.serves) for member in members])
 
 
 def _relabelled(known: Member, endpoint: Endpoint) -> Member:
+    """With what discovery says now. Where that is another word on models, the list is stale."""
     renamed = msgspec.structs.replace(endpoint, incarnation=known.endpoint.incarnation)
     if renamed == known.endpoint:
         return known
-    return msgspec.structs.replace(known, endpoint=renamed)
+    models = known.models if renamed.models == known.endpoint.models else None
+    return msgspec.structs.replace(known, endpoint=renamed, models=models)

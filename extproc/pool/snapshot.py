@@ -39,7 +39,7 @@ class Member(msgspec.Struct, frozen=True, gc=False):
         rates: How fast it is, as far as was learnt.
         failures: Consecutive connection failures of the scraper.
         failure: The last scrape's failure, empty if it succeeded.
-        models: The names it answers to; None while nobody knows.
+        models: The names it listed itself; None until it has.
         condition: Whether it takes part.
     """
 
@@ -53,6 +53,11 @@ class Member(msgspec.Struct, frozen=True, gc=False):
     failure: str = ""
     models: Models | None = None
     condition: Condition = FINE
+
+    @property
+    def serves(self) -> Models | None:
+        """What it listed; until it has, what discovery says; None while nobody knows."""
+        return self.endpoint.models if self.models is None else self.models
 
     @property
     def reachable(self) -> bool:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.endpoint import DEFAULT_RATES, UNKNOWN, Endpoint, Load, Totals
+from extproc.endpoint import DEFAULT_RATES, UNKNOWN, Endpoint, Load, Models, Totals
 from extproc.pool.fleet import Fleet
 from extproc.pool.snapshot import Member
 
@@ -113,6 +113,22 @@ def test_an_address_that_another_pod_takes_over_is_another_endpoint():
     assert lives[0] == lives[1]
     assert lives[2].incarnation > lives[1].incarnation
     assert gone == [lives[0]]
+
+
+def test_what_discovery_says_of_models_counts_until_the_engine_lists_its_own():
+    """KubeAI's labels; when they change, the engine is to be asked again."""
+    fleet = Fleet(on_gone=Gone())
+    told = Models(frozenset({"base"}), frozenset({"one"}))
+    fleet.replace([Endpoint(ONE, models=told), Endpoint(TWO, models=Models(frozenset({"x"})))], 0.0)
+    assert fleet.pool.serving.names == {"base", "one", "x"}
+    assert fleet.pool.serving.alias("base_one").adapter == "one"
+    assert "one" in fleet.pool.adapters
+    fleet.observe_models(member_of(fleet).endpoint, Models(frozenset({"base"})))
+    assert fleet.pool.serving.names == {"base", "x"}
+    more = Models(frozenset({"base"}), frozenset({"one", "two"}))
+    fleet.replace([Endpoint(ONE, models=more)], 1.0)
+    assert member_of(fleet).models is None
+    assert fleet.pool.serving.names == {"base", "one", "two"}
 
 
 def test_incarnations_are_never_reused():
