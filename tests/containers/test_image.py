@@ -5,10 +5,12 @@
 """
 
 import contextlib
+import gc
 import os
 import re
 import socket
 import urllib.request
+import warnings
 
 import docker
 import grpc
@@ -47,6 +49,15 @@ pytestmark = [
 
 class NoDocker(pytest.skip.Exception):
     """Docker does not answer."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tidy():
+    """Collects those connections here, before the end of the session makes errors of them."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.fixture(scope="module")

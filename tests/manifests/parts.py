@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from extproc.cli import flags
+from extproc.config.settings import Settings
 from tests.manifests.tools import Document
 
 #: The container that is the picker.
 PICKER = "extproc"
+
+#: The namespace that its pod would run in.
+NAMESPACE = "models"
 
 
 def of_kind(documents: Sequence[Document], kind: str, name: str = "") -> list[Document]:
@@ -52,6 +56,20 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     known, unknown = parser.parse_known_args(rest)
     assert not unknown, unknown
     return known
+
+
+def resolved(documents: Sequence[Document], pod: Document, container: Document) -> Settings:
+    """The settings a picker would run with: its arguments and the file that they name.
+
+    Nothing may be worth a warning.
+    """
+    arguments = parsed([word.replace("$(NAMESPACE)", NAMESPACE) for word in container["args"]])
+    if arguments.config_file:
+        arguments.config_text = mounted(documents, pod, container, arguments.config_file)
+        arguments.config_file = None
+    found = flags.resolve(arguments)
+    assert not found.warnings, found.warnings
+    return found.settings
 
 
 def mounted(documents: Sequence[Document], pod: Document, container: Document, path: str) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from extproc.config import load
-from extproc.config.settings import Server, Settings
+from extproc.config.settings import Server
 from tests.manifests import parts, strict
 from tests.manifests.tools import Document
 
@@ -54,14 +53,6 @@ def granted(documents: Sequence[Document]) -> dict[tuple[str, str], frozenset[st
     return found
 
 
-def settings_of(documents: Sequence[Document], pod: Document, container: Document) -> Settings:
-    """The configuration that a picker's container would run with, flags aside."""
-    path = parts.parsed(container["args"]).config_file
-    if path is None:
-        return Settings()
-    return load.settings(load.parse(parts.mounted(documents, pod, container, path), where=path))
-
-
 def _twice(documents: Sequence[Document]) -> Iterator[str]:
     seen = set()
     for one in documents:
@@ -94,14 +85,17 @@ def _unsafe(pod: Document) -> Iterator[str]:
 
 
 def _picker(documents: Sequence[Document], pod: Document, container: Document) -> Iterator[str]:
-    server = settings_of(documents, pod, container).server
+    settings = parts.resolved(documents, pod, container)
+    server = settings.server
     wanted = {
         "grpc": server.grpc_port,
         "health": server.grpc_health_port,
         "metrics": server.metrics_port,
     }
+    if settings.xds.enabled:
+        wanted["xds"] = settings.xds.port
     ports = parts.ports(container)
-    if {name: ports.get(name) for name in wanted} != wanted:
+    if ports != wanted:
         yield f"ports are {ports}, and the picker listens on {wanted}"
     for probe, service in (("readinessProbe", "readiness"), ("livenessProbe", "liveness")):
         if container[probe]["grpc"] != {"port": server.grpc_health_port, "service": service}:

@@ -74,12 +74,12 @@ def test_rights_are_what_is_needed_and_no_more(arguments, documents):
 def test_the_configuration_is_taken(documents):
     """The file that the values make is read by the strict reader."""
     (found,) = parts.pickers(documents)
-    assert isinstance(rules.settings_of(documents, *found), Settings)
+    assert isinstance(parts.resolved(documents, *found), Settings)
 
 
 def test_configuration_values_reach_the_file():
     """Sections of `config` are those of the file."""
-    settings = rules.settings_of(tools.charted(*SETS["all on"]), *picker(*SETS["all on"]))
+    settings = parts.resolved(tools.charted(*SETS["all on"]), *picker(*SETS["all on"]))
     assert settings.scheduling.unknown_model == "reject"
     assert settings.scrape.idle_interval_s == 1.0
 
@@ -105,7 +105,7 @@ def test_every_pool_is_asked_for_in_the_file(scope):
     found = picker(*values)
     asked = parts.parsed(found[1]["args"])
     assert (asked.pool_name, asked.endpoint_selector) == (None, None)
-    settings = rules.settings_of(tools.charted(*values), *found)
+    settings = parts.resolved(tools.charted(*values), *found)
     assert (settings.cluster.every_pool, settings.log.level) == (scope, "debug")
 
 

@@ -35,9 +35,14 @@ def test_two_pickers_serve_and_none_leads(documents, folder):
     replicas = [one["spec"]["minReplicas"] for one in scaled] or [deployment["spec"]["replicas"]]
     assert replicas == [2]
     assert ("replicas" in deployment["spec"]) != bool(scaled)
-    ((_, container),) = parts.pickers(documents)
-    leads = parts.parsed(container["args"]).ha_enable_leader_election
-    assert leads == ("true" if folder == EVERYTHING else None)
+    ((pod, container),) = parts.pickers(documents)
+    leads = parts.resolved(documents, pod, container).cluster.leader_election
+    assert leads is (folder == EVERYTHING)
+    assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == (
+        "100%" if leads else 0
+    )
+    budget = parts.only(documents, "PodDisruptionBudget", "extproc")["spec"]["maxUnavailable"]
+    assert budget == ("100%" if leads else 1)
 
 
 def test_rights_are_what_is_needed_and_no_more(documents, folder):
@@ -47,15 +52,20 @@ def test_rights_are_what_is_needed_and_no_more(documents, folder):
     assert rules.granted(documents) == {**rules.ALLOWED, **more}
 
 
+def followed(documents):
+    """What the picker of these objects follows in the cluster."""
+    ((pod, container),) = parts.pickers(documents)
+    return parts.resolved(documents, pod, container).pool.kubernetes
+
+
 def test_a_picker_knows_its_pool(documents):
-    """By the name of the InferencePool that is there, or by a selector and ports."""
-    ((_, container),) = parts.pickers(documents)
-    asked = parts.parsed(container["args"])
-    assert bool(asked.pool_name) != bool(asked.endpoint_selector)
-    assert bool(asked.endpoint_selector) == bool(asked.endpoint_target_ports)
+    """By the name of the InferencePool that is there, or by labels; in its own namespace."""
+    asked = followed(documents)
+    assert bool(asked.inference_pool) != bool(asked.selector)
     for pool in parts.of_kind(documents, "InferencePool"):
-        assert asked.pool_name == pool["metadata"]["name"]
-    assert asked.pool_namespace == "$(NAMESPACE)"
+        assert asked.inference_pool == pool["metadata"]["name"]
+    assert asked.namespace == parts.NAMESPACE
+    ((_, container),) = parts.pickers(documents)
     (variable,) = container["env"]
     assert variable["name"] == "NAMESPACE"
     assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.namespace"
@@ -63,9 +73,7 @@ def test_a_picker_knows_its_pool(documents):
 
 def test_engines_are_reachable(documents):
     """The policy lets the picker out to the pool's ports."""
-    ((_, container),) = parts.pickers(documents)
-    asked = parts.parsed(container["args"]).endpoint_target_ports
-    wanted = {int(one) for one in (asked or "8000").split(",")}
+    wanted = set(followed(documents).ports)
     for pool in parts.of_kind(documents, "InferencePool"):
         wanted |= {one["number"] for one in pool["spec"]["targetPorts"]}
     for policy in parts.of_kind(documents, "NetworkPolicy"):
@@ -105,5 +113,5 @@ def test_pickers_for_a_whole_cluster_read_all_of_it_and_no_more():
     account = parts.only(documents, "ServiceAccount")["metadata"]
     assert (subject["name"], subject["namespace"]) == (account["name"], account["namespace"])
     ((pod, container),) = parts.pickers(documents)
-    assert rules.settings_of(documents, pod, container).cluster.every_pool == "cluster"
+    assert parts.resolved(documents, pod, container).cluster.every_pool == "cluster"
     assert parts.parsed(container["args"]).pool_name is None
