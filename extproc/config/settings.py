@@ -108,6 +108,9 @@ class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             stretched. 100 cost some 4 % of a core.
         max_page_bytes: Largest page that is read (bytes). 4 MiB is 80 times a vLLM page; more is
             something else.
+        first_look_s: Seconds that readiness waits after start until every endpoint was scraped once, or
+            could not be; 0 does not wait. 3 are some scrapes; without them the first picks of a new
+            replica are blind to the work of others.
         models: Also ask endpoints which models and adapters they serve (/v1/models), and send
             requests only where they can be served. True: one small page per endpoint, and without
             it a pool of several models is routed blindly. An endpoint that does not say stays in
@@ -128,6 +131,7 @@ class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     backoff_cap_s: bounds.PositiveSeconds = 10.0
     max_scrapes_per_s: bounds.PositiveRate = 100.0
     max_page_bytes: bounds.Positive = 4 * _MIB
+    first_look_s: bounds.Seconds = 3.0
     models: bool = True
     models_interval_s: bounds.PositiveSeconds = 30.0
 
@@ -202,10 +206,14 @@ class Explain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             none. 1000 of ten candidates are some 5 MB; with many candidates fewer are kept.
         header: Put the short form of the decision on answers as `x-extproc-decision`. False: it
             names endpoints, which clients need not know.
+        scores: Tell the data plane what the endpoints were compared by, in the dynamic metadata
+            `x-gateway-destination-endpoint-scores` beside the pick. False: nobody reads it unless
+            an access log is set up to.
     """
 
     decisions: bounds.Count = 1000
     header: bool = False
+    scores: bool = False
 
 
 class Xds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -136,7 +136,14 @@ class Picker:
                 on_fact=_followed,
             )
         self._about["profile"] = self.sites.profile
-        self.readiness = health.Readiness(lambda: self.sites.synced)
+        scrape = settings.scrape
+        self.readiness = health.Readiness(
+            lambda: self.sites.synced,
+            measured=health.FirstLook(
+                self.sites.pools, clock, scrape.first_look_s if scrape.enabled else 0.0
+            ),
+            fits=lambda: self.sites.fits,
+        )
         self.servicer = servicer.Servicer(
             switchboard=self.sites.switchboard,
             exchange_settings=factory.exchange(settings),
@@ -254,7 +261,11 @@ class Picker:
             await asyncio.wait_for(hurry.wait(), self._settings.server.drain_timeout_s)
         except TimeoutError:
             _log.info("drain time is over, %d streams are open", self.tallies.streams_open)
-        await self.servicer.release()
+        # Envoy must know first (GOAWAY), or it would go on opening streams here.
+        stopping = [asyncio.ensure_future(one.stop(_RELEASE_S)) for one in self._grpc]
+        await asyncio.sleep(0)
+        await self.servicer.release(_RELEASE_S)
+        await asyncio.gather(*stopping)
 
     async def stop(self) -> None:
         """Close everything."""

@@ -2,13 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping
 
 import grpc
 from grpc_health.v1 import health_pb2
 
+from extproc.pool.snapshot import Pool
+from extproc.wire import codec
+
 #: Always serving while the process answers (EPP protocol 004, health).
 LIVENESS = "liveness"
+
+#: Names with the whole answer; the others are not told of missing metrics (EPP protocol report 7.2).
+READINESS = frozenset({"", "readiness", codec.SERVICE})
+
+#: What engines may want to be spoken to (InferencePool `appProtocol`) that we can read: every
+#: surface is parsed, over HTTP/1 and, with gRPC, over HTTP/2 in plain text.
+SPOKEN = frozenset({"", "http", "kubernetes.io/h2c"})
+
+
+def _always() -> bool:
+    return True
+
+
+class FirstLook:
+    """Whether every endpoint was looked at once, so that the first picks are not blind.
+
+    An endpoint counts once it was scraped or could not be, and all do when the time is over. What
+    comes later makes nobody unready again.
+
+    Args:
+        pools: The current pools by name.
+        clock: Monotonic seconds.
+        most_s: Seconds from the first question, once endpoints are known; 0 does not wait.
+    """
+
+    def __init__(
+        self, pools: Callable[[], Mapping[str, Pool]], clock: Callable[[], float], most_s: float
+    ) -> None:
+        self._pools = pools
+        self._clock = clock
+        self._most_s = most_s
+        self._until: float | None = None
+        self._done = most_s <= 0.0
+
+    def __call__(self) -> bool:
+        """Whether it is done; asked only once endpoints are known."""
+        if self._done:
+            return True
+        now = self._clock()
+        if self._until is None:
+            self._until = now + self._most_s
+        self._done = now >= self._until or all(_looked_at(self._pools().values()))
+        return self._done
+
+
+def _looked_at(pools: Iterable[Pool]) -> Iterable[bool]:
+    for pool in pools:
+        for member in pool.members:
+            yield bool(member.failure) or math.isfinite(member.load.at)
 
 
 class Readiness:
@@ -16,23 +69,48 @@ class Readiness:
 
     Args:
         synced: Whether discovery has spoken.
+        measured: Whether endpoints were looked at, see `FirstLook`.
+        fits: Whether requests of the pool's protocol can be read, see `SPOKEN`.
+        leader: Whether this replica is the one that serves; None where there is no election, which
+            is the usual way: all replicas serve.
     """
 
-    def __init__(self, synced: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        synced: Callable[[], bool],
+        *,
+        measured: Callable[[], bool] = _always,
+        fits: Callable[[], bool] = _always,
+        leader: Callable[[], bool] | None = None,
+    ) -> None:
         self._synced = synced
+        self._measured = measured
+        self._fits = fits
+        self._leader = leader
         self.draining = False
 
     @property
+    def electing(self) -> bool:
+        """Whether one replica is elected."""
+        return self._leader is not None
+
+    @property
+    def live(self) -> bool:
+        """Synced and not draining, and able to read what the pool is sent."""
+        return not self.draining and self._synced() and self._fits()
+
+    @property
     def ready(self) -> bool:
-        """Synced and not draining."""
-        return not self.draining and self._synced()
+        """Live, elected where there is an election, and not blind."""
+        leads = self._leader is None or self._leader()
+        return self.live and leads and self._measured()
 
 
 class Health:
     """Check and List; Watch is left unimplemented, as in the reference picker.
 
-    Every name but `liveness` has the answer of readiness: `readiness`, the ext_proc service, the
-    empty name, `inference-extension` (EPP protocol report 7.2).
+    The table of EPP protocol report 7.2, with one difference: `liveness` is always serving, as EPP
+    protocol 004 demands, also without an election.
     """
 
     def __init__(self, readiness: Readiness) -> None:
@@ -48,7 +126,9 @@ class Health:
         self, _: health_pb2.HealthListRequest, __: object
     ) -> health_pb2.HealthListResponse:
         """Answer the names people use."""
-        names = ("", LIVENESS, "readiness", "inference-extension")
+        names = ["", LIVENESS, "readiness", codec.SERVICE]
+        if not self._readiness.electing:
+            names.append("inference-extension")
         return health_pb2.HealthListResponse(
             statuses={
                 name: health_pb2.HealthCheckResponse(status=self._status(name)) for name in names
@@ -56,8 +136,15 @@ class Health:
         )
 
     def _status(self, service: str) -> int:
-        serving = service == LIVENESS or self._readiness.ready
-        status = health_pb2.HealthCheckResponse
+        readiness, status = self._readiness, health_pb2.HealthCheckResponse
+        if service == LIVENESS:
+            return int(status.SERVING)
+        if service in READINESS:
+            serving = readiness.ready
+        elif readiness.electing:
+            return int(status.SERVICE_UNKNOWN)
+        else:
+            serving = readiness.live
         return int(status.SERVING if serving else status.NOT_SERVING)
 
 

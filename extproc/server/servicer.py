@@ -91,6 +91,11 @@ class Stream:
             servicer.exchange_settings, servicer.budget, watch_stream=bool(watched)
         )
 
+    @property
+    def picked(self) -> bool:
+        """Whether Envoy was told where to go, and can go on without us."""
+        return self._ticket is not None
+
     def turn(self, event: Event) -> Iterable[Reply]:
         """One event in, answers out. Synchronous: a turn sees one pool from start to end."""
         exchange = self.exchange
@@ -164,7 +169,7 @@ class Stream:
         servicer.tallies.route_s.add(self._picked_s - now)
         self._tallies.routed(decision)
         # Nothing of the answer is needed: the stream ends and Envoy goes on without us.
-        self.over = dispatcher.response_unwatched(decision)
+        self.over = servicer.closing or dispatcher.response_unwatched(decision)
 
     def _tell(self, event: Event, now: float) -> None:
         """What response headers say of the endpoint."""
@@ -237,8 +242,8 @@ class Servicer:
             reason="rejected-saturated",
             retry_after_s=1,
         )
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._closing = False
+        self._streams: dict[asyncio.Task[None], Stream] = {}
+        self.closing = False
 
     async def process(self, _: AsyncIterator[Event], context: Context) -> None:
         """Serve one stream to its end."""
@@ -247,8 +252,7 @@ class Servicer:
             raise RuntimeError("process runs inside a task of the gRPC server")
         tallies = self.tallies
         tallies.streams_open += 1
-        self._tasks.add(task)
-        stream = Stream(self)
+        stream = self._streams[task] = Stream(self)
         turn = (
             stream.turn if tallies.streams_open <= self.settings.max_streams else stream.turn_away
         )
@@ -266,7 +270,7 @@ class Servicer:
             # The client left, or we are closing: then the stream ends with OK, and the data
             # plane goes on without us instead of cutting the answer.
             end = "cancelled"
-            if not self._closing:
+            if not self.closing:
                 raise
             task.uncancel()
         except ProtocolError as error:
@@ -277,19 +281,26 @@ class Servicer:
             # A write after the peer left; the end arrives as an error instead of a cancellation.
             end = "cancelled"
         finally:
-            self._tasks.discard(task)
+            del self._streams[task]
             tallies.streams_open -= 1
             tallies.streams[end] += 1
             stream.finish()
 
-    async def release(self) -> None:
-        """End every open stream with OK: Envoy goes on without the processor."""
-        self._closing = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+    async def release(self, within_s: float) -> None:
+        """End every open stream with OK: Envoy goes on without the processor.
+
+        A stream whose request is not decided yet ends as soon as it is: without an answer Envoy
+        would go on without an endpoint.
+
+        Args:
+            within_s: Seconds that requests have to become complete.
+        """
+        self.closing = True
+        for task, stream in list(self._streams.items()):
+            if stream.picked:
+                task.cancel()
+        if self._streams:
+            await asyncio.wait(self._streams, timeout=within_s)
 
 
 def _places(error: BaseException) -> str:

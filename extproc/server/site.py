@@ -53,12 +53,14 @@ class Site:
         claim: The requests it is for.
         profile: Name of the scheduling profile in force.
         exists: Whether what defines the pool is there.
+        app_protocol: How its engines want to be spoken to; empty when nobody said.
     """
 
     def __init__(self, planned: pooling.Planned, shared: Shared) -> None:
         self.name = planned.name
         self.claim = planned.claim
         self.exists = True
+        self.app_protocol = ""
         self._settings = planned.settings
         self._shared = shared
         self._counts = shared.tallies.of(planned.name)
@@ -117,6 +119,7 @@ class Site:
         if found.exists != self.exists:
             _log.warning("pool %s %s", self.name, "is there" if found.exists else "is gone")
         self.exists = found.exists
+        self.app_protocol = found.app_protocol
         fleet = self.parts.fleet
         fleet.replace(found.endpoints, self._shared.clock())
         fleet.decree(found.policy)

@@ -12,6 +12,7 @@ from extproc.discovery.found import Found
 from extproc.dispatch.switchboard import Switchboard
 from extproc.errors import ConfigError
 from extproc.pool.snapshot import Pool
+from extproc.server.health import SPOKEN
 from extproc.server.site import Shared, Site, claim_of
 from extproc.telemetry.pool_series import Watched
 
@@ -63,6 +64,12 @@ class Sites:
             and all(site.parts.fleet.synced for site in sites)
             and (not sites or any(site.exists for site in sites))
         )
+
+    @property
+    def fits(self) -> bool:
+        """Whether requests of at least one pool can be read; a strange one holds up no other."""
+        sites = self.by_name.values()
+        return not sites or any(site.app_protocol in SPOKEN for site in sites)
 
     @property
     def profile(self) -> str:

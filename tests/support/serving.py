@@ -101,7 +101,7 @@ class Serving:
 
     async def idle(self) -> None:
         """Wait until every handler has ended."""
-        while tasks := list(self.servicer._tasks):
+        while tasks := list(self.servicer._streams):
             await asyncio.wait(tasks)
 
 

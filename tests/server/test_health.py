@@ -1,0 +1,160 @@
+"""The table of health names (EPP protocol report 7.2), and the first look at endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from grpc_health.v1 import health_pb2
+
+from extproc.endpoint import Endpoint, Load
+from extproc.pool.fleet import Fleet
+from extproc.server.health import SPOKEN, FirstLook, Health, Readiness
+
+EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
+WHOLE = ["", "readiness", EXT_PROC]
+PLAIN = ["inference-extension", "whatever"]
+
+
+def asked(name: str, *, draining: bool = False, elected: bool | None = None, **facts: bool) -> str:
+    """What the service answers to a name; facts are true unless they are named."""
+    readiness = Readiness(
+        lambda: facts.get("synced", True),
+        measured=lambda: facts.get("measured", True),
+        fits=lambda: facts.get("fits", True),
+        leader=None if elected is None else lambda: elected,
+    )
+    readiness.draining = draining
+    answer = asyncio.run(Health(readiness).check(health_pb2.HealthCheckRequest(service=name), None))
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *PLAIN, "liveness"])
+def test_without_election_all_is_well(name: str):
+    """Every name is serving, unknown ones too."""
+    assert asked(name) == "SERVING"
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *PLAIN])
+@pytest.mark.parametrize("fact", ["synced", "fits"])
+def test_without_election_every_name_follows_sync_and_protocol(name: str, fact: str):
+    """Before the first sync, and for a protocol nobody reads, no name but liveness is serving."""
+    assert asked(name, **{fact: False}) == "NOT_SERVING"
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *PLAIN])
+def test_without_election_draining(name: str):
+    """A draining picker is not serving."""
+    assert asked(name, draining=True) == "NOT_SERVING"
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_readiness_waits_for_the_first_look(name: str):
+    """The names that data planes route by wait for metrics."""
+    assert asked(name, measured=False) == "NOT_SERVING"
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_other_names_do_not(name: str):
+    """Other names do not look at metrics, as those of the reference do not look at plugins."""
+    assert asked(name, measured=False) == "SERVING"
+
+
+@pytest.mark.parametrize("elected", [None, True, False])
+@pytest.mark.parametrize("fact", ["synced", "fits", "measured", "nothing"])
+@pytest.mark.parametrize("draining", [False, True])
+def test_liveness_is_always_serving(*, elected: bool | None, fact: str, draining: bool):
+    """EPP protocol 004: whenever the process answers."""
+    assert asked("liveness", elected=elected, draining=draining, **{fact: False}) == "SERVING"
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_with_election_the_leader_serves(name: str):
+    """Synced, measured, fitting and elected: serving; without any of these not."""
+    assert asked(name, elected=True) == "SERVING"
+    assert asked(name, elected=False) == "NOT_SERVING"
+    assert asked(name, elected=True, draining=True) == "NOT_SERVING"
+    for fact in ("synced", "measured", "fits"):
+        assert asked(name, elected=True, **{fact: False}) == "NOT_SERVING"
+
+
+@pytest.mark.parametrize("elected", [True, False])
+@pytest.mark.parametrize("name", PLAIN)
+def test_with_election_other_names_are_unknown(*, name: str, elected: bool):
+    """In the reply, not as a gRPC error; whatever else holds."""
+    assert asked(name, elected=elected) == "SERVICE_UNKNOWN"
+    assert asked(name, elected=elected, synced=False, draining=True) == "SERVICE_UNKNOWN"
+
+
+@pytest.mark.parametrize("elected", [None, True])
+def test_the_list_agrees_with_check(*, elected: bool | None):
+    """List names what is known, with the answers that Check gives."""
+    readiness = Readiness(
+        lambda: True, measured=lambda: False, leader=None if elected is None else lambda: elected
+    )
+    told = asyncio.run(Health(readiness).list(health_pb2.HealthListRequest(), None)).statuses
+    names = {"", "liveness", "readiness", EXT_PROC}
+    assert set(told) == (names if elected else names | {"inference-extension"})
+    for name, one in told.items():
+        status = health_pb2.HealthCheckResponse.ServingStatus.Name(one.status)
+        assert status == asked(name, elected=elected, measured=False)
+
+
+def test_what_is_spoken():
+    """Plain HTTP and HTTP/2 in plain text, and nobody saying anything; nothing else."""
+    assert "kubernetes.io/h2c" in SPOKEN
+    assert "" in SPOKEN
+    assert "kubernetes.io/wss" not in SPOKEN
+
+
+class Looking:
+    """A first look at two endpoints, with a clock by hand."""
+
+    def __init__(self, *addresses: str, most_s: float = 3.0) -> None:
+        self.now = 100.0
+        self.fleet = Fleet(on_gone=lambda _: None)
+        self.fleet.replace([Endpoint(address) for address in addresses], 100.0)
+        self.done = FirstLook(lambda: {"": self.fleet.pool}, lambda: self.now, most_s)
+
+    def scraped(self, address: str) -> None:
+        member = self.fleet.pool.find(address)
+        assert member is not None
+        self.fleet.observe(self.fleet.begin_scrape(member.endpoint), Load(at=self.now), self.now)
+
+    def failed(self, address: str) -> None:
+        member = self.fleet.pool.find(address)
+        assert member is not None
+        mark = self.fleet.begin_scrape(member.endpoint)
+        self.fleet.scrape_failed(mark, "timeout", self.now)
+
+
+def test_every_endpoint_is_looked_at_once():
+    """Done when each was scraped or could not be; newcomers make nobody unready again."""
+    looking = Looking("10.0.0.1:1", "10.0.0.2:1")
+    assert not looking.done()
+    looking.scraped("10.0.0.1:1")
+    assert not looking.done()
+    looking.failed("10.0.0.2:1")
+    assert looking.done()
+    looking.fleet.replace([Endpoint("10.0.0.3:1")], looking.now)
+    assert looking.done()
+
+
+def test_endpoints_that_never_answer_do_not_block():
+    """When the time is over it is done all the same."""
+    looking = Looking("10.0.0.1:1")
+    assert not looking.done()
+    looking.now += 2.9
+    assert not looking.done()
+    looking.now += 0.1
+    assert looking.done()
+
+
+def test_an_empty_pool_is_looked_at():
+    """Without endpoints there is nothing to wait for."""
+    assert Looking().done()
+
+
+def test_no_wait():
+    """With 0 s, and without scrapes, nobody waits."""
+    assert Looking("10.0.0.1:1", most_s=0.0).done()
