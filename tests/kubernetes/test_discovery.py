@@ -391,3 +391,23 @@ async def test_063_a_storm(api, cluster, place):
             await change(chance.randrange(30))
         await told.has(key, *exact())
         assert len(exact()) > 10
+
+
+async def test_pods_of_a_kubeai_model(api, place):
+    """Their labels name the model and its adapters, their annotation the port; both followed."""
+    namespace, kubeconfig = place
+    key = f"{namespace}/llama"
+    labels = {"model": "llama", "app.kubernetes.io/managed-by": "kubeai"}
+    port = {"model-pod-port": "8003"}
+    one = kube.pod("a", namespace, A, labels=labels, annotations=port)
+    await api.create(one)
+    await api.create(kube.pod("b", namespace, B, labels={"model": "llama"}))
+    source = settings.Selector(namespace, {"model": "llama"}, (), "llama")
+    async with kube_follow.following(kubeconfig, source) as told:
+        await told.has(key, f"{A}:8003")
+        models = told.pools[key].endpoints[0].models
+        assert (models.bases, models.adapters) == ({"llama"}, set())
+        await api.patch(one, {"metadata": {"labels": {"adapter.kubeai.org/sql": "5f3e"}}})
+        await told.until(lambda: "sql" in told.pools[key].endpoints[0].models.adapters)
+        await api.patch(one, {"metadata": {"labels": {"adapter.kubeai.org/sql": None}}})
+        await told.until(lambda: not told.pools[key].endpoints[0].models.adapters)
