@@ -124,6 +124,13 @@ FLAGS: Sequence[Flag] = (
         "BOOL",
     ),
     Flag(
+        "emit-endpoint-scores",
+        ("explain", "scores"),
+        _boolean,
+        "tell the data plane what endpoints were compared by",
+        "BOOL",
+    ),
+    Flag(
         "refresh-metrics-interval",
         ("scrape", "busy_interval_s"),
         _refresh,

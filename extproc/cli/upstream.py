@@ -45,13 +45,6 @@ FLAGS: Sequence[Compatible] = (
         say="answers are sent in messages of 64 KiB at most",
     ),
     Compatible(
-        "emit-endpoint-scores",
-        _OFF,
-        refused=True,
-        say="set it to false; `extproc explain --server` shows the scores",
-        boolean=True,
-    ),
-    Compatible(
         "refresh-prometheus-metrics-interval",
         _EMPTY,
         refused=False,

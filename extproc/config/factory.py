@@ -150,6 +150,7 @@ def exchange(settings: sections.Settings) -> ExchangeSettings:
         conformance=settings.conformance,
         feedback=settings.answers.feedback,
         restore_model=settings.answers.restore_model,
+        scores=settings.explain.scores,
     )
 
 

@@ -32,11 +32,13 @@ class Debts(msgspec.Struct):
         headers: The answer to its headers.
         trailers: The answer to the trailers that ended its body.
         others: Answers to what came while it was held.
+        scores: Of the endpoints, told with the pick.
     """
 
     headers: bool = False
     trailers: bool = False
     others: tuple[Reply, ...] = ()
+    scores: tuple[tuple[str, float], ...] = ()
 
     def pay(
         self,
@@ -62,7 +64,10 @@ class Debts(msgspec.Struct):
             kind = _REQUEST_BODY
         else:
             return self._last(destination)
-        return (Route(kind, destination, set_headers, remove_headers, body), *self._last(""))
+        return (
+            Route(kind, destination, set_headers, remove_headers, body, self.scores),
+            *self._last(""),
+        )
 
     def hand_on(
         self,
@@ -82,7 +87,11 @@ class Debts(msgspec.Struct):
         """
         first: tuple[Reply, ...] = ()
         if self.headers:
-            first = (Route(_REQUEST_HEADERS, destination, set_headers, remove_headers),)
+            first = (
+                Route(
+                    _REQUEST_HEADERS, destination, set_headers, remove_headers, None, self.scores
+                ),
+            )
             destination = ""
         body = gathering.joined()
         ends = not self.trailers

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from extproc import decision as outcomes
-from extproc.decision import Outcome, Rejection
+from extproc.decision import Decision, Outcome, Rejection
 from extproc.protocol import feedback, refusal, restoring, transitions
 from extproc.protocol.debts import Debts
 from extproc.protocol.events import NO_HEADERS, UNDECLARED, BodyMode, Event, Kind, Modes
@@ -163,6 +163,8 @@ class Exchange:
             if self._settings.restore_model:
                 self._names = (outcome.model_rewrite, outcome.client_model)
             set_headers += edited_length(pending, body)
+        if self._settings.scores:
+            self._debts.scores = _compared(outcome)
         if gathering is not None and mode >= _DUPLEX:
             return self._debts.hand_on(gathering, destination, set_headers, remove_headers=removed)
         self.close()
@@ -329,3 +331,11 @@ class Exchange:
 
 
 _ACTS = Exchange.acts
+
+
+def _compared(decision: Decision) -> tuple[tuple[str, float], ...]:
+    """What each finalist was compared by, higher is better; nothing where nothing was compared."""
+    if not decision.scores and decision.priced is None:
+        return ()
+    addresses = [candidate.endpoint.address for candidate in decision.finalists]
+    return tuple(zip(addresses, decision.totals, strict=True))

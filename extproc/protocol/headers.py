@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from extproc.request import RawRequest
 
 DESTINATION = "x-gateway-destination-endpoint"
+SCORES = "x-gateway-destination-endpoint-scores"
 COST = "x-gateway-inference-request-cost"
 SELECTION = "test-epp-endpoint-selection"
 SERVED_HEADER = "x-conformance-test-served-endpoint"

@@ -25,6 +25,7 @@ class Route(msgspec.Struct, frozen=True, gc=False):
         set_headers: Further request headers to set.
         remove_headers: Control headers of the client that must not reach the engine.
         body: What the body becomes, in answer to it in the buffered modes; None leaves it as it is.
+        scores: What endpoints were compared by, as dynamic metadata; empty tells nothing.
     """
 
     answers: Kind
@@ -32,6 +33,7 @@ class Route(msgspec.Struct, frozen=True, gc=False):
     set_headers: Headers = ()
     remove_headers: tuple[str, ...] = ()
     body: bytes | None = None
+    scores: tuple[tuple[str, float], ...] = ()
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):

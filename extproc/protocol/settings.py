@@ -15,6 +15,7 @@ class ExchangeSettings(msgspec.Struct, frozen=True):
         feedback: Ask for the bodies of answers by `mode_override` where the request mode allows.
         restore_model: Put the client's name for its model back into answers, and ask for their
             bodies where a name was changed.
+        scores: Tell the data plane what endpoints were compared by.
     """
 
     max_body_bytes: int
@@ -22,3 +23,4 @@ class ExchangeSettings(msgspec.Struct, frozen=True):
     conformance: bool = False
     feedback: bool = True
     restore_model: bool = True
+    scores: bool = False

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from extproc.protocol.events import Kind
-from extproc.protocol.headers import COST, DESTINATION
+from extproc.protocol.headers import COST, DESTINATION, SCORES
 from extproc.protocol.replies import (
     Answered,
     Chunk,
@@ -147,6 +147,11 @@ def _route(reply: Route) -> bytes:
     if reply.body is not None:
         common.body_mutation.body = reply.body
     _tell(response, reply.destination)
+    if reply.scores:
+        balancer = response.dynamic_metadata.fields[metadata.BALANCER_NAMESPACE].struct_value
+        scores = balancer.fields[SCORES].struct_value.fields
+        for address, score in reply.scores:
+            scores[address].number_value = score
     return response.SerializeToString()
 
 
@@ -154,8 +159,8 @@ _cached_route = lru_cache(maxsize=4096)(_route)
 
 
 def _picked(reply: Route) -> bytes:
-    # Most picks differ only in the destination; a request id or a body makes one unique.
-    unique = reply.set_headers or reply.body is not None
+    # Most picks differ only in the destination; a request id, a body or scores make one unique.
+    unique = reply.set_headers or reply.body is not None or reply.scores
     return _route(reply) if unique else _cached_route(reply)
 
 

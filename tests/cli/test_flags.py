@@ -46,6 +46,7 @@ REACHES = [
         "scheduling.honour_subset",
         False,
     ),
+    ("emit-endpoint-scores", ["--emit-endpoint-scores"], "explain.scores", True),
     (
         "refresh-metrics-interval",
         ["--refresh-metrics-interval=100ms"],
@@ -131,7 +132,6 @@ REFUSED = {
     "two sources": ([ENDPOINTS, "--endpoints-file", "f"], "--endpoints-file", "keep one"),
     "two configurations": (["--config-file=a", "--config-text=b"], "--config-text", "one of them"),
     "selector": (["--endpoint-selector", "app=x"], "--endpoint-selector", "one of them"),
-    "scores": (["--emit-endpoint-scores=true"], "--emit-endpoint-scores", "explain"),
     "metrics auth": (["--metrics-endpoint-auth=true"], "--metrics-endpoint-auth", "NetworkPolicy"),
     "metrics TLS": (["--metrics-cert-dir=/c"], "--metrics-cert-dir", "NetworkPolicy"),
     "ciphers": (["--tls-cipher-suites=X"], "--tls-cipher-suites", "GRPC_SSL_CIPHER_SUITES"),

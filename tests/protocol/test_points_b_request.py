@@ -4,6 +4,7 @@ import pytest
 
 from extproc.decision import Decision
 from extproc.protocol.headers import CONTROL_HEADERS
+from extproc.protocol.settings import ExchangeSettings
 from extproc.request import Request
 from tests.support import conversation as talk
 from tests.support import peer
@@ -483,3 +484,24 @@ def test_044_an_empty_later_hint_does_not_widen_or_close():
     held.hear(talk.request_headers(metadata=peer.hinted([THREE[1]])))
     held.hear(talk.request_body(b"", ends=True, metadata=peer.hinted([])))
     assert held.asked[0].subset == (THREE[1],)
+
+
+@pytest.mark.parametrize("modes", [("DUPLEX", "DUPLEX"), ("BUFFERED", "NONE"), ("NONE", "NONE")])
+@pytest.mark.parametrize(
+    ("wanted", "profile"), [(True, "balanced"), (False, "balanced"), (True, "random")]
+)
+def test_024_scores_beside_the_destination(modes: tuple[str, str], profile: str, *, wanted: bool):
+    """Where it is wanted and something was compared, every finalist's score is in the metadata."""
+    held = House(dict.fromkeys(THREE, load(0, 0.0)), profile=profile)
+    one = talk.Talk(held.decide, modes=modes, settings=ExchangeSettings(1 << 20, scores=wanted))
+    said = one.hear(talk.request_headers())
+    if modes[0] != "NONE":
+        said += one.hear(talk.request_body(CHAT, ends=True))
+    (told,) = [each.told[peer.BALANCER] for each in said if each.told]
+    scores = told.pop("x-gateway-destination-endpoint-scores", None)
+    assert list(told) == [peer.DESTINATION]
+    if not wanted or profile == "random":
+        assert scores is None
+        return
+    assert set(scores) == set(THREE)
+    assert scores[told[peer.DESTINATION]] == max(scores.values())
