@@ -25,6 +25,9 @@ class _Posted(msgspec.Struct, frozen=True):
 class Board:
     """Holds a snapshot and replaces it.
 
+    Who is up is told only to Envoys that do not ask engines themselves. The others know better and
+    sooner, and would hold an engine for dead that recovered while every picker was down.
+
     Args:
         renderer: Makes the bytes.
         traits: What every cluster has in common.
@@ -33,6 +36,7 @@ class Board:
     def __init__(self, renderer: Renderer, traits: Traits) -> None:
         self._renderer = renderer
         self._traits = traits
+        self._with_health = not traits.health_check.path
         self._posted: dict[str, _Posted] = {}
         self._clusters: dict[str, Resource] = {}
         self.snapshot: Snapshot = {resources.CLUSTER: {}, resources.ASSIGNMENT: {}}
@@ -46,7 +50,7 @@ class Board:
             return True
         for name, pool in pools.items():
             posted = self._posted.get(resources.cluster_name(name))
-            if posted is None or not _alike(posted.pool, pool):
+            if posted is None or not self._alike(posted.pool, pool):
                 return True
         return False
 
@@ -72,9 +76,9 @@ class Board:
 
     def _post(self, name: str, pool: Pool) -> _Posted:
         before = self._posted.get(name)
-        if before is not None and _alike(before.pool, pool):
+        if before is not None and self._alike(before.pool, pool):
             return before
-        places = resources.places(pool)
+        places = resources.places(pool, with_health=self._with_health)
         if before is not None and before.places == places:
             return _Posted(pool, places, before.assignment)
         return _Posted(pool, places, _versioned(name, self._renderer.assignment(name, places)))
@@ -82,16 +86,15 @@ class Board:
     def _cluster(self, name: str) -> Resource:
         return _versioned(name, self._renderer.cluster(name, self._traits))
 
-
-def _alike(one: Pool, other: Pool) -> bool:
-    """Whether endpoints are the same, and all or as many of them are up."""
-    if one is other:
-        return True
-    if one.positions is not other.positions or one.down != other.down:
-        return False
-    if not one.down:
-        return True
-    return [member.up for member in one.members] == [member.up for member in other.members]
+    def _alike(self, one: Pool, other: Pool) -> bool:
+        """Whether the same is told of both."""
+        if one is other:
+            return True
+        if one.positions is not other.positions:
+            return False
+        if not self._with_health or not (one.down or other.down):
+            return True
+        return [member.up for member in one.members] == [member.up for member in other.members]
 
 
 def _versioned(name: str, body: bytes) -> Resource:

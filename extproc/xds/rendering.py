@@ -56,6 +56,10 @@ _PLENTY = 40_000
 #: default of 50: engines that die are dead; only when nearly all seem so, the checks are wrong.
 _PANIC_PERCENT = 10.0
 
+#: Changes of health reach the workers together. The default of 1 s lets a thousand requests go to
+#: an engine that was left out already.
+_MERGE = dt.timedelta(seconds=0.1)
+
 #: Field numbers of what is put together from parts.
 _ENDPOINTS, _LB_ENDPOINTS = 2, 2
 
@@ -81,7 +85,8 @@ class Renderer:
                 connect_timeout=_CONNECT,
                 load_balancing_policy=_override(),
                 common_lb_config=clusters.ClusterCommonLbConfig(
-                    healthy_panic_threshold=types.Percent(value=_PANIC_PERCENT)
+                    healthy_panic_threshold=types.Percent(value=_PANIC_PERCENT),
+                    update_merge_window=_MERGE,
                 ),
                 circuit_breakers=clusters.CircuitBreakers(
                     thresholds=[
@@ -211,6 +216,8 @@ def _outliers(outliers: Outliers) -> clusters.OutlierDetection:
         max_ejection_time=dt.timedelta(seconds=max(outliers.longest_s, outliers.ejection_s)),
         max_ejection_percent=round(100 * outliers.most_ejected),
         always_eject_one_host=True,
+        # An engine may answer checks and refuse requests; it would be back with the next check.
+        successful_active_health_check_uneject_host=False,
         split_external_local_origin_errors=True,
         consecutive_local_origin_failure=outliers.connection_failures,
         enforcing_consecutive_local_origin_failure=100,

@@ -24,7 +24,7 @@ class Health(Enum):
 
     #: Up, as far as we know.
     HEALTHY = 1
-    #: Its scrapes cannot connect.
+    #: It takes no part: it is out of reach, or its requests fail.
     UNHEALTHY = 2
 
 
@@ -67,13 +67,15 @@ def cluster_name(pool: str) -> str:
     return pool or UNNAMED
 
 
-def places(pool: Pool) -> tuple[Place, ...]:
+def places(pool: Pool, *, with_health: bool) -> tuple[Place, ...]:
     """The endpoints of a pool, in the order of addresses so that replicas agree.
 
-    When no endpoint is up, all count as healthy, as they do for picks: then it is more likely the
-    scraper that is cut off.
+    Args:
+        pool: Which.
+        with_health: Whether those that are not up are told as such. When no endpoint is up, all
+            count as healthy, as they do for picks: then it is more likely us who are cut off.
     """
-    blind = pool.down == len(pool.members)
+    blind = not with_health or pool.down == len(pool.members)
     found = [_place(member, healthy=blind or member.up) for member in pool.members]
     return tuple(sorted(found, key=lambda place: place.address))
 

@@ -15,8 +15,9 @@ class HealthCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Requests by which every Envoy asks every engine whether it lives.
 
     Attributes:
-        path: HTTP path that is asked with GET; empty for no checks. `/health` is where vLLM and
-            SGLang answer, without a token generated.
+        path: HTTP path that is asked with GET; empty for no checks, and Envoy is then told who is
+            up as the picker sees it. `/health` is where vLLM and SGLang answer, without a token
+            generated.
         interval_s: Seconds between two checks of an engine. 2 finds a silent one within 10 s; a
             dead one that refuses connections is found by requests before.
         timeout_s: Seconds one check may take. 5, because the front end of an engine that is

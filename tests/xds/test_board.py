@@ -10,7 +10,7 @@ from extproc.xds import resources
 from extproc.xds.board import Board
 from extproc.xds.rendering import Renderer
 from extproc.xds.resources import ASSIGNMENT, CLUSTER, Health, Place
-from extproc.xds.traits import Traits
+from extproc.xds.traits import HealthCheck, Traits
 
 ONE, TWO = Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")
 
@@ -25,6 +25,12 @@ def fleet():
 @pytest.fixture
 def board():
     return Board(Renderer(), Traits())
+
+
+@pytest.fixture
+def telling():
+    """Envoys do not ask engines themselves."""
+    return Board(Renderer(), Traits(health_check=HealthCheck(path="")))
 
 
 def mark(fleet, endpoint):
@@ -88,41 +94,54 @@ def test_a_pool_that_leaves_is_gone(board, fleet):
     assert board.snapshot[CLUSTER].keys() == board.snapshot[ASSIGNMENT].keys() == {"a"}
 
 
-def test_an_endpoint_that_is_down_is_unhealthy(board, fleet):
+def test_an_endpoint_that_is_down_is_unhealthy(telling, fleet):
     """Two refused scrapes are told to Envoy, and a good one as well."""
-    board.post({"": fleet.pool})
-    before = board.snapshot[ASSIGNMENT]["engines"]
+    telling.post({"": fleet.pool})
+    before = telling.snapshot[ASSIGNMENT]["engines"]
     fail(fleet, TWO)
-    assert board.behind({"": fleet.pool})
-    assert board.post({"": fleet.pool})
-    assert [one.health for one in resources.places(fleet.pool)] == [
+    assert telling.behind({"": fleet.pool})
+    assert telling.post({"": fleet.pool})
+    assert [one.health for one in resources.places(fleet.pool, with_health=True)] == [
         Health.HEALTHY,
         Health.UNHEALTHY,
     ]
     fleet.observe(mark(fleet, TWO), Load(at=1.0), 1.0)
-    assert board.post({"": fleet.pool})
-    assert board.snapshot[ASSIGNMENT]["engines"] == before
+    assert telling.post({"": fleet.pool})
+    assert telling.snapshot[ASSIGNMENT]["engines"] == before
 
 
-def test_who_is_down_may_change_hands(board, fleet):
+def test_envoys_that_ask_themselves_are_not_told_who_is_down(board, fleet):
+    """Nothing that a picker believed stays with an Envoy whose pickers are gone."""
+    board.post({"": fleet.pool})
+    fail(fleet, TWO)
+    assert fleet.pool.down
+    assert not board.behind({"": fleet.pool})
+    assert not board.post({"": fleet.pool})
+
+
+def test_who_is_down_may_change_hands(telling, fleet):
     """One down for another is a change, although as many are up."""
     fail(fleet, ONE)
-    board.post({"": fleet.pool})
+    telling.post({"": fleet.pool})
     fleet.observe(mark(fleet, ONE), Load(at=1.0), 1.0)
     fail(fleet, TWO)
-    assert board.behind({"": fleet.pool})
-    assert board.post({"": fleet.pool})
+    assert telling.behind({"": fleet.pool})
+    assert telling.post({"": fleet.pool})
 
 
 def test_when_all_are_down_all_are_healthy(fleet):
     """Then it is rather the scraper that is cut off, and Envoy sees for itself."""
     fail(fleet, ONE)
     fail(fleet, TWO)
-    assert {one.health for one in resources.places(fleet.pool)} == {Health.HEALTHY}
+    assert {one.health for one in resources.places(fleet.pool, with_health=True)} == {
+        Health.HEALTHY
+    }
 
 
 def test_labels_tell_where_an_endpoint_is(fleet):
     """Kubernetes' labels and the short ones give region and zone."""
     labels = {"topology.kubernetes.io/region": "north", "zone": "n1"}
     fleet.replace([Endpoint("10.0.0.9:8000", labels=labels)], 1.0)
-    assert resources.places(fleet.pool) == (Place("10.0.0.9:8000", Health.HEALTHY, "north", "n1"),)
+    assert resources.places(fleet.pool, with_health=True) == (
+        Place("10.0.0.9:8000", Health.HEALTHY, "north", "n1"),
+    )

@@ -102,6 +102,7 @@ def test_outliers_are_engines_that_are_gone_or_refuse():
     assert found.enforcing_consecutive_gateway_failure == 100
     assert found.enforcing_consecutive_5xx == found.enforcing_success_rate == 0
     assert found.max_ejection_percent == 25
+    assert found.successful_active_health_check_uneject_host is False
 
 
 def test_the_longest_ejection_is_not_shorter_than_the_first():
