@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from extproc.cli import stack
+from extproc.xds import resources
 from tests.manifests import envoy_files, parts, tools
 
 
@@ -62,3 +63,18 @@ def test_every_shipped_file_of_an_overlay_is_one_that_is_shipped():
     """No overlay has an Envoy configuration of its own making."""
     found = {path.parent.name for path in envoy_files.OVERLAYS.glob("*/envoy.yaml")}
     assert found == set(envoy_files.FILES)
+
+
+def test_envoy_routes_to_the_cluster_that_pickers_tell_it_of():
+    """Over xDS the engines are a cluster with the name of the pool, which the route names."""
+    overlay = tools.MANIFESTS / "overlays/envoy-xds"
+    documents = tools.kustomized(overlay)
+    ((pod, container),) = parts.pickers(documents)
+    settings = parts.resolved(documents, pod, container)
+    assert settings.xds.enabled
+    assert settings.scheduling.fallbacks > 0
+    config = yaml.safe_load((overlay / "envoy.yaml").read_text())
+    manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]
+    (host,) = manager["typed_config"]["route_config"]["virtual_hosts"]
+    (route,) = host["routes"]
+    assert route["route"]["cluster"] == (settings.pool.name or resources.UNNAMED)
