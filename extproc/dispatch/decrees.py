@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -142,12 +143,35 @@ def chosen(targets: Sequence[Target], share: float) -> Target:
     return max(targets, key=lambda one: one.weight or 0)
 
 
+def kept(rule: Rule, session: str) -> Target:
+    """The target that a session has, in every replica and as long as weights stay.
+
+    Weighted rendezvous: the least `-ln(u) / weight`, u in (0, 1) by the hash of session and target.
+    Sessions are spread in proportion; another weight moves only sessions to or from its target.
+
+    Args:
+        rule: With two targets or more.
+        session: Not empty.
+    """
+    weighted = any(target.weight for target in rule.targets)
+    # With the rule in it, since two canaries at once must not hit the same conversations.
+    key = "\n".join((session, *rule.models, ""))
+    best, least = rule.targets[0], math.inf
+    for target in rule.targets:
+        weight = (target.weight or 0) if weighted else 1
+        if not weight:
+            continue
+        hashed = hashlib.blake2b((key + target.model).encode("utf-8", "replace"), digest_size=6)
+        share = (int.from_bytes(hashed.digest()) + 0.5) / (1 << 48)
+        distance = -math.log(share) / weight
+        if distance < least:
+            best, least = target, distance
+    return best
+
+
 def _drawn(rule: Rule, session: str, rng: random.Random) -> str:
     if len(rule.targets) == 1:
         return rule.targets[0].model
     if not session:
         return chosen(rule.targets, rng.random()).model
-    # With the rule in it, since two canaries at once must not hit the same conversations.
-    key = "\n".join((session, *rule.models)).encode("utf-8", "replace")
-    number = int.from_bytes(hashlib.blake2b(key, digest_size=6).digest())
-    return chosen(rule.targets, number / (1 << 48)).model
+    return kept(rule, session).model

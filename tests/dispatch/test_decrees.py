@@ -151,11 +151,27 @@ def test_sessions_are_drawn_in_proportion():
 
 
 def test_more_weight_moves_only_sessions_towards_it():
-    """A canary that grows takes sessions from the others and gives none back."""
-    small = house(rule("m", ("a", 90), ("b", 10)))
-    large = house(rule("m", ("a", 50), ("b", 50)))
-    raws = [ask("m", user=f"u{at}") for at in range(300)]
-    assert {sent(large, raw) for raw in raws if sent(small, raw) == "b"} == {"b"}
+    """A canary that grows takes sessions from the others, and moves none between these."""
+    small = house(rule("m", ("a", 80), ("b", 10), ("c", 10)))
+    for targets in (
+        [("a", 80), ("b", 10), ("c", 90)],
+        [("c", 90), ("b", 10), ("a", 80)],
+    ):
+        large = house(rule("m", *targets))
+        moved = [(sent(small, raw), sent(large, raw)) for raw in SESSIONS]
+        assert {new for old, new in moved if old != new} == {"c"}
+
+
+SESSIONS = [ask("m", user=f"u{at}") for at in range(300)]
+
+
+def test_sessions_without_weights_are_spread_alike():
+    """Three targets, 300 sessions: 100 each, within five standard deviations."""
+    held = house(rule("m", "a", "b", "c"))
+    drawn = collections.Counter(sent(held, raw) for raw in SESSIONS)
+    assert all(59 <= drawn[name] <= 141 for name in "abc")
+    held = house(rule("m", ("a", 1), "b", ("c", 0)))
+    assert {sent(held, raw) for raw in SESSIONS} == {"a"}
 
 
 @given(
