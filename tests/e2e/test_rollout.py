@@ -1,0 +1,297 @@
+"""Two pickers behind one Envoy, restarted one after the other under long streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import signal
+
+import pytest
+
+from extproc.cli import stack
+from tests.e2e import backend, http1, installation
+
+PATH = "/v1/chat/completions"
+CHAT = json.dumps(
+    {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+).encode()
+
+SHORT = json.dumps({"model": "demo", "prompt": "hello", "max_tokens": 8}).encode()
+
+#: More than Envoy keeps of a request to a picker for trying again (64 KiB).
+LARGE = json.dumps({"model": "demo", "prompt": "hello " * 30_000, "max_tokens": 8}).encode()
+
+TEMPLATES = ["original-dst.yaml", "original-dst-buffered.yaml", "override-host.yaml"]
+
+#: Long streams, and clients that ask again and again beside them.
+STREAMS, ASKING = 50, 4
+
+#: Seconds a fact may take to become visible on a page.
+_VISIBLE_S = 20.0
+
+
+class Engine:
+    """Answers that say something whenever they are told to, and end when they are told to."""
+
+    def __init__(self) -> None:
+        self._told = asyncio.Condition()
+        self.ticks = 0
+        self.over = False
+
+    async def tick(self) -> None:
+        """Have every stream say one more event."""
+        async with self._told:
+            self.ticks += 1
+            self._told.notify_all()
+
+    async def end(self) -> None:
+        """Have every stream end, once it has said everything."""
+        async with self._told:
+            self.over = True
+            self._told.notify_all()
+
+    async def play(self, _, peer) -> None:
+        """One answer: events from the first to the last, none left out."""
+        await peer.say(backend.EVENTS_HEAD)
+        said = 0
+        while True:
+            async with self._told:
+                await self._told.wait_for(lambda said=said: self.over or said < self.ticks)
+                ticks, over = self.ticks, self.over
+            for n in range(said, ticks):
+                await peer.say(backend.framed(event(n)))
+            said = ticks
+            if over:
+                return await peer.say(backend.framed(b""))
+
+
+class Site:
+    """Two pickers and one Envoy, as processes.
+
+    Attributes:
+        port: Where clients connect.
+        pickers: The processes, in the order of `grpc`.
+        lines: Everything any process said.
+    """
+
+    def __init__(self, children: stack.Stack, lines: list[str]) -> None:
+        self._children = children
+        self.lines = lines
+        self.grpc = [stack.free_port(), stack.free_port()]
+        self.pages = [stack.free_port(), stack.free_port()]
+        self.ports = stack.EnvoyPorts(stack.free_port(), stack.free_port(), self.grpc[0])
+        self.port = self.ports.listener
+        self.pickers: list[stack.Child] = []
+        self._words: list[str] = []
+
+    async def start(self, addresses, *, template: str, drain: str, change) -> None:
+        """Start everything, until Envoy finds both pickers healthy."""
+        self._words = ["--endpoints", ",".join(addresses), "--drain-timeout", drain]
+        self._words += ["--config-text", installation.UNSCRAPED, "--secure-serving=false"]
+        self.pickers = await asyncio.gather(self.picker(0), self.picker(1))
+        config = stack.envoy_config(
+            installation.SHIPPED / template, self.ports, engines=addresses, plaintext=True
+        )
+        cluster = installation.cluster(config, "extproc")
+        both = [f"127.0.0.1:{port}" for port in self.grpc]
+        cluster["load_assignment"] = stack.assignment("extproc", both)
+        change(config)
+        await self._children.envoy(config)
+        await self.healthy(2)
+
+    async def picker(self, which: int) -> stack.Child:
+        """Start a picker on the ports it has."""
+        ports = ["--grpc-port", str(self.grpc[which]), "--metrics-port", str(self.pages[which])]
+        return await self._children.extproc(
+            *self._words, *ports, "--grpc-health-port", "0", "--host", "127.0.0.1"
+        )
+
+    async def stat(self, name: str) -> int:
+        """A counter or gauge of Envoy."""
+        page = (await http1.ask(self.ports.admin, f"/stats?filter=^{name}$")).body.decode()
+        return int(page.partition(": ")[2] or 0)
+
+    async def healthy(self, count: int) -> None:
+        """Wait until Envoy finds so many pickers healthy; there is no event for it."""
+        async with asyncio.timeout(_VISIBLE_S):
+            while await self.stat("cluster.extproc.membership_healthy") != count:
+                await asyncio.sleep(0.02)
+
+    async def metric(self, which: int, name: str) -> float:
+        """The sum of a picker's metric over its labels."""
+        page = (await http1.ask(self.pages[which], "/metrics")).body.decode()
+        lines = [line.rpartition(" ") for line in page.splitlines()]
+        return sum(float(value) for key, _, value in lines if key.partition("{")[0] == name)
+
+    async def restart(self, which: int) -> None:
+        """Have a picker drain and end, and start another one in its place."""
+        old = self.pickers[which].process
+        old.send_signal(signal.SIGTERM)
+        assert await old.wait() == 0
+        self.pickers[which] = await self.picker(which)
+        await self.healthy(2)
+
+
+@contextlib.asynccontextmanager
+async def site(*addresses, template="original-dst.yaml", drain="3s", change=lambda config: None):
+    """Two pickers behind Envoy, before the given engines."""
+    lines = []
+    async with stack.stack(log=lines.append) as children:
+        one = Site(children, lines)
+        await one.start(addresses, template=template, drain=drain, change=change)
+        yield one
+        # Without the drain time that their end would take otherwise.
+        await asyncio.gather(*(picker.stop(signal.SIGINT) for picker in one.pickers))
+
+
+@contextlib.asynccontextmanager
+async def playing(engine: Engine):
+    """Two backends whose streams say what the engine says; their addresses."""
+    async with backend.backend() as one, backend.backend() as two:
+        for served in (one, two):
+            served.plays[PATH] = engine.play
+        yield one.address, two.address
+
+
+def event(n: int) -> bytes:
+    """The n-th event of every stream."""
+    return b"data: %d\n\n" % n
+
+
+class Streams:
+    """Long answers, read to whatever end they come to."""
+
+    def __init__(self, place: Site, engine: Engine) -> None:
+        self._place = place
+        self._engine = engine
+        self._begun = asyncio.Semaphore(0)
+        self._tasks: list[asyncio.Task[bytes]] = []
+
+    async def start(self, tasks: asyncio.TaskGroup, count: int = STREAMS) -> None:
+        """Begin them, until every answer has begun."""
+        self._tasks = [tasks.create_task(self._follow()) for _ in range(count)]
+        for _ in range(count):
+            await self._begun.acquire()
+
+    @property
+    def broken(self) -> int:
+        """How many are not, byte for byte, what the engine said."""
+        whole = b"".join(event(n) for n in range(self._engine.ticks))
+        return sum(one.result() != whole for one in self._tasks)
+
+    async def _follow(self) -> bytes:
+        async with http1.calling(self._place.port) as call:
+            await call.start("POST", PATH, [("content-length", str(len(CHAT)))])
+            await call.send(CHAT)
+            assert (await call.begun()).status == 200
+            self._begun.release()
+            try:
+                return await call.body.rest()
+            except asyncio.IncompleteReadError:
+                return b"cut"
+
+
+async def asking(place: Site, engine: Engine, stop: asyncio.Event, bodies) -> list[int]:
+    """Ask again and again, and every answer makes every stream go on; the statuses."""
+    statuses = []
+    turns = itertools.cycle(bodies)
+    while not stop.is_set():
+        body = next(turns)
+        statuses.append((await http1.ask(place.port, "/v1/completions", body)).status)
+        await engine.tick()
+    return statuses
+
+
+@contextlib.asynccontextmanager
+async def under_load(place: Site, engine: Engine, *bodies: bytes):
+    """Requests keep coming while the block runs, and none may fail; then streams end."""
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        loads = [tasks.create_task(asking(place, engine, stop, bodies)) for _ in range(ASKING)]
+        yield
+        stop.set()
+    await engine.end()
+    assert {status for one in loads for status in one.result()} == {200}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+async def test_rolling_restart(template):
+    """Both pickers are restarted, one after the other: no stream breaks and no request fails."""
+    engine = Engine()
+    async with playing(engine) as addresses, site(*addresses, template=template) as place:
+        async with asyncio.TaskGroup() as tasks:
+            streams = Streams(place, engine)
+            await streams.start(tasks)
+            open_on = [await place.metric(n, "extproc_streams_open") for n in range(2)]
+            assert all(open_on)
+            assert sum(open_on) == STREAMS
+            async with under_load(place, engine, SHORT, LARGE, SHORT):
+                for which in range(2):
+                    await place.restart(which)
+        assert streams.broken == 0
+
+
+async def cut_by_death(place: Site, engine: Engine) -> tuple[int, int]:
+    """Kill the first picker; how many streams it watched, and how many broke."""
+    async with asyncio.TaskGroup() as tasks:
+        streams = Streams(place, engine)
+        await streams.start(tasks)
+        watched = int(await place.metric(0, "extproc_streams_open"))
+        place.pickers[0].process.kill()
+        await place.pickers[0].process.wait()
+        async with under_load(place, engine, SHORT):
+            await place.healthy(1)
+    return watched, streams.broken
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+async def test_picker_killed(template):
+    """A picker is killed: no later request fails; streams it watched go on but in duplex mode."""
+    engine = Engine()
+    async with playing(engine) as addresses, site(*addresses, template=template) as place:
+        watched, broken = await cut_by_death(place, engine)
+    assert watched
+    assert broken == (watched if template == "original-dst.yaml" else 0)
+
+
+@pytest.mark.parametrize("template", TEMPLATES[1:])
+async def test_picker_killed_and_failing_closed(template):
+    """Without failure_mode_allow, Envoy cuts the answers a killed picker watched, and no others."""
+    engine = Engine()
+
+    def closed(config):
+        installation.processor(config)["failure_mode_allow"] = False
+
+    async with (
+        playing(engine) as addresses,
+        site(*addresses, template=template, change=closed) as place,
+    ):
+        watched, broken = await cut_by_death(place, engine)
+    assert broken == watched
+
+
+async def test_visible_answers():
+    """Where pickers see answers too, drain time serves them, and what is quiet then goes on."""
+    engine = Engine()
+
+    def visible(config):
+        mode = installation.processor(config)["processing_mode"]
+        mode["response_body_mode"] = "FULL_DUPLEX_STREAMED"
+
+    async with playing(engine) as addresses, site(*addresses, change=visible) as place:
+        async with asyncio.TaskGroup() as tasks:
+            streams = Streams(place, engine)
+            await streams.start(tasks)
+            old = place.pickers[0].process
+            assert await place.metric(0, "extproc_streams_open")
+            draining = place.pickers[0].line("draining, ")
+            old.send_signal(signal.SIGTERM)
+            await draining
+            await engine.tick()
+            await place.healthy(1)
+            assert await old.wait() == 0
+            await engine.tick()
+            await engine.end()
+        assert streams.broken == 0
