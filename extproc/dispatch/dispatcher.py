@@ -271,7 +271,7 @@ class Dispatcher:
             )
         ticket.blocks = decision.blocks
         ticket.alone = len(decision.endpoints) == 1
-        if not member.up:
+        if member.condition.state:
             self._fleet.sent(endpoint, now)
         return ticket
 
