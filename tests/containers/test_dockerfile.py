@@ -61,7 +61,10 @@ def test_nothing_is_written_at_run_time():
     assert any("compileall" in one.rest for one in dockerfile.instructions() if one.word == "RUN")
 
 
-@pytest.mark.parametrize("module", ["extproc.discovery.kubernetes.cluster", "extproc.cli.main"])
+@pytest.mark.parametrize(
+    "module",
+    ["extproc.discovery.kubernetes.cluster", "extproc.server.leases", "extproc.server.app"],
+)
 def test_what_the_image_leaves_out_is_not_loaded(module):
     """No class of the Kubernetes client that is made from a kind is imported."""
     program = (

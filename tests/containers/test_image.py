@@ -9,8 +9,10 @@ import gc
 import os
 import re
 import socket
+import tempfile
 import urllib.request
 import warnings
+from pathlib import Path
 
 import docker
 import grpc
@@ -35,6 +37,16 @@ RESTRICTED = {
 
 #: With xDS, for what the image has beyond the least.
 SERVE = ["serve", "--endpoints=127.0.0.1:9", "--drain-timeout=0s", "--xds"]
+
+#: Of a cluster that does not answer.
+KUBECONFIG = """\
+apiVersion: v1
+kind: Config
+current-context: x
+clusters: [{name: x, cluster: {server: "https://127.0.0.1:1"}}]
+users: [{name: x, user: {token: t}}]
+contexts: [{name: x, context: {cluster: x, user: x}}]
+"""
 
 #: Bytes that the image may have above its base.
 _MOST = 200 * 1024 * 1024
@@ -106,19 +118,26 @@ def image(client, base, tmp_path_factory):
         yield str(built)
 
 
-@pytest.fixture
-def container(image):
-    """A running picker."""
-    wanted = DockerContainer(image).with_command(SERVE).with_exposed_ports(9003, 9090)
+@contextlib.contextmanager
+def saying(wanted, what):
+    """A running container, once its program has said something."""
     with closed(wanted.with_kwargs(**RESTRICTED)) as running:
         said = b""
         lines = running.get_wrapped_container().logs(stream=True, follow=True)
         with contextlib.closing(lines):
             for line in lines:
                 said += line
-                if b"extproc is ready" in said:
+                if what in said:
                     break
-        assert b"extproc is ready" in said, said.decode()
+        assert what in said, said.decode()
+        yield running
+
+
+@pytest.fixture
+def container(image):
+    """A running picker."""
+    wanted = DockerContainer(image).with_command(SERVE).with_exposed_ports(9003, 9090)
+    with saying(wanted, b"extproc is ready") as running:
         yield running
 
 
@@ -157,6 +176,20 @@ def test_it_ends_when_it_is_told_to(container):
     running = container.get_wrapped_container()
     running.stop(timeout=20)
     assert running.wait(timeout=20)["StatusCode"] == 0
+
+
+def test_it_looks_for_the_cluster(image):
+    """What is left of the Kubernetes client is enough to reach for an API server."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        (Path(folder) / "config").write_text(KUBECONFIG)
+        wanted = (
+            DockerContainer(image)
+            .with_volume_mapping(folder, "/kube")
+            .with_command(["serve", "--kubeconfig=/kube/config", "--endpoint-selector=app=vllm"])
+        )
+        with saying(wanted, b"127.0.0.1:1: Cannot connect"):
+            pass
 
 
 def test_it_says_its_version(client, image):
