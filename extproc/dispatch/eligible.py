@@ -88,7 +88,7 @@ def find(
             return outcomes.model_not_found(request.target, pool.serving.names)
         unlisted = True
     put_aside: tuple[Aside, ...] = ()
-    if pool.down:
+    if pool.unsure:
         members, put_aside = _well(members, now, patience_s=health.base_s)
     if now - pool.newest < health.slow_start_s:
         members, waiting = _warm(members, now, health, rng)
@@ -107,10 +107,10 @@ def _well(
     left: list[Endpoint] = []
     for member in members:
         known = member.condition
-        if known.state is not State.IN and known.until > now:
+        if known.state and known.until > now:
             left.append(member.endpoint)
             continue
-        if known.state is not State.IN and known.until + patience_s <= now:
+        if known.state > State.DOUBTED and known.until + patience_s <= now:
             others = [one.endpoint for one in members if one is not member]
             return [member], ((PROBE, others),) if others else ()
         kept.append(member)
@@ -136,7 +136,7 @@ def _warm(
         age = now - member.condition.since
         if (
             age < whole
-            and member.condition.state is State.IN
+            and member.condition.state <= State.DOUBTED
             and rng.random() >= floor + (1.0 - floor) * age / whole
         ):
             left.append(member.endpoint)

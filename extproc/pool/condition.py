@@ -72,11 +72,13 @@ class State(IntEnum):
     """Whether an endpoint takes part."""
 
     IN = 0
-    EJECTED = 1
-    """Its requests fail."""
+    DOUBTED = 1
+    """It takes part, and its last request failed: others come first for a moment."""
     PROBING = 2
     """It was ejected, and one request is on its way to find out."""
-    DOWN = 3
+    EJECTED = 3
+    """Its requests fail."""
+    DOWN = 4
     """Scrapes cannot reach it."""
 
 
@@ -87,7 +89,7 @@ class Condition(msgspec.Struct, frozen=True, gc=False):
         state: Whether it takes part.
         cause: Why not: `errors`, `hung`, `passed-over`, `unreachable`; empty when it does.
         since: Monotonic seconds since when; of one that takes part, when it came or came back.
-        until: From when a request may try it; infinity where only a scrape brings it back.
+        until: From when a request may go to it; infinity where only a scrape brings it back.
         times: Ejections in a row (count).
     """
 

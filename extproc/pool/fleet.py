@@ -243,7 +243,7 @@ class Fleet:
     def sent(self, endpoint: Endpoint, now: float) -> None:
         """A request is on its way to an endpoint that is left out, perhaps to try it."""
         member = self._pool.find(endpoint.address)
-        if member is not None and not member.up:
+        if member is not None and member.condition.state:
             self.health.sent(member.endpoint.incarnation, now)
             self._follow()
 
@@ -324,6 +324,7 @@ class Fleet:
             pool,
             members=members,
             down=sum(not member.up for member in members),
+            unsure=sum(bool(member.condition.state) for member in members),
             newest=self.health.newest,
         )
 
@@ -348,6 +349,7 @@ class Fleet:
             members=members,
             positions=pool.positions,
             down=pool.down,
+            unsure=pool.unsure,
             newest=pool.newest,
             adapters=self._adapters,
             serving=pool.serving if old.serves is member.serves else _serving(members),
@@ -361,6 +363,7 @@ class Fleet:
             members=members,
             positions=positions,
             down=down,
+            unsure=sum(bool(member.condition.state) for member in members),
             newest=self.health.newest,
             adapters=self._adapters,
             serving=_serving(members),

@@ -23,7 +23,8 @@ from collections import Counter
 
 import msgspec
 
-from extproc.pool.condition import FINE, UNREACHABLE_AFTER, Condition, Settings, State, Verdict
+from extproc.pool.condition import FINE, Condition, Settings, State, Verdict
+from extproc.pool.record import Record
 
 #: Requests in the window below which a share of failures means nothing (count, fading).
 _FEWEST = 8.0
@@ -34,82 +35,13 @@ _FORGOTTEN = 0.01
 #: Share of a back-off that chance takes away, so that pickers do not probe together.
 _JITTER = 0.2
 
+#: Seconds for which others come first after a failure. An engine that died fails all its requests
+#: within that, and has less in flight than the others until then.
+_DOUBT_S = 1.0
+
 _IN = State.IN
+_DOUBTED = State.DOUBTED
 _DOWN = State.DOWN
-
-
-class _Record:
-    """What is held against one endpoint in one life.
-
-    Attributes:
-        condition: As of the last change.
-        row: Failed requests since the last that was served.
-        good: Served requests since the first failure, fading.
-        bad: Failed ones, fading.
-        at: When they faded last.
-        wants: Why it should be left out for its requests; empty when it should not.
-        hurt: Whether the last request that said anything failed.
-        misses: Scrapes in a row that did not connect.
-        missed_at: When the first of them was seen.
-        blind: Requests are served though scrapes fail: then those say nothing until one succeeds.
-        met: Whether a scrape ever connected.
-        refused: Whether nobody listened at its own port when it was last looked for.
-        sign_at: Last sign of life, or of having nothing to do.
-        probe_at: When the last probe was sent.
-        back_at: When it came back from the last ejection.
-    """
-
-    __slots__ = (
-        "at",
-        "back_at",
-        "bad",
-        "blind",
-        "condition",
-        "good",
-        "hurt",
-        "met",
-        "missed_at",
-        "misses",
-        "probe_at",
-        "refused",
-        "row",
-        "sign_at",
-        "wants",
-    )
-
-    def __init__(self, condition: Condition, now: float) -> None:
-        self.condition = condition
-        self.back_at = -math.inf
-        self.sign_at = now
-        self.probe_at = math.inf
-        self.hurt = self.blind = self.met = self.refused = False
-        self.misses = 0
-        self.missed_at = math.inf
-        self.acquit(now)
-
-    @property
-    def unreachable(self) -> bool:
-        """Whether scrapes say that it is gone, and no request says otherwise."""
-        return self.misses >= UNREACHABLE_AFTER and not self.blind
-
-    @property
-    def certain(self) -> bool:
-        """Whether it is surely gone: nobody listens, or scrapes and requests agree."""
-        return (self.hurt or self.refused) and self.unreachable
-
-    def acquit(self, now: float) -> None:
-        """Drop what requests held against it."""
-        self.row = 0
-        self.good = self.bad = 0.0
-        self.at = now
-        self.wants = ""
-
-    def fade(self, now: float, window_s: float) -> None:
-        """Let evidence age."""
-        keep = math.exp((self.at - now) / window_s)
-        self.good *= keep
-        self.bad *= keep
-        self.at = now
 
 
 class Health:
@@ -129,7 +61,7 @@ class Health:
     def __init__(self, settings: Settings, rng: random.Random) -> None:
         self.settings = settings
         self._rng = rng
-        self._records: dict[int, _Record] = {}
+        self._records: dict[int, Record] = {}
         self.version = 0
         self.newest = -math.inf
         self.ejections: Counter[str] = Counter()
@@ -147,7 +79,7 @@ class Health:
             now: Monotonic seconds; as everywhere.
             late: Whether others were there before it.
         """
-        self._records[incarnation] = _Record(Condition(since=now) if late else FINE, now)
+        self._records[incarnation] = Record(Condition(since=now) if late else FINE, now)
         if late:
             self.newest = now
 
@@ -159,7 +91,9 @@ class Health:
         """A request was sent to an endpoint that is out: it is the probe, if one was due."""
         record = self._records[incarnation]
         known = record.condition
-        if known.state is not _IN and known.until <= now:
+        if known.state is _DOUBTED:
+            self._believe(record)
+        elif known.state is not _IN and known.until <= now:
             record.probe_at = now
             until = now + self.settings.base_s
             self._become(record, msgspec.structs.replace(known, state=State.PROBING, until=until))
@@ -225,7 +159,7 @@ class Health:
             known = record.condition
             if now - record.sign_at < self.settings.hang_s:
                 return
-            if known.state is _IN:
+            if known.state <= _DOUBTED:
                 if not record.wants:
                     record.wants = "hung"
                     self.settle(now)
@@ -270,15 +204,17 @@ class Health:
         for record in suspects:
             if id(record) in out:
                 self._leave_out(record, now)
-            elif record.condition.state is not _IN:
+            elif record.condition.state > _DOUBTED:
                 self._take_back(record, now)
 
-    def _served(self, record: _Record, sent_at: float, now: float, *, sole: bool) -> None:
+    def _served(self, record: Record, sent_at: float, now: float, *, sole: bool) -> None:
         record.sign_at = now
         if sole and record.missed_at <= sent_at:
             record.blind = True
         known = record.condition
-        if known.state is not _IN:
+        if known.state is _DOUBTED:
+            self._believe(record)
+        elif known.state is not _IN:
             if sent_at < known.since:
                 return
             if sent_at >= record.probe_at:
@@ -294,11 +230,11 @@ class Health:
             record.bad = 0.0
         self._judge(record, now, "errors")
 
-    def _failed(self, record: _Record, sent_at: float, now: float, cause: str) -> None:
+    def _failed(self, record: Record, sent_at: float, now: float, cause: str) -> None:
         known = record.condition
         certain = record.certain
         record.hurt = True
-        if known.state is not _IN:
+        if known.state > _DOUBTED:
             if sent_at >= record.probe_at:
                 self.probes["failed"] += 1
                 record.probe_at = math.inf
@@ -315,8 +251,25 @@ class Health:
             record.good, record.at = 0.0, now
         record.bad += 1.0
         self._judge(record, now, cause)
+        if record.condition.state <= _DOUBTED and self.settings.failures:
+            self._doubt(record, now)
 
-    def _unclear(self, record: _Record, sent_at: float, now: float) -> None:
+    def _doubt(self, record: Record, now: float) -> None:
+        """Let others come first for a moment, while enough of them are there."""
+        known = record.condition
+        others = sum(1 for one in self._records.values() if one.condition.state is not _IN)
+        spare = int(self.settings.most_share * len(self._records))
+        if others < spare or known.state is _DOUBTED:
+            until = now + _DOUBT_S
+            doubt = msgspec.structs.replace(known, state=_DOUBTED, cause="doubted", until=until)
+            self._become(record, doubt)
+
+    def _believe(self, record: Record) -> None:
+        """End a doubt."""
+        known = record.condition
+        self._become(record, Condition(since=known.since, times=known.times))
+
+    def _unclear(self, record: Record, sent_at: float, now: float) -> None:
         """A probe that says nothing makes room for the next one."""
         known = record.condition
         if known.state is State.PROBING and sent_at >= record.probe_at:
@@ -324,14 +277,14 @@ class Health:
             record.probe_at = math.inf
             self._become(record, msgspec.structs.replace(known, state=_out(record), until=now))
 
-    def _hung(self, record: _Record, sent_at: float, now: float) -> bool:
+    def _hung(self, record: Record, sent_at: float, now: float) -> bool:
         """Whether the endpoint gave no sign of life while a request was there, and that was long.
 
         Twice as long as where counters stand still: an engine that has none may be at one answer.
         """
         return now - sent_at >= 2.0 * self.settings.hang_s and record.sign_at < sent_at
 
-    def _judge(self, record: _Record, now: float, cause: str) -> None:
+    def _judge(self, record: Record, now: float, cause: str) -> None:
         """Weigh what requests say of an endpoint that takes part."""
         settings = self.settings
         before, row = record.wants, record.row
@@ -345,7 +298,7 @@ class Health:
         if worse or (record.wants != before) or record.unreachable or record.condition.state:
             self.settle(now)
 
-    def _leave_out(self, record: _Record, now: float) -> None:
+    def _leave_out(self, record: Record, now: float) -> None:
         known = record.condition
         if known.state is State.PROBING or known.state is _out(record):
             return
@@ -356,17 +309,17 @@ class Health:
         until = self._until(record, times, now)
         self._become(record, Condition(_out(record), cause, now, until, times))
 
-    def _take_back(self, record: _Record, now: float) -> None:
+    def _take_back(self, record: Record, now: float) -> None:
         record.back_at = now
         record.probe_at = math.inf
         self.newest = now
         self._become(record, Condition(since=now, times=record.condition.times))
 
-    def _become(self, record: _Record, condition: Condition) -> None:
+    def _become(self, record: Record, condition: Condition) -> None:
         record.condition = condition
         self.version += 1
 
-    def _until(self, record: _Record, times: int, now: float) -> float:
+    def _until(self, record: Record, times: int, now: float) -> float:
         """When a request may try an endpoint: after `base_s` * 2^(times - 1), at most `cap_s`.
 
         One that scrapes could reach and cannot any more is left to them: a request could only fail.
@@ -378,6 +331,6 @@ class Health:
         return now + whole * (1.0 - _JITTER * self._rng.random())
 
 
-def _out(record: _Record) -> State:
+def _out(record: Record) -> State:
     """The state of an endpoint that is left out."""
     return _DOWN if record.unreachable else State.EJECTED

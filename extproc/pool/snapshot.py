@@ -24,7 +24,10 @@ from extproc.pool.condition import FINE, UNREACHABLE_AFTER, Condition, State
 from extproc.pool.serving import Serving, Split
 
 _IN = State.IN
-_DOWN = State.DOWN
+_DOUBTED = State.DOUBTED
+
+#: Who comes first where nobody is in.
+_RANKS = {State.IN: 0, State.DOUBTED: 1, State.PROBING: 2, State.EJECTED: 2, State.DOWN: 3}
 
 
 class Member(msgspec.Struct, frozen=True, gc=False):
@@ -67,7 +70,7 @@ class Member(msgspec.Struct, frozen=True, gc=False):
     @property
     def up(self) -> bool:
         """Whether it takes part: neither its requests fail, nor is it out of reach."""
-        return self.condition.state is _IN
+        return self.condition.state <= _DOUBTED
 
 
 class Pool(msgspec.Struct, frozen=True, gc=False):
@@ -77,6 +80,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         members: In the order discovery named them.
         positions: Address to index in `members`; the same object until the endpoints change.
         down: How many members are not up.
+        unsure: How many are not, or are doubted.
         newest: Monotonic seconds at which the last member came or came back; minus infinity when
             all were there from the start.
         adapters: Names known to be LoRA adapters.
@@ -86,6 +90,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
     members: tuple[Member, ...]
     positions: Mapping[str, int]
     down: int = 0
+    unsure: int = 0
     newest: float = -math.inf
     adapters: frozenset[str] = frozenset()
     serving: Serving = Serving()
@@ -108,7 +113,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
             split: As in `allowed`.
         """
         members = self.allowed(subset, split)
-        return taking_part(members) if self.down else members
+        return taking_part(members) if self.unsure else members
 
     def allowed(self, subset: Sequence[str] | None, split: Split | None = None) -> Sequence[Member]:
         """The members a request may go to, whether they take part or not, in pool order.
@@ -132,11 +137,9 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
 
 
 def taking_part(members: Sequence[Member]) -> Sequence[Member]:
-    """Those that take part; when there are none, those that can be reached, or all."""
-    up = [member for member in members if member.condition.state is _IN]
-    if up:
-        return up
-    return [member for member in members if member.condition.state is not _DOWN] or members
+    """Those that are in; where nobody is, the least bad: doubted, ejected, out of reach."""
+    best = min((_RANKS[member.condition.state] for member in members), default=0)
+    return [member for member in members if _RANKS[member.condition.state] == best]
 
 
 def candidates(

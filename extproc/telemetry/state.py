@@ -12,10 +12,11 @@ from extproc.endpoint import NO_LABELS
 from extproc.pool.condition import State
 from extproc.pool.snapshot import Member, Pool
 
-Health = Literal["in", "ejected", "probing", "down"]
+Health = Literal["in", "doubted", "ejected", "probing", "down"]
 
 _STATES: Mapping[State, Health] = {
     State.IN: "in",
+    State.DOUBTED: "doubted",
     State.EJECTED: "ejected",
     State.PROBING: "probing",
     State.DOWN: "down",
@@ -37,7 +38,7 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         incarnation: Which life of the address this is (count).
         failures: Consecutive connection failures of the scraper (count).
         failure: Why its last scrape failed; empty when it did not.
-        health: `in`, `ejected`, `probing` or `down`.
+        health: `in`, `doubted`, `ejected`, `probing` or `down`.
         cause: Why it is left out; empty when it is not.
         out_s: Seconds since it was left out; None when it is not.
         again_s: Seconds until a request may try it; None where only a scrape brings it back.

@@ -51,7 +51,8 @@ class Ward:
 
     @property
     def out(self) -> set[int]:
-        return {one for one in range(1, 9) if one in self.health._records and self.state(one)}
+        known = self.health._records
+        return {one for one in range(1, 9) if one in known and self.state(one) > State.DOUBTED}
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,32 @@ def test_failures_in_a_row_eject():
     assert (known.state, known.cause, known.times) == (State.EJECTED, "errors", 1)
     assert 4.0 <= known.until <= 5.0
     assert ward.health.ejections == {"errors": 1}
+
+
+def test_one_failure_is_doubted():
+    """Others come first for a second, until the next request is served, or one is sent after it."""
+    ward = Ward()
+    ward.fail(1, 1)
+    known = ward.health.condition(1)
+    assert (known.state, known.until) == (State.DOUBTED, 1.0)
+    ward.told(1, Verdict.SERVED, sent_at=-1.0)
+    assert ward.state(1) is State.IN
+    ward.fail(1, 1)
+    ward.now = 1.5
+    ward.health.sent(1, 1.5)
+    assert ward.state(1) is State.IN
+    assert ward.health.ejections == {}
+
+
+def test_doubts_keep_to_the_share():
+    """While half of the pool is out or doubted, a further failure changes nothing."""
+    ward = Ward()
+    for one in (1, 2, 3, 4):
+        ward.fail(one, 1)
+    assert [ward.state(one) for one in (1, 2, 3, 4)] == [
+        *(State.DOUBTED, State.DOUBTED),
+        *(State.IN, State.IN),
+    ]
 
 
 def test_refusals_of_requests_neither_harm_nor_heal():
