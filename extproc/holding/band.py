@@ -1,0 +1,134 @@
+"""The requests of one priority, by tenant and target."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Container, Hashable, Iterator
+
+from extproc.holding.turns import Turns
+from extproc.holding.waiter import Fairness, Order, Waiter
+
+_Entry = tuple[float, int, Waiter]
+
+
+class Lane:
+    """Requests of one tenant for one target, first the one that goes next.
+
+    A request that stops waiting stays where it is until it comes to the front; when half of a lane
+    are such, the lane is cleaned, so that memory follows what waits.
+    """
+
+    __slots__ = ("_gone", "_heap")
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+        self._gone = 0
+
+    def add(self, rank: float, number: int, waiter: Waiter) -> None:
+        """Put one in its place."""
+        heapq.heappush(self._heap, (rank, number, waiter))
+
+    def head(self) -> _Entry | None:
+        """Who goes next; None when nobody waits."""
+        heap = self._heap
+        while heap and not heap[0][2].waits:
+            heapq.heappop(heap)
+            self._gone -= 1
+        return heap[0] if heap else None
+
+    def left(self) -> None:
+        """One of them stopped waiting."""
+        self._gone += 1
+        if self._gone * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].waits]
+            heapq.heapify(self._heap)
+            self._gone = 0
+
+    def last(self) -> _Entry | None:
+        """Who would go last; None when nobody waits."""
+        return max((entry for entry in self._heap if entry[2].waits), default=None)
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._gone
+
+    def __iter__(self) -> Iterator[Waiter]:
+        return (entry[2] for entry in self._heap if entry[2].waits)
+
+
+class Band:
+    """All requests of one priority.
+
+    Args:
+        order: Within a tenant.
+        fairness: Among tenants.
+        turns: What tenants attained; shared by all bands.
+    """
+
+    def __init__(self, order: Order, fairness: Fairness, turns: Turns) -> None:
+        self._order: Order = order
+        self._fairness = fairness
+        self._turns = turns
+        self._tenants: dict[str, dict[Hashable, Lane]] = {}
+        self.count = 0
+
+    def add(self, waiter: Waiter, number: int) -> None:
+        """One begins to wait."""
+        lanes = self._tenants.setdefault(waiter.tenant, {})
+        lane = lanes.get(waiter.target)
+        if lane is None:
+            lane = lanes[waiter.target] = Lane()
+        lane.add(waiter.rank(self._order), number, waiter)
+        self.count += 1
+
+    def left(self, waiter: Waiter) -> None:
+        """One stopped waiting; `waits` is false already."""
+        self.count -= 1
+        lanes = self._tenants[waiter.tenant]
+        lane = lanes[waiter.target]
+        lane.left()
+        if lane.head() is None:
+            del lanes[waiter.target]
+            if not lanes:
+                del self._tenants[waiter.tenant]
+
+    def head(self, blocked: Container[Hashable]) -> Waiter | None:
+        """Who goes next among those whose target is not blocked.
+
+        Tenants come in the order of what they attained or of their last turn, and those that are
+        equal in the order of their heads; within a tenant the head of lowest rank goes.
+        """
+        best: tuple[float, float, int] | None = None
+        found: Waiter | None = None
+        for tenant, lanes in self._tenants.items():
+            entry = min(
+                (
+                    head
+                    for target, lane in lanes.items()
+                    if target not in blocked and (head := lane.head()) is not None
+                ),
+                default=None,
+            )
+            if entry is None:
+                continue
+            key = (self._turn(tenant), entry[0], entry[1])
+            if best is None or key < best:
+                best, found = key, entry[2]
+        return found
+
+    def last(self) -> Waiter | None:
+        """Who would go last: of the tenant with most waiting, the last of its order."""
+        if not self._tenants:
+            return None
+        lanes = max(self._tenants.values(), key=lambda lanes: sum(map(len, lanes.values())))
+        entries = [entry for lane in lanes.values() if (entry := lane.last()) is not None]
+        return max(entries)[2] if entries else None
+
+    def __iter__(self) -> Iterator[Waiter]:
+        for lanes in self._tenants.values():
+            for lane in lanes.values():
+                yield from lane
+
+    def _turn(self, tenant: str) -> float:
+        if self._fairness == "least-served":
+            return self._turns.standing(tenant)
+        return self._turns.last(tenant) if self._fairness == "round-robin" else 0.0
