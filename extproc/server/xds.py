@@ -107,9 +107,8 @@ class Discovery:
             )
         # Here and not above: a second and 50 MB that only those pay who serve xDS.
         board = importlib.import_module("extproc.xds.board")
-        rendering = importlib.import_module("extproc.xds.rendering")
         self._messages = importlib.import_module("extproc.xds.messages")
-        self._board = board.Board(rendering.Renderer(), traits)
+        self._board = board.Board(traits)
         self._pools = pools
         self._synced = synced
         self._tallies = tallies
@@ -123,19 +122,17 @@ class Discovery:
         """Look at the pools as long as somebody listens."""
         while True:
             await self._somebody.wait()
-            await self.step()
+            self.step()
             await asyncio.sleep(_LOOK_S)
 
-    async def step(self) -> None:
+    def step(self) -> None:
         """Tell every stream if resources changed."""
         if not self._synced():
             return
         pools = self._pools()
         if self._snapshot is not None and not self._board.behind(pools):
             return
-        # A thousand new endpoints take half a second, which picks must not wait for.
-        changed = await asyncio.to_thread(self._board.post, pools)
-        if self._streams and (changed or self._snapshot is None):
+        if self._board.post(pools) or self._snapshot is None:
             self._snapshot = self._board.snapshot
             for stream in self._streams:
                 stream.wake()

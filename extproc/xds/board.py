@@ -29,13 +29,11 @@ class Board:
     sooner, and would hold an engine for dead that recovered while every picker was down.
 
     Args:
-        renderer: Makes the bytes.
         traits: What every cluster has in common.
     """
 
-    def __init__(self, renderer: Renderer, traits: Traits) -> None:
-        self._renderer = renderer
-        self._traits = traits
+    def __init__(self, traits: Traits) -> None:
+        self._renderer = Renderer(traits)
         self._with_health = not traits.health_check.path
         self._posted: dict[str, _Posted] = {}
         self._clusters: dict[str, Resource] = {}
@@ -84,7 +82,7 @@ class Board:
         return _Posted(pool, places, _versioned(name, self._renderer.assignment(name, places)))
 
     def _cluster(self, name: str) -> Resource:
-        return _versioned(name, self._renderer.cluster(name, self._traits))
+        return _versioned(name, self._renderer.cluster(name))
 
     def _alike(self, one: Pool, other: Pool) -> bool:
         """Whether the same is told of both."""

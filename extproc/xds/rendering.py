@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import betterproto2
 
-from extproc.xds.resources import Health, Place
+from extproc.xds.resources import Place
 from extproc.xds.traits import HealthCheck, Outliers, Traits
 
 with warnings.catch_warnings():
@@ -60,51 +60,36 @@ _PANIC_PERCENT = 10.0
 #: an engine that was left out already.
 _MERGE = dt.timedelta(seconds=0.1)
 
-#: Field numbers of what is put together from parts.
-_ENDPOINTS, _LB_ENDPOINTS = 2, 2
+#: Field numbers of what is put together by hand.
+_NAME = 1  # Cluster.name
+_ENDPOINTS = 2  # ClusterLoadAssignment.endpoints
+_LB_ENDPOINTS = 2  # LocalityLbEndpoints.lb_endpoints
+_LB_ENDPOINT, _LB_HEALTH = 1, 2  # LbEndpoint.endpoint, .health_status
+_ENDPOINT_ADDRESS = 1  # Endpoint.address
+_ADDRESS_SOCKET = 1  # Address.socket_address
+_SOCKET_IP, _SOCKET_PORT = 2, 3  # SocketAddress.address, .port_value
 
 
 class Renderer:
-    """Makes the bytes; remembers those of single endpoints, since encoding one takes 0.4 ms."""
+    """Makes the bytes; remembers those of single endpoints, of which mostly one changes.
 
-    def __init__(self) -> None:
+    Args:
+        traits: What every cluster has in common.
+    """
+
+    def __init__(self, traits: Traits) -> None:
         self._known: dict[Place, bytes] = {}
+        # Now, and once for all clusters: through the types it takes 10 ms, the first time 100 ms.
+        self._common = bytes(_cluster(traits))
 
     def keep(self, places: Collection[Place]) -> None:
         """Forget all other endpoints."""
         for place in self._known.keys() - places:
             del self._known[place]
 
-    def cluster(self, name: str, traits: Traits) -> bytes:
+    def cluster(self, name: str) -> bytes:
         """An EDS cluster that goes to the endpoints that extproc names, in their order."""
-        return bytes(
-            clusters.Cluster(
-                name=name,
-                type=clusters.ClusterDiscoveryType.EDS,
-                eds_cluster_config=clusters.ClusterEdsClusterConfig(eds_config=_ads()),
-                connect_timeout=_CONNECT,
-                load_balancing_policy=_override(),
-                common_lb_config=clusters.ClusterCommonLbConfig(
-                    healthy_panic_threshold=types.Percent(value=_PANIC_PERCENT),
-                    update_merge_window=_MERGE,
-                ),
-                circuit_breakers=clusters.CircuitBreakers(
-                    thresholds=[
-                        clusters.CircuitBreakersThresholds(
-                            max_connections=_PLENTY,
-                            max_pending_requests=_PLENTY,
-                            max_requests=_PLENTY,
-                            max_retries=_PLENTY,
-                        )
-                    ]
-                ),
-                health_checks=list(_checks(traits.health_check)),
-                # Otherwise an endpoint that leaves stays until a check of it fails.
-                ignore_health_on_host_removal=True,
-                outlier_detection=_outliers(traits.outliers) if traits.outliers.enabled else None,
-                typed_extension_protocol_options={_HTTP: _any(_http(), _HTTP)},
-            )
-        )
+        return _field(_NAME, name.encode()) + self._common
 
     def assignment(self, name: str, places: Sequence[Place]) -> bytes:
         """Every endpoint of a cluster, those of one zone together."""
@@ -120,8 +105,37 @@ class Renderer:
         """One `lb_endpoints` field."""
         known = self._known.get(place)
         if known is None:
-            known = self._known[place] = _field(_LB_ENDPOINTS, bytes(_lb_endpoint(place)))
+            known = self._known[place] = _field(_LB_ENDPOINTS, _lb_endpoint(place))
         return known
+
+
+def _cluster(traits: Traits) -> clusters.Cluster:
+    """Of no name yet."""
+    return clusters.Cluster(
+        type=clusters.ClusterDiscoveryType.EDS,
+        eds_cluster_config=clusters.ClusterEdsClusterConfig(eds_config=_ads()),
+        connect_timeout=_CONNECT,
+        load_balancing_policy=_override(),
+        common_lb_config=clusters.ClusterCommonLbConfig(
+            healthy_panic_threshold=types.Percent(value=_PANIC_PERCENT),
+            update_merge_window=_MERGE,
+        ),
+        circuit_breakers=clusters.CircuitBreakers(
+            thresholds=[
+                clusters.CircuitBreakersThresholds(
+                    max_connections=_PLENTY,
+                    max_pending_requests=_PLENTY,
+                    max_requests=_PLENTY,
+                    max_retries=_PLENTY,
+                )
+            ]
+        ),
+        health_checks=list(_checks(traits.health_check)),
+        # Otherwise an endpoint that leaves stays until a check of it fails.
+        ignore_health_on_host_removal=True,
+        outlier_detection=_outliers(traits.outliers) if traits.outliers.enabled else None,
+        typed_extension_protocol_options={_HTTP: _any(_http(), _HTTP)},
+    )
 
 
 def _where(place: Place) -> tuple[str, str]:
@@ -135,20 +149,18 @@ def _field(number: int, body: bytes) -> bytes:
     )
 
 
-def _lb_endpoint(place: Place) -> endpoints.LbEndpoint:
+def _number(number: int, value: int) -> bytes:
+    """A number inside a message."""
+    return betterproto2.encode_varint(number << 3) + betterproto2.encode_varint(value)
+
+
+def _lb_endpoint(place: Place) -> bytes:
+    """An `LbEndpoint` by hand: through the types, one takes 0.5 ms, and a pool has hundreds."""
     host, _, port = place.address.rpartition(":")
-    where = core.SocketAddress(
-        address=str(ipaddress.ip_address(host.strip("[]"))), port_value=int(port)
-    )
-    health = (
-        core.HealthStatus.UNHEALTHY
-        if place.health is Health.UNHEALTHY
-        else core.HealthStatus.HEALTHY
-    )
-    return endpoints.LbEndpoint(
-        endpoint=endpoints.Endpoint(address=core.Address(socket_address=where)),
-        health_status=health,
-    )
+    ip = str(ipaddress.ip_address(host.strip("[]"))).encode()
+    socket = _field(_SOCKET_IP, ip) + _number(_SOCKET_PORT, int(port))
+    endpoint = _field(_ENDPOINT_ADDRESS, _field(_ADDRESS_SOCKET, socket))
+    return _field(_LB_ENDPOINT, endpoint) + _number(_LB_HEALTH, place.health.value)
 
 
 def _any(message: betterproto2.Message, name: str) -> Any:

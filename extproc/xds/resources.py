@@ -20,7 +20,7 @@ UNNAMED = "engines"
 
 
 class Health(Enum):
-    """What Envoy is told of an endpoint."""
+    """What Envoy is told of an endpoint: numbers of its `HealthStatus`."""
 
     #: Up, as far as we know.
     HEALTHY = 1

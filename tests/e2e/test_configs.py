@@ -45,7 +45,7 @@ def engines(config):
     """The engines' cluster: of the file, or what extproc serves for it, read with Envoy's types."""
     if "dynamic_resources" not in config:
         return installation.cluster(config, "engines")
-    served = clusters.Cluster.parse(Renderer().cluster("engines", Traits()))
+    served = clusters.Cluster.parse(Renderer(Traits()).cluster("engines"))
     return served.to_dict(casing=betterproto2.Casing.SNAKE)
 
 

@@ -177,7 +177,7 @@ def test_scrapes_are_not_told():
             fleet = scene.house.fleet
             mark = fleet.begin_scrape(fleet.pool.find(ONE).endpoint)
             fleet.observe(mark, Load(at=1.0, waiting=7.0), 1.0)
-            await scene.discovery.step()
+            scene.discovery.step()
             scene.replace(TWO)
             assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [TWO]
             assert scene.tallies.responses["endpoints"] == 2
@@ -194,7 +194,7 @@ def test_nothing_is_told_before_discovery_has_spoken():
             stream = scene.whole()
             await stream.say(CLUSTER)
             hearing = asyncio.ensure_future(stream.hear())
-            await scene.discovery.step()
+            scene.discovery.step()
             assert not hearing.done()
             assert not scene.tallies.responses
             scene.synced = True

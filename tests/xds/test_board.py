@@ -8,7 +8,6 @@ from extproc.endpoint import Endpoint, Load
 from extproc.pool.fleet import Fleet
 from extproc.xds import resources
 from extproc.xds.board import Board
-from extproc.xds.rendering import Renderer
 from extproc.xds.resources import ASSIGNMENT, CLUSTER, Health, Place
 from extproc.xds.traits import HealthCheck, Traits
 
@@ -24,13 +23,13 @@ def fleet():
 
 @pytest.fixture
 def board():
-    return Board(Renderer(), Traits())
+    return Board(Traits())
 
 
 @pytest.fixture
 def telling():
     """Envoys do not ask engines themselves."""
-    return Board(Renderer(), Traits(health_check=HealthCheck(path="")))
+    return Board(Traits(health_check=HealthCheck(path="")))
 
 
 def mark(fleet, endpoint):

@@ -25,11 +25,11 @@ HTTP = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 
 
 def cluster(traits=None):
-    return clusters.Cluster.parse(Renderer().cluster("engines", traits or Traits()))
+    return clusters.Cluster.parse(Renderer(traits or Traits()).cluster("engines"))
 
 
 def assigned(*places, renderer=None):
-    data = (renderer or Renderer()).assignment("engines", places)
+    data = (renderer or Renderer(Traits())).assignment("engines", places)
     return endpoints.ClusterLoadAssignment.parse(data)
 
 
@@ -151,16 +151,18 @@ def test_endpoints_of_a_zone_stand_together():
 @pytest.mark.parametrize("count", [0, 1, 300])
 def test_what_is_put_together_by_hand_is_what_the_types_write(count):
     """Assignments are joined from remembered parts; the bytes are those of one message."""
-    renderer = Renderer()
+    renderer = Renderer(Traits())
     places = [Place(f"10.0.{at // 250}.{at % 250}:8000", zone=f"z{at % 3}") for at in range(count)]
     data = renderer.assignment("engines", places)
-    assert bytes(endpoints.ClusterLoadAssignment.parse(data)) == data
+    read = endpoints.ClusterLoadAssignment.parse(data)
+    assert bytes(read) == data
+    assert sum(len(group.lb_endpoints) for group in read.endpoints) == count
     assert renderer.assignment("engines", places) == data
 
 
 def test_endpoints_that_left_are_forgotten():
     """What is remembered is bounded by what is there."""
-    renderer = Renderer()
+    renderer = Renderer(Traits())
     stays, leaves = Place("10.0.0.1:8000"), Place("10.0.0.2:8000")
     renderer.assignment("engines", [stays, leaves])
     renderer.keep({stays})
