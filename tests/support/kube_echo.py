@@ -64,9 +64,9 @@ class Echo:
             begun = b""
             if head is None:
                 return
-            await http1.Body(reader, head).rest()
+            sent = await http1.Body(reader, head).rest()
             method, path, _ = head.line.split()
-            body = self._says("HTTP/1.1", port, method, path, head.headers)
+            body = self._says("HTTP/1.1", port, method, path, head.headers, sent)
             lines = ["HTTP/1.1 200 OK", "content-type: application/json"]
             lines += [f"content-length: {len(body)}", "", ""]
             writer.write("\r\n".join(lines).encode() + body)
@@ -81,25 +81,27 @@ class Echo:
             for event in wire.receive_data(data):
                 match event:
                     case RequestReceived():
-                        asked[event.stream_id] = list(event.headers)
+                        asked[event.stream_id] = list(event.headers), []
                     case DataReceived():
+                        asked[event.stream_id][1].append(event.data)
                         length = event.flow_controlled_length
                         wire.acknowledge_received_data(length, event.stream_id)
                     case StreamEnded():
-                        self._answer2(wire, event.stream_id, asked.pop(event.stream_id), port)
+                        self._answer2(wire, event.stream_id, *asked.pop(event.stream_id), port)
             writer.write(wire.data_to_send())
             await writer.drain()
             data = await reader.read(65_536)
 
-    def _answer2(self, wire, stream, headers, port) -> None:
+    def _answer2(self, wire, stream, headers, pieces, port) -> None:
         told = dict(headers)
         plain = [(name, value) for name, value in headers if not name.startswith(":")]
         plain.append(("host", told[":authority"]))
-        body = self._says("HTTP/2.0", port, told[":method"], told[":path"], plain)
+        sent = b"".join(pieces)
+        body = self._says("HTTP/2.0", port, told[":method"], told[":path"], plain, sent)
         wire.send_headers(stream, [(":status", "200"), ("content-type", "application/json")])
         wire.send_data(stream, body, end_stream=True)
 
-    def _says(self, protocol, port, method, path, headers) -> bytes:
+    def _says(self, protocol, port, method, path, headers, sent) -> bytes:
         said: dict[str, list[str]] = {}
         for name, value in headers:
             said.setdefault(name.lower(), []).append(value)
@@ -109,6 +111,7 @@ class Echo:
                 "path": path,
                 "host": said.get("host", [""])[0],
                 "headers": said,
+                "body": sent.decode(),
                 "protocol": protocol,
                 "pod": self.name,
                 "namespace": self.namespace,

@@ -53,11 +53,11 @@ class Picker:
         return dict(said.sets)[peer.DESTINATION]
 
     async def pool(self) -> list[str]:
-        """Every endpoint that it knows, in order of address."""
-        url = f"http://{serving.LOCAL}:{self.pages}/debug/pool"
+        """Every endpoint of every pool that it knows, in order of address."""
+        url = f"http://{serving.LOCAL}:{self.pages}/debug/pools"
         async with self._http.get(url) as answer:
-            state: dict[str, Any] = await answer.json()
-        return sorted(one["address"] for one in state["endpoints"])
+            pools: dict[str, Any] = (await answer.json())["pools"]
+        return sorted(one["address"] for pool in pools.values() for one in pool["endpoints"])
 
     async def ready(self) -> bool:
         """Whether it says that it is ready."""

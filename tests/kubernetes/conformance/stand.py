@@ -58,14 +58,12 @@ class Picker(msgspec.Struct):
         child: Its process.
         port: Of ext_proc.
         health: Of the health service.
-        pages: Of metrics.
     """
 
     name: str
     child: stack.Child | None
     port: int
     health: int
-    pages: int
 
 
 class Stand:
@@ -157,19 +155,25 @@ class Stand:
 
     # Pickers
 
-    async def start_picker(self, name: str, port: int = 0) -> Picker:
-        """Start the picker of a pool with the arguments of the suite's Deployment."""
-        known = self.pickers.get(name)
-        picker = known or Picker(
-            name, None, port or stack.free_port(), stack.free_port(), stack.free_port()
+    async def start_picker(self, name: str, port: int = 0, *, config: str = "") -> Picker:
+        """Start the picker of a pool with the arguments of the suite's Deployment.
+
+        Args:
+            name: Of the pool; with a configuration, what to call the picker.
+            port: Of ext_proc; the one it had before, if any, or a free one.
+            config: Says in YAML's flow style what it is for, in place of the pool's name.
+        """
+        picker = self.pickers.setdefault(
+            name, Picker(name, None, port or stack.free_port(), stack.free_port())
         )
-        self.pickers[name] = picker
+        words = () if config else ("--pool-name", name, "--pool-namespace", self.namespace)
         picker.child = await self.children.extproc(
-            *("--pool-name", name, "--pool-namespace", self.namespace),
+            *words,
             *("--zap-encoder", "json", "--grpc-port", str(picker.port)),
-            *("--grpc-health-port", str(picker.health), "--metrics-port", str(picker.pages)),
+            *("--grpc-health-port", str(picker.health), "--metrics-port", "0"),
             *("--kubeconfig", str(self._kubeconfig), "--host", "127.0.0.1"),
-            *("--config-text", UNSCRAPED, "--conformance-testing", "--drain-timeout", "0s"),
+            *("--config-text", UNSCRAPED[:-1] + (f", {config}" if config else "") + "}"),
+            *("--conformance-testing", "--drain-timeout", "0s"),
         )
         return picker
 
@@ -205,13 +209,14 @@ class Stand:
         selection: str = "",
         body: bytes | None = BODY,
         through: str = "primary",
+        more: Mapping[str, str] | None = None,
     ) -> Answer:
-        """One request; a GET without a body where there is none.
+        """One request; a GET without a body where there is none. `more` is further headers.
 
         What came back must be what was sent, as the suite's own assertions have it.
         """
         assert self._session is not None
-        headers = {"host": host, **({SELECTION: selection} if selection else {})}
+        headers = {"host": host, **(more or {}), **({SELECTION: selection} if selection else {})}
         method = "GET" if body is None else "POST"
         url = f"http://127.0.0.1:{self.gateways[through]}{path}"
         async with self._session.request(method, url, data=body, headers=headers) as answer:
@@ -221,6 +226,9 @@ class Stand:
             said = await answer.json()
         assert (said["method"], said["path"], said["host"]) == (method, path, host)
         assert said["namespace"] == self.namespace
+        for name, value in (more or {}).items():
+            assert said["headers"][name] == [value]
+        assert said["body"] == (body or b"").decode()
         return Answer(answer.status, found, said)
 
     async def many(self, count: int, at_once: int, *arguments: Any, **how: Any) -> list[Answer]:
