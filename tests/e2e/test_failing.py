@@ -1,0 +1,251 @@
+"""Engines that fail, and who meets them: failing fast, killed under load, the last one, and back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+
+import pytest
+
+from extproc.cli import stack
+from tests.e2e import backend, http1, installation
+
+PATH = "/v1/chat/completions"
+CHAT = json.dumps(
+    {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 64}
+).encode()
+
+CLIENTS = 12
+
+#: Tried again soon, so that tests need not wait for it.
+SOON = installation.UNSCRAPED[:-1] + ", health: {base_s: 0.3}}"
+
+
+#: Everything as it comes, metrics included.
+SCRAPED = (
+    "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scheduling: {strategy: least-request}}"
+)
+
+
+def named(config, strategy):
+    """A configuration text with another strategy."""
+    return config.replace("least-request", strategy)
+
+
+class Load:
+    """Clients that ask again and again.
+
+    Attributes:
+        statuses: How often each status came.
+    """
+
+    def __init__(self, place) -> None:
+        self._place = place
+        self._stop = False
+        self.statuses = Counter()
+
+    async def one(self):
+        while not self._stop:
+            self.statuses[(await http1.ask(self._place.port, PATH, CHAT)).status] += 1
+
+    @contextlib.asynccontextmanager
+    async def running(self, clients=CLIENTS):
+        """The load while the block runs, and to the end of its last requests."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(clients):
+                tasks.create_task(self.one())
+            yield self
+            self._stop = True
+
+    async def more(self, count):
+        """Wait for so many further answers."""
+        wanted = self.statuses.total() + count
+        async with asyncio.timeout(30):
+            while self.statuses.total() < wanted:
+                await asyncio.sleep(0.005)
+
+
+def counted(found, name, **labels):
+    """A counter of the picker by name and some of its labels."""
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(
+        value
+        for key, value in found.items()
+        if key.partition("{")[0] == name and all(label in key for label in wanted)
+    )
+
+
+@contextlib.asynccontextmanager
+async def backends(count):
+    """So many backends."""
+    async with contextlib.AsyncExitStack() as stack_:
+        yield [await stack_.enter_async_context(backend.backend()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("strategy", ["least-request", "round-robin"])
+async def test_121_an_engine_that_answers_503_at_once(strategy):
+    """It gets no more than a few requests, is tried now and then, and serves again once it can."""
+    async with (
+        backends(4) as served,
+        installation.installed(
+            *(one.address for one in served), arguments=["--config-text", named(SOON, strategy)]
+        ) as place,
+    ):
+        bad = served[1]
+        bad.plays[PATH] = backend.saying(b"{}", status="503 Service Unavailable")
+        load = Load(place)
+        async with load.running():
+            await load.more(400)
+            tried = await place.until(lambda found: counted(found, "extproc_probes_total") >= 2)
+            # Those of the row of three, those on their way by then, and the trials.
+            probes = counted(tried, "extproc_probes_total")
+            assert 3 <= len(bad.asks) <= 3 + CLIENTS + probes + 1
+            assert load.statuses[503] == pytest.approx(len(bad.asks), abs=CLIENTS)
+            assert counted(tried, "extproc_ejections_total", cause="errors") >= 1
+            bad.plays.clear()
+            found = await place.until(
+                lambda found: counted(found, "extproc_probes_total", result="ok") == 1
+            )
+            assert counted(found, "extproc_endpoint_ejected") == 0
+            before = len(bad.asks)
+            await load.more(100)
+            assert len(bad.asks) > before
+
+
+async def test_121_an_engine_that_never_answers_is_not_blamed_for_clients_that_leave():
+    """Envoy says nothing when a client leaves: the endpoint stays in."""
+    async with (
+        backends(2) as served,
+        installation.installed(
+            *(one.address for one in served), arguments=["--config-text", SOON]
+        ) as place,
+    ):
+
+        async def hang(_, peer):
+            await peer.gone()
+
+        for one in served:
+            one.plays["/hang"] = hang
+        for _ in range(8):
+            arrivals = [one.arrival() for one in served]
+            async with http1.calling(place.port) as call:
+                await call.start("POST", "/hang", [("content-length", str(len(CHAT)))])
+                await call.send(CHAT)
+                await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED)
+        found = await place.until(lambda found: counted(found, "extproc_unanswered_total") == 8)
+        assert counted(found, "extproc_endpoint_ejected") == 0
+        assert counted(found, "extproc_ejections_total") == 0
+
+
+async def test_121_the_last_endpoint_is_always_tried():
+    """A pool of one that fails is asked again and again, and its answers are passed on."""
+    async with (
+        backends(1) as served,
+        installation.installed(served[0].address, arguments=["--config-text", SOON]) as place,
+    ):
+        served[0].plays[PATH] = backend.saying(b"{}", status="503 Service Unavailable")
+        statuses = [(await http1.ask(place.port, PATH, CHAT)).status for _ in range(10)]
+        assert statuses == [503] * 10
+        assert len(served[0].asks) == 10
+        served[0].plays.clear()
+        assert (await http1.ask(place.port, PATH, CHAT)).status == 200
+
+
+@pytest.fixture(scope="module")
+def children(live):
+    with live.holding(stack.stack()) as one:
+        yield one
+
+
+@pytest.fixture
+def engines(live, children):
+    """Four simulated engines by address, each answering in some tenths of a second."""
+
+    async def start():
+        started = [children.engine("--speed", "20") for _ in range(4)]
+        return {address: child for child, address in await asyncio.gather(*started)}
+
+    return live.run(start())
+
+
+async def killed_under_load(place, engines):
+    """Kill an engine under load; how many requests it had, and what the clients got."""
+    victim = next(iter(engines))
+    load = Load(place)
+    async with load.running():
+        await load.more(60)
+        await place.until(
+            lambda found: counted(found, "extproc_endpoint_in_flight", endpoint=victim)
+        )
+        engines[victim].process.kill()
+        await engines[victim].process.wait()
+        gone = await place.until(
+            lambda found: counted(found, "extproc_endpoint_ejected", endpoint=victim)
+        )
+        before = load.statuses[503]
+        await load.more(100)
+        # Once it is known to be gone, nobody meets it.
+        assert load.statuses[503] == before
+        picks = counted(gone, "extproc_picks_total", endpoint=victim)
+        later = counted(await place.metrics(), "extproc_picks_total", endpoint=victim)
+        assert later - picks <= CLIENTS
+    assert set(load.statuses) <= {200, 503}
+    return victim, load.statuses[503]
+
+
+async def revived(place, children, engines, victim):
+    """Start an engine again where it was, and see it serve."""
+    child, _ = await children.engine("--speed", "20", "--port", victim.rpartition(":")[2])
+    engines[victim] = child
+    await place.until(
+        lambda found: counted(found, "extproc_endpoint_ejected", endpoint=victim) == 0
+    )
+    before = counted(await place.metrics(), "extproc_picks_total", endpoint=victim)
+    load = Load(place)
+    async with load.running():
+        await load.more(60)
+    assert load.statuses.keys() == {200}
+    assert counted(await place.metrics(), "extproc_picks_total", endpoint=victim) > before
+
+
+async def test_121_killed_under_load_over_original_dst(engines, children):
+    """Only what was on the engine fails; it is left out until it is back, and then it serves."""
+    async with installation.installed(*engines, arguments=["--config-text", SCRAPED]) as place:
+        victim, failed = await killed_under_load(place, engines)
+        # A quarter of the clients is on it, a client can have moved there since, and one request
+        # can have been on its way to it when the first failure came.
+        assert failed <= CLIENTS // 4 + 2
+        await revived(place, children, engines, victim)
+
+
+async def test_121_killed_under_load_with_retries(engines, children):
+    """With fallbacks and Envoy's retry nobody notices; the request is charged to who served it."""
+    async with installation.installed(
+        *engines,
+        template="override-host.yaml",
+        arguments=["--config-text", SCRAPED, "--fallback-endpoints", "1"],
+    ) as place:
+        victim, failed = await killed_under_load(place, engines)
+        assert failed == 0
+        await revived(place, children, engines, victim)
+
+
+async def test_121_served_elsewhere_is_told():
+    """An endpoint that Envoy passes over is left out, though no answer ever showed a failure."""
+    async with backends(2) as served:
+        dead = f"127.0.0.1:{stack.free_port()}"
+        async with installation.installed(
+            dead,
+            *(one.address for one in served),
+            template="override-host.yaml",
+            arguments=["--config-text", named(SOON, "round-robin")],
+        ) as place:
+            load = Load(place)
+            async with load.running(clients=2):
+                found = await place.until(
+                    lambda found: counted(found, "extproc_ejections_total", cause="passed-over")
+                )
+            assert load.statuses.keys() == {200}
+            assert counted(found, "extproc_responses_total", endpoint=dead) == 0
