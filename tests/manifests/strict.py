@@ -6,7 +6,9 @@ Kinds of others are held against `foreign`, which knows the keys that we use and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jsonschema
@@ -21,24 +23,34 @@ OLDEST = "1.30"
 NEWEST = kubernetes_validate.latest_version().rpartition(".")[0]
 
 
-def problems(document: Mapping[str, Any]) -> Iterator[str]:
+def problems(document: Mapping[str, Any]) -> Sequence[str]:
     """What is wrong with an object; nothing when it is right."""
+    return _problems(json.dumps(document, sort_keys=True))
+
+
+@functools.cache
+def _problems(text: str) -> Sequence[str]:
+    """The same, once for each object: overlays have most of theirs in common."""
+    document = json.loads(text)
     name = f"{document.get('kind')} {document.get('metadata', {}).get('name')}"
     # The schemas take null for everything; nobody writes it on purpose.
-    yield from (f"{name}: {where} is empty" for where in _empty(document, ""))
+    found = [f"{where} is empty" for where in _empty(document, "")]
     theirs = foreign.SCHEMAS.get((document["apiVersion"], document["kind"]))
     if theirs is not None:
-        found = jsonschema.Draft202012Validator(theirs).iter_errors(document)
-        for error in found:
-            yield f"{name}: {error.json_path}: {error.message}"
-        return
-    for version in (OLDEST, NEWEST):
-        try:
-            kubernetes_validate.validate(document, version, strict=True)
-        except kubernetes_validate.ValidationError as error:
-            yield f"{name} in {version}: {'.'.join(map(str, error.path))}: {error.message}"
-        except kubernetes_validate.SchemaNotFoundError:
-            yield f"{name}: nobody knows {document['apiVersion']} in {version}"
+        errors = jsonschema.Draft202012Validator(theirs).iter_errors(document)
+        found += [f"{error.json_path}: {error.message}" for error in errors]
+    else:
+        found += [one for version in (OLDEST, NEWEST) for one in _of_kubernetes(document, version)]
+    return [f"{name}: {one}" for one in found]
+
+
+def _of_kubernetes(document: Mapping[str, Any], version: str) -> Iterator[str]:
+    try:
+        kubernetes_validate.validate(document, version, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        yield f"{'.'.join(map(str, error.path))}: {error.message}, in {version}"
+    except kubernetes_validate.SchemaNotFoundError:
+        yield f"nobody knows {document['apiVersion']}, in {version}"
 
 
 def _empty(value: object, where: str) -> Iterator[str]:

@@ -3,7 +3,6 @@
 import subprocess
 
 import pytest
-import yaml
 
 from extproc.cli import stack
 from extproc.xds import resources
@@ -17,7 +16,7 @@ def overlay(request):
 
 @pytest.fixture
 def config(overlay):
-    return yaml.safe_load(envoy_files.path(overlay).read_text())
+    return tools.loaded(envoy_files.path(overlay).read_text())
 
 
 def test_envoy_takes_them(overlay):
@@ -38,7 +37,7 @@ def test_overlays_carry_them(overlay, config):
         if one["name"] == "envoy"
     ]
     path = container["args"][container["args"].index("-c") + 1]
-    assert yaml.safe_load(parts.mounted(documents, pod, container, path)) == config
+    assert tools.loaded(parts.mounted(documents, pod, container, path)) == config
     (listener,) = config["static_resources"]["listeners"]
     assert parts.ports(container)["http"] == listener["address"]["socket_address"]["port_value"]
 
@@ -73,7 +72,7 @@ def test_envoy_routes_to_the_cluster_that_pickers_tell_it_of():
     settings = parts.resolved(documents, pod, container)
     assert settings.xds.enabled
     assert settings.scheduling.fallbacks > 0
-    config = yaml.safe_load((overlay / "envoy.yaml").read_text())
+    config = tools.loaded((overlay / "envoy.yaml").read_text())
     manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]
     (host,) = manager["typed_config"]["route_config"]["virtual_hosts"]
     (route,) = host["routes"]
