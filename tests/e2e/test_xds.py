@@ -254,7 +254,8 @@ async def test_a_503_is_asked_elsewhere(site, engines):
         await more(statuses, 200)
     assert statuses.keys() == {200}
     counts = served(engines)
-    assert 0 < counts[0] < statuses.total() / 3
+    # Its share at most, where Envoy before 1.38 does not say who served.
+    assert 0 < counts[0] < statuses.total() / 2
     assert counts[1] + counts[2] == statuses.total()
 
 
