@@ -9,15 +9,15 @@ import msgspec
 
 from extproc import decision as outcomes
 from extproc.decision import Decision, Outcome, Rejection
-from extproc.dispatch import beliefs, decrees, eligible, evidence, naming, shedding
+from extproc.dispatch import beliefs, eligible, evidence, naming, shedding
 from extproc.dispatch import routing as routes
+from extproc.dispatch.matching import Matching
+from extproc.dispatch.preparing import Preparation, Prepared
 from extproc.parsing import opening as parsing_opening
-from extproc.parsing import parser
 from extproc.pool import snapshot
 from extproc.pool.accounts import Ticket
 from extproc.pool.fleet import Fleet
 from extproc.pool.recurrence import Recurrence
-from extproc.pool.snapshot import Member
 from extproc.prefix import blocks
 from extproc.prefix.index import PrefixIndex
 from extproc.request import BYTES_PER_TOKEN, RawRequest, Request
@@ -62,10 +62,8 @@ class Dispatcher:
         self._rng = rng
         self._counts = counts or guard.Counts()
         self._recurrence = Recurrence()
-        self._slots: Mapping[str, int] = {}
-        self._slots_in_order: Sequence[int] = ()
-        self._slots_of: object = None
-        self._decrees = decrees.Decrees()
+        self._matching = Matching(fleet, index)
+        self._preparation = Preparation(fleet, schedule=schedule, rng=rng)
         self.adopt(routing)
 
     @property
@@ -76,7 +74,7 @@ class Dispatcher:
     @property
     def decreed_names(self) -> frozenset[str]:
         """Models that requests may name because rewrites put others in their place."""
-        return self._decreed.names
+        return self._preparation.names
 
     @property
     def routing(self) -> routes.Routing:
@@ -87,11 +85,20 @@ class Dispatcher:
         """Route by another configuration from the next request on."""
         self._routing = routing
         self._settings = routing.settings
+        self._preparation.adopt(routing)
         self._hashing = Signal.PREFIX in routing.needs
         self._reading_openings = Signal.OPENING in routing.needs
         self._homing = Signal.HOMES in routing.needs
         profiles = (routing.profile, *routing.by_model.values())
         self._observers = {profile.name: profile.observers for profile in profiles}
+
+    def prepare(self, raw: RawRequest) -> Prepared | Rejection:
+        """Parse, rank, rename and hash a request, or say what is wrong with it."""
+        return self._preparation.of(raw)
+
+    def prepare_parsed(self, request: Request, raw: RawRequest) -> Prepared:
+        """The same for a request that is parsed already."""
+        return self._preparation.parsed(request, raw)
 
     def route(self, raw: RawRequest, now: float) -> Outcome:
         """Decide, without charging anybody.
@@ -100,40 +107,21 @@ class Dispatcher:
             raw: A complete request.
             now: Monotonic seconds.
         """
-        request = parser.parse(raw)
-        if not isinstance(request, Rejection):
-            return self.route_parsed(request, raw, now)
-        supplied = self._decreed.supplied(raw, request, self._rng)
-        if supplied is None:
-            return request
-        return self._route_as(supplied, raw, now, decreed=supplied.model)
+        prepared = self._preparation.of(raw)
+        return prepared if isinstance(prepared, Rejection) else self.decide(prepared, now)
 
-    def route_parsed(self, request: Request, raw: RawRequest, now: float) -> Outcome:
-        """Decide about a request that is parsed already, without charging anybody.
+    def decide(self, prepared: Prepared, now: float) -> Outcome:
+        """Decide about a request that is prepared, without charging anybody.
 
         Args:
-            request: What it was parsed to.
-            raw: The request as it came.
+            prepared: From `prepare`, now or a while ago.
             now: Monotonic seconds.
         """
-        decreed = self._decreed.target(request, self._rng)
-        return self._route_as(request, raw, now, decreed=decreed)
-
-    def _route_as(self, request: Request, raw: RawRequest, now: float, *, decreed: str) -> Outcome:
-        """Decide, with the target of a rewrite in place of the model; empty for none."""
-        request = self._decreed.ranked(request, raw.headers)
-        renamed = naming.of(
-            request,
-            raw.headers,
-            self._fleet.pool.serving,
-            decreed=decreed,
-            kubeai_names=self._settings.kubeai_names,
+        raw = prepared.raw
+        outcome = self.choose(prepared.request, now, chain=prepared.chain, headers=raw.headers)
+        return (
+            naming.told(outcome, raw, prepared.asked, prepared.sent) if prepared.sent else outcome
         )
-        if renamed is None:
-            return self.choose(request, now, chain=self._chain(request), headers=raw.headers)
-        chain = self._chain(renamed.hashed)
-        outcome = self.choose(renamed.request, now, chain=chain, headers=raw.headers)
-        return naming.told(outcome, raw, request, renamed.sent)
 
     def choose(
         self,
@@ -171,7 +159,7 @@ class Dispatcher:
         adapter = request.adapter or (request.model if request.model in pool.adapters else "")
         candidates = snapshot.candidates(
             members,
-            self._matched(chain, members, self._schedule.tokens_at(ratio)),
+            self._matching.of(chain, members, self._schedule.tokens_at(ratio)),
             adapter=adapter,
             adapters=pool.adapters,
             now=now,
@@ -323,12 +311,6 @@ class Dispatcher:
         """Whether nobody needs to see the answer."""
         return decision.request.api in UNWATCHED
 
-    @property
-    def _decreed(self) -> decrees.Decrees:
-        """What was decreed, as of now."""
-        self._decrees.follow(self._fleet.policy, self._routing.policy)
-        return self._decrees
-
     def _remember(self, decision: Decision, now: float) -> None:
         """Tell the plugins with a memory; what one raises must not cost the request."""
         for observer in self._observers.get(decision.profile, ()):
@@ -338,38 +320,8 @@ class Dispatcher:
                 kind = getattr(observer, "kind", type(observer).__name__)
                 self._counts.exceptions["observer", kind] += 1
 
-    def _chain(self, request: Request) -> Sequence[int]:
-        """The prompt's block hashes; none where no profile reads them."""
-        if not self._hashing or not request.prompt:
-            return ()
-        seed = blocks.seed(request.model, request.adapter)
-        return blocks.chain(request.prompt, seed, schedule=self._schedule)
-
     def _bytes_per_token(self, request: Request) -> float:
         """Of its prompt; token ids are `BYTES_PER_TOKEN` each in the prompt's bytes."""
         if not request.prompt_bytes:
             return BYTES_PER_TOKEN
         return self._fleet.tokenisers.bytes_per_token(request.target)
-
-    def _matched(
-        self, chain: Sequence[int], members: Sequence[Member], tokens: Sequence[int]
-    ) -> Sequence[int]:
-        """Per member the prompt tokens believed cached there; `tokens` are those by depth."""
-        if not chain:
-            return [0] * len(members)
-        self._follow_pool()
-        depths = self._index.match(chain)
-        if members is self._fleet.pool.members:
-            return [tokens[depths[slot]] for slot in self._slots_in_order]
-        slots = self._slots
-        return [tokens[depths[slots[member.endpoint.address]]] for member in members]
-
-    def _follow_pool(self) -> None:
-        """Look index slots up again when the endpoint set changed."""
-        pool = self._fleet.pool
-        if self._slots_of is not pool.positions:
-            self._slots_of = pool.positions
-            self._slots_in_order = [
-                self._index.slot(beliefs.key(one.endpoint)) for one in pool.members
-            ]
-            self._slots = dict(zip(pool.positions, self._slots_in_order, strict=True))

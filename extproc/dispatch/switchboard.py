@@ -11,6 +11,7 @@ from extproc import decision as outcomes
 from extproc.decision import Answer, Decision, Outcome, Rejection
 from extproc.dispatch import claims, listing
 from extproc.dispatch.dispatcher import Dispatcher
+from extproc.dispatch.preparing import Prepared
 from extproc.parsing import envelope, parser
 from extproc.request import RawRequest, Request
 
@@ -35,6 +36,7 @@ class Routed(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         outcome: Where it goes, why nowhere, or what to answer at once.
+        prepared: What was decided about, where it came so far.
         pool: Name of the pool that decided; empty where none was found.
         dispatcher: Of that pool.
     """
@@ -42,6 +44,7 @@ class Routed(msgspec.Struct, frozen=True, gc=False):
     outcome: Outcome | Answer
     pool: str = ""
     dispatcher: Dispatcher | None = None
+    prepared: Prepared | None = None
 
 
 class Fit(IntEnum):
@@ -99,7 +102,11 @@ class Switchboard:
                 return Routed(told)
         only = self._only
         if only is not None:
-            return Routed(only.dispatcher.route(raw, now), only.name, only.dispatcher)
+            dispatcher = only.dispatcher
+            prepared = dispatcher.prepare(raw)
+            if isinstance(prepared, Rejection):
+                return Routed(prepared, only.name, dispatcher)
+            return Routed(dispatcher.decide(prepared, now), only.name, dispatcher, prepared)
         return self._search(raw, now)
 
     def rescue(self, raw: RawRequest, now: float, *, why: str) -> Routed:
@@ -144,14 +151,15 @@ class Switchboard:
         self, one: Claimant, raw: RawRequest, now: float, request: Request | None = None
     ) -> Routed:
         dispatcher = one.dispatcher
-        outcome = (
-            dispatcher.route(raw, now)
-            if request is None
-            else dispatcher.route_parsed(request, raw, now)
+        prepared = (
+            dispatcher.prepare(raw) if request is None else dispatcher.prepare_parsed(request, raw)
         )
+        if isinstance(prepared, Rejection):
+            return Routed(prepared, one.name, dispatcher)
+        outcome = dispatcher.decide(prepared, now)
         if isinstance(outcome, Decision):
             outcome = msgspec.structs.replace(outcome, pool=one.name)
-        return Routed(outcome, one.name, dispatcher)
+        return Routed(outcome, one.name, dispatcher, prepared)
 
     def _told(self, raw: RawRequest) -> Answer | None:
         """The list of models, where that is what is asked for and somebody listed any."""

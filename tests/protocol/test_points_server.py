@@ -7,9 +7,9 @@ import pytest
 
 from extproc.decision import Outcome
 from extproc.dispatch.dispatcher import Dispatcher
+from extproc.dispatch.preparing import Prepared
 from extproc.protocol.events import Kind
 from extproc.protocol.replies import Route
-from extproc.request import RawRequest
 from tests.support import conversation as talk
 from tests.support import peer, serving
 from tests.support.house import House
@@ -19,17 +19,18 @@ PLAIN = {**talk.PLAIN, ":path": "/v1/completions"}
 
 
 class Broken:
-    """A dispatcher whose route has a bug."""
+    """A dispatcher whose decisions have a bug."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
+        self.prepare = dispatcher.prepare
         self.rescue = dispatcher.rescue
         self.commit = dispatcher.commit
         self.complete = dispatcher.complete
         self.response_unwatched = dispatcher.response_unwatched
 
-    def route(self, raw: RawRequest, now: float) -> Outcome:
-        raise ZeroDivisionError(raw.body)
+    def decide(self, prepared: Prepared, now: float) -> Outcome:
+        raise ZeroDivisionError(prepared.raw.body)
 
 
 def house(*addresses: str) -> House:
