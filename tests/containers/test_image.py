@@ -35,8 +35,20 @@ RESTRICTED = {
     "mem_limit": "1g",
 }
 
+#: Nobody looks at the metrics of an engine that is not there: readiness would wait for them.
+UNSCRAPED = (
+    "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scrape: {enabled: false}, "
+    "scheduling: {strategy: least-request}}"
+)
+
 #: With xDS, for what the image has beyond the least.
-SERVE = ["serve", "--endpoints=127.0.0.1:9", "--drain-timeout=0s", "--xds"]
+SERVE = [
+    "serve",
+    "--endpoints=127.0.0.1:9",
+    "--drain-timeout=0s",
+    "--xds",
+    f"--config-text={UNSCRAPED}",
+]
 
 #: Of a cluster that does not answer.
 KUBECONFIG = """\
