@@ -74,7 +74,7 @@ def _meaning(resolved: flags.Resolved) -> Iterator[str]:
     settings = resolved.settings
     yield f"{resolved.where} is in order"
     yield ""
-    yield from _server(settings.server)
+    yield from _server(settings.server, settings.xds)
     yield from sources_told.lines(settings)
     yield from _scheduling(settings, resolved.profile)
     yield from _limits(settings)
@@ -88,13 +88,15 @@ def _warnings(resolved: flags.Resolved) -> tuple[str, ...]:
     return (*resolved.warnings, *advice.advice(resolved.settings))
 
 
-def _server(server: sections.Server) -> Iterator[str]:
+def _server(server: sections.Server, xds: sections.Xds) -> Iterator[str]:
     host = server.host or "every address"
     tls = "without TLS"
     if server.secure_serving:
         tls = f"with the certificate in {server.cert_path}" if server.cert_path else "self-signed"
     yield f"server      {host}: ext_proc on {server.grpc_port} ({tls}),"
     yield f"            health on {server.grpc_health_port}, pages on {server.metrics_port};"
+    if xds.enabled:
+        yield f"            xDS on {xds.port};"
     yield f"            drains for {server.drain_timeout_s:g} s"
 
 

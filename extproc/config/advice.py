@@ -12,6 +12,7 @@ def advice(settings: sections.Settings) -> Iterator[str]:
     """One sentence for each thing worth a second look."""
     yield from ecosystem.remarks(settings.scheduling.plugins)
     yield from _rewrites(settings)
+    yield from _xds(settings)
     scrape, limits = settings.scrape, settings.limits
     if not (pooling.given(settings.pool) or settings.pools or pooling.from_kubernetes(settings)):
         yield "there are no endpoints: every request is refused with 503"
@@ -43,3 +44,11 @@ def _rewrites(settings: sections.Settings) -> Iterator[str]:
     yield from policies.remarks(settings.pool.rewrites, "pool.rewrites")
     for at, pool in enumerate(settings.pools):
         yield from policies.remarks(pool.rewrites, f"pools[{at}].rewrites")
+
+
+def _xds(settings: sections.Settings) -> Iterator[str]:
+    if settings.xds.enabled and not settings.scheduling.fallbacks:
+        yield (
+            "xds is served and scheduling.fallbacks is 0: when an endpoint fails, Envoy chooses "
+            "the next one itself"
+        )

@@ -23,7 +23,7 @@ from extproc.discovery.kubernetes import follow as following
 from extproc.protocol.gathering import Budget
 from extproc.scheduling import guard
 from extproc.scrape import client, scraper
-from extproc.server import admin, health, ports, reload, servicer, xds
+from extproc.server import admin, health, ports, reload, servicer, stream, xds
 from extproc.server.site import Shared
 from extproc.server.sites import Sites
 from extproc.telemetry.exposition import Exposition
@@ -145,20 +145,23 @@ class Picker:
             fits=lambda: self.sites.fits,
         )
         self.servicer = servicer.Servicer(
-            switchboard=self.sites.switchboard,
-            exchange_settings=factory.exchange(settings),
-            budget=self.budget,
-            tallies=self.tallies,
-            clock=clock,
-            rng=random.Random(settings.seed),
-            ring=self.ring,
-            settings=_stream_settings(settings),
+            stream.Shared(
+                switchboard=self.sites.switchboard,
+                exchange_settings=factory.exchange(settings),
+                budget=self.budget,
+                tallies=self.tallies,
+                clock=clock,
+                rng=random.Random(settings.seed),
+                ring=self.ring,
+                settings=_stream_settings(settings),
+            )
         )
         self._xds: xds.Discovery | None = None
         if settings.xds.enabled:
             self._xds = xds.Discovery(
                 self.sites.pools,
-                synced=lambda: self.readiness.ready,
+                h2c=lambda: self.sites.h2c,
+                synced=lambda: self.sites.synced,
                 traits=Traits(settings.xds.health_check, settings.xds.outliers),
                 tallies=self.tallies.xds,
             )
@@ -234,8 +237,8 @@ class Picker:
             ConfigError: A profile cannot be built; nothing was changed.
         """
         self.sites.replanned(settings)()
-        self.servicer.exchange_settings = factory.exchange(settings)
-        self.servicer.settings = _stream_settings(settings)
+        self.servicer.shared.exchange_settings = factory.exchange(settings)
+        self.servicer.shared.settings = _stream_settings(settings)
         self.ring.capacity = settings.explain.decisions
         self._about["profile"] = self.sites.profile
         logging.getLogger("extproc").setLevel(settings.log.level.upper())
@@ -323,8 +326,8 @@ def _followed(fact: DiscoveryFact) -> None:
     _log.log(level, "kubernetes: %s: %s, %d endpoints", fact.kind, fact.detail, fact.endpoints)
 
 
-def _stream_settings(settings: Settings) -> servicer.StreamSettings:
-    return servicer.StreamSettings(
+def _stream_settings(settings: Settings) -> stream.StreamSettings:
+    return stream.StreamSettings(
         max_streams=settings.limits.max_streams,
         stream_share=settings.answers.stream_share,
         request_cost=settings.answers.request_cost,

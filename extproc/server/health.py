@@ -17,9 +17,12 @@ LIVENESS = "liveness"
 #: Names with the whole answer; the others are not told of missing metrics (EPP protocol report 7.2).
 READINESS = frozenset({"", "readiness", codec.SERVICE})
 
+#: HTTP/2 in plain text, as InferencePools and Services write it.
+H2C = "kubernetes.io/h2c"
+
 #: What engines may want to be spoken to (InferencePool `appProtocol`) that we can read: every
 #: surface is parsed, over HTTP/1 and, with gRPC, over HTTP/2 in plain text.
-SPOKEN = frozenset({"", "http", "kubernetes.io/h2c"})
+SPOKEN = frozenset({"", "http", H2C})
 
 
 def _always() -> bool:

@@ -12,7 +12,7 @@ from extproc.discovery.found import Found
 from extproc.dispatch.switchboard import Switchboard
 from extproc.errors import ConfigError
 from extproc.pool.snapshot import Pool
-from extproc.server.health import SPOKEN
+from extproc.server.health import H2C, SPOKEN
 from extproc.server.site import Shared, Site, claim_of
 from extproc.telemetry.pool_series import Watched
 
@@ -70,6 +70,11 @@ class Sites:
         """Whether requests of at least one pool can be read; a strange one holds up no other."""
         sites = self.by_name.values()
         return not sites or any(site.app_protocol in SPOKEN for site in sites)
+
+    @property
+    def h2c(self) -> frozenset[str]:
+        """Names of the pools whose engines speak HTTP/2 without TLS."""
+        return frozenset(name for name, site in self.by_name.items() if site.app_protocol == H2C)
 
     @property
     def profile(self) -> str:

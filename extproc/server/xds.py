@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import importlib.util
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import grpc
@@ -82,6 +82,7 @@ class Discovery:
 
     Args:
         pools: The pools by name.
+        h2c: Names of those whose engines speak HTTP/2 without TLS.
         synced: Whether they are known.
         traits: What every cluster has in common.
         tallies: Where facts go.
@@ -94,6 +95,7 @@ class Discovery:
         self,
         pools: Callable[[], Mapping[str, Pool]],
         *,
+        h2c: Callable[[], Collection[str]],
         synced: Callable[[], bool],
         traits: Traits,
         tallies: XdsTallies,
@@ -110,6 +112,7 @@ class Discovery:
         self._messages = importlib.import_module("extproc.xds.messages")
         self._board = board.Board(traits)
         self._pools = pools
+        self._h2c = h2c
         self._synced = synced
         self._tallies = tallies
         self._snapshot: Snapshot | None = None
@@ -129,10 +132,10 @@ class Discovery:
         """Tell every stream if resources changed."""
         if not self._synced():
             return
-        pools = self._pools()
-        if self._snapshot is not None and not self._board.behind(pools):
+        pools, h2c = self._pools(), self._h2c()
+        if self._snapshot is not None and not self._board.behind(pools, h2c):
             return
-        if self._board.post(pools) or self._snapshot is None:
+        if self._board.post(pools, h2c) or self._snapshot is None:
             self._snapshot = self._board.snapshot
             for stream in self._streams:
                 stream.wake()

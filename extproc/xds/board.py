@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 import xxhash
@@ -18,8 +18,10 @@ class _Posted(msgspec.Struct, frozen=True):
     """One pool as it was posted."""
 
     pool: Pool
+    h2c: bool
     places: tuple[Place, ...]
     assignment: Resource
+    cluster: Resource
 
 
 class Board:
@@ -36,53 +38,63 @@ class Board:
         self._renderer = Renderer(traits)
         self._with_health = not traits.health_check.path
         self._posted: dict[str, _Posted] = {}
-        self._clusters: dict[str, Resource] = {}
         self.snapshot: Snapshot = {resources.CLUSTER: {}, resources.ASSIGNMENT: {}}
 
-    def behind(self, pools: Mapping[str, Pool]) -> bool:
+    def behind(self, pools: Mapping[str, Pool], h2c: Collection[str] = ()) -> bool:
         """Whether these pools may need another snapshot; cheap enough to ask twenty times a second.
 
-        Scrapes make a new pool each; only its endpoints and who is down matter here.
+        Scrapes make a new pool each; only its endpoints, and perhaps who is up, matter here.
+
+        Args:
+            pools: By their names.
+            h2c: Names of those whose engines speak HTTP/2 without TLS.
         """
         if len(pools) != len(self._posted):
             return True
         for name, pool in pools.items():
             posted = self._posted.get(resources.cluster_name(name))
-            if posted is None or not self._alike(posted.pool, pool):
+            if posted is None or posted.h2c is not (name in h2c):
+                return True
+            if not self._alike(posted.pool, pool):
                 return True
         return False
 
-    def post(self, pools: Mapping[str, Pool]) -> bool:
-        """Take over the pools, by their names; returns whether the snapshot is another one now."""
+    def post(self, pools: Mapping[str, Pool], h2c: Collection[str] = ()) -> bool:
+        """Take over the pools; returns whether the snapshot is another one now.
+
+        Args:
+            pools: By their names.
+            h2c: As in `behind`.
+        """
         posted = {
-            name: self._post(name, pool)
-            for name, pool in ((resources.cluster_name(name), pools[name]) for name in pools)
+            resources.cluster_name(name): self._post(name, pool, h2c=name in h2c)
+            for name, pool in pools.items()
         }
-        clusters = {name: self._clusters.get(name) or self._cluster(name) for name in posted}
-        same = clusters.keys() == self._clusters.keys() and all(
-            one.assignment is self._posted[name].assignment for name, one in posted.items()
-        )
-        self._posted, self._clusters = posted, clusters
+        self._posted = posted
         self._renderer.keep({place for one in posted.values() for place in one.places})
-        if same:
-            return False
-        self.snapshot = {
-            resources.CLUSTER: clusters,
+        new: Snapshot = {
+            resources.CLUSTER: {name: one.cluster for name, one in posted.items()},
             resources.ASSIGNMENT: {name: one.assignment for name, one in posted.items()},
         }
+        if new == self.snapshot:
+            return False
+        self.snapshot = new
         return True
 
-    def _post(self, name: str, pool: Pool) -> _Posted:
+    def _post(self, pool_name: str, pool: Pool, *, h2c: bool) -> _Posted:
+        name = resources.cluster_name(pool_name)
         before = self._posted.get(name)
-        if before is not None and self._alike(before.pool, pool):
+        if before is None or before.h2c is not h2c:
+            cluster = _versioned(name, self._renderer.cluster(name, h2c=h2c))
+        elif self._alike(before.pool, pool):
             return before
+        else:
+            cluster = before.cluster
         places = resources.places(pool, with_health=self._with_health)
         if before is not None and before.places == places:
-            return _Posted(pool, places, before.assignment)
-        return _Posted(pool, places, _versioned(name, self._renderer.assignment(name, places)))
-
-    def _cluster(self, name: str) -> Resource:
-        return _versioned(name, self._renderer.cluster(name))
+            return _Posted(pool, h2c, places, before.assignment, cluster)
+        assignment = _versioned(name, self._renderer.assignment(name, places))
+        return _Posted(pool, h2c, places, assignment, cluster)
 
     def _alike(self, one: Pool, other: Pool) -> bool:
         """Whether the same is told of both."""

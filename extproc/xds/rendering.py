@@ -80,16 +80,22 @@ class Renderer:
     def __init__(self, traits: Traits) -> None:
         self._known: dict[Place, bytes] = {}
         # Now, and once for all clusters: through the types it takes 10 ms, the first time 100 ms.
-        self._common = bytes(_cluster(traits))
+        self._common = {h2c: bytes(_cluster(traits, h2c=h2c)) for h2c in (False, True)}
 
     def keep(self, places: Collection[Place]) -> None:
         """Forget all other endpoints."""
         for place in self._known.keys() - places:
             del self._known[place]
 
-    def cluster(self, name: str) -> bytes:
-        """An EDS cluster that goes to the endpoints that extproc names, in their order."""
-        return _field(_NAME, name.encode()) + self._common
+    def cluster(self, name: str, *, h2c: bool) -> bytes:
+        """An EDS cluster that goes to the endpoints that extproc names, in their order.
+
+        Args:
+            name: Of the cluster.
+            h2c: Whether its engines speak HTTP/2 without TLS (appProtocol kubernetes.io/h2c): then
+                nobody knows what they answer health checks, and there are none.
+        """
+        return _field(_NAME, name.encode()) + self._common[h2c]
 
     def assignment(self, name: str, places: Sequence[Place]) -> bytes:
         """Every endpoint of a cluster, those of one zone together."""
@@ -109,7 +115,7 @@ class Renderer:
         return known
 
 
-def _cluster(traits: Traits) -> clusters.Cluster:
+def _cluster(traits: Traits, *, h2c: bool) -> clusters.Cluster:
     """Of no name yet."""
     return clusters.Cluster(
         type=clusters.ClusterDiscoveryType.EDS,
@@ -130,11 +136,11 @@ def _cluster(traits: Traits) -> clusters.Cluster:
                 )
             ]
         ),
-        health_checks=list(_checks(traits.health_check)),
+        health_checks=[] if h2c else list(_checks(traits.health_check)),
         # Otherwise an endpoint that leaves stays until a check of it fails.
         ignore_health_on_host_removal=True,
         outlier_detection=_outliers(traits.outliers) if traits.outliers.enabled else None,
-        typed_extension_protocol_options={_HTTP: _any(_http(), _HTTP)},
+        typed_extension_protocol_options={_HTTP: _any(_http(h2c=h2c), _HTTP)},
     )
 
 
@@ -242,10 +248,12 @@ def _outliers(outliers: Outliers) -> clusters.OutlierDetection:
     )
 
 
-def _http() -> upstreams.HttpProtocolOptions:
+def _http(*, h2c: bool) -> upstreams.HttpProtocolOptions:
+    spoken = upstreams.HttpProtocolOptionsExplicitHttpConfig(
+        http2_protocol_options=core.Http2ProtocolOptions() if h2c else None,
+        http_protocol_options=None if h2c else core.Http1ProtocolOptions(),
+    )
     return upstreams.HttpProtocolOptions(
         common_http_protocol_options=core.HttpProtocolOptions(idle_timeout=_IDLE),
-        explicit_http_config=upstreams.HttpProtocolOptionsExplicitHttpConfig(
-            http_protocol_options=core.Http1ProtocolOptions()
-        ),
+        explicit_http_config=spoken,
     )

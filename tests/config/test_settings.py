@@ -37,7 +37,7 @@ def test_numbers_have_units(section):
             section.__doc__,
             re.MULTILINE | re.DOTALL,
         )
-        named = field.name.endswith(("_s", "_ms", "_bytes", "_port", "_share", "weight"))
+        named = field.name.endswith(("_s", "_ms", "_bytes", "port", "_share", "weight"))
         assert named or re.search(r"\((count|integer|bytes)\)|per second", entry[1]), field.name
 
 
@@ -60,6 +60,10 @@ def test_grpc_address(host, address):
 ENDPOINTS = sources.Source(endpoints=("10.0.0.1:8000",))
 
 ADVISED = {
+    "xds without fallbacks": (
+        sections.Settings(pool=ENDPOINTS, xds=sections.Xds(enabled=True)),
+        "scheduling.fallbacks",
+    ),
     "no endpoints": (sections.Settings(), "503"),
     "stale while idle": (
         sections.Settings(pool=ENDPOINTS, scrape=sections.Scrape(stale_after_s=2)),

@@ -45,7 +45,7 @@ def engines(config):
     """The engines' cluster: of the file, or what extproc serves for it, read with Envoy's types."""
     if "dynamic_resources" not in config:
         return installation.cluster(config, "engines")
-    served = clusters.Cluster.parse(Renderer(Traits()).cluster("engines"))
+    served = clusters.Cluster.parse(Renderer(Traits()).cluster("engines", h2c=False))
     return served.to_dict(casing=betterproto2.Casing.SNAKE)
 
 
@@ -66,8 +66,12 @@ def route(config):
 
 async def test_envoy_takes_it(path, binary):
     """Envoy accepts the file as it is shipped."""
+    words = ["--mode", "validate", "-c", str(path)]
+    if binary and path.name == "override-host.yaml":
+        # Envoy before 1.38 does not know selected_host_key, and goes on without it.
+        words.append("--allow-unknown-static-fields")
     process = await asyncio.create_subprocess_exec(
-        *(binary or stack.find_envoy(), "--mode", "validate", "-c", str(path)),
+        *(binary or stack.find_envoy(), *words),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

@@ -42,6 +42,7 @@ class Scene:
         self.synced = True
         self.discovery = xds.Discovery(
             lambda: {"": self.house.fleet.pool},
+            h2c=frozenset,
             synced=lambda: self.synced,
             traits=Traits(),
             tallies=self.tallies,

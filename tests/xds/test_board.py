@@ -128,6 +128,19 @@ def test_who_is_down_may_change_hands(telling, fleet):
     assert telling.post({"": fleet.pool})
 
 
+def test_a_pool_whose_engines_speak_otherwise_is_another_cluster(board, fleet):
+    """Its endpoints are the same; the other pool is left alone."""
+    pools = {"a": fleet.pool, "b": fleet.pool}
+    board.post(pools)
+    before = board.snapshot
+    assert board.behind(pools, {"a"})
+    assert board.post(pools, {"a"})
+    assert not board.behind(pools, {"a"})
+    assert board.snapshot[ASSIGNMENT] == before[ASSIGNMENT]
+    assert board.snapshot[CLUSTER]["a"].version != before[CLUSTER]["a"].version
+    assert board.snapshot[CLUSTER]["b"] == before[CLUSTER]["b"]
+
+
 def test_when_all_are_down_all_are_healthy(fleet):
     """Then it is rather the scraper that is cut off, and Envoy sees for itself."""
     fail(fleet, ONE)

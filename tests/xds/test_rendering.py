@@ -25,7 +25,7 @@ HTTP = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 
 
 def cluster(traits=None):
-    return clusters.Cluster.parse(Renderer(traits or Traits()).cluster("engines"))
+    return clusters.Cluster.parse(Renderer(traits or Traits()).cluster("engines", h2c=False))
 
 
 def assigned(*places, renderer=None):
@@ -69,6 +69,18 @@ def test_connections_are_left_before_engines_close_them():
     found = upstreams.HttpProtocolOptions.parse(options[HTTP].value)
     assert found.common_http_protocol_options.idle_timeout == dt.timedelta(seconds=2)
     assert found.explicit_http_config.http_protocol_options is not None
+
+
+def test_engines_that_speak_http2_are_spoken_to_so():
+    """Nobody knows what they answer health checks, so there are none; the rest is the same."""
+    found = clusters.Cluster.parse(Renderer(Traits()).cluster("engines", h2c=True))
+    options = upstreams.HttpProtocolOptions.parse(
+        found.typed_extension_protocol_options[HTTP].value
+    )
+    assert options.explicit_http_config.http2_protocol_options is not None
+    assert options.explicit_http_config.http_protocol_options is None
+    assert found.health_checks == []
+    assert found.outlier_detection == cluster().outlier_detection
 
 
 def test_retries_are_not_rationed():
