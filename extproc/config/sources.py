@@ -10,6 +10,7 @@ import msgspec
 from extproc.config import bounds, grammar, policies
 from extproc.discovery.kubernetes import settings as watching
 from extproc.dispatch import claims
+from extproc.election import settings as electing
 
 #: A port number of an engine (TCP).
 EnginePort = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -127,6 +128,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             InferencePools. True; it takes rights to read them, and does nothing without the CRDs.
         leader_election: Be ready only while this replica holds a Lease, as the upstream picker's
             high-availability mode. False: every replica picks, and a gateway may use any of them.
+        lease: Which Lease that is, and how patiently it is held; its own defaults give reasons.
     """
 
     kubeconfig: str = ""
@@ -135,3 +137,4 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     namespace: str = ""
     policies: bool = True
     leader_election: bool = False
+    lease: electing.Settings = electing.Settings()

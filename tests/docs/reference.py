@@ -18,6 +18,7 @@ import msgspec
 
 from extproc.config import grammar, settings, sources
 from extproc.dispatch import claims
+from extproc.election import settings as election
 from extproc.pool import condition
 from extproc.prefix import blocks
 from extproc.sim.virtual import client, lengths, scenario, workloads
@@ -33,6 +34,7 @@ SECTIONS = (
     ("pools, each", sources.Pool),
     ("pools.match", claims.Claim),
     ("cluster", sources.Cluster),
+    ("cluster.lease", election.Settings),
     ("scrape", settings.Scrape),
     ("health", condition.Settings),
     ("scheduling", grammar.Scheduling),

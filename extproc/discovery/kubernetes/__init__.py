@@ -7,6 +7,6 @@ Lives here, pure: what is asked for (`settings`), which collections that takes (
 official client (`api`, behind the protocol in `answers`), one list and watch (`feed`), and all of
 them together (`follow`).
 Must not live here: what an endpoint is worth (pool, scrape), which request goes to which pool
-(dispatch), writing anything to the API server.
+(dispatch), a reason to write anything to the API server (what writes shares `api.Server.send`).
 Driven by: the server, which runs `follow.Follower` in its task group.
 """

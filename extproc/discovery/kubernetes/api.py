@@ -146,6 +146,30 @@ class Server:
             except _LOST as error:
                 return answers.Refused(0, _why(error))
 
+    async def send(
+        self, method: str, path: str, *, body: object = None, seconds: float
+    ) -> bytes | answers.Refused:
+        """Any other request, for those who share the way to the server.
+
+        Args:
+            method: HTTP method.
+            path: From `/apis` on.
+            body: What becomes JSON; None for nothing.
+            seconds: For everything.
+        """
+        if self._session is None:
+            return answers.Refused(0, "not connected")
+        limits = aiohttp.ClientTimeout(total=seconds)
+        async with self._session.used() as opened:
+            answer = await _ask(opened, path, {}, limits, method=method, body=body)
+            if isinstance(answer, answers.Refused):
+                return answer
+            async with answer:
+                try:
+                    return await answer.read()
+                except _LOST as error:
+                    return answers.Refused(0, _why(error))
+
     @contextlib.asynccontextmanager
     async def watch(
         self, collection: Collection, version: str, seconds: int
@@ -184,7 +208,7 @@ class Server:
             yield answers.Refused(0, "not connected")
             return
         async with self._session.used() as opened:
-            answer = await _get(opened, collection.path, query, limits)
+            answer = await _ask(opened, collection.path, query, limits)
             try:
                 yield answer
             finally:
@@ -192,33 +216,36 @@ class Server:
                     answer.close()
 
 
-async def _get(
+async def _ask(
     opened: client.ApiClient,
     path: str,
     query: Mapping[str, str],
     limits: aiohttp.ClientTimeout,
+    *,
+    method: str = "GET",
+    body: object = None,
 ) -> aiohttp.ClientResponse | answers.Refused:
     try:
         method, url, headers, *_ = await opened.param_serialize(
-            "GET",
+            method,
             path,
             query_params=list(query.items()),
             header_params={"Accept": "application/json"},
             auth_settings=["BearerToken"],
         )
-        found = await opened.call_api(method, url, headers, _request_timeout=limits)
+        found = await opened.call_api(method, url, headers, body, _request_timeout=limits)
         response: aiohttp.ClientResponse = found.response
-        if response.status == 200:
+        if response.status in {200, 201}:
             return response
         async with response:
-            body = await response.content.read(_MOST_ERROR_BYTES)
+            said = await response.content.read(_MOST_ERROR_BYTES)
     except config.ConfigException as error:
         return answers.Refused(0, _why(error), stale=True)
     except _LOST as error:
         return answers.Refused(0, _why(error), stale=isinstance(error, aiohttp.ClientSSLError))
     return answers.Refused(
         response.status,
-        events.status(body).message or response.reason or "",
+        events.status(said).message or response.reason or "",
         _seconds(response.headers.get("Retry-After", "")),
         stale=response.status == 401,
     )

@@ -1,0 +1,95 @@
+"""What settings ask for of leader election: which Lease, and how the API server is reached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from extproc.config import cluster
+from extproc.config import settings as sections
+from extproc.discovery.kubernetes import settings as watching
+from extproc.election import lease
+from extproc.election import settings as electing
+from extproc.errors import ConfigError
+
+#: Says that this is a pod (Kubernetes sets it in every container).
+_INSIDE = "KUBERNETES_SERVICE_HOST"
+
+#: client-go's: a leader must be able to try again before its time is up.
+_SLACK = 1.2
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """One election.
+
+    Attributes:
+        lease: The Lease, its name and namespace filled in, and how patient candidates are.
+        reaching: How the API server is reached.
+    """
+
+    lease: electing.Settings
+    reaching: watching.Settings
+
+
+def plan(settings: sections.Settings, *, where: str, environment: Mapping[str, str]) -> Plan | None:
+    """The election to stand for; None for none.
+
+    Args:
+        settings: All of them.
+        where: The file or flags they came from, for errors.
+        environment: Variables of the process.
+
+    Raises:
+        ConfigError: There is no Kubernetes to ask, the Lease's name is none, or the times do not
+            go together.
+    """
+    wanted = settings.cluster
+    if not wanted.leader_election:
+        return None
+    followed = cluster.plan(settings, where=where, environment=environment)
+    if followed is None and not wanted.kubeconfig and not environment.get(_INSIDE):
+        raise ConfigError(
+            where,
+            wanted="a Kubernetes cluster that keeps the Lease of cluster.leader_election",
+            found="no pool from Kubernetes, no kubeconfig and no pod around",
+            fix="set cluster.kubeconfig, or leave leader_election off: every replica can pick",
+        )
+    _check_times(wanted.lease, where)
+    here = cluster.namespace(environment)
+    name = wanted.lease.name or _name(settings, followed, here)
+    if not lease.named(name):
+        raise ConfigError(
+            f"{where}, cluster.lease.name",
+            wanted="a name as objects of Kubernetes have: up to 253 of a-z, 0-9, - and .",
+            found=repr(name),
+            fix="name the Lease yourself",
+        )
+    return Plan(
+        msgspec.structs.replace(wanted.lease, name=name, namespace=wanted.lease.namespace or here),
+        watching.Settings(sources=(), kubeconfig=wanted.kubeconfig, context=wanted.context),
+    )
+
+
+def _name(settings: sections.Settings, followed: cluster.Plan | None, here: str) -> str:
+    """As the upstream picker calls it, where there is one pool (EPP protocol report 7.4)."""
+    sources = followed.watching.sources if followed is not None else ()
+    if len(settings.pools) > 1 or len(sources) > 1:
+        return f"epp-{here}-pools.llm-d.ai"
+    for source in sources:
+        if isinstance(source, watching.Everything):
+            return f"epp-{here}-pools.llm-d.ai"
+        return f"epp-{source.namespace}-{source.name}.llm-d.ai"
+    named = settings.pools[0].name if settings.pools else settings.pool.name
+    return f"epp-{here}-{named or 'pool'}.llm-d.ai"
+
+
+def _check_times(wanted: electing.Settings, where: str) -> None:
+    if wanted.retry_s * _SLACK < wanted.renew_s < wanted.duration_s:
+        return
+    raise ConfigError(
+        f"{where}, cluster.lease",
+        wanted=f"retry_s times {_SLACK:g} below renew_s, and renew_s below duration_s",
+        found=f"{wanted.retry_s:g}, {wanted.renew_s:g} and {wanted.duration_s}",
+        fix="leave a leader time to try again, and others time after it gave up",
+    )

@@ -1,0 +1,9 @@
+"""Which of several replicas does what only one may do, told by a Lease of Kubernetes.
+
+Lives here, pure: how patient candidates are (`settings`), client-go's algorithm for one candidate
+(`term`) and the Lease object (`lease`). And the shell that asks and writes (`elector`), over
+whoever can reach the API server.
+Must not live here: how the API server is reached (server, with the client of discovery), what
+leading is good for (server: readiness; whatever else must be single asks `Elector.leads`).
+Driven by: the server, which runs `elector.Elector` in its task group.
+"""

@@ -1,0 +1,108 @@
+"""The Lease object of `coordination.k8s.io/v1`: read as a record, written with the rest kept. Pure."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from typing import Any
+
+import msgspec
+
+from extproc.election.term import Put, Record
+
+_API = "coordination.k8s.io/v1"
+
+#: A DNS subdomain, as names of Leases are (Kubernetes, object names).
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+_LONGEST = 253
+
+#: Of a Lease that does not say (client-go always does): its default.
+_DURATION_S = 15
+
+Object = dict[str, Any]
+
+
+class _Meta(msgspec.Struct, rename={"version": "resourceVersion"}):
+    version: str = ""
+
+
+class _Spec(msgspec.Struct, rename="camel"):
+    holder_identity: str | None = None
+    lease_duration_seconds: int | None = None
+    lease_transitions: int | None = None
+
+
+class _Lease(msgspec.Struct):
+    metadata: _Meta
+    spec: _Spec | None = None
+
+
+class Unreadable(msgspec.Struct, frozen=True):
+    """What was read is no Lease.
+
+    Attributes:
+        reason: What is wrong.
+    """
+
+    reason: str
+
+
+def named(name: str) -> bool:
+    """Whether a Lease may be called so."""
+    return len(name) <= _LONGEST and _NAME.fullmatch(name) is not None
+
+
+def path(namespace: str, name: str = "") -> str:
+    """Where a Lease is, or without a name where all of a namespace are."""
+    return f"/apis/{_API}/namespaces/{namespace}/leases" + (f"/{name}" if name else "")
+
+
+def read(text: bytes) -> tuple[Record, Object] | Unreadable:
+    """A Lease as a record, and as it is."""
+    try:
+        whole: Object = msgspec.json.decode(text, type=dict[str, Any])
+        lease = msgspec.convert(whole, _Lease)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return Unreadable(str(error))
+    if not lease.metadata.version:
+        return Unreadable("it has no version")
+    spec = lease.spec or _Spec()
+    record = Record(
+        spec.holder_identity or "",
+        spec.lease_duration_seconds or _DURATION_S,
+        spec.lease_transitions or 0,
+        lease.metadata.version,
+    )
+    return record, whole
+
+
+def write(put: Put, *, namespace: str, name: str, at: dt.datetime, before: Object | None) -> Object:
+    """The object that a write stores.
+
+    Args:
+        put: The write.
+        namespace: Of the Lease.
+        name: Of the Lease.
+        at: The time of day, with its zone; for people and for other implementations.
+        before: What is stored; what others wrote there stays. None for nothing.
+    """
+    now = at.astimezone(dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    before = before if put.version and before is not None else {}
+    # Who manages which field is the server's to say.
+    kept = {key: value for key, value in before.get("metadata", {}).items() if key != _MANAGED}
+    spec = {
+        **(before.get("spec") or {}),
+        "holderIdentity": put.holder,
+        "leaseDurationSeconds": put.duration_s,
+        "leaseTransitions": put.transitions,
+        "renewTime": now,
+        **({"acquireTime": now} if put.acquired else {}),
+    }
+    metadata = {**kept, "namespace": namespace, "name": name}
+    if put.version:
+        metadata["resourceVersion"] = put.version
+    return {"apiVersion": _API, "kind": "Lease", "metadata": metadata, "spec": spec}
+
+
+_MANAGED = "managedFields"

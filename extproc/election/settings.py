@@ -1,0 +1,33 @@
+"""Which Lease is held, and how patiently: the section `cluster.lease`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+_PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The Lease of `leader_election`. Replicas that share it must agree on name and namespace.
+
+    Attributes:
+        name: Of the Lease. Empty: `epp-<namespace>-<pool>.llm-d.ai`, as the upstream picker calls
+            it; with several pools `epp-<own namespace>-pools.llm-d.ai`, so two Deployments with
+            several pools in one namespace need names.
+        namespace: Where it is. Empty: the one this process runs in, where our manifests grant the
+            rights.
+        duration_s: Whole seconds after which others may take a Lease that is not renewed: how long
+            nobody leads after a crash. 15, as client-go has it.
+        renew_s: Seconds without a renewal after which a leader gives up. 10, as client-go has it:
+            5 less than `duration_s`, for clocks that do not run alike.
+        retry_s: Longest pause between two attempts. 2, as client-go has it: so long nobody leads
+            after an orderly end, and an API server gets a read in 2 seconds from each replica.
+    """
+
+    name: str = ""
+    namespace: str = ""
+    duration_s: Annotated[int, msgspec.Meta(ge=1)] = 15
+    renew_s: _PositiveSeconds = 10.0
+    retry_s: _PositiveSeconds = 2.0

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import datetime as dt
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.election import lease
+from extproc.election.term import Put, Record
+
+AT = dt.datetime(2026, 1, 2, 4, 4, 5, 6, tzinfo=dt.timezone(dt.timedelta(hours=1)))
+NOW = "2026-01-02T03:04:05.000006Z"
+TAKE = Put("me", 15, 3, acquired=True, version="7")
+
+HELD = {
+    "apiVersion": "coordination.k8s.io/v1",
+    "kind": "Lease",
+    "metadata": {
+        "name": "l",
+        "namespace": "n",
+        "resourceVersion": "7",
+        "uid": "u",
+        "labels": {"team": "a"},
+        "managedFields": [{"manager": "x"}],
+    },
+    "spec": {
+        "holderIdentity": "other",
+        "leaseDurationSeconds": 20,
+        "leaseTransitions": 2,
+        "acquireTime": "2026-01-01T00:00:00.000000Z",
+        "renewTime": "2026-01-01T00:00:00.000000Z",
+        "strategy": "OldestEmulationVersion",
+    },
+}
+
+
+def written(put, before=None):
+    return lease.write(put, namespace="n", name="l", at=AT, before=before)
+
+
+def test_a_lease_is_read():
+    """Holder, duration, transitions and version; the object comes along for the next write."""
+    record, whole = lease.read(json.dumps(HELD).encode())
+    assert record == Record("other", 20, 2, "7")
+    assert whole == HELD
+
+
+@pytest.mark.parametrize("spec", [None, {}, {"holderIdentity": None}])
+def test_a_lease_without_a_holder(spec):
+    """What was never held, or was released, is nobody's."""
+    text = json.dumps({"metadata": {"resourceVersion": "1"}, "spec": spec}).encode()
+    record, _ = lease.read(text)
+    assert record == Record("", 15, 0, "1")
+
+
+@given(st.binary(max_size=200) | st.sampled_from([b"[]", b"{}", b'{"metadata":{}}', b"\xff"]))
+def test_garbage_is_a_value(text):
+    """Nothing that a server could send raises."""
+    found = lease.read(text)
+    assert isinstance(found, lease.Unreadable)
+
+
+def test_a_first_write_creates():
+    """Without a version there is nothing to keep, and the times are now, in UTC."""
+    put = Put("me", 15, 0, acquired=True, version="")
+    assert written(put, HELD) == {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": {"namespace": "n", "name": "l"},
+        "spec": {
+            "holderIdentity": "me",
+            "leaseDurationSeconds": 15,
+            "leaseTransitions": 0,
+            "acquireTime": NOW,
+            "renewTime": NOW,
+        },
+    }
+
+
+def test_taking_over_keeps_what_others_wrote():
+    """Labels and fields we do not know stay; the version guards the write."""
+    made = written(TAKE, HELD)
+    assert made["metadata"] == {
+        "name": "l",
+        "namespace": "n",
+        "resourceVersion": "7",
+        "uid": "u",
+        "labels": {"team": "a"},
+    }
+    assert made["spec"] == {
+        "holderIdentity": "me",
+        "leaseDurationSeconds": 15,
+        "leaseTransitions": 3,
+        "acquireTime": NOW,
+        "renewTime": NOW,
+        "strategy": "OldestEmulationVersion",
+    }
+
+
+def test_a_renewal_keeps_the_time_of_acquisition():
+    """Only the renewal is new."""
+    made = written(Put("other", 20, 2, acquired=False, version="7"), HELD)
+    assert made["spec"]["acquireTime"] == HELD["spec"]["acquireTime"]
+    assert made["spec"]["renewTime"] == NOW
+
+
+def test_a_version_goes_along_whatever_is_kept():
+    """A write whose object is not known any more is guarded all the same."""
+    assert written(TAKE)["metadata"]["resourceVersion"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [
+        ("epp-default-vllm.llm-d.ai", True),
+        ("a", True),
+        ("a" * 253, True),
+        ("a" * 254, False),
+        ("", False),
+        ("Upper", False),
+        ("a_b", False),
+        ("a..b", False),
+        ("-a", False),
+        ("a-", False),
+        ("a\n", False),
+    ],
+)
+def test_names(name, fits):
+    """What Kubernetes takes as the name of a Lease."""
+    assert lease.named(name) is fits
+
+
+def test_paths():
+    """Of one Lease, and of all in a namespace."""
+    assert lease.path("n", "l") == "/apis/coordination.k8s.io/v1/namespaces/n/leases/l"
+    assert lease.path("n") == "/apis/coordination.k8s.io/v1/namespaces/n/leases"

@@ -1,0 +1,190 @@
+"""Electors under virtual time around a store that compares and swaps; the network does as it likes."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import types
+
+from extproc.election import elector, term
+
+
+@types.coroutine
+def _ask(call):
+    """What a store's method waits for: the world answers."""
+    return (yield call)
+
+
+class _Far:
+    """The store as one elector reaches it."""
+
+    async def look(self):
+        return await _ask(None)
+
+    async def put(self, put):
+        return await _ask(put)
+
+    async def close(self):
+        """Nothing to close."""
+
+
+class Store:
+    """One record, and a version that every write raises."""
+
+    def __init__(self):
+        self.record = None
+        self._version = 0
+
+    def do(self, put):
+        """Read for None, else write if the version fits."""
+        if put is None:
+            return self.record
+        if put.version != (self.record.version if self.record else ""):
+            return elector.Failed("conflict", outrun=True)
+        self._version += 1
+        self.record = term.Record(put.holder, put.duration_s, put.transitions, str(self._version))
+        return self.record
+
+
+class Fate:
+    """What becomes of one request.
+
+    Args:
+        there: Seconds until it is executed; None: never.
+        back: Seconds from then until its answer arrives; None: never.
+    """
+
+    def __init__(self, there, back):
+        self.there, self.back = there, back
+
+
+class Candidate:
+    """A process with an elector, and a clock that need not agree with another's."""
+
+    def __init__(self, world, name, settings, *, offset=0.0, rate=1.0):
+        self.name = name
+        self.alive = True
+        self.stands = True
+        self._steps = None
+        self._serial = 0
+        self.facts = []
+        self.elector = elector.Elector(
+            name,
+            settings,
+            _Far(),
+            clock=lambda: world.now * rate + offset,
+            rng=random.Random(name),
+            stands=lambda: self.stands,
+            on_fact=self.facts.append,
+        )
+        self._world = world
+        self._rate = rate
+
+    def leads(self):
+        """Whether a living process believes that it leads."""
+        return self.alive and self.elector.leads
+
+    def start(self):
+        """Begin a step."""
+        if self.alive:
+            self._go(self.elector.step())
+
+    def resign(self):
+        """End in order. What is still on its way is waited for no longer."""
+        self.elector.resign()
+        self._serial += 1
+        self._go(self.elector.release(), last=True)
+
+    def crash(self):
+        """End at once."""
+        self.alive = False
+
+    def _go(self, steps, *, last=False):
+        self._steps = steps
+        self._on(None, last=last)
+
+    def _on(self, answer, *, last):
+        """Run to the next request, or to the end of the step."""
+        try:
+            call = self._steps.send(answer)
+        except StopIteration as end:
+            if last:
+                self.alive = False
+            else:
+                serial = self._serial
+                self._world.after(
+                    end.value / self._rate, lambda: serial == self._serial and self.start()
+                )
+            return
+        self._serial += 1
+        self._world.send(self, call, self._serial, last=last)
+
+    def hear(self, answer, serial, *, last):
+        """An answer, unless it comes after the limit."""
+        if self.alive and serial == self._serial:
+            self._serial += 1
+            self._on(answer, last=last)
+
+
+class World:
+    """Candidates, a store and the time.
+
+    Args:
+        fate: Gives the `Fate` of the next request.
+        limit_s: After which a candidate waits for an answer no longer.
+    """
+
+    def __init__(self, fate, *, limit_s=5.0):
+        self.now = 0.0
+        self.store = Store()
+        self.candidates = []
+        self.history = []
+        self._fate = fate
+        self._limit_s = limit_s
+        self._events = []
+        self._order = itertools.count()
+
+    def add(self, name, settings, *, at=0.0, **clock):
+        """A candidate that starts at some time."""
+        one = Candidate(self, name, settings, **clock)
+        self.candidates.append(one)
+        self.at(at, one.start)
+        return one
+
+    def at(self, when, what):
+        """Something happens at a time."""
+        heapq.heappush(self._events, (when, next(self._order), what))
+
+    def after(self, seconds, what):
+        """Something happens later."""
+        self.at(self.now + seconds, what)
+
+    def send(self, one, call, serial, *, last):
+        """A request leaves; it may be executed after the sender has given up."""
+        fate = self._fate()
+        if fate.there is not None:
+            self.after(fate.there, lambda: self._execute(one, call, serial, fate, last=last))
+        gave_up = elector.Failed("no answer")
+        self.after(self._limit_s, lambda: one.hear(gave_up, serial, last=last))
+
+    def _execute(self, one, call, serial, fate, *, last):
+        answer = self.store.do(call)
+        if fate.back is not None:
+            self.after(fate.back, lambda: one.hear(answer, serial, last=last))
+
+    @property
+    def leaders(self):
+        """Everyone who believes to lead."""
+        return [one for one in self.candidates if one.leads()]
+
+    def run(self, until):
+        """Let time pass; belief begins at events only, so that is when to look."""
+        while self._events and self._events[0][0] <= until:
+            self.now, _, what = heapq.heappop(self._events)
+            what()
+            leaders = [one.name for one in self.leaders]
+            assert len(leaders) <= 1, f"{leaders} at {self.now}"
+            if leaders and leaders != self.history[-1:]:
+                self.history += leaders
+        self.now = until
