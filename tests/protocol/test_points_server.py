@@ -66,7 +66,7 @@ def test_075_a_refused_stream_ends_with_ok():
             assert (said.part, said.status) == ("immediate_response", 503)
             assert await stream.call.code() is grpc.StatusCode.OK
             await server.idle()
-            assert server.servicer.tallies.of("").rejections == {(503, "rejected-no-endpoints"): 1}
+            assert server.servicer.shared.tallies.of("").rejections == {(503, "rejected-no-endpoints"): 1}
 
     serving.run(test())
 
@@ -83,7 +83,7 @@ def test_076_an_exception_still_routes(caplog: pytest.LogCaptureFixture):
             assert await stream.end() is grpc.StatusCode.OK
             await server.idle()
             assert one.in_flight == 0
-            assert server.servicer.tallies.of("").degraded.total() == 1
+            assert server.servicer.shared.tallies.of("").degraded.total() == 1
 
     serving.run(test())
     assert "ZeroDivisionError" in caplog.text
@@ -137,8 +137,8 @@ def test_077_no_ending_leaks_accounts(messages: list[talk.Message], how: str):
                 pass
             await server.idle()
             assert one.in_flight == 0
-            assert server.servicer.budget.held_bytes == 0
-            assert server.servicer.tallies.streams_open == 0
+            assert server.servicer.shared.budget.held_bytes == 0
+            assert server.servicer.shared.tallies.streams_open == 0
 
     serving.run(test())
 
@@ -213,7 +213,7 @@ def test_105_the_end_is_accounted_exactly_once(messages: list[talk.Message], how
             else:
                 assert await stream.end() is grpc.StatusCode.OK
             await server.idle()
-            tallies = server.servicer.tallies
+            tallies = server.servicer.shared.tallies
             assert one.in_flight == 0
             assert tallies.exchange_s.counts[0] == 1
             assert sum(tallies.exchange_s.counts) == 1
@@ -236,7 +236,7 @@ def test_104_answers_are_counted_by_status():
             await stream.hear()
             await stream.end()
             await server.idle()
-            assert server.servicer.tallies.of("").responses == {(talk.ONE, "503"): 1}
+            assert server.servicer.shared.tallies.of("").responses == {(talk.ONE, "503"): 1}
 
     serving.run(test())
 
@@ -253,7 +253,7 @@ def test_102_usage_is_added_up():
             await stream.say(talk.response_headers(), talk.response_body(answer, ends=True))
             await stream.end()
             await server.idle()
-            assert server.servicer.tallies.of("").usage == {"prompt": 7, "completion": 10}
+            assert server.servicer.shared.tallies.of("").usage == {"prompt": 7, "completion": 10}
 
     serving.run(test())
 
@@ -286,13 +286,13 @@ def test_119_a_client_that_leaves_frees_its_accounts(routed: bool):  # noqa: FBT
                 await stream.hear(2)
                 assert one.in_flight == 1
             else:
-                while not server.servicer.budget.held_bytes:
+                while not server.servicer.shared.budget.held_bytes:
                     await asyncio.sleep(0)
             stream.call.cancel()
             await server.idle()
             assert one.in_flight == 0
-            assert server.servicer.budget.held_bytes == 0
-            assert set(server.servicer.tallies.streams) <= {"ok", "cancelled"}
+            assert server.servicer.shared.budget.held_bytes == 0
+            assert set(server.servicer.shared.tallies.streams) <= {"ok", "cancelled"}
 
     serving.run(test())
 
@@ -316,7 +316,7 @@ def test_123_a_thousand_slow_streams_do_not_wait_for_each_other():
                 stream.call.cancel()
             await server.idle()
             assert one.in_flight == 0
-            assert server.servicer.budget.held_bytes == 0
+            assert server.servicer.shared.budget.held_bytes == 0
 
     serving.run(test())
 
@@ -351,7 +351,7 @@ def test_a_response_nobody_routed_is_not_timed():
             await stream.hear()
             await stream.end()
             await server.idle()
-            assert sum(server.servicer.tallies.headers_s.counts) == 0
+            assert sum(server.servicer.shared.tallies.headers_s.counts) == 0
 
     serving.run(test())
 

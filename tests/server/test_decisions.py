@@ -14,7 +14,7 @@ def test_a_decision_is_kept_with_what_came_of_it():
             stream = server.stream()
             await stream.say(talk.request_headers(HEADERS, ends=True))
             await stream.hear()
-            kept = server.servicer.ring.find("id-7")
+            kept = server.servicer.shared.ring.find("id-7")
             assert kept.decision.endpoints[0].address == talk.ONE
             assert (kept.status, kept.seconds) == ("", None)
             await stream.say(talk.response_headers())

@@ -59,7 +59,7 @@ def test_a_changed_file_routes_the_next_request(scene):
     scene.path.write_text(HEAD + "scheduling: {strategy: round-robin}\nexplain: {header: true}\n")
     asyncio.run(scene.reloader.step())
     assert scene.routed() == "round-robin"
-    assert scene.picker.servicer.settings.explain_header
+    assert scene.picker.servicer.shared.settings.explain_header
     assert sum(m.account.in_flight for m in scene.parts.fleet.pool.members) == 1
     scene.parts.dispatcher.complete(ticket, 2.0)
     assert scene.picker.tallies.reloads == {"ok": 1}

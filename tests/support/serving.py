@@ -21,6 +21,7 @@ from extproc.parsing import usage
 from extproc.protocol.gathering import Budget
 from extproc.protocol.settings import ExchangeSettings
 from extproc.server import servicer as servicers
+from extproc.server import stream as streams
 from extproc.server.app import Picker
 from extproc.server.ports import Addresses
 from extproc.telemetry.ring import Ring
@@ -116,7 +117,7 @@ async def serving(
     request_cost: Mapping[usage.Kind, float] = {},
 ) -> AsyncIterator[Serving]:
     """Serve a house."""
-    servicer = servicers.Servicer(
+    shared = streams.Shared(
         switchboard=Switchboard([Claimant("", dispatcher or house.dispatcher)]),
         exchange_settings=ExchangeSettings(max_body_bytes),
         budget=Budget(1 << 28),
@@ -124,10 +125,11 @@ async def serving(
         clock=lambda: house.now,
         rng=random.Random(1),
         ring=Ring(100),
-        settings=servicers.StreamSettings(
+        settings=streams.StreamSettings(
             max_streams=max_streams, explain_header=explain_header, request_cost=request_cost
         ),
     )
+    servicer = servicers.Servicer(shared)
     server = grpc.aio.server()
     servicers.register(server, servicer)
     port = server.add_insecure_port(f"{LOCAL}:0")
