@@ -12,8 +12,11 @@ from tests.e2e import backend, http1, http2, installation
 CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
 DESTINATION = "x-gateway-destination-endpoint"
 
-#: Endpoints stay what they are, and the pick goes round, so that every order comes up.
-ROUND_ROBIN = installation.UNSCRAPED.replace("least-request", "round-robin")
+#: Endpoints stay what they are, failing ones stay in, and the pick goes round, so that every order
+#: comes up.
+ROUND_ROBIN = (
+    installation.UNSCRAPED.replace("least-request", "round-robin")[:-1] + ", health: {failures: 0}}"
+)
 
 
 @pytest.fixture(scope="module")
