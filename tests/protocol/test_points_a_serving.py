@@ -12,9 +12,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.cli import flags
 from extproc.config.settings import Limits, Server, Settings
+from extproc.discovery.found import Found
+from extproc.endpoint import Endpoint
+from extproc.server import health
 from tests.support import conversation as talk
 from tests.support import serving
 from tests.support.serving import LOCAL, Running, Stream
@@ -229,6 +233,48 @@ def test_011_draining_serves_on():
     async def test() -> None:
         async with serving.running(serving.settings(ONE, drain_timeout_s=60.0)) as picker:
             await drained(picker)
+
+    serving.run(test())
+
+
+def test_012_a_protocol_that_nobody_reads():
+    """HTTP and h2c are read, gRPC inside; a pool that wants anything else leaves us not serving."""
+
+    async def test() -> None:
+        async with serving.running(serving.settings(ONE)) as picker:
+            await picker.sync()
+            (site,) = picker.picker.sites.by_name.values()
+            for protocol, said in (
+                ("kubernetes.io/h2c", "SERVING"),
+                ("kubernetes.io/wss", "NOT_SERVING"),
+                ("http", "SERVING"),
+            ):
+                site.take(Found(endpoints=(Endpoint(ONE),), app_protocol=protocol))
+                for name in NAMES:
+                    assert await picker.health(name) == said
+                assert await picker.health("liveness") == "SERVING"
+
+    serving.run(test())
+
+
+def test_013_unknown_names_with_leader_election():
+    """With an election, a name that nobody defined is unknown in the reply, not as an error."""
+
+    async def test() -> None:
+        server = grpc.aio.server()
+        health.register(server, health.Readiness(lambda: True, leader=lambda: False))
+        port = server.add_insecure_port(f"{LOCAL}:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"{LOCAL}:{port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            said = {}
+            for name in (*NAMES, "liveness"):
+                answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+                said[name] = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        await server.stop(None)
+        assert said.pop("inference-extension") == "SERVICE_UNKNOWN"
+        assert said.pop("liveness") == "SERVING"
+        assert set(said.values()) == {"NOT_SERVING"}
 
     serving.run(test())
 
