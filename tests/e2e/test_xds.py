@@ -67,7 +67,7 @@ class Site:
         pairs = zip(flags, self._numbers[at], strict=True)
         return await self.children.extproc(
             *(word for flag, port in pairs for word in (flag, str(port))),
-            *("--host", "127.0.0.1", "--secure-serving", "false", "--drain-timeout", "0s"),
+            *("--host", "127.0.0.1", "--drain-timeout", "0s"),
             *("--config-text", CONFIG, "--endpoints-file", str(self._file)),
             *("--fallback-endpoints", "2"),
         )
@@ -80,7 +80,6 @@ class Site:
         config = stack.envoy_config(
             installation.SHIPPED / "override-host-eds.yaml",
             self.ports,
-            plaintext=True,
             pickers={"extproc": named[0], "extproc-xds": named[1]},
         )
         await self.children.envoy(config, binary=self._binary)
