@@ -2,9 +2,9 @@
 
     python -m bench.run [--only NAME ...]
 
-Prints one line per bar: what was wanted, what was measured. Takes under ten minutes; `agreement` and
-`simulator_large`, which take minutes each, are only run when they are named. The figures are of this
-machine and this hour: compare ratios, not microseconds.
+Prints one line per bar: what was wanted, what was measured. Takes under ten minutes; `agreement`,
+`cluster` (needs `make envtest`) and `simulator_large`, which take minutes each, are only run when
+they are named. The figures are of this machine and this hour: compare ratios, not microseconds.
 """
 
 from __future__ import annotations
@@ -99,6 +99,12 @@ def index() -> dict:
     return read("index")
 
 
+def cluster() -> dict:
+    """A picker over a real API server."""
+    command("-m", "bench.cluster", "--write")
+    return read("cluster")
+
+
 def simulator() -> dict:
     """A run of the offline simulator."""
     command("-m", "bench.simulator", "--write")
@@ -114,6 +120,19 @@ def simulator_large() -> dict:
 def _seconds(result: Mapping) -> str:
     """CPU, and what the clock showed on a machine that others may have used."""
     return f"{result['cpu_s']} (clock {result['wall_s']}, load average {result['load_average']})"
+
+
+def _first_sync(result: Mapping) -> str:
+    """From the start of the process, and how much of that a picker without a cluster takes."""
+    sync = result["first_sync"]
+    load = result["load_average"]
+    return f"{sync['ready_s']} (of which start {sync['of_which_start_s']}, load average {load})"
+
+
+def _outage(result: Mapping) -> str:
+    """Refused of all, and when changes were in force again."""
+    away = result["outage"]
+    return f"{away['refused']} of {away['picks']}, exact {away['exact_after_s']} s after"
 
 
 #: Bar, bench, what was wanted, the figure, and whether it is met.
@@ -133,6 +152,10 @@ BARS: Sequence[tuple[str, str, str, Callable[[Mapping], object], Callable[[Mappi
     ("-", "agreement", "real / simulated within 10 %", lambda r: r["worst_deviation"], lambda r: r["worst_deviation"] <= 0.1),
     ("6", "simulator", "8,000 requests, 8 engines <= 3 s of CPU", _seconds, lambda r: r["cpu_s"] <= 3),
     ("6", "simulator_large", "100,000, 1,000 engines <= 300 s of CPU", _seconds, lambda r: r["cpu_s"] <= 300),
+    ("-", "cluster", "500 pods, 20 pools: first sync <= 3 s", _first_sync, lambda r: r["first_sync"]["ready_s"] <= 3),
+    ("-", "cluster", "not ready: out of picks <= 100 ms after the event", lambda r: r["reaction"]["last_pick_after_event_ms_max"], lambda r: r["reaction"]["last_pick_after_event_ms_max"] <= 100),
+    ("-", "cluster", "1,000 pod updates/s <= 20 % of a core", lambda r: r["updates_replayed"]["cpu_share_percent"], lambda r: r["updates_replayed"]["cpu_share_percent"] <= 20),
+    ("-", "cluster", "API server away for 60 s: picks refused", _outage, lambda r: not r["outage"]["refused"]),
 )  # fmt: skip
 
 BENCHES: Mapping[str, Callable[[], dict]] = {
@@ -143,12 +166,13 @@ BENCHES: Mapping[str, Callable[[], dict]] = {
     "overhead": overhead,
     "demo": demo,
     "agreement": agreement,
+    "cluster": cluster,
     "simulator": simulator,
     "simulator_large": simulator_large,
 }
 
 #: Only run when they are named: minutes each.
-LONG = frozenset({"agreement", "simulator_large"})
+LONG = frozenset({"agreement", "cluster", "simulator_large"})
 
 
 def main() -> None:
