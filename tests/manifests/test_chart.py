@@ -109,6 +109,25 @@ def test_every_pool_is_asked_for_in_the_file(scope):
     assert (settings.cluster.every_pool, settings.log.level) == (scope, "debug")
 
 
+@pytest.mark.parametrize(
+    ("values", "peers"),
+    [
+        ((), [{"podSelector": {}}]),
+        (("--set", "pool.every=cluster"), [{"namespaceSelector": {}}]),
+        (SETS["all on"], [{"podSelector": {"matchLabels": {"app": "vllm"}}}]),
+    ],
+    ids=["namespace", "cluster", "given"],
+)
+def test_engines_are_reachable(values, peers):
+    """The policy lets pickers out to the pools that they serve, on their ports."""
+    policy = parts.only(tools.charted(*values), "NetworkPolicy")
+    known = yaml.safe_load((tools.CHART / "values.yaml").read_text())
+    given = yaml.safe_load(ALL_ON.read_text()) if "--values" in values else known
+    rule = policy["spec"]["egress"][1]
+    assert rule["to"] == peers
+    assert [one["port"] for one in rule["ports"]] == given["pool"]["targetPorts"]
+
+
 def test_xds_is_off_until_it_is_asked_for():
     """Then it has a port of container and Service, and the policy lets Envoys in."""
     assert parts.parsed(picker()[1]["args"]).xds is None
