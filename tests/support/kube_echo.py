@@ -25,6 +25,7 @@ class Echo:
         namespace: Of the pod.
         host: Its address.
         ports: Where it listens.
+        pages: What to say to a GET of HTTP/1.1 by path, in place of the echo.
     """
 
     def __init__(self, name: str, namespace: str, host: str, ports: Sequence[int]) -> None:
@@ -32,6 +33,7 @@ class Echo:
         self.namespace = namespace
         self.host = host
         self.ports = tuple(ports)
+        self.pages: dict[str, str] = {}
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -66,8 +68,14 @@ class Echo:
                 return
             sent = await http1.Body(reader, head).rest()
             method, path, _ = head.line.split()
-            body = self._says("HTTP/1.1", port, method, path, head.headers, sent)
-            lines = ["HTTP/1.1 200 OK", "content-type: application/json"]
+            page = self.pages.get(path)
+            body = (
+                self._says("HTTP/1.1", port, method, path, head.headers, sent)
+                if page is None
+                else page.encode()
+            )
+            kind = "application/json" if page is None else "text/plain; version=0.0.4"
+            lines = ["HTTP/1.1 200 OK", f"content-type: {kind}"]
             lines += [f"content-length: {len(body)}", "", ""]
             writer.write("\r\n".join(lines).encode() + body)
             await writer.drain()

@@ -22,11 +22,9 @@ SELECTION = "test-epp-endpoint-selection"
 SERVED = "x-conformance-test-served-endpoint"
 BODY = b'{"model":"conformance-fake-model","prompt":"Write as if you were a critic: San Francisco"}'
 
-#: Nobody looks at the echo servers' metrics: they have none.
-UNSCRAPED = (
-    "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scrape: {enabled: false}, "
-    "scheduling: {strategy: least-request}}"
-)
+#: Echo servers have no metrics page unless a test gives them one.
+UNSCRAPED = "scrape: {enabled: false}"
+SCRAPED = "scrape: {idle_interval_s: 0.2, models: false}"
 
 #: Seconds a change may take to be seen by a gateway or a picker.
 _SEEN_S = 30.0
@@ -155,14 +153,19 @@ class Stand:
 
     # Pickers
 
-    async def start_picker(self, name: str, port: int = 0, *, config: str = "") -> Picker:
+    async def start_picker(
+        self, name: str, port: int = 0, *, config: str = "", scrape: str = UNSCRAPED
+    ) -> Picker:
         """Start the picker of a pool with the arguments of the suite's Deployment.
 
         Args:
             name: Of the pool; with a configuration, what to call the picker.
             port: Of ext_proc; the one it had before, if any, or a free one.
             config: Says in YAML's flow style what it is for, in place of the pool's name.
+            scrape: How metrics are read.
         """
+        fields = ["apiVersion: extproc/v1alpha1", "kind: ExtProcConfig", scrape]
+        fields += ["scheduling: {strategy: least-request}", *([config] if config else [])]
         picker = self.pickers.setdefault(
             name, Picker(name, None, port or stack.free_port(), stack.free_port())
         )
@@ -172,7 +175,7 @@ class Stand:
             *("--zap-encoder", "json", "--grpc-port", str(picker.port)),
             *("--grpc-health-port", str(picker.health), "--metrics-port", "0"),
             *("--kubeconfig", str(self._kubeconfig), "--host", "127.0.0.1"),
-            *("--config-text", UNSCRAPED[:-1] + (f", {config}" if config else "") + "}"),
+            *("--config-text", "{" + ", ".join(fields) + "}"),
             *("--conformance-testing", "--drain-timeout", "0s"),
         )
         return picker
@@ -210,10 +213,20 @@ class Stand:
         body: bytes | None = BODY,
         through: str = "primary",
         more: Mapping[str, str] | None = None,
+        arrives: bytes | None = None,
     ) -> Answer:
-        """One request; a GET without a body where there is none. `more` is further headers.
+        """One request; a GET without a body where there is none.
 
         What came back must be what was sent, as the suite's own assertions have it.
+
+        Args:
+            host: Of the request.
+            path: Of the request.
+            selection: Endpoints that the picker may choose from, as tests say it.
+            body: Of a POST.
+            through: Name of the gateway.
+            more: Further headers.
+            arrives: The body that the pod gets where it is another; empty for any.
         """
         assert self._session is not None
         headers = {"host": host, **(more or {}), **({SELECTION: selection} if selection else {})}
@@ -227,8 +240,11 @@ class Stand:
         assert (said["method"], said["path"], said["host"]) == (method, path, host)
         assert said["namespace"] == self.namespace
         for name, value in (more or {}).items():
-            assert said["headers"][name] == [value]
-        assert said["body"] == (body or b"").decode()
+            # What is said to the picker stays with it.
+            control = name.startswith(("x-gateway-inference-", "x-gateway-model-", "x-llm-d-"))
+            assert said["headers"].get(name) == (None if control else [value])
+        wanted = body if arrives is None else arrives
+        assert arrives == b"" or said["body"] == (wanted or b"").decode()
         return Answer(answer.status, found, said)
 
     async def many(self, count: int, at_once: int, *arguments: Any, **how: Any) -> list[Answer]:

@@ -7,6 +7,8 @@ is one, and minds neither what a controller writes into the status nor which rou
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
@@ -56,8 +58,9 @@ async def _build(one, port):
     # The gateway knows where its picker would be; the pool itself comes later.
     later = Pool("later", one.addresses(ONE, [port]), stack.free_port())
     one.pools.append(later)
-    for pool in [*made, later]:
-        await one.start_picker(pool.name, pool.picker)
+    async with asyncio.TaskGroup() as group:
+        for pool in [*made, later]:
+            group.create_task(one.start_picker(pool.name, pool.picker))
     await one.start_gateways(RULES)
 
 

@@ -1,0 +1,220 @@
+"""Real pickers stand for one Lease: exactly one is ready, and another when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+import time
+
+import aiohttp
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from tests.support import kube, kube_picker, serving
+
+PORT = 8000
+ENGINE = f"127.2.0.1:{PORT}"
+EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+#: A fifth of what client-go takes: enough for a busy machine, and short for a test.
+DURATION_S, RENEW_S, RETRY_S = 4, 3.0, 0.5
+
+#: Seconds that a busy machine may add.
+SLACK_S = 2.0
+
+NAMES = {"liveness", "readiness", "", EXT_PROC}
+SERVING, NOT_SERVING, UNKNOWN = "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN"
+
+
+def rights():
+    """What the component of the manifests adds."""
+    path = kube.MANIFESTS / "components" / "leader-election" / "rbac.yaml"
+    (role,) = (one for one in kube.documents(path.read_text()) if one["kind"] == "Role")
+    return role["rules"]
+
+
+async def place(api, cluster, *, electing=True):
+    """A namespace with a pool, and the kubeconfig of a picker for it."""
+    namespace = await api.namespace("election")
+    await api.create(kube.pool("vllm", namespace, (PORT,)))
+    await api.create(kube.pod("vllm-0", namespace, "127.2.0.1", labels={"app": "vllm"}))
+    rules = kube.picker_rules() + (rights() if electing else [])
+    access = await api.account(namespace, rules)
+    return namespace, cluster.write_kubeconfig(namespace, access, namespace)
+
+
+def candidate(where, **more):
+    """A picker that stands for election, with the upstream picker's flags."""
+    namespace, kubeconfig = where
+    lease = f"namespace: {namespace}, duration_s: {DURATION_S}, renew_s: {RENEW_S}"
+    return kube_picker.picker(
+        kubeconfig,
+        *("--pool-name", "vllm", "--pool-namespace", namespace, "--ha-enable-leader-election"),
+        config=f"cluster: {{lease: {{{lease}, retry_s: {RETRY_S}}}}}",
+        **more,
+    )
+
+
+def lease(namespace):
+    """The Lease that stands for the pool, as the upstream picker calls it."""
+    return {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": {"namespace": namespace, "name": f"epp-{namespace}-vllm.llm-d.ai"},
+    }
+
+
+async def health(picker, name):
+    """What health says of a name."""
+    port = re.search(r"gRPC health on (\d+)", picker.child.ready_line)[1]
+    async with grpc.aio.insecure_channel(f"{serving.LOCAL}:{port}") as channel:
+        check = channel.unary_unary(
+            serving.CHECK,
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        answer = await check(health_pb2.HealthCheckRequest(service=name))
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+async def metric(picker):
+    """The gauge of a picker."""
+    url = f"http://{serving.LOCAL}:{picker.pages}/metrics"
+    async with aiohttp.ClientSession() as http, http.get(url) as answer:
+        return float(re.search(r"^extproc_leader (\S+)$", await answer.text(), re.MULTILINE)[1])
+
+
+async def ready(pickers):
+    """Those of them that are ready. Never two: a Lease has one holder."""
+    found = [one for one in pickers if await one.ready()]
+    assert len(found) <= 1
+    return found
+
+
+async def leader(pickers, within):
+    """The one that is ready, once it is; it must be within so many seconds."""
+    began = time.monotonic()
+    (found,) = await pickers[0].until(lambda: ready(pickers), bool)
+    took = time.monotonic() - began
+    assert took < within, f"{took:.1f} s"
+    return found
+
+
+@pytest.fixture(scope="module")
+def where(live, api, cluster, crds):
+    return live.run(place(api, cluster))
+
+
+@pytest.fixture(scope="module")
+def three(live, where):
+    """Three replicas. Tests that end some come last."""
+
+    @contextlib.asynccontextmanager
+    async def replicas():
+        async with contextlib.AsyncExitStack() as stack:
+            starting = [stack.enter_async_context(candidate(where)) for _ in range(3)]
+            yield await asyncio.gather(*starting)
+
+    with live.holding(replicas()) as pickers:
+        yield pickers
+
+
+async def test_120_exactly_one_of_three_is_ready(api, where, three):
+    """It holds the Lease under the upstream picker's name, and its gauge says so."""
+    first = await leader(three, 30.0)
+    for _ in range(5):
+        assert await ready(three) == [first]
+    assert sorted([await metric(one) for one in three]) == [0.0, 0.0, 1.0]
+    assert await metric(first) == 1.0
+    spec = (await api.get(lease(where[0])))["spec"]
+    assert spec["holderIdentity"]
+    assert spec["leaseDurationSeconds"] == DURATION_S
+
+
+async def test_006_readiness_is_the_leaders(three):
+    """`readiness`, the ext_proc name and the empty one serve at the leader only."""
+    first = await leader(three, 30.0)
+    for one in three:
+        said = {await health(one, name) for name in NAMES - {"liveness"}}
+        assert said == {SERVING if one is first else NOT_SERVING}
+        assert await health(one, "liveness") == SERVING
+
+
+async def test_013_unknown_health_names(three):
+    """With an election other names are unknown, in the answer and not as a gRPC error."""
+    await leader(three, 30.0)
+    for one in three:
+        assert await health(one, "inference-extension") == UNKNOWN
+        assert await health(one, "whatever") == UNKNOWN
+
+
+async def test_120_followers_watch_all_the_same(three):
+    """They know the pool, and would pick if they were asked."""
+    for one in three:
+        await one.knows([ENGINE])
+        assert await one.pick() == ENGINE
+
+
+async def test_120_failover_after_a_crash_and_after_an_end(api, where, three):
+    """Killed, a leader is replaced after the Lease's duration; told to end, much sooner."""
+    first = await leader(three, 30.0)
+    before = (await api.get(lease(where[0])))["spec"]
+    await first.child.stop(signal.SIGKILL)
+    left = [one for one in three if one is not first]
+    second = await leader(left, DURATION_S + RETRY_S + SLACK_S)
+    after = (await api.get(lease(where[0])))["spec"]
+    assert after["leaseTransitions"] == before["leaseTransitions"] + 1
+    assert after["holderIdentity"] not in {"", before["holderIdentity"]}
+    (third,) = (one for one in left if one is not second)
+    began = time.monotonic()
+    ending = asyncio.ensure_future(second.child.stop())
+    # Its drain time is none: it may be gone before anybody asks.
+    await third.until(third.ready, bool)
+    assert time.monotonic() - began < RETRY_S + SLACK_S
+    assert await ending == 0
+    assert any("election: resigned" in line for line in second.child.last_lines)
+
+
+async def test_120_a_lease_that_somebody_takes(api, cluster, crds):
+    """Another holder ends readiness at the next look; once it goes silent, we are back."""
+    where = await place(api, cluster)
+    async with candidate(where) as picker:
+        await picker.until(picker.ready, bool)
+        told = picker.child.line("election: follows: somebody")
+        taken = {"holderIdentity": "somebody", "leaseDurationSeconds": 2}
+        await api.patch(lease(where[0]), {"spec": taken})
+        await picker.until(picker.ready, lambda found: not found)
+        await told
+        await picker.until(picker.ready, bool)
+
+
+async def test_120_readiness_ends_with_the_api_server(api, cluster, crds):
+    """A leader that cannot renew gives up before its Lease could be another's, and comes back."""
+    if not cluster.stoppable:
+        pytest.skip("the API server is not ours to stop")
+    where = await place(api, cluster)
+    async with candidate(where) as picker:
+        await picker.until(picker.ready, bool)
+        cluster.stop()
+        stopped = time.monotonic()
+        try:
+            await picker.until(picker.ready, lambda found: not found)
+            assert time.monotonic() - stopped < DURATION_S
+            assert await health(picker, "liveness") == SERVING
+            assert await picker.pick() == ENGINE
+        finally:
+            await asyncio.to_thread(cluster.start)
+        await picker.until(picker.ready, bool)
+
+
+async def test_120_without_rights(api, cluster, crds):
+    """Nobody is elected, and the log says which rights are missing."""
+    where = await place(api, cluster, electing=False)
+    async with candidate(where, ready="election: failed") as picker:
+        told = picker.child.ready_line
+        assert 'resources: ["leases"], verbs: ["get", "create", "update"]' in told
+        await picker.knows([ENGINE])
+        assert not await picker.ready()
