@@ -7,6 +7,7 @@ like make it misbehave.
 import asyncio
 import collections
 import json
+import socket
 
 from aiohttp import web
 
@@ -38,21 +39,27 @@ class ApiServer:
         self.watchers = {}
         self.moved = asyncio.Condition()
         self._runner = None
-        self.port = 0
+        # Holds the port while the server is down, lest somebody else take it.
+        self._place = socket.socket()
+        self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._place.bind(("127.0.0.1", 0))
+        self.port = self._place.getsockname()[1]
 
     async def start(self):
         application = web.Application()
         application.router.add_get("/{path:.*}", self._answer)
-        self._runner = web.AppRunner(application, shutdown_timeout=0.0)
+        self._runner = web.AppRunner(application, shutdown_timeout=0.05)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_port=True).start()
         return self
 
     async def stop(self):
         self.drop()
         await self._runner.cleanup()
+
+    async def close(self):
+        await self.stop()
+        self._place.close()
 
     def kubeconfig(self, folder):
         (folder / "token").write_text(self.token or "any")

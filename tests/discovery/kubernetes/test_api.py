@@ -185,7 +185,7 @@ def test_renewing_does_not_cut_what_is_being_read(tmp_path):
                 await fakes.until_watched(1)
                 fakes.send(b"still here")
                 assert await anext(stream) == b"still here"
-        await fakes.stop()
+        await fakes.close()
 
     asyncio.run(scene())
 
@@ -202,7 +202,7 @@ def test_every_watch_has_a_connection(tmp_path):
             for _ in range(120):
                 await stack.enter_async_context(server.watch(PODS, "1000", 60))
             await fakes.until_watched(120)
-        await fakes.stop()
+        await fakes.close()
 
     asyncio.run(scene())
 
@@ -223,7 +223,7 @@ def test_what_the_server_asks_for_is_read(tmp_path, header, seconds):
         fakes.answers.append(busy)
         async with connected(kubeconfig=fakes.kubeconfig(tmp_path)) as server:
             found = await server.page(PODS, "")
-        await fakes.stop()
+        await fakes.close()
         assert found == answers.Refused(429, "slow down", seconds)
 
     asyncio.run(scene())
@@ -241,7 +241,7 @@ def test_an_error_that_is_no_status_is_passed_on(tmp_path):
         fakes.answers.append(gateway)
         async with connected(kubeconfig=fakes.kubeconfig(tmp_path)) as server:
             found = await server.page(PODS, "")
-        await fakes.stop()
+        await fakes.close()
         assert (found.status, found.message) == (502, "<html>bad gateway</html>")
 
     asyncio.run(scene())

@@ -92,7 +92,7 @@ async def following(folder, *objects, sources=(), prepare=lambda server: None, *
                 await running
     finally:
         await scene.subject.close()
-        await server.stop()
+        await server.close()
 
 
 def test_a_pool_is_told_of_when_start_returns(tmp_path):
@@ -425,7 +425,7 @@ def test_a_start_without_a_server_goes_on_unready(tmp_path):
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
-        await server.stop()
+        await server.close()
 
     asyncio.run(scene())
 
@@ -596,6 +596,56 @@ def test_a_broken_object_is_said_once_and_hides_itself_alone(tmp_path):
             assert one.kinds().count("broken-object") == 1
             one.server.put(making.pod("b", ip="10.0.0.2"))
             await one.until_names("a", "b", "c")
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_goes_wrong_the_pools_end_right(tmp_path, seed):
+    """Broken watches, forgotten versions, garbage and errors at any moment, and a restart."""
+
+    async def scene():
+        chance = random.Random(seed)
+        async with following(tmp_path, making.pool(), making.pod("p0")) as one:
+            server = one.server
+            await server.until_watched()
+
+            async def broken(_):
+                return fake.refuse(chance.choice([429, 500, 503, 504, 410]), "broken")
+
+            faults = [
+                server.drop,
+                lambda: server.drop(last=b'{"type":"ADDED","object":{"kind'),
+                server.compact,
+                lambda: server.send(b"garbage\n"),
+                lambda: server.send(making.line("ERROR", {"code": 500, "metadata": {}}) + b"\n"),
+                lambda: server.answers.append(broken),
+            ]
+            alive = {0}
+            for step in range(150):
+                number = chance.randrange(12)
+                value = making.pod(f"p{number}", ip=f"10.0.0.{number + 1}", uid=f"u{step}")
+                if number in alive and chance.random() < 0.5:
+                    alive.discard(number)
+                    server.delete(value)
+                else:
+                    alive.add(number)
+                    server.put(value)
+                if chance.random() < 0.2:
+                    chance.choice(faults)()
+                if step == 75:
+                    await server.stop()
+                    await server.start()
+                # Gives the follower its turn, mostly in the middle of something.
+                await asyncio.sleep(0)
+            server.put(making.pod("last", ip="10.0.1.1"))
+            names = sorted(f"p{number}" for number in alive)
+            await one.until_names("last", *names)
+            uids = {
+                value["metadata"]["name"]: value["metadata"]["uid"]
+                for value in server.objects["", "pods"].values()
+            }
+            assert {e.name: e.uid for e in one.pools[KEY].endpoints} == uids
 
     asyncio.run(scene())
 
