@@ -32,6 +32,8 @@ def listener(max_message_bytes: int) -> grpc.aio.Server:
             ("grpc.max_send_message_length", max_message_bytes),
             # A second process on the same port is a mistake, not a load-balancing group.
             ("grpc.so_reuseport", 0),
+            # Envoys may ask every few seconds whether we live; the default of 5 minutes hangs up.
+            ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
         ]
     )
 

@@ -36,6 +36,10 @@ _LOOK_S = 0.05
 #: Requests of one stream that may wait; Envoy has two or three under way.
 _MOST_WAITING = 32
 
+#: Seconds after the last request until the stream is ended. An Envoy that is gone shows as the end
+#: of its requests, and as a cancellation right after; to end the stream in between is an error.
+_GONE_S = 0.1
+
 #: Refusals remembered, so that each is logged once however many Envoys and streams repeat it.
 _MOST_REFUSALS = 256
 
@@ -198,6 +202,7 @@ class Discovery:
             data = await stream.inbox.get()
             if data is None:
                 if stream.over:
+                    await asyncio.sleep(_GONE_S)
                     return True
                 continue
             heard = stream.speaker.hear(data)
