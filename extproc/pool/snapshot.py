@@ -23,8 +23,8 @@ from extproc.pool.adapters import residency
 from extproc.pool.condition import FINE, UNREACHABLE_AFTER, Condition, State
 from extproc.pool.serving import Serving, Split
 
-_IN = State.IN
 _DOUBTED = State.DOUBTED
+_DOWN = State.DOWN
 
 #: Who comes first where nobody is in.
 _RANKS = {State.IN: 0, State.DOUBTED: 1, State.PROBING: 2, State.EJECTED: 2, State.DOWN: 3}
@@ -69,8 +69,13 @@ class Member(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def up(self) -> bool:
-        """Whether it takes part: neither its requests fail, nor is it out of reach."""
-        return self.condition.state <= _DOUBTED
+        """Whether it may be there: scrapes reach it, or requests do, or nothing was tried."""
+        return self.condition.state is not _DOWN
+
+    @property
+    def out(self) -> bool:
+        """Whether it is left out: its requests fail, or it is out of reach."""
+        return self.condition.state > _DOUBTED
 
 
 class Pool(msgspec.Struct, frozen=True, gc=False):
@@ -80,7 +85,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         members: In the order discovery named them.
         positions: Address to index in `members`; the same object until the endpoints change.
         down: How many members are not up.
-        unsure: How many are not, or are doubted.
+        unsure: How many are not, or failed requests of late.
         newest: Monotonic seconds at which the last member came or came back; minus infinity when
             all were there from the start.
         adapters: Names known to be LoRA adapters.

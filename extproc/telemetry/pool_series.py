@@ -144,7 +144,7 @@ _GAUGES: tuple[_Gauge, ...] = (
     (
         "extproc_endpoint_ejected",
         "1 while it is left out because it fails or cannot be reached.",
-        lambda one, _: float(not one.up),
+        lambda one, _: float(one.out),
     ),
     (
         "extproc_endpoint_load_age_seconds",

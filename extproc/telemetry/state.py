@@ -124,7 +124,7 @@ def _of_member(member: Member, now: float) -> EndpointState:
         failure=member.failure,
         health=_STATES[known.state],
         cause=known.cause,
-        out_s=None if member.up else max(0.0, now - known.since),
+        out_s=max(0.0, now - known.since) if member.out else None,
         again_s=max(0.0, known.until - now) if math.isfinite(known.until) else None,
         ejections=known.times,
         in_flight=account.in_flight,

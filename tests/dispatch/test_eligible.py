@@ -159,7 +159,7 @@ def test_one_that_is_back_starts_slowly():
     endpoint = yard.member(ONE).endpoint
     yard.fleet.sent(endpoint, yard.now)
     yard.fleet.told(endpoint, Verdict.SERVED, sent_at=yard.now, now=yard.now)
-    assert yard.member(ONE).up
+    assert not yard.member(ONE).out
     assert yard.who() == [TWO, THREE, FOUR]
     yard.fleet.health.settings = msgspec.structs.replace(
         yard.fleet.health.settings, slow_start_s=0.0

@@ -127,3 +127,18 @@ def test_what_was_never_scraped_is_infinitely_old():
     """Without any scrape the age is infinite and the load unknown."""
     candidate = turn(fleet_of(ADDRESSES[0]), now=1.0)
     assert (candidate.load, candidate.age_s, candidate.requests) == (UNKNOWN, math.inf, 0)
+
+
+def test_only_who_is_out_of_reach_is_down():
+    """An endpoint whose requests fail is left out, and is there all the same."""
+    fleet = fleet_of(*ADDRESSES[:4])
+    failing, gone = (fleet.pool.members[at].endpoint for at in (0, 1))
+    for _ in range(3):
+        fleet.told(failing, condition.Verdict.FAILED, sent_at=0.0, now=0.0)
+    take_down(fleet, gone.address)
+    first, second, third = fleet.pool.members[:3]
+    assert (first.up, first.out) == (True, True)
+    assert (second.up, second.out) == (False, True)
+    assert (third.up, third.out) == (True, False)
+    assert (fleet.pool.down, fleet.pool.unsure) == (1, 2)
+    assert eligible(fleet) == list(ADDRESSES[2:4])
