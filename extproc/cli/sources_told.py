@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from extproc.config import load, policies, pooling, sources
+from extproc.config import election, load, policies, pooling, sources
 from extproc.config.settings import Settings
 from extproc.discovery import entries, file, follow
 from extproc.dispatch import claims
@@ -15,7 +16,7 @@ def lines(settings: Settings) -> Iterator[str]:
     """One paragraph for each pool, and one for those that Kubernetes brings.
 
     Raises:
-        ConfigError: An endpoints file cannot be read.
+        ConfigError: An endpoints file cannot be read, or an election is not possible.
     """
     for plan in pooling.planned(settings):
         if settings.pools:
@@ -32,6 +33,10 @@ def lines(settings: Settings) -> Iterator[str]:
         if cluster.every_pool == "namespace":
             place = f"namespace {cluster.namespace or 'of this process'}"
         yield f"pools       every InferencePool of {place}, as they come and go"
+    elected = election.plan(settings, where="cluster", environment=os.environ)
+    if elected is not None:
+        lease = elected.lease
+        yield f"ready       only the holder of Lease {lease.name} in namespace {lease.namespace}"
 
 
 def _source(pool: sources.Source) -> Iterator[str]:

@@ -30,7 +30,14 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class Leases(Protocol):
-    """Where the Lease is kept. Every call ends within half of `renew_s`, in whatever way."""
+    """Where the Lease is kept. Reads and writes end within half of `renew_s`, in whatever way."""
+
+    async def open(self) -> None:
+        """Makes ready to be asked.
+
+        Raises:
+            ConfigError: What it takes is missing or broken.
+        """
 
     async def look(self) -> Record | Failed | None:
         """What is stored; None for nothing."""
@@ -98,6 +105,14 @@ class Elector:
     def leads(self) -> bool:
         """Whether this replica, and no other, may act now."""
         return self._term.leads(self._clock())
+
+    async def start(self) -> None:
+        """Make ready; `run` comes after it.
+
+        Raises:
+            ConfigError: If the API server's address or the credentials are missing or broken.
+        """
+        await self._leases.open()
 
     async def run(self) -> None:
         """Stand until resigned; then release the Lease, and end."""

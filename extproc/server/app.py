@@ -23,7 +23,7 @@ from extproc.discovery.kubernetes import follow as following
 from extproc.protocol.gathering import Budget
 from extproc.scheduling import guard
 from extproc.scrape import client, scraper
-from extproc.server import admin, health, ports, reload, servicer, stream, xds
+from extproc.server import admin, health, leases, ports, reload, servicer, stream, xds
 from extproc.server.site import Shared
 from extproc.server.sites import Sites
 from extproc.telemetry.exposition import Exposition
@@ -143,7 +143,9 @@ class Picker:
                 self.sites.pools, clock, scrape.first_look_s if scrape.enabled else 0.0
             ),
             fits=lambda: self.sites.fits,
+            leader=(lambda: self._leads) if settings.cluster.leader_election else None,
         )
+        self._elector = leases.stand(settings, clock=clock, able=lambda: self.readiness.able)
         self.servicer = servicer.Servicer(
             stream.Shared(
                 switchboard=self.sites.switchboard,
@@ -213,6 +215,8 @@ class Picker:
             ConfigError: The endpoints file cannot be read, or nobody knows where the API server is.
         """
         await self.sites.sync()
+        if self._elector is not None:
+            await self._elector.start()
         if self._follower is not None:
             await self._follower.start()
 
@@ -221,6 +225,11 @@ class Picker:
         """Whether Kubernetes, where it is asked, told everything once."""
         return self._follower is None or self._follower.synced
 
+    @property
+    def _leads(self) -> bool:
+        """Whether this replica won the election, where there is one."""
+        return self._elector is not None and self._elector.leads
+
     def loops(self) -> dict[str, Coroutine[None, None, None]]:
         """The loops beside the servers, by name."""
         loops = {"pools": self.sites.run()}
@@ -228,6 +237,8 @@ class Picker:
             loops["kubernetes"] = self._follower.run()
         if self._xds is not None:
             loops["xds"] = self._xds.run()
+        if self._elector is not None:
+            loops["election"] = self._elector.run()
         return loops
 
     def adopt(self, settings: Settings) -> None:
@@ -256,6 +267,9 @@ class Picker:
     async def drain(self, hurry: asyncio.Event) -> None:
         """Turn unready, serve on for the drain time, then let every stream go."""
         self.readiness.draining = True
+        if self._elector is not None:
+            # Another replica is to be ready while this one serves what is left.
+            self._elector.resign()
         if self._xds is not None:
             # At once: Envoy goes to another picker for news, and keeps what it holds.
             await self._xds.release()
@@ -269,6 +283,8 @@ class Picker:
         await asyncio.sleep(0)
         await self.servicer.release(_RELEASE_S)
         await asyncio.gather(*stopping)
+        if self._elector is not None:
+            await self._elector.resigned(_RELEASE_S)
 
     async def stop(self) -> None:
         """Close everything."""
@@ -305,7 +321,11 @@ class Picker:
 
     def _gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         sites = self.sites.by_name
+        elected = {
+            "extproc_leader": ("1 while this replica holds the Lease.", lambda: float(self._leads))
+        }
         return {
+            **(elected if self._elector is not None else {}),
             "extproc_gathered_bytes": (
                 "Bytes of request bodies held.",
                 lambda: self.budget.held_bytes,

@@ -103,10 +103,14 @@ class Readiness:
         return not self.draining and self._synced() and self._fits()
 
     @property
+    def able(self) -> bool:
+        """Live and not blind: a follower takes part in an election only then."""
+        return self.live and self._measured()
+
+    @property
     def ready(self) -> bool:
-        """Live, elected where there is an election, and not blind."""
-        leads = self._leader is None or self._leader()
-        return self.live and leads and self._measured()
+        """Able, and elected where there is an election."""
+        return self.able and (self._leader is None or self._leader())
 
 
 class Health:

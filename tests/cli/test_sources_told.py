@@ -64,6 +64,16 @@ pools:
             "cluster: {every_pool: namespace}",
             ["pools       every InferencePool of namespace of this process, as they come and go"],
         ),
+        (
+            """
+pool: {kubernetes: {inference_pool: x, namespace: n}}
+cluster: {leader_election: true, lease: {namespace: m}}
+""",
+            [
+                "endpoints   from Kubernetes: InferencePool x",
+                "ready       only the holder of Lease epp-n-x.llm-d.ai in namespace m",
+            ],
+        ),
     ],
 )
 def test_every_source_is_told(text, told):

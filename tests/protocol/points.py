@@ -179,7 +179,7 @@ POINTS = (
     Point(117, "I", "R", "each rank is scraped on its own port"),
     Point(118, "I", "R", "lower queue and KV wins; a loaded adapter beats KV"),
     Point(119, "J", "R", "client gone: handler ends, accounts freed"),
-    Point(120, "J", "R", "leader election", _KUBERNETES),
+    Point(120, "J", "R", "leader election: exactly one is ready, another after it ends"),
     Point(121, "J", "R", "engines killed under load, all gone, and back", _E2E),
     Point(122, "J", "R", "picker killed and restarted", _E2E),
     Point(123, "J", "X", "1,000 slow streams, none waits for another"),

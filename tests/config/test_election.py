@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import pytest
+
+from extproc.config import election
+from extproc.config.settings import Settings
+from extproc.config.sources import Cluster, Kubernetes, Pool, Source
+from extproc.election.settings import Settings as Lease
+from extproc.errors import ConfigError
+
+INSIDE = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "NAMESPACE": "here"}
+
+
+def planned(*pools, environment=INSIDE, pool=None, **cluster):
+    """The plan for some pools."""
+    settings = Settings(
+        pool=pool or Source(), pools=pools, cluster=Cluster(leader_election=True, **cluster)
+    )
+    return election.plan(settings, where="file", environment=environment)
+
+
+def vllm(**more):
+    return Source(name="label", kubernetes=Kubernetes(inference_pool="vllm", **more))
+
+
+def test_no_election_unless_asked_for():
+    """By default every replica serves."""
+    settings = Settings(pool=vllm())
+    assert election.plan(settings, where="file", environment=INSIDE) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"pool": vllm()}, "epp-here-vllm.llm-d.ai"),
+        ({"pool": vllm(namespace="there")}, "epp-there-vllm.llm-d.ai"),
+        ({"pool": Source(kubernetes=Kubernetes(service="s"))}, "epp-here-s.llm-d.ai"),
+        (
+            {"pool": Source(name="p", kubernetes=Kubernetes(selector={"a": "b"}, ports=(1,)))},
+            "epp-here-p.llm-d.ai",
+        ),
+        ({"pool": Source(kubernetes=Kubernetes(selector={"a": "b"}))}, "epp-here-pool.llm-d.ai"),
+        ({"every_pool": "namespace"}, "epp-here-pools.llm-d.ai"),
+        ({"every_pool": "cluster", "pool": vllm()}, "epp-here-pools.llm-d.ai"),
+        ({"pool": Source(name="p", endpoints=("10.0.0.1:1",))}, "epp-here-p.llm-d.ai"),
+        ({"pool": vllm(), "lease": Lease(name="mine")}, "mine"),
+    ],
+)
+def test_the_name_of_the_lease(arguments, name):
+    """One pool: the upstream picker's; several: one for the Deployment; or what is written."""
+    assert planned(**arguments).lease.name == name
+
+
+def test_several_written_pools():
+    """They share one Lease."""
+    pools = [Pool(name=name, kubernetes=Kubernetes(inference_pool=name)) for name in ("one", "two")]
+    assert planned(*pools).lease.name == "epp-here-pools.llm-d.ai"
+    assert planned(pools[0]).lease.name == "epp-here-one.llm-d.ai"
+
+
+def test_the_namespace_is_this_processs():
+    """Wherever the pool is: rights to Leases are granted where the replicas run."""
+    assert planned(pool=vllm(namespace="there")).lease.namespace == "here"
+    lease = Lease(namespace="elsewhere")
+    assert planned(pool=vllm(), lease=lease).lease.namespace == "elsewhere"
+
+
+def test_the_way_to_the_api_server_is_that_of_discovery():
+    """Kubeconfig and context."""
+    plan = planned(pool=vllm(), kubeconfig="/k", context="c")
+    assert (plan.reaching.kubeconfig, plan.reaching.context) == ("/k", "c")
+
+
+def test_without_kubernetes_there_is_no_lease():
+    """The error says what to do; a kubeconfig is enough, and so is a pod around."""
+    listed = Source(endpoints=("10.0.0.1:1",))
+    with pytest.raises(ConfigError, match=r"set cluster\.kubeconfig, or leave leader_election off"):
+        planned(pool=listed, environment={})
+    assert planned(pool=listed, environment={}, kubeconfig="/k") is not None
+    assert planned(pool=vllm(), environment={}) is not None
+
+
+@pytest.mark.parametrize("name", ["My_Lease", "x" * 254, "a..b"])
+def test_a_name_that_is_none(name):
+    """It is refused before anybody is asked."""
+    with pytest.raises(ConfigError, match=r"cluster\.lease\.name"):
+        planned(pool=vllm(), lease=Lease(name=name))
+    with pytest.raises(ConfigError, match="name the Lease yourself"):
+        planned(pool=Source(name=name, endpoints=("10.0.0.1:1",)))
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        {"duration_s": 10},
+        {"renew_s": 15.0},
+        {"retry_s": 9.0},
+        {"duration_s": 1, "renew_s": 2.0, "retry_s": 0.1},
+    ],
+)
+def test_times_that_do_not_go_together(times):
+    """A leader gives up before others may take over, and has time to try again."""
+    with pytest.raises(ConfigError, match="below renew_s, and renew_s below duration_s"):
+        planned(pool=vllm(), lease=Lease(**times))
