@@ -96,6 +96,18 @@ def test_data_planes_may_come_in(documents):
     assert parts.ports(container)["health"] in allowed
 
 
+def test_load_balancers_ask_ports_that_answer(documents):
+    """A health check of the picker asks its health port, one of the pool a target port."""
+    ((_, container),) = parts.pickers(documents)
+    for check in parts.of_kind(documents, "HealthCheckPolicy"):
+        asked = check["spec"]["default"]["config"]
+        if check["spec"]["targetRef"]["kind"] == "Service":
+            assert asked["grpcHealthCheck"]["port"] == parts.ports(container)["health"]
+        else:
+            pool = parts.only(documents, "InferencePool")
+            assert {"number": asked["httpHealthCheck"]["port"]} in pool["spec"]["targetPorts"]
+
+
 def test_gateways_wait_for_long_answers(documents):
     """No route has a time limit of its own."""
     for route in parts.of_kind(documents, "HTTPRoute"):
