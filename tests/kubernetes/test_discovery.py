@@ -301,19 +301,29 @@ async def test_every_pool_of_a_namespace(api, place):
         await told.has(f"{namespace}/pool-9", "127.2.1.1:8000")
 
 
-async def test_slices_of_a_service(api, place):
+async def test_every_pool_of_the_cluster(api, place, cluster):
+    """With the component for it, pools of all namespaces, each with pods of its own alone."""
+    rules = kube.picker_rules("components/cluster-wide")
+    access = await api.account(place[0], [], everywhere=rules)
+    kubeconfig = cluster.write_kubeconfig(f"{place[0]}-wide", access, place[0])
+    homes = [await api.namespace("wide") for _ in range(2)]
+    for number, home in enumerate(homes):
+        await api.create(kube.pool("same", home))
+        await api.create(kube.objective("batch", home, "same", -number))
+        labels = {"app": "same"}
+        await api.create(kube.pod("a", home, f"127.2.3.{number + 1}", labels=labels))
+    async with kube_follow.following(kubeconfig, settings.Everything()) as told:
+        for number, home in enumerate(homes):
+            await told.has(f"{home}/same", f"127.2.3.{number + 1}:8000")
+            assert told.pools[f"{home}/same"].policy.priorities == {"batch": -number}
+        assert "forbidden" not in told.kinds
+
+
+async def test_slices_of_a_service(api, place, cluster):
     """EndpointSlices of a Service are a pool of their ready endpoints."""
     namespace, _ = place
-    rules = [
-        {
-            "apiGroups": ["discovery.k8s.io"],
-            "resources": ["endpointslices"],
-            "verbs": ["list", "watch"],
-        }
-    ]
-    access = await api.account(namespace, rules)
-    kubeconfig = place[1].with_name(f"{namespace}-slices.kubeconfig")
-    kubeconfig.write_text(access.kubeconfig(namespace))
+    access = await api.account(namespace, kube.picker_rules("components/endpoint-slices"))
+    kubeconfig = cluster.write_kubeconfig(f"{namespace}-slices", access, namespace)
     one = {
         "apiVersion": "discovery.k8s.io/v1",
         "kind": "EndpointSlice",
@@ -411,3 +421,32 @@ async def test_pods_of_a_kubeai_model(api, place):
         await told.until(lambda: "sql" in told.pools[key].endpoints[0].models.adapters)
         await api.patch(one, {"metadata": {"labels": {"adapter.kubeai.org/sql": None}}})
         await told.until(lambda: not told.pools[key].endpoints[0].models.adapters)
+
+
+async def test_a_token_that_is_taken_away(api, cluster, place):
+    """When the account is replaced and its token with it, the new one in the file is used."""
+    if not cluster.stoppable:
+        pytest.skip("the API server is not ours to stop")
+    namespace, _ = place
+    key = f"{namespace}/vllm"
+    await api.create(kube.pool("vllm", namespace, labels=LABELS))
+    first, second = [await api.account(namespace, kube.picker_rules()) for _ in range(2)]
+    token = cluster.folder / f"{namespace}.token"
+    token.write_text(first.token)
+    kubeconfig = cluster.folder / f"{namespace}-file.kubeconfig"
+    kubeconfig.write_text(
+        first.kubeconfig(namespace).replace(f"token: {first.token}", f"tokenFile: {token}")
+    )
+    ref = settings.InferencePoolRef(namespace, "vllm")
+    async with kube_follow.following(kubeconfig, ref) as told:
+        await told.has(key)
+        account = {"apiVersion": "v1", "kind": "ServiceAccount"}
+        name = kube.account_of(first)
+        await api.delete(account | {"metadata": {"name": name, "namespace": namespace}})
+        # What the server remembers of the token goes with it, and so does the watch.
+        cluster.stop()
+        await cluster.restart()
+        token.write_text(second.token)
+        await api.create(kube.pod("a", namespace, A, labels=LABELS))
+        await told.has(key, f"{A}:8000")
+        await told.until(lambda: "connected" in told.kinds)

@@ -7,6 +7,7 @@ in the test.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import json
@@ -235,15 +236,22 @@ async def api(access: Access):
         yield Api(session, access)
 
 
+def account_of(access: Access) -> str:
+    """Name of the ServiceAccount that a token is for."""
+    payload = access.token.split(".")[1]
+    claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+    return str(claims["sub"]).rpartition(":")[2]
+
+
 def documents(text: str) -> list[Object]:
     """All objects of a YAML file."""
     return [one for one in yaml.safe_load_all(text) if one]
 
 
-def picker_rules() -> list[Object]:
-    """What our manifests let a picker do in its namespace, and nothing more."""
-    found = documents((MANIFESTS / "base" / "rbac.yaml").read_text())
-    (role,) = (one for one in found if one["kind"] == "Role")
+def picker_rules(part: str = "base") -> list[Object]:
+    """What a part of our manifests lets a picker do, and nothing more."""
+    found = documents((MANIFESTS / part / "rbac.yaml").read_text())
+    (role,) = (one for one in found if one["kind"] in {"Role", "ClusterRole"})
     return role["rules"]
 
 

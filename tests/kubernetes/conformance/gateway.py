@@ -1,8 +1,8 @@
 """What a gateway makes of InferencePools and HTTPRoutes: a configuration of Envoy.
 
 Per pool one ext_proc filter, switched on by the routes that end in the pool, a cluster of the
-pool's endpoints that honours the picker's choice and reports who served, and a cluster of the
-picker. Routes come from files, so that a test may change them.
+pool's endpoints that honours the picker's choice and reports who served (or one that connects
+straight to it), and a cluster of the picker. Routes come from files, so that a test may change them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Pool(msgspec.Struct, frozen=True):
         picker: Port of its endpoint picker.
         fail_open: failureMode.
         http2: Whether appProtocol is kubernetes.io/h2c.
+        direct: Whether the gateway connects to whatever the picker names, as some do, and has no
+            list of the endpoints.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Pool(msgspec.Struct, frozen=True):
     picker: int
     fail_open: bool = False
     http2: bool = False
+    direct: bool = False
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -191,6 +194,15 @@ def _processor(pool: Pool) -> dict[str, Any]:
 
 
 def _engines(pool: Pool) -> dict[str, Any]:
+    if pool.direct:
+        return {
+            "name": pool.name,
+            "type": "ORIGINAL_DST",
+            "lb_policy": "CLUSTER_PROVIDED",
+            "connect_timeout": "2s",
+            "original_dst_lb_config": {"use_http_header": True, "http_header_name": _DESTINATION},
+            "typed_extension_protocol_options": _protocol(http2=pool.http2),
+        }
     policies = "extensions.load_balancing_policies"
     fallback = {
         "name": "envoy.load_balancing_policies.round_robin",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+import msgspec
 import pytest
 
 from extproc.cli import stack
@@ -16,6 +17,11 @@ from tests.kubernetes.conformance import stand as stands
 from tests.kubernetes.conformance.gateway import Rule
 
 PRIMARY, SECONDARY = "primary.example.com", "secondary.example.com"
+
+#: The same pools behind a gateway that lists no endpoints.
+DIRECT = "direct.example.com"
+EITHER = pytest.mark.parametrize("host", [PRIMARY, DIRECT])
+
 ONE, TWO = "primary-inference-model-server", "secondary-inference-model-server"
 
 RULES = {
@@ -24,6 +30,9 @@ RULES = {
         Rule(PRIMARY, "/primary-gateway-test", {"primary": 1}),
         Rule(PRIMARY, "/primary-gateway-dp-test", {"dp": 1}),
         Rule(PRIMARY, "/weighted-two-pools-test", {"primary": 70, "secondary": 30}),
+        Rule(DIRECT, "/primary-gateway-test", {"primary.direct": 1}),
+        Rule(DIRECT, "/primary-gateway-dp-test", {"dp.direct": 1}),
+        Rule(DIRECT, "/primary", {"primary.direct": 1}),
         Rule(PRIMARY, "/test-primary-gateway", {"primary": 1}),
         Rule(PRIMARY, "/primary", {"primary": 1}),
         Rule(PRIMARY, "/secondary", {"secondary": 1}),
@@ -71,6 +80,11 @@ async def _build(one, ports):
     async with asyncio.TaskGroup() as group:
         for pool in made:
             group.create_task(one.start_picker(pool.name, pool.picker))
+    one.pools += [
+        msgspec.structs.replace(pool, name=f"{pool.name}.direct", direct=True)
+        for pool in made
+        if pool.name in {"primary", "dp"}
+    ]
     await one.start_gateways(RULES)
 
 
@@ -105,16 +119,18 @@ async def test_090_destination_endpoint_served(stand, ports):
         assert answer.headers[stands.SERVED] == f"{pod.host}:{ports[0]}"
 
 
+@EITHER
 @pytest.mark.parametrize("chosen", [[2], [0, 1], [0, 1, 2]], ids=str)
-async def test_057_following_the_picker(stand, chosen):
+async def test_057_following_the_picker(stand, chosen, host):
     """3: 100 requests, 10 at a time, stay on the pods that the header names and reach each."""
     pods = [stand.pods[ONE][number] for number in chosen]
     selection = ",".join(pod.host for pod in pods)
-    answers = await stand.many(100, 10, PRIMARY, "/primary-gateway-test", selection=selection)
+    answers = await stand.many(100, 10, host, "/primary-gateway-test", selection=selection)
     assert {answer.pod for answer in answers} == {pod.name for pod in pods}
 
 
-async def test_058_following_the_picker_to_ranks(stand, ports):
+@EITHER
+async def test_058_following_the_picker_to_ranks(stand, ports, host):
     """4: any rank of one pod; one rank of another; all pods with one of them limited to two."""
     first, second, third = stand.pods["dp"]
     low, middle, high = ports[2:]
@@ -132,7 +148,7 @@ async def test_058_following_the_picker_to_ranks(stand, ports):
     ]
     for named, allowed in cases:
         answers = await stand.many(
-            100, 10, PRIMARY, "/primary-gateway-dp-test", selection=",".join(named)
+            100, 10, host, "/primary-gateway-dp-test", selection=",".join(named)
         )
         assert {(answer.pod, answer.said["httpPort"]) for answer in answers} == allowed
 
@@ -179,8 +195,10 @@ async def test_032_port_of_the_reference(stand, which):
     assert (answer.status, answer.pod.partition("-")[0]) == (200, "primary")
 
 
-@pytest.mark.parametrize("which", ["primary", "secondary"])
-async def test_032_rules_of_one_route(stand, which):
+@pytest.mark.parametrize(
+    ("host", "which"), [(PRIMARY, "primary"), (PRIMARY, "secondary"), (DIRECT, "primary")]
+)
+async def test_032_rules_of_one_route(stand, host, which):
     """13: two rules of one route end in two pools, for a GET without a body."""
-    answer = await stand.ask(PRIMARY, f"/{which}", body=None)
+    answer = await stand.ask(host, f"/{which}", body=None)
     assert (answer.status, answer.pod.partition("-")[0]) == (200, which)
