@@ -6,6 +6,7 @@ from extproc.dispatch import beliefs
 from extproc.pool.accounts import Ticket
 from extproc.pool.condition import Verdict, verdict
 from extproc.pool.fleet import Fleet
+from extproc.pool.snapshot import Member
 from extproc.prefix.index import PrefixIndex
 from extproc.request import BYTES_PER_TOKEN
 
@@ -34,33 +35,38 @@ class Evidence:
             served: Address of the endpoint that answered; empty where nobody says so.
         """
         said = verdict(status)
-        if not served or served == ticket.endpoint.address:
-            sole = ticket.alone or bool(served)
+        known = served == ticket.endpoint.address
+        # A name that is nobody's is a data plane that spells addresses in another way.
+        other = self._fleet.pool.find(served) if served and not known else None
+        if other is None:
+            sole = known or (ticket.alone and not served)
             self._fleet.told(ticket.endpoint, said, sent_at=ticket.at, now=now, sole=sole)
         else:
-            self._passed_over(ticket, said, now, served=served)
+            self._passed_over(ticket, said, now, other)
         if said is not Verdict.SERVED:
             ticket.refused = True
             self._disbelieve(ticket)
+        ticket.blocks = ()
+
+    def withdrawn(self, ticket: Ticket) -> None:
+        """The request was never sent."""
+        self._disbelieve(ticket)
         ticket.blocks = ()
 
     def left(self, ticket: Ticket, now: float) -> None:
         """The stream ended before response headers came."""
         self._fleet.told(ticket.endpoint, Verdict.LEFT, sent_at=ticket.at, now=now)
 
-    def _passed_over(self, ticket: Ticket, said: Verdict, now: float, *, served: str) -> None:
+    def _passed_over(self, ticket: Ticket, said: Verdict, now: float, served: Member) -> None:
         """The data plane could not use the chosen endpoint, and another one answered."""
         self._fleet.told(
             ticket.endpoint, Verdict.FAILED, sent_at=ticket.at, now=now, cause="passed-over"
         )
         self._disbelieve(ticket)
-        member = self._fleet.pool.find(served)
-        if member is None:
-            return
-        ticket.move(member.account, now)
+        ticket.move(served.account, now)
         if ticket.blocks:
-            self._index.record(beliefs.key(member.endpoint), ticket.blocks)
-        self._fleet.told(member.endpoint, said, sent_at=ticket.at, now=now)
+            self._index.record(beliefs.key(served.endpoint), ticket.blocks)
+        self._fleet.told(served.endpoint, said, sent_at=ticket.at, now=now)
 
     def _disbelieve(self, ticket: Ticket) -> None:
         """Nothing of the request ran on its endpoint: its prompt is not cached there."""

@@ -132,11 +132,12 @@ def test_who_served_is_charged():
 
 
 def test_who_served_may_be_a_stranger():
-    """An endpoint that is not in the pool is charged nothing; the one that was named keeps it."""
+    """A name that is nobody's says nothing: the endpoint that was named keeps the request."""
     house = House({ONE: None, TWO: None})
     sent = Sent(house)
     sent.told("200", served="10.9.9.9:1")
-    assert member(house, sent.address).account.in_flight == 1
+    named = member(house, sent.address)
+    assert (named.account.in_flight, named.condition.state) == (1, State.IN)
     sent.complete()
     assert house.in_flight == 0
 
