@@ -218,6 +218,8 @@ class Rejection(msgspec.Struct, frozen=True, gc=False):
         reason: Value of `x-llm-d-request-dropped-reason`; empty when the vocabulary has none.
         retry_after_s: Seconds after which trying again may help; None when it will not.
         code: What programs tell the error by, as OpenAI's API names it; empty takes the status.
+        waits_s: Seconds until capacity may be there, infinity where only an event brings it; None
+            where waiting changes nothing.
     """
 
     status: int
@@ -225,6 +227,7 @@ class Rejection(msgspec.Struct, frozen=True, gc=False):
     reason: str = ""
     retry_after_s: int | None = None
     code: str = ""
+    waits_s: float | None = None
 
 
 Outcome = Decision | Rejection
@@ -255,13 +258,18 @@ def bad_request(message: str) -> Rejection:
     return Rejection(400, message)
 
 
-def no_endpoints() -> Rejection:
-    """Nobody may or can serve: 503 (EPP protocol 004, no endpoint communicated)."""
+def no_endpoints(*, waits_s: float | None = None) -> Rejection:
+    """Nobody may or can serve: 503 (EPP protocol 004, no endpoint communicated).
+
+    Args:
+        waits_s: See `Rejection`.
+    """
     return Rejection(
         503,
         "failed to find endpoint candidates for serving the request",
         reason="rejected-no-endpoints",
         retry_after_s=1,
+        waits_s=waits_s,
     )
 
 
@@ -292,6 +300,21 @@ def saturated() -> Rejection:
         "no endpoints available for the given request",
         reason="rejected-saturated",
         retry_after_s=1,
+    )
+
+
+def busy(waits_s: float) -> Rejection:
+    """A request would wait too long on every endpoint: 429.
+
+    Args:
+        waits_s: Until one of them is free, if nothing else happens.
+    """
+    return Rejection(
+        429,
+        "every endpoint is busy",
+        reason="rejected-saturated",
+        retry_after_s=max(1, round(waits_s)),
+        waits_s=waits_s,
     )
 
 

@@ -167,6 +167,7 @@ def routing(
             honour_subset=settings.scheduling.honour_subset,
             reject_unlisted=settings.scheduling.unknown_model == "reject",
             kubeai_names=settings.scheduling.kubeai_names,
+            busy_s=settings.holding.busy_s if settings.holding.enabled else None,
         ),
         policy=policies.policy(settings.pool.objectives, settings.pool.rewrites),
     )

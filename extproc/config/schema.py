@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from extproc.config import grammar, policies, sources
+from extproc.config import grammar, holding, policies, sources
 from extproc.config import settings as sections
 from extproc.dispatch import claims
+from extproc.holding import allowance
 from extproc.prefix import blocks
 from extproc.scheduling import catalogue, defaults
 from extproc.xds import traits
@@ -57,7 +58,7 @@ def _anything(wanted: type) -> dict[str, Any]:
 
 def _struct(name: str) -> type[msgspec.Struct] | None:
     """The section of that name, wherever it is defined."""
-    homes = (sections, sources, policies, grammar, claims, blocks, traits)
+    homes = (sections, sources, policies, grammar, claims, blocks, traits, holding, allowance)
     return next((vars(home)[name] for home in homes if name in vars(home)), None)
 
 

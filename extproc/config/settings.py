@@ -11,6 +11,7 @@
     scheduling:  Scheduling   a named strategy, or a profile written out
     prefix:      Prefix       how prompts are cut and how much is remembered
     limits:      Limits       bytes and streams
+    holding:     Holding      how requests wait for capacity, and what tenants may take
     answers:     Answers      what is done with response headers and bodies
     explain:     Explain      what is kept and told of decisions
     xds:         Xds          what Envoy is told of the endpoints
@@ -18,8 +19,9 @@
     conformance: bool
     seed:        int | null
 
-In code: `Settings` with the fields server, pool, pools, cluster, scrape, health, scheduling, prefix, limits,
-answers, explain, xds, log, conformance, seed. `Settings()` is a complete default configuration without endpoints.
+In code: `Settings` with the fields server, pool, pools, cluster, scrape, health, scheduling, prefix,
+limits, holding, answers, explain, xds, log, conformance, seed. `Settings()` is a complete default
+configuration without endpoints.
 
 Sections refuse unknown fields. Units are in names. Ranges are in the annotations, so that an error
 names the field and the bound.
@@ -33,6 +35,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from extproc.config import bounds, grammar, sources
+from extproc.config.holding import Holding
 from extproc.parsing import usage
 from extproc.pool import condition
 from extproc.prefix import blocks
@@ -258,6 +261,7 @@ _HEALTH = condition.Settings()
 _SCHEDULING = grammar.Scheduling()
 _PREFIX = Prefix()
 _LIMITS = Limits()
+_HOLDING = Holding()
 _ANSWERS = Answers()
 _EXPLAIN = Explain()
 _XDS = Xds()
@@ -279,6 +283,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         scheduling: Which endpoint is chosen.
         prefix: How prompts are remembered.
         limits: What clients may take.
+        holding: How requests wait.
         answers: What is done with responses.
         explain: What is kept and told of decisions.
         xds: What Envoy is told of the endpoints.
@@ -300,6 +305,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     scheduling: grammar.Scheduling = _SCHEDULING
     prefix: Prefix = _PREFIX
     limits: Limits = _LIMITS
+    holding: Holding = _HOLDING
     answers: Answers = _ANSWERS
     explain: Explain = _EXPLAIN
     xds: Xds = _XDS

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc import decision as outcomes
 from extproc.decision import Decision, Outcome, Rejection
-from extproc.dispatch import beliefs, eligible, evidence, naming, shedding
+from extproc.dispatch import beliefs, eligible, evidence, naming, saturation, shedding
 from extproc.dispatch import routing as routes
 from extproc.dispatch.matching import Matching
 from extproc.dispatch.preparing import Preparation, Prepared
@@ -170,6 +170,12 @@ class Dispatcher:
         profile = routing.by_model.get(request.model, routing.profile)
         if request.priority < 0 and shedding.saturated(profile, candidates):
             return outcomes.shed()
+        if self._settings.busy_s is not None:
+            candidates, waits_s = saturation.free(
+                candidates, self._settings.busy_s, priority=request.priority
+            )
+            if not candidates:
+                return outcomes.busy(waits_s)
         opening = parsing_opening.of(request) if self._reading_openings else ""
         outcome = profile.run(
             Turn(
@@ -294,6 +300,16 @@ class Dispatcher:
                 predicted=min(decision.matched_tokens, prompt),
                 cached=cached,
             )
+
+    def withdraw(self, ticket: Ticket, now: float) -> None:
+        """Close the accounts of a request that never left: nothing of it is believed.
+
+        Args:
+            ticket: From `commit`.
+            now: Monotonic seconds.
+        """
+        ticket.close(now, answered=False)
+        self._evidence.withdrawn(ticket)
 
     def complete(self, ticket: Ticket, now: float, *, answered: bool = True) -> None:
         """Close the accounts of a request that is over, however it ended.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Final
@@ -83,7 +84,8 @@ def find(
     else:
         members = pool.allowed(subset)
         if not members:
-            return outcomes.no_endpoints()
+            # An endpoint that comes helps whoever was not told which ones to use.
+            return outcomes.no_endpoints(waits_s=math.inf if subset is None else None)
         if reject_unlisted:
             return outcomes.model_not_found(request.target, pool.serving.names)
         unlisted = True

@@ -21,6 +21,8 @@ class DispatchSettings(msgspec.Struct, frozen=True):
             sends requests where they were not allowed.
         reject_unlisted: Refuse requests for models that nobody serves, where what everybody serves
             is known. False, because engines answer that themselves.
+        busy_s: How long a request may wait on an endpoint before it counts as busy; None never
+            looks.
         kubeai_names: Read `model_adapter` as the adapter of a base model, where both are known.
     """
 
@@ -29,6 +31,7 @@ class DispatchSettings(msgspec.Struct, frozen=True):
     honour_subset: bool = True
     reject_unlisted: bool = False
     kubeai_names: bool = True
+    busy_s: float | None = None
 
 
 class Routing(msgspec.Struct, frozen=True):

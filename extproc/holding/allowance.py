@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -11,6 +12,9 @@ from extproc.decision import Rejection
 
 #: Tenants remembered (count); one that is forgotten starts with a full bucket.
 _MOST = 16_384
+
+
+_Rate = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -24,9 +28,9 @@ class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             handful of requests together.
     """
 
-    requests_per_s: float | None = None
-    tokens_per_s: float | None = None
-    burst_s: float = 10.0
+    requests_per_s: _Rate | None = None
+    tokens_per_s: _Rate | None = None
+    burst_s: _Rate = 10.0
 
 
 #: Nobody is limited.
@@ -65,6 +69,14 @@ class Allowance:
         self._by_tenant = by_tenant or {}
         self._requests: dict[str, _Bucket] = {}
         self._tokens: dict[str, _Bucket] = {}
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it allows the same, whatever was taken."""
+        if not isinstance(other, Allowance):
+            return NotImplemented
+        return (self._usual, self._by_tenant) == (other._usual, other._by_tenant)
+
+    __hash__ = None  # type: ignore[assignment]  # it changes with what is taken
 
     @property
     def limits(self) -> bool:

@@ -51,6 +51,8 @@ class Servicer:
                 # No await beyond this point, until the answers are written.
                 for reply in turn(event):
                     await context.write(codec.encode(reply))
+                if stream.held is not None:
+                    await _resume(stream, context)
             end = "ok"
         except asyncio.CancelledError:
             # The client left, or we are closing: then the stream ends with OK, and the data
@@ -87,6 +89,15 @@ class Servicer:
                 task.cancel()
         if self._streams:
             await asyncio.wait(self._streams, timeout=within_s)
+
+
+async def _resume(stream: Stream, context: Context) -> None:
+    """Wait with a request that is held, and answer it."""
+    held = stream.held
+    if held is None:
+        return
+    for reply in stream.resume(await held.answer):
+        await context.write(codec.encode(reply))
 
 
 def register(server: grpc.aio.Server, servicer: Servicer) -> None:

@@ -16,6 +16,7 @@ from extproc.dispatch.switchboard import Claimant
 from extproc.endpoint import Endpoint
 from extproc.scheduling import guard
 from extproc.scrape import client, scraper
+from extproc.server.gate import Gate
 from extproc.telemetry.pool_series import Cache, Watched
 from extproc.telemetry.tallies import Tallies
 
@@ -54,6 +55,7 @@ class Site:
         profile: Name of the scheduling profile in force.
         exists: Whether what defines the pool is there.
         app_protocol: How its engines want to be spoken to; empty when nobody said.
+        gate: Where its requests wait; None where they do not.
     """
 
     def __init__(self, planned: pooling.Planned, shared: Shared) -> None:
@@ -66,6 +68,10 @@ class Site:
         self._counts = shared.tallies.of(planned.name)
         self.parts = factory.build(planned.settings, on_gone=self._gone, guards=shared.guards)
         self.profile = self.parts.profile.name
+        holding = planned.settings.holding
+        self.gate = (
+            Gate(self.parts.dispatcher, holding, clock=shared.clock) if holding.enabled else None
+        )
         told = pooling.followed(planned.settings.pool)
         self._discovery = (
             factory.discovery(self.parts, clock=shared.clock, on_fact=self._discovered)
@@ -87,12 +93,15 @@ class Site:
     def watched(self) -> Watched:
         """As the metrics page sees it."""
         fleet = self.parts.fleet
+        gate = self.gate
         return Watched(
             fleet.pool,
             self._cache,
             fleet.tokenisers.learnt,
             fleet.health.ejections,
             fleet.health.probes,
+            held=None if gate is None else (gate.queue.count, gate.queue.bytes),
+            waits={} if gate is None else gate.outcomes,
         )
 
     async def sync(self) -> None:
@@ -123,6 +132,7 @@ class Site:
         fleet = self.parts.fleet
         fleet.replace(found.endpoints, self._shared.clock())
         fleet.decree(found.policy)
+        self._changed()
 
     def replanned(self, planned: pooling.Planned) -> Callable[[], None]:
         """Build what other settings mean; calling what is returned puts it in force.
@@ -138,12 +148,16 @@ class Site:
             self.parts.dispatcher.adopt(routing)
             self.parts.fleet.health.settings = planned.settings.health
             self.claim = planned.claim
+            if self.gate is not None:
+                self.gate.adopt(planned.settings.holding)
             self.profile = routing.profile.name
 
         return adopt
 
     def close(self) -> None:
-        """Drop what is counted of it."""
+        """End the waits, and drop what is counted of it."""
+        if self.gate is not None:
+            self.gate.close()
         self._shared.tallies.pools.pop(self.name, None)
 
     def _scraper(self) -> scraper.Scraper:  # type: ignore[type-arg]  # the fleet's own mark
@@ -164,6 +178,11 @@ class Site:
         calibration = known.calibration
         return Cache(calibration.predicted, calibration.observed, known.capacity_tokens)
 
+    def _changed(self) -> None:
+        """Endpoints or loads are others: there may be capacity."""
+        if self.gate is not None:
+            self.gate.changed()
+
     def _gone(self, endpoint: Endpoint) -> None:
         self._counts.forget(endpoint.address)
 
@@ -171,11 +190,13 @@ class Site:
         level = logging.INFO if fact.kind == "replaced" else logging.WARNING
         named = f"pool {self.name}: " if self.name else ""
         _log.log(level, "%s%s: %s, %d endpoints", named, fact.kind, fact.detail, fact.endpoints)
+        self._changed()
 
     def _scraped(self, fact: scraper.ScrapeFact) -> None:
         if fact.listing:
             self._counts.listings[fact.address, fact.outcome] += 1
             return
+        self._changed()
         self._counts.scrapes[fact.address, fact.outcome] += 1
         self._shared.tallies.scrape_s.add(fact.seconds)
 

@@ -12,6 +12,7 @@ from extproc.discovery.found import Found
 from extproc.dispatch.switchboard import Switchboard
 from extproc.errors import ConfigError
 from extproc.pool.snapshot import Pool
+from extproc.server.gate import Gate
 from extproc.server.health import H2C, SPOKEN
 from extproc.server.site import Shared, Site, claim_of
 from extproc.telemetry.pool_series import Watched
@@ -34,6 +35,7 @@ class Sites:
     Attributes:
         by_name: The sites.
         switchboard: Routes over them.
+        gates: Where requests wait, by pool.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Sites:
         #: Of these, the ones that are no longer there when Kubernetes says so.
         self._brought: set[str] = set()
         self.switchboard = Switchboard()
+        self.gates: dict[str, Gate] = {}
         self._connect()
 
     @property
@@ -176,6 +179,9 @@ class Sites:
 
     def _connect(self) -> None:
         """Pools in the order they are written out, then the others by name."""
+        gates = {name: site.gate for name, site in self.by_name.items() if site.gate is not None}
+        self.gates.clear()
+        self.gates.update(gates)
         others = sorted(self._brought)
         ordered = [name for name in self.by_name if name not in self._brought] + others
         self.switchboard.adopt(

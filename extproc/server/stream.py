@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from extproc.decision import Answer, Decision, Rejection
+from extproc import decision as outcomes
+from extproc.decision import Answer, Decision, Outcome, Rejection
 from extproc.dispatch import costing
 from extproc.dispatch.dispatcher import Dispatcher
-from extproc.dispatch.switchboard import Routed, Switchboard
+from extproc.dispatch.preparing import Prepared
+from extproc.dispatch.switchboard import Switchboard
 from extproc.parsing import usage
 from extproc.pool.accounts import Ticket
 from extproc.protocol.events import Event, Kind
@@ -22,6 +24,7 @@ from extproc.protocol.gathering import Budget
 from extproc.protocol.replies import Reply
 from extproc.protocol.settings import ExchangeSettings
 from extproc.request import RawRequest
+from extproc.server.gate import Gate, Granted, Held
 from extproc.telemetry import explanation
 from extproc.telemetry.ring import Recorded, Ring
 from extproc.telemetry.tallies import Tallies
@@ -61,6 +64,7 @@ class Shared:
         settings: How streams are served.
 
     Attributes:
+        gates: Where requests wait, by pool; a pool that is not there holds none.
         closing: Whether the server is about to end.
     """
 
@@ -84,6 +88,7 @@ class Shared:
         self.rng = rng
         self.ring = ring
         self.settings = settings
+        self.gates: Mapping[str, Gate] = {}
         self.closing = False
 
     @property
@@ -106,7 +111,9 @@ class Stream:
 
     __slots__ = (
         "_dispatcher",
+        "_gate",
         "_picked_s",
+        "_prepared",
         "_recorded",
         "_shared",
         "_started_s",
@@ -114,6 +121,7 @@ class Stream:
         "_ticket",
         "address",
         "exchange",
+        "held",
         "over",
     )
 
@@ -122,6 +130,9 @@ class Stream:
         self._started_s = shared.clock()
         self._picked_s = 0.0
         self._dispatcher: Dispatcher | None = None
+        self._gate: Gate | None = None
+        self._prepared: Prepared | None = None
+        self.held: Held | None = None
         self._tallies = shared.tallies.of(shared.switchboard.usual)
         self._ticket: Ticket | None = None
         self._recorded: Recorded | None = None
@@ -185,8 +196,56 @@ class Stream:
             return (exchange.answer(outcome),)
         if routed.pool:
             self._tallies = shared.tallies.of(routed.pool)
+        self._dispatcher = routed.dispatcher
+        gate = shared.gates.get(routed.pool)
+        if gate is not None and routed.prepared is not None:
+            refused = self._wait(gate, routed.prepared, outcome, now)
+            if self.held is not None:
+                return ()
+            outcome = refused or outcome
         if isinstance(outcome, Rejection):
             return (self._reject(outcome),)
+        return self._go(outcome, raw, now, ticket=None)
+
+    def _wait(
+        self, gate: Gate, prepared: Prepared, outcome: Outcome, now: float
+    ) -> Rejection | None:
+        """Hold the request where that helps; why it may not even wait, else None."""
+        limited = gate.limited(prepared, now)
+        if limited is not None:
+            return limited
+        self._gate, self._prepared = gate, prepared
+        if isinstance(outcome, Rejection):
+            if outcome.waits_s is None:
+                return gate.with_estimate(outcome, now)
+            why = outcome
+        elif gate.overtakes(prepared):
+            # Whoever waits longer goes first; the turn may be this one's all the same.
+            why = outcomes.busy(0.0)
+        else:
+            return None
+        held = gate.hold(prepared, why, now)
+        if isinstance(held, Rejection):
+            return held
+        self.held = held
+        return None
+
+    def resume(self, answer: Granted | Rejection) -> Iterable[Reply]:
+        """The wait is over: the answers to the request. Synchronous as a turn."""
+        held, self.held = self.held, None
+        if held is None:
+            raise RuntimeError("nothing is held; resume once after a wait")
+        if isinstance(answer, Rejection):
+            return (self._reject(answer),)
+        now = self._shared.clock()
+        self._shared.tallies.held_s.add(now - held.waiter.arrived)
+        return self._go(answer.decision, held.prepared.raw, now, ticket=answer.ticket)
+
+    def _go(
+        self, outcome: Decision, raw: RawRequest, now: float, *, ticket: Ticket | None
+    ) -> Iterable[Reply]:
+        """Tell Envoy where to go; a request that waited is charged already."""
+        shared, exchange = self._shared, self.exchange
         named = raw.headers.get("x-request-id", "")
         new = "" if named else str(uuid.uuid4())
         if shared.settings.explain_header:
@@ -194,19 +253,20 @@ class Stream:
             outcome = msgspec.structs.replace(
                 outcome, answer_headers=(*outcome.answer_headers, told)
             )
-        self._commit(routed, outcome, now, named or new)
+        self._commit(outcome, now, named or new, ticket=ticket)
         replies = exchange.resolve(outcome, request_id=new)
         if outcome.model_rewrite:
             self._tallies.rewritten(edited=exchange.edited)
         return replies
 
-    def _commit(self, routed: Routed, decision: Decision, now: float, request_id: str) -> None:
-        shared, dispatcher = self._shared, routed.dispatcher
+    def _commit(
+        self, decision: Decision, now: float, request_id: str, *, ticket: Ticket | None
+    ) -> None:
+        shared, dispatcher = self._shared, self._dispatcher
         if dispatcher is None:
             raise RuntimeError("a decision without the dispatcher that took it")
-        self._dispatcher = dispatcher
         self._recorded = shared.ring.add(request_id, decision, now)
-        self._ticket = dispatcher.commit(decision, now)
+        self._ticket = ticket or dispatcher.commit(decision, now)
         self.address = decision.endpoints[0].address
         self._picked_s = shared.clock()
         shared.tallies.route_s.add(self._picked_s - now)
@@ -225,12 +285,18 @@ class Stream:
         """Give back everything, however the stream ended. Called once."""
         exchange = self.exchange
         exchange.close()
+        gate = self._gate
+        if gate is not None and self.held is not None:
+            gate.left(self.held, self._shared.clock())
+            self.held = None
         dispatcher = self._dispatcher
         if self._ticket is None or dispatcher is None:
             return
         shared, tallies = self._shared, self._tallies
         now = shared.clock()
         dispatcher.complete(self._ticket, now, answered=bool(exchange.status))
+        if gate is not None:
+            gate.changed()
         tallies.finished(self.address, exchange.status)
         shared.tallies.exchange_s.add(now - self._started_s)
         recorded = self._recorded
@@ -243,6 +309,8 @@ class Stream:
             if recorded is not None:
                 recorded.usage = used
                 dispatcher.learn(recorded.decision, used)
+            if gate is not None and self._prepared is not None:
+                gate.used(self._prepared, used, now)
 
 
 def _places(error: BaseException) -> str:

@@ -57,7 +57,7 @@ def explain(outcome: Outcome) -> Json:
     """
     if isinstance(outcome, Rejection):
         told = msgspec.structs.asdict(outcome)
-        del told["code"]
+        del told["code"], told["waits_s"]
         return {"outcome": "rejection", **told}
     return {
         "outcome": "decision",

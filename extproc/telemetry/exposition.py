@@ -126,6 +126,7 @@ class Exposition(Collector):
             ("extproc_headers_seconds", "From pick to response headers.", tallies.headers_s),
             ("extproc_exchange_seconds", "From first event to end.", tallies.exchange_s),
             ("extproc_scrape_seconds", "Time one scrape took.", tallies.scrape_s),
+            ("extproc_held_seconds", "Waits for capacity that ended well.", tallies.held_s),
         ):
             yield _histogram(name, text, distribution)
 

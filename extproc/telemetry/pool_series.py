@@ -35,6 +35,8 @@ class Watched(msgspec.Struct, frozen=True):
         bytes_per_token: What was learnt of tokenisers, by model.
         ejections: Endpoints left out, by cause.
         probes: Requests that tried one again, by what they came to.
+        held: Requests that wait, and bytes of their bodies; None where none ever does.
+        waits: Requests that waited, by what came of it.
     """
 
     pool: Pool
@@ -42,6 +44,8 @@ class Watched(msgspec.Struct, frozen=True):
     bytes_per_token: Mapping[str, float] = {}
     ejections: Mapping[str, int] = {}
     probes: Mapping[str, int] = {}
+    held: tuple[int, int] | None = None
+    waits: Mapping[str, int] = {}
 
 
 #: A family of counters: name, help text, labels behind `pool`, and what a pool's counts give it.
@@ -223,6 +227,7 @@ def endpoints(watched: Mapping[str, Watched], now: float) -> Iterator[Metric]:
         yield family
     yield from _caches(watched)
     yield from _health(watched)
+    yield from _waits(watched)
     ratio = GaugeMetricFamily(
         "extproc_bytes_per_token", "Learnt bytes of a prompt token.", labels=["pool", "model"]
     )
@@ -249,6 +254,23 @@ def _health(watched: Mapping[str, Watched]) -> Iterator[Metric]:
         for result, count in one.probes.items():
             probes.add_metric([pool, result], count)
     yield from (ejections, probes)
+
+
+def _waits(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+    requests = GaugeMetricFamily(
+        "extproc_held_requests", "Requests that wait for capacity.", labels=["pool"]
+    )
+    size = GaugeMetricFamily("extproc_held_bytes", "Bytes of their bodies.", labels=["pool"])
+    waits = CounterMetricFamily(
+        "extproc_waits", "Requests that waited, by what came of it.", labels=["pool", "end"]
+    )
+    for pool, one in watched.items():
+        if one.held is not None:
+            requests.add_metric([pool], one.held[0])
+            size.add_metric([pool], one.held[1])
+        for end, count in one.waits.items():
+            waits.add_metric([pool, end], count)
+    yield from (requests, size, waits)
 
 
 def _caches(watched: Mapping[str, Watched]) -> Iterator[Metric]:

@@ -53,6 +53,7 @@ class Tallies:
         headers_s: From pick to response headers.
         exchange_s: From first event to end.
         scrape_s: Time of scrapes.
+        held_s: How long requests waited for capacity and then went on.
         xds: Counts of the xDS server.
         pools: Counts of each pool by its name; what was refused before a pool was found is under
             the empty name, or under that of the only pool.
@@ -70,6 +71,7 @@ class Tallies:
         self.headers_s = Distribution(_ANSWER_BOUNDS_S)
         self.exchange_s = Distribution(_ANSWER_BOUNDS_S)
         self.scrape_s = Distribution(_ANSWER_BOUNDS_S)
+        self.held_s = Distribution(_ANSWER_BOUNDS_S)
         self.xds = XdsTallies()
         self.pools: dict[str, PoolTallies] = {}
 

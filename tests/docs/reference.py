@@ -16,9 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from extproc.config import grammar, settings, sources
+from extproc.config import grammar, holding, settings, sources
 from extproc.dispatch import claims
 from extproc.election import settings as election
+from extproc.holding import allowance
 from extproc.pool import condition
 from extproc.prefix import blocks
 from extproc.sim.virtual import client, lengths, scenario, workloads
@@ -41,6 +42,8 @@ SECTIONS = (
     ("prefix", settings.Prefix),
     ("prefix.schedule", blocks.Schedule),
     ("limits", settings.Limits),
+    ("holding", holding.Holding),
+    ("holding.limit, holding.limits, each", allowance.Limit),
     ("answers", settings.Answers),
     ("explain", settings.Explain),
     ("xds", settings.Xds),

@@ -1,0 +1,78 @@
+"""The holding section: how requests wait for capacity, and what tenants may take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from extproc.config import bounds
+from extproc.holding import waiter
+from extproc.holding.allowance import Limit
+
+_MIB = 1024 * 1024
+
+
+class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How requests wait while no endpoint is there or free, and what tenants may take.
+
+    Attributes:
+        enabled: Hold them. False: requests go to busy engines, which queue them themselves, and
+            without endpoints they are 503 at once, as the protocol has it. Holding needs time
+            limits of the data plane that allow it; `extproc check --envoy FILE` reads them.
+        timeout_s: Longest wait in seconds. 60 is upstream's, and what clients usually allow.
+        empty_timeout_s: Longest wait in seconds where there is no endpoint. 300 lets an engine
+            start; 0 answers 503 at once.
+        most_timeout_s: Longest wait in seconds that a request may ask for. 3600 is the most that
+            Envoy's message_timeout takes.
+        by_objective: Longest waits in seconds by objective. None: all wait alike.
+        timeout_header: Request header with the longest wait in milliseconds; empty reads none.
+        busy_s: Seconds that a request may be expected to wait on an endpoint before the endpoint
+            counts as busy, twice that for priorities above 0. 0.5 keeps engines fed between two
+            scrapes, and leaves the rest to be decided later, by who needs it.
+        max_requests: Requests that may wait (count). 10000 take some 150 MB with short prompts.
+        max_bytes: Bytes of their bodies together. 256 MiB is half of what may be assembled.
+        order: Of one tenant's requests: `fcfs` by arrival, `edf` by deadline, or `slo` by arrival
+            plus `x-llm-d-slo-ttft-ms`. `fcfs`: who came first is served first.
+        fairness: Among tenants of one priority: `least-served` by tokens attained, `round-robin` by
+            requests, or `none`. `least-served`: requests differ a hundredfold in cost.
+        half_life_s: Seconds after which what a tenant attained counts half. 60 forgets a burst
+            within minutes.
+        tenant_header: Request header that names the tenant, before `x-llm-d-inference-fairness-id`
+            and its older name. Empty: only those.
+        by_adapter: Let the model or adapter be the tenant where no header names one. False: such
+            requests are one tenant.
+        limit: What each tenant may take. Null: any amount.
+        limits: What single tenants may take. None: the same as others.
+    """
+
+    enabled: bool = False
+    timeout_s: bounds.Seconds = 60.0
+    empty_timeout_s: bounds.Seconds = 300.0
+    most_timeout_s: bounds.PositiveSeconds = 3600.0
+    by_objective: Mapping[bounds.Name, bounds.Seconds] = {}
+    timeout_header: str = "x-extproc-hold-ms"
+    busy_s: bounds.PositiveSeconds = 0.5
+    max_requests: bounds.Positive = 10_000
+    max_bytes: bounds.Positive = 256 * _MIB
+    order: waiter.Order = "fcfs"
+    fairness: waiter.Fairness = "least-served"
+    half_life_s: bounds.PositiveSeconds = 60.0
+    tenant_header: str = ""
+    by_adapter: bool = False
+    limit: Limit | None = None
+    limits: Mapping[bounds.Name, Limit] = {}
+
+    @property
+    def queue(self) -> waiter.Settings:
+        """As the queue takes it."""
+        return waiter.Settings(
+            timeout_s=self.timeout_s,
+            most_timeout_s=self.most_timeout_s,
+            by_objective=self.by_objective,
+            max_requests=self.max_requests,
+            max_bytes=self.max_bytes,
+            order=self.order,
+            fairness=self.fairness,
+            half_life_s=self.half_life_s,
+        )

@@ -1,0 +1,69 @@
+"""How long a request would wait on an endpoint: the one signal of saturation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from extproc.endpoint import Candidate
+
+#: Share of the KV cache that running answers may fill before a request has to wait for memory.
+_KV_CEILING: Final = 0.97
+
+#: How much longer a request of a priority above 0 finds an endpoint free (a factor). What others
+#: leave is its headroom: it never waits for those that were sent just before.
+HEADROOM: Final = 2.0
+
+
+def wait_s(candidate: Candidate) -> float:
+    """Estimated seconds between a request's arrival on an endpoint and the start of its prefill.
+
+    wait = q p + w b, with q the uncached prompt tokens sent there and believed not yet computed,
+    p the seconds of each, w the requests in front that wait for a place or memory, and
+    b = o i(r) / r the seconds between two answers that end (o tokens of an answer, i(r) seconds of
+    an iteration with r running). All of it is our own account, corrected by scrapes; without a
+    scrape w is 0, so a late one closes nobody.
+    """
+    rates, load = candidate.rates, candidate.load
+    waits = candidate.queued_tokens * rates.prefill_s
+    in_front = _in_front(candidate)
+    if in_front > 0.0:
+        running = max(1.0, load.running or 1.0)
+        waits += in_front * rates.output_tokens * rates.iteration_s(running) / running
+    return waits
+
+
+def free(
+    candidates: Sequence[Candidate], limit_s: float, *, priority: int
+) -> tuple[list[Candidate], float]:
+    """Those on which a request would not wait too long.
+
+    Args:
+        candidates: Who is in play, at least one.
+        limit_s: How long is too long (seconds).
+        priority: Of the request.
+
+    Returns:
+        The endpoints, and seconds until the first of the others is free if nothing else happens;
+        0 where there are any.
+    """
+    if priority > 0:
+        limit_s *= HEADROOM
+    waits = [wait_s(candidate) for candidate in candidates]
+    found = [one for one, waiting in zip(candidates, waits, strict=True) if waiting <= limit_s]
+    return found, 0.0 if found else min(waits) - limit_s
+
+
+def _in_front(candidate: Candidate) -> float:
+    """Requests that wait for a place in the batch or for memory, none where nobody knows."""
+    load = candidate.load
+    in_front = 0.0
+    if load.waiting:
+        in_front = max(0.0, candidate.requests - (load.running or 0.0))
+    held, usage = load.kv_tokens, load.kv_usage
+    if held and usage is not None:
+        over = usage * held + candidate.unseen_tokens - _KV_CEILING * held
+        if over > 0.0:
+            each = max(1.0, candidate.rates.context_tokens)
+            in_front = max(in_front, over / each)
+    return in_front

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+
+import pytest
+
+from extproc.config.holding import Holding
+from extproc.decision import Decision, Rejection
+from extproc.endpoint import Endpoint, Load
+from extproc.holding.allowance import Limit
+from extproc.request import RawRequest
+from extproc.server.gate import Gate, Granted, Held
+from tests.support.house import House
+
+A, B = "10.0.0.1:8000", "10.0.0.2:8000"
+
+
+class Place:
+    """A fleet, its dispatcher and a gate, at a time a test sets."""
+
+    def __init__(self, *addresses, **holding):
+        self.asked = 0
+        self.house = House(dict.fromkeys(addresses))
+        routing = self.house.dispatcher.routing
+        settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
+        self.house.dispatcher.adopt(routing.__class__(routing.profile, {}, settings))
+        self.gate = Gate(
+            self.house.dispatcher, Holding(enabled=True, **holding), clock=lambda: self.now
+        )
+
+    @property
+    def now(self):
+        return self.house.now
+
+    def ask(self, model="m", *, tokens=10, priority=0, **headers):
+        """What becomes of a request: a decision, a refusal, or a wait."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.asked += 1
+        body = json.dumps({"model": model, "prompt": f"{self.asked} " + "word " * tokens}).encode()
+        raw = RawRequest({":method": "POST", ":path": "/v1/completions", **named}, body)
+        prepared = self.house.dispatcher.prepare(raw)
+        request = prepared.request.__class__(
+            **{
+                name: getattr(prepared.request, name)
+                for name in prepared.request.__struct_fields__
+                if name != "priority"
+            },
+            priority=priority,
+        )
+        prepared = prepared.__class__(request, prepared.chain, raw, request)
+        outcome = self.house.dispatcher.decide(prepared, self.now)
+        if isinstance(outcome, Rejection) and outcome.waits_s is not None:
+            return self.gate.hold(prepared, outcome, self.now)
+        return outcome
+
+    def come(self, *addresses):
+        """These endpoints are all there are."""
+        self.house.fleet.replace([Endpoint(address) for address in addresses], self.now)
+        self.gate.changed()
+
+    def load(self, address, **facts):
+        """A scrape of an endpoint."""
+        fleet = self.house.fleet
+        mark = fleet.begin_scrape(fleet.pool.find(address).endpoint)
+        fleet.observe(mark, Load(at=self.now, engine="vllm", **facts), self.now)
+        self.gate.changed()
+
+
+async def answered(*held):
+    """Let the loop turn until these are answered."""
+    for _ in range(50):
+        if all(one.answer.done() for one in held):
+            return [one.answer.result() for one in held]
+        await asyncio.sleep(0)
+    raise AssertionError([one.answer for one in held])
+
+
+async def test_a_request_waits_for_the_first_endpoint():
+    """Held while there is none, sent on when one comes, charged to it."""
+    place = Place()
+    held = place.ask()
+    assert isinstance(held, Held)
+    place.come(A)
+    (granted,) = await answered(held)
+    assert isinstance(granted, Granted)
+    assert granted.decision.endpoints[0].address == A
+    assert place.house.fleet.pool.members[0].account.in_flight == 1
+    assert place.gate.queue.count == 0
+    assert place.gate.outcomes == {"went": 1}
+
+
+async def test_a_gateway_s_own_choice_does_not_wait():
+    """A subset hint that nobody fits is 503 at once, as the protocol has it."""
+    place = Place()
+    body = b'{"model": "m", "prompt": "x"}'
+    raw = RawRequest({":method": "POST", ":path": "/v1/completions"}, body, subset=(A,))
+    prepared = place.house.dispatcher.prepare(raw)
+    assert place.house.dispatcher.decide(prepared, place.now).waits_s is None
+
+
+async def test_held_requests_are_spread_over_what_comes():
+    """A new endpoint is not flooded: it gets what it can begin within the limit."""
+    place = Place()
+    # 100 us for each of 4000 tokens: two fill the half second of an endpoint.
+    held = [place.ask(tokens=3200) for _ in range(6)]
+    place.come(A)
+    await answered(*held[:2])
+    assert [one.answer.done() for one in held] == [True, True, False, False, False, False]
+    place.come(A, B)
+    await answered(*held[:4])
+    accounts = [member.account.in_flight for member in place.house.fleet.pool.members]
+    assert accounts == [2, 2]
+    place.house.now += 10.0
+    place.gate.pump()
+    await answered(*held)
+    place.gate.close()
+
+
+async def test_busy_endpoints_are_waited_for():
+    """An engine with requests in front is busy until a scrape says otherwise."""
+    place = Place(A)
+    place.load(A, waiting=20, running=8, kv_usage=0.9)
+    held = place.ask()
+    assert isinstance(held, Held)
+    assert held.why.status == 429
+    place.load(A, waiting=0, running=4, kv_usage=0.5)
+    (granted,) = await answered(held)
+    assert isinstance(granted, Granted)
+
+
+async def test_without_a_scrape_nobody_is_busy():
+    """A late scrape never turns into an outage."""
+    place = Place(A)
+    place.load(A, waiting=20, running=8)
+    place.house.now += 120.0
+    assert isinstance(place.ask(), Decision)
+
+
+async def test_waits_end_at_their_deadline():
+    """503 while there is no endpoint, 429 while all are busy; the header may ask for less."""
+    place = Place(empty_timeout_s=5, timeout_s=3)
+    empty, short = place.ask(), place.ask(x_extproc_hold_ms="1000")
+    place.house.now += 1.5
+    place.gate.pump()
+    (told,) = await answered(short)
+    assert (told.status, told.reason) == (503, "rejected-no-endpoints")
+    assert not empty.answer.done()
+    place.house.now += 4.0
+    place.gate.pump()
+    assert (await answered(empty))[0].status == 503
+    busy = Place(A, timeout_s=3)
+    busy.load(A, waiting=20, running=8)
+    held = busy.ask()
+    busy.house.now += 3.0
+    busy.gate.pump()
+    (told,) = await answered(held)
+    assert (told.status, told.reason) == (429, "rejected-ttl-expired")
+    assert told.retry_after_s >= 1
+    assert place.gate.outcomes["expired"] == 2
+
+
+async def test_no_time_is_no_wait():
+    """A timeout of nothing answers at once."""
+    told = Place(empty_timeout_s=0).ask()
+    assert isinstance(told, Rejection)
+    assert told.status == 503
+
+
+async def test_a_client_that_leaves_is_gone_at_once():
+    """Waiting or just granted: nothing stays charged or kept."""
+    place = Place()
+    one, other = place.ask(), place.ask()
+    place.gate.left(one, place.now)
+    assert place.gate.queue.count == 1
+    place.come(A)
+    await answered(other)
+    place.gate.left(other, place.now)
+    assert place.house.fleet.pool.members[0].account.in_flight == 0
+    assert place.gate.outcomes == {"left": 1, "went": 1}
+
+
+async def test_priorities_displace_and_overtake():
+    """A full queue makes room for more important requests."""
+    place = Place(max_requests=2)
+    first, last = place.ask(), place.ask()
+    vip = place.ask(priority=3)
+    (told,) = await answered(last)
+    assert (told.status, told.reason) == (429, "evicted-priority")
+    refused = place.ask()
+    assert isinstance(refused, Rejection)
+    place.come(A)
+    order = []
+    for name, held in (("first", first), ("vip", vip)):
+        held.answer.add_done_callback(lambda _, name=name: order.append(name))
+    await answered(first, vip)
+    await asyncio.sleep(0)
+    assert order == ["vip", "first"]
+
+
+async def test_the_end_of_the_picker_ends_waits():
+    """503 with the reason, for who waits and who comes."""
+    place = Place()
+    held = place.ask()
+    place.gate.close()
+    (told,) = await answered(held)
+    assert (told.status, told.reason) == (503, "rejected-shutting-down")
+    assert place.ask().reason == "rejected-shutting-down"
+
+
+async def test_tenants_are_limited():
+    """Over the limit is 429; what an answer did not use is given back."""
+    place = Place(A, limit=Limit(tokens_per_s=10.0, burst_s=10.0))
+    body = b'{"model": "m", "prompt": "abcd", "max_tokens": 90}'
+    headers = {":method": "POST", ":path": "/v1/completions", "x-llm-d-inference-fairness-id": "t"}
+    prepared = place.house.dispatcher.prepare(RawRequest(headers, body))
+    assert place.gate.tenant(prepared) == "t"
+    assert place.gate.limited(prepared, place.now) is None
+    assert place.gate.limited(prepared, place.now).status == 429
+    place.gate.used(prepared, {"prompt": 1, "completion": 5}, place.now)
+    assert place.gate.limited(prepared, place.now) is None
+    assert place.gate.queue.turns.attained("t", place.now) == pytest.approx(10.0)
+
+
+async def test_many_go_in_turns_of_the_loop():
+    """Thousands are released without holding up everybody else for long."""
+    place = Place()
+    held = [place.ask(tokens=1) for _ in range(400)]
+    place.come(A)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert 0 < sum(one.answer.done() for one in held) < 400
+    await answered(*held)
+    assert place.gate.outcomes["went"] == 400
+
+
+async def test_a_header_that_is_no_number_counts_as_absent():
+    """Bad input of a client changes nothing."""
+    held = Place(empty_timeout_s=7).ask(x_extproc_hold_ms="-5", x_llm_d_slo_ttft_ms="soon")
+    assert held.waiter.deadline == held.waiter.arrived + 7
+    assert held.waiter.slo_s == math.inf
