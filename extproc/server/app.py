@@ -145,7 +145,7 @@ class Picker:
             fits=lambda: self.sites.fits,
             leader=(lambda: self._leads) if settings.cluster.leader_election else None,
         )
-        self._elector = leases.stand(settings, clock=clock, able=lambda: self.readiness.able)
+        self._elector = leases.stand(settings, able=lambda: self.readiness.able)
         self.servicer = servicer.Servicer(
             stream.Shared(
                 switchboard=self.sites.switchboard,
@@ -158,6 +158,7 @@ class Picker:
                 settings=_stream_settings(settings),
             )
         )
+        self.servicer.shared.gates = self.sites.gates
         self._xds: xds.Discovery | None = None
         if settings.xds.enabled:
             self._xds = xds.Discovery(
@@ -281,6 +282,8 @@ class Picker:
         # Envoy must know first (GOAWAY), or it would go on opening streams here.
         stopping = [asyncio.ensure_future(one.stop(_RELEASE_S)) for one in self._grpc]
         await asyncio.sleep(0)
+        for gate in self.sites.gates.values():
+            gate.close()
         await self.servicer.release(_RELEASE_S)
         await asyncio.gather(*stopping)
         if self._elector is not None:
