@@ -1,0 +1,71 @@
+"""What a policy sees of one scale target at one moment."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
+    """One tick of one target. Counts are summed over all pickers of the target.
+
+    Work is in token seconds: what a request would keep an engine busy with if it were alone there,
+    prefill and decode, under learnt rates. An engine that batches does several in a second.
+
+    Attributes:
+        now: Monotonic seconds.
+        spec: Replicas the target asks for.
+        available: Replicas that answer: ready endpoints.
+        held: Requests that wait in pickers for an endpoint.
+        in_flight: Requests pickers sent to endpoints and that have not ended.
+        waiting: Requests that wait in engines, as scraped.
+        running: Requests in batches of engines, as scraped.
+        arriving: Work that arrives, token seconds per second since the last tick.
+        request_work: Mean work of a request (token seconds).
+        throughput: Work one replica does when it has enough of it (token seconds per second).
+        concurrency: Requests one replica has at once then.
+        cold_start_s: Seconds from a raised spec to an answer of the new replica.
+        complete: False while counters of some picker could not be read. Then the counts are too
+            low, which is no reason to take a replica away.
+    """
+
+    now: float
+    spec: int
+    available: int
+    held: int = 0
+    in_flight: int = 0
+    waiting: float = 0.0
+    running: float = 0.0
+    arriving: float = 0.0
+    request_work: float = 1.0
+    throughput: float = 1.0
+    concurrency: float = 1.0
+    cold_start_s: float = 60.0
+    complete: bool = True
+
+    @property
+    def starting(self) -> int:
+        """Replicas that are asked for and do not answer yet."""
+        return max(0, self.spec - self.available)
+
+    @property
+    def requests(self) -> float:
+        """Requests that wait or run, also those that came past the pickers (seeds report 5.5)."""
+        return self.held + max(float(self.in_flight), self.waiting + self.running)
+
+
+class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How few and how many replicas there may be.
+
+    Attributes:
+        min: Replicas at least. 0: what nobody asks for costs nothing.
+        max: Replicas at most. 1: more is a question of money, which nobody but you can answer.
+    """
+
+    min: int = 0
+    max: int = 1
+
+    def clamp(self, replicas: float) -> int:
+        """The nearest whole number within, rounded up."""
+        return max(self.min, min(self.max, math.ceil(min(replicas, float(self.max)))))

@@ -1,0 +1,164 @@
+"""Ours: as many replicas as keep the wait short, and no more."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from extproc.autoscaling.demand import Bounds, Demand
+from extproc.autoscaling.desired import Desired, Why
+from extproc.autoscaling.window import Window, later
+
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+_NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+
+#: Replicas that one step may add to any fleet; a larger fleet at most doubles. As HPA has it: what is
+#: measured of a small fleet says little about a large one.
+_ALWAYS_MORE = 4
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """What it remembers.
+
+    Attributes:
+        arriving: Work that arrived (token seconds per second).
+        enough: Replicas that would have been enough.
+        busy_at: When there was last a request; None for never.
+        starting: Replicas that were starting at the last step.
+        raised_at: When the last of them began to; None for never.
+    """
+
+    arriving: Window = Window()
+    enough: Window = Window()
+    busy_at: float | None = None
+    starting: int = 0
+    raised_at: float | None = None
+
+    def shifted(self, by_s: float) -> Memory:
+        """The same on a clock that shows so many seconds more."""
+        return Memory(
+            self.arriving.shifted(by_s),
+            self.enough.shifted(by_s),
+            later(self.busy_at, by_s),
+            self.starting,
+            later(self.raised_at, by_s),
+        )
+
+
+class Adaptive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """As many replicas as the work needs until others could be there.
+
+    With work in token seconds (see `demand`):
+
+        rate     L = max(mean over window_s, m - sqrt(m request_work / rise_s))
+        backlog  B = request_work max(0, requests - concurrency available)
+        ability  X = throughput, c = cold_start_s, w = wait_s, u = utilisation
+        short    S = B + L c - X (a c + s (c - r))
+        up       max(floor(L / (u X)), ceil(S / (X w)))
+        enough   max(floor(L / (u X)), ceil((B + L c) / (X (c + w))))
+
+    L: work that arrives per second; unwatched time counts as without arrivals. m is the mean over
+    `rise_s`, which sees a step at once; of it counts what chance does not explain, a Poisson
+    stream's standard deviation. B: work nobody has begun. S: what is left of both after the time a
+    new replica takes, when the `a` replicas that answer and the `s` that start, in r seconds, have
+    done their part. `up` are the replicas that do S within w; with what starts already counted, a
+    backlog that is taken care of calls for nothing. `floor(L / (u X))` is what the rate alone fills:
+    large fleets have their headroom from it, and in a small one the last replica is a matter of the
+    backlog.
+
+    More than the spec is taken at once, several steps at a time, at most doubled or 4 more. Fewer:
+    the most that was `enough` within `down_s`, but one at least; none once there was no request for
+    `idle_s`.
+
+    Attributes:
+        wait_s: Seconds a request may wait before another replica is worth it. 20: a third of the
+            usual cold start, and what a person waits for a long answer to begin.
+        utilisation: Share of what replicas can do that is planned with. 0.8: queues grow without
+            bound towards 1, and a fleet of ten has two replicas of headroom.
+        rise_s: Seconds a step of the load is seen over. 15: three looks.
+        window_s: Seconds the rate is taken over. 120: two cold starts.
+        down_s: Seconds fewer must have been enough. 60: a usual cold start, so that what is taken
+            away is not missed before it could be back.
+        idle_s: Seconds without a request until the last replica goes. 300: five cold starts, so
+            that an hour of single requests is not an hour of cold starts (KEDA's cool-down, too).
+        interval_s: Seconds between two looks. 5: a twelfth of a usual cold start.
+    """
+
+    kind: ClassVar[str] = "adaptive"
+    memory: ClassVar[type[Memory]] = Memory
+
+    wait_s: _Positive = 20.0
+    utilisation: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
+    rise_s: _Positive = 15.0
+    window_s: _Positive = 120.0
+    down_s: _NotNegative = 60.0
+    idle_s: _NotNegative = 300.0
+    interval_s: _Positive = 5.0
+
+    @property
+    def watch_s(self) -> float:
+        """As long as the longer of what fewer replicas are derived from."""
+        return max(self.window_s, self.down_s)
+
+    def step(self, state: Memory, demand: Demand, bounds: Bounds) -> tuple[Memory, Desired]:
+        """See `policy.Policy`."""
+        now, spec = demand.now, demand.spec
+        arriving = state.arriving.seen(now, demand.arriving, span_s=self.window_s)
+        busy_at = now if demand.requests or state.busy_at is None else state.busy_at
+        grew = demand.starting > state.starting
+        raised_at = now if grew else state.raised_at
+        due_s = demand.cold_start_s - (now - raised_at if raised_at is not None else 0.0)
+        rate = self._rate(arriving, demand)
+        floor = math.floor(_shared(rate, self.utilisation * demand.throughput))
+        backlog = demand.request_work * max(
+            0.0, demand.requests - demand.concurrency * min(demand.available, spec)
+        )
+        up = max(floor, self._up(backlog, rate, demand, due_s=max(0.0, due_s)))
+        enough = max(1 if spec else 0, floor, self._enough(backlog, rate, demand))
+        # Where more are wanted, the spec at least was needed.
+        needed = max(up, spec) if up > spec else min(enough, spec)
+        wants = state.enough.seen(now, float(needed), span_s=self.down_s)
+        memory = Memory(arriving, wants, busy_at, demand.starting, raised_at)
+        told = (
+            f"{rate:.3g} token seconds arrive per second, {backlog:.3g} wait, "
+            f"a replica does {demand.throughput:.3g}"
+        )
+        if up > spec or (demand.held and not spec):
+            most = max(2 * spec, spec + _ALWAYS_MORE)
+            wanted = bounds.clamp(min(max(1, up), most))
+            return memory, Desired(wanted, Why.UP if spec else Why.WAKE, told)
+        if spec and not demand.requests and now - busy_at >= self.idle_s:
+            return memory, Desired(0, Why.IDLE, f"no request for {now - busy_at:.0f} s")
+        fewer = int(max(wants.most(now, self.down_s), needed))
+        if fewer < spec:
+            return memory, Desired(fewer, Why.DOWN, told)
+        return memory, Desired(spec, Why.STEADY, told)
+
+    def _rate(self, arriving: Window, demand: Demand) -> float:
+        """L: work that arrives per second."""
+        now, window_s = demand.now, self.window_s
+        watched_s = arriving.watched_s(now)
+        steady = arriving.mean(now, window_s) * min(1.0, watched_s / window_s)
+        lately = arriving.mean(now, self.rise_s) * min(1.0, watched_s / self.rise_s)
+        return max(steady, lately - math.sqrt(lately * demand.request_work / self.rise_s))
+
+    def _up(self, backlog: float, rate: float, demand: Demand, *, due_s: float) -> int:
+        """Replicas that do within `wait_s` what is left after a cold start."""
+        cold_s = demand.cold_start_s
+        there = min(demand.available, demand.spec)
+        replica_s = there * cold_s + demand.starting * (cold_s - min(due_s, cold_s))
+        short = backlog + rate * cold_s - demand.throughput * replica_s
+        return math.ceil(_shared(max(0.0, short), demand.throughput * self.wait_s))
+
+    def _enough(self, backlog: float, rate: float, demand: Demand) -> int:
+        """Replicas with which no request would wait longer than `wait_s` within a cold start."""
+        cold_s = demand.cold_start_s
+        each = demand.throughput * (cold_s + self.wait_s)
+        return math.ceil(_shared(backlog + rate * cold_s, each))
+
+
+def _shared(work: float, each: float) -> float:
+    """How many share the work; a number of replicas no fleet has where nothing is known of them."""
+    return min(work / each, 1e6) if each > 0 else 0.0

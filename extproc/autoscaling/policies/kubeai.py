@@ -1,0 +1,91 @@
+"""KubeAI's autoscaler."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from extproc.autoscaling.demand import Bounds, Demand
+from extproc.autoscaling.desired import Desired, Why
+from extproc.autoscaling.window import later
+
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+#: Clocks and sleeps differ in the last digits (seconds).
+_EARLY_S = 1e-6
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """What it remembers.
+
+    Attributes:
+        ring: Active requests of the last ticks, the oldest first; empty before the first tick.
+        next_at: When the next tick is due; None for at once.
+        lower: Ticks in a row that wanted fewer replicas.
+    """
+
+    ring: tuple[float, ...] = ()
+    next_at: float | None = None
+    lower: int = 0
+
+    def shifted(self, by_s: float) -> Memory:
+        """The same on a clock that shows so many seconds more."""
+        return msgspec.structs.replace(self, next_at=later(self.next_at, by_s))
+
+
+class KubeAI(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`ceil(average / target_requests)`; up at once, down after some ticks (seeds report 3.6).
+
+    `average` is the plain mean of the last `ceil(window_s / interval_s)` samples of active requests,
+    those before the first tick being 0. More replicas, or as many, are taken at once, which also
+    resets the counter of lower ticks. Fewer are taken after `ceil(down_delay_s / interval_s)` earlier
+    lower ticks in a row, all at once, and the counter stays. A sum over zeros that are replaced only
+    grows, so that what the scaler asks for besides, a whole window before fewer replicas are
+    believed, changes nothing for a target that starts at zero.
+
+    Attributes:
+        target_requests: Active requests per replica aimed at. 100, KubeAI's default.
+        interval_s: Seconds between ticks. 10, KubeAI's default.
+        window_s: Seconds averaged over. 600, KubeAI's default.
+        down_delay_s: Seconds fewer replicas must have been wanted. 30, KubeAI's default.
+    """
+
+    kind: ClassVar[str] = "kubeai"
+    memory: ClassVar[type[Memory]] = Memory
+
+    target_requests: _Positive = 100.0
+    interval_s: _Positive = 10.0
+    window_s: _Positive = 600.0
+    down_delay_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
+
+    @property
+    def watch_s(self) -> float:
+        """A whole ring."""
+        return self.window_s
+
+    def step(self, state: Memory, demand: Demand, bounds: Bounds) -> tuple[Memory, Desired]:
+        """See `policy.Policy`; between ticks the spec stays."""
+        now, spec = demand.now, demand.spec
+        if state.next_at is not None and now < state.next_at - _EARLY_S:
+            return state, Desired(spec, Why.STEADY)
+        ring = self._ring(state, demand.requests)
+        average = math.fsum(ring) / len(ring)
+        wanted = bounds.clamp(math.ceil(average / self.target_requests))
+        because = f"{average:.4g} requests on average, {self.target_requests:g} per replica"
+        # Ticks that nobody made are not made up for.
+        due = (now if state.next_at is None else state.next_at) + self.interval_s
+        next_at = due if due > now else now + self.interval_s
+        if wanted >= spec:
+            why = Why.UP if wanted > spec else Why.STEADY
+            return Memory(ring, next_at, 0), Desired(wanted, why, because)
+        if state.lower < math.ceil(self.down_delay_s / self.interval_s):
+            return Memory(ring, next_at, state.lower + 1), Desired(spec, Why.STEADY, because)
+        why = Why.DOWN if wanted else Why.IDLE
+        return Memory(ring, next_at, state.lower), Desired(wanted, why, because)
+
+    def _ring(self, state: Memory, requests: float) -> tuple[float, ...]:
+        size = max(1, math.ceil(self.window_s / self.interval_s))
+        ring = (*(0.0,) * (size - len(state.ring)), *state.ring, requests)
+        return ring[-size:]

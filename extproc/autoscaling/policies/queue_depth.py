@@ -1,0 +1,113 @@
+"""Wallaroo's queue-depth trigger."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from extproc.autoscaling.demand import Bounds, Demand
+from extproc.autoscaling.desired import Desired, Why
+from extproc.autoscaling.window import Window, later
+
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+_NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """What it remembers.
+
+    Attributes:
+        depths: Requests per replica over the window.
+        spec: Replicas asked for at the last step; None before the first.
+        changed_at: When that was last another number; None for never.
+    """
+
+    depths: Window = Window()
+    spec: int | None = None
+    changed_at: float | None = None
+
+    def shifted(self, by_s: float) -> Memory:
+        """The same on a clock that shows so many seconds more."""
+        return Memory(self.depths.shifted(by_s), self.spec, later(self.changed_at, by_s))
+
+
+class QueueDepth(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """More replicas while `depth > up`, fewer while `depth < down` (seeds report 4.1).
+
+    `depth = requests / max(1, available + starting)`: those that wait and those that run, over the
+    window. Counting replicas that are starting keeps the queue that called for them from calling
+    again. One change per window, so that the next one sees what the last one did; the last replica
+    goes when the depth was 0 for the whole window. What the published pages leave open is decided
+    so (seeds report 4.2), or a parameter.
+
+    Attributes:
+        up: Depth above which there are more. 5, as in the published runs; there is no published
+            default.
+        down: Depth below which there are fewer. 1, the published default.
+        window_s: Seconds the depth is taken over. 60, the smallest published and that of the
+            published runs; the published default of 300 answers a burst when it is over.
+        over: `mean`: the depth is its mean over the window, as the published formula says.
+            `sustained`: a threshold must have been passed all the time, as the published prose can
+            be read.
+        change: `step`: so many replicas more or fewer, "incrementally". `proportional`: as many as
+            bring the mean depth to `up`, and at least so many.
+        step_size: Replicas of one change. 1, the smallest.
+        interval_s: Seconds between two looks at the depth. 5: a window has a dozen.
+    """
+
+    kind: ClassVar[str] = "queue-depth"
+    memory: ClassVar[type[Memory]] = Memory
+
+    up: _Positive = 5.0
+    down: _NotNegative = 1.0
+    window_s: _Positive = 60.0
+    over: Literal["mean", "sustained"] = "mean"
+    change: Literal["step", "proportional"] = "step"
+    step_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    interval_s: _Positive = 5.0
+
+    @property
+    def watch_s(self) -> float:
+        """One window."""
+        return self.window_s
+
+    def step(self, state: Memory, demand: Demand, bounds: Bounds) -> tuple[Memory, Desired]:
+        """See `policy.Policy`."""
+        now, spec, window_s = demand.now, demand.spec, self.window_s
+        replicas = max(1, demand.available + demand.starting)
+        depths = state.depths.seen(now, demand.requests / replicas, span_s=window_s)
+        changed_at = state.changed_at
+        if state.spec is not None and spec != state.spec:
+            # What the last step asked for; or somebody else since, which is as good a reason.
+            changed_at = state.depths.samples[-1][0]
+        memory = Memory(depths, spec, changed_at)
+        told = (
+            f"depth {depths.mean(now, window_s):.3g} over {window_s:g} s, "
+            f"up above {self.up:g}, down below {self.down:g}"
+        )
+        if not spec:
+            wake = Desired(bounds.clamp(1), Why.WAKE, told)
+            return memory, wake if demand.held else Desired(0, Why.STEADY, told)
+        young = changed_at is not None and now - changed_at < window_s
+        if young or depths.watched_s(now) < window_s:
+            return memory, Desired(spec, Why.STEADY, told)
+        wanted, why = self._wanted(depths, now, spec)
+        return memory, Desired(bounds.clamp(wanted), why, told)
+
+    def _wanted(self, depths: Window, now: float, spec: int) -> tuple[int, Why]:
+        window_s = self.window_s
+        mean = depths.mean(now, window_s)
+        low = high = mean
+        if self.over == "sustained":
+            low, high = depths.least(now, window_s), depths.most(now, window_s)
+        # Replicas that bring the mean depth to `up`.
+        enough = math.ceil(mean * spec / self.up) if self.change == "proportional" else spec
+        if low > self.up:
+            return max(spec + self.step_size, enough), Why.UP
+        if not depths.most(now, window_s):
+            return max(0, spec - self.step_size), Why.IDLE
+        if high < self.down and spec > 1:
+            return max(1, min(spec - self.step_size, enough)), Why.DOWN
+        return spec, Why.STEADY

@@ -1,0 +1,174 @@
+"""What every policy keeps, whatever is seen."""
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from extproc.autoscaling import catalogue
+from extproc.autoscaling.demand import Bounds, Demand
+from extproc.autoscaling.scaler import Kept, Scaler
+from extproc.errors import ConfigError
+
+KINDS = list(catalogue.POLICIES)
+#: Quarters, so that shifted clocks say the same to the last digit.
+seconds = st.integers(1, 240).map(lambda quarters: quarters / 4)
+
+
+@st.composite
+def bounds(draw):
+    """Bounds that are some."""
+    low = draw(st.integers(0, 5))
+    return Bounds(min=low, max=draw(st.integers(max(1, low), 12)))
+
+
+def facts(spec, available, **others):
+    """What is seen at one moment, whenever that is."""
+    return Demand(now=0.0, spec=spec, available=min(spec, available), **others)
+
+
+moments = st.builds(
+    facts,
+    spec=st.integers(0, 12),
+    available=st.integers(0, 12),
+    held=st.sampled_from([0, 0, 1, 7, 300]),
+    in_flight=st.sampled_from([0, 0, 1, 5, 200]),
+    running=st.sampled_from([0.0, 1.0, 64.0]),
+    arriving=st.sampled_from([0.0, 0.5, 1.2, 40.0]),
+    request_work=st.sampled_from([0.0, 0.2, 35.0]),
+    throughput=st.sampled_from([0.0, 1.0, 20.0]),
+    cold_start_s=st.sampled_from([0.0, 5.0, 600.0]),
+    complete=st.booleans(),
+)
+
+
+def in_order(steps):
+    """One after the other, so many seconds apart."""
+    now, found = 17.0, []
+    for one, pause_s in steps:
+        found.append(msgspec.structs.replace(one, now=now))
+        now += pause_s
+    return found
+
+
+def demands():
+    """What could be seen of a target; others may change its spec as well."""
+    return st.lists(st.tuples(moments, seconds), min_size=1, max_size=25).map(in_order)
+
+
+def examples(count):
+    """So many; making them is what takes the time, on a busy machine more than expected."""
+    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@examples(25)
+@given(seen=demands(), within=bounds())
+def test_bounds_are_always_kept(kind, seen, within):
+    """Never fewer than `min` nor more than `max`."""
+    scaler = Scaler(catalogue.POLICIES[kind](), within)
+    for one in seen:
+        assert within.min <= scaler.step(one).replicas <= within.max
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@examples(25)
+@given(seen=demands(), within=bounds())
+def test_no_fewer_while_a_picker_could_not_be_read(kind, seen, within):
+    """Counters that are missing are no reason to take a replica away."""
+    scaler = Scaler(catalogue.POLICIES[kind](), within)
+    for one in seen:
+        desired = scaler.step(one)
+        if not one.complete:
+            assert desired.replicas >= within.clamp(one.spec)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@examples(25)
+@given(seen=demands(), within=bounds())
+def test_no_fewer_before_it_has_watched(kind, seen, within):
+    """Never fewer replicas within a window of the first step."""
+    policy = catalogue.POLICIES[kind]()
+    scaler = Scaler(policy, within)
+    for one in seen:
+        desired = scaler.step(one)
+        if one.now - seen[0].now < policy.watch_s:
+            assert desired.replicas >= within.clamp(one.spec)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@examples(25)
+@given(seen=demands(), within=bounds())
+def test_a_request_that_waits_at_zero_gets_a_replica(kind, seen, within):
+    """Nobody waits for a fleet of none."""
+    scaler = Scaler(catalogue.POLICIES[kind](), within)
+    for one in seen:
+        desired = scaler.step(one)
+        if one.held:
+            assert desired.replicas >= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@examples(25)
+@given(seen=demands(), within=bounds(), split=st.integers(0, 25), shift=st.integers(-500, 500))
+def test_a_restart_changes_nothing(kind, seen, within, split, shift):
+    """Another scaler goes on from JSON, on another clock, as the first one would have."""
+    first = Scaler(catalogue.POLICIES[kind](), within)
+    for one in seen[:split]:
+        first.step(one)
+    second = Scaler(catalogue.POLICIES[kind](), within)
+    written = msgspec.json.encode(first.state())
+    if seen[:split]:
+        assert second.restore(msgspec.json.decode(written, type=Kept), shift_s=float(shift))
+    for one in seen[split:]:
+        moved = msgspec.structs.replace(one, now=one.now + shift)
+        assert second.step(moved) == first.step(one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@examples(10)
+@given(seen=demands(), within=bounds())
+def test_memory_does_not_grow_with_time(kind, seen, within):
+    """What is kept is bounded by the window, not by how long it ran."""
+    scaler = Scaler(catalogue.POLICIES[kind](), within)
+    for n in range(300):
+        one = seen[n % len(seen)]
+        scaler.step(msgspec.structs.replace(one, now=2000.0 + 5 * n))
+    assert len(msgspec.json.encode(scaler.state())) < 20_000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_another_policy_remembers_is_refused(kind):
+    """State of another kind or shape leaves a scaler as it was."""
+    scaler = Scaler(catalogue.POLICIES[kind](), Bounds())
+    assert not scaler.restore(Kept("another", 0.0, None, {}))
+    assert not scaler.restore(Kept(kind, 0.0, None, 7))
+    assert scaler.state().since is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_are_listed_under_their_own_names(kind):
+    """The name in the catalogue is the kind of the class, and every parameter is explained."""
+    cls = catalogue.POLICIES[kind]
+    assert cls.kind == kind
+    for field in cls.__struct_fields__:
+        assert f"{field}: " in cls.__doc__
+
+
+def test_a_policy_is_made_from_its_parameters():
+    """Names and values come from a configuration."""
+    assert catalogue.make("queue-depth", {"up": 2}, where="autoscaling").up == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "told"),
+    [
+        ("queue-deep", {}, "one of adaptive, kubeai, queue-depth"),
+        ("kubeai", {"targets": 1}, "target_requests"),
+        ("kubeai", {"target_requests": 0}, "> 0"),
+    ],
+)
+def test_a_wrong_policy_is_refused(kind, params, told):
+    """The error says what there is."""
+    with pytest.raises(ConfigError, match=told):
+        catalogue.make(kind, params, where="autoscaling")
