@@ -8,6 +8,8 @@ import os
 import random
 import secrets
 import socket
+import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -125,14 +127,11 @@ class Leases:
         return told
 
 
-def stand(
-    settings: Settings, *, clock: Callable[[], float], able: Callable[[], bool]
-) -> elector.Elector | None:
+def stand(settings: Settings, *, able: Callable[[], bool]) -> elector.Elector | None:
     """The election that settings ask for; None for none.
 
     Args:
         settings: The whole configuration.
-        clock: Monotonic seconds.
         able: Whether this replica could serve: one that could not leaves the Lease to others.
 
     Raises:
@@ -146,7 +145,7 @@ def stand(
         identity,
         plan.lease,
         Leases(plan),
-        clock=clock,
+        clock=_clock,
         # Not the configured seed: replicas that share one would always ask at the same time.
         rng=random.Random(identity),
         stands=able,
@@ -157,6 +156,16 @@ def stand(
 def _tell(fact: elector.Fact) -> None:
     level = logging.INFO if fact.kind in _QUIET else logging.WARNING
     _log.log(level, "election: %s: %s", fact.kind, fact.detail or "nobody")
+
+
+def _clock() -> float:
+    """Monotonic seconds that go on while the machine sleeps, where the system counts them.
+
+    Others' clocks go on as well: a leader that wakes up must know that its time is over.
+    """
+    if sys.platform == "linux":
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()
 
 
 def _identity() -> str:
