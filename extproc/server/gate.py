@@ -205,11 +205,11 @@ class Gate:
         """The client is gone, or the stream ended: nothing is kept, nothing stays charged."""
         self.queue.leave(held.waiter)
         self._held.pop(held.waiter, None)
-        if not held.answer.done():
-            held.answer.cancel()
+        # A task that is cancelled while it waits has cancelled what it waits for.
+        if held.answer.cancel() or held.answer.cancelled():
             self.outcomes["left"] += 1
             return
-        granted = None if held.answer.cancelled() else held.answer.result()
+        granted = held.answer.result()
         if isinstance(granted, Granted):
             self._dispatcher.withdraw(granted.ticket, now)
 

@@ -1,0 +1,115 @@
+"""Requests that wait for capacity, through a real Envoy in every body mode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tests.e2e import backend, http1, installation
+from tests.e2e.test_modes import CHAT, MODES, every_mode
+
+PATH = "/v1/chat/completions"
+
+CONFIG = """
+apiVersion: extproc/v1alpha1
+kind: ExtProcConfig
+scrape: {enabled: false}
+scheduling: {strategy: round-robin}
+holding: {enabled: true, empty_timeout_s: 50}
+pool: {endpoints_file: FILE}
+"""
+
+
+@pytest.fixture(scope="module")
+def engine(live):
+    with live.holding(backend.backend()) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def listeners():
+    return {}
+
+
+@pytest.fixture(scope="module")
+def listed(tmp_path_factory):
+    """The endpoints file; empty at first."""
+    path = tmp_path_factory.mktemp("holding") / "endpoints.yaml"
+    path.write_text("endpoints: []\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(live, listeners, listed, binary):
+    change = lambda config: every_mode(config, listeners)  # noqa: E731  keeps the port table at hand
+    config = CONFIG.replace("FILE", str(listed))
+    with live.holding(
+        installation.installed(change=change, arguments=["--config-text", config], binary=binary)
+    ) as one:
+        yield one
+
+
+@pytest.fixture
+def empty(live, place, listed, engine):
+    """Nobody is there at first; `come` brings the engine."""
+    listed.write_text("endpoints: []\n")
+    up = f'extproc_endpoint_up{{endpoint="{engine.address}"}}'
+    live.run(place.until(lambda found: up not in found))
+
+    def come():
+        listed.write_text(f"endpoints: ['{engine.address}']\n")
+
+    return come
+
+
+async def waiting(place, count):
+    """Wait until so many requests wait."""
+    await place.until(lambda found: found.get("extproc_held_requests") == count)
+
+
+@pytest.mark.parametrize("modes", MODES, ids=["-".join(pair) for pair in MODES])
+async def test_a_request_waits_for_the_first_engine(place, listeners, empty, engine, modes):
+    """Held while there is no engine, answered by the first that comes, byte for byte."""
+    async with asyncio.TaskGroup() as tasks:
+        asked = [
+            tasks.create_task(http1.ask(listeners[modes], PATH, body)) for body in (CHAT, CHAT)
+        ]
+        await waiting(place, 2)
+        empty()
+    for task in asked:
+        answer = task.result()
+        assert answer.status == 200
+        assert json.loads(answer.body)["by"] == engine.address
+        assert json.loads(answer.body)["bytes"] == len(CHAT)
+    await waiting(place, 0)
+
+
+async def test_requests_without_a_body_wait_too(place, listeners, empty):
+    """GET is held as well."""
+    async with asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(http1.ask(listeners[MODES[0]], "/v1/other"))
+        await waiting(place, 1)
+        empty()
+    assert asked.result().status == 200
+
+
+async def test_a_wait_ends_when_the_client_says(place, listeners, empty):
+    """503 with Retry-After once the header's time is over."""
+    answer = await http1.ask(
+        listeners[MODES[0]], PATH, CHAT, headers=[("x-extproc-hold-ms", "200")]
+    )
+    assert answer.status == 503
+    assert int(answer.head.get("retry-after")) >= 1
+    assert answer.head.get("x-llm-d-request-dropped-reason") == "rejected-no-endpoints"
+
+
+async def test_a_client_that_leaves_is_removed_at_once(place, listeners, empty):
+    """Nothing waits for it any longer."""
+    async with http1.calling(listeners[MODES[0]]) as call:
+        await call.start("POST", PATH, [("content-length", str(len(CHAT)))])
+        await call.send(CHAT)
+        await waiting(place, 1)
+    await waiting(place, 0)
+    assert (await place.metrics())['extproc_waits_total{end="left"}'] == 1
