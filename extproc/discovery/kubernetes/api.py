@@ -290,7 +290,8 @@ async def _load(wanted: settings.Settings) -> client.ApiClient:
                 client_configuration=configuration,
                 persist_config=False,
             )
-        return client.ApiClient(configuration=configuration)
+        # In a thread: it reads the system's authorities, for as long as 0.2 s.
+        return await asyncio.to_thread(client.ApiClient, configuration=configuration)
     except (config.ConfigException, *_MISREAD) as error:
         raise ConfigError(
             "kubernetes",
