@@ -162,6 +162,7 @@ async def test_065_the_pool_is_deleted_and_comes_back(api, place):
         await told.has(key, f"{A}:8000")
 
 
+@pytest.mark.usefixtures("ours")
 async def test_066_pods_by_label_need_no_crd(api, place, crds):
     """Selector and ports are enough: no definition is installed, and none is asked for."""
     namespace, kubeconfig = place
@@ -176,6 +177,7 @@ async def test_066_pods_by_label_need_no_crd(api, place, crds):
         await api.define(crds)
 
 
+@pytest.mark.usefixtures("ours")
 async def test_087_policies_without_their_crds(api, place, crds):
     """Pools work without the definitions of objectives and rewrites, and take them once there."""
     namespace, _ = place
@@ -209,6 +211,7 @@ async def test_088_the_new_group_wins(api, place):
         assert told.pools[key].policy.rules == ()
 
 
+@pytest.mark.usefixtures("ours")
 async def test_088_the_older_group_alone(api, place, crds):
     """Where only the older group is installed, its objectives and rewrites are read."""
     namespace, _ = place
@@ -423,10 +426,9 @@ async def test_pods_of_a_kubeai_model(api, place):
         await told.until(lambda: not told.pools[key].endpoints[0].models.adapters)
 
 
+@pytest.mark.usefixtures("ours")
 async def test_a_token_that_is_taken_away(api, cluster, place):
     """When the account is replaced and its token with it, the new one in the file is used."""
-    if not cluster.stoppable:
-        pytest.skip("the API server is not ours to stop")
     namespace, _ = place
     key = f"{namespace}/vllm"
     await api.create(kube.pool("vllm", namespace, labels=LABELS))

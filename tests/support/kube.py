@@ -59,6 +59,7 @@ class Api:
         self._session = session
         self._tls = access.tls()
         self._resources: dict[tuple[str, str], tuple[str, bool]] = {}
+        self._wide: list[Object] = []
 
     async def call(
         self, method: str, path: str, body: Any = None, *, kind: str = "application/json"
@@ -99,6 +100,8 @@ class Api:
     async def create(self, one: Object) -> Object:
         """Create an object, and its status as well where it has one."""
         made = await self.call("POST", await self.path(one, named=False), one)
+        if one["kind"] in {"ClusterRole", "ClusterRoleBinding"}:
+            self._wide.append(one)
         return await self.set_status(one) if one.get("status") else made
 
     async def set_status(self, one: Object) -> Object:
@@ -150,7 +153,15 @@ class Api:
         """Create a namespace of one's own; returns its name."""
         body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"generateName": f"{prefix}-"}}
         made = await self.call("POST", "/api/v1/namespaces", body)
-        return str(made["metadata"]["name"])
+        name = str(made["metadata"]["name"])
+        self._wide.append(body | {"metadata": {"name": name}})
+        return name
+
+    async def tidy(self) -> None:
+        """Delete every namespace and cluster role that was made here."""
+        for one in self._wide:
+            await self.delete(one)
+        self._wide.clear()
 
     async def account(
         self, namespace: str, rules: Sequence[Object], *, everywhere: Sequence[Object] = ()

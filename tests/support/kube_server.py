@@ -241,7 +241,8 @@ def cluster():
     """The API server there is, gone when the block ends if we started it.
 
     `KUBEBUILDER_ASSETS` or what `make envtest` built; else the current context of `KUBECONFIG`, if
-    `EXTPROC_TEST_CLUSTER=1` says that tests may write there; else K3s in a container.
+    `EXTPROC_TEST_CLUSTER=1` says that tests may write there (they replace the definitions of
+    inference objects by ours, and delete the namespaces they make); else K3s in a container.
 
     Raises:
         Missing: None of them.
