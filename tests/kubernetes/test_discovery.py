@@ -287,6 +287,17 @@ async def test_064_the_older_pool(api, place):
         await told.has(f"{namespace}/vllm", f"{A}:8001")
 
 
+async def test_long_lists_come_in_pages(api, place):
+    """A list of several pages is taken whole before anything is told of it."""
+    namespace, _ = place
+    await api.create(kube.pool("vllm", namespace, labels=LABELS))
+    hosts = [f"127.2.4.{number + 1}" for number in range(23)]
+    for number, host in enumerate(hosts):
+        await api.create(kube.pod(f"pod-{number}", namespace, host, labels=LABELS))
+    async with following(place, page=5) as told:
+        assert told.addresses(f"{namespace}/vllm") == sorted(f"{host}:8000" for host in hosts)
+
+
 async def test_every_pool_of_a_namespace(api, place):
     """All pools there are, each with its own pods; new ones appear, deleted ones go."""
     namespace, kubeconfig = place
@@ -372,7 +383,7 @@ async def test_rights_that_are_missing_are_named(api, place, cluster):
 
 
 async def test_063_a_storm(api, cluster, place):
-    """After 400 changes of 30 pods, some while the API server restarts, the pool is exact."""
+    """After 400 changes of 30 pods, through restarts and watches of a second, it is exact."""
     namespace, _ = place
     key = f"{namespace}/vllm"
     chance = random.Random(3)
@@ -396,7 +407,7 @@ async def test_063_a_storm(api, cluster, place):
         ready = sorted(number for number, one in alive.items() if one)
         return sorted(f"127.2.2.{number + 1}:{port}" for number in ready for port in (8000, 8001))
 
-    async with following(place) as told:
+    async with following(place, watch_s=1.0) as told:
         for step in range(400):
             if step % 150 == 149 and cluster.stoppable:
                 cluster.stop()
