@@ -208,7 +208,13 @@ class Server:
             yield answers.Refused(0, "not connected")
             return
         async with self._session.used() as opened:
-            answer = await _ask(opened, collection.path, query, limits)
+            answer: aiohttp.ClientResponse | answers.Refused
+            try:
+                # A watch may last for minutes, but it begins at once.
+                async with asyncio.timeout(self._wanted.request_s):
+                    answer = await _ask(opened, collection.path, query, limits)
+            except TimeoutError:
+                answer = answers.Refused(0, "no answer in time")
             try:
                 yield answer
             finally:

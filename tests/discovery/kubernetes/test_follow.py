@@ -537,6 +537,28 @@ def test_a_server_that_does_not_answer_is_given_up(tmp_path):
     asyncio.run(scene())
 
 
+def test_a_watch_that_does_not_begin_is_given_up(tmp_path):
+    """It may last for minutes, but its first word comes at once."""
+
+    async def scene():
+        silent = asyncio.Event()
+
+        async def hang(_):
+            await silent.wait()
+
+        sources = (settings.Selector("default", {"app": "vllm"}, (8000,), "sel"),)
+        async with following(tmp_path, making.pod("a"), sources=sources, request_s=0.5) as one:
+            await one.server.until_watched(1)
+            one.server.answers.append(hang)
+            one.server.drop()
+            one.server.put(making.pod("b", ip="10.0.0.2"))
+            await one.until_names("a", "b", key="default/sel")
+            assert "disconnected" in one.kinds()
+            silent.set()
+
+    asyncio.run(scene())
+
+
 def test_watches_that_fail_again_and_again_end_in_a_list(tmp_path):
     """A store that was restored from a copy may not know our version, and not say 410."""
 
