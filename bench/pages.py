@@ -172,6 +172,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "trouble results": lambda: results(
         "heterogeneous", "failures", "cold-start", "hot-prefix", "unique"
     ),
+    "failing results": lambda: results("failing"),
     "trouble bars": lambda: verdicts(
         "heterogeneous", "failures", "cold-start", "hot-prefix", "unique"
     ),
