@@ -10,6 +10,7 @@ import grpc
 
 from extproc.errors import ProtocolError
 from extproc.protocol.events import Event
+from extproc.server import memory
 from extproc.server.stream import Shared, Stream
 from extproc.wire import codec
 
@@ -27,6 +28,7 @@ class Servicer:
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
+        self._crowds = memory.Crowds(memory.trimmer())
         self._streams: dict[asyncio.Task[None], Stream] = {}
 
     async def process(self, _: AsyncIterator[Event], context: Context) -> None:
@@ -36,6 +38,7 @@ class Servicer:
             raise RuntimeError("process runs inside a task of the gRPC server")
         tallies = self.shared.tallies
         tallies.streams_open += 1
+        self._crowds.count(tallies.streams_open)
         stream = self._streams[task] = Stream(self.shared)
         turn = (
             stream.turn
@@ -71,6 +74,7 @@ class Servicer:
         finally:
             del self._streams[task]
             tallies.streams_open -= 1
+            self._crowds.count(tallies.streams_open)
             tallies.streams[end] += 1
             stream.finish()
 

@@ -1,0 +1,164 @@
+"""Bar 2 of capacity: ten thousand requests wait, and go on when an engine comes.
+
+    python -m bench.holding [--requests N] [--write]
+
+One picker without endpoints, one client that speaks ext_proc to it over loopback. Memory is the
+picker's resident set before, while all wait, and after they left; the release is timed from the
+first answer to the last, client included. Order is that of the answers of each tenant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+
+import grpc
+import uvloop
+
+from bench import rig
+from extproc.cli import stack
+from extproc.wire.pb import ext_proc_pb2 as pb
+
+METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+CHANNELS = 20
+TENANTS = 10
+PROMPT_BYTES = 2000
+
+CONFIG = """
+apiVersion: extproc/v1alpha1
+kind: ExtProcConfig
+scrape: {{enabled: false}}
+scheduling: {{strategy: least-request}}
+limits: {{max_streams: 20000}}
+holding: {{enabled: true, busy_s: 1000, fairness: round-robin}}
+pool: {{endpoints_file: {file}}}
+"""
+
+
+def messages(number: int) -> list[bytes]:
+    """Headers and body of one request."""
+    headers = {
+        ":method": "POST",
+        ":path": "/v1/chat/completions",
+        "x-request-id": str(number),
+        "x-llm-d-inference-fairness-id": f"tenant-{number % TENANTS}",
+    }
+    opened = pb.ProcessingRequest()
+    for name, value in headers.items():
+        one = opened.request_headers.headers.headers.add()
+        one.key, one.raw_value = name, value.encode()
+    opened.protocol_config.request_body_mode = 4
+    body = pb.ProcessingRequest()
+    body.request_body.body = rig.chat(PROMPT_BYTES, salt=str(number))
+    body.request_body.end_of_stream = True
+    return [opened.SerializeToString(), body.SerializeToString()]
+
+
+class Client:
+    """Thousands of streams, each with one request.
+
+    Attributes:
+        order: Numbers of requests in the order of their answers.
+        times: When each answer came.
+    """
+
+    def __init__(self, port: int) -> None:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        self.channels = [
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) for _ in range(CHANNELS)
+        ]
+        self.order: list[int] = []
+        self.times: list[float] = []
+        self.asked = 0
+
+    async def ask(self, number: int) -> None:
+        """One request until its answer."""
+        process = self.channels[number % CHANNELS].stream_stream(METHOD)
+        call = process()
+        for message in messages(number):
+            await call.write(message)
+        self.asked += 1
+        answer = await call.read()
+        assert answer is not grpc.aio.EOF, number
+        self.times.append(time.perf_counter())
+        self.order.append(number)
+        call.cancel()
+
+    async def close(self) -> None:
+        """End all connections."""
+        for channel in self.channels:
+            await channel.close()
+
+
+async def held(pages: int) -> float:
+    """Requests that wait."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", pages)
+    writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+    page = (await reader.read()).decode()
+    writer.close()
+    return float(page.partition('extproc_held_requests{pool=""} ')[2].split("\n")[0])
+
+
+async def once(requests: int) -> dict[str, float]:
+    """Hold and release."""
+    with tempfile.TemporaryDirectory() as folder:
+        listed = Path(folder) / "endpoints.yaml"
+        listed.write_text("endpoints: []\n")
+        config = Path(folder) / "extproc.yaml"
+        config.write_text(CONFIG.format(file=listed))
+        ports = [stack.free_port() for _ in range(3)]
+        flags = ("--grpc-port", "--grpc-health-port", "--metrics-port")
+        words = [word for pair in zip(flags, map(str, ports), strict=True) for word in pair]
+        async with stack.stack() as children:
+            server = await children.extproc(
+                "--config-file", str(config), "--secure-serving", "false", *words
+            )
+            running = rig.Rig(0, ports[2], server.process.pid, children)
+            client = Client(ports[0])
+            before = running.memory_bytes()
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(requests):
+                    tasks.create_task(client.ask(number))
+                    if number % 200 == 199:
+                        while client.asked < number - 400:
+                            await asyncio.sleep(0.01)
+                while await held(ports[2]) < requests:
+                    await asyncio.sleep(0.05)
+                holding = running.memory_bytes()
+                listed.write_text("endpoints: ['127.0.0.1:9']\n")
+            await client.close()
+            while await held(ports[2]):
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
+            after = running.memory_bytes()
+    kept = all(
+        numbers == sorted(numbers)
+        for tenant in range(TENANTS)
+        if (numbers := [one for one in client.order if one % TENANTS == tenant])
+    )
+    return {
+        "requests": requests,
+        "release_s": round(max(client.times) - min(client.times), 3),
+        "before_mib": round(before / 2**20, 1),
+        "holding_mib": round(holding / 2**20, 1),
+        "after_mib": round(after / 2**20, 1),
+        "order_kept": kept,
+    }
+
+
+async def main(*, requests: int, write: bool) -> None:
+    figures = await once(requests)
+    print(figures)
+    if write:
+        rig.write("holding", "python -m bench.holding --write", figures)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    uvloop.run(main(requests=args.requests, write=args.write))

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import asyncio
+
+from extproc.server import memory
+
+
+async def test_memory_is_given_back_once_after_a_crowd(monkeypatch):
+    """When nine in ten of a thousand left, and not again before the next crowd."""
+    monkeypatch.setattr(memory, "_PAUSE_S", 0.0)
+    trims = []
+    crowds = memory.Crowds(lambda: trims.append(1))
+    for streams in (*range(1, 999), *range(998, -1, -1)):
+        crowds.count(streams)
+    await asyncio.sleep(0)
+    assert not trims
+    for streams in (*range(1, 2001), *range(1999, -1, -1), *range(1, 50), *range(49, -1, -1)):
+        crowds.count(streams)
+    await asyncio.sleep(0.01)
+    assert trims == [1]
+
+
+def test_trimming_works_here():
+    """It is one call that must not raise, whatever the C library."""
+    assert memory.trimmer()() is None
