@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 from collections import Counter
 
 import pytest
@@ -230,6 +231,35 @@ async def test_121_killed_under_load_with_retries(engines, children):
         victim, failed = await killed_under_load(place, engines)
         assert failed == 0
         await revived(place, children, engines, victim)
+
+
+async def test_121_an_engine_that_stands_still(engines):
+    """One that answers nobody is left out; what it had goes on when it does, and nothing fails."""
+    async with installation.installed(*engines, arguments=["--config-text", SCRAPED]) as place:
+        victim = next(iter(engines))
+        process = engines[victim].process
+        load = Load(place)
+        async with load.running():
+            await load.more(60)
+            process.send_signal(signal.SIGSTOP)
+            try:
+                gone = await place.until(
+                    lambda found: counted(found, "extproc_endpoint_ejected", endpoint=victim)
+                )
+                await load.more(60)
+                found = await place.metrics()
+                assert counted(found, "extproc_endpoint_up", endpoint=victim) == 0
+                picks = [
+                    counted(one, "extproc_picks_total", endpoint=victim) for one in (gone, found)
+                ]
+                assert picks[0] == picks[1]
+            finally:
+                process.send_signal(signal.SIGCONT)
+            await place.until(
+                lambda found: not counted(found, "extproc_endpoint_ejected", endpoint=victim)
+            )
+            await load.more(60)
+        assert load.statuses.keys() == {200}
 
 
 async def test_121_served_elsewhere_is_told():
