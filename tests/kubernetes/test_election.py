@@ -212,7 +212,7 @@ async def test_120_readiness_ends_with_the_api_server(api, cluster, crds):
             assert await health(picker, "liveness") == SERVING
             assert await picker.pick() == ENGINE
         finally:
-            await asyncio.to_thread(cluster.start)
+            await cluster.restart()
         await picker.until(picker.ready, bool)
 
 

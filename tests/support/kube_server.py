@@ -16,6 +16,7 @@ import shutil
 import ssl
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -137,13 +138,15 @@ class ApiServer(Cluster):
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        """Start what is not running, with the data there was; returns once it is ready."""
+        """Start what is not running, with the data there was; returns once it is ready.
+
+        In the main thread only: children die with the thread that starts them.
+        """
         self._spawn()
         self._wait_until_ready()
 
     async def restart(self) -> None:
         """The same without holding up the loop."""
-        # Not in the thread: children die with the thread that started them.
         self._spawn()
         await asyncio.to_thread(self._wait_until_ready)
 
@@ -163,6 +166,7 @@ class ApiServer(Cluster):
             self._run("kube-apiserver", *self._api_flags())
 
     def _run(self, name: str, *flags: str) -> None:
+        assert threading.current_thread() is threading.main_thread(), "children die with a thread"
         argv = stack._leashed([str(self._binaries / name), *flags])
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
