@@ -55,6 +55,13 @@ class ApiServer:
 
     async def stop(self):
         self.drop()
+        for site in list(self._runner.sites):
+            await site.stop()
+        # aiohttp forgets connections that were accepted while it stops, and never answers them.
+        await asyncio.sleep(0)
+        for connection in self._runner.server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
         await self._runner.cleanup()
 
     async def close(self):

@@ -630,7 +630,8 @@ def test_whatever_goes_wrong_the_pools_end_right(tmp_path, seed):
 
     async def scene():
         chance = random.Random(seed)
-        async with following(tmp_path, making.pool(), making.pod("p0")) as one:
+        objects = (making.pool(), making.pod("p0"))
+        async with following(tmp_path, *objects, request_s=2.0) as one:
             server = one.server
             await server.until_watched()
 
