@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from extproc.cli import flags, sources_told
-from extproc.config import advice, strict
+from extproc.config import advice, load, strict
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
 from extproc.scheduling import catalogue, defaults
@@ -36,6 +37,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--schema", action="store_true", help="print the JSON Schema of the configuration file"
+    )
+    parser.add_argument(
+        "--envoy",
+        metavar="FILE",
+        help="also read an Envoy configuration, and say which limit cuts a wait or an answer",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 when there are warnings")
     flags.add(parser)
@@ -67,7 +73,23 @@ def run(args: argparse.Namespace) -> int:
         args.config_file = args.file
     resolved = flags.resolve(args)
     print("\n".join(_meaning(resolved)))
-    return 1 if args.strict and _warnings(resolved) else 0
+    cut = _envoy(args.envoy, resolved.settings) if args.envoy else False
+    return 1 if cut or (args.strict and _warnings(resolved)) else 0
+
+
+def _envoy(name: str, settings: sections.Settings) -> bool:
+    """Say what an Envoy configuration does; whether it cuts anything."""
+    from extproc.config import envoy_limits
+
+    path = Path(name)
+    tree = load.tree_of(load.text_of(path), where=name)
+    hold_s = envoy_limits.longest_hold_s(settings)
+    held = f"requests may wait {hold_s:g} s" if hold_s else "requests do not wait"
+    print(f"\n{name}, where {held}")
+    found = list(envoy_limits.read(tree, settings, where=name))
+    for one in found:
+        print(f"{one.grave:<8}{one.place}: {one.text}")
+    return any(one.grave == "cut" for one in found)
 
 
 def _meaning(resolved: flags.Resolved) -> Iterator[str]:

@@ -1,0 +1,100 @@
+"""Finding things in an Envoy configuration: mappings and lists, however deep."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from extproc.errors import ConfigError
+
+#: Any part of it.
+Tree = Mapping[str, Any]
+
+#: Requests a cluster lets be open at once where its file says nothing (Envoy's default).
+REQUESTS = 1024
+
+_SECONDS = re.compile(r"-?[0-9]+(\.[0-9]+)?s")
+
+#: Keys only clusters have.
+_CLUSTERS = frozenset(
+    {
+        "load_assignment",
+        "lb_policy",
+        "original_dst_lb_config",
+        "eds_cluster_config",
+        "load_balancing_policy",
+    }
+)
+
+
+def open_requests(cluster: Tree) -> int:
+    """Requests a cluster's circuit breakers let be open at once."""
+    thresholds = (cluster.get("circuit_breakers") or {}).get("thresholds") or []
+    usual = [one for one in thresholds if one.get("priority", "DEFAULT") == "DEFAULT"]
+    if not usual:
+        return REQUESTS
+    first = usual[0]
+    return min(
+        int(first.get("max_requests", REQUESTS)), int(first.get("max_pending_requests", REQUESTS))
+    )
+
+
+def routes(manager: Tree) -> Iterator[Tree]:
+    """The actions of a connection manager's routes."""
+    for one in walk(manager):
+        route = one.get("route")
+        if isinstance(route, Mapping) and "match" in one:
+            yield route
+
+
+def route_clusters(manager: Tree) -> Iterator[str]:
+    """Clusters its routes name."""
+    for route in routes(manager):
+        if isinstance(route.get("cluster"), str):
+            yield route["cluster"]
+        for weighted in (route.get("weighted_clusters") or {}).get("clusters") or []:
+            yield weighted.get("name", "")
+
+
+def mode(processor: Tree, name: str) -> str:
+    """A processing mode of an ext_proc filter, Envoy's default where none is written."""
+    usual = "SKIP" if "trailer" in name else "NONE"
+    return str((processor.get("processing_mode") or {}).get(name, usual))
+
+
+def is_a(one: Tree, kind: str) -> bool:
+    """Whether a mapping is a message of this type."""
+    return str(one.get("@type", "")).endswith(kind)
+
+
+def cluster_name(one: Tree) -> str:
+    """The name of a cluster; empty for what is none."""
+    return str(one["name"]) if "name" in one and _CLUSTERS & set(one) else ""
+
+
+def walk(tree: object) -> Iterator[Tree]:
+    """Every mapping in a tree, from the outside in."""
+    if isinstance(tree, Mapping):
+        yield tree
+        for value in tree.values():
+            yield from walk(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from walk(value)
+
+
+def seconds(tree: Tree, name: str, usual: float, *, where: str) -> float:
+    """A duration as Envoy's JSON writes it; 0 is off.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    found = tree.get(name)
+    if found is None:
+        return usual
+    if not isinstance(found, str) or not _SECONDS.fullmatch(found):
+        raise ConfigError(
+            where, wanted=f"{name} in seconds, such as 60s", found=str(found), fix="correct it"
+        )
+    return float(found[:-1])
