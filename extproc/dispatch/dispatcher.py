@@ -9,7 +9,7 @@ import msgspec
 
 from extproc import decision as outcomes
 from extproc.decision import Decision, Outcome, Rejection
-from extproc.dispatch import beliefs, eligible, evidence, naming, saturation, shedding
+from extproc.dispatch import beliefs, eligible, evidence, homes, naming, saturation, shedding
 from extproc.dispatch import routing as routes
 from extproc.dispatch.matching import Matching
 from extproc.dispatch.preparing import Preparation, Prepared
@@ -157,9 +157,16 @@ class Dispatcher:
             tokens = max(1, round(request.prompt_bytes / ratio))
             request = msgspec.structs.replace(request, prompt_tokens=tokens)
         adapter = request.adapter or (request.model if request.model in pool.adapters else "")
+        opening = parsing_opening.of(request) if self._reading_openings else ""
+        matched = self._matching.of(chain, members, self._schedule.tokens_at(ratio))
+        if chain and self._homing:
+            key, peers = request.session or opening, self._fleet.peers
+            matched = homes.expected(
+                key, request.prompt_tokens, members, matched=matched, peers=peers
+            )
         candidates = snapshot.candidates(
             members,
-            self._matching.of(chain, members, self._schedule.tokens_at(ratio)),
+            matched,
             adapter=adapter,
             adapters=pool.adapters,
             now=now,
@@ -176,7 +183,6 @@ class Dispatcher:
             )
             if not candidates:
                 return outcomes.busy(waits_s)
-        opening = parsing_opening.of(request) if self._reading_openings else ""
         outcome = profile.run(
             Turn(
                 request,
@@ -188,6 +194,7 @@ class Dispatcher:
                 adapter,
                 self._recurrence.share if self._homing else 0.0,
                 self._recurrence.growth(request.prompt_tokens) if self._homing else 0.0,
+                self._fleet.peers.share if self._homing else 0.0,
             ),
             candidates,
             count=1 + self._settings.fallbacks,

@@ -14,6 +14,7 @@ from extproc.pool import condition, health
 from extproc.pool import policy as policies
 from extproc.pool import rates as learning
 from extproc.pool.accounts import Account
+from extproc.pool.peers import Peers
 from extproc.pool.serving import Serving
 from extproc.pool.snapshot import Member, Pool
 from extproc.pool.tokenisers import Tokenisers
@@ -77,6 +78,7 @@ class Fleet:
 
     Attributes:
         tokenisers: Bytes per token of every model, learnt.
+        peers: What other pickers of these endpoints do.
         health: Which endpoints fail.
     """
 
@@ -97,6 +99,7 @@ class Fleet:
         self._synced = False
         self._policy = policies.NONE
         self.tokenisers = Tokenisers()
+        self.peers = Peers()
         self.health = wellbeing or health.Health(condition.Settings(), random.Random(0))
         self._shown = self.health.version
 
@@ -183,6 +186,7 @@ class Fleet:
         own = max(mark.in_flight, account.in_flight)
         scraped = (load.running or 0.0) + (load.waiting or 0.0)
         foreign = max(0.0, scraped - own)
+        self.peers.saw(own, foreign, before=member.load, after=load)
         account.scraped(sent=mark.sent, written=mark.written, waiting=load.waiting, now=now)
         learner = self._learners[member.endpoint.incarnation]
         learner.lean(self._pooled_rates(now))

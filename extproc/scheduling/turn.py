@@ -29,6 +29,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
         returning: Share of requests that go on from an earlier one, 0..1; 0 unless a plugin needs
             `Signal.HOMES`.
         growth_tokens: Tokens this conversation will grow by; 0 unless as above.
+        others: Share of the requests in the engines that other pickers sent, 0..1; 0 unless as above.
     """
 
     request: Request
@@ -40,3 +41,4 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     adapter: str = ""
     returning: float = 0.0
     growth_tokens: float = 0.0
+    others: float = 0.0

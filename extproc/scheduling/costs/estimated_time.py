@@ -28,13 +28,14 @@ _RESIDENT, _IDLE, _FULL = Residency.RESIDENT, Residency.IDLE, Residency.FULL
 
 
 class _Asked(NamedTuple):
-    """What terms depend on besides the candidate: tokens, answer's limit, r, growth, m*."""
+    """What terms depend on besides the candidate: tokens, answer's limit, r, growth, m*, waste."""
 
     tokens: int
     most: int | None
     returning: float
     growth: float
     best: int
+    wasted: float
 
 
 class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -59,7 +60,8 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
       one more sequence in each iteration.
     - waste = `waste_share` (n + w) (m* - m) p, with w of the n requests waiting for the batch and m*
       the most tokens cached on any candidate: work that need not be done delays those who run, those
-      who wait, and as many later ones.
+      who wait, and as many later ones. Less by the share of requests that other pickers sent: they may
+      have copied the prefix to where we know nothing of it.
     - crowding = `crowding` r K p v((A + u + g) / K), not where the prompt went that this one goes on
       from. A is the prompt tokens of the open requests there and what they will grow by, as this one
       will by g: young conversations grow to the size of the others. r is the share of requests that
@@ -120,7 +122,8 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         tokens, most = turn.request.prompt_tokens, turn.request.max_tokens
         own, others, ceiling = self.own_share, self.others_share, self.kv_ceiling
         both = own + others
-        returning, roomy, wasted = turn.returning, self.roomy, self.waste_share
+        returning, roomy = turn.returning, self.roomy
+        wasted = self.waste_share * (1.0 - turn.others)
         growth = turn.growth_tokens
         best = _most_matched(turn, candidates)
         costs: list[float] = []
@@ -165,7 +168,7 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                         cost += self._crowding(returning, tokens + growth, c)
             add(cost)
         # Not the turn: whoever keeps the decision would keep the prompt.
-        asked = _Asked(tokens, most, returning, growth, best)
+        asked = _Asked(tokens, most, returning, growth, best, wasted)
         return Priced(self.kind, "s", costs, Late(partial(self._terms, asked, candidates)))
 
     def _loading(self, c: Candidate, answer_s: float) -> float:
@@ -188,7 +191,7 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def _parts(self, asked: _Asked, c: Candidate) -> tuple[float, ...]:
         """The terms of one candidate, in the order of `_TERMS`."""
-        tokens, most, returning, growth, best = asked
+        tokens, most, returning, growth, best, wasted = asked
         rates = c.rates
         answer = rates.output_tokens if most is None else min(rates.output_tokens, most)
         uncached = max(1, tokens - c.matched_tokens)
@@ -210,7 +213,7 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             adapter,
             self._stall(c, uncached + 0.5 * answer * (1.0 + c.requests), answer),
             slowdown,
-            self.waste_share * waste,
+            wasted * waste,
             self._crowding(returning, tokens + growth, c),
         )
 
@@ -222,8 +225,12 @@ class EstimatedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if not c.load.prefix_hits:
             return 0.0  # it does not cache prefixes, or nobody knows
         uncached = max(1.0, tokens - c.matched_tokens)
-        # Requests of other pickers hold as much each as ours do.
+        # Requests of other pickers hold as much each as ours do, but what many begin with once: so
+        # no more than the page says.
         held = c.open_tokens * c.requests / c.in_flight if c.in_flight else 0.0
+        if c.requests > c.in_flight:
+            shown = c.load.kv_usage * capacity + c.unseen_tokens
+            held = max(c.open_tokens, min(held, shown))
         share = (held + uncached) / capacity
         if share <= self.roomy or share >= self.lost:
             return 0.0

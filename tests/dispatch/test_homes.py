@@ -1,0 +1,82 @@
+"""Where pickers that do not talk expect each other to have sent a conversation."""
+
+from collections import Counter
+
+import msgspec
+
+from extproc.dispatch import homes
+from extproc.endpoint import UNKNOWN, Endpoint, Rates
+from extproc.pool.fleet import Fleet
+from extproc.pool.peers import Peers
+
+
+def members(count: int, *, slow: int = 0):
+    """Some members, the last of them half as fast as the others."""
+    fleet = Fleet(on_gone=lambda _: None)
+    fleet.replace([Endpoint(f"10.0.0.{n}:8000") for n in range(count)], 0.0)
+    usual = Rates()
+    half = msgspec.structs.replace(
+        usual,
+        step_s=2 * usual.step_s,
+        decode_s=2 * usual.decode_s,
+        context_s=2 * usual.context_s,
+    )
+    return [
+        msgspec.structs.replace(member, rates=half if at >= count - slow else usual)
+        for at, member in enumerate(fleet.pool.members)
+    ]
+
+
+def others(own: float = 1.0, foreign: float = 3.0, hit_ratio: float = 0.5) -> Peers:
+    """Peers that send so much."""
+    peers = Peers()
+    peers.saw(own, foreign, before=UNKNOWN, after=UNKNOWN)
+    peers.hit_ratio = hit_ratio
+    return peers
+
+
+def test_alone_nothing_is_expected():
+    """Where all requests are ours, the index stands as it is; so it does without a key."""
+    known = [0, 0, 0]
+    alone = others(foreign=0.0)
+    assert homes.expected("a", 1000, members(3), matched=known, peers=alone) is known
+    assert homes.expected("", 1000, members(3), matched=known, peers=others()) is known
+
+
+def test_a_conversation_is_expected_at_home():
+    """Beside others, nearly all of a prompt is believed at its home, and no more elsewhere."""
+    fleet = members(4)
+    told = homes.expected("a", 1000, fleet, matched=[100] * 4, peers=others())
+    at = homes.home("a", fleet)
+    assert told[at] == 950
+    assert sorted(told) == [100, 100, 100, 950]
+
+
+def test_less_where_little_is_found():
+    """Twice what engines find on average is expected: nothing where prompts share nothing."""
+    fleet = members(4)
+    little = homes.expected("a", 1000, fleet, matched=[0] * 4, peers=others(hit_ratio=0.1))
+    assert max(little) == 200
+    none = [0] * 4
+    assert homes.expected("a", 1000, fleet, matched=none, peers=others(hit_ratio=0.0)) is none
+
+
+def test_what_many_hold_needs_no_home():
+    """Where two endpoints are known to hold a prompt, or home holds it, nothing is added."""
+    fleet = members(4)
+    spread = [900, 900, 0, 0]
+    assert homes.expected("a", 1000, fleet, matched=spread, peers=others()) is spread
+    held = [960 if n == homes.home("a", fleet) else 0 for n in range(4)]
+    assert homes.expected("a", 1000, fleet, matched=held, peers=others()) is held
+
+
+def test_homes_follow_speed_and_stay():
+    """Engines half as fast get half as many homes; one that leaves moves only its own."""
+    fleet = members(4, slow=2)
+    keys = [f"conversation {n}" for n in range(4000)]
+    before = [homes.home(key, fleet) for key in keys]
+    found = Counter(before)
+    fast, slow = found[0] + found[1], found[2] + found[3]
+    assert 1.8 < fast / slow < 2.2
+    after = [homes.home(key, fleet[:3]) for key in keys]
+    assert all(new == old for old, new in zip(before, after, strict=True) if old != 3)
