@@ -1,9 +1,10 @@
-"""The table of points met: `python -m tests.protocol.table`."""
+"""The table of points met: `python -m tests.protocol.table`; `--write` puts a short one into README."""
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 from tests.protocol.points import POINTS, SECTIONS, Status
 
 TESTS = Path(__file__).parent.parent
+README = TESTS.parent / "README.md"
+BEGIN, END = "<!-- points -->\n", "\n<!-- /points -->"
 
 _NAME = re.compile(r"test_(\d{3})_")
 
@@ -52,6 +55,23 @@ def lines() -> Iterator[str]:
                 yield f"| {point.number} | {point.mark} | {point.text} | {where} |"
 
 
+def short() -> str:
+    """One row for each point: whether tests hold it, or why there is none."""
+    tests = found()
+    rows = ["| # | mark | point | |", "|---|---|---|---|"]
+    for point in POINTS:
+        held = "tested" if point.number in tests else point.status.value
+        rows.append(f"| {point.number} | {point.mark} | {point.text} | {held} |")
+    return "\n".join(rows)
+
+
+def written(text: str) -> str:
+    """A README with the short table in its place."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}{short()}{end}{after}"
+
+
 def _functions(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -59,4 +79,7 @@ def _functions(path: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(lines()))
+    if "--write" in sys.argv:
+        README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print("\n".join(lines()))
