@@ -12,6 +12,7 @@ from tests.support.live import live, pytest_pyfunc_call
 __all__ = ["live", "pytest_pyfunc_call"]
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
     """Mark what drives Envoy, and keep each module on one worker."""
     here = Path(__file__).parent

@@ -15,6 +15,7 @@ __all__ = ["live", "pytest_pyfunc_call"]
 HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
     """Mark what needs an API server, and keep each module on one worker."""
     for item in items:
