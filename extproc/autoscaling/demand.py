@@ -10,8 +10,8 @@ import msgspec
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """One tick of one target. Counts are summed over all pickers of the target.
 
-    Work is in token seconds: what a request would keep an engine busy with if it were alone there,
-    prefill and decode, under learnt rates. An engine that batches does several in a second.
+    Work is in token seconds: what the tokens of a request take of an engine's time while it has as
+    many requests as it should (`concurrency`), under learnt rates; see `capacity`.
 
     Attributes:
         now: Monotonic seconds.
@@ -23,8 +23,9 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         running: Requests in batches of engines, as scraped.
         arriving: Work that arrives, token seconds per second since the last tick.
         request_work: Mean work of a request (token seconds).
-        throughput: Work one replica does when it has enough of it (token seconds per second).
-        concurrency: Requests one replica has at once then.
+        throughput: Work one replica does while it has enough of it (token seconds per second); 1
+            where the rates are right.
+        concurrency: Requests one replica should have at once.
         cold_start_s: Seconds from a raised spec to an answer of the new replica.
         complete: False while counters of some picker could not be read. Then the counts are too
             low, which is no reason to take a replica away.

@@ -30,12 +30,14 @@ class Column(msgspec.Struct, frozen=True):
         name: What the results call it.
         settings: Configuration of its pickers; None for the clairvoyant one.
         client: How its requests are offered; None for the scenario's client.
+        autoscaling: How many engines are up; None for what the scenario says.
         warnings: What its configuration says and nobody acts on.
     """
 
     name: str
     settings: sections.Settings | None
     client: Client | None = None
+    autoscaling: scenario.Autoscaling | None = None
     warnings: Sequence[str] = ()
 
 
@@ -113,7 +115,7 @@ def column(variant: scenario.Variant, *, folder: Path, where: str) -> Column:
                 found="config" if variant.config else "settings",
                 fix="remove it; nothing would read it",
             )
-        return Column(variant.name, None, variant.client)
+        return Column(variant.name, None, variant.client, variant.autoscaling)
     if variant.config:
         document = load.read(folder / variant.config)
     else:
@@ -125,7 +127,7 @@ def column(variant: scenario.Variant, *, folder: Path, where: str) -> Column:
         overrides.append(load.Override(("scheduling", "strategy"), variant.strategy, spot))
     settings = load.settings(document, overrides)
     profiles.resolve_all(settings, where=spot)
-    return Column(variant.name, settings, variant.client, document.warnings)
+    return Column(variant.name, settings, variant.client, variant.autoscaling, document.warnings)
 
 
 def runs(todo: Plan, *, jobs: int) -> Iterator[report.Run]:
@@ -164,7 +166,14 @@ def runs(todo: Plan, *, jobs: int) -> Iterator[report.Run]:
 def run(whole: scenario.Scenario, one: Column, *, seed: int, trace: str) -> tally.Summary:
     """One strategy with one seed."""
     rows = _rows(trace) if trace else ()
-    return world.run(whole, one.settings, seed=seed, rows=rows, client=one.client)
+    return world.run(
+        whole,
+        one.settings,
+        seed=seed,
+        rows=rows,
+        client=one.client,
+        autoscaling=one.autoscaling,
+    )
 
 
 @functools.cache

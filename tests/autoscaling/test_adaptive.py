@@ -48,7 +48,7 @@ def test_what_starts_is_counted():
     assert plant.spec == 2
     plant.run(15, **backlog | {"held": 90})
     plant.run(40, **backlog | {"held": 40})
-    assert plant.spec == 2
+    assert [replicas for _, replicas in plant.changes] == [2]
 
 
 def test_a_backlog_that_is_done_in_time_calls_for_nothing():

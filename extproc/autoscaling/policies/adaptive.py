@@ -53,34 +53,35 @@ class Adaptive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     With work in token seconds (see `demand`):
 
         rate     L = max(mean over window_s, m - sqrt(m request_work / rise_s))
-        backlog  B = request_work max(0, requests - concurrency available)
+        backlog  B = request_work max(0, requests - concurrency (a + s))
         ability  X = throughput, c = cold_start_s, w = wait_s, u = utilisation
         short    S = B + L c - X (a c + s (c - r))
         up       max(floor(L / (u X)), ceil(S / (X w)))
-        enough   max(floor(L / (u X)), ceil((B + L c) / (X (c + w))))
+        enough   max(floor(L / (u X)), ceil(L c / (X (c + w))), ceil(requests / concurrency))
 
     L: work that arrives per second; unwatched time counts as without arrivals. m is the mean over
     `rise_s`, which sees a step at once; of it counts what chance does not explain, a Poisson
-    stream's standard deviation. B: work nobody has begun. S: what is left of both after the time a
+    stream's standard deviation. B: work nobody has begun, or will begin as soon as it is there. S: what is left of both after the time a
     new replica takes, when the `a` replicas that answer and the `s` that start, in r seconds, have
     done their part. `up` are the replicas that do S within w; with what starts already counted, a
     backlog that is taken care of calls for nothing. `floor(L / (u X))` is what the rate alone fills:
     large fleets have their headroom from it, and in a small one the last replica is a matter of the
-    backlog.
+    backlog. `enough` are replicas that have a place for every request there is, and with which no
+    wait beyond w comes up in the time it would take to have another one back.
 
     More than the spec is taken at once, several steps at a time, at most doubled or 4 more. Fewer:
     the most that was `enough` within `down_s`, but one at least; none once there was no request for
     `idle_s`.
 
     Attributes:
-        wait_s: Seconds a request may wait before another replica is worth it. 20: a third of the
-            usual cold start, and what a person waits for a long answer to begin.
+        wait_s: Seconds a request may wait before another replica is worth it. 30: half of a usual
+            cold start; with 20, Wallaroo's profile C has an eighth more replicas and waits 2 s less.
         utilisation: Share of what replicas can do that is planned with. 0.8: queues grow without
             bound towards 1, and a fleet of ten has two replicas of headroom.
         rise_s: Seconds a step of the load is seen over. 15: three looks.
-        window_s: Seconds the rate is taken over. 120: two cold starts.
-        down_s: Seconds fewer must have been enough. 60: a usual cold start, so that what is taken
-            away is not missed before it could be back.
+        window_s: Seconds the rate is taken over. 60: a usual cold start, the time it must foretell.
+        down_s: Seconds fewer must have been enough. 30: `enough` foresees a cold start already; with
+            15, a pause between two requests counts as the end of the load.
         idle_s: Seconds without a request until the last replica goes. 300: five cold starts, so
             that an hour of single requests is not an hour of cold starts (KEDA's cool-down, too).
         interval_s: Seconds between two looks. 5: a twelfth of a usual cold start.
@@ -89,11 +90,11 @@ class Adaptive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     kind: ClassVar[str] = "adaptive"
     memory: ClassVar[type[Memory]] = Memory
 
-    wait_s: _Positive = 20.0
+    wait_s: _Positive = 30.0
     utilisation: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
     rise_s: _Positive = 15.0
-    window_s: _Positive = 120.0
-    down_s: _NotNegative = 60.0
+    window_s: _Positive = 60.0
+    down_s: _NotNegative = 30.0
     idle_s: _NotNegative = 300.0
     interval_s: _Positive = 5.0
 
@@ -113,10 +114,10 @@ class Adaptive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         rate = self._rate(arriving, demand)
         floor = math.floor(_shared(rate, self.utilisation * demand.throughput))
         backlog = demand.request_work * max(
-            0.0, demand.requests - demand.concurrency * min(demand.available, spec)
+            0.0, demand.requests - demand.concurrency * max(spec, 1)
         )
         up = max(floor, self._up(backlog, rate, demand, due_s=max(0.0, due_s)))
-        enough = max(1 if spec else 0, floor, self._enough(backlog, rate, demand))
+        enough = max(1 if spec else 0, floor, self._enough(rate, demand))
         # Where more are wanted, the spec at least was needed.
         needed = max(up, spec) if up > spec else min(enough, spec)
         wants = state.enough.seen(now, float(needed), span_s=self.down_s)
@@ -152,11 +153,12 @@ class Adaptive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         short = backlog + rate * cold_s - demand.throughput * replica_s
         return math.ceil(_shared(max(0.0, short), demand.throughput * self.wait_s))
 
-    def _enough(self, backlog: float, rate: float, demand: Demand) -> int:
-        """Replicas with which no request would wait longer than `wait_s` within a cold start."""
+    def _enough(self, rate: float, demand: Demand) -> int:
+        """Replicas with a place for every request, and no long wait within a cold start."""
         cold_s = demand.cold_start_s
         each = demand.throughput * (cold_s + self.wait_s)
-        return math.ceil(_shared(backlog + rate * cold_s, each))
+        places = _shared(demand.requests, demand.concurrency)
+        return math.ceil(max(places, _shared(rate * cold_s, each)))
 
 
 def _shared(work: float, each: float) -> float:

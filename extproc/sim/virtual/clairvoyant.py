@@ -98,6 +98,9 @@ class Clairvoyant:
         del self._uncached[trip.id]
         self._tickets.pop(trip.id).close(0.0)
 
+    def rates(self) -> None:
+        """See `Picker`; it needs no estimate."""
+
     def _look(self, n: int, work: Work, *, home: Account | None) -> _Seen:
         engine = self._sites[n].engine
         size = engine.profile.block_tokens

@@ -31,6 +31,11 @@ class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         turnaround_s: Seconds from an answer to the next request that waited for it. 2 ms is a
             client, a proxy and a network.
         timeout_s: Seconds after which the client gives a request up. None: never.
+        evenly: Whether sessions begin at equal distances instead, the first one at once.
+        skips: Whether a session that finds as many requests open as there may be never begins, as
+            with load generators that keep to their own clock.
+        abandons: Whether a request that was given up goes on in the engine, as behind proxies that
+            do not pass it on.
         retry_after_s: Seconds a user waits after a failure before the session goes on with the
             next request. 1 keeps a user of a dead fleet from spinning.
     """
@@ -41,6 +46,9 @@ class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ramp_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     turnaround_s: PositiveSeconds = 0.002
     timeout_s: PositiveSeconds | None = None
+    evenly: bool = False
+    skips: bool = False
+    abandons: bool = False
     retry_after_s: PositiveSeconds = 1.0
 
 
@@ -133,13 +141,10 @@ class Sender:
         if session is None:
             self._exhausted = True
             return
-        rate = self._client.rate_per_s
-        if session.at is not None:
-            when = session.at
-        else:
-            # From planned to planned: on a real clock every arrival is a little late, and the
-            # delays must not add up.
-            when = self._arrival_s + (self._rng.expovariate(rate) if rate else 0.0)
+        # From planned to planned: on a real clock every arrival is a little late, and the delays
+        # must not add up.
+        planned = self._arrival_s + self._pause_s(self._client.rate_per_s)
+        when = planned if session.at is None else session.at
         self._arrival_s = when
         self._active += 1
 
@@ -150,6 +155,14 @@ class Sender:
             self._arrive()
 
         self._timeline.at(when, begin)
+
+    def _pause_s(self, rate: float | None) -> float:
+        """Seconds from one arrival to the next; none where sessions have their own times."""
+        if not rate:
+            return 0.0
+        if self._client.evenly:
+            return 1.0 / rate if self._started else 0.0
+        return self._rng.expovariate(rate)
 
     def _begin(self, user: int) -> None:
         """Closed loop: the user's next session."""
@@ -163,6 +176,9 @@ class Sender:
     def _turn(self, run: _Run) -> None:
         limit = self._client.concurrency
         if limit is not None and self._open >= limit:
+            if self._client.skips and not run.next:
+                self._active -= 1
+                return
             self._held.append((run, self._timeline.now))
             return
         self._go(run, since=self._timeline.now)

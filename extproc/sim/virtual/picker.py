@@ -10,7 +10,7 @@ from typing import Protocol
 from extproc.config import factory
 from extproc.config import settings as sections
 from extproc.decision import Rejection
-from extproc.endpoint import Endpoint, Load, Models
+from extproc.endpoint import Endpoint, Load, Models, Rates
 from extproc.pool.accounts import Ticket
 from extproc.pool.fleet import Mark
 from extproc.request import Request
@@ -40,6 +40,9 @@ class Picker(Protocol):
 
     def ended(self, trip: Trip) -> None:
         """A picked trip ended."""
+
+    def rates(self) -> Rates | None:
+        """How fast engines are, as far as it has learnt; None for not at all."""
 
 
 class Dispatching:
@@ -146,6 +149,11 @@ class Dispatching:
             self._busy[trip.site] = left
         else:
             del self._busy[trip.site]
+
+    def rates(self) -> Rates | None:
+        """See `Picker`."""
+        members = self.parts.fleet.pool.members
+        return max((m.rates for m in members), key=lambda r: r.evidence, default=None)
 
     def _scrape(self, n: int, watch: int) -> None:
         if n not in self._watched or self._watches[n] != watch:

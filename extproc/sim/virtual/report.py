@@ -124,6 +124,11 @@ def _figures() -> dict[str, Callable[[Summary], float]]:
         "requests_max_over_mean": lambda s: s.requests_max_over_mean,
         "tokens_max_over_mean": lambda s: s.tokens_max_over_mean,
         "preemptions": lambda s: float(sum(one.preemptions for one in s.endpoints)),
+        "replica_s": lambda s: s.scaling.replica_s if s.scaling else math.nan,
+        "mean_replicas": lambda s: s.scaling.mean_replicas if s.scaling else math.nan,
+        "mean_available": lambda s: s.scaling.mean_available if s.scaling else math.nan,
+        "cold_starts": lambda s: float(s.scaling.cold_starts) if s.scaling else math.nan,
+        "to_least_s": lambda s: s.scaling.to_least_s if s.scaling else math.nan,
     }
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from extproc.autoscaling import catalogue, meter
 from extproc.errors import ConfigError
 from extproc.sim import profiles
 from extproc.sim.virtual.client import Client
@@ -108,6 +109,51 @@ class Picking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     told_max_tokens: bool = False
 
 
+class Hold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How requests wait for a replica: first come first served.
+
+    Attributes:
+        per_replica: Requests a replica is given at once; further ones wait. None: all, so that
+            they wait only while there is no replica.
+        requests: Requests that may wait; further ones are refused with 429.
+        budget_s: Seconds after which a request that waits is refused with 503. None: never.
+    """
+
+    per_replica: Positive | None = None
+    requests: Positive = 10_000
+    budget_s: Seconds | None = None
+
+
+class Autoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How many engines of the fleet are up. The fleet names those there may be.
+
+    Attributes:
+        policy: Its name in the catalogue of policies.
+        params: Its parameters.
+        meter: How demand is measured.
+        min: Replicas at least.
+        start: Replicas in the beginning.
+        cold_start_s: Seconds from asking for a replica to its first request. 60: weights of a small
+            model from a local disk.
+        grace_s: Seconds a replica that is taken away may finish what it has. None: until it has,
+            as with a grace period longer than any answer.
+        hold: How requests wait.
+        restarts_s: When the picker is replaced by another one that goes on from its state.
+        window_s: Seconds charts average the queue depth over.
+    """
+
+    policy: str = catalogue.DEFAULT
+    params: dict[str, object] = {}
+    meter: meter.Settings = meter.Settings()
+    min: NotNegative = 0
+    start: NotNegative = 0
+    cold_start_s: Seconds = 60.0
+    grace_s: Seconds | None = None
+    hold: Hold = Hold()
+    restarts_s: Sequence[float] = ()
+    window_s: Seconds = 60.0
+
+
 class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A strategy with a name of its own.
 
@@ -117,6 +163,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         settings: Sections of a configuration, written here.
         strategy: One word, as in `scheduling.strategy`. Empty: as the configuration says.
         client: What is different in the client, for published runs in which clients were.
+        autoscaling: In place of the scenario's.
     """
 
     name: str
@@ -124,6 +171,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     settings: Mapping[str, object] = {}
     strategy: str = ""
     client: Client | None = None
+    autoscaling: Autoscaling | None = None
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -136,6 +184,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         client: How it is offered.
         picking: The pickers.
         outages: Engines that die.
+        autoscaling: How many engines of the fleet are up. None: all, always.
         strategies: Named strategies, `clairvoyant`, or variants.
         seeds: Seeds; every strategy runs with each. Five, so that an interval can be given.
         measure_from_s: Requests sent before are left out of the results.
@@ -149,6 +198,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     client: Client = Client()
     picking: Picking = Picking()
     outages: Sequence[Outage] = ()
+    autoscaling: Autoscaling | None = None
     strategies: Sequence[str | Variant] = ("adaptive",)
     seeds: Annotated[Sequence[int], msgspec.Meta(min_length=1)] = (1, 2, 3, 4, 5)
     measure_from_s: Seconds = 0.0
@@ -184,6 +234,9 @@ def check(scenario: Scenario, *, where: str) -> None:
     clients = [scenario.client, *(v.client for v in scenario.variants if v.client is not None)]
     for client in clients:
         _check_client(client, scenario.workload, where=where)
+    for scaled in (scenario.autoscaling, *(v.autoscaling for v in scenario.variants)):
+        if scaled is not None:
+            catalogue.make(scaled.policy, scaled.params, where=f"{where}: autoscaling")
     names = [variant.name for variant in scenario.variants]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

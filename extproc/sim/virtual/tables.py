@@ -45,7 +45,15 @@ _ROWS: Sequence[str | tuple[str, str, float]] = (
     ("Preemptions", "preemptions", 1),
     ("Requests, max over mean", "requests_max_over_mean", 1),
     ("Prompt tokens, max over mean", "tokens_max_over_mean", 1),
+    ("Replicas asked for, mean", "mean_replicas", 1),
+    ("Replicas that answer, mean", "mean_available", 1),
+    ("Replica seconds", "replica_s", 1),
+    ("Cold starts", "cold_starts", 1),
+    ("Last answer to fewest replicas (s)", "to_least_s", 1),
 )
+
+#: Figures of fleets that an autoscaler changes; others have no rows for them.
+_SCALED = frozenset({"mean_replicas", "mean_available", "replica_s", "cold_starts", "to_least_s"})
 
 #: Figures that ratios are shown for.
 _RATIOS = (
@@ -90,6 +98,8 @@ def _figures(columns: Sequence[Column]) -> Iterator[str]:
         label, figure, factor = row
         if figure == "held_mean_s" and not waited:
             continue  # no limit, or never reached
+        if figure in _SCALED and all(math.isnan(c.figures[figure].mean) for c in columns):
+            continue
         table.append([label, *(shown(column.figures[figure], factor) for column in columns)])
     yield from _aligned(table)
 

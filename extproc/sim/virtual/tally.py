@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from extproc.sim.virtual.charts import Scaling
 from extproc.sim.virtual.site import Site
 from extproc.sim.virtual.trip import Trip
 
@@ -73,6 +74,7 @@ class Summary(msgspec.Struct, frozen=True):
             the client, not the fleet, sets the pace. NaN where nothing says.
         ttft_quantiles_s: Time to first token at 0, 1, ..., 100 percent (nearest rank); empty when
             nothing was answered.
+        scaling: What became of replicas; None where they are always there.
     """
 
     duration_s: float
@@ -93,6 +95,7 @@ class Summary(msgspec.Struct, frozen=True):
     endpoints: Sequence[PerEndpoint]
     held_s: float = math.nan
     ttft_quantiles_s: Sequence[float] = ()
+    scaling: Scaling | None = None
 
 
 class Tally:
@@ -109,6 +112,7 @@ class Tally:
         self._gap_sum = 0.0
         self._gaps = 0
         self._preemptions: list[int] = []
+        self._scaling: Scaling | None = None
 
     def add(self, trip: Trip) -> None:
         """A trip ended."""
@@ -127,8 +131,9 @@ class Tally:
         self._gap_sum = 0.0
         self._gaps = 0
 
-    def close(self, sites: Sequence[Site]) -> None:
+    def close(self, sites: Sequence[Site], scaling: Scaling | None = None) -> None:
         """The run is over."""
+        self._scaling = scaling
         self._preemptions = [site.preemptions + site.engine.preemptions for site in sites]
 
     def summary(self) -> Summary:
@@ -166,6 +171,7 @@ class Tally:
             endpoints=endpoints,
             held_s=math.fsum(trip.held_s for trip in done) / len(done) if done else math.nan,
             ttft_quantiles_s=quantiles([trip.first_s for trip in done]),
+            scaling=self._scaling,
         )
 
     def _endpoints(self) -> list[PerEndpoint]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from extproc.config import settings as sections
-from extproc.endpoint import Models
+from extproc.endpoint import Models, Rates
 from extproc.sim.virtual import workloads
 from extproc.sim.virtual.clairvoyant import Clairvoyant
 from extproc.sim.virtual.client import Client, Sender
 from extproc.sim.virtual.picker import MODEL, Dispatching, Picker
-from extproc.sim.virtual.scenario import Outage, Scenario
+from extproc.sim.virtual.replicas import Acts, Replicas
+from extproc.sim.virtual.scenario import Autoscaling, Outage, Scenario
 from extproc.sim.virtual.site import Site
 from extproc.sim.virtual.tally import Summary, Tally
 from extproc.sim.virtual.timeline import Timeline
@@ -29,6 +30,7 @@ class World:
         seed: Of all chance. Arrivals and lengths do not depend on the strategy.
         rows: Lines of the trace, for workloads that are one.
         client: How requests are offered; None for the scenario's own.
+        autoscaling: How many engines are up; None for the scenario's own.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class World:
         seed: int,
         rows: Iterable[str] = (),
         client: Client | None = None,
+        autoscaling: Autoscaling | None = None,
     ) -> None:
         self.timeline = Timeline()
         self.tally = Tally(scenario.measure_from_s)
@@ -48,19 +51,23 @@ class World:
         self.sites: list[Site] = []
         self._listed: list[bool] = []
         self._picker_of: dict[str, Picker] = {}
-        self._timeout_s = (client or scenario.client).timeout_s
+        self._client = client or scenario.client
+        scaled = autoscaling or scenario.autoscaling
+        #: Trips their clients left, and engines go on with.
+        self._left: set[str] = set()
         for engines in scenario.fleet:
             profile = engines.resolved()
             for _ in range(engines.count):
                 self._engine(
                     Site(self.timeline, profile, finished=self._ended, gaps=self.tally.gaps),
-                    engines.ready_s,
+                    engines.ready_s if scaled is None else None,
                 )
         self.pickers = [
             self._picker(settings, seed=seed * 1000 + n) for n in range(scenario.picking.replicas)
         ]
+        self._replicas = None if scaled is None else self._scaled(scaled)
         self._sender = Sender(
-            client or scenario.client,
+            self._client,
             workloads.sessions(scenario.workload, random.Random(seed * 2 + 1), rows),
             adapters=workloads.adapters(scenario.workload),
             timeline=self.timeline,
@@ -79,17 +86,27 @@ class World:
             timeline.at(outage.at_s, lambda outage=outage: self._fail(outage))  # type: ignore[misc]
         if self._scenario.measure_from_s:
             timeline.at(self._scenario.measure_from_s, self.tally.forget_gaps)
-        self._list()
+        replicas = self._replicas
+        if replicas is None:
+            self._list()
+        else:
+            replicas.begin()
         sender.start()
         while not sender.over and timeline.now < until and timeline.step():
             pass
-        self.tally.close(self.sites)
+        over_at = timeline.now
+        while replicas and not replicas.settled and timeline.now < until and timeline.step():
+            pass
+        self.tally.close(self.sites, replicas.close(over_at) if replicas else None)
         return self.tally
 
-    def _engine(self, site: Site, ready_s: float) -> None:
+    def _engine(self, site: Site, ready_s: float | None) -> None:
+        """One engine; `ready_s` of None: the policy says when."""
         n = len(self.sites)
         self.sites.append(site)
-        self._listed.append(not ready_s)
+        self._listed.append(ready_s == 0)
+        if ready_s is None:
+            return
         if ready_s:
             self.timeline.at(ready_s, lambda: self._back(n))
         else:
@@ -106,6 +123,21 @@ class World:
             models=Models(frozenset({MODEL}), workloads.named(self._scenario.workload)),
             told_max_tokens=self._scenario.picking.told_max_tokens,
         )
+
+    def _scaled(self, asked: Autoscaling) -> Replicas:
+        def listed(up: Sequence[int]) -> None:
+            self._listed = [n in up for n in range(len(self.sites))]
+            self._list()
+
+        def refuse(trip: Trip, why: str) -> None:
+            trip.failure = why
+            self._over(trip)
+
+        def rates() -> Rates | None:
+            return self.pickers[0].rates()
+
+        acts = Acts(listed=listed, go=self._go, refuse=refuse, rates=rates)
+        return Replicas(asked, self.sites, timeline=self.timeline, acts=acts)
 
     def _list(self) -> None:
         up = [n for n, listed in enumerate(self._listed) if listed]
@@ -146,23 +178,49 @@ class World:
     def _send(self, work: Work) -> Trip:
         self._served += 1
         trip = Trip(f"r{self._served}", work, self.timeline.now)
+        replicas = self._replicas
+        if replicas is None:
+            self._go(trip)
+        else:
+            # On the next event: the sender must know the trip before it can end.
+            self.timeline.after(0.0, lambda: replicas.arrived(trip))
+        if self._client.timeout_s is not None and (replicas or trip.site >= 0):
+            self.timeline.after(self._client.timeout_s, lambda: self._give_up(trip))
+        return trip
+
+    def _go(self, trip: Trip) -> None:
+        """A picker says where to."""
         pickers = self.pickers
         picker = pickers[0] if len(pickers) == 1 else self._chance.choice(pickers)
         trip.site = picker.pick(trip)
         if trip.site < 0:
+            # On the next event, as above.
             self.timeline.after(0.0, lambda: self._over(trip))
-            return trip
+            return
         self._picker_of[trip.id] = picker
-        # On the next event: the sender must know the trip before it can end.
-        site = self.sites[trip.site]
-        site.submit(trip)
-        if self._timeout_s is not None:
-            self.timeline.after(self._timeout_s, lambda: site.cancel(trip, "timeout"))
-        return trip
+        self.sites[trip.site].submit(trip)
+
+    def _give_up(self, trip: Trip) -> None:
+        """The client has waited long enough."""
+        if trip.site < 0:
+            if self._replicas and self._replicas.left(trip):
+                trip.failure = "timeout"
+                self._over(trip)
+        elif not self._client.abandons:
+            self.sites[trip.site].cancel(trip, "timeout")
+        elif trip.id in self._picker_of:
+            self._left.add(trip.id)
+            trip.failure = "timeout"
+            self._over(trip)
 
     def _ended(self, trip: Trip) -> None:
         self._picker_of.pop(trip.id).ended(trip)
-        self._over(trip)
+        if self._replicas:
+            self._replicas.ended(trip)
+        if trip.id in self._left:
+            self._left.remove(trip.id)
+        else:
+            self._over(trip)
 
     def _over(self, trip: Trip) -> None:
         self.tally.add(trip)
@@ -176,9 +234,11 @@ def run(
     seed: int,
     rows: Iterable[str] = (),
     client: Client | None = None,
+    autoscaling: Autoscaling | None = None,
 ) -> Summary:
     """Simulate once, from the first request to the last answer; arguments as in `World`."""
-    return World(scenario, settings, seed=seed, rows=rows, client=client).run().summary()
+    whole = World(scenario, settings, seed=seed, rows=rows, client=client, autoscaling=autoscaling)
+    return whole.run().summary()
 
 
 def adjusted(settings: sections.Settings, scenario: Scenario, *, seed: int) -> sections.Settings:

@@ -1,0 +1,40 @@
+"""What a request takes of an engine, and how many an engine should have at once."""
+
+from __future__ import annotations
+
+import math
+
+from extproc.endpoint import Rates
+
+
+def concurrency(rates: Rates, *, slowdown: float, most: float = math.inf) -> float:
+    """Requests with which tokens come `slowdown` times slower than to one alone.
+
+    From `step_s + k B = slowdown (step_s + k)` with `k = decode_s + context_s context_tokens`:
+    `B = slowdown + (slowdown - 1) step_s / k`.
+
+    Args:
+        rates: How fast the engine is.
+        slowdown: At least 1.
+        most: Requests it takes at most.
+    """
+    each_s = rates.decode_s + rates.context_s * rates.context_tokens
+    if each_s <= 0:
+        return max(1.0, most)
+    return max(1.0, min(most, slowdown + (slowdown - 1) * rates.step_s / each_s))
+
+
+def work(prompt_tokens: float, output_tokens: float, rates: Rates, *, at_once: float) -> float:
+    """Seconds of an engine's time: `prefill_s P + O iteration_s(B) / B` (token seconds).
+
+    Prefill has an iteration's time for itself; of an iteration that decodes, each of B sequences
+    takes its share.
+
+    Args:
+        prompt_tokens: P, the uncached ones.
+        output_tokens: O.
+        rates: How fast the engine is.
+        at_once: B, requests the engine has.
+    """
+    shared_s = rates.iteration_s(at_once) / at_once
+    return prompt_tokens * rates.prefill_s + output_tokens * shared_s

@@ -1,0 +1,276 @@
+"""From what pickers count to the demand a policy sees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+from extproc.autoscaling import capacity
+from extproc.autoscaling.demand import Demand
+from extproc.endpoint import DEFAULT_RATES, Rates
+
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+#: Share of what was known of answers that one more answer leaves; some fifty count.
+_KEEP = 0.98
+
+#: Busy replica seconds after which what was seen of throughput fades to 1/e, and those that the prior
+#: of 1 is worth: with requests of half a minute, few end in less.
+_FADE_S, _PRIOR_S = 1800.0, 300.0
+
+#: Throughput beyond which something else was measured.
+_LOWEST, _HIGHEST = 0.1, 10.0
+
+#: Share of a new cold start in the mean.
+_NEW = 0.5
+
+
+class Counters(msgspec.Struct, frozen=True, kw_only=True):
+    """What one picker counts of one target: JSON between pickers. Totals are since it began.
+
+    Attributes:
+        held: Requests that wait in it.
+        in_flight: Requests it sent to endpoints and that have not ended.
+        arrived: Requests that came (total), also those it held.
+        prompt_tokens: Their uncached prompt tokens (total).
+        answered: Requests that were answered (total).
+        answer_tokens: Tokens of the answers (total).
+    """
+
+    held: int = 0
+    in_flight: int = 0
+    arrived: float = 0.0
+    prompt_tokens: float = 0.0
+    answered: float = 0.0
+    answer_tokens: float = 0.0
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What is seen of the target itself.
+
+    Attributes:
+        spec: Replicas it asks for.
+        available: Replicas that answer.
+        waiting: Requests that wait in engines, as scraped.
+        running: Requests in batches of engines, as scraped.
+        rates: How fast its engines are; None while there is none to learn from.
+    """
+
+    spec: int
+    available: int
+    waiting: float = 0.0
+    running: float = 0.0
+    rates: Rates | None = None
+
+
+class Learnt(msgspec.Struct, frozen=True, kw_only=True):
+    """What a meter remembers, for whoever comes next; JSON.
+
+    Attributes:
+        at: When it last read, on its own clock; None for never.
+        counters: What every picker told last, and when.
+        rates: Of the engines, as last learnt.
+        answers: Answers that count, fading; the prior is the first.
+        answer_tokens: Their tokens; None until the rates say how many the prior has.
+        prompt_tokens: Mean uncached prompt tokens of a request.
+        done: Work that busy replicas did, fading (token seconds).
+        busy_s: Seconds they did it in.
+        cold_start_s: Mean of the cold starts seen, or the prior.
+        pressed: Replicas that had more than enough to do at the last reading; 0 for none.
+        available: Replicas that answered then.
+        spec: Replicas asked for then.
+        raised_at: When replicas that still start were asked for; None while none does.
+    """
+
+    at: float | None = None
+    counters: Mapping[str, tuple[float, Counters]] = {}
+    rates: Rates = DEFAULT_RATES
+    answers: float = 1.0
+    answer_tokens: float | None = None
+    prompt_tokens: float = 0.0
+    done: float = 0.0
+    busy_s: float = 0.0
+    cold_start_s: float = 60.0
+    pressed: int = 0
+    available: int = 0
+    spec: int = 0
+    raised_at: float | None = None
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How demand is measured.
+
+    Attributes:
+        slowdown: How much slower than alone tokens may come; it says how many requests a replica
+            should have at once. 2: half of the speed one alone has, and most of the throughput.
+        concurrency: Requests a replica takes at once, where that is less than `slowdown` allows.
+            None: engines batch as many as come.
+        request_s: Seconds an answer takes, until some were seen. 30: a long one. Of a target of
+            which nothing is known yet there are rather too many replicas than too few, and the
+            first few answers tell.
+        cold_start_s: Seconds from a raised spec to the first answer, until some were seen. 60:
+            weights of a small model from a local disk.
+        grace_s: Seconds the last counters of a picker that cannot be read count. 60: a restart.
+    """
+
+    slowdown: Annotated[float, msgspec.Meta(ge=1)] = 2.0
+    concurrency: Annotated[float, msgspec.Meta(ge=1)] | None = None
+    request_s: _Positive = 30.0
+    cold_start_s: _Positive = 60.0
+    grace_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0
+
+
+class _Sum(msgspec.Struct):
+    """Counts of all pickers, and what came since the last reading."""
+
+    held: int = 0
+    in_flight: int = 0
+    arrived: float = 0.0
+    prompt_tokens: float = 0.0
+    answered: float = 0.0
+    answer_tokens: float = 0.0
+    complete: bool = True
+
+
+class Meter:
+    """Reads counters of one target. Mutable; one owner.
+
+    Args:
+        settings: How.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._learnt = Learnt(cold_start_s=settings.cold_start_s)
+
+    @property
+    def learnt(self) -> Learnt:
+        """What it remembers."""
+        return self._learnt
+
+    def restore(self, learnt: Learnt, *, shift_s: float = 0.0) -> None:
+        """Go on where another meter stopped; `shift_s` as in `Scaler.restore`."""
+        self._learnt = msgspec.structs.replace(
+            learnt,
+            at=None if learnt.at is None else learnt.at + shift_s,
+            raised_at=None if learnt.raised_at is None else learnt.raised_at + shift_s,
+            counters={name: (at + shift_s, told) for name, (at, told) in learnt.counters.items()},
+        )
+
+    def read(self, now: float, pickers: Mapping[str, Counters | None], seen: Seen) -> Demand:
+        """The demand of this moment.
+
+        Args:
+            now: Monotonic seconds; must not go back.
+            pickers: Counters of every picker there should be, by its name; None where they could
+                not be read.
+            seen: The target.
+        """
+        before = self._learnt
+        total, counters = self._summed(now, pickers)
+        rates = seen.rates or before.rates
+        most = self._settings.concurrency or math.inf
+        at_once = capacity.concurrency(rates, slowdown=self._settings.slowdown, most=most)
+        keep = _KEEP**total.answered
+        answers = before.answers * keep + total.answered
+        known = before.answer_tokens
+        if known is None:
+            known = self._settings.request_s / rates.iteration_s(at_once)
+        answer_tokens = known * keep + total.answer_tokens
+        output = answer_tokens / answers if answers else 0.0
+        prompt = before.prompt_tokens
+        if total.arrived:
+            share = _KEEP**total.arrived
+            prompt = share * prompt + (1 - share) * total.prompt_tokens / total.arrived
+        request_work = capacity.work(prompt, output, rates, at_once=at_once)
+        since = 0.0 if before.at is None else now - before.at
+        came = capacity.work(total.prompt_tokens, total.arrived * output, rates, at_once=at_once)
+        done, busy_s = self._throughput(total, since, seen, request_work=request_work)
+        cold_start_s, raised_at = self._cold_start(now, seen)
+        queued = total.held + seen.waiting
+        self._learnt = Learnt(
+            at=now,
+            counters=counters,
+            rates=rates,
+            answers=answers,
+            answer_tokens=answer_tokens,
+            prompt_tokens=prompt,
+            done=done,
+            busy_s=busy_s,
+            cold_start_s=cold_start_s,
+            pressed=seen.available if queued >= max(1, seen.available) else 0,
+            available=seen.available,
+            spec=seen.spec,
+            raised_at=raised_at,
+        )
+        throughput = (_PRIOR_S + done) / (_PRIOR_S + busy_s)
+        return Demand(
+            now=now,
+            spec=seen.spec,
+            available=seen.available,
+            held=total.held,
+            in_flight=total.in_flight,
+            waiting=seen.waiting,
+            running=seen.running,
+            arriving=came / since if since else 0.0,
+            request_work=request_work,
+            throughput=min(_HIGHEST, max(_LOWEST, throughput)),
+            concurrency=at_once,
+            cold_start_s=cold_start_s,
+            complete=total.complete,
+        )
+
+    def _summed(
+        self, now: float, pickers: Mapping[str, Counters | None]
+    ) -> tuple[_Sum, dict[str, tuple[float, Counters]]]:
+        """Counts of all pickers, and what each told last."""
+        total, told = _Sum(), {}
+        for name, new in pickers.items():
+            last = self._learnt.counters.get(name)
+            if new is None:
+                total.complete = False
+                if last is not None and now - last[0] <= self._settings.grace_s:
+                    told[name] = last
+                    total.held += last[1].held
+                    total.in_flight += last[1].in_flight
+                continue
+            told[name] = (now, new)
+            total.held += new.held
+            total.in_flight += new.in_flight
+            # Of a picker that was never read, the past says nothing about now.
+            old = new if last is None else last[1]
+            if new.arrived < old.arrived or new.answered < old.answered:
+                old = Counters()  # it began again
+            total.arrived += new.arrived - old.arrived
+            total.prompt_tokens += max(0.0, new.prompt_tokens - old.prompt_tokens)
+            total.answered += new.answered - old.answered
+            total.answer_tokens += max(0.0, new.answer_tokens - old.answer_tokens)
+        return total, told
+
+    def _throughput(
+        self, total: _Sum, since: float, seen: Seen, *, request_work: float
+    ) -> tuple[float, float]:
+        """Work done and seconds it took, of replicas that had enough to do at both ends."""
+        before = self._learnt
+        queued = total.held + seen.waiting >= max(1, seen.available)
+        same = seen.available == before.pressed > 0
+        if not (queued and same and total.complete and since):
+            return before.done, before.busy_s
+        busy_s = seen.available * since
+        keep = math.exp(-busy_s / _FADE_S)
+        return before.done * keep + total.answered * request_work, before.busy_s * keep + busy_s
+
+    def _cold_start(self, now: float, seen: Seen) -> tuple[float, float | None]:
+        """Mean cold start, and when the replicas that still start were asked for."""
+        before = self._learnt
+        raised_at = before.raised_at
+        if seen.spec > before.spec and before.at is not None:
+            # Since the last reading: that is when it was asked for.
+            raised_at = before.at
+        mean_s = before.cold_start_s
+        if raised_at is not None and seen.available > before.available:
+            mean_s += _NEW * (now - raised_at - mean_s)
+        return mean_s, raised_at if seen.spec > seen.available else None
