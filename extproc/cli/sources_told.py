@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from extproc.config import election, load, policies, pooling, sources
+from extproc.config import autoscaling, election, load, policies, pooling, sources
 from extproc.config.settings import Settings
 from extproc.discovery import entries, file, follow
 from extproc.dispatch import claims
@@ -27,6 +27,8 @@ def lines(settings: Settings) -> Iterator[str]:
         pool = plan.settings.pool
         yield from _source(pool)
         yield from policies.lines(pool.objectives, pool.rewrites)
+        if pool.autoscaling is not None:
+            yield from autoscaling.lines(pool.autoscaling)
     cluster = settings.cluster
     if cluster.every_pool != "none":
         place = "the cluster"
@@ -34,13 +36,16 @@ def lines(settings: Settings) -> Iterator[str]:
             place = f"namespace {cluster.namespace or 'of this process'}"
         yield f"pools       every InferencePool of {place}, as they come and go"
     elected = election.plan(settings, where="cluster", environment=os.environ)
-    if elected is not None:
+    if elected is not None and cluster.leader_election:
         lease = elected.lease
         yield f"ready       only the holder of Lease {lease.name} in namespace {lease.namespace}"
 
 
 def _source(pool: sources.Source) -> Iterator[str]:
     named = f" of pool {pool.name}" if pool.name else ""
+    if pool.autoscaling is not None and pool.autoscaling.launch is not None:
+        yield f"endpoints   started here{named}: {' '.join(pool.autoscaling.launch.command)}"
+        return
     if pool.kubernetes is not None:
         yield f"endpoints   from Kubernetes: {_object(pool.kubernetes)}{named}"
         return

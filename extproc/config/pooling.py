@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from extproc.config import autoscaling, sources, strict
 from extproc.config import settings as sections
-from extproc.config import sources, strict
 from extproc.dispatch import claims
 from extproc.errors import ConfigError
 
@@ -55,13 +55,19 @@ def brought(settings: sections.Settings, name: str, claim: claims.Claim) -> Plan
 
 def given(pool: sources.Source) -> bool:
     """Whether a section says where endpoints come from."""
-    return bool(pool.endpoints or pool.endpoints_file or pool.kubernetes)
+    return any(_sources(pool))
 
 
 def from_kubernetes(settings: sections.Settings) -> bool:
     """Whether anything comes from a cluster."""
     pools = settings.pools or (settings.pool,)
     return settings.cluster.every_pool != "none" or any(pool.kubernetes for pool in pools)
+
+
+def scaled(settings: sections.Settings) -> bool:
+    """Whether objects of a cluster are scaled, which one replica may do."""
+    pools = settings.pools or (settings.pool,)
+    return any(pool.autoscaling is not None and pool.autoscaling.target for pool in pools)
 
 
 def followed(pool: sources.Source) -> bool:
@@ -83,6 +89,8 @@ def together(settings: sections.Settings, *, where: str) -> None:
     sections_of += [(("pools", at), pool) for at, pool in enumerate(settings.pools)]
     for path, pool in sections_of:
         _one_source(pool, strict.place(where, path))
+        if pool.autoscaling is not None:
+            autoscaling.checked(pool.autoscaling, where=strict.place(where, (*path, "autoscaling")))
         if pool.kubernetes is not None:
             _one_object(pool.kubernetes, strict.place(where, (*path, "kubernetes")))
     if settings.pools and given(settings.pool):
@@ -105,7 +113,7 @@ def together(settings: sections.Settings, *, where: str) -> None:
         if not given(one):
             raise ConfigError(
                 strict.place(where, ("pools", at)),
-                wanted="endpoints, endpoints_file or kubernetes",
+                wanted="endpoints, endpoints_file, kubernetes or autoscaling.launch",
                 found="none of them",
                 fix="say where its endpoints come from",
             )
@@ -116,7 +124,7 @@ def _one_source(pool: sources.Source, where: str) -> None:
     if len(found) > 1:
         raise ConfigError(
             where,
-            wanted="one of endpoints, endpoints_file and kubernetes",
+            wanted="one of endpoints, endpoints_file, kubernetes and autoscaling.launch",
             found=" and ".join(found),
             fix="keep one; the file is watched, the list is not",
         )
@@ -129,6 +137,8 @@ def _sources(pool: sources.Source) -> Iterator[str]:
         yield "endpoints_file"
     if pool.kubernetes is not None:
         yield "kubernetes"
+    if pool.autoscaling is not None and pool.autoscaling.launch is not None:
+        yield "autoscaling.launch"
 
 
 def _one_object(found: sources.Kubernetes, where: str) -> None:

@@ -12,6 +12,7 @@
     prefix:      Prefix       how prompts are cut and how much is remembered
     limits:      Limits       bytes and streams
     holding:     Holding      how requests wait for capacity, and what tenants may take
+    autoscaling: Autoscaling  what the autoscaling of all pools has in common
     answers:     Answers      what is done with response headers and bodies
     explain:     Explain      what is kept and told of decisions
     xds:         Xds          what Envoy is told of the endpoints
@@ -20,8 +21,8 @@
     seed:        int | null
 
 In code: `Settings` with the fields server, pool, pools, cluster, scrape, health, scheduling, prefix,
-limits, holding, answers, explain, xds, log, conformance, seed. `Settings()` is a complete default
-configuration without endpoints.
+limits, holding, autoscaling, answers, explain, xds, log, conformance, seed. `Settings()` is a
+complete default configuration without endpoints.
 
 Sections refuse unknown fields. Units are in names. Ranges are in the annotations, so that an error
 names the field and the bound.
@@ -35,6 +36,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from extproc.config import bounds, grammar, sources
+from extproc.config.autoscaling import Autoscaling
 from extproc.config.holding import Holding
 from extproc.parsing import usage
 from extproc.pool import condition
@@ -262,6 +264,7 @@ _SCHEDULING = grammar.Scheduling()
 _PREFIX = Prefix()
 _LIMITS = Limits()
 _HOLDING = Holding()
+_AUTOSCALING = Autoscaling()
 _ANSWERS = Answers()
 _EXPLAIN = Explain()
 _XDS = Xds()
@@ -284,6 +287,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         prefix: How prompts are remembered.
         limits: What clients may take.
         holding: How requests wait.
+        autoscaling: What the autoscaling of all pools has in common.
         answers: What is done with responses.
         explain: What is kept and told of decisions.
         xds: What Envoy is told of the endpoints.
@@ -306,6 +310,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     prefix: Prefix = _PREFIX
     limits: Limits = _LIMITS
     holding: Holding = _HOLDING
+    autoscaling: Autoscaling = _AUTOSCALING
     answers: Answers = _ANSWERS
     explain: Explain = _EXPLAIN
     xds: Xds = _XDS

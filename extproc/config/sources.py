@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from extproc.config import bounds, grammar, policies
+from extproc.config.autoscaling import Scaling
 from extproc.discovery.kubernetes import settings as watching
 from extproc.dispatch import claims
 from extproc.election import settings as electing
@@ -76,6 +77,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             0 are dropped while every endpoint is full. None: every request has priority 0.
         rewrites: Other models for requests that name some, by weight: canaries and aliases. None:
             engines get the name the client sent.
+        autoscaling: How many replicas there are; null leaves that to others.
     """
 
     name: str = ""
@@ -85,6 +87,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     dns_refresh_s: bounds.PositiveSeconds = 30.0
     objectives: Mapping[bounds.Name, policies.Priority] = {}
     rewrites: tuple[policies.Rewrite, ...] = ()
+    autoscaling: Scaling | None = None
 
 
 class Pool(Source, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -104,6 +107,7 @@ class Pool(Source, frozen=True, forbid_unknown_fields=True, kw_only=True):
         objectives: Priority by the name that `x-llm-d-inference-objective` carries. None: every
             request has priority 0.
         rewrites: Other models for requests that name some. None: engines get the client's name.
+        autoscaling: How many replicas there are; null leaves that to others.
         match: Which requests it is for. None: those that name a model its endpoints list, that the
             data plane hints to them, or that no other pool takes.
         scheduling: How its requests are routed; null takes the section of that name at the top.

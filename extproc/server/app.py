@@ -24,6 +24,7 @@ from extproc.protocol.gathering import Budget
 from extproc.scheduling import guard
 from extproc.scrape import client, scraper
 from extproc.server import admin, health, leases, ports, reload, servicer, stream, xds
+from extproc.server.scaling import autoscaler
 from extproc.server.site import Shared
 from extproc.server.sites import Sites
 from extproc.telemetry.exposition import Exposition
@@ -146,6 +147,9 @@ class Picker:
             leader=(lambda: self._leads) if settings.cluster.leader_election else None,
         )
         self._elector = leases.stand(settings, able=lambda: self.readiness.able)
+        self._autoscaler = autoscaler.Autoscaler(
+            settings, self.sites, self.tallies, leads=lambda: self._leads, clock=clock
+        )
         self.servicer = servicer.Servicer(
             stream.Shared(
                 switchboard=self.sites.switchboard,
@@ -216,6 +220,7 @@ class Picker:
             ConfigError: The endpoints file cannot be read, or nobody knows where the API server is.
         """
         await self.sites.sync()
+        await self._autoscaler.start()
         if self._elector is not None:
             await self._elector.start()
         if self._follower is not None:
@@ -233,7 +238,7 @@ class Picker:
 
     def loops(self) -> dict[str, Coroutine[None, None, None]]:
         """The loops beside the servers, by name."""
-        loops = {"pools": self.sites.run()}
+        loops = {"pools": self.sites.run(), "autoscaling": self._autoscaler.run()}
         if self._follower is not None:
             loops["kubernetes"] = self._follower.run()
         if self._xds is not None:
@@ -268,6 +273,7 @@ class Picker:
     async def drain(self, hurry: asyncio.Event) -> None:
         """Turn unready, serve on for the drain time, then let every stream go."""
         self.readiness.draining = True
+        await self._autoscaler.hand_over()
         if self._elector is not None:
             # Another replica is to be ready while this one serves what is left.
             self._elector.resign()
@@ -296,6 +302,7 @@ class Picker:
         if self._pages is not None:
             await self._pages.cleanup()
         self._http.close()
+        await self._autoscaler.close()
 
     async def _start_pages(self, server: Server) -> int:
         pages = admin.Pages(
@@ -313,7 +320,9 @@ class Picker:
             clock=self._clock,
             max_body_bytes=self._settings.limits.max_body_bytes,
         )
-        self._pages = web.AppRunner(pages.application(), access_log=None)
+        application = pages.application()
+        application.add_routes(self._autoscaler.peers.routes())
+        self._pages = web.AppRunner(application, access_log=None)
         await self._pages.setup()
         try:
             await web.TCPSite(self._pages, server.host or None, server.metrics_port).start()

@@ -304,8 +304,7 @@ class Stream:
             recorded.status, recorded.seconds = exchange.status, now - self._started_s
         if exchange.tail is not None:
             used = usage.read(exchange.tail.joined())
-            for kind, tokens in used.items():
-                tallies.usage[kind] += tokens
+            tallies.used(used)
             if recorded is not None:
                 recorded.usage = used
                 dispatcher.learn(recorded.decision, used)

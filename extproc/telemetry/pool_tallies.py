@@ -6,6 +6,7 @@ Label values are bounded by design: endpoints, statuses, reasons; never client t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from extproc import decision as outcomes
 from extproc.decision import Decision, Rejection
@@ -28,6 +29,9 @@ class PoolTallies:
         rewrites: Requests whose model was given another name, by whether the body was `edited` or
             could not be (`unedited`).
         unlisted: Requests for a model that no endpoint in play lists, routed or refused.
+        routed_total: Routed requests, also those of endpoints that left.
+        answered_total: Of these, answered.
+        reported_total: Of these, answers that said how many tokens they took.
     """
 
     def __init__(self) -> None:
@@ -43,10 +47,14 @@ class PoolTallies:
         self.listings: Counter[tuple[str, str]] = Counter()
         self.rewrites: Counter[str] = Counter()
         self.unlisted = 0
+        self.routed_total = 0
+        self.answered_total = 0
+        self.reported_total = 0
 
     def routed(self, decision: Decision) -> None:
         """A request was routed."""
         self.picks[decision.endpoints[0].address] += 1
+        self.routed_total += 1
         self.prompt_tokens += decision.request.prompt_tokens
         self.matched_tokens += decision.matched_tokens
         if decision.degraded:
@@ -73,8 +81,15 @@ class PoolTallies:
         """
         if status:
             self.responses[address, status] += 1
+            self.answered_total += 1
         else:
             self.unanswered[address] += 1
+
+    def used(self, usage: Mapping[str, int]) -> None:
+        """An answer said how many tokens it took, by kind."""
+        for kind, tokens in usage.items():
+            self.usage[kind] += tokens
+        self.reported_total += "completion" in usage
 
     def forget(self, address: str) -> None:
         """Drop the series of an endpoint that left, so that labels stay bounded."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from extproc.scheduling import guard
 from extproc.telemetry.pool_tallies import PoolTallies
+from extproc.telemetry.scaling_series import Figures
 from extproc.telemetry.xds_series import XdsTallies
 
 
@@ -55,6 +56,7 @@ class Tallies:
         scrape_s: Time of scrapes.
         held_s: How long requests waited for capacity and then went on.
         xds: Counts of the xDS server.
+        scaling: Gives what is shown of autoscaling, by pool.
         pools: Counts of each pool by its name; what was refused before a pool was found is under
             the empty name, or under that of the only pool.
     """
@@ -73,6 +75,7 @@ class Tallies:
         self.scrape_s = Distribution(_ANSWER_BOUNDS_S)
         self.held_s = Distribution(_ANSWER_BOUNDS_S)
         self.xds = XdsTallies()
+        self.scaling: Callable[[], Mapping[str, Figures]] = dict
         self.pools: dict[str, PoolTallies] = {}
 
     def of(self, pool: str) -> PoolTallies:

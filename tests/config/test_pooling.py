@@ -93,7 +93,7 @@ def test_kubernetes_may_bring_all_pools():
             "every name once",
             "a again",
         ),
-        ("pools: [{name: a}]", "pools[0]", "endpoints, endpoints_file or", "none of them"),
+        ("pools: [{name: a}]", "pools[0]", "endpoints, endpoints_file", "none of them"),
         ("pools: [{endpoints: ['10.0.0.2:80']}]", "pools[0]", "the key name", "1 keys"),
         (
             "pools: [{name: a, endpoints: ['10.0.0.2:80', '10.0.0.2:80']}]",

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from extproc.config import grammar, holding, settings, sources
+from extproc.autoscaling import meter
+from extproc.config import autoscaling, grammar, holding, settings, sources
 from extproc.dispatch import claims
 from extproc.election import settings as election
 from extproc.holding import allowance
@@ -44,6 +45,12 @@ SECTIONS = (
     ("limits", settings.Limits),
     ("holding", holding.Holding),
     ("holding.limit, holding.limits, each", allowance.Limit),
+    ("autoscaling", autoscaling.Autoscaling),
+    ("autoscaling.keda", autoscaling.Keda),
+    ("pool.autoscaling", autoscaling.Scaling),
+    ("pool.autoscaling.meter", meter.Settings),
+    ("pool.autoscaling.target", autoscaling.Target),
+    ("pool.autoscaling.launch", autoscaling.Launch),
     ("answers", settings.Answers),
     ("explain", settings.Explain),
     ("xds", settings.Xds),

@@ -37,6 +37,8 @@ _MISREAD = (
     yaml.YAMLError,
 )
 
+_JSON = "application/json"
+
 #: Longest body of an error that is read.
 _MOST_ERROR_BYTES = 64 * 1024
 
@@ -147,21 +149,22 @@ class Server:
                 return answers.Refused(0, _why(error))
 
     async def send(
-        self, method: str, path: str, *, body: object = None, seconds: float
+        self, method: str, path: str, *, body: object = None, seconds: float, kind: str = _JSON
     ) -> bytes | answers.Refused:
         """Any other request, for those who share the way to the server.
 
         Args:
             method: HTTP method.
-            path: From `/apis` on.
+            path: From `/apis` or `/api` on.
             body: What becomes JSON; None for nothing.
             seconds: For everything.
+            kind: Content type of the body, which says how a PATCH is meant.
         """
         if self._session is None:
             return answers.Refused(0, "not connected")
         limits = aiohttp.ClientTimeout(total=seconds)
         async with self._session.used() as opened:
-            answer = await _ask(opened, path, {}, limits, method=method, body=body)
+            answer = await _ask(opened, path, {}, limits, method=method, body=body, kind=kind)
             if isinstance(answer, answers.Refused):
                 return answer
             async with answer:
@@ -230,13 +233,14 @@ async def _ask(
     *,
     method: str = "GET",
     body: object = None,
+    kind: str = _JSON,
 ) -> aiohttp.ClientResponse | answers.Refused:
     try:
         method, url, headers, *_ = await opened.param_serialize(
             method,
             path,
             query_params=list(query.items()),
-            header_params={"Accept": "application/json"},
+            header_params={"Accept": _JSON} | ({} if body is None else {"Content-Type": kind}),
             auth_settings=["BearerToken"],
         )
         found = await opened.call_api(method, url, headers, body, _request_timeout=limits)

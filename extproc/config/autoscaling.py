@@ -1,0 +1,248 @@
+"""How many replicas pools have, and who sees to it: of each pool, and of the process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from extproc.autoscaling import catalogue, meter
+from extproc.autoscaling.demand import Bounds
+from extproc.autoscaling.policy import Policy
+from extproc.config import bounds
+from extproc.errors import ConfigError
+
+#: Scale targets by kind: API group, version and resource.
+KINDS: Mapping[str, tuple[str, str, str]] = {
+    "Deployment": ("apps", "v1", "deployments"),
+    "StatefulSet": ("apps", "v1", "statefulsets"),
+    "ReplicaSet": ("apps", "v1", "replicasets"),
+    "LeaderWorkerSet": ("leaderworkerset.x-k8s.io", "v1", "leaderworkersets"),
+    "Model": ("kubeai.org", "v1", "models"),
+}
+
+#: What stands for the port in the command of an engine, and for the number in that of a hook.
+PORT, REPLICAS = "{port}", "{replicas}"
+
+#: What Kubernetes takes as the name of an object.
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+
+
+class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An object of Kubernetes with a `scale` subresource.
+
+    Attributes:
+        kind: Such as Deployment, the usual one. Deployment, StatefulSet, ReplicaSet,
+            LeaderWorkerSet and KubeAI's Model are known; of others say group, version and resource.
+        name: Of the object. No default: nothing says which engines are meant.
+        namespace: Where it is. Empty: the one this process runs in.
+        group: API group. Empty: of the kind.
+        version: API version. Empty: of the kind.
+        resource: Plural name in URLs. Empty: of the kind.
+    """
+
+    name: bounds.Name
+    kind: bounds.Name = "Deployment"
+    namespace: str = ""
+    group: str = ""
+    version: str = ""
+    resource: str = ""
+
+    @property
+    def filled(self) -> Target:
+        """With what the kind says."""
+        group, version, resource = KINDS.get(self.kind, ("", "", ""))
+        return msgspec.structs.replace(
+            self,
+            group=self.group or group,
+            version=self.version or version,
+            resource=self.resource or resource,
+        )
+
+
+class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Engines as child processes, on a machine without Kubernetes.
+
+    They end with this process, also when it is killed: a GPU must not stay with an engine that
+    nobody uses. Where they have to outlive it, let `exec` tell whoever keeps them.
+
+    Attributes:
+        command: Program and arguments of one engine; `{port}` in an argument becomes a free port of
+            the host. Without it the engine says itself where it listens. No default: there is no
+            usual engine.
+        host: IP address of the endpoints. 127.0.0.1: children are on this machine.
+        listening: What stands before `ip:port` in the line that an engine without `{port}` prints.
+            "listening on " is what `extproc engine` prints.
+        health: HTTP path that answers 200 once an engine can serve. /health is vLLM's and SGLang's.
+        start_s: Seconds until an engine that does not answer is ended, and another one tried. 600:
+            large models are read for minutes.
+        drain_s: Seconds that an engine which is no longer wanted has for what it is doing, no new
+            requests coming. 300 is the longest answer that most data planes allow.
+        stop_s: Seconds between SIGTERM and SIGKILL. 10: engines free GPUs in a few.
+    """
+
+    command: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    host: str = "127.0.0.1"
+    listening: bounds.Name = "listening on "
+    health: Annotated[str, msgspec.Meta(pattern="^/")] = "/health"
+    start_s: bounds.PositiveSeconds = 600.0
+    drain_s: bounds.Seconds = 300.0
+    stop_s: bounds.Seconds = 10.0
+
+
+class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How many replicas a pool has. At most one of `target`, `launch` and `exec` acts.
+
+    Without one the number is only told, on /metrics and to KEDA, and somebody else acts.
+
+    Attributes:
+        policy: How the number is found: `adaptive` from work and learnt speed; `queue-depth` and
+            `kubeai` as others do it. `adaptive`: it needs no threshold that fits one model only.
+        params: Of the policy. None: its own defaults give reasons.
+        min: Replicas at least. 0: what nobody asks for costs nothing. It takes `holding`, or the
+            first request after a while is refused.
+        max: Replicas at most. 1: more is a question of money, which nobody but you can answer.
+        meter: How demand is measured; its own defaults give reasons.
+        target: Object whose `scale` is patched, by the one replica that holds the Lease of
+            `cluster.lease`. Null for none.
+        launch: Engines that are started and ended here, which are then the pool's endpoints. Null
+            for none.
+        exec: Program and arguments that are run when the number changes; `{replicas}` becomes the
+            number. None.
+        exec_s: Seconds that program has. 60: an API of a cloud is slow.
+    """
+
+    policy: str = catalogue.DEFAULT
+    params: Mapping[str, Any] = {}
+    min: bounds.Count = 0
+    max: bounds.Positive = 1
+    meter: meter.Settings = meter.Settings()
+    target: Target | None = None
+    launch: Launch | None = None
+    exec: tuple[bounds.Name, ...] = ()
+    exec_s: bounds.PositiveSeconds = 60.0
+
+    @property
+    def bounds(self) -> Bounds:
+        """As the scaler takes them."""
+        return Bounds(min=self.min, max=self.max)
+
+    def made(self, where: str) -> Policy:
+        """The policy.
+
+        Raises:
+            ConfigError: There is no such policy or parameter.
+        """
+        return catalogue.make(self.policy, self.params, where=where)
+
+
+class Keda(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The external scaler that KEDA asks and listens to.
+
+    Attributes:
+        enabled: Serve it. False: without KEDA nobody asks.
+        port: Where (TCP port; 0 picks a free one). 9005 is next to our others.
+        tls: Serve with the certificate of the ext_proc port. False, as KEDA connects unless
+            `enableTLS` says otherwise.
+    """
+
+    enabled: bool = False
+    port: bounds.Port = 9005
+    tls: bool = False
+
+
+class Autoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the autoscaling of all pools has in common.
+
+    Attributes:
+        peers: The other replicas of this picker, whose requests count as well: `host:port` of their
+            pages (`server.metrics_port`). A name stands for every address it resolves to, such as
+            that of a headless Service; one's own is left out. None: there is one replica.
+        peer_timeout_s: Seconds a peer has to answer. 1 is far above what it needs.
+        state: Name of the ConfigMap that keeps what was learnt and seen, so that a restart changes
+            nothing; in the namespace of this process. Empty: after a restart nothing is scaled
+            down for one window. `extproc-autoscaling` is what our manifests grant.
+        save_s: Seconds between two writes of it, besides those at changes. 30: what is lost is a
+            fraction of a window.
+        keda: The external scaler; its own defaults give reasons.
+    """
+
+    peers: tuple[bounds.Name, ...] = ()
+    peer_timeout_s: bounds.PositiveSeconds = 1.0
+    state: str = "extproc-autoscaling"
+    save_s: bounds.PositiveSeconds = 30.0
+    keda: Keda = Keda()
+
+
+def checked(wanted: Scaling, *, where: str) -> None:
+    """Refuse what cannot be meant.
+
+    Args:
+        wanted: Of one pool.
+        where: The file and path it came from, for errors.
+
+    Raises:
+        ConfigError: The bounds are the wrong way round, several things act, there is no such policy
+            or parameter, or it is unknown where the target is.
+    """
+    if wanted.min > wanted.max:
+        raise ConfigError(
+            f"{where}.min",
+            wanted=f"at most max ({wanted.max})",
+            found=str(wanted.min),
+            fix="swap them",
+        )
+    acting = [name for name in ("target", "launch", "exec") if getattr(wanted, name)]
+    if len(acting) > 1:
+        raise ConfigError(
+            where,
+            wanted="one of target, launch and exec",
+            found=" and ".join(acting),
+            fix="keep the one that is to act",
+        )
+    wanted.made(where)
+    if wanted.target is not None:
+        _known(wanted.target, f"{where}.target")
+    if wanted.exec and not any(REPLICAS in word for word in wanted.exec):
+        raise ConfigError(
+            f"{where}.exec",
+            wanted=f"an argument with {REPLICAS}",
+            found=" ".join(wanted.exec),
+            fix="say where the number goes",
+        )
+
+
+def lines(wanted: Scaling) -> Iterator[str]:
+    """What is meant, for people."""
+    acts = "others act on the number, from /metrics or KEDA's scaler"
+    if wanted.target is not None:
+        target = wanted.target.filled
+        place = f" in namespace {target.namespace}" if target.namespace else ""
+        acts = f"patches {target.resource}/scale of {target.name}{place}, by the holder of a Lease"
+    elif wanted.launch is not None:
+        acts = "starts and ends engines"
+    elif wanted.exec:
+        acts = f"runs {' '.join(wanted.exec)}"
+    yield f"replicas    {wanted.min} to {wanted.max} by {wanted.policy}; {acts}"
+
+
+def _known(target: Target, where: str) -> None:
+    filled = target.filled
+    if not (filled.version and filled.resource):
+        raise ConfigError(
+            f"{where}.kind",
+            wanted=f"one of {', '.join(KINDS)}, or group, version and resource",
+            found=target.kind,
+            fix="say where its scale is: /apis/GROUP/VERSION/namespaces/.../RESOURCE/NAME/scale",
+        )
+    for field in ("name", "namespace"):
+        text = getattr(target, field)
+        if text and not _NAME.fullmatch(text):
+            raise ConfigError(
+                f"{where}.{field}",
+                wanted="a name as objects of Kubernetes have: a-z, 0-9, - and .",
+                found=repr(text),
+                fix="correct the name",
+            )

@@ -1,0 +1,208 @@
+"""Scales an object of Kubernetes, where this replica holds the Lease and nobody else scales it."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from extproc.autoscaling.desired import Desired
+from extproc.config.autoscaling import Target
+from extproc.discovery.kubernetes import answers
+from extproc.discovery.kubernetes import settings as watching
+from extproc.errors import ConfigError
+from extproc.server.scaling import objects
+from extproc.server.scaling.hands import Failed
+
+if TYPE_CHECKING:
+    from extproc.discovery.kubernetes import api
+
+_log = logging.getLogger("extproc.server")
+
+#: Seconds one request may take. Bound to what the election leaves: a leader stops `duration_s -
+#: renew_s` (5 s) before another can begin, and what it asked for must be over by then.
+_LIMIT_S = 4.0
+
+#: Seconds between two looks for others who scale the target: they are made by people.
+_RIVALS_S = 60.0
+
+#: Events that may wait to be written (count).
+_MOST_NOTES = 16
+
+#: Who else scales: API group, version, resource, and the word for people.
+_OTHERS = (
+    ("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler"),
+    ("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"),
+)
+
+
+class Cluster:
+    """The way to the API server, for all targets of this process.
+
+    Args:
+        reaching: Where its address and our credentials are.
+        identity: Of this replica.
+    """
+
+    def __init__(self, reaching: watching.Settings, identity: str) -> None:
+        self.identity = identity
+        self._reaching = reaching
+        self._server: api.Server | None = None
+
+    async def open(self) -> None:
+        """Load configuration and credentials.
+
+        Raises:
+            ConfigError: They are missing or broken.
+        """
+        from extproc.discovery.kubernetes import api  # noqa: PLC0415 - heavy, not for everybody
+
+        self._server = api.Server(self._reaching)
+        await self._server.open()
+
+    async def close(self) -> None:
+        """End all connections."""
+        if self._server is not None:
+            await self._server.close()
+
+    async def send(
+        self, method: str, path: str, body: objects.Object | None = None
+    ) -> bytes | answers.Refused:
+        """One request; a second time with fresh credentials where the first ones were too old."""
+        if self._server is None:
+            return answers.Refused(0, "not connected")
+        kind = objects.MERGE if method == "PATCH" else "application/json"
+        found: bytes | answers.Refused = answers.Refused(0, "not asked")
+        for _ in range(2):
+            generation = self._server.generation
+            found = await self._server.send(
+                method, path, body=body, seconds=_LIMIT_S / 2.0, kind=kind
+            )
+            if not isinstance(found, answers.Refused) or not found.stale:
+                return found
+            try:
+                await self._server.renew(generation)
+            except ConfigError as error:
+                return answers.Refused(0, str(error))
+        return found
+
+
+class Scale:
+    """The hands of one target.
+
+    Args:
+        target: What is scaled, with everything filled in.
+        cluster: How it is reached.
+        leads: Whether this replica holds the Lease.
+    """
+
+    def __init__(self, target: Target, cluster: Cluster, leads: Callable[[], bool]) -> None:
+        self._target = target
+        self._cluster = cluster
+        self._leads = leads
+        self._path = objects.target_path(target)
+        #: Others who scale it; None while nobody looked.
+        self._rivals: tuple[str, ...] | None = None
+        self._unasked: set[str] = set()
+        self._notes: asyncio.Queue[tuple[str, str, bool]] = asyncio.Queue(_MOST_NOTES)
+
+    @property
+    def acts(self) -> bool:
+        """Whether this replica leads, and others were looked for and not found."""
+        return self._leads() and self._rivals == ()
+
+    async def look(self, available: int) -> int | Failed:
+        """See `Hands`."""
+        del available
+        found = await self._cluster.send("GET", f"{self._path}/scale")
+        if isinstance(found, answers.Refused):
+            return Failed(self._told("read", found, "get"))
+        spec = objects.replicas(found)
+        return Failed(f"the scale of {self._named} cannot be read") if spec is None else spec
+
+    async def scale(self, desired: Desired, spec: int) -> Failed | None:
+        """See `Hands`."""
+        found = await self._cluster.send(
+            "PATCH", f"{self._path}/scale", objects.scale(desired.replicas)
+        )
+        if isinstance(found, answers.Refused):
+            return Failed(self._told("changed", found, "patch"))
+        told = f"from {spec} to {desired.replicas} replicas, {desired.why}"
+        self._note("Scaled", told + (f": {desired.because}" if desired.because else ""))
+        return None
+
+    async def run(self) -> None:
+        """Look for others who scale, and write Events, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._tell_all(), name=f"events of {self._named}")
+            while True:
+                await self.look_for_others()
+                await asyncio.sleep(_RIVALS_S)
+
+    async def look_for_others(self) -> None:
+        """Stand down where somebody else scales the target; go on once nobody does."""
+        found: list[str] = []
+        for group, version, resource, word in _OTHERS:
+            path = objects.rivals_path(group, version, resource, self._target.namespace)
+            answer = await self._cluster.send("GET", path)
+            if isinstance(answer, answers.Refused):
+                if answer.status == 404:
+                    continue  # not installed
+                if answer.status != 403 and self._rivals is None:
+                    return  # nobody knows yet, so nobody acts
+                if answer.status == 403 and resource not in self._unasked:
+                    self._unasked.add(resource)
+                    _log.warning(
+                        "autoscaling: no right to list %s in %s: if one scales %s, we fight it",
+                        resource,
+                        self._target.namespace,
+                        self._named,
+                    )
+                continue
+            found += [f"{word} {name}" for name in objects.rivals(answer, self._target)]
+        before, self._rivals = self._rivals, tuple(found)
+        if found and self._rivals != before:
+            names = " and ".join(found)
+            _log.warning("autoscaling: %s scales %s: we do not", names, self._named)
+            self._note("StandsDown", f"{names} scales it: extproc does not", warning=True)
+        elif before and not found:
+            _log.info("autoscaling: nobody else scales %s any longer: we do", self._named)
+
+    def _note(self, reason: str, note: str, *, warning: bool = False) -> None:
+        """Write an Event soon; one that nobody may write is no loss."""
+        if self._leads() and not self._notes.full():
+            self._notes.put_nowait((reason, note, warning))
+
+    async def _tell_all(self) -> None:
+        place = f"/api/v1/namespaces/{self._target.namespace}/events"
+        while True:
+            reason, note, warning = await self._notes.get()
+            body = objects.event(
+                self._target,
+                uid="",
+                reason=reason,
+                note=note,
+                warning=warning,
+                at=dt.datetime.now(dt.UTC),
+                by=self._cluster.identity,
+            )
+            refused = await self._cluster.send("POST", place, body)
+            if isinstance(refused, answers.Refused) and "events" not in self._unasked:
+                self._unasked.add("events")
+                _log.warning("autoscaling: no Event can be written: %s", refused.message)
+
+    @property
+    def _named(self) -> str:
+        return f"{self._target.kind} {self._target.namespace}/{self._target.name}"
+
+    def _told(self, what: str, refused: answers.Refused, verb: str) -> str:
+        told = f"the scale of {self._named} cannot be {what}: {refused.status or 'no answer'} "
+        told += refused.message
+        if refused.status == 403:
+            told += (
+                f'; add to a Role of the service account there: apiGroups: ["{self._target.group}"], '
+                f'resources: ["{self._target.resource}/scale"], verbs: ["{verb}"]'
+            )
+        return told

@@ -1,0 +1,125 @@
+"""What outlives a replica: states of all loops, in a ConfigMap."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from extproc.discovery.kubernetes import answers
+from extproc.server.scaling import objects
+from extproc.server.scaling.kubernetes import Cluster
+from extproc.server.scaling.loop import State
+
+_log = logging.getLogger("extproc.server")
+
+#: Key in the ConfigMap.
+_KEY = "pools.json"
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """What stands in the ConfigMap; JSON.
+
+    Attributes:
+        at: Monotonic seconds of the writer.
+        time: Seconds since 1970 at the same moment: clocks of two processes have only that in
+            common.
+        pools: States by name of the pool.
+    """
+
+    at: float
+    time: float
+    pools: Mapping[str, msgspec.Raw]
+
+
+class Memory:
+    """One ConfigMap.
+
+    Args:
+        cluster: How it is reached.
+        namespace: Where it is.
+        name: Of it.
+        clock: Monotonic seconds.
+        time: Seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        namespace: str,
+        name: str,
+        clock: Callable[[], float],
+        time: Callable[[], float],
+    ) -> None:
+        self._cluster = cluster
+        self._namespace = namespace
+        self._name = name
+        self._clock = clock
+        self._time = time
+        self._said = ""
+        self._root = f"/api/v1/namespaces/{namespace}/configmaps"
+
+    async def load(self) -> tuple[dict[str, State], float] | None:
+        """States by pool, and seconds our clock shows more than theirs; None where it fails."""
+        found = await self._cluster.send("GET", f"{self._root}/{self._name}")
+        if isinstance(found, answers.Refused):
+            if found.status == 404:
+                return {}, 0.0
+            self._say("read", found, "get")
+            return None
+        self._said = ""
+        return read(objects.data(found).get(_KEY, ""), self._clock(), self._time())
+
+    async def save(self, pools: Mapping[str, State]) -> None:
+        """Write; what cannot be written now is written later."""
+        text = write(pools, self._clock(), self._time())
+        found = await self._cluster.send(
+            "PATCH", f"{self._root}/{self._name}", {"data": {_KEY: text}}
+        )
+        verb = "patch"
+        if isinstance(found, answers.Refused) and found.status == 404:
+            verb = "create"
+            body = objects.config_map(self._namespace, self._name, {_KEY: text})
+            found = await self._cluster.send("POST", self._root, body)
+        if isinstance(found, answers.Refused):
+            self._say("written", found, verb)
+        else:
+            self._said = ""
+
+    def _say(self, what: str, refused: answers.Refused, verb: str) -> None:
+        told = (
+            f"autoscaling: ConfigMap {self._namespace}/{self._name} cannot be {what}: "
+            f"{refused.status or 'no answer'} {refused.message}"
+        )
+        if refused.status == 403:
+            told += (
+                "; add to a Role of the service account there: "
+                f'apiGroups: [""], resources: ["configmaps"], verbs: ["{verb}"]'
+            )
+        if told != self._said:
+            self._said = told
+            _log.warning("%s", told)
+
+
+def write(pools: Mapping[str, State], now: float, time: float) -> str:
+    """States as they are kept."""
+    raw = {name: msgspec.Raw(msgspec.json.encode(state)) for name, state in pools.items()}
+    return msgspec.json.encode(Stored(now, time, raw)).decode()
+
+
+def read(text: str, now: float, time: float) -> tuple[dict[str, State], float]:
+    """States from what was kept, and how much our clock is ahead; what is unreadable is nothing."""
+    found: dict[str, State] = {}
+    try:
+        stored = msgspec.json.decode(text or "{}", type=Stored)
+    except msgspec.DecodeError:
+        return found, 0.0
+    for name, raw in stored.pools.items():
+        try:
+            found[name] = msgspec.json.decode(raw, type=State)
+        except msgspec.DecodeError:
+            continue
+    # A clock that was set back must not make what was seen lie in the future.
+    return found, now - stored.at - max(0.0, time - stored.time)

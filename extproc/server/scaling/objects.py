@@ -1,0 +1,150 @@
+"""Objects of Kubernetes that scaling reads and writes: paths and JSON, no connection."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from extproc.config.autoscaling import Target
+
+#: An object as it stands in JSON.
+Object = dict[str, Any]
+
+#: How a PATCH is meant: fields that are there replace those of the object. Custom resources take it
+#: as well as built-in ones.
+MERGE = "application/merge-patch+json"
+
+#: Longest text of an Event (Kubernetes API, `message` of events.k8s.io).
+_MOST_NOTE = 1024
+
+
+class _ScaleSpec(msgspec.Struct, frozen=True):
+    replicas: int = 0
+
+
+class _Scale(msgspec.Struct, frozen=True):
+    spec: _ScaleSpec = _ScaleSpec()
+
+
+class _Reference(msgspec.Struct, frozen=True):
+    kind: str = "Deployment"
+    name: str = ""
+
+
+class _RivalSpec(msgspec.Struct, frozen=True):
+    scaleTargetRef: _Reference = _Reference()  # noqa: N815 - Kubernetes' spelling
+
+
+class _Named(msgspec.Struct, frozen=True):
+    name: str = ""
+    uid: str = ""
+
+
+class _Rival(msgspec.Struct, frozen=True):
+    metadata: _Named = _Named()
+    spec: _RivalSpec = _RivalSpec()
+
+
+class _Rivals(msgspec.Struct, frozen=True):
+    items: tuple[_Rival, ...] = ()
+
+
+class _Map(msgspec.Struct, frozen=True):
+    data: dict[str, str] | None = None
+
+
+def target_path(target: Target) -> str:
+    """Where the target is, itself."""
+    root = f"/apis/{target.group}" if target.group else "/api"
+    place = f"namespaces/{target.namespace}/{target.resource}/{target.name}"
+    return f"{root}/{target.version}/{place}"
+
+
+def replicas(answer: bytes) -> int | None:
+    """Replicas that a Scale asks for; None where it is none."""
+    try:
+        return msgspec.json.decode(answer, type=_Scale).spec.replicas
+    except msgspec.DecodeError:
+        return None
+
+
+def scale(replicas: int) -> Object:
+    """The change of a Scale."""
+    return {"spec": {"replicas": replicas}}
+
+
+def rivals_path(group: str, version: str, resource: str, namespace: str) -> str:
+    """Where others who scale say what they scale."""
+    return f"/apis/{group}/{version}/namespaces/{namespace}/{resource}"
+
+
+def rivals(answer: bytes, target: Target) -> Iterator[str]:
+    """Names of those that scale the target."""
+    try:
+        listed = msgspec.json.decode(answer, type=_Rivals).items
+    except msgspec.DecodeError:
+        return
+    for one in listed:
+        named = one.spec.scaleTargetRef
+        if (named.kind or "Deployment", named.name) == (target.kind, target.name):
+            yield one.metadata.name
+
+
+def event(
+    target: Target, *, uid: str, reason: str, note: str, warning: bool, at: dt.datetime, by: str
+) -> Object:
+    """An Event about the target.
+
+    Args:
+        target: What it is about.
+        uid: Of it; empty where it is unknown.
+        reason: In one word.
+        note: For people.
+        warning: Whether somebody should look.
+        at: When.
+        by: Who says so.
+    """
+    when = at.strftime("%Y-%m-%dT%H:%M:%SZ")
+    about = {
+        "apiVersion": f"{target.group}/{target.version}" if target.group else target.version,
+        "kind": target.kind,
+        "name": target.name,
+        "namespace": target.namespace,
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"generateName": f"{target.name}.", "namespace": target.namespace},
+        "involvedObject": about | ({"uid": uid} if uid else {}),
+        "reason": reason,
+        "message": note[:_MOST_NOTE],
+        "type": "Warning" if warning else "Normal",
+        "firstTimestamp": when,
+        "lastTimestamp": when,
+        "count": 1,
+        "source": {"component": "extproc", "host": by},
+        "reportingComponent": "extproc",
+        "reportingInstance": by,
+    }
+
+
+def config_map(namespace: str, name: str, data: dict[str, str]) -> Object:
+    """A ConfigMap of ours."""
+    labels = {"app.kubernetes.io/part-of": "extproc"}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name, "namespace": namespace, "labels": labels},
+        "data": data,
+    }
+
+
+def data(answer: bytes) -> dict[str, str]:
+    """What a ConfigMap holds; nothing where it is none."""
+    try:
+        return msgspec.json.decode(answer, type=_Map).data or {}
+    except msgspec.DecodeError:
+        return {}

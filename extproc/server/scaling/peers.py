@@ -1,0 +1,205 @@
+"""What the other pickers count: asked for at every look, and pushed when a request waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+from aiohttp import web
+
+from extproc.autoscaling.meter import Counters
+from extproc.errors import ConfigError
+from extproc.scrape import client
+
+_log = logging.getLogger("extproc.server")
+
+#: Where pickers tell each other what they count.
+PATH = "/internal/load"
+
+#: Longest page (bytes): a thousand pools.
+_MOST_BYTES = 1 << 20
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What one picker counts; JSON.
+
+    Attributes:
+        picker: Which one, in this life.
+        pools: By name of the pool.
+    """
+
+    picker: str
+    pools: Mapping[str, Counters]
+
+
+class _Peer:
+    """One address.
+
+    Attributes:
+        name: Of the picker there, once it answered.
+        told: What it told last; None when it could not be read the last time.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.name = address
+        self.told: Told | None = None
+
+
+class Peers:
+    """All other pickers of the same pools.
+
+    Args:
+        identity: Of this one.
+        written: `host:port` of their pages; a name stands for every address it resolves to.
+        timeout_s: For one answer.
+        own: Gives what this picker counts, by pool.
+
+    Raises:
+        ConfigError: An address cannot be read.
+
+    Attributes:
+        woken: Called with the names of pools in which a request waits elsewhere.
+    """
+
+    def __init__(
+        self,
+        identity: str,
+        written: Sequence[str],
+        *,
+        timeout_s: float,
+        own: Callable[[], Mapping[str, Counters]],
+    ) -> None:
+        self.identity = identity
+        self.woken: Callable[[Iterable[str]], None] = lambda _: None
+        self._written = [_split(one) for one in written]
+        self._own = own
+        self._asking = client.Client(timeout_s=timeout_s, cap_bytes=_MOST_BYTES)
+        self._pushing = client.Client(timeout_s=timeout_s, cap_bytes=_MOST_BYTES)
+        self._peers: dict[str, _Peer] = {}
+        self._ourselves: set[str] = set()
+        self._unresolved: frozenset[str] = frozenset()
+
+    def last(self, pool: str) -> dict[str, Counters | None]:
+        """What was read last, without asking."""
+        found: dict[str, Counters | None] = dict.fromkeys(self._unresolved)
+        for peer in self._peers.values():
+            found[peer.name] = None if peer.told is None else peer.told.pools.get(pool)
+        return found
+
+    async def read(self, pool: str) -> dict[str, Counters | None]:
+        """Ask all of them at once; None for one that cannot be read."""
+        if self._written:
+            await self._resolve()
+            await asyncio.gather(*map(self._ask, list(self._peers)))
+        return self.last(pool)
+
+    async def push(self) -> None:
+        """Tell all of them, so that whoever may act does so now."""
+        addresses = list(self._peers)
+        if not addresses:
+            return
+        body = msgspec.json.encode(Told(self.identity, self._own()))
+        await asyncio.gather(
+            *(self._pushing.get(_posting(address, body)) for address in addresses),
+        )
+
+    def close(self) -> None:
+        """End all connections."""
+        self._asking.close()
+        self._pushing.close()
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        """What other pickers ask for and push."""
+        return (web.get(PATH, self._tell), web.post(PATH, self._hear))
+
+    async def _tell(self, _: web.Request) -> web.Response:
+        body = msgspec.json.encode(Told(self.identity, self._own()))
+        return web.Response(body=body, content_type="application/json")
+
+    async def _hear(self, request: web.Request) -> web.Response:
+        try:
+            told = msgspec.json.decode(await request.read(), type=Told)
+        except msgspec.DecodeError:
+            return web.Response(status=400, text="not what pickers tell each other\n")
+        known = [peer for peer in self._peers.values() if peer.name == told.picker]
+        for peer in known:
+            peer.told = told
+        # Of somebody unknown nothing is believed but that it is time to look.
+        self.woken([name for name, counters in told.pools.items() if counters.held])
+        return web.Response(text="ok\n")
+
+    async def _resolve(self) -> None:
+        found: dict[str, _Peer] = {}
+        unresolved = set()
+        for host, port in self._written:
+            addresses = await _addresses(host, port)
+            if not addresses:
+                unresolved.add(f"{host}:{port}")
+            for address in addresses:
+                if address not in self._ourselves:
+                    found[address] = self._peers.get(address) or _Peer(address)
+        for name in unresolved - self._unresolved:
+            _log.warning("autoscaling: peers %s cannot be resolved: nothing is scaled down", name)
+        self._peers, self._unresolved = found, frozenset(unresolved)
+
+    async def _ask(self, address: str) -> None:
+        host, port = _split(address)
+        where = client.target(host, port, path=PATH, accept="application/json")
+        answer = await self._asking.get(where)
+        peer = self._peers.get(address)
+        if peer is None:
+            return
+        why = answer.reason if isinstance(answer, client.Failed) else ""
+        told: Told | None = None
+        if isinstance(answer, bytes):
+            with contextlib.suppress(msgspec.DecodeError):
+                told = msgspec.json.decode(answer, type=Told)
+            why = "" if told else "unreadable"
+        if told is not None and told.picker == self.identity:
+            self._ourselves.add(address)
+            del self._peers[address]
+            return
+        if why and (peer.told is not None or peer.name == address):
+            _log.warning("autoscaling: peer %s: %s: nothing is scaled down", address, why)
+        peer.told = told
+        if told is not None:
+            peer.name = told.picker
+
+
+def _posting(address: str, body: bytes) -> client.Target:
+    host, port = _split(address)
+    head = (
+        f"POST {PATH} HTTP/1.1\r\nhost: {address}\r\nuser-agent: extproc\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return client.Target(host, port, head.encode() + body)
+
+
+def _split(written: str) -> tuple[str, int]:
+    host, _, port = written.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(
+            "autoscaling.peers",
+            wanted="host:port, the port being that of the other pickers' pages",
+            found=repr(written),
+            fix="write it like extproc-peers:9090",
+        )
+    return host.strip("[]"), int(port)
+
+
+async def _addresses(host: str, port: int) -> list[str]:
+    """Every `ip:port` of a host; none where it cannot be resolved."""
+    with contextlib.suppress(ValueError):
+        ip = ipaddress.ip_address(host)
+        return [f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"]
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    hosts = dict.fromkeys(str(one[4][0]) for one in found)
+    return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in hosts]

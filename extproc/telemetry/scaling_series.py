@@ -1,0 +1,71 @@
+"""What is shown of autoscaling: the number, and the charts it is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """Of one pool.
+
+    Attributes:
+        gauges: By the last part of their names; none before the first look.
+        replicas: By state.
+        changes: Times another number was asked for, by reason.
+        failures: Times that, or looking, failed.
+    """
+
+    gauges: Mapping[str, float] = {}
+    replicas: Mapping[str, int] = {}
+    changes: Mapping[str, int] = {}
+    failures: int = 0
+
+
+#: Name and help text of every gauge.
+_GAUGES = {
+    "desired_replicas": "Replicas there should be; for an HPA or KEDA, with a target of 1.",
+    "queue_depth": "Requests that wait or run per replica that answers, of all pickers.",
+    "queue_depth_mean": "The same, mean over the window of the policy.",
+    "requests_per_second": "Requests that came per second, of all pickers, mean over 3 minutes.",
+    "work_per_second": "Work that arrives (token seconds per second).",
+    "replica_work_per_second": "Work one replica is believed to do (token seconds per second).",
+    "cold_start_seconds": "What a replica is believed to take from being asked for to answering.",
+    "complete": "0 while counters of some picker cannot be read, which keeps replicas.",
+}
+
+
+def series(pools: Mapping[str, Figures]) -> Iterator[Metric]:
+    """All of it, also where nothing is scaled.
+
+    Args:
+        pools: By name.
+    """
+    for name, text in _GAUGES.items():
+        gauge = GaugeMetricFamily(f"extproc_scaling_{name}", text, labels=["pool"])
+        for pool, one in pools.items():
+            if name in one.gauges:
+                gauge.add_metric([pool], one.gauges[name])
+        yield gauge
+    replicas = GaugeMetricFamily(
+        "extproc_scaling_replicas",
+        "Replicas by state: asked for, available, starting.",
+        labels=["pool", "state"],
+    )
+    changes = CounterMetricFamily(
+        "extproc_scaling_changes", "Times another number was asked for.", labels=["pool", "why"]
+    )
+    failures = CounterMetricFamily(
+        "extproc_scaling_failures",
+        "Times the target could not be read or changed.",
+        labels=["pool"],
+    )
+    for pool, one in pools.items():
+        for state, count in one.replicas.items():
+            replicas.add_metric([pool, state], count)
+        for why, count in one.changes.items():
+            changes.add_metric([pool, why], count)
+        failures.add_metric([pool], one.failures)
+    yield from (replicas, changes, failures)

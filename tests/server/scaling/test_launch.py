@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+
+import aiohttp
+
+from tests.support import conversation, peer, serving
+from tests.support.scaling import configured
+
+#: An engine that starts fast: HTTP that answers 200 to everything, on the port it is given.
+ENGINE = """
+import http.server, sys
+class Engine(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.send_response(200); self.send_header("content-length", "0"); self.end_headers()
+    def log_message(self, *_): pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Engine)
+print(f"listening on 127.0.0.1:{server.server_port}", flush=True)
+server.serve_forever()
+"""
+
+REQUEST = {":method": "POST", ":path": "/v1/completions", "x-request-id": "r"}
+
+
+@contextlib.asynccontextmanager
+async def picker(command, **scaling):
+    settings = configured(
+        holding={"enabled": True},
+        scaling={"launch": {"command": command, "stop_s": 1.0}, "max": 2, **scaling},
+    )
+    async with serving.running(settings) as running:
+        await running.sync()
+        yield running
+
+
+async def pick(running):
+    """Where one request goes, held until it can."""
+    async with running.channel() as channel:
+        stream = serving.Stream(channel)
+        await stream.say(conversation.request_headers(REQUEST, ends=True))
+        (said,) = await stream.hear()
+        stream.call.cancel()
+    return dict(said.sets).get(peer.DESTINATION, str(said.status))
+
+
+async def test_the_first_request_starts_an_engine():
+    """It is held at zero, an engine is started, and it goes there once that answers."""
+    async with picker([sys.executable, "-c", ENGINE, "{port}"]) as running:
+        assert running.picker.sites.synced
+        assert not running.picker.sites.pools()[""].members
+        address = await pick(running)
+        (member,) = running.picker.sites.pools()[""].members
+        assert member.endpoint.address == address
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(f"http://127.0.0.1:{running.ports.pages}/metrics") as page,
+        ):
+            text = await page.text()
+        assert 'extproc_scaling_changes_total{pool="",why="wake"} 1.0' in text
+        assert 'extproc_scaling_replicas{pool="",state="asked"}' in text
+    with contextlib.suppress(ConnectionRefusedError):
+        await asyncio.open_connection(*address.split(":"))
+        raise AssertionError("the engine outlived the picker")
+
+
+async def test_an_engine_may_say_itself_where_it_listens():
+    """Without `{port}` the address is read from its output."""
+    async with picker([sys.executable, "-c", ENGINE, "0"]) as running:
+        assert (await pick(running)).startswith("127.0.0.1:")
