@@ -20,6 +20,9 @@ import msgspec
 
 from extproc.election.settings import Settings
 
+#: Shortest pause in seconds: what is left of a wait may be less than a clock can tell apart.
+_LEAST_S = 0.001
+
 
 class Record(msgspec.Struct, frozen=True):
     """What is stored.
@@ -157,7 +160,7 @@ class Term:
             rng: Chance: candidates that started together do not ask together.
         """
         pause = self._settings.retry_s * rng.uniform(0.5, 1.0)
-        return min(pause, self._free - now) if now < self._free else pause
+        return max(min(pause, self._free - now), _LEAST_S) if now < self._free else pause
 
     def _put(self, *, acquired: bool) -> Put:
         stored = self._stored

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -133,4 +134,5 @@ def test_pauses():
     assert 1.0 <= min(pauses) < 1.1
     assert 1.9 < max(pauses) <= 2.0
     assert one.pause(14.5, rng) == 0.5
+    assert one.pause(math.nextafter(15.0, 0.0), rng) == 0.001, "time must pass"
     assert one.pause(15.0, rng) >= 1.0
