@@ -53,7 +53,7 @@ format: $(VENV)/.dev ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 proto: $(VENV)/.dev ## Compile proto/ into extproc/wire/pb
-	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=extproc/wire/pb --pyi_out=extproc/wire/pb proto/ext_proc.proto
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=extproc/wire/pb --pyi_out=extproc/wire/pb proto/ext_proc.proto proto/keda.proto
 
 points: $(VENV)/.dev ## Print the table of protocol points and their tests
 	@$(BIN)/python -m tests.protocol.table

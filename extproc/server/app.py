@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -23,8 +22,8 @@ from extproc.discovery.kubernetes import follow as following
 from extproc.protocol.gathering import Budget
 from extproc.scheduling import guard
 from extproc.scrape import client, scraper
-from extproc.server import admin, health, leases, ports, reload, servicer, stream, xds
-from extproc.server.scaling import autoscaler
+from extproc.server import admin, health, leases, ports, reload, servicer, signals, stream, xds
+from extproc.server.scaling import autoscaler, keda
 from extproc.server.site import Shared
 from extproc.server.sites import Sites
 from extproc.telemetry.exposition import Exposition
@@ -81,7 +80,7 @@ async def serve(
     reloader = reload.Reloader(
         source, settings, adopt=picker.adopt, on_reload=picker.tell_of_reload
     )
-    _on_signals(stop, hurry, reloader.ask)
+    signals.follow(stop, hurry, reloader.ask)
     try:
         addresses = await picker.start()
         await picker.sync()
@@ -150,6 +149,10 @@ class Picker:
         self._autoscaler = autoscaler.Autoscaler(
             settings, self.sites, self.tallies, leads=lambda: self._leads, clock=clock
         )
+        self._keda: keda.Scaler | None = None
+        if settings.autoscaling.keda.enabled:
+            self._keda = keda.Scaler(self._autoscaler.loops)
+            self._autoscaler.on_change = self._keda.told
         self.servicer = servicer.Servicer(
             stream.Shared(
                 switchboard=self.sites.switchboard,
@@ -208,10 +211,23 @@ class Picker:
                 flag="--xds-port",
                 identity=identity,
             )
+        keda_port = 0
+        if self._keda is not None:
+            scaling = ports.listener(self._settings.limits.max_message_bytes)
+            keda.register(scaling, self._keda)
+            health.register(scaling, self.readiness)
+            self._grpc.append(scaling)
+            wanted = self._settings.autoscaling.keda
+            keda_port = ports.bind(
+                scaling,
+                server.grpc_address(wanted.port),
+                flag="autoscaling.keda.port",
+                identity=identity or ports.credentials(server) if wanted.tls else None,
+            )
         pages_port = await self._start_pages(server)
         for one in self._grpc:
             await one.start()
-        return ports.Addresses(grpc_port, health_port, pages_port, xds_port)
+        return ports.Addresses(grpc_port, health_port, pages_port, xds_port, keda_port)
 
     async def sync(self) -> None:
         """Learn the endpoints.
@@ -277,6 +293,8 @@ class Picker:
         if self._elector is not None:
             # Another replica is to be ready while this one serves what is left.
             self._elector.resign()
+        if self._keda is not None:
+            self._keda.release()
         if self._xds is not None:
             # At once: Envoy goes to another picker for news, and keeps what it holds.
             await self._xds.release()
@@ -367,27 +385,6 @@ def _stream_settings(settings: Settings) -> stream.StreamSettings:
     )
 
 
-def _on_signals(stop: asyncio.Event, hurry: asyncio.Event, again: Callable[[], None]) -> None:
-    loop = asyncio.get_running_loop()
-
-    def terminate() -> None:
-        if stop.is_set():
-            hurry.set()
-        stop.set()
-
-    def interrupt() -> None:
-        hurry.set()
-        stop.set()
-
-    loop.add_signal_handler(signal.SIGTERM, terminate)
-    loop.add_signal_handler(signal.SIGINT, interrupt)
-    loop.add_signal_handler(signal.SIGHUP, again)
-
-
 def _announce(addresses: ports.Addresses) -> None:
-    more = f", xDS on {addresses.xds}" if addresses.xds else ""
-    print(  # noqa: T201  the line that supervisors and tests wait for
-        f"extproc is ready: ext_proc on port {addresses.grpc}, gRPC health on {addresses.health}, "
-        f"pages on {addresses.pages}{more}",
-        flush=True,
-    )
+    # The line that supervisors and tests wait for.
+    print(addresses.told, flush=True)  # noqa: T201

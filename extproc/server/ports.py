@@ -22,6 +22,17 @@ class Addresses(msgspec.Struct, frozen=True):
     health: int
     pages: int
     xds: int = 0
+    keda: int = 0
+
+    @property
+    def told(self) -> str:
+        """All of it in one line."""
+        more = f", xDS on {self.xds}" if self.xds else ""
+        more += f", KEDA's scaler on {self.keda}" if self.keda else ""
+        return (
+            f"extproc is ready: ext_proc on port {self.grpc}, gRPC health on {self.health}, "
+            f"pages on {self.pages}{more}"
+        )
 
 
 def listener(max_message_bytes: int) -> grpc.aio.Server:
