@@ -171,7 +171,7 @@ def offline(
 async def real(whole: scenario.Scenario, strategy: str, *, seed: int) -> dict[str, float]:
     """The measurement: everything anew, so that caches and counters begin empty."""
     async with stack.stack() as children:
-        addresses = await _engines(children, whole)
+        addresses = await started(children, whole)
         ports = stack.EnvoyPorts(stack.free_port(), stack.free_port(), stack.free_port())
         await children.extproc(
             *("--config-text", settings_text(strategy, seed=seed, addresses=addresses)),
@@ -184,7 +184,20 @@ async def real(whole: scenario.Scenario, strategy: str, *, seed: int) -> dict[st
         url = f"http://127.0.0.1:{ports.listener}"
         engines = [int(address.rpartition(":")[2]) for address in addresses]
         results, late_s = await sending.play(whole, url=url, ports=engines, seed=seed)
-        loads = [await _load(address) for address in addresses]
+        return await measured(results, addresses, late_s)
+
+
+async def measured(
+    results: tally.Tally, addresses: Sequence[str], late_s: float
+) -> dict[str, float]:
+    """What came of a real run, with what the engines say at its end.
+
+    Args:
+        results: As the client saw it.
+        addresses: Of the engines, which still run.
+        late_s: See `sending.play`.
+    """
+    loads = [await _load(address) for address in addresses]
     again = [int(one.totals.preemptions or 0) for one in loads]
     # All that is read of engines at the end.
     ended = [SimpleNamespace(preemptions=n, engine=SimpleNamespace(preemptions=0)) for n in again]
@@ -196,7 +209,8 @@ async def real(whole: scenario.Scenario, strategy: str, *, seed: int) -> dict[st
     return found
 
 
-async def _engines(children: stack.Stack, whole: scenario.Scenario) -> list[str]:
+async def started(children: stack.Stack, whole: scenario.Scenario) -> list[str]:
+    """Start a scenario's engines; their addresses in the order of the fleet."""
     count = workloads.adapters(whole.workload)
     loras = [word for n in range(count) for word in ("--lora", f"adapter-{n}")]
     commands = [
@@ -207,8 +221,8 @@ async def _engines(children: stack.Stack, whole: scenario.Scenario) -> list[str]
         for one in whole.fleet
         for _ in range(one.count)
     ]
-    started = await asyncio.gather(*(children.engine(*words) for words in commands))
-    return [address for _, address in started]
+    ready = await asyncio.gather(*(children.engine(*words) for words in commands))
+    return [address for _, address in ready]
 
 
 def flag(name: str, value: float) -> tuple[str, str]:
