@@ -40,7 +40,7 @@ demo: $(VENV)/.demo ## Envoy, extproc and four simulated engines on loopback; KE
 	@$(BIN)/python -m extproc demo $(if $(KEEP),--keep)
 
 test: $(VENV)/.dev ## All tests that need nothing else
-	$(BIN)/python -m pytest -q -n auto --dist loadgroup -m 'not versions' $(ARGS)
+	$(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not versions' $(ARGS)
 
 check: $(VENV)/.dev ## Format, lint, imports, types
 	$(BIN)/ruff format --check .

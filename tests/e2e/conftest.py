@@ -12,14 +12,12 @@ from tests.support.live import live, pytest_pyfunc_call
 __all__ = ["live", "pytest_pyfunc_call"]
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
-    """Mark what drives Envoy, and keep each module on one worker."""
+    """Mark what drives Envoy."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def _binaries():

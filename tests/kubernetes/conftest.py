@@ -15,13 +15,11 @@ __all__ = ["live", "pytest_pyfunc_call"]
 HERE = Path(__file__).parent
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
-    """Mark what needs an API server, and keep each module on one worker."""
+    """Mark what needs an API server."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.kubernetes)
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.hookimpl(wrapper=True)
