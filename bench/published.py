@@ -56,3 +56,11 @@ K6 = {
     ("k6-s2", "least-load"): (76.27, 3.54, 3.53, 5.95, 6.53),
     ("k6-s2", "prefix-hash"): (85.02, 3.13, 2.22, 6.67, 7.33),
 }
+
+#: Wallaroo's load profiles: scenario to seconds of all responses, mean, median and p95; 1.3 there.
+#: Profile A's mean has at least fifteen errors of 0.4 s in it.
+WALLAROO = {
+    "wallaroo-a": (186.77, 242.85, 300.41),
+    "wallaroo-b": (240.34, 253.78, 300.42),
+    "wallaroo-c": (95.12, 94.44, 213.08),
+}

@@ -1,0 +1,116 @@
+"""Autoscaling simulated: what was published is reproduced, and what the default policy makes of it.
+
+Few seeds, to be quick; the README has more.
+"""
+
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+import pytest
+
+from bench import proof, published
+from extproc.cli import simulation
+
+SCENARIOS = Path(proof.SCENARIOS)
+SEEDS = (1, 2, 3, 4)
+#: Seconds after which the published client, or its proxy, cut requests.
+CUT_S = 300
+
+
+@cache
+def planned(scenario):
+    """A committed scenario."""
+    return simulation.plan(SCENARIOS / f"{scenario}.yaml", strategies=(), configs=(), seeds=SEEDS)
+
+
+@cache
+def simulated(scenario, strategy, seed, restarts=()):
+    """One run of it."""
+    plan = planned(scenario)
+    column = next(one for one in plan.columns if one.name == strategy)
+    if restarts:
+        scaled = msgspec.structs.replace(plan.scenario.autoscaling, restarts_s=restarts)
+        column = msgspec.structs.replace(column, autoscaling=scaled)
+    return simulation.run(plan.scenario, column, seed=seed, trace="")
+
+
+def runs(scenario, strategy):
+    """All seeds."""
+    return [simulated(scenario, strategy, seed) for seed in SEEDS]
+
+
+def mean_of_responses(run):
+    """As the published client counted: requests that were cut are responses after 300 s."""
+    cut = run.failed.get("timeout", 0)
+    return (run.e2e_s.mean * run.requests + CUT_S * cut) / (run.requests + cut)
+
+
+@pytest.mark.parametrize("profile", published.WALLAROO)
+def test_published_runs_are_reproduced(profile):
+    """Wallaroo's policy and a serial engine: the mean of all three profiles within 15 %."""
+    mean_s, *_ = published.WALLAROO[profile]
+    found = fmean(mean_of_responses(run) for run in runs(profile, "published"))
+    assert found == pytest.approx(mean_s, rel=0.15)
+
+
+def test_where_two_replicas_suffice_nobody_is_lost():
+    """1/30 s: all answered, 54 s on average and p95 115 s at most, with 1.5 replicas that answer."""
+    made = runs("wallaroo-c", "adaptive")
+    assert [run.failed for run in made] == [{}] * len(made)
+    assert fmean(run.e2e_s.mean for run in made) <= 54
+    assert fmean(run.e2e_s.p95 for run in made) <= 115
+    assert fmean(run.scaling.mean_available for run in made) <= 1.5
+
+
+@pytest.mark.parametrize("profile", ["wallaroo-a", "wallaroo-b"])
+def test_what_two_replicas_cannot_carry_is_refused_in_time(profile):
+    """429 or 503 within the hold budget, and nothing is cut or lost."""
+    budget_s = planned(profile).scenario.autoscaling.hold.budget_s
+    for run in runs(profile, "adaptive"):
+        assert set(run.failed) <= {"refused 429", "refused 503"}
+        assert run.failed
+        assert max(run.ttft_quantiles_s) <= budget_s + 1
+        # Replicas answer as many as they can.
+        assert run.requests >= 100
+
+
+@pytest.mark.parametrize("profile", ["wallaroo-a", "wallaroo-b", "wallaroo-c"])
+def test_back_to_zero_within_window_and_cool_down(profile):
+    """The last replica goes 300 s after the last request."""
+    for run in runs(profile, "adaptive"):
+        assert run.scaling.to_least_s <= 300 + 5
+
+
+def test_restarts_under_load_change_nothing():
+    """Pickers replaced five times: the same answers to the same moment, the same replicas."""
+    restarts = (97.0, 333.0, 500.0, 801.0, 1333.0)
+    for seed in SEEDS[:2]:
+        whole = simulated("wallaroo-c", "adaptive", seed)
+        assert msgspec.json.encode(
+            simulated("wallaroo-c", "adaptive", seed, restarts)
+        ) == msgspec.json.encode(whole)
+
+
+def first_at(run, replicas):
+    """When so many replicas were first asked for."""
+    rows = zip(run.scaling.at_s, run.scaling.spec, strict=True)
+    return next(at for at, spec in rows if spec >= replicas)
+
+
+def test_kubeai_follows_a_step_over_minutes():
+    """The second replica after 600 * 100 / 360 = 167 s, the fourth after 500; zero after 10 minutes."""
+    run = simulated("kubeai-step", "kubeai", 1)
+    assert first_at(run, 2) == pytest.approx(170, abs=15)
+    assert first_at(run, 4) == pytest.approx(510, abs=20)
+    assert 600 <= run.scaling.to_least_s <= 640
+
+
+def test_adaptive_follows_a_step_within_seconds():
+    """Five replicas after the first look, and all 9,000 answered in two thirds of the time."""
+    run, other = (simulated("kubeai-step", name, 1) for name in ("adaptive", "kubeai"))
+    assert first_at(run, 5) <= 15
+    assert run.failed == {}
+    assert run.duration_s < 0.7 * other.duration_s
+    assert run.e2e_s.p95 < 0.5 * other.e2e_s.p95
