@@ -70,6 +70,7 @@ SCENARIO = (
         (f"workload, kind: {kind.__struct_config__.tag}", kind)
         for kind in workloads.Workload.__args__
     ),
+    ("workload.groups, each", workloads.Group),
     ("lengths of prompts, answers, turns and pauses", lengths.Lengths),
 )
 

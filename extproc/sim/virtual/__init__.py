@@ -5,6 +5,7 @@
 - `timeline`: the clock. `site`: one engine on it. `picker`: one picker, built by the factory like
   the real one; `clairvoyant`: one that sees what no picker can.
 - `client`: who sends when. `world`: everything together.
+- `waiting`: where requests of one picker wait for capacity.
 - `tally`, `report`: what came of it, one run and many; `tables`: as text.
 
 From Python:

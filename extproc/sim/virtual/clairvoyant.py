@@ -93,6 +93,11 @@ class Clairvoyant:
             account.hold(ticket, chain, range(0, (len(chain) + 1) * size, size), growth=growth)
         return where
 
+    def left(self, trip: Trip) -> bool:
+        """See `Picker`; nobody waits."""
+        del trip
+        return False
+
     def ended(self, trip: Trip) -> None:
         """See `Picker`."""
         del self._uncached[trip.id]

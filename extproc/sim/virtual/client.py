@@ -20,7 +20,8 @@ PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How requests are offered.
 
-    One of `users` and `rate_per_s` is given, or neither with a trace, which has its own times.
+    One of `users` and `rate_per_s` is given, or neither with a trace or groups, which have times of
+    their own.
 
     Attributes:
         users: Closed loop: so many users, each with one session at a time.

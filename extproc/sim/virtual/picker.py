@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import msgspec
+
+from extproc import decision as outcomes
 from extproc.config import factory
 from extproc.config import settings as sections
-from extproc.decision import Rejection
+from extproc.decision import Decision, Outcome
 from extproc.endpoint import Endpoint, Load, Models, Rates
 from extproc.pool.accounts import Ticket
 from extproc.pool.fleet import Mark
 from extproc.request import Request
 from extproc.scheduling.plugins import Signal
 from extproc.scrape import pace
+from extproc.sim.virtual import waiting
 from extproc.sim.virtual.site import Site
 from extproc.sim.virtual.timeline import Timeline
 from extproc.sim.virtual.trip import KEY_TOKENS, Trip, Work
@@ -36,7 +40,13 @@ class Picker(Protocol):
         """Discovery names the endpoints: indices of sites."""
 
     def pick(self, trip: Trip) -> int:
-        """The site a trip goes to; -1 and a `failure` in the trip when it is refused."""
+        """The site a trip goes to; -1 and a `failure` in the trip when it is refused, -1 when it waits.
+
+        Of one that waits the world is told what came of it.
+        """
+
+    def left(self, trip: Trip) -> bool:
+        """The client of a trip has gone; returns whether the trip was still waiting."""
 
     def ended(self, trip: Trip) -> None:
         """A picked trip ended."""
@@ -55,6 +65,8 @@ class Dispatching:
         delay_s: Seconds from the moment a page was true to the moment it is taken in.
         models: What every engine lists, where the settings ask for it.
         told_max_tokens: Whether requests say how long their answers will be.
+        went: Told of a trip that waited and goes to its `site`, or is refused with a `failure`; None
+            where nobody waits, whatever the settings say.
     """
 
     def __init__(
@@ -66,7 +78,11 @@ class Dispatching:
         delay_s: float,
         models: Models,
         told_max_tokens: bool = False,
+        went: Callable[[Trip], None] | None = None,
     ) -> None:
+        if went is None and settings.holding.enabled:
+            off = msgspec.structs.replace(settings.holding, enabled=False)
+            settings = msgspec.structs.replace(settings, holding=off)
         self.parts = factory.build(settings, where="scenario")
         self._sites = sites
         self._timeline = timeline
@@ -89,10 +105,19 @@ class Dispatching:
         self._watches = [0] * len(sites)
         self._busy: dict[int, int] = {}
         self._touched: set[int] = set()
+        self.gate: waiting.Gate | None = None
+        if went is not None and settings.holding.enabled:
+            acts = waiting.Acts(
+                decide=self._decide,
+                grant=lambda trip, outcome: self._grant(trip, outcome, went),
+                refuse=lambda trip, status: _refused(trip, status, went),
+            )
+            self.gate = waiting.Gate(settings.holding, timeline=timeline, acts=acts)
 
     def listed(self, up: Sequence[int]) -> None:
         """See `Picker`."""
         self.parts.fleet.replace([self._endpoints[n] for n in up], self._timeline.now)
+        self._changed()
         fresh = set(up) - self._watched
         self._watched = set(up)
         if not self._scraping:
@@ -107,7 +132,25 @@ class Dispatching:
 
     def pick(self, trip: Trip) -> int:
         """See `Picker`."""
-        work, now = trip.work, self._timeline.now
+        outcome, gate = self._decide(trip), self.gate
+        if isinstance(outcome, Decision):
+            if gate is None or not gate.overtakes(trip):
+                return self._commit(trip, outcome)
+            # Whoever waits longer goes first; the turn may be this one's all the same.
+            outcome = outcomes.busy(0.0)
+        status = outcome.status
+        if gate is not None and outcome.waits_s is not None:
+            status = gate.hold(trip, outcome)
+        if status:
+            trip.failure = f"rejected {status}"
+        return -1
+
+    def left(self, trip: Trip) -> bool:
+        """See `Picker`."""
+        return self.gate is not None and self.gate.left(trip)
+
+    def _decide(self, trip: Trip) -> Outcome:
+        work = trip.work
         request = Request(
             api="completions",
             model=work.adapter or MODEL,
@@ -115,13 +158,20 @@ class Dispatching:
             prompt_tokens=work.prompt_tokens,
             max_tokens=work.output_tokens if self._told else None,
             session=work.session,
+            priority=work.priority,
         )
-        dispatcher = self.parts.dispatcher
-        outcome = dispatcher.choose(request, now, chain=self._chain(work), headers=_NO_HEADERS)
-        if isinstance(outcome, Rejection):
-            trip.failure = f"rejected {outcome.status}"
-            return -1
-        self._tickets[trip.id] = dispatcher.commit(outcome, now)
+        return self.parts.dispatcher.choose(
+            request, self._timeline.now, chain=self._chain(work), headers=_NO_HEADERS
+        )
+
+    def _grant(self, trip: Trip, outcome: Decision, went: Callable[[Trip], None]) -> None:
+        trip.site = self._commit(trip, outcome)
+        went(trip)
+
+    def _commit(self, trip: Trip, outcome: Decision) -> int:
+        """Charge a decision; returns the site."""
+        work = trip.work
+        self._tickets[trip.id] = self.parts.dispatcher.commit(outcome, self._timeline.now)
         trip.predicted_tokens = min(outcome.matched_tokens, work.prompt_tokens)
         n = self._sites_of[outcome.endpoints[0].address]
         self._busy[n] = self._busy.get(n, 0) + 1
@@ -144,6 +194,9 @@ class Dispatching:
         if status:
             dispatcher.told(ticket, status, now)
         dispatcher.complete(ticket, now, answered=bool(status))
+        if self.gate is not None and not trip.failure:
+            self.gate.charge(trip)
+        self._changed()
         left = self._busy[trip.site] - 1
         if left:
             self._busy[trip.site] = left
@@ -185,6 +238,12 @@ class Dispatching:
             # As the real scraper does: once an engine's page could be read.
             if self._models is not None and member is not None and member.models is None:
                 fleet.observe_models(member.endpoint, self._models)
+            self._changed()
+
+    def _changed(self) -> None:
+        """Something happened that those who wait may have waited for."""
+        if self.gate is not None:
+            self.gate.changed()
 
     def _wait_s(self, n: int, *, busy: bool) -> float:
         all_, active = len(self._watched), len(self._busy)
@@ -200,6 +259,11 @@ class Dispatching:
     def _endpoint(self, n: int) -> Endpoint:
         member = self.parts.fleet.pool.find(self._endpoints[n].address)
         return self._endpoints[n] if member is None else member.endpoint
+
+
+def _refused(trip: Trip, status: int, went: Callable[[Trip], None]) -> None:
+    trip.failure = f"rejected {status}"
+    went(trip)
 
 
 def _status(trip: Trip) -> str:

@@ -12,7 +12,7 @@ from extproc.errors import ConfigError
 from extproc.sim import profiles
 from extproc.sim.virtual.client import Client
 from extproc.sim.virtual.trip import KEY_TOKENS
-from extproc.sim.virtual.workloads import Trace, Workload
+from extproc.sim.virtual.workloads import TIMED, Workload
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -137,7 +137,7 @@ class Autoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             model from a local disk.
         grace_s: Seconds a replica that is taken away may finish what it has. None: until it has,
             as with a grace period longer than any answer.
-        hold: How requests wait.
+        hold: How requests wait, in place of the pickers' own `holding`.
         restarts_s: When the picker is replaced by another one that goes on from its state.
         window_s: Seconds charts average the queue depth over.
     """
@@ -265,11 +265,11 @@ def _check_engines(engines: Engines, *, where: str) -> None:
 
 def _check_client(client: Client, workload: Workload, *, where: str) -> None:
     ways = (client.users is not None) + (client.rate_per_s is not None)
-    wanted = 0 if isinstance(workload, Trace) else 1
+    wanted = 0 if isinstance(workload, TIMED) else 1
     if ways != wanted:
         raise ConfigError(
             f"{where}: client",
-            wanted="no users and no rate_per_s with a trace, which has times of its own"
+            wanted="no users and no rate_per_s with a trace or groups, which have times of their own"
             if not wanted
             else "one of users (closed loop) and rate_per_s (Poisson arrivals)",
             found=f"{ways} of them",

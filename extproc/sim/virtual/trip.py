@@ -22,6 +22,8 @@ class Work(msgspec.Struct, frozen=True, gc=False):
         adapter: LoRA adapter; empty for the base model.
         session: What ties turns of a conversation together; empty when nothing does.
         opening: Beginning of the first user message, as text.
+        tenant: Who sends it; empty where nobody says.
+        priority: Of its objective.
     """
 
     prompt_tokens: int
@@ -30,6 +32,8 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     adapter: str = ""
     session: str = ""
     opening: str = ""
+    tenant: str = ""
+    priority: int = 0
 
 
 class Session(msgspec.Struct, frozen=True, gc=False):

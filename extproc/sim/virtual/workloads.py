@@ -6,6 +6,7 @@ independent requests look.
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
@@ -231,7 +232,73 @@ class Trace(_Kind, frozen=True, kw_only=True, tag="trace"):
             yield Session((work,), at=(at - begin) / self.rate_scale)
 
 
-Workload = Independent | Shared | Conversations | Repeated | Trace
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Some of those who ask.
+
+    Attributes:
+        tenant: What they are called, where requests wait in turns.
+        priority: Of their requests, as an objective would give it.
+        rate_per_s: Their sessions begin at this rate, as a Poisson process.
+        from_s: When they begin, virtual seconds.
+        until_s: When no more of their sessions begin. None: when the workload is over.
+        workload: What they ask.
+    """
+
+    tenant: str
+    priority: int = 0
+    rate_per_s: Annotated[float, msgspec.Meta(gt=0)]
+    from_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    until_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    workload: Independent | Shared | Conversations | Repeated
+
+    def source(self, rng: random.Random, number: int) -> Iterator[Session]:
+        """Its sessions at their times.
+
+        Args:
+            rng: Chance of its own, so that it asks the same whoever else is there.
+            number: Which of the groups it is; they share no blocks.
+        """
+        salt = (number + 1) << 54
+        at = self.from_s
+        for session in self.workload.source(random.Random(rng.getrandbits(64))):
+            at += rng.expovariate(self.rate_per_s)
+            if self.until_s is not None and at >= self.until_s:
+                return
+            works = [
+                msgspec.structs.replace(
+                    work,
+                    keys=[key + salt for key in work.keys],
+                    tenant=self.tenant,
+                    priority=self.priority,
+                )
+                for work in session.works
+            ]
+            yield Session(works, session.think_s, at)
+
+
+class Groups(_Kind, frozen=True, kw_only=True, tag="groups"):
+    """Several who ask at once, each at their own rate.
+
+    Attributes:
+        groups: Who they are. Each asks the same at the same times whoever else is there.
+    """
+
+    groups: Annotated[Sequence[Group], msgspec.Meta(min_length=1)]
+
+    def source(self, rng: random.Random) -> Iterator[Session]:
+        """Its sessions."""
+        base = rng.getrandbits(64)
+        sources = [
+            group.source(random.Random(f"{base} {group.tenant} {group.priority}"), number)
+            for number, group in enumerate(self.groups)
+        ]
+        return heapq.merge(*sources, key=lambda session: session.at or 0.0)
+
+
+Workload = Independent | Shared | Conversations | Repeated | Trace | Groups
+
+#: Kinds that say themselves when sessions begin.
+TIMED = (Trace, Groups)
 
 
 def sessions(workload: Workload, rng: random.Random, rows: Iterable[str] = ()) -> Iterator[Session]:
@@ -250,7 +317,7 @@ def sessions(workload: Workload, rng: random.Random, rows: Iterable[str] = ()) -
 
 def adapters(workload: Workload) -> int:
     """How many LoRA adapters it asks for; 0 for the base model only."""
-    return 0 if isinstance(workload, Trace | Repeated) else workload.adapters
+    return 0 if isinstance(workload, Trace | Repeated | Groups) else workload.adapters
 
 
 def named(workload: Workload) -> frozenset[str]:

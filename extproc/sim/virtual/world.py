@@ -63,7 +63,8 @@ class World:
                     engines.ready_s if scaled is None else None,
                 )
         self.pickers = [
-            self._picker(settings, seed=seed * 1000 + n) for n in range(scenario.picking.replicas)
+            self._picker(settings, seed=seed * 1000 + n, waits=scaled is None)
+            for n in range(scenario.picking.replicas)
         ]
         self._replicas = None if scaled is None else self._scaled(scaled)
         self._sender = Sender(
@@ -112,7 +113,8 @@ class World:
         else:
             site.start()
 
-    def _picker(self, settings: sections.Settings | None, *, seed: int) -> Picker:
+    def _picker(self, settings: sections.Settings | None, *, seed: int, waits: bool) -> Picker:
+        """One picker; requests wait in it, or where replicas come and go."""
         if settings is None:
             return Clairvoyant(self.sites, self.timeline)
         return Dispatching(
@@ -122,6 +124,7 @@ class World:
             delay_s=self._scenario.picking.delay_s,
             models=Models(frozenset({MODEL}), workloads.named(self._scenario.workload)),
             told_max_tokens=self._scenario.picking.told_max_tokens,
+            went=self._went if waits else None,
         )
 
     def _scaled(self, asked: Autoscaling) -> Replicas:
@@ -184,7 +187,7 @@ class World:
         else:
             # On the next event: the sender must know the trip before it can end.
             self.timeline.after(0.0, lambda: replicas.arrived(trip))
-        if self._client.timeout_s is not None and (replicas or trip.site >= 0):
+        if self._client.timeout_s is not None and not trip.failure:
             self.timeline.after(self._client.timeout_s, lambda: self._give_up(trip))
         return trip
 
@@ -192,18 +195,29 @@ class World:
         """A picker says where to."""
         pickers = self.pickers
         picker = pickers[0] if len(pickers) == 1 else self._chance.choice(pickers)
-        trip.site = picker.pick(trip)
-        if trip.site < 0:
-            # On the next event, as above.
-            self.timeline.after(0.0, lambda: self._over(trip))
-            return
         self._picker_of[trip.id] = picker
-        self.sites[trip.site].submit(trip)
+        trip.site = picker.pick(trip)
+        if trip.site >= 0 or trip.failure:
+            self._went(trip)
+
+    def _went(self, trip: Trip) -> None:
+        """A picker has said where to, or that it goes nowhere."""
+        if trip.site >= 0:
+            self.sites[trip.site].submit(trip)
+            return
+        del self._picker_of[trip.id]
+        # On the next event, as above.
+        self.timeline.after(0.0, lambda: self._over(trip))
 
     def _give_up(self, trip: Trip) -> None:
         """The client has waited long enough."""
         if trip.site < 0:
-            if self._replicas and self._replicas.left(trip):
+            picker = self._picker_of.get(trip.id)
+            if picker is not None and picker.left(trip):
+                del self._picker_of[trip.id]
+                trip.failure = "timeout"
+                self._over(trip)
+            elif self._replicas and self._replicas.left(trip):
                 trip.failure = "timeout"
                 self._over(trip)
         elif not self._client.abandons:

@@ -135,3 +135,24 @@ def test_a_source_is_drawn_as_it_is_read():
     """A hundred thousand sessions are not made before the first is sent."""
     source = workloads.sessions(independent(10**9), random.Random(1))
     assert next(source).works[0].prompt_tokens == 200
+
+
+def test_groups_ask_the_same_whoever_else_is_there():
+    """Each has its own rate, tenant and priority, and shares no blocks with others."""
+    small = workloads.Group(tenant="small", priority=1, rate_per_s=2.0, workload=independent(20))
+    big = workloads.Group(
+        tenant="big", rate_per_s=20.0, from_s=1.0, until_s=4.0, workload=independent(200)
+    )
+    alone = sessions(workloads.Groups(groups=[small]))
+    both = sessions(workloads.Groups(groups=[small, big]))
+    times = [session.at for session in both]
+    assert times == sorted(times)
+    mine = [session for session in both if session.works[0].tenant == "small"]
+    assert [session.at for session in mine] == [session.at for session in alone]
+    assert [one.works for one in mine] == [one.works for one in alone]
+    assert all(session.works[0].priority == 1 for session in mine)
+    others = [session for session in both if session.works[0].tenant == "big"]
+    assert 40 <= len(others) <= 80
+    assert all(1.0 < session.at < 4.0 for session in others)
+    keys = {key for session in mine for key in session.works[0].keys}
+    assert not keys & {key for session in others for key in session.works[0].keys}
