@@ -80,3 +80,15 @@ def crds(live, api, definitions):
 def namespace(live, api):
     """A namespace of the module's own."""
     return live.run(api.namespace())
+
+
+@pytest.fixture
+def place(live, api, cluster):
+    """A namespace of the test's own, and the kubeconfig of a picker that may look into it."""
+
+    async def made():
+        namespace = await api.namespace()
+        access = await api.account(namespace, kube.picker_rules())
+        return namespace, cluster.write_kubeconfig(namespace, access, namespace)
+
+    return live.run(made())

@@ -7,7 +7,6 @@ import random
 import pytest
 
 from extproc.discovery.kubernetes import settings
-from extproc.pool import policy
 from tests.support import kube, kube_follow
 
 A, B, C = "127.2.0.1", "127.2.0.2", "127.2.0.3"
@@ -17,25 +16,6 @@ LABELS = {"app": "vllm"}
 @pytest.fixture(autouse=True)
 def served(crds):
     return crds
-
-
-@pytest.fixture
-def place(live, api, cluster):
-    """A namespace of the test's own, and who may look into it."""
-    return live.run(_place(api, cluster))
-
-
-async def _place(api, cluster):
-    namespace = await api.namespace("discovery")
-    access = await api.account(namespace, kube.picker_rules())
-    return namespace, cluster.write_kubeconfig(namespace, access, namespace)
-
-
-def following(place, **wanted):
-    """Follow the pool `vllm` of the namespace."""
-    namespace, kubeconfig = place
-    ref = settings.InferencePoolRef(namespace, "vllm")
-    return kube_follow.following(kubeconfig, ref, **wanted)
 
 
 async def test_060_ready_pods_of_the_pool(api, place):
@@ -49,7 +29,7 @@ async def test_060_ready_pods_of_the_pool(api, place):
     await api.create(kube.pod("other", namespace, C, labels=LABELS))
     elsewhere = await api.namespace("elsewhere")
     await api.create(kube.pod("a", elsewhere, "127.2.0.4", labels=both))
-    async with following(place) as told:
+    async with kube_follow.pool(place) as told:
         (endpoint,) = told.pools[key].endpoints
         assert (endpoint.address, endpoint.name) == (f"{A}:8000", "a")
         assert endpoint.labels.items() >= both.items()
@@ -66,7 +46,7 @@ async def test_061_ranks(api, place):
     await api.create(kube.pod("a", namespace, A, labels=LABELS))
     await api.create(kube.pod("b", namespace, B, labels=LABELS, annotations=few))
     await api.create(kube.pod("c", namespace, C, labels=LABELS, annotations=old))
-    async with following(place) as told:
+    async with kube_follow.pool(place) as told:
         await told.has(
             key,
             *(f"{A}:{port}" for port in (3000, 3002, 3004)),
@@ -87,7 +67,7 @@ async def test_063_pods_come_and_go(api, place):
     await api.create(kube.pool("vllm", namespace, labels=LABELS))
     a = kube.pod("a", namespace, A, labels=LABELS)
     b = kube.pod("b", namespace, B, labels=LABELS, ready=False)
-    async with following(place) as told:
+    async with kube_follow.pool(place) as told:
         await told.has(key)
         await api.create(a)
         await told.has(key, f"{A}:8000")
@@ -117,7 +97,7 @@ async def test_060_a_pod_that_is_being_deleted(api, place):
     a = kube.pod("a", namespace, A, labels=LABELS)
     a["metadata"]["finalizers"] = ["test.example.com/hold"]
     await api.create(a)
-    async with following(place) as told:
+    async with kube_follow.pool(place) as told:
         await told.has(key, f"{A}:8000")
         await api.delete(a)
         await told.has(key)
@@ -135,7 +115,7 @@ async def test_064_selector_and_ports_change_live(api, place):
     await api.create(pool)
     await api.create(kube.pod("a", namespace, A, labels=LABELS))
     await api.create(kube.pod("b", namespace, B, labels={"app": "other"}))
-    async with following(place) as told:
+    async with kube_follow.pool(place) as told:
         await told.has(key, f"{A}:8000")
         await api.patch(pool, {"spec": {"targetPorts": [{"number": 9000}, {"number": 9001}]}})
         await told.has(key, f"{A}:9000", f"{A}:9001")
@@ -151,7 +131,7 @@ async def test_065_the_pool_is_deleted_and_comes_back(api, place):
     key = f"{namespace}/vllm"
     pool = kube.pool("vllm", namespace, labels=LABELS)
     await api.create(kube.pod("a", namespace, A, labels=LABELS))
-    async with following(place) as told:
+    async with kube_follow.pool(place) as told:
         assert not told.pools[key].exists
         await api.create(pool)
         await told.has(key, f"{A}:8000")
@@ -175,94 +155,6 @@ async def test_066_pods_by_label_need_no_crd(api, place, crds):
             assert told.kinds == ["synced"]
     finally:
         await api.define(crds)
-
-
-@pytest.mark.usefixtures("ours")
-async def test_087_policies_without_their_crds(api, place, crds):
-    """Pools work without the definitions of objectives and rewrites, and take them once there."""
-    namespace, _ = place
-    key = f"{namespace}/vllm"
-    policies = [one for one in crds if one["spec"]["names"]["kind"] != "InferencePool"]
-    await api.undefine(policies)
-    try:
-        await api.create(kube.pool("vllm", namespace, labels=LABELS))
-        await api.create(kube.pod("a", namespace, A, labels=LABELS))
-        async with following(place) as told:
-            await told.has(key, f"{A}:8000")
-            assert told.pools[key].policy == policy.NONE
-            await api.define(policies)
-            await api.create(kube.objective("batch", namespace, "vllm", -1))
-            await told.until(lambda: told.pools[key].policy.priorities == {"batch": -1})
-    finally:
-        await api.define(crds)
-
-
-async def test_088_the_new_group_wins(api, place):
-    """Objectives and rewrites of the older group are ignored where both are installed."""
-    namespace, _ = place
-    key = f"{namespace}/vllm"
-    await api.create(kube.pool("vllm", namespace, labels=LABELS))
-    rules = [{"matches": [{"model": {"value": "a"}}], "targets": [{"modelRewrite": "b"}]}]
-    await api.create(kube.objective("old", namespace, "vllm", 5, version=kube.POOL_OLD))
-    await api.create(kube.rewrite("old", namespace, "vllm", rules, version=kube.POOL_OLD))
-    await api.create(kube.objective("new", namespace, "vllm", 3))
-    async with following(place) as told:
-        await told.until(lambda: told.pools[key].policy.priorities == {"new": 3})
-        assert told.pools[key].policy.rules == ()
-
-
-@pytest.mark.usefixtures("ours")
-async def test_088_the_older_group_alone(api, place, crds):
-    """Where only the older group is installed, its objectives and rewrites are read."""
-    namespace, _ = place
-    key = f"{namespace}/vllm"
-    newer = [one for one in crds if one["spec"]["group"] == "llm-d.ai"]
-    await api.undefine(newer)
-    try:
-        await api.create(kube.pool("vllm", namespace, labels=LABELS))
-        await api.create(kube.objective("old", namespace, "vllm", 5, version=kube.POOL_OLD))
-        async with following(place) as told:
-            await told.until(lambda: told.pools[key].policy.priorities == {"old": 5})
-    finally:
-        await api.define(crds)
-
-
-async def test_081_objectives(api, place):
-    """Priorities of this pool's objectives alone (point 82), unset ones 0; changes followed."""
-    namespace, _ = place
-    key = f"{namespace}/vllm"
-    await api.create(kube.pool("vllm", namespace, labels=LABELS))
-    high = kube.objective("high", namespace, "vllm", 4)
-    await api.create(high)
-    await api.create(kube.objective("unset", namespace, "vllm", None))
-    await api.create(kube.objective("foreign", namespace, "another", 9))
-    async with following(place) as told:
-        await told.until(lambda: told.pools[key].policy.priorities == {"high": 4, "unset": 0})
-        await api.patch(high, {"spec": {"priority": -2}})
-        await told.until(lambda: told.pools[key].policy.priorities == {"high": -2, "unset": 0})
-        await api.delete(high)
-        await told.until(lambda: told.pools[key].policy.priorities == {"unset": 0})
-
-
-async def test_083_rewrites(api, place):
-    """Rules come in the order of age, and of the list within one object."""
-    namespace, _ = place
-    key = f"{namespace}/vllm"
-    await api.create(kube.pool("vllm", namespace, labels=LABELS))
-    first = [
-        {"matches": [{"model": {"value": "a"}}], "targets": [{"modelRewrite": "b", "weight": 70}]},
-        {"targets": [{"modelRewrite": "c"}]},
-    ]
-    second = [{"matches": [{"model": {"value": "d"}}], "targets": [{"modelRewrite": "e"}]}]
-    async with following(place) as told:
-        # One second is the resolution of an age: names in order make the order certain.
-        await api.create(kube.rewrite("one", namespace, "vllm", first))
-        await api.create(kube.rewrite("two", namespace, "vllm", second))
-        await api.create(kube.rewrite("three", namespace, "another", second))
-        await told.until(lambda: len(told.pools[key].policy.rules) == 3)
-        rules = told.pools[key].policy.rules
-        assert [rule.models for rule in rules] == [("a",), (), ("d",)]
-        assert rules[0].targets == (policy.Target("b", 70),)
 
 
 async def test_064_the_older_pool(api, place):
@@ -294,7 +186,7 @@ async def test_long_lists_come_in_pages(api, place):
     hosts = [f"127.2.4.{number + 1}" for number in range(23)]
     for number, host in enumerate(hosts):
         await api.create(kube.pod(f"pod-{number}", namespace, host, labels=LABELS))
-    async with following(place, page=5) as told:
+    async with kube_follow.pool(place, page=5) as told:
         assert told.addresses(f"{namespace}/vllm") == sorted(f"{host}:8000" for host in hosts)
 
 
@@ -407,7 +299,7 @@ async def test_063_a_storm(api, cluster, place):
         ready = sorted(number for number, one in alive.items() if one)
         return sorted(f"127.2.2.{number + 1}:{port}" for number in ready for port in (8000, 8001))
 
-    async with following(place, watch_s=1.0) as told:
+    async with kube_follow.pool(place, watch_s=1.0) as told:
         for step in range(400):
             if step % 150 == 149 and cluster.stoppable:
                 cluster.stop()

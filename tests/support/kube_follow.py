@@ -96,3 +96,14 @@ async def following(kubeconfig: Path, *sources: settings.Source, **wanted: Any):
     finally:
         # A task that was cancelled before it ran has closed nothing.
         await follower.close()
+
+
+def pool(place: tuple[str, Path], **wanted: Any):
+    """Follow the pool `vllm` of a namespace.
+
+    Args:
+        place: The namespace, and who looks.
+        wanted: Other patience.
+    """
+    namespace, kubeconfig = place
+    return following(kubeconfig, settings.InferencePoolRef(namespace, "vllm"), **wanted)
