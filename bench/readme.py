@@ -7,12 +7,13 @@ A test holds the block against the results, so that neither can be changed alone
 
 from __future__ import annotations
 
-from bench import agreement, rig, run
+from bench import agreement, replicas, rig, run
 from bench.real_vllm import report
 
 BEGIN, END = "<!-- results -->\n", "\n<!-- /results -->"
 REAL_BEGIN, REAL_END = "<!-- real vllm -->\n", "\n<!-- /real vllm -->"
 AGREEMENT_BEGIN, AGREEMENT_END = "<!-- agreement -->\n", "\n<!-- /agreement -->"
+REPLICAS_BEGIN, REPLICAS_END = "<!-- replicas -->\n", "\n<!-- /replicas -->"
 
 
 def block() -> str:
@@ -63,6 +64,13 @@ def agreement_block() -> str:
     return agreement.block(run.read("agreement"))
 
 
+def replicas_block() -> str:
+    """Several pickers beside one."""
+    if not (rig.RESULTS / "replicas.json").exists():
+        return "Nothing measured yet."
+    return replicas.block(run.read("replicas"))
+
+
 def main() -> None:
     path = rig.ROOT / "README.md"
     text = path.read_text()
@@ -70,6 +78,7 @@ def main() -> None:
         (BEGIN, block(), END),
         (REAL_BEGIN, real_block(), REAL_END),
         (AGREEMENT_BEGIN, agreement_block(), AGREEMENT_END),
+        (REPLICAS_BEGIN, replicas_block(), REPLICAS_END),
     ):
         head, _, rest = text.partition(begin)
         tail = rest.partition(end)[2]

@@ -119,7 +119,10 @@ async def real(rounds: int) -> dict[str, Any]:
             print(seed, n, found[n][-1], flush=True)
     figures = ("hit_ratio", "ttft_mean_s", "ttft_p99_s", "requests_per_s", "timers_late_ms")
     return {
-        str(n): {f: round(statistics.median(run[f] for run in runs), 4) for f in figures}
+        str(n): {
+            "rounds": len(runs),
+            **{f: round(statistics.median(run[f] for run in runs), 4) for f in figures},
+        }
         for n, runs in found.items()
     }
 

@@ -52,6 +52,11 @@ def test_the_table_of_agreement_is_the_result():
     assert results.agreement_block() in README
 
 
+def test_the_table_of_replicas_is_the_result():
+    """Several pickers beside one are shown as they were run."""
+    assert results.replicas_block() in README
+
+
 KINDS = [
     (kind, word)
     for table, word in (
