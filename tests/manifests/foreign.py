@@ -18,6 +18,19 @@ from tests.manifests import tools
 #: Required keys end in `!`. A value is a mapping, a list of one form, or a word of `_WORDS`, or
 #: words of an enumeration parted by `|`.
 _TABLES = """
+keda.sh/v1alpha1 ScaledObject:
+  scaleTargetRef!: {apiVersion: text, kind: text, name!: text}
+  minReplicaCount: number
+  maxReplicaCount: number
+  cooldownPeriod: number
+  fallback: {failureThreshold!: number, replicas!: number, behavior: static|currentReplicas}
+  triggers!: [{type!: text, metadata!: {scalerAddress!: text, metric: text}}]
+  advanced:
+    horizontalPodAutoscalerConfig:
+      behavior:
+        scaleDown:
+          stabilizationWindowSeconds: number
+          policies: [{type!: Percent|Pods, value!: number, periodSeconds!: number}]
 gateway.networking.k8s.io/v1 Gateway:
   gatewayClassName!: text
   listeners!: [{name!: text, port!: port, protocol!: HTTP|HTTPS|TLS|TCP|UDP, hostname: text}]

@@ -23,6 +23,18 @@ ALLOWED = {
 }
 SLICES = {("discovery.k8s.io", "endpointslices"): READ}
 LEASES = {("coordination.k8s.io", "leases"): HOLD}
+TURN = frozenset({"get", "patch"})
+SCALES = {
+    ("apps", "deployments/scale"): TURN,
+    ("apps", "statefulsets/scale"): TURN,
+    ("leaderworkerset.x-k8s.io", "leaderworkersets/scale"): TURN,
+    ("kubeai.org", "models/scale"): TURN,
+    ("autoscaling", "horizontalpodautoscalers"): frozenset({"list"}),
+    ("keda.sh", "scaledobjects"): frozenset({"list"}),
+    ("", "configmaps"): frozenset({"get", "create", "patch"}),
+    ("", "events"): frozenset({"create"}),
+    **LEASES,
+}
 
 #: Seconds between the end of the drain and the end of the process that we leave at least.
 _AIR_S = 5
@@ -94,6 +106,8 @@ def _picker(documents: Sequence[Document], pod: Document, container: Document) -
     }
     if settings.xds.enabled:
         wanted["xds"] = settings.xds.port
+    if settings.autoscaling.keda.enabled:
+        wanted["keda"] = settings.autoscaling.keda.port
     ports = parts.ports(container)
     if ports != wanted:
         yield f"ports are {ports}, and the picker listens on {wanted}"

@@ -92,4 +92,4 @@ def test_the_readme_has_the_table_of_rights():
         for group in groups.replace("`", "").replace("core", "").split(", "):
             for kind in kinds.split(", "):
                 told[group, kind] = frozenset(verbs.split(", "))
-    assert told == {**rules.ALLOWED, **rules.SLICES, **rules.LEASES}
+    assert told == {**rules.ALLOWED, **rules.SLICES, **rules.SCALES}

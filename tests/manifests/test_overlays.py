@@ -6,6 +6,7 @@ from tests.manifests import parts, rules, tools
 
 EVERYTHING = tools.ROOT / "tests/manifests/everything"
 SHARED = tools.ROOT / "tests/manifests/shared_pickers"
+KEDA = tools.ROOT / "tests/manifests/keda"
 FOLDERS = [
     tools.MANIFESTS / "base",
     EVERYTHING,
@@ -48,7 +49,7 @@ def test_two_pickers_serve_and_none_leads(documents, folder):
 def test_rights_are_what_is_needed_and_no_more(documents, folder):
     """Roles of the namespace with the literal table; more only with the components for more."""
     assert not parts.of_kind(documents, "ClusterRole")
-    more = {**rules.SLICES, **rules.LEASES} if folder == EVERYTHING else {}
+    more = {**rules.SLICES, **rules.SCALES} if folder == EVERYTHING else {}
     assert rules.granted(documents) == {**rules.ALLOWED, **more}
 
 
@@ -127,3 +128,38 @@ def test_pickers_for_a_whole_cluster_read_all_of_it_and_no_more():
     ((pod, container),) = parts.pickers(documents)
     assert parts.resolved(documents, pod, container).cluster.every_pool == "cluster"
     assert parts.parsed(container["args"]).pool_name is None
+
+
+def test_pickers_that_keda_asks_get_no_rights_and_answer_for_its_object():
+    """The scaler's port is served and reached, and both sides have the same bounds."""
+    documents = tools.kustomized(KEDA)
+    assert not list(rules.wrong(documents))
+    assert rules.granted(documents) == rules.ALLOWED
+    ((pod, container),) = parts.pickers(documents)
+    settings = parts.resolved(documents, pod, container)
+    spec = parts.only(documents, "ScaledObject")["spec"]
+    scaling = settings.pool.autoscaling
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (scaling.min, scaling.max)
+    (trigger,) = spec["triggers"]
+    host, _, port = trigger["metadata"]["scalerAddress"].partition(":")
+    service = parts.only(documents, "Service", host.partition(".")[0])
+    assert int(port) == service["spec"]["ports"][0]["port"] == settings.autoscaling.keda.port
+
+
+def test_replicas_that_scale_find_each_other():
+    """The name of their peers is a Service without an address, of the port of their pages."""
+    documents = tools.kustomized(EVERYTHING)
+    ((pod, container),) = parts.pickers(documents)
+    settings = parts.resolved(documents, pod, container)
+    (peer,) = settings.autoscaling.peers
+    host, _, port = peer.partition(":")
+    service = parts.only(documents, "Service", host)["spec"]
+    assert service["clusterIP"] == "None"
+    assert int(port) == service["ports"][0]["port"] == settings.server.metrics_port
+    granted = [
+        rule["resourceNames"]
+        for role in parts.of_kind(documents, "Role")
+        for rule in role["rules"]
+        if "resourceNames" in rule
+    ]
+    assert granted == [[settings.autoscaling.state]]

@@ -105,8 +105,9 @@ class Autoscaler:
             )
         self._memory: Memory | None = None
         if self._cluster is not None and shared.state:
+            place = settings.cluster.lease.namespace or here
             self._memory = Memory(
-                self._cluster, namespace=here, name=shared.state, clock=clock, time=_time
+                self._cluster, namespace=place, name=shared.state, clock=clock, time=_time
             )
         tallies.scaling = self.figures
 

@@ -105,6 +105,8 @@ class Scale:
         self._path = objects.target_path(target)
         #: Others who scale it; None while nobody looked.
         self._rivals: tuple[str, ...] | None = None
+        #: Why we stand down, until the leader wrote it into an Event.
+        self._unsaid = ""
         self._unasked: set[str] = set()
         self._notes: asyncio.Queue[tuple[str, str, bool]] = asyncio.Queue(_MOST_NOTES)
 
@@ -116,6 +118,9 @@ class Scale:
     async def look(self, available: int) -> int | Failed:
         """See `Hands`."""
         del available
+        if self._unsaid and self._leads():
+            self._note("StandsDown", self._unsaid, warning=True)
+            self._unsaid = ""
         found = await self._cluster.send("GET", f"{self._path}/scale")
         if isinstance(found, answers.Refused):
             return Failed(self._told("read", found, "get"))
@@ -166,13 +171,14 @@ class Scale:
         if found and self._rivals != before:
             names = " and ".join(found)
             _log.warning("autoscaling: %s scales %s: we do not", names, self._named)
-            self._note("StandsDown", f"{names} scales it: extproc does not", warning=True)
+            self._unsaid = f"{names} scales it: extproc does not"
         elif before and not found:
+            self._unsaid = ""
             _log.info("autoscaling: nobody else scales %s any longer: we do", self._named)
 
     def _note(self, reason: str, note: str, *, warning: bool = False) -> None:
         """Write an Event soon; one that nobody may write is no loss."""
-        if self._leads() and not self._notes.full():
+        if not self._notes.full():
             self._notes.put_nowait((reason, note, warning))
 
     async def _tell_all(self) -> None:

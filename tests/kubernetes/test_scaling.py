@@ -1,0 +1,320 @@
+"""A picker that patches `scale` of a real API server, and a test that plays controller and kubelet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import sys
+import time
+
+import aiohttp
+import pytest
+
+from extproc.cli import stack
+from tests.support import conversation, kube, kube_picker, peer, serving
+
+#: A policy that looks often and forgets fast: a test does not wait for minutes.
+POLICY = {
+    "policy": "queue-depth",
+    "params": {"window_s": 1.0, "interval_s": 0.2, "up": 1.5, "down": 0.5},
+    "min": 0,
+    "max": 3,
+}
+
+HEADERS = {":method": "POST", ":path": "/v1/completions", "x-request-id": "r"}
+
+
+def rights():
+    """What the component of the manifests adds."""
+    path = kube.MANIFESTS / "components" / "engine-autoscaling" / "rbac.yaml"
+    (role,) = (one for one in kube.documents(path.read_text()) if one["kind"] == "Role")
+    return role["rules"]
+
+
+def deployment(namespace, replicas=0):
+    """Engines, as somebody wrote them down."""
+    labels = {"app": "vllm"}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "vllm", "namespace": namespace},
+        "spec": {
+            "replicas": replicas,
+            "selector": {"matchLabels": labels},
+            "template": {
+                "metadata": {"labels": labels},
+                "spec": {"containers": [{"name": "engine", "image": "engine"}]},
+            },
+        },
+    }
+
+
+class Kubelet:
+    """Controller, scheduler and kubelet of one Deployment: pods are simulated engines.
+
+    Each pod has an address 127.0.0.x of its own and one port of all.
+
+    Attributes:
+        asked: Replicas that were asked for, whenever that changed, with the time.
+    """
+
+    def __init__(self, api, namespace, children):
+        self.asked = []
+        self._api = api
+        self._namespace = namespace
+        self._children = children
+        self._port = stack.free_port("127.0.0.1")
+        self._pods = []
+        self._numbers = 0
+
+    @property
+    def port(self):
+        return self._port
+
+    @property
+    def pods(self):
+        return [f"{address}:{self._port}" for _, address, _ in self._pods]
+
+    async def run(self):
+        """Make it so, until cancelled; a look is a list, as there is no watch in the test client."""
+        while True:
+            spec = (await self._api.get(deployment(self._namespace)))["spec"]
+            replicas = spec.get("replicas", 0)
+            if not self.asked or self.asked[-1][1] != replicas:
+                self.asked.append((time.monotonic(), replicas))
+            while len(self._pods) < replicas:
+                await self._start()
+            while len(self._pods) > replicas:
+                await self._end()
+            await asyncio.sleep(0.02)
+
+    async def _start(self):
+        self._numbers += 1
+        name, address = f"vllm-{self._numbers}", f"127.0.3.{self._numbers}"
+        pod = kube.pod(name, self._namespace, address, labels={"app": "vllm"}, ready=False)
+        await self._api.create(pod)
+        engine = ("--port", str(self._port), "--host", address, "--speed", "4")
+        argv = [sys.executable, "-m", "extproc", "engine", *engine]
+        child = await self._children.start("engine", argv, ready="listening on ")
+        self._pods.append((pod, address, child))
+        await self._api.set_status(pod | {"status": kube.status(address)})
+
+    async def _end(self):
+        pod, _, child = self._pods.pop()
+        await self._api.delete(pod)
+        await child.stop()
+
+
+@contextlib.asynccontextmanager
+async def playing(api, namespace):
+    """A kubelet for as long as the block runs."""
+    async with stack.stack() as children:
+        kubelet = Kubelet(api, namespace, children)
+        task = asyncio.ensure_future(kubelet.run())
+        try:
+            yield kubelet
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def place(api, cluster, *, extra=(), replicas=0):
+    """A namespace with a Deployment and a pool, and a picker's kubeconfig for it."""
+    namespace = await api.namespace("scaling")
+    await api.create(deployment(namespace, replicas))
+    lease = [
+        rule
+        for rule in kube.picker_rules("components/leader-election")
+        if "leases" in rule["resources"]
+    ]
+    rules = [*kube.picker_rules(), *lease, *rights(), *extra]
+    access = await api.account(namespace, rules)
+    yield namespace, cluster.write_kubeconfig(namespace, access, namespace)
+
+
+def scaler(namespace, kubeconfig, port, *arguments, **scaling):
+    """A picker that scales the Deployment."""
+    wanted = {**POLICY, "target": {"name": "vllm", "namespace": namespace}, **scaling}
+    pods = {"selector": {"app": "vllm"}, "namespace": namespace, "ports": [port]}
+    sections = {
+        "pool": {"kubernetes": pods, "autoscaling": wanted},
+        "holding": {"enabled": True},
+        "cluster": {"lease": {"namespace": namespace}},
+    }
+    text = json.dumps(sections)[1:-1]
+    return kube_picker.picker(kubeconfig, *arguments, config=text)
+
+
+async def held(picker):
+    """One request, which waits; the stream and when it was sent."""
+    stream = serving.Stream(picker._channel)
+    await stream.say(conversation.request_headers(HEADERS, ends=True))
+    return stream
+
+
+async def told(picker, name):
+    """A metric's value."""
+    url = f"http://{serving.LOCAL}:{picker.pages}/metrics"
+    async with aiohttp.ClientSession() as http, http.get(url) as answer:
+        found = re.search(rf"^{re.escape(name)} (\S+)$", await answer.text(), re.MULTILINE)
+        return float(found[1]) if found else None
+
+
+async def spec(api, namespace):
+    return (await api.get(deployment(namespace)))["spec"].get("replicas", 0)
+
+
+async def test_from_zero_to_some_and_back(api, cluster):
+    """The first request is held, wakes an engine and is answered; load adds, silence takes all."""
+    async with (
+        place(api, cluster) as (namespace, kubeconfig),
+        playing(api, namespace) as kubelet,
+        scaler(namespace, kubeconfig, kubelet.port) as picker,
+    ):
+        await picker.until(lambda: told(picker, "extproc_leader"), lambda one: one == 1.0)
+        first = await held(picker)
+        (said,) = await first.hear()
+        assert dict(said.sets)[peer.DESTINATION] in kubelet.pods
+        # It goes on: with others beside it more than 1.5 are there per replica.
+        more = [await held(picker) for _ in range(4)]
+        await picker.until(lambda: spec(api, namespace), lambda found: found >= 2)
+        for one in [first, *more]:
+            one.call.cancel()
+        await picker.until(lambda: spec(api, namespace), lambda found: found == 0)
+        assert await told(picker, 'extproc_scaling_changes_total{pool="",why="wake"}') == 1.0
+        assert [count for _, count in kubelet.asked][:3] == [0, 1, 2]
+        events = await api.call("GET", f"/api/v1/namespaces/{namespace}/events")
+        assert {one["reason"] for one in events["items"]} == {"Scaled"}
+        state = f"/api/v1/namespaces/{namespace}/configmaps/extproc-autoscaling"
+        kept = await api.call("GET", state)
+        told_scaler = json.loads(kept["data"]["pools.json"])["pools"][""]["scaler"]
+        assert told_scaler["kind"] == "queue-depth"
+
+
+async def test_it_is_ready_while_another_leads(api, cluster):
+    """The Lease says who scales, and not who serves: both replicas are ready."""
+    async with (
+        place(api, cluster) as (namespace, kubeconfig),
+        scaler(namespace, kubeconfig, 8000) as one,
+        scaler(namespace, kubeconfig, 8000) as other,
+    ):
+        for picker in (one, other):
+            await picker.until(picker.ready, bool)
+
+        async def leaders():
+            return sorted([await told(picker, "extproc_leader") for picker in (one, other)])
+
+        await one.until(leaders, lambda found: found == [0.0, 1.0])
+
+
+HPA = {
+    "apiVersion": "autoscaling/v2",
+    "kind": "HorizontalPodAutoscaler",
+    "metadata": {"name": "theirs"},
+    "spec": {
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "vllm"},
+        "maxReplicas": 3,
+    },
+}
+
+
+async def test_somebody_elses_target_is_left_alone(api, cluster):
+    """An HPA of the same Deployment makes us stand down, with an Event on it."""
+    async with place(api, cluster, replicas=1) as (namespace, kubeconfig):
+        await api.create(HPA | {"metadata": {"name": "theirs", "namespace": namespace}})
+        async with scaler(namespace, kubeconfig, 8000, min=2) as picker:
+            events = f"/api/v1/namespaces/{namespace}/events"
+
+            async def reasons():
+                return {one["reason"] for one in (await api.call("GET", events))["items"]}
+
+            await picker.until(lambda: told(picker, "extproc_leader"), lambda one: one == 1.0)
+            line = "HorizontalPodAutoscaler theirs scales Deployment"
+            assert any(line in said for said in picker.child.last_lines)
+            await picker.until(
+                lambda: told(picker, 'extproc_scaling_desired_replicas{pool=""}'),
+                lambda found: found == 2.0,
+            )
+            assert await spec(api, namespace) == 1
+            await picker.until(reasons, lambda found: "StandsDown" in found)
+
+
+async def test_missing_rights_are_said(api, cluster):
+    """Without the right to patch nothing is scaled, and the log says what to grant."""
+    namespace = await api.namespace("scaling")
+    await api.create(deployment(namespace))
+    rules = kube.picker_rules() + kube.picker_rules("components/leader-election")
+    access = await api.account(namespace, rules)
+    kubeconfig = cluster.write_kubeconfig(namespace, access, namespace)
+    async with scaler(namespace, kubeconfig, 8000, min=1) as picker:
+
+        async def said():
+            return "\n".join(picker.child.last_lines)
+
+        found = await picker.until(said, lambda text: 'resources: ["deployments/scale"]' in text)
+        assert 'verbs: ["get"]' in found
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "plural"),
+    [("Model", "kubeai.org", "models"), ("Fleet", "example.com", "fleets")],
+)
+async def test_custom_resources_are_scaled(api, cluster, kind, group, plural):
+    """Anything with a `scale` subresource: a known kind by its name, another one written out."""
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{group}"},
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {"plural": plural, "kind": kind, "singular": kind.lower()},
+            "versions": [
+                {
+                    "name": "v1",
+                    "served": True,
+                    "storage": True,
+                    "schema": {
+                        "openAPIV3Schema": {
+                            "type": "object",
+                            "x-kubernetes-preserve-unknown-fields": True,
+                            "properties": {
+                                "spec": {
+                                    "type": "object",
+                                    "properties": {"replicas": {"type": "integer"}},
+                                }
+                            },
+                        }
+                    },
+                    "subresources": {
+                        "scale": {
+                            "specReplicasPath": ".spec.replicas",
+                            "statusReplicasPath": ".status.replicas",
+                        }
+                    },
+                }
+            ],
+        },
+    }
+    await api.define([definition])
+    extra = [{"apiGroups": [group], "resources": [f"{plural}/scale"], "verbs": ["get", "patch"]}]
+    async with place(api, cluster, extra=extra) as (namespace, kubeconfig):
+        one = {
+            "apiVersion": f"{group}/v1",
+            "kind": kind,
+            "metadata": {"name": "vllm", "namespace": namespace},
+            "spec": {"replicas": 0},
+        }
+        await api.create(one)
+        target = {"kind": kind, "name": "vllm", "namespace": namespace}
+        if kind == "Fleet":
+            target |= {"group": group, "version": "v1", "resource": plural}
+        async with scaler(namespace, kubeconfig, 8000, target=target, min=2) as picker:
+
+            async def replicas():
+                return (await api.get(one))["spec"]["replicas"]
+
+            await picker.until(replicas, lambda found: found == 2)
