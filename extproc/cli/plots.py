@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from extproc.errors import ConfigError
-from extproc.sim.virtual.report import Column, Report
+from extproc.sim.virtual.report import Column, Report, Run
 
 _FORMATS = ("png", "svg")
 
@@ -21,6 +21,14 @@ _BARS = (
     ("throughput", "requests_per_s", 1.0, "requests per second"),
     ("ttft_mean", "ttft_mean_s", 1e3, "mean TTFT (ms)"),
     ("ttft_p99", "ttft_p99_s", 1e3, "p99 TTFT (ms)"),
+)
+
+#: The four charts of Wallaroo's page, from `extproc.sim.virtual.charts`.
+_CHARTS = (
+    ("depth", "queue depth"),
+    ("depth_mean", "queue depth, average over the window"),
+    ("queries_per_s", "queries per second, over 3 minutes"),
+    ("available", "replicas that answer"),
 )
 
 
@@ -65,23 +73,56 @@ def draw(report: Report, folder: Path) -> Iterator[Path]:
         yield from _drawn(report, folder / name, bars)
     yield from _drawn(report, folder / "ttft_cdf", lambda axes: _cdf(axes, report.columns))
     yield from _drawn(report, folder / "endpoint_load", lambda axes: _load(axes, report.columns))
+    scaled = [run for run in report.runs if run.summary.scaling and run.seed == report.runs[0].seed]
+    if scaled:
+        yield from _charted(report, folder / "replicas", scaled)
 
 
 def _drawn(report: Report, base: Path, paint: Callable[[Any], None]) -> Iterator[Path]:
-    import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context({"svg.hashsalt": "extproc", "svg.fonttype": "path"}):
-        figure = Figure(figsize=(8, 4.5))
+    def fill(figure: Any) -> None:
         # Room for slanted names; a layout engine would draw everything twice.
         figure.subplots_adjust(left=0.1, right=0.98, bottom=0.2, top=0.92)
-        FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         paint(axes)
         axes.set_title(report.scenario.title)
         axes.grid(visible=True, axis="y", alpha=0.3)
         axes.set_axisbelow(True)
+
+    yield from _saved(base, (8, 4.5), fill)
+
+
+def _charted(report: Report, base: Path, runs: Sequence[Run]) -> Iterator[Path]:
+    """Queue depth, its average, queries per second and replicas over time, of one seed."""
+
+    def fill(figure: Any) -> None:
+        figure.subplots_adjust(left=0.08, right=0.98, bottom=0.09, top=0.89, hspace=0.3)
+        figure.suptitle(f"{report.scenario.title} (seed {runs[0].seed})")
+        for n, (field, label) in enumerate(_CHARTS):
+            axes = figure.add_subplot(2, 2, n + 1)
+            for run in runs:
+                rows = run.summary.scaling
+                minutes = [at / 60 for at in rows.at_s] if rows else []
+                axes.step(minutes, getattr(rows, field), where="post", label=run.strategy)
+            axes.set_title(label, fontsize="medium")
+            axes.set_ylim(bottom=0)
+            axes.grid(visible=True, axis="y", alpha=0.3)
+            if n >= len(_CHARTS) // 2:
+                axes.set_xlabel("minutes")
+            if not n:
+                axes.legend()
+
+    yield from _saved(base, (11, 7), fill)
+
+
+def _saved(base: Path, inches: tuple[float, float], fill: Callable[[Any], None]) -> Iterator[Path]:
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.hashsalt": "extproc", "svg.fonttype": "path"}):
+        figure = Figure(figsize=inches)
+        FigureCanvasAgg(figure)
+        fill(figure)
         for form in _FORMATS:
             path = base.with_suffix(f".{form}")
             # A date or a version would make equal plots differ.

@@ -75,7 +75,7 @@ class Charts:
         depth = requests / max(1, available)
         self._depths = self._depths.seen(now, depth, span_s=self._window_s)
         mean = self._depths.mean(now, self._window_s)
-        rate = len(self._arrivals) / min(_RATE_S, max(now, 1.0))
+        rate = len(self._arrivals) / _RATE_S
         self._rows.append((now, depth, mean, rate, available, spec))
 
     def asked(self, site: int, now: float) -> None:

@@ -125,7 +125,14 @@ class Replicas:
 
     def close(self, over_at: float) -> Scaling:
         """What came of it; the last request had ended at `over_at`."""
-        return self._charts.closed(self._timeline.now, over_at=over_at)
+        now = self._timeline.now
+        self._charts.row(
+            now,
+            requests=float(len(self._held) + sum(self._loads)),
+            available=sum(kind is _Is.UP for kind in self._is),
+            spec=self._spec,
+        )
+        return self._charts.closed(now, over_at=over_at)
 
     # Requests.
 

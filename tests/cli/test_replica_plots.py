@@ -1,0 +1,34 @@
+"""The four charts of replicas that come and go."""
+
+import json
+
+import pytest
+
+from extproc.cli import main
+
+SCENARIO = """
+title: "From zero"
+fleet: [{count: 2, profile: demo}]
+workload: {kind: independent, requests: 5, prompt: {mean: 100}, output: {mean: 10}}
+client: {rate_per_s: 1, evenly: true}
+autoscaling: {cold_start_s: 20, params: {idle_s: 90}}
+strategies:
+  - {name: ours, strategy: least-request}
+  - {name: kubeai, strategy: least-request, autoscaling: {policy: kubeai, cold_start_s: 20}}
+seeds: [1, 2]
+"""
+
+
+def test_replicas_are_drawn_and_written(tmp_path):
+    """A plot more than for fleets that stay, and rows of every chart in the JSON."""
+    pytest.importorskip("matplotlib")
+    path, plots, rows = tmp_path / "s.yaml", tmp_path / "plots", tmp_path / "all.json"
+    path.write_text(SCENARIO, encoding="utf-8")
+    argv = ["simulate", str(path), "--jobs", "1", "--quiet", "--seeds", "1"]
+    assert main.main([*argv, "--plots", str(plots), "--json", str(rows)]) == 0
+    assert {"replicas.png", "replicas.svg"} < {one.name for one in plots.iterdir()}
+    whole = json.loads(rows.read_text(encoding="utf-8"))
+    ours, kubeai = (run["summary"]["scaling"] for run in whole["runs"])
+    assert ours["to_least_s"] == pytest.approx(90, abs=5)
+    assert kubeai["to_least_s"] > 600
+    assert len(ours["at_s"]) == len(ours["depth_mean"]) == len(ours["queries_per_s"])
