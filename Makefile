@@ -17,10 +17,10 @@ ENVTEST_PROGRAMS := $(ENVTEST)/etcd $(ENVTEST)/kube-apiserver
 KUBETOOLS := .cache/tools
 KUBETOOLS_MODULE := tests/manifests/kubetools
 
-.PHONY: help demo test check format proto points bench envoys versions envtest kubetools clean
+.PHONY: help demo demo-scale test check format proto points bench envoys versions envtest kubetools clean
 
 help: ## Show this list
-	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
 $(VENV)/.base:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed; {sys.executable} is {v.major}.{v.minor}. Use: make PYTHON=/path/to/python3.11 ...")'
@@ -38,6 +38,9 @@ $(VENV)/.dev: $(VENV)/.base pyproject.toml constraints.txt
 
 demo: $(VENV)/.demo ## Envoy, extproc and four simulated engines on loopback; KEEP=1 leaves them up
 	@$(BIN)/python -m extproc demo $(if $(KEEP),--keep)
+
+demo-scale: $(VENV)/.dev ## Envoy, extproc and no engine: from zero to some and back, with a plot
+	@$(BIN)/python -m extproc demo-scale
 
 test: $(VENV)/.dev ## All tests that need nothing else
 	$(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not versions' $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ def add_parser(subparsers: Any) -> None:
     add("--token-budget", type=int, help="tokens per step (of the profile)")
     add("--max-model-len", type=int, help="prompt plus output tokens (of the profile)")
     add("--max-queued", type=int, help="requests before it answers 503; 0 is no limit")
+    add("--cold-start-s", type=float, default=0.0, help="until it listens (%(default)s)")
     add("--output-tokens", type=int, default=64, help="where none are asked for (%(default)s)")
     add("--coalesce-ms", type=float, default=5.0, help="tokens this close share a chunk")
     add("--keepalive-s", type=float, default=5.0, help="closes idle connections (%(default)s)")
@@ -100,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         wanted = settings(args)
-        uvloop.run(_serve(wanted, host=args.host, port=args.port))
+        uvloop.run(_serve(wanted, host=args.host, port=args.port, cold_s=args.cold_start_s))
     except errors.ConfigError as error:
         print(f"extproc engine: {error}", file=sys.stderr)
         return 2
@@ -110,12 +112,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _serve(wanted: http.Settings, *, host: str, port: int) -> None:
+async def _serve(wanted: http.Settings, *, host: str, port: int, cold_s: float) -> None:
     from extproc.sim import http
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if cold_s > 0:
+        # A real one reads its weights.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), cold_s)
     async with http.serving(wanted, host=host, port=port) as server:
         shown = f"[{host}]" if ":" in host else host
         print(

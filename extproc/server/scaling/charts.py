@@ -15,6 +15,9 @@ from extproc.telemetry.scaling_series import Figures
 #: origin (seeds report 4).
 RATE_S = 180.0
 
+#: Seconds below which a rate says little.
+_FEW_S = 10.0
+
 #: Seconds the depth is averaged over where the policy has no window.
 _WINDOW_S = 60.0
 
@@ -75,7 +78,7 @@ class Charts:
             "desired_replicas": float(self.desired.replicas),
             "queue_depth": depth(demand),
             "queue_depth_mean": self._depths.mean(demand.now, self.window_s),
-            "requests_per_second": self._rates.mean(demand.now, RATE_S),
+            "requests_per_second": self._rate(demand.now),
             "work_per_second": demand.arriving,
             "replica_work_per_second": demand.throughput,
             "cold_start_seconds": demand.cold_start_s,
@@ -87,6 +90,11 @@ class Charts:
             "starting": demand.starting,
         }
         return Figures(gauges, replicas, self.changes, self.failures)
+
+    def _rate(self, now: float) -> float:
+        """Of a few seconds one request would be many per second."""
+        watched_s = self._rates.watched_s(now)
+        return self._rates.mean(now, RATE_S) * min(1.0, watched_s / _FEW_S)
 
 
 def depth(demand: Demand) -> float:

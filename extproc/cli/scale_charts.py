@@ -1,0 +1,124 @@
+"""The four charts of autoscaling: as a plot with matplotlib, or as lines of text."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+#: From nothing to the highest value of a line.
+_BARS = " ▁▂▃▄▅▆▇█"
+
+#: Characters of a line of text.
+_WIDTH = 72
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One look.
+
+    Attributes:
+        at_s: Seconds since the first.
+        depth: Requests that wait or run, per replica that answers.
+        mean_depth: The same, mean over the window of the policy.
+        requests_per_s: Requests that came, mean over 3 minutes.
+        asked: Replicas asked for.
+        available: Replicas that answer.
+    """
+
+    at_s: float
+    depth: float
+    mean_depth: float
+    requests_per_s: float
+    asked: int
+    available: int
+
+
+class Chart:
+    """What was seen. Mutable.
+
+    Attributes:
+        rows: In order of time.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._empty = asyncio.Event()
+
+    def add(self, row: Row) -> None:
+        """One more look."""
+        self.rows.append(row)
+        if row.asked or row.available:
+            self._empty.clear()
+        else:
+            self._empty.set()
+
+    async def empty(self) -> None:
+        """Until no replica is asked for, and none answers."""
+        await self._empty.wait()
+
+
+#: Title of each chart, and its value.
+_CHARTS: Sequence[tuple[str, Callable[[Row], float]]] = (
+    ("queue depth per replica", lambda row: row.depth),
+    ("queue depth, mean over the window", lambda row: row.mean_depth),
+    ("requests per second, over 3 minutes", lambda row: row.requests_per_s),
+    ("replicas that answer", lambda row: row.available),
+)
+
+
+def told(chart: Chart) -> str:
+    """The charts as text, one line each."""
+    rows = chart.rows
+    if not rows:
+        return "nothing was seen"
+    lines = [f"{rows[-1].at_s:.0f} s, from left to right:"]
+    for title, read in _CHARTS:
+        values = [read(row) for row in rows]
+        lines.append(f"{title}, up to {max(values):.3g}")
+        lines.append(f"  |{_line(values)}|")
+    return "\n".join(lines)
+
+
+def written(chart: Chart, path: Path) -> str:
+    """Draw them into a file, where matplotlib is; returns what became of it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "For a plot: pip install 'extproc[plots]'"
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 8))
+    FigureCanvasAgg(figure)
+    times = [row.at_s for row in chart.rows]
+    for at, (title, read) in enumerate(_CHARTS, 1):
+        axes = figure.add_subplot(len(_CHARTS), 1, at)
+        if title.startswith("replicas"):
+            axes.step(times, [row.asked for row in chart.rows], where="post", label="asked for")
+        label = "answer" if title.startswith("replicas") else title
+        axes.step(times, [read(row) for row in chart.rows], where="post", label=label)
+        axes.set_ylim(bottom=0)
+        axes.set_title(title, fontsize=9, loc="left")
+        axes.grid(visible=True, alpha=0.3)
+        if title.startswith("replicas"):
+            axes.legend(fontsize=8)
+    axes.set_xlabel("seconds")
+    figure.tight_layout()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        return f"The plot could not be written: {error}"
+    return f"The plot: {path}"
+
+
+def _line(values: Sequence[float]) -> str:
+    """Highest values of equal pieces, as bars."""
+    most = max(values) or 1.0
+    width = min(_WIDTH, len(values))
+    pieces = []
+    for at in range(width):
+        first, last = at * len(values) // width, (at + 1) * len(values) // width
+        pieces.append(max(values[first:last]))
+    return "".join(_BARS[round(value / most * (len(_BARS) - 1))] for value in pieces)

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from extproc.autoscaling.demand import Bounds
+from extproc.autoscaling.meter import Counters, Meter, Seen, Settings
+from extproc.autoscaling.policies.queue_depth import QueueDepth
+from extproc.autoscaling.scaler import Scaler
+from extproc.discovery.kubernetes import answers
+from extproc.server.scaling import memory
+from extproc.server.scaling.loop import State
+
+
+class Watched:
+    """A loop's two halves after a minute."""
+
+    def __init__(self, *, until=60):
+        self.scaler = Scaler(QueueDepth(), Bounds(max=3))
+        self.meter = Meter(Settings())
+        for now in range(0, until + 1, 5):
+            self.look(float(now))
+
+    def look(self, now):
+        counters = {"a": Counters(in_flight=2, arrived=now, answered=now)}
+        demand = self.meter.read(now, counters, Seen(spec=2, available=2))
+        return self.scaler.step(demand)
+
+    @property
+    def state(self):
+        return State(self.scaler.state(), self.meter.learnt)
+
+
+def test_states_come_back_on_another_clock():
+    """Monotonic clocks differ; the time of day says by how much."""
+    watched = Watched()
+    text = memory.write({"p": watched.state}, 60.0, 1000.0)
+    found, shift_s = memory.read(text, 7.0, 1010.0)
+    # 10 s later by the time of day: what was at 60 is at -3 on this clock.
+    assert shift_s == -63.0
+    other = Watched(until=-1)
+    assert other.scaler.restore(found["p"].scaler, shift_s=shift_s)
+    other.meter.restore(found["p"].learnt, shift_s=shift_s)
+    # It has watched for a whole window: the decision is the one that the first would take.
+    assert other.look(7.0) == watched.look(70.0)
+
+
+def test_a_clock_that_was_set_back_puts_nothing_into_the_future():
+    """What was seen is then as old as if it were just now."""
+    text = memory.write({}, 60.0, 1000.0)
+    assert memory.read(text, 7.0, 900.0) == ({}, -53.0)
+
+
+def test_what_cannot_be_read_is_nothing():
+    """Of one pool or of all; another's state is still read."""
+    assert memory.read("", 1.0, 1.0) == ({}, 0.0)
+    assert memory.read("{", 1.0, 1.0) == ({}, 0.0)
+    good = memory.write({"p": Watched().state}, 60.0, 1000.0)
+    broken = good.replace('"pools":{', '"pools":{"q":{"scaler":1},')
+    assert list(memory.read(broken, 60.0, 1000.0)[0]) == ["p"]
+
+
+class Cluster:
+    """An API server with one ConfigMap, or refusals."""
+
+    def __init__(self, *refusals):
+        self.data = None
+        self.asked = []
+        self._refusals = dict(refusals)
+
+    async def send(self, method, path, body=None):
+        self.asked.append(method)
+        if method in self._refusals:
+            return answers.Refused(self._refusals[method], "no")
+        if method == "GET":
+            if self.data is None:
+                return answers.Refused(404, "not there")
+            return memory.msgspec.json.encode({"data": self.data})
+        if method == "PATCH" and self.data is None:
+            return answers.Refused(404, "not there")
+        self.data = {**(self.data or {}), **body["data"]}
+        return b"{}"
+
+
+def kept(cluster):
+    return memory.Memory(cluster, namespace="n", name="m", clock=lambda: 60.0, time=lambda: 1000.0)
+
+
+async def test_the_map_is_made_when_it_is_missing():
+    """First created, then patched, then read."""
+    cluster = Cluster()
+    one = kept(cluster)
+    assert await one.load() == ({}, 0.0)
+    await one.save({"p": Watched().state})
+    await one.save({"p": Watched().state})
+    assert cluster.asked == ["GET", "PATCH", "POST", "PATCH"]
+    found, shift_s = await one.load()
+    assert (list(found), shift_s) == (["p"], 0.0)
+
+
+async def test_missing_rights_are_said_once(caplog):
+    """With what to grant."""
+    one = kept(Cluster(("PATCH", 403), ("GET", 403)))
+    await one.save({})
+    await one.save({})
+    (said,) = caplog.messages
+    assert 'resources: ["configmaps"], verbs: ["patch"]' in said
+    assert await one.load() is None

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import contextlib
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from extproc.autoscaling.meter import Counters
+from extproc.cli import stack
+from extproc.errors import ConfigError
+from extproc.server.scaling.peers import PATH, Peers, Told
+
+
+@contextlib.asynccontextmanager
+async def picker(name, *written, held=0, port=0):
+    """The part of a picker that talks to others, behind a port."""
+    counters = {"p": Counters(held=held, arrived=float(held))}
+    peers = Peers(name, written, timeout_s=1.0, own=lambda: counters)
+    peers.heard = []
+    peers.woken = peers.heard.extend
+    application = web.Application()
+    application.add_routes(peers.routes())
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    peers.port = runner.addresses[0][1]
+    peers.stop = runner.cleanup
+    try:
+        yield peers
+    finally:
+        peers.close()
+        await runner.cleanup()
+
+
+async def test_pickers_tell_each_other_what_they_count():
+    """Each reads the others by name, and leaves itself out of the addresses it was given."""
+    ports = [stack.free_port() for _ in range(2)]
+    written = [f"127.0.0.1:{port}" for port in ports]
+    async with (
+        picker("a", *written, held=1, port=ports[0]) as one,
+        picker("b", *written, held=2, port=ports[1]) as other,
+    ):
+        assert await one.read("p") == {"b": Counters(held=2, arrived=2.0)}
+        assert await other.read("p") == {"a": Counters(held=1, arrived=1.0)}
+        assert one.last("p") == {"b": Counters(held=2, arrived=2.0)}
+        assert one.last("other pool") == {"b": None}
+
+
+async def test_a_peer_that_cannot_be_read_is_unknown():
+    """It stays in the picture under its name, as somebody of whom nothing is known."""
+    async with picker("b", held=1) as other:
+        one = Peers("a", [f"127.0.0.1:{other.port}"], timeout_s=1.0, own=dict)
+        assert await one.read("p") == {"b": Counters(held=1, arrived=1.0)}
+        await other.stop()
+        assert await one.read("p") == {"b": None}
+        one.close()
+
+
+async def test_a_name_that_cannot_be_resolved_is_unknown():
+    """So is who may be behind it."""
+    one = Peers("a", ["no-such-name.invalid:9090"], timeout_s=1.0, own=dict)
+    assert await one.read("p") == {"no-such-name.invalid:9090": None}
+
+
+async def test_others_are_told_when_a_request_waits():
+    """What is pushed is known without asking, and wakes the pools it says requests wait in."""
+    ports = [stack.free_port() for _ in range(2)]
+    written = [f"127.0.0.1:{port}" for port in ports]
+    async with (
+        picker("a", *written, port=ports[0]) as one,
+        picker("b", *written, held=3, port=ports[1]) as other,
+    ):
+        await one.read("p")
+        await other.read("p")
+        other._own = lambda: {"p": Counters(held=9), "q": Counters()}
+        await other.push()
+        assert one.heard == ["p"]
+        assert one.last("p") == {"b": Counters(held=9)}
+        assert other.heard == []
+
+
+async def test_what_strangers_push_is_not_believed():
+    """It is reason to look, and no number."""
+    async with picker("a") as one:
+        other = Peers(
+            "stranger",
+            [f"127.0.0.1:{one.port}"],
+            timeout_s=1.0,
+            own=lambda: {"p": Counters(held=5)},
+        )
+        await other.read("p")
+        await other.push()
+        assert (one.heard, one.last("p")) == (["p"], {})
+        other.close()
+
+
+async def test_strange_bodies_are_refused():
+    """With 400, and a page that is none is unknown."""
+    async with picker("a") as one, aiohttp.ClientSession() as http:
+        async with http.post(f"http://127.0.0.1:{one.port}{PATH}", data=b"[1]") as answer:
+            assert answer.status == 400
+        async with http.get(f"http://127.0.0.1:{one.port}{PATH}") as answer:
+            told = msgspec.json.decode(await answer.read(), type=Told)
+        assert told.picker == "a"
+
+
+@pytest.mark.parametrize("written", ["host", "host:", ":9", "host:x", "host:0", "host:70000"])
+def test_addresses_need_a_port(written):
+    """Anything else is refused at start."""
+    with pytest.raises(ConfigError, match=r"autoscaling\.peers"):
+        Peers("a", [written], timeout_s=1.0, own=dict)
