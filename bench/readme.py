@@ -7,12 +7,13 @@ A test holds the block against the results, so that neither can be changed alone
 
 from __future__ import annotations
 
-from bench import agreement, replicas, rig, run
+from bench import agreement, replicas, rig, run, scaling
 from bench.real_vllm import report
 
 BEGIN, END = "<!-- results -->\n", "\n<!-- /results -->"
 REAL_BEGIN, REAL_END = "<!-- real vllm -->\n", "\n<!-- /real vllm -->"
 AGREEMENT_BEGIN, AGREEMENT_END = "<!-- agreement -->\n", "\n<!-- /agreement -->"
+SCALING_BEGIN, SCALING_END = "<!-- scaling -->\n", "\n<!-- /scaling -->"
 REPLICAS_BEGIN, REPLICAS_END = "<!-- replicas -->\n", "\n<!-- /replicas -->"
 
 
@@ -71,6 +72,13 @@ def replicas_block() -> str:
     return replicas.block(run.read("replicas"))
 
 
+def scaling_block() -> str:
+    """Autoscaling policies beside each other."""
+    if not (rig.RESULTS / "scaling.json").exists():
+        return "Nothing measured yet."
+    return scaling.block(run.read("scaling"))
+
+
 def main() -> None:
     path = rig.ROOT / "README.md"
     text = path.read_text()
@@ -79,6 +87,7 @@ def main() -> None:
         (REAL_BEGIN, real_block(), REAL_END),
         (AGREEMENT_BEGIN, agreement_block(), AGREEMENT_END),
         (REPLICAS_BEGIN, replicas_block(), REPLICAS_END),
+        (SCALING_BEGIN, scaling_block(), SCALING_END),
     ):
         head, _, rest = text.partition(begin)
         tail = rest.partition(end)[2]

@@ -10,13 +10,11 @@ from statistics import fmean
 import msgspec
 import pytest
 
-from bench import proof, published
+from bench import proof, published, scaling
 from extproc.cli import simulation
 
 SCENARIOS = Path(proof.SCENARIOS)
 SEEDS = (1, 2, 3, 4)
-#: Seconds after which the published client, or its proxy, cut requests.
-CUT_S = 300
 
 
 @cache
@@ -41,17 +39,11 @@ def runs(scenario, strategy):
     return [simulated(scenario, strategy, seed) for seed in SEEDS]
 
 
-def mean_of_responses(run):
-    """As the published client counted: requests that were cut are responses after 300 s."""
-    cut = run.failed.get("timeout", 0)
-    return (run.e2e_s.mean * run.requests + CUT_S * cut) / (run.requests + cut)
-
-
 @pytest.mark.parametrize("profile", published.WALLAROO)
 def test_published_runs_are_reproduced(profile):
     """Wallaroo's policy and a serial engine: the mean of all three profiles within 15 %."""
     mean_s, *_ = published.WALLAROO[profile]
-    found = fmean(mean_of_responses(run) for run in runs(profile, "published"))
+    found = fmean(scaling.mean_of_responses_s(run) for run in runs(profile, "published"))
     assert found == pytest.approx(mean_s, rel=0.15)
 
 
@@ -93,24 +85,18 @@ def test_restarts_under_load_change_nothing():
         ) == msgspec.json.encode(whole)
 
 
-def first_at(run, replicas):
-    """When so many replicas were first asked for."""
-    rows = zip(run.scaling.at_s, run.scaling.spec, strict=True)
-    return next(at for at, spec in rows if spec >= replicas)
-
-
 def test_kubeai_follows_a_step_over_minutes():
     """The second replica after 600 * 100 / 360 = 167 s, the fourth after 500; zero after 10 minutes."""
     run = simulated("kubeai-step", "kubeai", 1)
-    assert first_at(run, 2) == pytest.approx(170, abs=15)
-    assert first_at(run, 4) == pytest.approx(510, abs=20)
+    assert scaling.asked_at_s(run, 2) == pytest.approx(170, abs=15)
+    assert scaling.asked_at_s(run, 4) == pytest.approx(510, abs=20)
     assert 600 <= run.scaling.to_least_s <= 640
 
 
 def test_adaptive_follows_a_step_within_seconds():
     """Five replicas after the first look, and all 9,000 answered in two thirds of the time."""
     run, other = (simulated("kubeai-step", name, 1) for name in ("adaptive", "kubeai"))
-    assert first_at(run, 5) <= 15
+    assert scaling.asked_at_s(run, 5) <= 15
     assert run.failed == {}
     assert run.duration_s < 0.7 * other.duration_s
     assert run.e2e_s.p95 < 0.5 * other.e2e_s.p95

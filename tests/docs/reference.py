@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from extproc.autoscaling import meter
+from extproc.autoscaling.policies import adaptive, kubeai, queue_depth
 from extproc.config import autoscaling, grammar, holding, settings, sources
 from extproc.dispatch import claims
 from extproc.election import settings as election
@@ -49,6 +50,9 @@ SECTIONS = (
     ("autoscaling.keda", autoscaling.Keda),
     ("pool.autoscaling", autoscaling.Scaling),
     ("pool.autoscaling.meter", meter.Settings),
+    ("pool.autoscaling.params, policy: adaptive", adaptive.Adaptive),
+    ("pool.autoscaling.params, policy: kubeai", kubeai.KubeAI),
+    ("pool.autoscaling.params, policy: queue-depth", queue_depth.QueueDepth),
     ("pool.autoscaling.target", autoscaling.Target),
     ("pool.autoscaling.launch", autoscaling.Launch),
     ("answers", settings.Answers),
@@ -65,6 +69,8 @@ SCENARIO = (
     ("client", client.Client),
     ("picking", scenario.Picking),
     ("outages, each", scenario.Outage),
+    ("autoscaling of a scenario", scenario.Autoscaling),
+    ("autoscaling.hold", scenario.Hold),
     ("strategies, each that is not one word", scenario.Variant),
     *(
         (f"workload, kind: {kind.__struct_config__.tag}", kind)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench import readme as results
+from extproc.autoscaling import catalogue as policies
 from extproc.scheduling import catalogue, defaults
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_series import Cache, Watched
@@ -55,6 +56,17 @@ def test_the_table_of_agreement_is_the_result():
 def test_the_table_of_replicas_is_the_result():
     """Several pickers beside one are shown as they were run."""
     assert results.replicas_block() in README
+
+
+def test_the_tables_of_autoscaling_are_the_result():
+    """Policies beside each other are shown as they were simulated."""
+    assert results.scaling_block() in README
+
+
+@pytest.mark.parametrize("kind", policies.POLICIES)
+def test_every_policy_has_a_row(kind):
+    """Each autoscaling policy is explained."""
+    assert f"| `{kind}` |" in README
 
 
 KINDS = [

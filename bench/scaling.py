@@ -1,0 +1,158 @@
+"""Autoscaling simulated: Wallaroo's load profiles, and a step load.
+
+    python -m bench.scaling [--seeds 20] [--step-seeds 3] [--write]
+
+Virtual time: the machine matters to nothing but how long it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from bench import published, rig
+from extproc.cli import simulation
+from extproc.sim.virtual.tally import Summary
+
+STEP = "kubeai-step"
+#: Seconds after which the published client, or its proxy, cut requests.
+CUT_S = 300
+
+
+def mean_of_responses_s(run: Summary) -> float:
+    """As the published client counted: requests that were cut are responses after 300 s."""
+    cut = run.failed.get("timeout", 0)
+    return (run.e2e_s.mean * run.requests + CUT_S * cut) / (run.requests + cut)
+
+
+def asked_at_s(run: Summary, replicas: int) -> float:
+    """When so many replicas were first asked for."""
+    assert run.scaling
+    rows = zip(run.scaling.at_s, run.scaling.spec, strict=True)
+    return next((at for at, spec in rows if spec >= replicas), math.nan)
+
+
+#: What is kept of every run, by name.
+FIGURES: Mapping[str, Callable[[Any], float]] = {
+    "responses_mean_s": mean_of_responses_s,
+    "mean_s": lambda run: run.e2e_s.mean,
+    "p95_s": lambda run: run.e2e_s.p95,
+    "answered": lambda run: run.requests,
+    "cut": lambda run: run.failed.get("timeout", 0) + run.failed.get("engine died", 0),
+    "refused_429": lambda run: run.failed.get("refused 429", 0),
+    "refused_503": lambda run: run.failed.get("refused 503", 0),
+    "available": lambda run: run.scaling.mean_available,
+    "asked": lambda run: run.scaling.mean_replicas,
+    "replica_s": lambda run: run.scaling.replica_s,
+    "to_least_s": lambda run: run.scaling.to_least_s,
+    "duration_s": lambda run: run.duration_s,
+    "second_s": lambda run: asked_at_s(run, 2),
+    "fourth_s": lambda run: asked_at_s(run, 4),
+}
+
+
+def measure(name: str, *, seeds: int, jobs: int) -> dict[str, dict[str, float]]:
+    """Means over seeds, by strategy."""
+    path = rig.ROOT / "bench" / "scenarios" / f"{name}.yaml"
+    todo = simulation.plan(path, strategies=(), configs=(), seeds=range(1, seeds + 1))
+    found: dict[str, list[Summary]] = {column.name: [] for column in todo.columns}
+    for run in simulation.runs(todo, jobs=jobs):
+        found[run.strategy].append(run.summary)
+    means: dict[str, dict[str, float]] = {}
+    for strategy, runs in found.items():
+        values = {figure: fmean(of(run) for run in runs) for figure, of in FIGURES.items()}
+        # A fourth replica of two was never asked for.
+        known = {figure: value for figure, value in values.items() if not math.isnan(value)}
+        means[strategy] = {figure: round(value, 2) for figure, value in known.items()}
+    return means
+
+
+def block(result: Mapping[str, Any]) -> str:
+    """A result as the README shows it."""
+    profiles = result["profiles"]
+    lines = [
+        "| 2 replicas at most | published policy | `adaptive` | `queue-depth`, 1, 0.5, 30 s |",
+        "|---|---|---|---|",
+        *(row for name in profiles for row in _profile(name, profiles[name])),
+        "",
+        "| a step | `kubeai`, 100 | `queue-depth`, 100, 50, 60 s | `adaptive` |",
+        "|---|---|---|---|",
+        *_step(result["step"]),
+    ]
+    seeds = f"means over {result['seeds']} and {result['step_seeds']} seeds"
+    return "\n".join([*lines, "", f"`{result['command']}`, {result['date']}; {seeds}."])
+
+
+def _profile(name: str, rows: Mapping[str, Mapping[str, float]]) -> Sequence[str]:
+    every = {"wallaroo-a": "1 in 15 s", "wallaroo-b": "1 in 6 s", "wallaroo-c": "1 in 30 s"}[name]
+    order = [rows[one] for one in ("published", "adaptive", "queue-depth")]
+    there = published.WALLAROO[name][0]
+
+    def row(label: str, cell: Callable[[Mapping[str, float]], str]) -> str:
+        return f"| {every}: {label} | {' | '.join(cell(one) for one in order)} |"
+
+    return [
+        row(
+            f"mean of all responses, s ({there:.0f})", lambda one: f"{one['responses_mean_s']:.0f}"
+        ),
+        row("p95 of answers, s", lambda one: f"{one['p95_s']:.0f}"),
+        row("answered, cut", lambda one: f"{one['answered']:.1f}, {one['cut']:.1f}"),
+        row(
+            "refused with 429, 503",
+            lambda one: f"{one['refused_429']:.1f}, {one['refused_503']:.1f}",
+        ),
+        row(
+            "replicas that answer, asked for",
+            lambda one: f"{one['available']:.2f}, {one['asked']:.2f}",
+        ),
+        row(
+            "replica seconds, s to zero",
+            lambda one: f"{one['replica_s']:.0f}, {one['to_least_s']:.0f}",
+        ),
+    ]
+
+
+def _step(rows: Mapping[str, Mapping[str, float]]) -> Sequence[str]:
+    order = [rows[one] for one in ("kubeai", "queue-depth", "adaptive")]
+    told = (
+        ("second replica asked for, s", "second_s", 0),
+        ("fourth replica asked for, s", "fourth_s", 0),
+        ("all answered after, s", "duration_s", 0),
+        ("mean of answers, s", "mean_s", 1),
+        ("p95 of answers, s", "p95_s", 1),
+        ("replica seconds until zero", "replica_s", 0),
+        ("last answer to zero, s", "to_least_s", 0),
+    )
+    return [
+        f"| {label} | {' | '.join(f'{one[figure]:.{digits}f}' for one in order)} |"
+        for label, figure, digits in told
+    ]
+
+
+def main(given: argparse.Namespace) -> None:
+    jobs = os.cpu_count() or 1
+    result = {
+        "seeds": given.seeds,
+        "step_seeds": given.step_seeds,
+        "profiles": {
+            name: measure(name, seeds=given.seeds, jobs=jobs) for name in published.WALLAROO
+        },
+        "step": measure(STEP, seeds=given.step_seeds, jobs=jobs),
+    }
+    print(msgspec.json.format(msgspec.json.encode(result), indent=1).decode())
+    if given.write:
+        rig.write("scaling", "python -m bench.scaling --write", result)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--step-seeds", type=int, default=3)
+    parser.add_argument("--write", action="store_true")
+    main(parser.parse_args())
