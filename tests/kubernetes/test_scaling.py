@@ -135,17 +135,18 @@ async def place(api, cluster, *, extra=(), replicas=0):
     yield namespace, cluster.write_kubeconfig(namespace, access, namespace)
 
 
-def scaler(namespace, kubeconfig, port, *arguments, **scaling):
+def scaler(namespace, kubeconfig, port, *, pages=0, autoscaling=None, **scaling):
     """A picker that scales the Deployment."""
     wanted = {**POLICY, "target": {"name": "vllm", "namespace": namespace}, **scaling}
     pods = {"selector": {"app": "vllm"}, "namespace": namespace, "ports": [port]}
     sections = {
         "pool": {"kubernetes": pods, "autoscaling": wanted},
         "holding": {"enabled": True},
+        "autoscaling": autoscaling or {},
         "cluster": {"lease": {"namespace": namespace}},
     }
     text = json.dumps(sections)[1:-1]
-    return kube_picker.picker(kubeconfig, *arguments, config=text)
+    return kube_picker.picker(kubeconfig, config=text, pages=pages)
 
 
 async def held(picker):
@@ -318,3 +319,65 @@ async def test_custom_resources_are_scaled(api, cluster, kind, group, plural):
                 return (await api.get(one))["spec"]["replicas"]
 
             await picker.until(replicas, lambda found: found == 2)
+
+
+def pair(namespace, kubeconfig, port, **scaling):
+    """Two replicas that know each other by their addresses."""
+    pages = [stack.free_port(), stack.free_port()]
+    peers = {"peers": [f"{serving.LOCAL}:{one}" for one in pages]}
+    return [
+        scaler(namespace, kubeconfig, port, pages=one, autoscaling=peers, **scaling)
+        for one in pages
+    ]
+
+
+async def test_any_replicas_requests_wake_an_engine(api, cluster):
+    """A request that waits at a follower makes the leader act; both count all requests."""
+    async with (
+        place(api, cluster) as (namespace, kubeconfig),
+        playing(api, namespace) as kubelet,
+        contextlib.AsyncExitStack() as pickers,
+    ):
+        both = [
+            await pickers.enter_async_context(one)
+            for one in pair(namespace, kubeconfig, kubelet.port)
+        ]
+
+        async def leading():
+            return [await told(one, "extproc_leader") for one in both]
+
+        found = await both[0].until(leading, lambda seen: 1.0 in seen)
+        follower = both[found.index(0.0)]
+        # Each has read the other at least once.
+        await follower.until(
+            lambda: told(follower, 'extproc_scaling_complete{pool=""}'), lambda seen: seen == 1.0
+        )
+        first = await held(follower)
+        (said,) = await first.hear()
+        assert dict(said.sets)[peer.DESTINATION] in kubelet.pods
+        depth = 'extproc_scaling_queue_depth{pool=""}'
+        for one in both:
+            await one.until(lambda one=one: told(one, depth), lambda seen: seen == 1.0)
+        first.call.cancel()
+
+
+async def test_a_restart_changes_nothing(api, cluster):
+    """Replicas stay while the picker is away and when it is back, until a window was watched."""
+    slow = {**POLICY["params"], "window_s": 20.0}
+    async with place(api, cluster, replicas=2) as (namespace, kubeconfig):
+        async with scaler(namespace, kubeconfig, 8000, params=slow) as picker:
+            await picker.until(lambda: told(picker, "extproc_leader"), lambda one: one == 1.0)
+            look = 'extproc_scaling_desired_replicas{pool=""}'
+            assert await picker.until(lambda: told(picker, look), bool) == 2.0
+            await picker.child.stop()
+        state = f"/api/v1/namespaces/{namespace}/configmaps/extproc-autoscaling"
+        kept = json.loads((await api.call("GET", state))["data"]["pools.json"])["pools"][""]
+        first = kept["scaler"]["memory"]["depths"]["begun"]
+        async with scaler(namespace, kubeconfig, 8000, params=slow) as picker:
+            await picker.until(lambda: told(picker, "extproc_leader"), lambda one: one == 1.0)
+            await picker.until(lambda: told(picker, look), bool)
+            assert await spec(api, namespace) == 2
+            await picker.child.stop()
+        kept = json.loads((await api.call("GET", state))["data"]["pools.json"])["pools"][""]
+        # The second one goes on with the window of the first.
+        assert kept["scaler"]["memory"]["depths"]["begun"] == pytest.approx(first, abs=0.5)

@@ -82,7 +82,11 @@ class Picker:
 
 @contextlib.asynccontextmanager
 async def picker(
-    kubeconfig: Path | None, *arguments: str, config: str = "", ready: str = "is ready"
+    kubeconfig: Path | None,
+    *arguments: str,
+    config: str = "",
+    ready: str = "is ready",
+    pages: int = 0,
 ):
     """Start a picker over a cluster; it ends with the block.
 
@@ -91,8 +95,9 @@ async def picker(
         arguments: Further words of `extproc serve`, such as the pool's name.
         config: More of the configuration, in YAML's flow style.
         ready: What it says when the block may begin.
+        pages: Port of its pages; 0 for a free one.
     """
-    port, pages = stack.free_port(), stack.free_port()
+    port, pages = stack.free_port(), pages or stack.free_port()
     text = "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, " + UNSCRAPED
     text += (f", {config}" if config else "") + "}"
     argv = [
