@@ -7,8 +7,9 @@ from its key and the endpoints' addresses and speeds alone, and because all of t
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import mmh3
 
@@ -30,6 +31,9 @@ _ENOUGH_HOLDERS, _ENOUGH_SHARE = 2, 0.9
 
 #: Requests on an engine at whose speed engines are compared.
 _BATCH = 32.0
+
+#: Members whose speed is looked at (count).
+_DRAWN = 16
 
 
 def expected(
@@ -55,7 +59,7 @@ def expected(
     if not key or peers.share < _LEAST_SHARE:
         return matched
     much = _ENOUGH_SHARE * tokens
-    if sum(known >= much for known in matched) >= _ENOUGH_HOLDERS:
+    if sum([known >= much for known in matched]) >= _ENOUGH_HOLDERS:
         return matched
     at = home(key, members)
     believed = int(min(_MOST, _BOLDNESS * peers.hit_ratio) * tokens)
@@ -71,18 +75,22 @@ def home(key: str, members: Sequence[Member]) -> int:
 
     The least of -ln(u) s, with u the hash of key and address in 0..1 and s the seconds between
     tokens (Thaler and Ravishankar 1998, with weights 1/s). Speeds are rounded to a factor of 2^0.5,
-    because each picker learns them for itself.
+    because each picker learns them for itself. Speeds are looked at for the `_DRAWN` members of
+    largest u only: whoever is further away would have to be several times as fast to win.
 
     Args:
         key: Not empty.
         members: At least one.
     """
     seed = mmh3.hash(key, 0, signed=False)
+    draws = [mmh3.hash(member.endpoint.address, seed, False) for member in members]
+    near: Iterable[int] = range(len(draws))
+    if len(draws) > _DRAWN:
+        near = heapq.nlargest(_DRAWN, near, key=draws.__getitem__)
     best, least = 0, math.inf
-    for at, member in enumerate(members):
-        drawn = (mmh3.hash(member.endpoint.address, seed, signed=False) + 1) / 4294967297.0
-        speed = round(2.0 * math.log2(member.rates.iteration_s(_BATCH)))
-        distance = -math.log(drawn) * 2.0 ** (0.5 * speed)
+    for at in near:
+        speed = round(2.0 * math.log2(members[at].rates.iteration_s(_BATCH)))
+        distance = -math.log((draws[at] + 1) / 4294967297.0) * 2.0 ** (0.5 * speed)
         if distance < least:
             best, least = at, distance
     return best
