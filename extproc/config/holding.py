@@ -28,8 +28,9 @@ class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         by_objective: Longest waits in seconds by objective. None: all wait alike.
         timeout_header: Request header with the longest wait in milliseconds; empty reads none.
         busy_s: Seconds that a request may be expected to wait on an endpoint before the endpoint
-            counts as busy, twice that for priorities above 0. 0.5 keeps engines fed between two
-            scrapes, and leaves the rest to be decided later, by who needs it.
+            counts as busy, five times that for priorities above 0. 0.1 sends one prompt after
+            another, as each is computed: engines stay fed, and the rest is decided later, by who
+            needs it. At 0.5 priorities wait a third longer, and nothing is served more.
         max_requests: Requests that may wait (count). 10000 take some 150 MB with short prompts.
         max_bytes: Bytes of their bodies together. 256 MiB is half of what may be assembled.
         order: Of one tenant's requests: `fcfs` by arrival, `edf` by deadline, or `slo` by arrival
@@ -52,7 +53,7 @@ class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     most_timeout_s: bounds.PositiveSeconds = 3600.0
     by_objective: Mapping[bounds.Name, bounds.Seconds] = {}
     timeout_header: str = "x-extproc-hold-ms"
-    busy_s: bounds.PositiveSeconds = 0.5
+    busy_s: bounds.PositiveSeconds = 0.1
     max_requests: bounds.Positive = 10_000
     max_bytes: bounds.Positive = 256 * _MIB
     order: waiter.Order = "fcfs"

@@ -1,4 +1,11 @@
-"""How long a request would wait on an endpoint: the one signal of saturation."""
+"""How long a request would wait on an endpoint: the one signal of saturation.
+
+Engines serve first come first served, so what was sent to one is ahead of every later request,
+whatever its priority. All that holding can do for a priority is to send the others late: one prompt
+after another, as each is believed computed, and not into the last of the memory. Both cost little:
+an engine that gets its next prompt one iteration late still decodes the full batch, and a batch that
+is a tenth smaller is hardly slower in tokens per second (`bench.capacity` has the numbers).
+"""
 
 from __future__ import annotations
 
@@ -7,26 +14,40 @@ from typing import Final
 
 from extproc.endpoint import Candidate
 
-#: Share of the KV cache that running answers may fill before a request has to wait for memory.
-_KV_CEILING: Final = 0.97
+#: Share of the KV cache that running answers may fill before a request of a priority above 0 has to
+#: wait for memory: what engines fill in steady state before they preempt.
+_FULL: Final = 0.97
+
+#: The same for all others. What is left is room for the prompt of a request that must not wait
+#: until an answer ends. At 0.97 a saturated engine is always short of it.
+_ROOMY: Final = 0.9
 
 #: How much longer a request of a priority above 0 finds an endpoint free (a factor). What others
 #: leave is its headroom: it never waits for those that were sent just before.
-HEADROOM: Final = 2.0
+HEADROOM: Final = 5.0
 
 
-def wait_s(candidate: Candidate) -> float:
+def wait_s(candidate: Candidate, *, ceiling: float = _FULL) -> float:
     """Estimated seconds between a request's arrival on an endpoint and the start of its prefill.
 
-    wait = q p + w b, with q the uncached prompt tokens sent there and believed not yet computed,
-    p the seconds of each, w the requests in front that wait for a place or memory, and
-    b = o i(r) / r the seconds between two answers that end (o tokens of an answer, i(r) seconds of
-    an iteration with r running). All of it is our own account, corrected by scrapes; without a
-    scrape w is 0, so a late one closes nobody.
+    wait = q p + i(n) + w b, with q the uncached prompt tokens sent there and believed not yet
+    computed, p the seconds of each, i(n) the iteration with n requests that they are computed
+    beside, 0 where q is; w the requests in front that wait for a place or memory, and b = o i(r) / r
+    the seconds between two answers that end (o tokens of an answer, i(r) seconds of an iteration
+    with r running). All of it is our own account, corrected by scrapes; without a scrape w is 0, so
+    a late one closes nobody.
+
+    Args:
+        candidate: The endpoint.
+        ceiling: Share of the KV cache that may be filled, 0..1.
     """
     rates, load = candidate.rates, candidate.load
-    waits = candidate.queued_tokens * rates.prefill_s
-    in_front = _in_front(candidate)
+    waits = 0.0
+    if candidate.queued_tokens > 0.0:
+        # However short a prompt is, nothing overtakes the iteration that computes it.
+        beside = rates.iteration_s(max(1.0, candidate.requests))
+        waits = candidate.queued_tokens * rates.prefill_s + beside
+    in_front = _in_front(candidate, ceiling)
     if in_front > 0.0:
         running = max(1.0, load.running or 1.0)
         waits += in_front * rates.output_tokens * rates.iteration_s(running) / running
@@ -47,14 +68,16 @@ def free(
         The endpoints, and seconds until the first of the others is free if nothing else happens;
         0 where there are any.
     """
+    ceiling = _ROOMY
     if priority > 0:
         limit_s *= HEADROOM
-    waits = [wait_s(candidate) for candidate in candidates]
+        ceiling = _FULL
+    waits = [wait_s(candidate, ceiling=ceiling) for candidate in candidates]
     found = [one for one, waiting in zip(candidates, waits, strict=True) if waiting <= limit_s]
     return found, 0.0 if found else min(waits) - limit_s
 
 
-def _in_front(candidate: Candidate) -> float:
+def _in_front(candidate: Candidate, ceiling: float) -> float:
     """Requests that wait for a place in the batch or for memory, none where nobody knows."""
     load = candidate.load
     in_front = 0.0
@@ -62,7 +85,7 @@ def _in_front(candidate: Candidate) -> float:
         in_front = max(0.0, candidate.requests - (load.running or 0.0))
     held, usage = load.kv_tokens, load.kv_usage
     if held and usage is not None:
-        over = usage * held + candidate.unseen_tokens - _KV_CEILING * held
+        over = usage * held + candidate.unseen_tokens - ceiling * held
         if over > 0.0:
             each = max(1.0, candidate.rates.context_tokens)
             in_front = max(in_front, over / each)

@@ -1,0 +1,151 @@
+"""Tenants and priorities while requests wait for capacity, simulated.
+
+    python -m bench.capacity [--only tenants|overload|frontier] [--seeds N] [--jobs N] [--write]
+
+Capacity is what the fleet completes at the same offer without holding, when every engine has a queue
+of its own that never ends: output tokens and requests per second from `SINCE_S` on. Alone is the same
+traffic of one tenant at the same times with nobody else on the fleet. Times to the first token count
+from the client and include every wait; a request that was refused counts as refused, and not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from multiprocessing import get_context
+from typing import Any
+
+import msgspec
+
+from bench import rig
+from bench.proof import SCENARIOS
+from extproc.cli import simulation
+from extproc.sim.virtual import tally, workloads, world
+
+#: Engines are full by then (virtual seconds).
+SINCE_S = 30.0
+
+#: `busy_s` for the frontier of goodput and p99; 0.1 is the default.
+FRONTIER_S = (0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+#: Tenant whose bar it is, by scenario.
+JUDGED = {"tenants": "small", "overload": "interactive"}
+
+
+def once(
+    name: str,
+    seed: int,
+    *,
+    column: str = "holding",
+    alone: bool = False,
+    busy_s: float | None = None,
+    until_s: float | None = None,
+) -> dict[str, Any]:
+    """One run: goodput, and the times of every tenant."""
+    plan = simulation.plan(
+        SCENARIOS / f"{name}.yaml", strategies=[column], configs=(), seeds=(seed,)
+    )
+    whole, settings = plan.scenario, plan.columns[0].settings
+    assert settings is not None, "the clairvoyant picker holds nobody"
+    if alone:
+        assert isinstance(whole.workload, workloads.Groups)
+        groups = [one for one in whole.workload.groups if one.tenant == JUDGED[name]]
+        whole = msgspec.structs.replace(whole, workload=workloads.Groups(groups=groups))
+    if busy_s is not None:
+        holding = msgspec.structs.replace(settings.holding, busy_s=busy_s)
+        settings = msgspec.structs.replace(settings, holding=holding)
+    until_s = until_s or whole.until_s
+    whole = msgspec.structs.replace(whole, until_s=until_s)
+    run = world.World(whole, settings, seed=seed).run()
+    done = [trip for trip in run.trips if not trip.failure]
+    counted = [trip for trip in done if trip.sent_at + trip.took_s >= SINCE_S]
+    span_s = until_s - SINCE_S
+    told: dict[str, Any] = {
+        "output_tokens_per_s": sum(trip.work.output_tokens for trip in counted) / span_s,
+        "requests_per_s": len(counted) / span_s,
+    }
+    for tenant in sorted({trip.work.tenant for trip in run.trips}):
+        ended = [trip for trip in run.trips if trip.work.tenant == tenant]
+        first = tally.spread([trip.first_s for trip in ended if not trip.failure])
+        told[tenant] = {
+            "ended": len(ended),
+            "refused": sum(bool(trip.failure) for trip in ended),
+            "ttft_mean_s": first.mean,
+            "ttft_p95_s": first.p95,
+            "ttft_p99_s": first.p99,
+        }
+    return told
+
+
+Run = Callable[..., Sequence[dict[str, Any]]]
+
+
+def judged(run: Run, name: str) -> dict[str, Any]:
+    """A scenario without holding, with it, and with the judged tenant alone."""
+    rows = {
+        "alone": run(name, alone=True),
+        "adaptive": run(name, column="adaptive"),
+        "holding": run(name),
+    }
+    return {kind: _mean(row) for kind, row in rows.items()} | {
+        "ratios": ratios(name, _mean(rows["holding"]), rows)
+    }
+
+
+def ratios(name: str, held: dict[str, Any], rows: dict[str, Any]) -> dict[str, float]:
+    """What the bars are on."""
+    alone, without = _mean(rows["alone"]), _mean(rows["adaptive"])
+    tenant = JUDGED[name]
+    told = {key: held[key] / without[key] for key in ("output_tokens_per_s", "requests_per_s")} | {
+        key: held[tenant][key] / alone[tenant][key] for key in ("ttft_p95_s", "ttft_p99_s")
+    }
+    return {key: round(value, 3) for key, value in told.items()}
+
+
+def frontier(run: Run) -> dict[str, Any]:
+    """Goodput against p99 over `busy_s`, in shorter runs."""
+    return {
+        f"{busy_s:g}": _mean(run("overload", busy_s=busy_s, until_s=120.0)) for busy_s in FRONTIER_S
+    }
+
+
+def _mean(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means over the seeds, key by key."""
+    return {
+        key: _mean([run[key] for run in runs])
+        if isinstance(value, dict)
+        else round(statistics.fmean(run[key] for run in runs), 3)
+        for key, value in runs[0].items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=["tenants", "overload", "frontier"])
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    figures: dict[str, Any] = {"seeds": args.seeds}
+    with futures.ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+
+        def run(name: str, **facts: Any) -> list[dict[str, Any]]:
+            task = functools.partial(once, name, **facts)
+            return list(pool.map(task, range(1, args.seeds + 1)))
+
+        for name in args.only:
+            began = time.monotonic()
+            figures[name] = frontier(run) if name == "frontier" else judged(run, name)
+            print(name, f"{time.monotonic() - began:.0f} s", flush=True)
+            for kind, row in figures[name].items():
+                print(" ", kind, row, flush=True)
+    if args.write:
+        rig.write("capacity", "python -m bench.capacity --write", figures)
+
+
+if __name__ == "__main__":
+    main()

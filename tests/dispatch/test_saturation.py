@@ -1,0 +1,78 @@
+import math
+
+import pytest
+
+from extproc.dispatch import saturation
+from extproc.endpoint import Candidate, Endpoint, Load, Rates
+
+RATES = Rates(
+    step_s=0.03,
+    prefill_s=1e-4,
+    decode_s=1e-3,
+    context_s=0.0,
+    context_tokens=500.0,
+    output_tokens=100.0,
+)
+
+
+def candidate(*, queued=0.0, requests=10.0, waiting=0.0, running=10.0, usage=0.5, **facts):
+    load = Load(
+        at=0.0,
+        waiting=waiting,
+        running=running,
+        kv_usage=usage,
+        kv_blocks=1000,
+        block_tokens=16,
+    )
+    facts = {"load": load, "requests": requests, "queued_tokens": queued, "rates": RATES} | facts
+    return Candidate(Endpoint("10.0.0.1:8000"), **facts)
+
+
+def test_nothing_queued_is_no_wait():
+    """However large the batch is."""
+    assert saturation.wait_s(candidate(requests=200.0)) == 0.0
+
+
+def test_queued_prompts_take_their_tokens_and_an_iteration():
+    """1000 tokens at 0.1 ms, beside 10 sequences: 0.1 + (0.03 + 10 * 0.001) s."""
+    assert saturation.wait_s(candidate(queued=1000.0)) == pytest.approx(0.14)
+
+
+def test_those_in_front_wait_for_answers_to_end():
+    """Two in front, an answer ends every 100 * 0.04 / 10 s."""
+    waiting = candidate(waiting=2.0, requests=12.0)
+    assert saturation.wait_s(waiting) == pytest.approx(0.8)
+
+
+def test_memory_is_full_sooner_for_those_without_priority():
+    """At 0.95 of the KV cache there is room for a priority above 0 only."""
+    full = candidate(usage=0.95)
+    assert saturation.free([full], 0.1, priority=1) == ([full], 0.0)
+    found, waits_s = saturation.free([full], 0.1, priority=0)
+    assert not found
+    # 0.05 * 16000 tokens are 1.6 requests of 500.
+    assert waits_s == pytest.approx(1.6 * 0.4 - 0.1)
+
+
+def test_a_priority_finds_free_what_others_filled():
+    """Those below stop at the limit; above it stays room for it."""
+    busy = candidate(queued=1000.0)
+    assert not saturation.free([busy], 0.1, priority=0)[0]
+    assert not saturation.free([busy], 0.1, priority=-1)[0]
+    assert saturation.free([busy], 0.1, priority=1)[0] == [busy]
+
+
+def test_the_soonest_says_when():
+    """Seconds until the first is free, where none is."""
+    found, waits_s = saturation.free(
+        [candidate(queued=2000.0), candidate(queued=1000.0)], 0.1, priority=0
+    )
+    assert not found
+    assert waits_s == pytest.approx(0.04)
+
+
+def test_what_nobody_knows_is_not_busy():
+    """Without a scrape only our own account counts."""
+    unknown = Candidate(Endpoint("10.0.0.1:8000"), requests=100.0)
+    assert unknown.age_s == math.inf
+    assert saturation.wait_s(unknown) == 0.0
