@@ -1,11 +1,12 @@
-"""One, two and four pickers of the same fleet that do not talk: simulated, and behind a real Envoy.
+"""One, two and four pickers of the same fleet: simulated, and behind a real Envoy.
 
     python -m bench.replicas [--only NAME ...] [--seeds N] [--jobs N] [--write]
+    python -m bench.replicas --shared [--only NAME ...] [--seeds N] [--jobs N] [--write]
     python -m bench.replicas --real [--rounds N] [--write]
 
 Simulated, each request goes to one of the pickers at random. Ratios are to one picker, seed by seed,
 with half of the 95 % interval. Pickers that shared all they know at once would be one picker, so one
-picker is also the bound of what exact sharing could gain.
+picker is also the bound of what exact sharing could gain. `--shared` has pickers that tell each other.
 
 For real, one Envoy spreads requests over `extproc serve` processes before four simulated engines.
 Hit ratios are the engines' own counters; figures are medians over rounds.
@@ -36,17 +37,22 @@ COUNTS = (1, 2, 4)
 #: half of all want; with a trace also the Mooncake conversations.
 NAMES = ("l4-800", "heterogeneous", "hot-prefix", "k6-s1", "mooncake-70")
 
+#: Of these, the ones on which pickers that talk are measured, and after how long they have talked.
+TALKED, DELAYS_S = ("l4-800", "hot-prefix", "k6-s1"), (None, 0.0, 0.005)
+
 FIGURES = ("hit_ratio", "ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "requests_per_s")
+
+PARTS = ("simulated", "shared", "real", "real_load_average")
 
 #: What the bar is on, and how far from one picker it may be (issue 5).
 JUDGED, BOUND = ("hit_ratio", "ttft_p99_s"), 0.05
 
 
-def once(name: str, count: int, seed: int) -> dict[str, float]:
-    """One simulated run of the default strategy."""
+def once(name: str, count: int, seed: int, delay_s: float | None = None) -> dict[str, float]:
+    """One simulated run of the default strategy; of pickers that talk where there is a delay."""
     path = SCENARIOS / f"{name}.yaml"
     plan = simulation.plan(path, strategies=["adaptive"], configs=(), seeds=(seed,))
-    picking = msgspec.structs.replace(plan.scenario.picking, replicas=count)
+    picking = msgspec.structs.replace(plan.scenario.picking, replicas=count, share_delay_s=delay_s)
     whole = msgspec.structs.replace(plan.scenario, picking=picking)
     summary = simulation.run(whole, plan.columns[0], seed=seed, trace=plan.trace)
     return {figure: report.FIGURES[figure](summary) for figure in FIGURES}
@@ -68,6 +74,33 @@ def simulated(names: Sequence[str], *, seeds: int, jobs: int) -> dict[str, Any]:
                 "ratio": {f: _ratio(runs, alone, f) for f in FIGURES},
             }
         print(name, {n: row["ratio"] for n, row in rows.items()}, flush=True)
+    return told
+
+
+def shared(names: Sequence[str], *, seeds: int, jobs: int) -> dict[str, Any]:
+    """Pickers that do not talk, and that tell each other of requests after some delay."""
+    talks = [(1, None), *((n, delay_s) for n in COUNTS[1:] for delay_s in DELAYS_S)]
+    tasks = [(name, n, seed, d) for name in names for n, d in talks for seed in range(1, seeds + 1)]
+    with futures.ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        found = dict(zip(tasks, pool.map(once, *zip(*tasks, strict=True)), strict=True))
+    told: dict[str, Any] = {}
+    for name in names:
+        rows = told[name] = []
+        alone = [found[name, 1, seed, None] for seed in range(1, seeds + 1)]
+        for n, delay_s in talks:
+            runs = [found[name, n, seed, delay_s] for seed in range(1, seeds + 1)]
+            rows.append(
+                {
+                    "pickers": n,
+                    "delay_s": delay_s,
+                    "seeds": seeds,
+                    "mean": {
+                        f: round(statistics.fmean(run[f] for run in runs), 4) for f in FIGURES
+                    },
+                    "ratio": {f: _ratio(runs, alone, f) for f in FIGURES},
+                }
+            )
+            print(name, rows[-1], flush=True)
     return told
 
 
@@ -127,6 +160,24 @@ async def real(rounds: int) -> dict[str, Any]:
     }
 
 
+def shared_block(result: Mapping[str, Any]) -> str:
+    """What telling each other comes to, as the README shows it."""
+    lines = [
+        "| workload | pickers | told after | hit ratio | to one picker | TTFT p99, s | to one picker |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, rows in result["shared"].items():
+        for row in rows:
+            delay_s, (hits, waits) = row["delay_s"], (row["ratio"][f] for f in JUDGED)
+            after = "never" if delay_s is None else f"{1000 * delay_s:.0f} ms"
+            lines.append(
+                f"| {name} | {row['pickers']} | {after if row['pickers'] > 1 else ''} "
+                f"| {row['mean']['hit_ratio']:.3f} | {hits[0]:.3f} ± {hits[1]:.3f} "
+                f"| {row['mean']['ttft_p99_s']:.2f} | {waits[0]:.2f} ± {waits[1]:.2f} |"
+            )
+    return "\n".join([*lines, "", "`python -m bench.replicas --shared --write`"])
+
+
 def block(result: Mapping[str, Any]) -> str:
     """A result as the README shows it."""
     lines = [
@@ -153,10 +204,14 @@ def main(given: argparse.Namespace) -> None:
     began, busy = time.monotonic(), os.getloadavg()[0]
     path = rig.RESULTS / "replicas.json"
     kept = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
-    told = {part: kept[part] for part in ("simulated", "real", "real_load_average") if part in kept}
+    told = {part: kept[part] for part in PARTS if part in kept}
     if given.real:
         told["real"] = uvloop.run(real(given.rounds))
         told["real_load_average"] = round(busy, 1)
+    elif given.shared:
+        names = [name for name in given.only if name in TALKED]
+        ran = shared(names, seeds=given.seeds, jobs=given.jobs)
+        told["shared"] = told.get("shared", {}) | ran
     else:
         names = [n for n in given.only if "mooncake" not in n or os.environ.get("EXTPROC_TRACES")]
         ran = simulated(names, seeds=given.seeds, jobs=given.jobs)
@@ -171,6 +226,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--shared", action="store_true")
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true")

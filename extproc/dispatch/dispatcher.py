@@ -11,6 +11,7 @@ from extproc import decision as outcomes
 from extproc.decision import Decision, Outcome, Rejection
 from extproc.dispatch import beliefs, eligible, evidence, homes, naming, saturation, shedding
 from extproc.dispatch import routing as routes
+from extproc.dispatch.journal import Journal
 from extproc.dispatch.matching import Matching
 from extproc.dispatch.preparing import Preparation, Prepared
 from extproc.parsing import opening as parsing_opening
@@ -41,6 +42,9 @@ class Dispatcher:
         schedule: How prompts are cut into blocks.
         rng: All chance there is.
         counts: Where exceptions of plugins that remember go; None keeps them to the dispatcher.
+
+    Attributes:
+        journal: Where to tell other pickers of requests; None where pickers do not talk.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Dispatcher:
         self._schedule = schedule
         self._rng = rng
         self._counts = counts or guard.Counts()
+        self.journal: Journal | None = None
         self._recurrence = Recurrence()
         self._matching = Matching(fleet, index)
         self._preparation = Preparation(fleet, schedule=schedule, rng=rng)
@@ -152,7 +157,7 @@ class Dispatcher:
         if isinstance(found, Rejection):
             return found
         members = found.members
-        ratio = self._bytes_per_token(request)
+        ratio = self._bytes_per_token(request.target, request.prompt_bytes)
         if ratio != BYTES_PER_TOKEN:
             tokens = max(1, round(request.prompt_bytes / ratio))
             request = msgspec.structs.replace(request, prompt_tokens=tokens)
@@ -244,36 +249,70 @@ class Dispatcher:
         member = self._fleet.pool.find(endpoint.address)
         if member is None:
             raise LookupError(f"{endpoint.address} left the pool; commit in the turn of route")
-        if decision.blocks:
-            self._index.record(beliefs.key(endpoint), decision.blocks)
         self._remember(decision, now)
         request = decision.request
-        cached = min(decision.matched_tokens, request.prompt_tokens)
-        if self._hashing and request.prompt_tokens:
-            self._belief.sent(
-                endpoint,
-                decision.blocks,
-                prompt_tokens=request.prompt_tokens,
-                cached_tokens=cached,
-                bytes_per_token=self._bytes_per_token(request),
-            )
-        ticket = member.account.open(
-            request.target,
-            request.prompt_tokens,
-            cached_tokens=cached,
-            now=now,
+        ticket = self.charge(
+            member,
+            decision.blocks,
+            target=request.target,
+            prompt_tokens=request.prompt_tokens,
+            cached_tokens=min(decision.matched_tokens, request.prompt_tokens),
             prompt_bytes=request.prompt_bytes,
+            now=now,
         )
-        if self._homing and decision.blocks:
-            known, tokens = self._recurrence, request.prompt_tokens
-            known.sent(decision.blocks, member.account, prompt_tokens=tokens)
-            member.account.hold(
-                ticket, decision.blocks, self._schedule.tokens, growth=known.growth(tokens)
-            )
-        ticket.blocks = decision.blocks
         ticket.alone = len(decision.endpoints) == 1
         if member.condition.state:
             self._fleet.sent(endpoint, now)
+        if self.journal is not None:
+            self.journal.sent(ticket, decision)
+        return ticket
+
+    def charge(
+        self,
+        member: snapshot.Member,
+        chain: Sequence[int],
+        *,
+        target: str,
+        prompt_tokens: int,
+        cached_tokens: int,
+        prompt_bytes: int,
+        now: float,
+    ) -> Ticket:
+        """Charge a request to an endpoint and believe its prompt cached there.
+
+        Args:
+            member: To whom; of the current pool.
+            chain: The prompt's block hashes, root first.
+            target: Adapter or model name.
+            prompt_tokens: Estimated prompt tokens.
+            cached_tokens: Of these, believed cached there.
+            prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
+            now: Monotonic seconds.
+        """
+        endpoint, account = member.endpoint, member.account
+        if chain:
+            self._index.record(beliefs.key(endpoint), chain)
+        if self._hashing and prompt_tokens:
+            self._belief.sent(
+                endpoint,
+                chain,
+                prompt_tokens=prompt_tokens,
+                cached_tokens=cached_tokens,
+                bytes_per_token=self._bytes_per_token(target, prompt_bytes),
+            )
+        ticket = account.open(
+            target,
+            prompt_tokens,
+            cached_tokens=cached_tokens,
+            now=now,
+            prompt_bytes=prompt_bytes,
+        )
+        if self._homing and chain:
+            known = self._recurrence
+            known.sent(chain, account, prompt_tokens=prompt_tokens)
+            growth = known.growth(prompt_tokens)
+            account.hold(ticket, chain, self._schedule.tokens, growth=growth)
+        ticket.blocks = chain
         return ticket
 
     def told(self, ticket: Ticket, status: str, now: float, *, served: str = "") -> None:
@@ -285,7 +324,10 @@ class Dispatcher:
             now: Monotonic seconds.
             served: Address of the endpoint that answered, where the data plane says so.
         """
+        chosen, blocks = ticket.endpoint, ticket.blocks
         self._evidence.answered(ticket, status, now, served=served)
+        if self.journal is not None and ticket.endpoint is not chosen:
+            self.journal.moved(ticket, blocks)
 
     def learn(self, decision: Decision, usage: Mapping[str, int]) -> None:
         """Hold predictions against what the answer reports: prompt tokens, and cached ones.
@@ -317,6 +359,8 @@ class Dispatcher:
         """
         ticket.close(now, answered=False)
         self._evidence.withdrawn(ticket)
+        if self.journal is not None:
+            self.journal.ended(ticket, answered=False, ran=False)
 
     def complete(self, ticket: Ticket, now: float, *, answered: bool = True) -> None:
         """Close the accounts of a request that is over, however it ended.
@@ -326,9 +370,12 @@ class Dispatcher:
             now: Monotonic seconds.
             answered: Whether response headers were seen.
         """
-        ticket.close(now, answered=answered and not ticket.refused)
+        ran = not ticket.refused
+        ticket.close(now, answered=answered and ran)
         if not answered:
             self._evidence.left(ticket, now)
+        if self.journal is not None:
+            self.journal.ended(ticket, answered=answered and ran, ran=ran)
 
     def response_unwatched(self, decision: Decision) -> bool:
         """Whether nobody needs to see the answer."""
@@ -343,8 +390,8 @@ class Dispatcher:
                 kind = getattr(observer, "kind", type(observer).__name__)
                 self._counts.exceptions["observer", kind] += 1
 
-    def _bytes_per_token(self, request: Request) -> float:
-        """Of its prompt; token ids are `BYTES_PER_TOKEN` each in the prompt's bytes."""
-        if not request.prompt_bytes:
+    def _bytes_per_token(self, target: str, prompt_bytes: int) -> float:
+        """Of a prompt; token ids are `BYTES_PER_TOKEN` each in the prompt's bytes."""
+        if not prompt_bytes:
             return BYTES_PER_TOKEN
-        return self._fleet.tokenisers.bytes_per_token(request.target)
+        return self._fleet.tokenisers.bytes_per_token(target)

@@ -52,6 +52,7 @@ class Account:
     Attributes:
         endpoint: Whose account it is.
         in_flight: Open requests (count).
+        mirrored: Of these, other pickers' (count), where pickers tell each other.
         prompt_tokens: Estimated prompt tokens of the open requests.
         open_tokens: The same, what several of them begin with counted once, and what young
             conversations among them will grow by; 0 while nobody needs it.
@@ -82,6 +83,7 @@ class Account:
         "endpoint",
         "idled",
         "in_flight",
+        "mirrored",
         "open_tokens",
         "opened",
         "prompt_tokens",
@@ -98,6 +100,7 @@ class Account:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.in_flight = 0
+        self.mirrored = 0
         self.prompt_tokens = 0
         self.open_tokens = 0.0
         self._held = holdings.Held()
@@ -173,6 +176,11 @@ class Account:
         """Uncached prompt tokens sent and believed not yet computed."""
         left = self.sent - self.done - (now - self.at) * self.tokens_per_s
         return max(0.0, left)
+
+    @property
+    def own(self) -> int:
+        """Open requests that this picker sent (count)."""
+        return self.in_flight - self.mirrored
 
     @property
     def mean_work(self) -> float:

@@ -133,7 +133,7 @@ _GAUGES: tuple[_Gauge, ...] = (
     (
         "extproc_endpoint_in_flight",
         "Requests this picker has open.",
-        lambda one, _: one.account.in_flight,
+        lambda one, _: one.account.own,
     ),
     (
         "extproc_endpoint_foreign",

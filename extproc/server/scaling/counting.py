@@ -76,7 +76,7 @@ class Counting:
         self._read_answers(pool)
         return Counters(
             held=len(waiters),
-            in_flight=sum(member.account.in_flight for member in pool.members),
+            in_flight=sum(member.account.own for member in pool.members),
             arrived=self._arrived,
             prompt_tokens=self._prompt_tokens,
             answered=float(self._answered),

@@ -94,7 +94,9 @@ class Picking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """The pickers.
 
     Attributes:
-        replicas: Pickers that do not talk; each request goes to one of them at random.
+        replicas: Pickers; each request goes to one of them at random.
+        share_delay_s: Seconds after which pickers have told each other of a request that was sent
+            or ended. None: they do not talk.
         scrape_s: Seconds between scrapes of an endpoint, busy or idle. None: as the configuration
             says.
         delay_s: Seconds from the moment a page was true to the moment it is taken in. 5 ms is what
@@ -104,6 +106,7 @@ class Picking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """
 
     replicas: Positive = 1
+    share_delay_s: Seconds | None = None
     scrape_s: Factor | None = None
     delay_s: Seconds = 0.005
     told_max_tokens: bool = False

@@ -16,6 +16,7 @@ from extproc.sim.virtual.picker import MODEL, Dispatching, Picker
 from extproc.sim.virtual.replicas import Acts, Replicas
 from extproc.sim.virtual.scenario import Autoscaling, Outage, Scenario
 from extproc.sim.virtual.site import Site
+from extproc.sim.virtual.talk import Talk
 from extproc.sim.virtual.tally import Summary, Tally
 from extproc.sim.virtual.timeline import Timeline
 from extproc.sim.virtual.trip import Trip, Work
@@ -66,6 +67,10 @@ class World:
             self._picker(settings, seed=seed * 1000 + n, waits=scaled is None)
             for n in range(scenario.picking.replicas)
         ]
+        share_delay_s = scenario.picking.share_delay_s
+        if share_delay_s is not None:
+            told = [one.parts.dispatcher for one in self.pickers if isinstance(one, Dispatching)]
+            Talk(told, timeline=self.timeline, delay_s=share_delay_s)
         self._replicas = None if scaled is None else self._scaled(scaled)
         self._sender = Sender(
             self._client,

@@ -207,3 +207,27 @@ def test_engines_that_fail_otherwise(how):
     else:
         assert health.ejections == {"hung": 1}
         assert set(failed) <= {"engine died"}
+
+
+@pytest.mark.parametrize("delay_s", [None, 0.0, 0.005])
+def test_pickers_that_talk_know_of_each_other_and_forget_what_ended(delay_s):
+    """Requests of others are in the accounts while they are open, and only where pickers talk."""
+    talking = scenario.Picking(replicas=2, share_delay_s=delay_s)
+    one = a_world(lively(picking=talking), "adaptive")
+    accounts, most = [], 0
+
+    def look():
+        nonlocal most
+        accounts[:] = [m.account for p in one.pickers for m in p.parts.fleet.pool.members]
+        assert all(0 <= account.mirrored <= account.in_flight for account in accounts)
+        most = max(most, sum(account.mirrored for account in accounts))
+        if not one._sender.over:
+            one.timeline.after(0.05, look)
+
+    one.timeline.after(0.05, look)
+    one.run()
+    told = one.timeline.now + 0.1
+    while one.timeline.now < told and one.timeline.step():
+        pass
+    assert (most > 0) == (delay_s is not None)
+    assert sum(account.in_flight for account in accounts) == 0

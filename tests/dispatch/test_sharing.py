@@ -1,0 +1,252 @@
+"""What pickers tell each other, and what comes of it where facts are late, lost or doubled."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.decision import Decision
+from extproc.dispatch import sharing
+from extproc.request import RawRequest
+from tests.support.house import House
+
+ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
+SILENT_S = 5.0
+
+
+class Side:
+    """A picker with its outbox and its mirror; others' facts come by hand."""
+
+    def __init__(self, name: str, *addresses: str) -> None:
+        self.house = House(dict.fromkeys(addresses or (ONE, TWO)))
+        self.outbox = sharing.Outbox(name, lambda: None)
+        sharing.connect([("", self.house.dispatcher)], self.outbox)
+        self.mirror = sharing.Mirror(
+            name, lambda pool: None if pool else self.house.dispatcher, silent_s=SILENT_S
+        )
+
+    def send(self, words: int = 400):
+        """Commit one request."""
+        body = b'{"model": "m", "messages": [{"role": "user", "content": "%s"}]}'
+        headers = {":path": "/v1/chat/completions", ":method": "POST"}
+        decision = self.house.decide(RawRequest(headers, body % (b"word " * words)))
+        assert isinstance(decision, Decision)
+        return self.house.dispatcher.commit(decision, self.house.now)
+
+    def end(self, ticket, status: str = "200", served: str = ""):
+        """Let one request be answered and end."""
+        self.house.dispatcher.told(ticket, status, self.house.now, served=served)
+        self.house.dispatcher.complete(ticket, self.house.now)
+
+    def told(self) -> sharing.Message:
+        """All that waits, carried."""
+        message = self.outbox.take()
+        assert message is not None
+        carried = sharing.decode(sharing.encode(message))
+        assert carried is not None
+        return carried
+
+    def account(self, address: str):
+        return self.house.fleet.pool.find(address).account
+
+    @property
+    def open(self) -> int:
+        return sum(member.account.in_flight for member in self.house.fleet.pool.members)
+
+    @property
+    def mirrored(self) -> int:
+        return sum(member.account.mirrored for member in self.house.fleet.pool.members)
+
+
+def fact(number: int = 1, address: str = ONE, pool: str = "") -> sharing.Sent:
+    return sharing.Sent(number, pool, address, "m", 100, 20, 400, (1, 2, 3))
+
+
+def say(side: Side, *facts: sharing.Fact, picker: str = "b", now: float = 1.0) -> set[str]:
+    return side.mirror.take(sharing.Message(picker, facts), now)
+
+
+def test_a_request_of_another_is_charged_and_believed_as_its_own():
+    """In flight, prompt tokens and prefix blocks are those of the picker that sent it."""
+    one, two = Side("a"), Side("b")
+    ticket = one.send()
+    two.mirror.take(one.told(), 1.0)
+    address = ticket.endpoint.address
+    there, here = one.account(address), two.account(address)
+    assert (here.in_flight, here.mirrored, there.mirrored) == (1, 1, 0)
+    assert (here.prompt_tokens, here.sent) == (there.prompt_tokens, there.sent)
+    assert two.house.index.blocks_total == one.house.index.blocks_total > 0
+    one.end(ticket)
+    assert two.mirror.take(one.told(), 2.0) == {""}
+    assert (here.in_flight, here.mirrored, here.answered) == (0, 0, 1)
+    assert two.house.index.blocks_total > 0
+
+
+def test_mirrored_requests_are_not_told_again():
+    """What a picker heard does not wait in its own outbox."""
+    one, two = Side("a"), Side("b")
+    ticket = one.send()
+    two.mirror.take(one.told(), 1.0)
+    one.end(ticket)
+    two.mirror.take(one.told(), 2.0)
+    assert two.outbox.take() is None
+
+
+def test_a_refused_request_is_taken_back_everywhere():
+    """A 503 leaves no block behind, here and there."""
+    one, two = Side("a"), Side("b")
+    ticket = one.send()
+    two.mirror.take(one.told(), 1.0)
+    one.end(ticket, "503")
+    two.mirror.take(one.told(), 2.0)
+    assert one.house.index.blocks_total == two.house.index.blocks_total == 0
+
+
+def test_a_withdrawn_request_is_taken_back_everywhere():
+    """A request that never left is believed cached nowhere."""
+    one, two = Side("a"), Side("b")
+    ticket = one.send()
+    two.mirror.take(one.told(), 1.0)
+    one.house.dispatcher.withdraw(ticket, 2.0)
+    two.mirror.take(one.told(), 2.0)
+    assert two.open == two.house.index.blocks_total == 0
+
+
+def test_another_endpoint_that_answers_is_charged_by_all():
+    """Where the data plane passed over the choice, the other endpoint has the request."""
+    one, two = Side("a"), Side("b")
+    ticket = one.send()
+    other = TWO if ticket.endpoint.address == ONE else ONE
+    two.mirror.take(one.told(), 1.0)
+    one.house.dispatcher.told(ticket, "200", 1.5, served=other)
+    two.mirror.take(one.told(), 2.0)
+    assert (two.account(other).in_flight, two.open) == (1, 1)
+    one.house.dispatcher.complete(ticket, 3.0)
+    two.mirror.take(one.told(), 3.0)
+    assert two.open == 0
+
+
+@pytest.mark.parametrize("strange", [fact(address="10.9.9.9:1"), fact(pool="other")])
+def test_what_is_not_here_is_passed_over(strange: sharing.Sent):
+    """Endpoints and pools that this picker does not have are nobody's error."""
+    side = Side("a")
+    say(side, strange, sharing.Ended(1, answered=True))
+    assert side.open == side.mirror.open == 0
+
+
+def test_its_own_facts_are_passed_over():
+    """A stream brings back what was put in."""
+    side = Side("a")
+    side.send()
+    side.mirror.take(side.told(), 1.0)
+    assert (side.open, side.mirrored, side.mirror.pickers) == (1, 0, 0)
+
+
+def test_an_end_that_overtakes_its_beginning_leaves_nothing():
+    """Ended before Sent, and once more after."""
+    side = Side("a")
+    say(side, sharing.Ended(1, answered=True), fact(), fact())
+    assert side.open == 0
+
+
+def test_a_doubled_request_is_charged_once():
+    """Twice the same number is one request."""
+    side = Side("a")
+    say(side, fact(), fact())
+    assert side.open == side.mirrored == 1
+
+
+def test_a_lost_end_is_made_up_for_by_what_is_open():
+    """What a picker does not name any more is over; an older list changes nothing."""
+    side = Side("a")
+    say(side, fact(1), fact(2), fact(3))
+    assert say(side, sharing.Open(2, [2])) == {""}
+    assert side.open == 2
+    say(side, sharing.Open(1, []), fact(1))
+    assert side.open == 2
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_picker_that_left_or_fell_silent_has_nothing_open(leaves):
+    """Its requests go; those of another stay."""
+    side = Side("a")
+    say(side, fact(1), fact(2), now=1.0)
+    say(side, fact(1), picker="c", now=4.0)
+    if leaves:
+        say(side, sharing.Left(), now=4.0)
+    assert side.mirror.drop_silent(1.0 + SILENT_S) == (set() if leaves else {""})
+    assert (side.open, side.mirrored, side.mirror.pickers) == (1, 1, 1)
+
+
+def test_an_endpoint_in_another_life_owes_nothing_to_the_one_before():
+    """A mirrored request ends against the account it was charged to."""
+    side = Side("a")
+    say(side, fact())
+    side.house.fleet.replace([], 2.0)
+    side.house.fleet.replace([m.endpoint for m in House({ONE: None}).fleet.pool.members], 3.0)
+    say(side, sharing.Ended(1, answered=True))
+    assert side.open == side.mirrored == 0
+
+
+def test_every_fact_comes_out_as_it_was_put_in():
+    """Encoding loses nothing, and a request of a hundred blocks takes about a kilobyte."""
+    sent = sharing.Sent(1, "p", ONE, "m", 100, 20, 400, [2**64 - 1 - n for n in range(100)])
+    facts = [sent, sharing.Ended(1, answered=True, ran=False), sharing.Open(2, [2]), sharing.Left()]
+    message = sharing.Message("a", facts)
+    assert sharing.decode(sharing.encode(message)) == message
+    assert len(sharing.encode(message)) < 1_000
+
+
+def test_what_cannot_be_read_is_no_message():
+    """Another version, or somebody else's bytes."""
+    assert sharing.decode(b"\x93junk") is None
+
+
+def test_facts_that_nobody_carries_are_bounded(monkeypatch):
+    """The oldest go; what is open is said later."""
+    monkeypatch.setattr(sharing, "MOST_WAITING", 10)
+    woken = []
+    outbox = sharing.Outbox("a", lambda: woken.append(1))
+    for _ in range(100):
+        outbox.say_open()
+    assert len(outbox.take().facts) <= 10
+    assert woken == [1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    loss=st.sampled_from([0.0, 0.2, 0.7]),
+    doubles=st.sampled_from([0.0, 0.5]),
+    far=st.integers(0, 12),
+)
+def test_any_loss_and_any_order_end_with_nothing_open(seed, loss, doubles, far):
+    """Counters are never below zero, and all is closed once the last list of open requests came."""
+    rng = random.Random(seed)
+    side, carried = Side("a"), []
+    open_now: list[int] = []
+    for number in range(1, 40):
+        carried.append(fact(number, rng.choice([ONE, TWO, "10.9.9.9:1"])))
+        open_now.append(number)
+        while open_now and rng.random() < 0.5:
+            ended = open_now.pop(rng.randrange(len(open_now)))
+            carried.append(
+                sharing.Ended(ended, answered=rng.random() < 0.7, ran=rng.random() < 0.7)
+            )
+        if rng.random() < 0.2:
+            carried.append(sharing.Open(number, list(open_now)))
+    carried += [sharing.Ended(number, answered=True) for number in open_now]
+    carried = [one for one in carried if rng.random() >= loss]
+    carried += [one for one in carried if rng.random() < doubles]
+    order = sorted(range(len(carried)), key=lambda at: at + rng.uniform(0, far))
+    for at in order:
+        say(side, carried[at])
+        assert side.open == side.mirrored == side.mirror.open >= 0
+    say(side, sharing.Open(39, []))
+    for one in rng.sample(carried, min(5, len(carried))):
+        say(side, one)
+    assert side.open == side.mirrored == side.mirror.open == 0
+    assert all(m.account.prompt_tokens == 0 for m in side.house.fleet.pool.members)
