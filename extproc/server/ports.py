@@ -45,6 +45,10 @@ def listener(max_message_bytes: int) -> grpc.aio.Server:
             ("grpc.so_reuseport", 0),
             # Envoys may ask every few seconds whether we live; the default of 5 minutes hangs up.
             ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
+            # Streams that begin while the loop is busy: beyond 1,000 gRPC cancels some, beyond
+            # 3,000 all. `limits.max_streams` is what refuses, with an answer.
+            ("grpc.server.max_pending_requests", 1_000_000),
+            ("grpc.server.max_pending_requests_hard_limit", 1_000_000),
         ]
     )
 
