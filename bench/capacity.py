@@ -1,6 +1,8 @@
 """Tenants and priorities while requests wait for capacity, simulated.
 
-    python -m bench.capacity [--only tenants|overload|frontier] [--seeds N] [--jobs N] [--write]
+    python -m bench.capacity [--only PART ...] [--seeds N] [--jobs N] [--write]
+
+Parts are `tenants`, `overload`, `frontier` and `beside`; with --only the others stay as written.
 
 Capacity is what the fleet completes at the same offer without holding, when every engine has a queue
 of its own that never ends: output tokens and requests per second from `SINCE_S` on. Alone is the same
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,11 +29,19 @@ from bench.proof import SCENARIOS
 from extproc.cli import simulation
 from extproc.sim.virtual import tally, workloads, world
 
+PARTS = ("tenants", "overload", "frontier", "beside")
+
 #: Engines are full by then (virtual seconds).
 SINCE_S = 30.0
 
 #: `busy_s` for the frontier of goodput and p99; 0.1 is the default.
 FRONTIER_S = (0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+#: Scenarios without tenants or priorities, and what holding makes of them.
+BESIDE = ("l4-1600", "k6-s1", "unique", "heterogeneous")
+
+#: Longest wait there (seconds), so that nobody is refused.
+PATIENCE_S = 600.0
 
 #: Tenant whose bar it is, by scenario.
 JUDGED = {"tenants": "small", "overload": "interactive"}
@@ -113,6 +124,38 @@ def frontier(run: Run) -> dict[str, Any]:
     }
 
 
+def once_beside(name: str, seed: int, *, held: bool) -> dict[str, float]:
+    """One run of the default strategy on a scenario of the proof."""
+    plan = simulation.plan(
+        SCENARIOS / f"{name}.yaml", strategies=["adaptive"], configs=(), seeds=(seed,)
+    )
+    column = plan.columns[0]
+    assert column.settings is not None, "the clairvoyant picker holds nobody"
+    holding = msgspec.structs.replace(column.settings.holding, enabled=held, timeout_s=PATIENCE_S)
+    settings = msgspec.structs.replace(column.settings, holding=holding)
+    column = msgspec.structs.replace(column, settings=settings)
+    summary = simulation.run(plan.scenario, column, seed=seed, trace=plan.trace)
+    return {
+        "requests_per_s": summary.requests_per_s,
+        "hit_ratio": summary.hit_ratio,
+        "ttft_mean_s": summary.ttft_s.mean,
+        "ttft_p99_s": summary.ttft_s.p99,
+        "e2e_mean_s": summary.e2e_s.mean,
+        "failed": sum(summary.failed.values()),
+    }
+
+
+def beside(spread: Callable[..., Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """The same strategy with and without holding where nobody asked for turns."""
+    return {
+        name: {
+            column: _mean(spread(functools.partial(once_beside, name, held=held)))
+            for column, held in (("adaptive", False), ("holding", True))
+        }
+        for name in BESIDE
+    }
+
+
 def _mean(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Means over the seeds, key by key."""
     return {
@@ -125,21 +168,33 @@ def _mean(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", default=["tenants", "overload", "frontier"])
+    parser.add_argument("--only", nargs="+", default=list(PARTS))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     figures: dict[str, Any] = {"seeds": args.seeds}
+    written = rig.RESULTS / "capacity.json"
+    if written.exists() and set(args.only) != set(PARTS):
+        before = json.loads(written.read_text())
+        figures |= {part: before[part] for part in PARTS if part in before}
     with futures.ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
 
-        def run(name: str, **facts: Any) -> list[dict[str, Any]]:
-            task = functools.partial(once, name, **facts)
+        def spread(task: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
             return list(pool.map(task, range(1, args.seeds + 1)))
+
+        def run(name: str, **facts: Any) -> list[dict[str, Any]]:
+            return spread(functools.partial(once, name, **facts))
 
         for name in args.only:
             began = time.monotonic()
-            figures[name] = frontier(run) if name == "frontier" else judged(run, name)
+            match name:
+                case "frontier":
+                    figures[name] = frontier(run)
+                case "beside":
+                    figures[name] = beside(spread)
+                case _:
+                    figures[name] = judged(run, name)
             print(name, f"{time.monotonic() - began:.0f} s", flush=True)
             for kind, row in figures[name].items():
                 print(" ", kind, row, flush=True)

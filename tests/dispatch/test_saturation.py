@@ -62,6 +62,16 @@ def test_a_priority_finds_free_what_others_filled():
     assert saturation.free([busy], 0.1, priority=1)[0] == [busy]
 
 
+def test_a_prompt_may_wait_where_it_is_cached():
+    """0.14 s of queue are worth 200 cached tokens, ten times 0.02 s, and not 30."""
+    busy = candidate(queued=1000.0)
+    loyal, hardly = (
+        candidate(queued=1000.0, matched_tokens=200),
+        candidate(queued=1000.0, matched_tokens=30),
+    )
+    assert saturation.free([busy, loyal, hardly], 0.1, priority=0)[0] == [loyal]
+
+
 def test_the_soonest_says_when():
     """Seconds until the first is free, where none is."""
     found, waits_s = saturation.free(
