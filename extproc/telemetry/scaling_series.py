@@ -33,6 +33,7 @@ _GAUGES = {
     "work_per_second": "Work that arrives (token seconds per second).",
     "replica_work_per_second": "Work one replica is believed to do (token seconds per second).",
     "cold_start_seconds": "What a replica is believed to take from being asked for to answering.",
+    "wake_seconds": "From the last request that waited at zero until a replica was asked for.",
     "complete": "0 while counters of some picker cannot be read, which keeps replicas.",
 }
 

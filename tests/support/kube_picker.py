@@ -52,6 +52,10 @@ class Picker:
             return ""
         return dict(said.sets)[peer.DESTINATION]
 
+    async def connected(self) -> None:
+        """Wait until a stream can be opened without connecting first."""
+        await self._channel.channel_ready()
+
     async def pool(self) -> list[str]:
         """Every endpoint of every pool that it knows, in order of address."""
         url = f"http://{serving.LOCAL}:{self.pages}/debug/pools"

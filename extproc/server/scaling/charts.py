@@ -31,6 +31,8 @@ class Charts:
         desired: What was decided last.
         changes: Times another number was asked for, by reason.
         failures: Times that, or looking, failed.
+        wake_s: From the last request that waited at zero until a replica was asked for; None while
+            there was none.
     """
 
     def __init__(self) -> None:
@@ -39,6 +41,7 @@ class Charts:
         self.desired: Desired | None = None
         self.changes: Counter[str] = Counter()
         self.failures = 0
+        self.wake_s: float | None = None
         self._depths = Window()
         self._rates = Window()
         self._arrived: dict[str, float] = {}
@@ -84,6 +87,8 @@ class Charts:
             "cold_start_seconds": demand.cold_start_s,
             "complete": float(demand.complete),
         }
+        if self.wake_s is not None:
+            gauges["wake_seconds"] = self.wake_s
         replicas = {
             "asked": demand.spec,
             "available": demand.available,

@@ -92,6 +92,7 @@ class Loop:
         charts.window_s = float(getattr(self._scaler.policy, "window_s", charts.window_s))
         self._woken = asyncio.Event()
         self._asleep = True
+        self._waits_since: float | None = None
         self._failing = ""
 
     @property
@@ -101,7 +102,9 @@ class Loop:
 
     def arrived(self) -> None:
         """A request begins to wait. Cheap: it is called for every one of them."""
-        if self._asleep:
+        if self._asleep and not self._woken.is_set():
+            if self._waits_since is None:
+                self._waits_since = self._clock()
             self._woken.set()
 
     def wake(self) -> None:
@@ -169,6 +172,8 @@ class Loop:
         self.demand, self.desired = demand, self._scaler.step(demand)
         self._charts.take(demand, self.desired, pickers)
         self._asleep = not spec
+        if spec:
+            self._waits_since = None
 
     async def _act(self, spec: int) -> bool:
         """Ask for the number that is wanted; whether that failed."""
@@ -180,6 +185,9 @@ class Loop:
             if failed is None:
                 self._asleep = not desired.replicas
                 self._charts.changed(desired.why)
+                if self._waits_since is not None:
+                    self._charts.wake_s = self._clock() - self._waits_since
+                    self._waits_since = None
                 self._tell(desired, spec)
         if failed is not None:
             self._failed(failed)
