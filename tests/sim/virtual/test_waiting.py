@@ -8,7 +8,8 @@ from extproc.config import settings as sections
 from extproc.decision import Decision, Rejection
 from extproc.endpoint import Endpoint
 from extproc.request import Request
-from extproc.sim.virtual import client, scenario, workloads
+from extproc.sim.virtual import client, lengths, scenario, workloads
+from extproc.sim.virtual.tally import spread
 from extproc.sim.virtual.timeline import Timeline
 from extproc.sim.virtual.trip import Trip, Work
 from extproc.sim.virtual.waiting import Acts, Gate
@@ -175,6 +176,35 @@ def test_a_small_tenant_does_not_wait_for_a_big_one():
     middle = len(alone) // 2
     assert beside["small"][middle] < open_[middle] / 2
     assert beside["big"][-1] > 2 * beside["small"][-1]
+
+
+def p95_s(*tenants) -> float:
+    """The small tenant's time to the first token, on the fleet of `bench/scenarios/tenants.yaml`."""
+    asked = independent(
+        10_000,
+        prompt=lengths.Lengths(mean=2000, deviation=2000, shape="lognormal", highest=10_000),
+        output=lengths.Lengths(mean=60, deviation=40, shape="lognormal", highest=600),
+    )
+    rates = {"small": 5.0, "big": 50.0}
+    groups = [
+        workloads.Group(tenant=name, rate_per_s=rates[name], until_s=30.0, workload=asked)
+        for name in tenants
+    ]
+    whole = a_scenario(
+        workloads.Groups(groups=groups),
+        fleet=[scenario.Engines(count=8, profile="l4-8b-fp8")],
+        client=client.Client(),
+        until_s=30.0,
+    )
+    trips = World(whole, held(), seed=1).run().trips
+    mine = [trip for trip in trips if trip.work.tenant == "small"]
+    assert not [trip for trip in mine if trip.failure]
+    return spread([trip.first_s for trip in mine]).p95
+
+
+def test_a_tenth_of_the_requests_wait_hardly_longer_than_alone():
+    """Issue 6, bar 4: with twice the capacity asked for, p95 is at most 1.5 times that alone."""
+    assert p95_s("small", "big") <= 1.5 * p95_s("small")
 
 
 def test_requests_wait_for_the_first_engine_or_give_up():
