@@ -166,38 +166,44 @@ def _mean(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", default=list(PARTS))
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--write", action="store_true")
-    args = parser.parse_args()
-    figures: dict[str, Any] = {"seeds": args.seeds}
+def measure(parts: Sequence[str] = PARTS, *, seeds: int = 2, jobs: int = 2) -> dict[str, Any]:
+    """Some parts anew; the others as they were written."""
+    figures: dict[str, Any] = {"seeds": seeds}
     written = rig.RESULTS / "capacity.json"
-    if written.exists() and set(args.only) != set(PARTS):
+    if written.exists() and set(parts) != set(PARTS):
         before = json.loads(written.read_text())
         figures |= {part: before[part] for part in PARTS if part in before}
-    with futures.ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+    with futures.ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
 
         def spread(task: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
-            return list(pool.map(task, range(1, args.seeds + 1)))
+            return list(pool.map(task, range(1, seeds + 1)))
 
         def run(name: str, **facts: Any) -> list[dict[str, Any]]:
             return spread(functools.partial(once, name, **facts))
 
-        for name in args.only:
+        for part in parts:
             began = time.monotonic()
-            match name:
+            match part:
                 case "frontier":
-                    figures[name] = frontier(run)
+                    figures[part] = frontier(run)
                 case "beside":
-                    figures[name] = beside(spread)
+                    figures[part] = beside(spread)
                 case _:
-                    figures[name] = judged(run, name)
-            print(name, f"{time.monotonic() - began:.0f} s", flush=True)
-            for kind, row in figures[name].items():
+                    figures[part] = judged(run, part)
+            print(part, f"{time.monotonic() - began:.0f} s", flush=True)
+            for kind, row in figures[part].items():
                 print(" ", kind, row, flush=True)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    figures = measure(args.only, seeds=args.seeds, jobs=args.jobs)
     if args.write:
         rig.write("capacity", "python -m bench.capacity --write", figures)
 

@@ -3,8 +3,8 @@
     python -m bench.run [--only NAME ...]
 
 Prints one line per bar: what was wanted, what was measured. Takes under ten minutes; `agreement`,
-`cluster` (needs `make envtest`) and `simulator_large`, which take minutes each, are only run when
-they are named. The figures are of this machine and this hour: compare ratios, not microseconds.
+`capacity`, `cluster` (needs `make envtest`) and `simulator_large`, which take minutes each, are only
+run when they are named. The figures are of this machine and this hour: compare ratios, not microseconds.
 """
 
 from __future__ import annotations
@@ -105,6 +105,12 @@ def cluster() -> dict:
     return read("cluster")
 
 
+def capacity() -> dict:
+    """Tenants and priorities while requests wait."""
+    command("-m", "bench.capacity", "--only", "tenants", "overload", "--write")
+    return read("capacity")
+
+
 def simulator() -> dict:
     """A run of the offline simulator."""
     command("-m", "bench.simulator", "--write")
@@ -156,6 +162,9 @@ BARS: Sequence[tuple[str, str, str, Callable[[Mapping], object], Callable[[Mappi
     ("-", "cluster", "not ready: out of picks <= 100 ms after the event", lambda r: r["reaction"]["last_pick_after_event_ms_max"], lambda r: r["reaction"]["last_pick_after_event_ms_max"] <= 100),
     ("-", "cluster", "1,000 pod updates/s <= 20 % of a core", lambda r: r["updates_replayed"]["cpu_share_percent"], lambda r: r["updates_replayed"]["cpu_share_percent"] <= 20),
     ("-", "cluster", "API server away for 60 s: picks refused", _outage, lambda r: not r["outage"]["refused"]),
+    ("-", "capacity", "a tenant beside one with 10 x: p95 TTFT <= 1.5 x alone", lambda r: r["tenants"]["ratios"]["ttft_p95_s"], lambda r: r["tenants"]["ratios"]["ttft_p95_s"] <= 1.5),
+    ("-", "capacity", "3 x overload: goodput >= 95 % of capacity", lambda r: r["overload"]["ratios"]["output_tokens_per_s"], lambda r: r["overload"]["ratios"]["output_tokens_per_s"] >= 0.95),
+    ("-", "capacity", "3 x overload: priority p99 TTFT <= 1.2 x alone", lambda r: r["overload"]["ratios"]["ttft_p99_s"], lambda r: r["overload"]["ratios"]["ttft_p99_s"] <= 1.2),
 )  # fmt: skip
 
 BENCHES: Mapping[str, Callable[[], dict]] = {
@@ -167,12 +176,13 @@ BENCHES: Mapping[str, Callable[[], dict]] = {
     "demo": demo,
     "agreement": agreement,
     "cluster": cluster,
+    "capacity": capacity,
     "simulator": simulator,
     "simulator_large": simulator_large,
 }
 
 #: Only run when they are named: minutes each.
-LONG = frozenset({"agreement", "cluster", "simulator_large"})
+LONG = frozenset({"agreement", "capacity", "cluster", "simulator_large"})
 
 
 def main() -> None:
