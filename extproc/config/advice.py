@@ -13,6 +13,7 @@ def advice(settings: sections.Settings) -> Iterator[str]:
     yield from ecosystem.remarks(settings.scheduling.plugins)
     yield from _rewrites(settings)
     yield from _xds(settings)
+    yield from _scaling(settings)
     scrape, limits = settings.scrape, settings.limits
     if not (pooling.given(settings.pool) or settings.pools or pooling.from_kubernetes(settings)):
         yield "there are no endpoints: every request is refused with 503"
@@ -44,6 +45,15 @@ def _rewrites(settings: sections.Settings) -> Iterator[str]:
     yield from policies.remarks(settings.pool.rewrites, "pool.rewrites")
     for at, pool in enumerate(settings.pools):
         yield from policies.remarks(pool.rewrites, f"pools[{at}].rewrites")
+
+
+def _scaling(settings: sections.Settings) -> Iterator[str]:
+    scaled = [pool.autoscaling for pool in settings.pools or (settings.pool,) if pool.autoscaling]
+    if any(not one.min for one in scaled) and not settings.holding.enabled:
+        yield (
+            "autoscaling.min is 0 and holding.enabled is false: requests are refused with 503 while "
+            "the first engine starts, and nothing wakes one before the next look"
+        )
 
 
 def _xds(settings: sections.Settings) -> Iterator[str]:

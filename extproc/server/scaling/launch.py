@@ -7,6 +7,7 @@ import collections
 import contextlib
 import logging
 import re
+import shutil
 import socket
 from collections.abc import Callable
 
@@ -137,6 +138,10 @@ class Engines:
             port = _free_port(self._wanted.host)
             argv = [word.replace(PORT, str(port)) for word in argv]
             engine.address = _address(self._wanted.host, port)
+        if shutil.which(argv[0]) is None:
+            engine.lines.append(f"there is no program {argv[0]}")
+            self._ended(engine)
+            return
         try:
             process = await asyncio.create_subprocess_exec(
                 *leashed(argv),
@@ -145,7 +150,7 @@ class Engines:
                 stderr=asyncio.subprocess.STDOUT,
             )
         except OSError as error:
-            _log.warning("engine %d cannot be started: %s", engine.number, error.strerror)
+            engine.lines.append(f"it cannot be started: {error.strerror}")
             self._ended(engine)
             return
         reading = asyncio.ensure_future(self._read(engine, process))

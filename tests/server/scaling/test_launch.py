@@ -6,6 +6,8 @@ import sys
 
 import aiohttp
 
+from extproc.autoscaling.desired import Desired, Why
+from extproc.server.scaling import launch
 from tests.support import conversation, peer, serving
 from tests.support.scaling import configured
 
@@ -70,3 +72,50 @@ async def test_an_engine_may_say_itself_where_it_listens():
     """Without `{port}` the address is read from its output."""
     async with picker([sys.executable, "-c", ENGINE, "0"]) as running:
         assert (await pick(running)).startswith("127.0.0.1:")
+
+
+async def test_an_engine_that_fails_is_replaced(monkeypatch, caplog):
+    """Its last words are in the log, and another one is tried after a while."""
+    monkeypatch.setattr(launch, "_AGAIN_S", 0.1)
+    caplog.set_level("INFO", "extproc.server")
+    command = [sys.executable, "-c", "print('no GPU'); raise SystemExit(1)", "{port}"]
+    async with picker(command, min=1):
+        async with asyncio.timeout(20.0):
+            while sum("ended: no GPU" in said for said in caplog.messages) < 2:
+                await asyncio.sleep(0.02)
+
+
+async def test_a_program_that_is_missing_is_told(caplog):
+    """The picker goes on."""
+    async with picker(["/no/such/engine"], min=1) as running:
+        async with asyncio.timeout(20.0):
+            while not any(
+                "there is no program /no/such/engine" in said for said in caplog.messages
+            ):
+                await asyncio.sleep(0.02)
+        assert not running.picker.sites.pools()[""].members
+
+
+async def test_an_engine_that_goes_finishes_first(caplog):
+    """It gets nothing new, and ends when what it does is done."""
+    caplog.set_level("INFO", "extproc.server")
+    async with picker([sys.executable, "-c", ENGINE, "{port}"], min=1) as running:
+        engines = running.picker._autoscaler.loops[""].hands
+        async with running.channel() as channel:
+            stream = serving.Stream(channel)
+            await stream.say(conversation.request_headers(REQUEST, ends=True))
+            (said,) = await stream.hear()
+            address = dict(said.sets)[peer.DESTINATION]
+            await engines.scale(Desired(0, Why.IDLE), 1)
+            async with asyncio.timeout(10.0):
+                while running.picker.sites.pools()[""].members:
+                    await asyncio.sleep(0.01)
+            # It still answers: a request of ours is open there.
+            _, writer = await asyncio.open_connection(*address.split(":"))
+            writer.close()
+            assert len(engines._engines) == 1
+            stream.call.cancel()
+            async with asyncio.timeout(10.0):
+                while engines._engines:
+                    await asyncio.sleep(0.01)
+    assert not any("ended:" in said for said in caplog.messages)

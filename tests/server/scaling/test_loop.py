@@ -105,7 +105,9 @@ class Place:
     def ask(self):
         """A request comes; it waits where there is nothing."""
         headers = {":method": "POST", ":path": "/v1/completions"}
-        prepared = self.site.parts.dispatcher.prepare(RawRequest(headers, b'{"model": "m", "prompt": "x"}'))
+        prepared = self.site.parts.dispatcher.prepare(
+            RawRequest(headers, b'{"model": "m", "prompt": "x"}')
+        )
         why = self.site.parts.dispatcher.decide(prepared, self.now)
         return self.site.gate.hold(prepared, why, self.now)
 

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import pytest
+
+from extproc.cli import sources_told
+from extproc.config import advice, load
+from extproc.errors import ConfigError
+
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+
+
+def read(text):
+    return load.settings(load.parse(HEAD + text, where="f.yaml"))
+
+
+def scaling(text):
+    return read(f"pool: {{autoscaling: {{{text}}}}}").pool.autoscaling
+
+
+def test_nothing_is_scaled_unless_asked_for():
+    """Off by default, and nobody is asked either."""
+    settings = read("")
+    assert settings.pool.autoscaling is None
+    assert not settings.autoscaling.keda.enabled
+    assert settings.autoscaling.peers == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "version", "resource"),
+    [
+        ("Deployment", "apps", "v1", "deployments"),
+        ("StatefulSet", "apps", "v1", "statefulsets"),
+        ("LeaderWorkerSet", "leaderworkerset.x-k8s.io", "v1", "leaderworkersets"),
+        ("Model", "kubeai.org", "v1", "models"),
+    ],
+)
+def test_known_kinds_need_a_name_only(kind, group, version, resource):
+    """Where their scale is follows from the kind."""
+    target = scaling(f"target: {{kind: {kind}, name: x}}").target.filled
+    assert (target.group, target.version, target.resource) == (group, version, resource)
+
+
+def test_what_is_written_beats_what_the_kind_says():
+    """And another kind is taken when everything is written."""
+    target = scaling("target: {name: x, version: v2}").target.filled
+    assert (target.group, target.version, target.resource) == ("apps", "v2", "deployments")
+    target = scaling("target: {kind: F, name: x, group: g.io, version: v1, resource: fs}").target
+    assert target.filled.resource == "fs"
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "found"),
+    [
+        ("min: 3", "min", "3"),
+        ("policy: what", "policy", "'what'"),
+        ("policy: kubeai, params: {target: 3}", "params", "target"),
+        ("policy: queue-depth, params: {up: -1}", "params", "up"),
+        ("target: {kind: Fleet, name: x}", "target.kind", "Fleet"),
+        ("target: {name: X_}", "target.name", "'X_'"),
+        ("target: {name: x, namespace: 'a/b'}", "target.namespace", "'a/b'"),
+        ("target: {name: x}, exec: [scale, '{replicas}']", "autoscaling", "target and exec"),
+        ("launch: {command: [x]}, exec: [scale, '{replicas}']", "autoscaling", "launch and exec"),
+        ("exec: [scale]", "exec", "scale"),
+        ("launch: {command: []}", "launch.command", ""),
+        ("max: 0", "max", "0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(text, where, found):
+    """With the place and what was found there."""
+    with pytest.raises(ConfigError) as refused:
+        scaling(text)
+    assert where in str(refused.value)
+    assert found in str(refused.value)
+
+
+def test_engines_that_are_started_here_are_a_source():
+    """One of several pools may have no other; a second source is refused."""
+    pool = "pools: [{name: a, autoscaling: {launch: {command: [x]}}MORE}]"
+    assert read(pool.replace("MORE", "")).pools[0].autoscaling.launch.command == ("x",)
+    with pytest.raises(ConfigError, match=r"endpoints and autoscaling\.launch"):
+        read(pool.replace("MORE", ", endpoints: ['127.0.0.1:1']"))
+
+
+def test_zero_without_waiting_is_worth_a_word():
+    """The first request after a while would be refused while an engine starts."""
+    text = "pool: {endpoints: ['127.0.0.1:1'], autoscaling: {min: MIN}}\nholding: {enabled: ON}"
+    told = list(advice.advice(read(text.replace("MIN", "0").replace("ON", "false"))))
+    assert any("holding.enabled" in one for one in told)
+    for low, on in (("1", "false"), ("0", "true")):
+        assert not list(advice.advice(read(text.replace("MIN", low).replace("ON", on))))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("max: 3", "0 to 3 by adaptive; others act on the number, from /metrics or KEDA's scaler"),
+        ("launch: {command: [vllm, serve]}", "0 to 1 by adaptive; starts and ends engines"),
+        ("exec: [s, '{replicas}']", "0 to 1 by adaptive; runs s {replicas}"),
+    ],
+)
+def test_check_says_who_acts(text, line):
+    """One line for each pool that is scaled."""
+    told = list(sources_told.lines(read(f"pool: {{autoscaling: {{{text}}}}}")))
+    assert f"replicas    {line}" in told
+
+
+def test_check_says_which_object_is_scaled(monkeypatch):
+    """And by whom, without saying that readiness is the leader's."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    text = "pool: {autoscaling: {target: {kind: StatefulSet, name: x, namespace: n}}}"
+    told = "\n".join(sources_told.lines(read(text)))
+    assert "patches statefulsets/scale of x in namespace n, by the holder of a Lease" in told
+    assert "ready " not in told
