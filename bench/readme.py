@@ -14,6 +14,7 @@ BEGIN, END = "<!-- results -->\n", "\n<!-- /results -->"
 REAL_BEGIN, REAL_END = "<!-- real vllm -->\n", "\n<!-- /real vllm -->"
 AGREEMENT_BEGIN, AGREEMENT_END = "<!-- agreement -->\n", "\n<!-- /agreement -->"
 SCALING_BEGIN, SCALING_END = "<!-- scaling -->\n", "\n<!-- /scaling -->"
+SHARING_BEGIN, SHARING_END = "<!-- sharing -->\n", "\n<!-- /sharing -->"
 REPLICAS_BEGIN, REPLICAS_END = "<!-- replicas -->\n", "\n<!-- /replicas -->"
 
 
@@ -65,6 +66,11 @@ def agreement_block() -> str:
     return agreement.block(run.read("agreement"))
 
 
+def sharing_block() -> str:
+    """Pickers that tell each other of their requests."""
+    return replicas.shared_block(run.read("replicas"))
+
+
 def replicas_block() -> str:
     """Several pickers beside one."""
     if not (rig.RESULTS / "replicas.json").exists():
@@ -87,6 +93,7 @@ def main() -> None:
         (REAL_BEGIN, real_block(), REAL_END),
         (AGREEMENT_BEGIN, agreement_block(), AGREEMENT_END),
         (REPLICAS_BEGIN, replicas_block(), REPLICAS_END),
+        (SHARING_BEGIN, sharing_block(), SHARING_END),
         (SCALING_BEGIN, scaling_block(), SCALING_END),
     ):
         head, _, rest = text.partition(begin)

@@ -175,7 +175,9 @@ def shared_block(result: Mapping[str, Any]) -> str:
                 f"| {row['mean']['hit_ratio']:.3f} | {hits[0]:.3f} ± {hits[1]:.3f} "
                 f"| {row['mean']['ttft_p99_s']:.2f} | {waits[0]:.2f} ± {waits[1]:.2f} |"
             )
-    return "\n".join([*lines, "", "`python -m bench.replicas --shared --write`"])
+    return "\n".join(
+        [*lines, "", f"`python -m bench.replicas --shared --seeds {row['seeds']} --write`"]
+    )
 
 
 def block(result: Mapping[str, Any]) -> str:

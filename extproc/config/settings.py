@@ -16,12 +16,13 @@
     answers:     Answers      what is done with response headers and bodies
     explain:     Explain      what is kept and told of decisions
     xds:         Xds          what Envoy is told of the endpoints
+    sharing:     Sharing      how pickers tell each other of their requests
     log:         Log
     conformance: bool
     seed:        int | null
 
 In code: `Settings` with the fields server, pool, pools, cluster, scrape, health, scheduling, prefix,
-limits, holding, autoscaling, answers, explain, xds, log, conformance, seed. `Settings()` is a
+limits, holding, autoscaling, answers, explain, xds, sharing, log, conformance, seed. `Settings()` is a
 complete default configuration without endpoints.
 
 Sections refuse unknown fields. Units are in names. Ranges are in the annotations, so that an error
@@ -38,6 +39,7 @@ import msgspec
 from extproc.config import bounds, grammar, sources
 from extproc.config.autoscaling import Autoscaling
 from extproc.config.holding import Holding
+from extproc.config.sharing import Sharing
 from extproc.parsing import usage
 from extproc.pool import condition
 from extproc.prefix import blocks
@@ -268,6 +270,7 @@ _AUTOSCALING = Autoscaling()
 _ANSWERS = Answers()
 _EXPLAIN = Explain()
 _XDS = Xds()
+_SHARING = Sharing()
 _LOG = Log()
 
 
@@ -291,6 +294,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         answers: What is done with responses.
         explain: What is kept and told of decisions.
         xds: What Envoy is told of the endpoints.
+        sharing: How pickers tell each other of their requests.
         log: What is written.
         conformance: Obey the header `test-epp-endpoint-selection` and report who served. False:
             a client must not choose its endpoint outside of conformance tests.
@@ -314,6 +318,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     answers: Answers = _ANSWERS
     explain: Explain = _EXPLAIN
     xds: Xds = _XDS
+    sharing: Sharing = _SHARING
     log: Log = _LOG
     conformance: bool = False
     seed: int | None = None

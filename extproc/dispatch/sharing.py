@@ -163,9 +163,13 @@ class Outbox:
         """Say that this picker ends."""
         self._put(Left())
 
-    def take(self) -> Message | None:
-        """All that waits; None for nothing. What was taken and then lost is not told again."""
-        facts, self._waiting = self._waiting, []
+    def take(self, most: int = MOST_WAITING) -> Message | None:
+        """What waits, the oldest first; None for nothing. What is lost is not told again.
+
+        Args:
+            most: Facts to take (count).
+        """
+        facts, self._waiting = self._waiting[:most], self._waiting[most:]
         return Message(self.picker, facts) if facts else None
 
     def _put(self, fact: Fact) -> None:

@@ -24,6 +24,7 @@ from extproc.scheduling import guard
 from extproc.scrape import client, scraper
 from extproc.server import admin, health, leases, ports, reload, servicer, signals, stream, xds
 from extproc.server.scaling import autoscaler, keda
+from extproc.server.sharing import line
 from extproc.server.site import Shared
 from extproc.server.sites import Sites
 from extproc.telemetry.exposition import Exposition
@@ -166,6 +167,7 @@ class Picker:
             )
         )
         self.servicer.shared.gates = self.sites.gates
+        self._line = line(settings.sharing, self.sites, clock)
         self._xds: xds.Discovery | None = None
         if settings.xds.enabled:
             self._xds = xds.Discovery(
@@ -261,6 +263,8 @@ class Picker:
             loops["xds"] = self._xds.run()
         if self._elector is not None:
             loops["election"] = self._elector.run()
+        if self._line is not None:
+            loops["sharing"] = self._line.run()
         return loops
 
     def adopt(self, settings: Settings) -> None:
@@ -356,6 +360,7 @@ class Picker:
         }
         return {
             **(elected if self._elector is not None else {}),
+            **(self._line.gauges() if self._line is not None else {}),
             "extproc_gathered_bytes": (
                 "Bytes of request bodies held.",
                 lambda: self.budget.held_bytes,

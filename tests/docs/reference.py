@@ -18,7 +18,7 @@ import msgspec
 
 from extproc.autoscaling import meter
 from extproc.autoscaling.policies import adaptive, kubeai, queue_depth
-from extproc.config import autoscaling, grammar, holding, settings, sources
+from extproc.config import autoscaling, grammar, holding, settings, sharing, sources
 from extproc.dispatch import claims
 from extproc.election import settings as election
 from extproc.holding import allowance
@@ -60,6 +60,7 @@ SECTIONS = (
     ("xds", settings.Xds),
     ("xds.health_check", traits.HealthCheck),
     ("xds.outliers", traits.Outliers),
+    ("sharing", sharing.Sharing),
     ("log", settings.Log),
 )
 

@@ -58,6 +58,11 @@ def test_the_table_of_replicas_is_the_result():
     assert results.replicas_block() in README
 
 
+def test_the_table_of_pickers_that_talk_is_the_result():
+    """The table is made from the measurement that is kept beside it."""
+    assert results.sharing_block() in README
+
+
 def test_the_tables_of_autoscaling_are_the_result():
     """Policies beside each other are shown as they were simulated."""
     assert results.scaling_block() in README

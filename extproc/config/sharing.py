@@ -1,0 +1,32 @@
+"""The sharing section: how pickers tell each other of their requests."""
+
+from __future__ import annotations
+
+import msgspec
+
+from extproc.config import bounds
+
+
+class Sharing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How pickers tell each other what they sent and what ended, through a stream in Redis or Valkey.
+
+    It is never on the path of a request; while the server is away, pickers go on as without it.
+
+    Attributes:
+        url: The server, as `redis://:password@host:6379/0`, `rediss://` or `unix://`. Empty: pickers
+            do not talk, and need no store.
+        stream: Key of the stream; pickers that share endpoints share it. Who can write to it can
+            make endpoints look busy, so give the server a password.
+        flush_s: Seconds that facts are gathered. 0.002 makes one write of some dozen requests.
+        beat_s: Seconds between two lists of open requests, which make up for what was lost.
+        silent_s: Seconds after which a picker that says nothing counts as gone. 5 are five lists.
+        max_entries: Writes that the stream keeps, about. 10000 are some seconds, and a reader that
+            is further behind begins at the end.
+    """
+
+    url: str = ""
+    stream: bounds.Name = "extproc"
+    flush_s: bounds.Seconds = 0.002
+    beat_s: bounds.PositiveSeconds = 1.0
+    silent_s: bounds.PositiveSeconds = 5.0
+    max_entries: bounds.Positive = 10_000
