@@ -74,7 +74,9 @@ def test_the_way_to_the_api_server_is_that_of_discovery():
 def test_without_kubernetes_there_is_no_lease():
     """The error says what to do; a kubeconfig is enough, and so is a pod around."""
     listed = Source(endpoints=("10.0.0.1:1",))
-    with pytest.raises(ConfigError, match=r"set cluster\.kubeconfig, or leave cluster\.leader_election off"):
+    with pytest.raises(
+        ConfigError, match=r"set cluster\.kubeconfig, or leave cluster\.leader_election off"
+    ):
         planned(pool=listed, environment={})
     assert planned(pool=listed, environment={}, kubeconfig="/k") is not None
     assert planned(pool=vllm(), environment={}) is not None

@@ -66,7 +66,9 @@ def test_075_a_refused_stream_ends_with_ok():
             assert (said.part, said.status) == ("immediate_response", 503)
             assert await stream.call.code() is grpc.StatusCode.OK
             await server.idle()
-            assert server.servicer.shared.tallies.of("").rejections == {(503, "rejected-no-endpoints"): 1}
+            assert server.servicer.shared.tallies.of("").rejections == {
+                (503, "rejected-no-endpoints"): 1
+            }
 
     serving.run(test())
 
