@@ -71,6 +71,7 @@ class Client:
         ]
         self.times: list[float] = []
         self.asked = 0
+        self.calls: list[grpc.aio.StreamStreamCall] = []
 
     async def ask(self, number: int) -> None:
         """One request until its answer."""
@@ -82,10 +83,13 @@ class Client:
         answer = await call.read()
         assert answer is not grpc.aio.EOF, number
         self.times.append(time.perf_counter())
-        call.cancel()
+        # Answers take longer than the release: streams end after it.
+        self.calls.append(call)
 
     async def close(self) -> None:
-        """End all connections."""
+        """End all streams and connections."""
+        for call in self.calls:
+            call.cancel()
         for channel in self.channels:
             await channel.close()
 
