@@ -111,6 +111,12 @@ def capacity() -> dict:
     return read("capacity")
 
 
+def holding() -> dict:
+    """Ten thousand requests wait and go on."""
+    command("-m", "bench.holding", "--write")
+    return read("holding")
+
+
 def simulator() -> dict:
     """A run of the offline simulator."""
     command("-m", "bench.simulator", "--write")
@@ -165,6 +171,8 @@ BARS: Sequence[tuple[str, str, str, Callable[[Mapping], object], Callable[[Mappi
     ("-", "capacity", "a tenant beside one with 10 x: p95 TTFT <= 1.5 x alone", lambda r: r["tenants"]["ratios"]["ttft_p95_s"], lambda r: r["tenants"]["ratios"]["ttft_p95_s"] <= 1.5),
     ("-", "capacity", "3 x overload: goodput >= 95 % of capacity", lambda r: r["overload"]["ratios"]["output_tokens_per_s"], lambda r: r["overload"]["ratios"]["output_tokens_per_s"] >= 0.95),
     ("-", "capacity", "3 x overload: priority p99 TTFT <= 1.2 x alone", lambda r: r["overload"]["ratios"]["ttft_p99_s"], lambda r: r["overload"]["ratios"]["ttft_p99_s"] <= 1.2),
+    ("-", "holding", "10,000 wait: <= 300 MiB above the start", lambda r: f"{r['holding_mib'] - r['before_mib']:.0f} ({r['after_mib'] - r['before_mib']:.0f} after they left)", lambda r: r["holding_mib"] - r["before_mib"] <= 300),
+    ("-", "holding", "10,000 go on within 2 s", lambda r: r["release_s"], lambda r: r["release_s"] <= 2),
 )  # fmt: skip
 
 BENCHES: Mapping[str, Callable[[], dict]] = {
@@ -177,6 +185,7 @@ BENCHES: Mapping[str, Callable[[], dict]] = {
     "agreement": agreement,
     "cluster": cluster,
     "capacity": capacity,
+    "holding": holding,
     "simulator": simulator,
     "simulator_large": simulator_large,
 }
