@@ -18,7 +18,6 @@ class Status(Enum):
     """A test without Envoy exists."""
     E2E = "e2e"
     """A test with a real Envoy exists."""
-    KUBERNETES = "kubernetes (issue Cluster)"
     NOT_HERE = "does not apply: a request that was routed is never taken back"
 
 
@@ -56,7 +55,6 @@ SECTIONS = {
 }
 
 _E2E = Status.E2E
-_KUBERNETES = Status.KUBERNETES
 _NOT_HERE = Status.NOT_HERE
 
 POINTS = (
@@ -121,7 +119,7 @@ POINTS = (
     Point(59, "C", "S", "one endpoint by default; fallbacks by option, in order, in the hint"),
     Point(60, "D", "S", "only ready pods of the pool"),
     Point(61, "D", "S", "pods times target ports"),
-    Point(62, "D", "R", "active-ports annotation", _KUBERNETES),
+    Point(62, "D", "R", "active-ports annotation"),
     Point(63, "D", "R", "an endpoint that left is not chosen, one that came is"),
     Point(64, "D", "R", "pool changes apply live"),
     Point(65, "D", "S", "pool deleted: not ready"),

@@ -71,7 +71,7 @@ def test_a_pod_is_not_ready(facts):
     assert found.value.ready is False
 
 
-def test_the_older_annotation_of_active_ports_counts_without_the_newer():
+def test_062_the_older_annotation_of_active_ports_counts_without_the_newer():
     """The new key beats the legacy one (EPP checklist 62)."""
     old, new = "inference.networking.k8s.io/active-ports", "llm-d.ai/active-ports"
     read = [

@@ -47,7 +47,7 @@ def test_every_port_is_a_rank():
         ("8" * 5000, []),
     ],
 )
-def test_active_ports_limit_ranks(annotation, ports):
+def test_062_active_ports_limit_ranks(annotation, ports):
     """Names stay those of the target ports; unknown ports are ignored (EPP checklist 62)."""
     one = pod(name="a", annotations={"llm-d.ai/active-ports": annotation})
     found = membership.of_pod(one, (8000, 8001, 8002))
