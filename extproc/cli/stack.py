@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,17 +38,24 @@ ENVOY_READY = "all dependencies initialized. starting workers"
 _leashed = leash.leashed
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port nobody listens on at this moment.
+#: Where ports are drawn from: below the range that outgoing connections are given, so that none
+#: takes one before its server binds it.
+_PORTS = range(15000, 32000)
 
-    Drawn from below the range that outgoing connections are given, so that none takes it before
-    its server binds it.
-    """
+#: Ports given out lately: their servers may not have bound them yet.
+_given: deque[int] = deque(maxlen=len(_PORTS) // 2)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port nobody listens on at this moment, and nobody here was given lately."""
     chance = random.SystemRandom()
     while True:
-        port = chance.randrange(15000, 32000)
+        port = chance.choice(_PORTS)
+        if port in _given:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
+            _given.append(port)
             return port
 
 
