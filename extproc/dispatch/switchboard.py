@@ -72,7 +72,6 @@ class Switchboard:
     def __init__(
         self, claimants: Sequence[Claimant] = (), *, list_models: bool | None = None
     ) -> None:
-        self._list_models = list_models
         self.adopt(claimants, list_models=list_models)
 
     def adopt(self, claimants: Sequence[Claimant], *, list_models: bool | None = None) -> None:
@@ -130,6 +129,11 @@ class Switchboard:
             return self._by(fitting[0], raw, now)
         request = parser.parse(raw)
         if isinstance(request, Rejection):
+            # A pool whose rewrites are for every request may name the model that is missing.
+            unnamed = [one for one in fitting if not one.claim.models]
+            for one in (*unnamed, *self._open):
+                if not isinstance(one.dispatcher.prepare(raw), Rejection):
+                    return self._by(one, raw, now)
             return Routed(request)
         model = envelope.model_header(raw.headers) or request.target
         for one in fitting:

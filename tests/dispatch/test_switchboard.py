@@ -10,6 +10,7 @@ from extproc.dispatch import claims, listing
 from extproc.dispatch.claims import Claim
 from extproc.dispatch.switchboard import Claimant, Switchboard
 from extproc.endpoint import Endpoint, Models
+from extproc.pool import policy
 from extproc.request import RawRequest
 from tests.support.house import House
 
@@ -136,6 +137,16 @@ def test_a_request_that_cannot_be_parsed_is_refused_where_models_decide():
     two = board(("a", house(A), Claim(models=("m",))), ("b", house(B), Claim()))
     raw = msgspec.structs.replace(chat(), body=b"{")
     assert two.route(raw, 1.0).outcome.status == 400
+
+
+def test_a_rewrite_for_every_request_names_the_model_that_is_missing():
+    """The pool that has such a rule takes what names no model; without one it is 400."""
+    raw = msgspec.structs.replace(chat(), body=b'{"messages": [{"role": "user", "content": "x"}]}')
+    plain, ruled = house(A, "llama"), house(B, "qwen")
+    two = board(("a", plain, Claim()), ("b", ruled, Claim()))
+    assert two.route(raw, 1.0).outcome.status == 400
+    ruled.fleet.decree(policy.Policy({}, (policy.Rule((), (policy.Target("qwen"),)),)))
+    assert went(two.route(raw, 1.0)) == ("b", B)
 
 
 def test_nobody_takes_it():
