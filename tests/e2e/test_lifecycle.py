@@ -100,10 +100,11 @@ async def test_005_health(place, name):
 
 async def test_131_envoy_finds_extproc_healthy(place):
     """Envoy's own health check of the ext_proc port passes."""
-    async with asyncio.timeout(30):  # the first one may be under way
+    async with asyncio.timeout(30):  # the first one may be under way, or late on a busy machine
         while not (stats := await place.stats()).get("cluster.extproc.health_check.success"):
             await asyncio.sleep(0.05)
-    assert not stats.get("cluster.extproc.health_check.failure")
+    assert stats.get("cluster.extproc.health_check.healthy") == 1
+    assert stats.get("cluster.extproc.membership_healthy") == 1
 
 
 async def test_121_engine_killed_under_load(place, children, engines):
