@@ -16,11 +16,11 @@ class Share(msgspec.Struct, frozen=True, gc=False):
     """What one request holds.
 
     Attributes:
-        parts: Blocks that are followed, and the prompt tokens each stands for.
+        blocks: Those that are followed.
         growth: Tokens its conversation will grow by.
     """
 
-    parts: Sequence[tuple[int, int]]
+    blocks: Sequence[int]
     growth: float
 
 
@@ -31,11 +31,16 @@ class Held:
         tokens: Prompt tokens, and what young conversations among them will grow by.
     """
 
-    __slots__ = ("_users", "tokens")
+    __slots__ = ("_counted", "_depths", "_sizes", "_users", "tokens")
 
     def __init__(self) -> None:
         self.tokens = 0.0
         self._users: dict[int, int] = {}
+        # Tokens a block was counted for: the last one of a prompt stands for fewer than the same one
+        # of a prompt that goes on from it, and nobody knows which of the two leaves first.
+        self._counted: dict[int, int] = {}
+        self._depths: Sequence[int] = ()
+        self._sizes: Sequence[int] = ()
 
     def take(self, blocks: Sequence[int], tokens: Sequence[int], *, growth: float) -> Share:
         """A request was opened.
@@ -45,20 +50,28 @@ class Held:
             tokens: Prompt tokens by depth of a chain.
             growth: Tokens its conversation will grow by.
         """
-        users = self._users
-        begins = tokens[: len(blocks) : _STRIDE]
-        sizes = map(sub, (*begins[1:], tokens[len(blocks)]), begins)
-        parts = tuple(zip(blocks[::_STRIDE], sizes, strict=True))
-        if parts[-1][0] in users:
+        if tokens is not self._depths:
+            begins = tokens[::_STRIDE]
+            self._depths, self._sizes = tokens, tuple(map(sub, begins[1:], begins))
+        users, counted = self._users, self._counted
+        followed = blocks[::_STRIDE]
+        last = len(followed) - 1
+        rest = tokens[len(blocks)] - tokens[last * _STRIDE]
+        if counted.get(followed[last], 0) >= rest:
             growth = 0.0  # where another open prompt goes on from this one, it has grown already
         self.tokens += growth
-        for block, size in parts:
+        for block, size in zip(followed, (*self._sizes[:last], rest), strict=True):
+            more = size
             if block in users:
                 users[block] += 1
+                more -= counted[block]
+                if more <= 0:
+                    continue  # all of it is counted
             else:
                 users[block] = 1
-                self.tokens += size
-        return Share(parts, growth)
+            counted[block] = size
+            self.tokens += more
+        return Share(followed, growth)
 
     def give_back(self, share: Share) -> None:
         """A request is over.
@@ -66,14 +79,14 @@ class Held:
         Args:
             share: From `take`; once.
         """
-        users = self._users
+        users, counted = self._users, self._counted
         self.tokens -= share.growth
-        for block, size in share.parts:
+        for block in share.blocks:
             left = users[block] - 1
             if left:
                 users[block] = left
             else:
                 del users[block]
-                self.tokens -= size
+                self.tokens -= counted.pop(block)
         if not users:
             self.tokens = 0.0  # what rounding left

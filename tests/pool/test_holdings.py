@@ -1,0 +1,92 @@
+"""What open requests hold, whatever the order in which they come and go."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.pool import holdings
+
+#: 16 tokens a block.
+TOKENS = tuple(range(0, 16 * 41, 16))
+
+#: Tokens of blocks of which one is followed.
+STRIDE = 64
+
+
+def chain(conversation: int, length: int) -> list[int]:
+    """The first blocks of a conversation; those of others are others."""
+    return [conversation * 100 + n for n in range(length)]
+
+
+def held(*lengths: int) -> tuple[holdings.Held, list[holdings.Share]]:
+    """Prompts of one conversation, opened in order."""
+    all_ = holdings.Held()
+    return all_, [all_.take(chain(1, n), TOKENS, growth=0.0) for n in lengths]
+
+
+def test_what_prompts_begin_with_is_counted_once():
+    """Ten blocks and twenty that go on from them are twenty."""
+    all_, (shorter, longer) = held(10, 20)
+    assert all_.tokens == 20 * 16
+    all_.give_back(longer)
+    assert 10 * 16 <= all_.tokens < 10 * 16 + STRIDE
+    all_.give_back(shorter)
+    assert all_.tokens == 0
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_turn_that_comes_before_the_one_before_it_ended_leaves_nothing(first):
+    """Pickers hear of an end late, so both turns of a conversation are open for a moment."""
+    all_ = holdings.Held()
+    other = all_.take(chain(2, 8), TOKENS, growth=0.0)
+    for _ in range(100):
+        turns = [all_.take(chain(1, n), TOKENS, growth=9.0) for n in (9, 19)]
+        all_.give_back(turns.pop(first))
+        all_.give_back(turns.pop())
+        assert all_.tokens == 8 * 16
+    all_.give_back(other)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [(10, 20, 2), (20, 10, 1), (10, 11, 2), (11, 10, 1), (10, 10, 1)],
+)
+def test_a_conversation_grows_once_where_it_is_the_longest(before, after, told):
+    """Of two prompts of which one goes on from the other, the shorter has grown already."""
+    all_ = holdings.Held()
+    all_.take(chain(1, before), TOKENS, growth=1000.0)
+    all_.take(chain(1, after), TOKENS, growth=1000.0)
+    assert all_.tokens == max(before, after) * 16 + told * 1000.0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 3), st.integers(1, 40), st.sampled_from([0.0, 7.5]), st.integers(0, 6)
+        ),
+        max_size=30,
+    )
+)
+def test_any_order_of_beginnings_and_ends_counts_what_is_open(turns):
+    """At least what the open prompts cover, at most a stride more for each conversation and turn."""
+    all_ = holdings.Held()
+    own = all_.take(chain(9, 11), TOKENS, growth=0.0)
+    open_: list[tuple[int, int, holdings.Share]] = []
+    for conversation, length, growth, ends in turns:
+        share = all_.take(chain(conversation, length), TOKENS, growth=growth)
+        open_.append((conversation, length, share))
+        if ends < len(open_):
+            all_.give_back(open_.pop(ends)[2])
+        longest: dict[int, int] = {}
+        for one, blocks, _ in open_:
+            longest[one] = max(longest.get(one, 0), blocks)
+        covered = 11 * 16 + sum(longest.values()) * 16
+        growing = sum(share.growth for _, _, share in open_)
+        assert covered <= all_.tokens - growing < covered + STRIDE * (1 + len(longest))
+    for _, _, share in open_:
+        all_.give_back(share)
+    assert all_.tokens == 11 * 16
+    all_.give_back(own)
+    assert all_.tokens == 0
