@@ -9,6 +9,7 @@ import msgspec
 from extproc.config import bounds
 from extproc.holding import waiter
 from extproc.holding.allowance import Limit
+from extproc.holding.manners import Manners
 
 _MIB = 1024 * 1024
 
@@ -69,6 +70,7 @@ class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """As the queue takes it."""
         return waiter.Settings(
             timeout_s=self.timeout_s,
+            empty_timeout_s=self.empty_timeout_s,
             most_timeout_s=self.most_timeout_s,
             by_objective=self.by_objective,
             max_requests=self.max_requests,
@@ -76,4 +78,15 @@ class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             order=self.order,
             fairness=self.fairness,
             half_life_s=self.half_life_s,
+        )
+
+    @property
+    def manners(self) -> Manners:
+        """Which headers are read."""
+        usual = Manners()
+        tenant = (self.tenant_header.lower(),) if self.tenant_header else ()
+        return Manners(
+            tenant_headers=(*tenant, *usual.tenant_headers),
+            by_adapter=self.by_adapter,
+            timeout_headers=(self.timeout_header.lower(),) if self.timeout_header else (),
         )

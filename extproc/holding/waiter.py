@@ -20,6 +20,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         timeout_s: Longest wait of a request that says nothing itself.
+        empty_timeout_s: The same where there is no endpoint; None for no other.
         most_timeout_s: Longest wait a request may ask for.
         by_objective: Longest waits by objective.
         max_requests: Requests that may wait at once (count).
@@ -32,6 +33,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     timeout_s: float = 60.0
+    empty_timeout_s: float | None = None
     most_timeout_s: float = 3600.0
     by_objective: Mapping[str, float] = {}
     max_requests: int = 10_000

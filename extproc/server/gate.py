@@ -1,63 +1,27 @@
-"""Where requests of one pool wait for capacity. A shell: futures and timers around the queue."""
+"""Where requests of one pool wait for capacity. A shell: futures and timers around the turnstile."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
 import msgspec
 
 from extproc.config.holding import Holding
-from extproc.decision import Decision, Rejection
+from extproc.decision import Decision, Outcome, Rejection
 from extproc.dispatch.dispatcher import Dispatcher
 from extproc.dispatch.preparing import Prepared
 from extproc.holding.allowance import NO_LIMIT, Allowance
+from extproc.holding.manners import Want
 from extproc.holding.queue import Queue
+from extproc.holding.turnstile import Acts, Turnstile
 from extproc.holding.waiter import Waiter
 from extproc.pool.accounts import Ticket
 
 #: Requests that go on in one turn of the event loop (count): some 20 ms, in which no other stream
 #: is served.
 _MOST_PER_TURN = 128
-
-#: Shortest and longest time until capacity is looked for again without an event (seconds).
-_SOONEST_S = 0.002
-_LATEST_S = 1.0
-
-
-class Manners(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a request says how it waits.
-
-    Attributes:
-        tenant_headers: Name the tenant; the first that is there counts.
-        by_adapter: Whether the adapter is the tenant where no header names one.
-        timeout_headers: Name the longest wait in milliseconds.
-        slo_headers: Name the time to first token asked for, in milliseconds.
-        empty_s: Longest wait where there is no endpoint; None for the usual one.
-    """
-
-    tenant_headers: tuple[str, ...] = (
-        "x-llm-d-inference-fairness-id",
-        "x-gateway-inference-fairness-id",
-    )
-    by_adapter: bool = False
-    timeout_headers: tuple[str, ...] = ("x-extproc-hold-ms",)
-    slo_headers: tuple[str, ...] = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
-    empty_s: float | None = None
-
-
-def manners(holding: Holding) -> Manners:
-    """What the configuration says of it."""
-    usual = Manners()
-    tenant = (holding.tenant_header.lower(),) if holding.tenant_header else ()
-    return Manners(
-        tenant_headers=(*tenant, *usual.tenant_headers),
-        by_adapter=holding.by_adapter,
-        timeout_headers=(holding.timeout_header.lower(),) if holding.timeout_header else (),
-        empty_s=holding.empty_timeout_s,
-    )
 
 
 class Granted(msgspec.Struct, frozen=True):
@@ -74,13 +38,13 @@ class Held:
         waiter: Its place in the queue.
         prepared: What it asks for.
         answer: What comes of it.
-        why: Why it could not go on when last tried.
+        why: Why it had to wait.
     """
 
     __slots__ = ("answer", "prepared", "waiter", "why")
 
-    def __init__(self, waiter: Waiter, prepared: Prepared, why: Rejection) -> None:
-        self.waiter = waiter
+    def __init__(self, prepared: Prepared, why: Rejection) -> None:
+        self.waiter: Waiter
         self.prepared = prepared
         self.why = why
         self.answer: asyncio.Future[Granted | Rejection] = asyncio.Future()
@@ -96,9 +60,6 @@ class Gate:
 
     Attributes:
         allowance: What tenants may take.
-        queue: Who waits.
-        outcomes: What came of requests that waited: `went`, `expired`, `displaced`, `left`,
-            `refused`, `closed` (counts).
         arrivals: Called when a request begins to wait.
     """
 
@@ -110,16 +71,24 @@ class Gate:
         clock: Callable[[], float],
     ) -> None:
         self._dispatcher = dispatcher
-        self._manners = manners(holding)
+        self._manners = holding.manners
         self._clock = clock
-        self._held: dict[Waiter, Held] = {}
         self._soon = False
         self._timer: asyncio.TimerHandle | None = None
-        self._closed = False
-        self.queue = Queue(holding.queue)
+        acts = Acts(decide=self._decide, go=self._grant, refuse=_refuse)
+        self._turnstile: Turnstile[Held] = Turnstile(holding.queue, acts, most=_MOST_PER_TURN)
         self.allowance = Allowance(holding.limit or NO_LIMIT, holding.limits)
-        self.outcomes: Counter[str] = Counter()
         self.arrivals: Callable[[], None] = _nobody
+
+    @property
+    def queue(self) -> Queue:
+        """Who waits."""
+        return self._turnstile.queue
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """What came of requests that waited; see `Turnstile`."""
+        return self._turnstile.outcomes
 
     def adopt(self, holding: Holding) -> None:
         """Go by other settings from the next request on; those who wait keep their deadlines.
@@ -127,7 +96,7 @@ class Gate:
         What tenants attained is kept, what they may take begins anew where it changed.
         """
         self.queue.settings = holding.queue
-        self._manners = manners(holding)
+        self._manners = holding.manners
         fresh = Allowance(holding.limit or NO_LIMIT, holding.limits)
         if fresh != self.allowance:
             self.allowance = fresh
@@ -153,15 +122,21 @@ class Gate:
 
     def tenant(self, prepared: Prepared) -> str:
         """Who sent a request; empty where nobody says."""
-        headers = prepared.raw.headers
-        for name in self._manners.tenant_headers:
-            if headers.get(name):
-                return headers[name]
-        return prepared.request.target if self._manners.by_adapter else ""
+        return self._manners.tenant(prepared.raw.headers, prepared.request.target)
 
-    def overtakes(self, prepared: Prepared) -> bool:
-        """Whether a request that could go on would pass others that wait as long as it may."""
-        return bool(self.queue.count and self.queue.ahead(prepared.request.priority))
+    def admit(self, prepared: Prepared, outcome: Outcome, now: float) -> Held | Rejection | None:
+        """Let a request that has just come go on, wait, or be refused.
+
+        Args:
+            prepared: What is asked for.
+            outcome: What would come of it if nobody else waited.
+            now: Monotonic seconds.
+
+        Returns:
+            None where it may go where `outcome` says.
+        """
+        why = self._turnstile.why(outcome, priority=prepared.request.priority)
+        return None if why is None else self.hold(prepared, why, now)
 
     def hold(self, prepared: Prepared, why: Rejection, now: float) -> Held | Rejection:
         """Begin to wait.
@@ -172,42 +147,35 @@ class Gate:
             now: Monotonic seconds.
 
         Returns:
-            Why not, where there is no room or no time.
+            Why not, where that changes nothing, or there is no room or no time.
         """
-        timeout_s = self._timeout_s(prepared, why)
-        if self._closed:
-            return _shutting_down()
-        if timeout_s <= 0.0:
-            return self.with_estimate(why, now)
-        request = prepared.request
-        waiter = Waiter(
-            arrived=now,
-            deadline=now + timeout_s,
+        request, headers = prepared.request, prepared.raw.headers
+        want = Want(
             tenant=self.tenant(prepared),
             priority=request.priority,
+            objective=request.objective,
             target=(request.model, request.adapter, request.subset),
             size=len(prepared.raw.body),
             tokens=request.prompt_tokens,
-            slo_s=_milliseconds(prepared, self._manners.slo_headers, default_s=math.inf),
+            timeout_s=self._manners.timeout_s(headers),
+            slo_s=self._manners.slo_s(headers),
         )
-        joined = self.queue.join(waiter, now)
-        if isinstance(joined, Rejection):
-            return joined
-        for other in joined.displaced:
-            self.outcomes["displaced"] += 1
-            self._answer(other, _displaced(self.queue.full(now).retry_after_s))
-        held = self._held[waiter] = Held(waiter, prepared, why)
-        self._wake(why.waits_s if why.waits_s is not None else math.inf, now)
+        held = Held(prepared, why)
+        waiter = self._turnstile.hold(held, want, why, now)
+        if isinstance(waiter, Rejection):
+            return waiter
+        held.waiter = waiter
+        self._wake(self._turnstile.next_s(why.waits_s or 0.0, now))
         self.arrivals()
         return held
 
     def left(self, held: Held, now: float) -> None:
         """The client is gone, or the stream ended: nothing is kept, nothing stays charged."""
-        self.queue.leave(held.waiter)
-        self._held.pop(held.waiter, None)
         # A task that is cancelled while it waits has cancelled what it waits for.
-        if held.answer.cancel() or held.answer.cancelled():
-            self.outcomes["left"] += 1
+        if self._turnstile.left(held.waiter):
+            held.answer.cancel()
+            return
+        if held.answer.cancelled():
             return
         granted = held.answer.result()
         if isinstance(granted, Granted):
@@ -222,83 +190,32 @@ class Gate:
     def pump(self) -> None:
         """Let requests go on, and end those that waited too long."""
         self._soon = False
-        now = self._clock()
-        for waiter in self.queue.expired(now):
-            self.outcomes["expired"] += 1
-            self._answer(waiter, self._expired(self._held[waiter].why, now))
-        soonest_s = math.inf
-        left = _MOST_PER_TURN
-
-        def go(waiter: Waiter) -> bool:
-            nonlocal soonest_s, left
-            if left <= 0:
-                return False
-            held = self._held[waiter]
-            outcome = self._dispatcher.decide(held.prepared, now)
-            if isinstance(outcome, Rejection):
-                if outcome.waits_s is not None:
-                    held.why = outcome
-                    soonest_s = min(soonest_s, outcome.waits_s)
-                    return False
-                self.outcomes["refused"] += 1
-                self._answer(waiter, outcome)
-                return True
-            left -= 1
-            self.outcomes["went"] += 1
-            self._answer(waiter, Granted(outcome, self._dispatcher.commit(outcome, now)))
-            return True
-
-        self.queue.pump(go, now)
-        if left <= 0:
+        wait_s = self._turnstile.pump(self._clock())
+        if wait_s == 0.0:
             self.changed()
-        self._wake(soonest_s, now)
+        else:
+            self._wake(wait_s)
 
     def close(self) -> None:
         """Nobody waits any longer: 503, and whoever comes is told the same."""
-        self._closed = True
-        for waiter in list(self.queue):
-            self.queue.leave(waiter)
-            self.outcomes["closed"] += 1
-            self._answer(waiter, _shutting_down())
+        self._turnstile.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def with_estimate(self, why: Rejection, now: float) -> Rejection:
-        """A refusal with the queue's own estimate of when trying again helps."""
-        if why.retry_after_s is None or not self.queue.count:
-            return why
-        wait_s = self.queue.pace.wait_s(self.queue.count, now)
-        return msgspec.structs.replace(why, retry_after_s=wait_s)
+    def _decide(self, held: Held) -> Outcome:
+        return self._dispatcher.decide(held.prepared, self._clock())
 
-    def _answer(self, waiter: Waiter, answer: Granted | Rejection) -> None:
-        self._held.pop(waiter).answer.set_result(answer)
+    def _grant(self, held: Held, decision: Decision) -> None:
+        if held.answer.done():
+            return  # cancelled, and its stream has not been told yet
+        ticket = self._dispatcher.commit(decision, self._clock())
+        held.answer.set_result(Granted(decision, ticket))
 
-    def _expired(self, why: Rejection, now: float) -> Rejection:
-        """503 where there is no endpoint, 429 where all are busy (EPP protocol report 1.8)."""
-        if why.status == 503:
-            return self.with_estimate(why, now)
-        told = msgspec.structs.replace(
-            why, message="no endpoint was free in time", reason="rejected-ttl-expired"
-        )
-        return self.with_estimate(told, now)
-
-    def _timeout_s(self, prepared: Prepared, why: Rejection) -> float:
-        settings = self.queue.settings
-        usual_s = settings.by_objective.get(prepared.request.objective, settings.timeout_s)
-        if why.status == 503 and self._manners.empty_s is not None:
-            usual_s = self._manners.empty_s
-        asked_s = _milliseconds(prepared, self._manners.timeout_headers, default_s=usual_s)
-        return min(asked_s, settings.most_timeout_s)
-
-    def _wake(self, soonest_s: float, now: float) -> None:
-        """Look again when the first endpoint is free, or the first deadline is over."""
-        deadline = self.queue.next_deadline()
-        if deadline is None:
+    def _wake(self, wait_s: float | None) -> None:
+        """Look again after so many seconds, unless that happens sooner anyway."""
+        if wait_s is None:
             return
-        wait_s = max(_SOONEST_S, min(soonest_s, deadline - now))
-        if soonest_s < math.inf:
-            wait_s = min(wait_s, _LATEST_S)
         loop = asyncio.get_running_loop()
         if self._timer is not None:
             if self._timer.when() <= loop.time() + wait_s and not self._timer.cancelled():
@@ -311,29 +228,10 @@ class Gate:
         self.pump()
 
 
+def _refuse(held: Held, why: Rejection) -> None:
+    if not held.answer.done():
+        held.answer.set_result(why)
+
+
 def _nobody() -> None:
     """Nobody wants to know."""
-
-
-def _milliseconds(prepared: Prepared, names: tuple[str, ...], *, default_s: float) -> float:
-    """Seconds that a header names in milliseconds; what is no number counts as absent."""
-    for name in names:
-        text = prepared.raw.headers.get(name, "")
-        if text.isascii() and text.isdigit() and len(text) < 12:
-            return int(text) / 1000.0
-    return default_s
-
-
-def _shutting_down() -> Rejection:
-    return Rejection(
-        503, "the picker is shutting down", reason="rejected-shutting-down", retry_after_s=1
-    )
-
-
-def _displaced(retry_after_s: int | None) -> Rejection:
-    return Rejection(
-        429,
-        "displaced by a request of higher priority",
-        reason="evicted-priority",
-        retry_after_s=retry_after_s,
-    )

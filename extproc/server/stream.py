@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from extproc import decision as outcomes
 from extproc.decision import Answer, Decision, Outcome, Rejection
 from extproc.dispatch import costing
 from extproc.dispatch.dispatcher import Dispatcher
@@ -215,20 +214,11 @@ class Stream:
         if limited is not None:
             return limited
         self._gate, self._prepared = gate, prepared
-        if isinstance(outcome, Rejection):
-            if outcome.waits_s is None:
-                return gate.with_estimate(outcome, now)
-            why = outcome
-        elif gate.overtakes(prepared):
-            # Whoever waits longer goes first; the turn may be this one's all the same.
-            why = outcomes.busy(0.0)
-        else:
+        held = gate.admit(prepared, outcome, now)
+        if isinstance(held, Held):
+            self.held = held
             return None
-        held = gate.hold(prepared, why, now)
-        if isinstance(held, Rejection):
-            return held
-        self.held = held
-        return None
+        return held
 
     def resume(self, answer: Granted | Rejection) -> Iterable[Reply]:
         """The wait is over: the answers to the request. Synchronous as a turn."""

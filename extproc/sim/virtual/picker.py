@@ -9,11 +9,11 @@ from typing import Protocol
 
 import msgspec
 
-from extproc import decision as outcomes
 from extproc.config import factory
 from extproc.config import settings as sections
-from extproc.decision import Decision, Outcome
+from extproc.decision import Decision, Outcome, Rejection
 from extproc.endpoint import Endpoint, Load, Models, Rates
+from extproc.holding import turnstile
 from extproc.pool.accounts import Ticket
 from extproc.pool.fleet import Mark
 from extproc.request import Request
@@ -107,10 +107,10 @@ class Dispatching:
         self._touched: set[int] = set()
         self.gate: waiting.Gate | None = None
         if went is not None and settings.holding.enabled:
-            acts = waiting.Acts(
+            acts = turnstile.Acts(
                 decide=self._decide,
-                grant=lambda trip, outcome: self._grant(trip, outcome, went),
-                refuse=lambda trip, status: _refused(trip, status, went),
+                go=lambda trip, outcome: self._grant(trip, outcome, went),
+                refuse=lambda trip, why: _refused(trip, why, went),
             )
             self.gate = waiting.Gate(settings.holding, timeline=timeline, acts=acts)
 
@@ -133,16 +133,14 @@ class Dispatching:
     def pick(self, trip: Trip) -> int:
         """See `Picker`."""
         outcome, gate = self._decide(trip), self.gate
+        if gate is not None:
+            refused = gate.admit(trip, outcome)
+            if gate.holds(trip):
+                return -1
+            outcome = refused or outcome
         if isinstance(outcome, Decision):
-            if gate is None or not gate.overtakes(trip):
-                return self._commit(trip, outcome)
-            # Whoever waits longer goes first; the turn may be this one's all the same.
-            outcome = outcomes.busy(0.0)
-        status = outcome.status
-        if gate is not None and outcome.waits_s is not None:
-            status = gate.hold(trip, outcome)
-        if status:
-            trip.failure = f"rejected {status}"
+            return self._commit(trip, outcome)
+        _tell(trip, outcome)
         return -1
 
     def left(self, trip: Trip) -> bool:
@@ -261,9 +259,14 @@ class Dispatching:
         return self._endpoints[n] if member is None else member.endpoint
 
 
-def _refused(trip: Trip, status: int, went: Callable[[Trip], None]) -> None:
-    trip.failure = f"rejected {status}"
+def _refused(trip: Trip, why: Rejection, went: Callable[[Trip], None]) -> None:
+    _tell(trip, why)
     went(trip)
+
+
+def _tell(trip: Trip, why: Rejection) -> None:
+    trip.failure = f"rejected {why.status}"
+    trip.retry_after_s = why.retry_after_s or 0
 
 
 def _status(trip: Trip) -> str:

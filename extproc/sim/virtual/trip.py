@@ -66,6 +66,7 @@ class Trip:
         predicted_tokens: Prompt tokens the picker believed cached.
         preemptions: How often the engine recomputed it.
         failure: Why it failed; empty while it did not.
+        retry_after_s: Seconds after which a refused one is told to try again; 0 for none.
     """
 
     __slots__ = (
@@ -76,6 +77,7 @@ class Trip:
         "id",
         "predicted_tokens",
         "preemptions",
+        "retry_after_s",
         "sent_at",
         "site",
         "took_s",
@@ -94,3 +96,4 @@ class Trip:
         self.predicted_tokens = 0
         self.preemptions = 0
         self.failure = ""
+        self.retry_after_s = 0

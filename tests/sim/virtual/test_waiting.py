@@ -7,12 +7,13 @@ from extproc.config import holding
 from extproc.config import settings as sections
 from extproc.decision import Decision, Rejection
 from extproc.endpoint import Endpoint
+from extproc.holding.turnstile import Acts
 from extproc.request import Request
 from extproc.sim.virtual import client, lengths, scenario, workloads
 from extproc.sim.virtual.tally import spread
 from extproc.sim.virtual.timeline import Timeline
 from extproc.sim.virtual.trip import Trip, Work
-from extproc.sim.virtual.waiting import Acts, Gate
+from extproc.sim.virtual.waiting import Gate
 from extproc.sim.virtual.world import World
 from tests.sim.virtual.builders import a_scenario, advance, exactly, independent, settings
 
@@ -31,8 +32,8 @@ class Door:
         self.refused = []
         acts = Acts(
             decide=self.decide,
-            grant=self.grant,
-            refuse=lambda trip, status: self.refused.append((trip.id, status)),
+            go=self.grant,
+            refuse=lambda trip, why: self.refused.append((trip.id, why.status)),
         )
         asked = holding.Holding(enabled=True, **facts)
         self.gate = Gate(asked, timeline=self.timeline, acts=acts)
@@ -119,7 +120,7 @@ def test_a_full_queue_makes_room_for_priority():
     door.hold("b")
     door.hold("c", priority=1)
     assert door.refused == [("b", 429)]
-    assert door.gate.hold(Trip("d", Work(1, 1, ()), 0.0), outcomes.busy(1.0)) == 429
+    assert door.gate.hold(Trip("d", Work(1, 1, ()), 0.0), outcomes.busy(1.0)).status == 429
 
 
 def test_what_waiting_cannot_change_is_refused():

@@ -1,0 +1,84 @@
+"""What of a request says how it waits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+
+import msgspec
+
+#: Digits of the longest number that is read from a header.
+_LONGEST = 11
+
+
+class Want(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """What a request that is about to wait says of itself.
+
+    Attributes:
+        tenant: Who sent it; empty where nobody says.
+        priority: Of its objective.
+        objective: Its name.
+        target: What it can be served by; see `Waiter`.
+        size: Bytes of its body.
+        tokens: Its prompt's estimated tokens.
+        timeout_s: Longest wait it asks for; None for none.
+        slo_s: Seconds to the first token it asks for; infinity for none.
+    """
+
+    tenant: str = ""
+    priority: int = 0
+    objective: str = ""
+    target: Hashable = ""
+    size: int = 0
+    tokens: int = 0
+    timeout_s: float | None = None
+    slo_s: float = math.inf
+
+
+class Manners(msgspec.Struct, frozen=True, kw_only=True):
+    """Which headers are read; names in lower case.
+
+    Attributes:
+        tenant_headers: Name the tenant; the first that is there counts.
+        by_adapter: Whether the model or adapter is the tenant where no header names one.
+        timeout_headers: Name the longest wait in milliseconds.
+        slo_headers: Name the time to first token asked for, in milliseconds.
+    """
+
+    tenant_headers: tuple[str, ...] = (
+        "x-llm-d-inference-fairness-id",
+        "x-gateway-inference-fairness-id",
+    )
+    by_adapter: bool = False
+    timeout_headers: tuple[str, ...] = ("x-extproc-hold-ms",)
+    slo_headers: tuple[str, ...] = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+
+    def tenant(self, headers: Mapping[str, str], served_by: str) -> str:
+        """Who sent a request; empty where nobody says.
+
+        Args:
+            headers: Of the request, names in lower case.
+            served_by: The adapter or model it asks for.
+        """
+        for name in self.tenant_headers:
+            if headers.get(name):
+                return headers[name]
+        return served_by if self.by_adapter else ""
+
+    def timeout_s(self, headers: Mapping[str, str]) -> float | None:
+        """The longest wait a request asks for."""
+        return _milliseconds(headers, self.timeout_headers)
+
+    def slo_s(self, headers: Mapping[str, str]) -> float:
+        """Seconds to the first token a request asks for; infinity for none."""
+        found = _milliseconds(headers, self.slo_headers)
+        return math.inf if found is None else found
+
+
+def _milliseconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None:
+    """Seconds that a header names in milliseconds; what is no number counts as absent."""
+    for name in names:
+        text = headers.get(name, "")
+        if text.isascii() and text.isdigit() and len(text) <= _LONGEST:
+            return int(text) / 1000.0
+    return None
