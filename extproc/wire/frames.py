@@ -43,14 +43,33 @@ _AROUND = 6
 #: Longest headers of an answer that are remembered (bytes); bounds what the memory takes.
 _LONGEST_KNOWN = 512
 
+#: Up to this size (bytes) a message says no more than that a body ends.
+_LONGEST_END = 16
+
 
 def read(data: bytes) -> Event:
-    """Read one ProcessingRequest; by hand if its first field is a plain headers or body message."""
+    """Read one ProcessingRequest; by hand if its first field is a plain headers or body message.
+
+    Ends of bodies are all alike, and headers of answers repeat: of streamed ones the date differs,
+    once a second. Those are read once. Headers of requests hold their id.
+    """
+    size = len(data)
+    if size <= _LONGEST_END or (size <= _LONGEST_KNOWN and data[0] == 0x1A):
+        return _known(data)
+    return _read(data)
+
+
+def _read(data: bytes) -> Event:
     try:
         size = data[1]
         at = 2
         if size > 0x7F:
-            size, at = _varint(data, 1)
+            high = data[2]
+            if high > 0x7F:
+                size, at = _varint(data, 1)
+            else:
+                size = size & 0x7F | high << 7
+                at = 3
         end = at + size
         rest = data[end:]
         known = metadata.known if len(rest) <= metadata.LONGEST_KNOWN else metadata.behind
@@ -61,15 +80,19 @@ def read(data: bytes) -> Event:
             size = data[at + 1]
             at += 2
             if size > 0x7F:
-                size, at = _varint(data, at - 1)
+                high = data[at]
+                if high > 0x7F:
+                    size, at = _varint(data, at - 1)
+                else:
+                    size = size & 0x7F | high << 7
+                    at += 1
             stop = at + size
         last = data[stop:end]
         if end <= len(data) and (stop == end or last == _CLOSED[data[0]]):
             kind = _KINDS[data[0]]
             if kind in _BODIES:
                 return Event(kind, NO_HEADERS, data[at:stop], bool(last), modes, hints)
-            headers = _MAPS[kind](data[at:stop])
-            return Event(kind, headers, b"", bool(last), modes, hints)
+            return Event(kind, _header_map(data[at:stop]), b"", bool(last), modes, hints)
     except LookupError:
         # A length that lies led behind the end, or something is there that is not plain.
         pass
@@ -116,13 +139,4 @@ def _header_map(data: bytes) -> Mapping[str, str]:
     return dict(pairs)
 
 
-#: A request's headers hold its id. Those of answers repeat: of streamed ones the date differs, once
-#: a second.
-_known_map = lru_cache(maxsize=256)(_header_map)
-
-
-def _answer_map(data: bytes) -> Mapping[str, str]:
-    return _known_map(data) if len(data) <= _LONGEST_KNOWN else _header_map(data)
-
-
-_MAPS = {Kind.REQUEST_HEADERS: _header_map, Kind.RESPONSE_HEADERS: _answer_map}
+_known = lru_cache(maxsize=256)(_read)
