@@ -39,6 +39,7 @@ class Body(envelope.Envelope, gc=False):
     reasoning_effort: msgspec.Raw = framing.ABSENT
 
 
+_ABSENT = framing.ABSENT
 _DECODER = msgspec.json.Decoder(Body)
 
 #: How messages of the usual roles start.
@@ -63,15 +64,20 @@ def parse(raw: RawRequest) -> Request | Rejection:
 
 def _options(body: Body) -> list[bytes]:
     """What stands before the messages, or changes how the template lays them out."""
-    return [
-        framing.salt(body.cache_salt),
-        framing.option(b"m", body.chat_template),
-        framing.option(b"k", body.chat_template_kwargs),
-        framing.option(b"e", body.reasoning_effort),
-        framing.option(b"d", body.documents),
-        framing.option(b"f", body.functions),
-        framing.option(b"t", body.tools),
-    ]
+    fields = [] if body.cache_salt is None else [framing.salt(body.cache_salt)]
+    if body.chat_template is not _ABSENT:
+        fields.append(framing.option(b"m", body.chat_template))
+    if body.chat_template_kwargs is not _ABSENT:
+        fields.append(framing.option(b"k", body.chat_template_kwargs))
+    if body.reasoning_effort is not _ABSENT:
+        fields.append(framing.option(b"e", body.reasoning_effort))
+    if body.documents is not _ABSENT:
+        fields.append(framing.option(b"d", body.documents))
+    if body.functions is not _ABSENT:
+        fields.append(framing.option(b"f", body.functions))
+    if body.tools is not _ABSENT:
+        fields.append(framing.option(b"t", body.tools))
+    return fields
 
 
 def _add_message(fields: list[bytes], turn: Message) -> None:
@@ -89,7 +95,7 @@ def _add_message(fields: list[bytes], turn: Message) -> None:
         fields += (framing.TEXT, content.encode())
     else:
         fields.append(framing.content(content))
-    if turn.tool_calls is not framing.ABSENT or turn.function_call is not framing.ABSENT:
+    if turn.tool_calls is not _ABSENT or turn.function_call is not _ABSENT:
         fields += (framing.calls(turn.tool_calls), framing.calls(turn.function_call))
 
 

@@ -162,6 +162,9 @@ def request(api: str, raw: RawRequest, body: Envelope, *, prompt: inputs.Prompt)
 
 
 def _max_tokens(body: Envelope) -> int | None:
+    bound = body.max_tokens
+    if type(bound) is int and 0 <= bound <= _MOST_TOKENS and body.max_completion_tokens is None:
+        return bound
     sampling = body.sampling_params if type(body.sampling_params) is dict else {}
     for bound in (
         body.max_completion_tokens,

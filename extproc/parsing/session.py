@@ -28,12 +28,16 @@ HEADERS = (
     "x-session-affinity",
 )
 
+_NAMES = frozenset(HEADERS)
+
 #: A hint is kept as a key by whoever remembers sessions; nobody needs a longer one.
 LONGEST = 256
 
 
 def of_headers(headers: Mapping[str, str]) -> str:
     """The hint in the headers; empty when there is none."""
+    if _NAMES.isdisjoint(headers):
+        return ""
     for name in HEADERS:
         value = headers.get(name)
         if value:
@@ -51,6 +55,15 @@ def of_body(headers: Mapping[str, str], body: Any) -> str:
     Returns:
         At most `LONGEST` characters; empty when there is no hint.
     """
+    if not (
+        body.prompt_cache_key
+        or body.conversation
+        or body.metadata
+        or body.user
+        or body.safety_identifier
+        or body.previous_response_id
+    ):
+        return of_headers(headers)
     metadata = body.metadata if type(body.metadata) is dict else {}
     conversation = body.conversation
     if type(conversation) is dict:
