@@ -7,8 +7,10 @@ request may be held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
+
+import msgspec
 
 from extproc import decision as outcomes
 from extproc.decision import Decision, Outcome, Rejection
@@ -43,7 +45,7 @@ _NOTHING: tuple[Reply, ...] = ()
 _GO_ON = tuple((Continue(kind),) for kind in Kind)
 
 
-class Exchange:
+class Exchange(msgspec.Struct):
     """The state machine of one stream. Not for use after `close`.
 
     Args:
@@ -52,6 +54,8 @@ class Exchange:
         watch_stream: Whether a streamed answer of this exchange is sampled for its usage.
 
     Attributes:
+        asked: How far the request is.
+        told: How far the response is.
         pending: The complete request while it waits for its outcome, else None.
         status: HTTP status of the response as text; empty until it is known.
         tail: The end of the response body, where it is visible.
@@ -59,54 +63,28 @@ class Exchange:
         rejection: Why an immediate response was sent; None if none was.
     """
 
-    __slots__ = (
-        "_budget",
-        "_debts",
-        "_gathering",
-        "_headers",
-        "_history",
-        "_modes",
-        "_names",
-        "_owed_to_client",
-        "_restoration",
-        "_selected",
-        "_settings",
-        "_subset",
-        "_watch_stream",
-        "asked",
-        "edited",
-        "pending",
-        "rejection",
-        "status",
-        "tail",
-        "told",
-    )
-
-    def __init__(
-        self, settings: ExchangeSettings, budget: Budget, *, watch_stream: bool = False
-    ) -> None:
-        self._settings = settings
-        self._budget = budget
-        self._watch_stream = watch_stream
-        self._modes: Modes | None = None
-        self._headers = NO_HEADERS
-        self._debts = Debts()
-        #: Headers plugins want on the answer.
-        self._owed_to_client: Headers = ()
-        self._subset: tuple[str, ...] | None = None
-        self._gathering: Gathering | None = None
-        #: What the engine was asked for, and what the client calls it.
-        self._names = ("", "")
-        self._restoration: feedback.Restoration | None = None
-        self._selected = False
-        self._history = 0
-        self.asked = Asked.IDLE
-        self.told = Told.IDLE
-        self.pending: RawRequest | None = None
-        self.status = ""
-        self.tail: feedback.Tail | None = None
-        self.rejection: Rejection | None = None
-        self.edited = False
+    _settings: ExchangeSettings
+    _budget: Budget
+    watch_stream: bool = False
+    asked: Asked = Asked.IDLE
+    told: Told = Told.IDLE
+    pending: RawRequest | None = None
+    status: str = ""
+    tail: feedback.Tail | None = None
+    rejection: Rejection | None = None
+    edited: bool = False
+    _modes: Modes | None = None
+    _headers: Mapping[str, str] = NO_HEADERS
+    _debts: Debts = msgspec.field(default_factory=Debts)
+    #: Headers plugins want on the answer.
+    _owed_to_client: Headers = ()
+    _subset: tuple[str, ...] | None = None
+    _gathering: Gathering | None = None
+    #: What the engine was asked for, and what the client calls it.
+    _names: tuple[str, str] = ("", "")
+    _restoration: feedback.Restoration | None = None
+    _selected: bool = False
+    _history: int = 0
 
     def receive(self, event: Event) -> Iterable[Reply]:
         """Take one event.
@@ -291,7 +269,7 @@ class Exchange:
             event,
             modes,
             self._settings,
-            watch_stream=self._watch_stream,
+            watch_stream=self.watch_stream,
             owed=self._owed_to_client,
             restored=restorer is not None,
         )

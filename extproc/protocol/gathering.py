@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from extproc.decision import Rejection, Splice
 
 
@@ -19,21 +21,21 @@ class Budget:
         self.held_bytes = 0
 
 
-class Gathering:
+class Gathering(msgspec.Struct):
     """The body of one request as it arrives.
 
     Args:
         budget: Shared by all exchanges.
         limit_bytes: The most one body may have.
+
+    Attributes:
+        size_bytes: What it holds now.
     """
 
-    __slots__ = ("_budget", "_chunks", "_limit_bytes", "size_bytes")
-
-    def __init__(self, budget: Budget, limit_bytes: int) -> None:
-        self._budget = budget
-        self._limit_bytes = limit_bytes
-        self._chunks: list[bytes] = []
-        self.size_bytes = 0
+    _budget: Budget
+    _limit_bytes: int
+    _chunks: list[bytes] = []
+    size_bytes: int = 0
 
     def add(self, chunk: bytes) -> Rejection | None:
         """Take a chunk, or say why it cannot be taken."""
