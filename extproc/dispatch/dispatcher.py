@@ -92,7 +92,8 @@ class Dispatcher:
         self._settings = routing.settings
         self._preparation.adopt(routing)
         self._hashing = Signal.PREFIX in routing.needs
-        self._reading_openings = Signal.OPENING in routing.needs
+        opening = Signal.OPENING in routing.needs
+        self._read_opening = parsing_opening.of if opening else parsing_opening.unread
         self._homing = Signal.HOMES in routing.needs
         profiles = (routing.profile, *routing.by_model.values())
         self._observers = {profile.name: profile.observers for profile in profiles}
@@ -162,13 +163,19 @@ class Dispatcher:
             tokens = max(1, round(request.prompt_bytes / ratio))
             request = msgspec.structs.replace(request, prompt_tokens=tokens)
         adapter = request.adapter or (request.model if request.model in pool.adapters else "")
-        opening = parsing_opening.of(request) if self._reading_openings else ""
         matched = self._matching.of(chain, members, self._schedule.tokens_at(ratio))
-        if chain and self._homing:
-            key, peers = request.session or opening, self._fleet.peers
-            matched = homes.expected(
-                key, request.prompt_tokens, members, matched=matched, peers=peers
-            )
+        home = None
+        returning = growth = others = 0.0
+        if self._homing:
+            known, peers = self._recurrence, self._fleet.peers
+            returning, others = known.share, peers.share
+            growth = known.growth(request.prompt_tokens)
+            home = known.home(chain)
+            if chain and others >= homes.LEAST_SHARE:
+                key = request.session or self._read_opening(request)
+                matched = homes.expected(
+                    key, request.prompt_tokens, members, matched=matched, peers=peers
+                )
         candidates = snapshot.candidates(
             members,
             matched,
@@ -176,7 +183,7 @@ class Dispatcher:
             adapters=pool.adapters,
             now=now,
             stale_after_s=self._settings.stale_after_s,
-            home=self._recurrence.home(chain) if self._homing else None,
+            home=home,
         )
         routing = self._routing
         profile = routing.by_model.get(request.model, routing.profile)
@@ -195,11 +202,11 @@ class Dispatcher:
                 self._rng,
                 headers,
                 chain,
-                opening,
+                self._read_opening,
                 adapter,
-                self._recurrence.share if self._homing else 0.0,
-                self._recurrence.growth(request.prompt_tokens) if self._homing else 0.0,
-                self._fleet.peers.share if self._homing else 0.0,
+                returning,
+                growth,
+                others,
             ),
             candidates,
             count=1 + self._settings.fallbacks,

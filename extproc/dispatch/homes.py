@@ -17,7 +17,7 @@ from extproc.pool.peers import Peers
 from extproc.pool.snapshot import Member
 
 #: Share of others from which there are others: what pages show late is less.
-_LEAST_SHARE = 0.1
+LEAST_SHARE = 0.1
 
 #: Share of a prompt believed at home at most; its last turn is new.
 _MOST = 0.95
@@ -56,7 +56,7 @@ def expected(
     Returns:
         `matched`, with more at the conversation's home.
     """
-    if not key or peers.share < _LEAST_SHARE:
+    if not key or peers.share < LEAST_SHARE:
         return matched
     much = _ENOUGH_SHARE * tokens
     if sum([known >= much for known in matched]) >= _ENOUGH_HOLDERS:

@@ -52,6 +52,11 @@ def of(request: Request) -> str:
     return text[:LONGEST_BYTES]
 
 
+def unread(_: Request) -> str:
+    """In place of `of` where nobody wants it."""
+    return ""
+
+
 def _first_user(prompt: bytes) -> int:
     """Where the first user message starts, -1 without one.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 import msgspec
@@ -11,6 +11,10 @@ from extproc.request import Request
 
 #: Headers of a request nobody showed any of.
 NO_HEADERS: Mapping[str, str] = {}
+
+
+def _unread(_: Request) -> str:
+    return ""
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False):
@@ -22,8 +26,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
         rng: The only source of chance; the same seed gives the same picks.
         headers: Headers of the request, names in lower case.
         blocks: The prompt's chain of prefix-block hashes, root first; empty where nobody reads it.
-        opening: Beginning of the first user message; empty unless a plugin needs
-            `Signal.OPENING`.
+        read_opening: Reads the beginning of the first user message out of the request.
         adapter: The adapter asked for, named apart from its model or known to be one; empty for a
             base model. Where `request.adapter` is empty, this is `request.model` or empty.
         returning: Share of requests that go on from an earlier one, 0..1; 0 unless a plugin needs
@@ -37,8 +40,16 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     rng: Random
     headers: Mapping[str, str] = NO_HEADERS
     blocks: Sequence[int] = ()
-    opening: str = ""
+    read_opening: Callable[[Request], str] = _unread
     adapter: str = ""
     returning: float = 0.0
     growth_tokens: float = 0.0
     others: float = 0.0
+
+    @property
+    def opening(self) -> str:
+        """Beginning of the first user message; empty unless a plugin needs `Signal.OPENING`.
+
+        Read when it is asked for: most decisions need no tie broken.
+        """
+        return self.read_opening(self.request)

@@ -16,23 +16,26 @@ from extproc.scheduling.turn import Turn
 #: Monotonic seconds of every turn; scrapes are a second old.
 NOW = 100.0
 
-_OF_TURN = frozenset(Turn.__struct_fields__) - {"request", "rng", "adapter"}
+_OF_TURN = frozenset(Turn.__struct_fields__) - {"request", "rng", "adapter", "read_opening"}
 _OF_CANDIDATE = frozenset(Candidate.__struct_fields__) - {"endpoint", "load"}
 _OF_LOAD = frozenset(Load.__struct_fields__) - {"at"}
 _SETS = ("adapters", "waiting_adapters")
 
 
-def turn(seed: int = 1, **facts: Any) -> Turn:
+def turn(seed: int = 1, *, opening: str = "", **facts: Any) -> Turn:
     """A turn of a chat request.
 
     Args:
         seed: Of its chance.
-        **facts: Fields of `Turn` (`headers`, `blocks`, `opening`, `now`) and of `Request`; an
-            `adapter` is known to both.
+        opening: Beginning of the first user message.
+        **facts: Fields of `Turn` (`headers`, `blocks`, `now`) and of `Request`; an `adapter` is
+            known to both.
     """
     own = {name: facts.pop(name) for name in _OF_TURN & facts.keys()}
     request = Request(**{"api": "chat", **facts})
     own["adapter"] = request.adapter
+    if opening:
+        own["read_opening"] = lambda _: opening
     return Turn(**{"request": request, "now": NOW, "rng": Random(seed), **own})
 
 
