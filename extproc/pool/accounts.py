@@ -152,9 +152,9 @@ class Account:
         work = max(prompt_tokens - cached_tokens, 1)
         self.sent += work
         self.written += work
-        ticket = Ticket(self, target, prompt_tokens, work=work, sent=self.sent)
-        ticket.prompt_bytes = prompt_bytes
-        ticket.at = now
+        ticket = Ticket(
+            self, target, prompt_tokens, work, self.sent, prompt_bytes, now, self.endpoint
+        )
         self._open[ticket] = None
         return ticket
 
@@ -270,7 +270,7 @@ class Account:
             texts[1] += ticket.prompt_bytes
 
 
-class Ticket:
+class Ticket(msgspec.Struct, eq=False):
     """The handle of one open request.
 
     Attributes:
@@ -287,36 +287,18 @@ class Ticket:
         held: What it holds of the cache; None while nobody needs it.
     """
 
-    __slots__ = (
-        "_account",
-        "alone",
-        "at",
-        "blocks",
-        "endpoint",
-        "held",
-        "prompt_bytes",
-        "prompt_tokens",
-        "refused",
-        "sent",
-        "target",
-        "work",
-    )
-
-    def __init__(
-        self, account: Account, target: str, prompt_tokens: int, *, work: int, sent: int
-    ) -> None:
-        self._account: Account | None = account
-        self.target = target
-        self.prompt_tokens = prompt_tokens
-        self.work = work
-        self.sent = sent
-        self.prompt_bytes = 0
-        self.at = 0.0
-        self.endpoint = account.endpoint
-        self.blocks: Sequence[int] = ()
-        self.alone = True
-        self.refused = False
-        self.held: holdings.Share | None = None
+    _account: Account | None
+    target: str
+    prompt_tokens: int
+    work: int
+    sent: int
+    prompt_bytes: int
+    at: float
+    endpoint: Endpoint
+    blocks: Sequence[int] = ()
+    alone: bool = True
+    refused: bool = False
+    held: holdings.Share | None = None
 
     @property
     def cached_tokens(self) -> int:

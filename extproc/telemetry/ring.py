@@ -17,7 +17,11 @@ from extproc.decision import Decision
 _LONGEST_ID = 256
 
 
-class Recorded:
+#: Of answers nobody read.
+NO_USAGE: Mapping[str, int] = {}
+
+
+class Recorded(msgspec.Struct, eq=False):
     """One decision and what came of it.
 
     Attributes:
@@ -29,15 +33,12 @@ class Recorded:
         usage: Tokens the engine reported, by kind.
     """
 
-    __slots__ = ("at", "decision", "id", "seconds", "status", "usage")
-
-    def __init__(self, request_id: str, at: float, decision: Decision) -> None:
-        self.id = request_id
-        self.at = at
-        self.decision = decision
-        self.status = ""
-        self.seconds: float | None = None
-        self.usage: Mapping[str, int] = {}
+    id: str
+    at: float
+    decision: Decision
+    status: str = ""
+    seconds: float | None = None
+    usage: Mapping[str, int] = NO_USAGE
 
 
 class Ring:
