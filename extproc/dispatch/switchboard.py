@@ -67,6 +67,9 @@ class Switchboard:
         claimants: The pools, in the order in which their claims are looked at.
         list_models: Answer `/v1/models` from what endpoints listed; None does so where there are
             several pools.
+
+    Attributes:
+        usual: Under which pool to count what is refused before a pool is found.
     """
 
     def __init__(
@@ -79,14 +82,10 @@ class Switchboard:
         self.claimants = tuple(claimants)
         one = len(claimants) == 1
         self._only = claimants[0] if one and claimants[0].claim.empty else None
+        self.usual = "" if self._only is None else self._only.name
         self._claiming = [one for one in claimants if not one.claim.empty]
         self._open = [one for one in claimants if one.claim.empty]
         self._listing = not one if list_models is None else list_models
-
-    @property
-    def usual(self) -> str:
-        """Under which pool to count what is refused before a pool is found."""
-        return self._only.name if self._only is not None else ""
 
     def route(self, raw: RawRequest, now: float) -> Routed:
         """Decide, without charging anybody.

@@ -143,7 +143,7 @@ class Account:
         self.opened += 1
         self.prompt_tokens += prompt_tokens
         self.adapters[target] = self.adapters.get(target, 0) + 1
-        if target:
+        if target and target != next(reversed(self.recent), ""):
             self.recent.pop(target, None)
             self.recent[target] = None
             if len(self.recent) > _MOST_RECENT:

@@ -35,6 +35,10 @@ from extproc.scheduling.turn import Turn
 from extproc.scheduling.unknown import NEUTRAL
 
 
+_NONE_FILTERED: Sequence[Filtered] = ()
+_NO_HEADERS: Sequence[tuple[str, str]] = ()
+
+
 class ImpossibleAnswerError(Exception):
     """A plugin answered, and its answer cannot be used; never leaves this module."""
 
@@ -137,15 +141,20 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         if not candidates:
             return decision.no_endpoints()
         faults: list[str] = []
-        finalists, filtered = self._filter(turn, candidates, faults)
-        if not finalists:
-            return decision.saturated()
+        finalists, filtered = candidates, _NONE_FILTERED
+        if self.filters:
+            finalists, filtered = self._filter(turn, candidates, faults)
+            if not finalists:
+                return decision.saturated()
         scored, totals = self._score(turn, finalists, faults)
         priced = None
         if self.cost is not None:
             priced, totals = self._price(self.cost, turn, finalists, faults, totals)
         order = self._pick(turn, finalists, totals, max(count, self.width), faults)
-        keys, answer_headers = self._tell(turn, finalists[order[0]].endpoint, faults)
+        chosen = finalists[order[0]]
+        keys, answer_headers = decision.NO_KEYS, _NO_HEADERS
+        if self.keyed or self.answerers:
+            keys, answer_headers = self._tell(turn, chosen.endpoint, faults)
         return Decision(
             request=turn.request,
             endpoints=[finalists[i].endpoint for i in order],
@@ -158,7 +167,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
             totals=totals,
             picker=self.picker.kind,
             blocks=turn.blocks,
-            matched_tokens=finalists[order[0]].matched_tokens,
+            matched_tokens=chosen.matched_tokens,
             answer_headers=answer_headers,
             keys=keys,
             degraded="; ".join(faults),
@@ -169,8 +178,6 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     ) -> tuple[Sequence[Candidate], Sequence[Filtered]]:
         """Run the filters in order, until nobody is left."""
         steps: list[Filtered] = []
-        if not self.filters:
-            return candidates, steps
         for plugin, tree in zip(self.filters, self.trees, strict=True):
             branches: Sequence[Branch] = ()
             try:
@@ -253,8 +260,6 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         self, turn: Turn, chosen: Endpoint, faults: list[str]
     ) -> tuple[Mapping[str, str], Sequence[tuple[str, str]]]:
         """What plugins want to remember the request by, and what they tell the client."""
-        if not (self.keyed or self.answerers):
-            return decision.NO_KEYS, ()
         keys: dict[str, str] = {}
         headers: dict[str, str] = {}
         for keyed in self.keyed:

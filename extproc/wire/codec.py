@@ -98,17 +98,18 @@ def _short_chunk(reply: Chunk, size: int) -> bytes:
     """The same where each of the five lengths takes two bytes, as those of most prompts do."""
     inner = size + (5 if reply.end_of_stream else 3)
     mutation, common, outer = inner + 3, inner + 6, inner + 9
+    # Of n = 128 h + l the two bytes are l + 128 and h, in that order: n + 128 h + 128.
     head = _FIVE_LENGTHS(
         _NUMBERS[reply.answers],
-        outer & 0x7F | 0x80 | (outer & 0x3F80) << 1,
+        outer + (outer & 0x3F80) + 0x80,
         0x0A,
-        common & 0x7F | 0x80 | (common & 0x3F80) << 1,
+        common + (common & 0x3F80) + 0x80,
         0x1A,
-        mutation & 0x7F | 0x80 | (mutation & 0x3F80) << 1,
+        mutation + (mutation & 0x3F80) + 0x80,
         0x1A,
-        inner & 0x7F | 0x80 | (inner & 0x3F80) << 1,
+        inner + (inner & 0x3F80) + 0x80,
         0x0A,
-        size & 0x7F | 0x80 | (size & 0x3F80) << 1,
+        size + (size & 0x3F80) + 0x80,
     )
     return b"".join((head, reply.body, b"\x10\x01" if reply.end_of_stream else b""))
 
