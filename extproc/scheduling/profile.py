@@ -34,7 +34,6 @@ from extproc.scheduling.plugins import (
 from extproc.scheduling.turn import Turn
 from extproc.scheduling.unknown import NEUTRAL
 
-
 _NONE_FILTERED: Sequence[Filtered] = ()
 _NO_HEADERS: Sequence[tuple[str, str]] = ()
 

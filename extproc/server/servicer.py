@@ -11,7 +11,7 @@ import grpc
 from extproc.errors import ProtocolError
 from extproc.protocol.events import Event
 from extproc.server import memory
-from extproc.server.stream import Shared, Stream
+from extproc.server.stream import Shared, Stream, opened
 from extproc.wire import codec
 
 _log = logging.getLogger("extproc.server")
@@ -39,7 +39,7 @@ class Servicer:
         tallies = self.shared.tallies
         tallies.streams_open += 1
         self._crowds.count(tallies.streams_open)
-        stream = self._streams[task] = Stream(self.shared)
+        stream = self._streams[task] = opened(self.shared)
         turn = (
             stream.turn
             if tallies.streams_open <= self.shared.settings.max_streams

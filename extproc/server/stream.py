@@ -25,6 +25,7 @@ from extproc.protocol.settings import ExchangeSettings
 from extproc.request import RawRequest
 from extproc.server.gate import Gate, Granted, Held
 from extproc.telemetry import explanation
+from extproc.telemetry.pool_tallies import PoolTallies
 from extproc.telemetry.ring import Recorded, Ring
 from extproc.telemetry.tallies import Tallies
 
@@ -101,48 +102,31 @@ class Shared:
         )
 
 
-class Stream:
+class Stream(msgspec.Struct, eq=False):
     """One HTTP exchange from first event to end: the exchange, its ticket and its times.
 
-    Args:
-        shared: What all streams have in common.
+    Made by `opened`.
+
+    Attributes:
+        exchange: What was said so far.
+        held: Where the request waits; None while it does not.
+        address: The endpoint it was sent to, `ip:port`; empty before that.
+        over: Whether nothing more is to be said.
     """
 
-    __slots__ = (
-        "_dispatcher",
-        "_gate",
-        "_picked_s",
-        "_prepared",
-        "_recorded",
-        "_shared",
-        "_started_s",
-        "_tallies",
-        "_ticket",
-        "address",
-        "exchange",
-        "held",
-        "over",
-    )
-
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
-        self._started_s = shared.clock()
-        self._picked_s = 0.0
-        self._dispatcher: Dispatcher | None = None
-        self._gate: Gate | None = None
-        self._prepared: Prepared | None = None
-        self.held: Held | None = None
-        self._tallies = shared.tallies.of(shared.switchboard.usual)
-        self._ticket: Ticket | None = None
-        self._recorded: Recorded | None = None
-        self.address = ""
-        self.over = False
-        watched = (
-            shared.settings.stream_share and shared.rng.random() < shared.settings.stream_share
-        )
-        self.exchange = Exchange(
-            shared.exchange_settings, shared.budget, watch_stream=bool(watched)
-        )
+    _shared: Shared
+    exchange: Exchange
+    _started_s: float
+    _tallies: PoolTallies
+    held: Held | None = None
+    address: str = ""
+    over: bool = False
+    _picked_s: float = 0.0
+    _dispatcher: Dispatcher | None = None
+    _gate: Gate | None = None
+    _prepared: Prepared | None = None
+    _ticket: Ticket | None = None
+    _recorded: Recorded | None = None
 
     @property
     def picked(self) -> bool:
@@ -300,6 +284,18 @@ class Stream:
                 dispatcher.learn(recorded.decision, used)
             if gate is not None and self._prepared is not None:
                 gate.used(self._prepared, used, now)
+
+
+def opened(shared: Shared) -> Stream:
+    """A stream whose first event is to come."""
+    share = shared.settings.stream_share
+    watched = share > 0.0 and shared.rng.random() < share
+    return Stream(
+        shared,
+        Exchange(shared.exchange_settings, shared.budget, watch_stream=watched),
+        shared.clock(),
+        shared.tallies.of(shared.switchboard.usual),
+    )
 
 
 def _places(error: BaseException) -> str:
