@@ -41,6 +41,9 @@ def run(args: argparse.Namespace) -> int:
         )
     for warning in (*resolved.warnings, *advice.advice(resolved.settings)):
         print(f"extproc: warning: {warning}", file=sys.stderr)
+    from extproc.server import runtime
+
+    runtime.choose()
     from extproc.server import app, reload
 
     def files(settings: Settings) -> Sequence[str]:

@@ -1,0 +1,42 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from extproc.server import runtime
+
+COMMAND = """
+import os, sys
+from extproc.cli import main, serve
+from extproc.config import advice
+from extproc.server import runtime
+print(runtime.choose(), os.environ["GRPC_EXPERIMENTS"])
+"""
+
+
+@pytest.mark.parametrize(("given", "then"), [(None, runtime.EXPERIMENTS), ("tcp_x", "tcp_x")])
+def test_the_environment_has_the_last_word(monkeypatch, given, then):
+    """How gRPC runs is chosen where the environment says nothing of it."""
+    monkeypatch.delenv("GRPC_EXPERIMENTS", raising=False)
+    if given:
+        monkeypatch.setenv("GRPC_EXPERIMENTS", given)
+    runtime.choose()
+    told = os.environ["GRPC_EXPERIMENTS"]
+    monkeypatch.delenv("GRPC_EXPERIMENTS")
+    assert told == then
+
+
+def test_too_late_is_told(monkeypatch):
+    """A choice after gRPC was loaded says that it came too late."""
+    monkeypatch.setenv("GRPC_EXPERIMENTS", "")
+    monkeypatch.setitem(sys.modules, "grpc", sys)
+    assert not runtime.choose()
+
+
+def test_the_command_chooses_in_time():
+    """Nothing that `extproc serve` reads before it serves loads gRPC."""
+    ended = subprocess.run(
+        [sys.executable, "-c", COMMAND], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split()[0] == "True", ended
