@@ -4,13 +4,17 @@
 
 One picker without endpoints, one client that speaks ext_proc to it over loopback. Memory is the
 picker's resident set before, while all wait, and after they left; the release is timed from the
-first answer to the last, client included. Order within a tenant is held by tests/holding.
+first answer to the last, client included. Order within a tenant is held by tests/holding. Beside it
+stands what a server that only reads and waits takes, `bench.holding_floor`: what gRPC itself does.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +30,9 @@ METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 CHANNELS = 20
 TENANTS = 10
 PROMPT_BYTES = 2000
+
+#: Seconds until streams are read or gone, and memory is given back (a second after they left).
+SETTLE_S = 3.0
 
 CONFIG = """
 apiVersion: extproc/v1alpha1
@@ -103,6 +110,17 @@ async def held(pages: int) -> float:
     return float(page.partition('extproc_held_requests{pool=""} ')[2].split("\n")[0])
 
 
+async def crowd(client: Client, requests: int, tasks: asyncio.TaskGroup) -> None:
+    """Ask for all of it, not faster than it is read."""
+    for number in range(requests):
+        tasks.create_task(client.ask(number))
+        if number % 200 == 199:
+            while client.asked < number - 400:
+                await asyncio.sleep(0.01)
+    while client.asked < requests:
+        await asyncio.sleep(0.01)
+
+
 async def once(requests: int) -> dict[str, float]:
     """Hold and release."""
     with tempfile.TemporaryDirectory() as folder:
@@ -121,11 +139,7 @@ async def once(requests: int) -> dict[str, float]:
             client = Client(ports[0])
             before = running.memory_bytes()
             async with asyncio.TaskGroup() as tasks:
-                for number in range(requests):
-                    tasks.create_task(client.ask(number))
-                    if number % 200 == 199:
-                        while client.asked < number - 400:
-                            await asyncio.sleep(0.01)
+                await crowd(client, requests, tasks)
                 while await held(ports[2]) < requests:
                     await asyncio.sleep(0.05)
                 holding = running.memory_bytes()
@@ -133,7 +147,7 @@ async def once(requests: int) -> dict[str, float]:
             await client.close()
             while await held(ports[2]):
                 await asyncio.sleep(0.05)
-            await asyncio.sleep(3.0)  # it gives memory back a second after a crowd left
+            await asyncio.sleep(SETTLE_S)
             after = running.memory_bytes()
     return {
         "requests": requests,
@@ -144,8 +158,32 @@ async def once(requests: int) -> dict[str, float]:
     }
 
 
+async def floor(requests: int) -> dict[str, float]:
+    """What gRPC itself takes for as many streams, and keeps."""
+    port = stack.free_port()
+    async with stack.stack() as children:
+        argv = [sys.executable, "-m", "bench.holding_floor", str(port)]
+        server = await children.start("floor", argv, ready="floor is ready")
+        running = rig.Rig(0, 0, server.process.pid, children)
+        client = Client(port)
+        before = running.memory_bytes()
+        async with asyncio.TaskGroup() as tasks:
+            await crowd(client, requests, tasks)
+            await asyncio.sleep(SETTLE_S)
+            holding = running.memory_bytes()
+            os.kill(running.pid, signal.SIGUSR1)
+        await client.close()
+        await asyncio.sleep(SETTLE_S)
+        after = running.memory_bytes()
+    return {
+        "floor_before_mib": round(before / 2**20, 1),
+        "floor_holding_mib": round(holding / 2**20, 1),
+        "floor_after_mib": round(after / 2**20, 1),
+    }
+
+
 async def main(*, requests: int, write: bool) -> None:
-    figures = await once(requests)
+    figures = {**await once(requests), **await floor(requests)}
     print(figures)
     if write:
         rig.write("holding", "python -m bench.holding --write", figures)
