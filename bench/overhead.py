@@ -3,8 +3,9 @@
     python -m bench.overhead [--rounds 12] [--seconds 1.5] [--write]
 
 The floor answers constants and parses nothing, on the same grpc.aio and uvloop, behind the same
-Envoy, with the same messages. The pool has one endpoint, the default strategy, and scraping on. Both are up
-at the same time and are loaded in turns; ratios are taken between neighbours.
+Envoy, with the same messages. The pool has one endpoint, the default strategy, and scraping on.
+There are two floors: gRPC as it comes, and gRPC run as extproc runs it (`extproc.server.runtime`).
+All are up at the same time and are loaded in turns; ratios are taken between neighbours.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import uvloop
 
 from bench import rig
 from bench.wire_load import load, post
+from extproc.server import runtime
 
 CONNECTIONS = 32
 PROMPT_BYTES = 2000
@@ -39,24 +41,36 @@ async def slice_of(running: rig.Rig, request: bytes, seconds: float) -> dict[str
 
 async def compare(
     mode: str, *, floor: Path, body: bytes, rounds: int, seconds: float
-) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Floor and extproc side by side, loaded in turns: slices of both lie next to each other."""
+) -> dict[str, list[dict[str, float]]]:
+    """Both floors and extproc side by side, loaded in turns: slices lie next to each other."""
     request = post("/v1/chat/completions", body)
-    floors, ours = [], []
-    async with rig.rig(mode, floor=floor) as low, rig.rig(mode) as high:
-        for running in (low, high):
+    async with (
+        rig.rig(mode, floor=floor) as plain,
+        rig.rig(mode, floor=floor, experiments=runtime.EXPERIMENTS) as alike,
+        rig.rig(mode) as high,
+    ):
+        rigs = {"plain": plain, "alike": alike, "extproc": high}
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in rigs}
+        for running in rigs.values():
             await load(running.port, request, connections=CONNECTIONS, seconds=1.5)
         for number in range(rounds):
-            floors.append(await slice_of(low, request, seconds))
-            ours.append(await slice_of(high, request, seconds))
-            ratio = ours[-1]["cpu_us"] / floors[-1]["cpu_us"]
+            for name, running in rigs.items():
+                found[name].append(await slice_of(running, request, seconds))
+            cpu = {name: slices[-1]["cpu_us"] for name, slices in found.items()}
             print(
-                f"{mode:9} round {number + 1}: floor {floors[-1]['cpu_us']:.0f} us, "
-                f"extproc {ours[-1]['cpu_us']:.0f} us, ratio {ratio:.3f}, "
-                f"{ours[-1]['rps']:.0f} req/s",
+                f"{mode:9} round {number + 1}: floor {cpu['plain']:.0f} us, run alike "
+                f"{cpu['alike']:.0f} us, extproc {cpu['extproc']:.0f} us, ratios "
+                f"{cpu['extproc'] / cpu['plain']:.3f} and {cpu['extproc'] / cpu['alike']:.3f}, "
+                f"{found['extproc'][-1]['rps']:.0f} req/s",
                 flush=True,
             )
-    return floors, ours
+    return found
+
+
+def ratios(found: dict[str, list[dict[str, float]]], floor: str) -> list[float]:
+    """CPU per request of extproc over that of a floor, by round."""
+    pairs = zip(found["extproc"], found[floor], strict=True)
+    return [round(one["cpu_us"] / low["cpu_us"], 3) for one, low in pairs]
 
 
 async def latency(
@@ -121,18 +135,19 @@ async def main(rounds: int, seconds: float, *, write: bool) -> None:
         file.write_bytes(body)
         direct = await latency("direct", body, 3)
         for mode in ("fds", "buffered"):
-            floors, ours = await compare(
-                mode, floor=file, body=body, rounds=rounds, seconds=seconds
-            )
-            ratios = [one["cpu_us"] / low["cpu_us"] for one, low in zip(ours, floors, strict=True)]
+            found = await compare(mode, floor=file, body=body, rounds=rounds, seconds=seconds)
+            ours, floors, alike = found["extproc"], found["plain"], found["alike"]
             alone = await latency(mode, body, 3)
             bare = await latency(mode, body, 3, floor=file)
             half = await half_load(mode, body, statistics.median(one["rps"] for one in ours), 4)
             figures[mode] = {
-                "cpu_ratio_median": round(statistics.median(ratios), 3),
-                "cpu_ratios": [round(ratio, 3) for ratio in ratios],
+                "cpu_ratio_median": statistics.median(ratios(found, "plain")),
+                "cpu_ratio_alike_median": statistics.median(ratios(found, "alike")),
+                "cpu_ratios": ratios(found, "plain"),
+                "cpu_ratios_alike": ratios(found, "alike"),
                 "extproc_cpu_us": round(statistics.median(one["cpu_us"] for one in ours)),
                 "floor_cpu_us": round(statistics.median(one["cpu_us"] for one in floors)),
+                "floor_alike_cpu_us": round(statistics.median(one["cpu_us"] for one in alike)),
                 "extproc_rps": round(statistics.median(one["rps"] for one in ours)),
                 "floor_rps": round(statistics.median(one["rps"] for one in floors)),
                 "added_p50_ms": round(alone["p50_ms"] - direct["p50_ms"], 3),

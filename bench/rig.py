@@ -56,13 +56,19 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def rig(
-    mode: str, *, floor: Path | None = None, chunks: int = 0, arguments: Sequence[str] = ()
+    mode: str,
+    *,
+    floor: Path | None = None,
+    experiments: str = "",
+    chunks: int = 0,
+    arguments: Sequence[str] = (),
 ) -> AsyncIterator[Rig]:
     """Start backend, server and Envoy.
 
     Args:
         mode: `fds` or `buffered`; `direct` for Envoy without a processor.
         floor: Start the constant-answer floor for this request body instead of the picker.
+        experiments: How the floor's gRPC is run (`GRPC_EXPERIMENTS`); empty as it comes.
         chunks: Pieces of the backend's answer; 0 for a plain one.
         arguments: Further arguments of `extproc serve`.
     """
@@ -77,7 +83,7 @@ async def rig(
         )
         address = backend.ready_line.rpartition(" ")[2]
         if floor is not None:
-            argv = [python, "-m", "bench.floor_server"]
+            argv = ["env", f"GRPC_EXPERIMENTS={experiments}", python, "-m", "bench.floor_server"]
             argv += [str(ports.extproc), address, mode, str(floor)]
             server = await children.start("floor", argv, ready="floor is ready")
         else:
