@@ -1,6 +1,6 @@
 """Autoscaling simulated: Wallaroo's load profiles, and a step load.
 
-    python -m bench.scaling [--seeds 20] [--step-seeds 3] [--write]
+    python -m bench.scaling [--seeds 20] [--step-seeds 3] [--jobs N] [--write]
 
 Virtual time: the machine matters to nothing but how long it takes.
 """
@@ -38,6 +38,12 @@ def asked_at_s(run: Summary, replicas: int) -> float:
     return next((at for at, spec in rows if spec >= replicas), math.nan)
 
 
+#: What is averaged over the runs that have it, and not left out where one has none.
+WHERE_THERE = frozenset({"retry_after_s"})
+
+#: Of which the largest of all runs counts, and not the mean.
+MOST = frozenset({"refused_latest_s", "retry_after_most_s"})
+
 #: What is kept of every run, by name.
 FIGURES: Mapping[str, Callable[[Any], float]] = {
     "responses_mean_s": mean_of_responses_s,
@@ -45,8 +51,12 @@ FIGURES: Mapping[str, Callable[[Any], float]] = {
     "p95_s": lambda run: run.e2e_s.p95,
     "answered": lambda run: run.requests,
     "cut": lambda run: run.failed.get("timeout", 0) + run.failed.get("engine died", 0),
-    "refused_429": lambda run: run.failed.get("refused 429", 0),
-    "refused_503": lambda run: run.failed.get("refused 503", 0),
+    "refused_429": lambda run: run.failed.get("rejected 429", 0),
+    "refused_503": lambda run: run.failed.get("rejected 503", 0),
+    "refused_latest_s": lambda run: run.refusals.latest_s if run.refusals else 0.0,
+    "told_retry_after": lambda run: run.refusals.told if run.refusals else 0,
+    "retry_after_most_s": lambda run: run.refusals.retry_after_most_s if run.refusals else 0,
+    "retry_after_s": lambda run: run.refusals.retry_after_s.mean if run.refusals else math.nan,
     "available": lambda run: run.scaling.mean_available,
     "asked": lambda run: run.scaling.mean_replicas,
     "replica_s": lambda run: run.scaling.replica_s,
@@ -66,9 +76,18 @@ def measure(name: str, *, seeds: int, jobs: int) -> dict[str, dict[str, float]]:
         found[run.strategy].append(run.summary)
     means: dict[str, dict[str, float]] = {}
     for strategy, runs in found.items():
-        values = {figure: fmean(of(run) for run in runs) for figure, of in FIGURES.items()}
+        values = {figure: [of(run) for run in runs] for figure, of in FIGURES.items()}
+        for figure in WHERE_THERE:
+            there = [value for value in values[figure] if not math.isnan(value)]
+            values[figure] = there or [math.nan]
+        for figure in MOST:
+            values[figure] = [max(values[figure])]
         # A fourth replica of two was never asked for.
-        known = {figure: value for figure, value in values.items() if not math.isnan(value)}
+        known = {
+            figure: value
+            for figure, found_ in values.items()
+            if not math.isnan(value := fmean(found_))
+        }
         means[strategy] = {figure: round(value, 2) for figure, value in known.items()}
     return means
 
@@ -107,6 +126,7 @@ def _profile(name: str, rows: Mapping[str, Mapping[str, float]]) -> Sequence[str
             "refused with 429, 503",
             lambda one: f"{one['refused_429']:.1f}, {one['refused_503']:.1f}",
         ),
+        row("refused after at most, told to try again after, s", _told),
         row(
             "replicas that answer, asked for",
             lambda one: f"{one['available']:.2f}, {one['asked']:.2f}",
@@ -116,6 +136,14 @@ def _profile(name: str, rows: Mapping[str, Mapping[str, float]]) -> Sequence[str
             lambda one: f"{one['replica_s']:.0f}, {one['to_least_s']:.0f}",
         ),
     ]
+
+
+def _told(one: Mapping[str, float]) -> str:
+    """When the last was refused, and what refused ones were told: mean and most."""
+    if "retry_after_s" not in one:
+        return "-"
+    told = f"{one['retry_after_s']:.0f} ({one['retry_after_most_s']:.0f} at most)"
+    return f"{one['refused_latest_s']:.0f}, {told}"
 
 
 def _step(rows: Mapping[str, Mapping[str, float]]) -> Sequence[str]:
@@ -136,14 +164,13 @@ def _step(rows: Mapping[str, Mapping[str, float]]) -> Sequence[str]:
 
 
 def main(given: argparse.Namespace) -> None:
-    jobs = os.cpu_count() or 1
     result = {
         "seeds": given.seeds,
         "step_seeds": given.step_seeds,
         "profiles": {
-            name: measure(name, seeds=given.seeds, jobs=jobs) for name in published.WALLAROO
+            name: measure(name, seeds=given.seeds, jobs=given.jobs) for name in published.WALLAROO
         },
-        "step": measure(STEP, seeds=given.step_seeds, jobs=jobs),
+        "step": measure(STEP, seeds=given.step_seeds, jobs=given.jobs),
     }
     print(msgspec.json.format(msgspec.json.encode(result), indent=1).decode())
     if given.write:
@@ -154,5 +181,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--step-seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--write", action="store_true")
     main(parser.parse_args())

@@ -6,6 +6,7 @@ A decision carries every step's survivors and every scorer's scores. Metrics, lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import eq
 from typing import TypeVar, overload
@@ -307,13 +308,13 @@ def busy(waits_s: float) -> Rejection:
     """A request would wait too long on every endpoint: 429.
 
     Args:
-        waits_s: Until one of them is free, if nothing else happens.
+        waits_s: Until one of them is free, if nothing else happens; infinity where nobody knows.
     """
     return Rejection(
         429,
         "every endpoint is busy",
         reason="rejected-saturated",
-        retry_after_s=max(1, round(waits_s)),
+        retry_after_s=max(1, round(waits_s)) if waits_s < math.inf else 1,
         waits_s=waits_s,
     )
 

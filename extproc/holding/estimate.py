@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 
-#: Seconds over which releases are averaged.
-_WINDOW_S = 10.0
+#: Seconds over which releases are averaged: the first of these in which enough of them were seen.
+#: Fleets release hundreds a second, and a serial engine one in half a minute.
+_WINDOWS_S = (10.0, 60.0, 300.0)
+
+#: Releases, fading, that are enough (count).
+_ENOUGH = 4.0
 
 #: Longest wait a client is told of (seconds): beyond it the estimate means little.
 _LONGEST_S = 300
@@ -17,31 +21,51 @@ _UNKNOWN_S = 5
 class Pace:
     """Requests that go on per second, fading.
 
-    rate(t) = sum of 2^(-(t - t_i) / w) ln 2 / w: an average over the last w seconds that needs two
-    numbers.
+    rate(t) = sum of 2^(-(t - t_i) / w) ln 2 / w / (1 - 2^(-(t - t_0) / w)): an average over the last
+    w seconds, or those since the first request went on at t_0.
     """
 
-    __slots__ = ("_at", "_sum")
+    __slots__ = ("_at", "_began", "_sums")
 
     def __init__(self) -> None:
-        self._sum = 0.0
+        self._sums = [0.0] * len(_WINDOWS_S)
         self._at = 0.0
+        self._began = math.inf
 
     def went(self, now: float) -> None:
         """One went on."""
-        self._sum = self._faded(now) + 1.0
+        self._sums = [total + 1.0 for total in self._faded(now)]
         self._at = now
+        self._began = min(self._began, now)
 
     def per_s(self, now: float) -> float:
         """Requests per second now."""
-        return self._faded(now) * math.log(2.0) / _WINDOW_S
+        if self._began == math.inf:
+            return 0.0
+        found = zip(self._faded(now), _WINDOWS_S, strict=True)
+        total, window_s = next((one for one in found if one[0] >= _ENOUGH), (0.0, 0.0))
+        if not window_s:
+            total, window_s = self._faded(now)[-1], _WINDOWS_S[-1]
+        seen = 1.0 - math.exp2(-max(1.0, now - self._began) / window_s)
+        return total * math.log(2.0) / window_s / seen
 
-    def wait_s(self, ahead: int, now: float) -> int:
-        """Whole seconds until so many went on, at least 1 and at most five minutes."""
+    def wait_s(self, ahead: int, now: float, *, most_s: float = _LONGEST_S) -> int:
+        """Whole seconds until so many went on, at least 1.
+
+        Args:
+            ahead: How many.
+            now: Monotonic seconds.
+            most_s: Told at most; five minutes where that is less.
+        """
+        most = max(1, math.floor(min(most_s, _LONGEST_S)))
         rate = self.per_s(now)
         if rate < 1.0 / _LONGEST_S:
-            return _UNKNOWN_S if ahead < _UNKNOWN_S else _LONGEST_S
-        return min(_LONGEST_S, max(1, math.ceil(ahead / rate)))
+            return min(most, _UNKNOWN_S if ahead < _UNKNOWN_S else _LONGEST_S)
+        return min(most, max(1, math.ceil(ahead / rate)))
 
-    def _faded(self, now: float) -> float:
-        return self._sum * math.exp2((self._at - now) / _WINDOW_S)
+    def _faded(self, now: float) -> list[float]:
+        passed = self._at - now
+        return [
+            total * math.exp2(passed / window_s)
+            for total, window_s in zip(self._sums, _WINDOWS_S, strict=True)
+        ]

@@ -135,8 +135,12 @@ class Queue:
             429,
             "too many requests are waiting",
             reason="rejected-saturated",
-            retry_after_s=self.pace.wait_s(self.count, now),
+            retry_after_s=self.wait_s(now),
         )
+
+    def wait_s(self, now: float) -> int:
+        """Whole seconds until all who wait went on, at most as long as one may wait."""
+        return self.pace.wait_s(self.count, now, most_s=self.settings.timeout_s)
 
     def __iter__(self) -> Iterator[Waiter]:
         for band in self._bands.values():

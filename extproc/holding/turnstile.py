@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from extproc import decision as outcomes
-from extproc.decision import Decision, Outcome, Rejection
+from extproc.decision import Rejection
 from extproc.holding.manners import Want
 from extproc.holding.queue import Queue
 from extproc.holding.waiter import Settings, Waiter
@@ -23,10 +23,13 @@ from extproc.holding.waiter import Settings, Waiter
 _SOONEST_S = 0.002
 _LATEST_S = 1.0
 
+#: What waits.
 Item = TypeVar("Item")
+#: What is decided of one that goes on.
+Way = TypeVar("Way")
 
 
-class Acts(msgspec.Struct, Generic[Item], frozen=True):
+class Acts(msgspec.Struct, Generic[Item, Way], frozen=True):
     """What is done to requests.
 
     Attributes:
@@ -35,12 +38,12 @@ class Acts(msgspec.Struct, Generic[Item], frozen=True):
         refuse: One that waited is told no.
     """
 
-    decide: Callable[[Item], Outcome]
-    go: Callable[[Item, Decision], None]
+    decide: Callable[[Item], Way | Rejection]
+    go: Callable[[Item, Way], None]
     refuse: Callable[[Item, Rejection], None]
 
 
-class Turnstile(Generic[Item]):
+class Turnstile(Generic[Item, Way]):
     """Holds the requests of one pool until they can be served, or told that they will not.
 
     Args:
@@ -54,7 +57,9 @@ class Turnstile(Generic[Item]):
             `refused`, `closed` (counts).
     """
 
-    def __init__(self, settings: Settings, acts: Acts[Item], *, most: int | None = None) -> None:
+    def __init__(
+        self, settings: Settings, acts: Acts[Item, Way], *, most: int | None = None
+    ) -> None:
         self._acts = acts
         self._most = math.inf if most is None else most
         self._items: dict[Waiter, tuple[Item, Rejection]] = {}
@@ -62,7 +67,7 @@ class Turnstile(Generic[Item]):
         self.queue = Queue(settings)
         self.outcomes: Counter[str] = Counter()
 
-    def why(self, outcome: Outcome, *, priority: int) -> Rejection | None:
+    def why(self, outcome: Way | Rejection, *, priority: int) -> Rejection | None:
         """Why a request that has just come cannot go on; None where it can.
 
         Where waiting helps, `waits_s` is a number.
@@ -144,7 +149,7 @@ class Turnstile(Generic[Item]):
                 return False
             item, _ = self._items[waiter]
             outcome = self._acts.decide(item)
-            if isinstance(outcome, Decision):
+            if not isinstance(outcome, Rejection):
                 left -= 1
                 self._acts.go(self._forget(waiter, "went"), outcome)
                 return True
@@ -188,8 +193,7 @@ class Turnstile(Generic[Item]):
         """A refusal with the queue's own estimate of when trying again helps."""
         if why.retry_after_s is None or not self.queue.count:
             return why
-        wait_s = self.queue.pace.wait_s(self.queue.count, now)
-        return msgspec.structs.replace(why, retry_after_s=wait_s)
+        return msgspec.structs.replace(why, retry_after_s=self.queue.wait_s(now))
 
     def _refuse(self, waiter: Waiter, how: str, why: Rejection) -> None:
         self._acts.refuse(self._forget(waiter, how), why)

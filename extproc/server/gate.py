@@ -76,7 +76,9 @@ class Gate:
         self._soon = False
         self._timer: asyncio.TimerHandle | None = None
         acts = Acts(decide=self._decide, go=self._grant, refuse=_refuse)
-        self._turnstile: Turnstile[Held] = Turnstile(holding.queue, acts, most=_MOST_PER_TURN)
+        self._turnstile: Turnstile[Held, Decision] = Turnstile(
+            holding.queue, acts, most=_MOST_PER_TURN
+        )
         self.allowance = Allowance(holding.limit or NO_LIMIT, holding.limits)
         self.arrivals: Callable[[], None] = _nobody
 

@@ -58,11 +58,14 @@ def test_where_two_replicas_suffice_nobody_is_lost():
 
 @pytest.mark.parametrize("profile", ["wallaroo-a", "wallaroo-b"])
 def test_what_two_replicas_cannot_carry_is_refused_in_time(profile):
-    """429 or 503 within the hold budget, and nothing is cut or lost."""
+    """429 or 503 with Retry-After, both within the hold budget, and nothing is cut or lost."""
     budget_s = planned(profile).scenario.autoscaling.hold.budget_s
     for run in runs(profile, "adaptive"):
-        assert set(run.failed) <= {"refused 429", "refused 503"}
+        assert set(run.failed) <= {"rejected 429", "rejected 503"}
         assert run.failed
+        assert run.refusals.told == sum(run.failed.values())
+        assert run.refusals.latest_s <= budget_s
+        assert run.refusals.retry_after_most_s <= budget_s
         assert max(run.ttft_quantiles_s) <= budget_s + 1
         # Replicas answer as many as they can.
         assert run.requests >= 100

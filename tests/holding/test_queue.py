@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.decision import Rejection
+from extproc.holding.estimate import Pace
 from extproc.holding.queue import Joined, Queue
 from extproc.holding.waiter import Settings, Waiter
 
@@ -157,13 +158,27 @@ def test_deadlines_end_waits():
 
 
 def test_retry_after_is_the_queue_s_own_estimate():
-    """What waits, divided by what went on per second lately."""
+    """What waits, divided by what went on per second lately; at most as long as one may wait."""
     made = queue(*(waiter(str(at)) for at in range(100)), max_requests=100)
-    assert made.full(0.0).retry_after_s == 300
+    assert made.full(0.0).retry_after_s == 60
     for at in range(60):
         made.pace.went(at / 2)
     assert made.pace.per_s(30.0) == pytest.approx(2.0, rel=0.2)
     assert made.full(30.0).retry_after_s == pytest.approx(50, rel=0.25)
+    assert made.full(300.0).retry_after_s == 60
+
+
+def test_slow_engines_have_a_pace_too():
+    """One request in twenty seconds is seen as such, whenever one asks."""
+    pace = Pace()
+    assert pace.per_s(0.0) == 0.0
+    for at in range(12):
+        pace.went(20.0 * at)
+        for later in (1.0, 19.0):
+            found = pace.wait_s(8, 20.0 * at + later)
+            if at >= 4:
+                assert found == pytest.approx(160, rel=0.3)
+    assert pace.wait_s(8, 240.0, most_s=90.0) == 90
 
 
 def test_ahead_counts_whom_one_would_not_overtake():

@@ -105,12 +105,12 @@ class Dispatching:
         self._watches = [0] * len(sites)
         self._busy: dict[int, int] = {}
         self._touched: set[int] = set()
-        self.gate: waiting.Gate | None = None
+        self.gate: waiting.Gate[Decision] | None = None
         if went is not None and settings.holding.enabled:
             acts = turnstile.Acts(
                 decide=self._decide,
                 go=lambda trip, outcome: self._grant(trip, outcome, went),
-                refuse=lambda trip, why: _refused(trip, why, went),
+                refuse=lambda trip, why: self._refuse(trip, why, went),
             )
             self.gate = waiting.Gate(settings.holding, timeline=timeline, acts=acts)
 
@@ -140,7 +140,7 @@ class Dispatching:
             outcome = refused or outcome
         if isinstance(outcome, Decision):
             return self._commit(trip, outcome)
-        _tell(trip, outcome)
+        trip.refused(outcome, self._timeline.now)
         return -1
 
     def left(self, trip: Trip) -> bool:
@@ -164,6 +164,10 @@ class Dispatching:
 
     def _grant(self, trip: Trip, outcome: Decision, went: Callable[[Trip], None]) -> None:
         trip.site = self._commit(trip, outcome)
+        went(trip)
+
+    def _refuse(self, trip: Trip, why: Rejection, went: Callable[[Trip], None]) -> None:
+        trip.refused(why, self._timeline.now)
         went(trip)
 
     def _commit(self, trip: Trip, outcome: Decision) -> int:
@@ -257,16 +261,6 @@ class Dispatching:
     def _endpoint(self, n: int) -> Endpoint:
         member = self.parts.fleet.pool.find(self._endpoints[n].address)
         return self._endpoints[n] if member is None else member.endpoint
-
-
-def _refused(trip: Trip, why: Rejection, went: Callable[[Trip], None]) -> None:
-    _tell(trip, why)
-    went(trip)
-
-
-def _tell(trip: Trip, why: Rejection) -> None:
-    trip.failure = f"rejected {why.status}"
-    trip.retry_after_s = why.retry_after_s or 0
 
 
 def _status(trip: Trip) -> str:

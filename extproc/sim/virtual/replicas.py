@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
 
+from extproc import decision as outcomes
 from extproc.autoscaling import catalogue, meter
 from extproc.autoscaling.demand import Bounds, Demand
 from extproc.autoscaling.scaler import Kept, Scaler
+from extproc.config.holding import Holding
+from extproc.decision import Rejection
 from extproc.endpoint import Rates
+from extproc.holding import turnstile
+from extproc.sim.virtual import waiting
 from extproc.sim.virtual.charts import Charts, Scaling
-from extproc.sim.virtual.scenario import Autoscaling
+from extproc.sim.virtual.scenario import Autoscaling, Hold
 from extproc.sim.virtual.site import Site
 from extproc.sim.virtual.timeline import Timeline
 from extproc.sim.virtual.trip import Trip
+
+#: Longer than anything that is simulated (seconds).
+_FOREVER_S = 1e9
 
 
 class _Is(enum.Enum):
@@ -28,19 +36,23 @@ class _Is(enum.Enum):
     LEAVING = enum.auto()
 
 
+class _Room(msgspec.Struct, frozen=True):
+    """There is a place on a replica; which one, the picker says."""
+
+
 class Acts(msgspec.Struct, frozen=True):
     """What replicas do to their world.
 
     Attributes:
         listed: These sites are up.
         go: A trip may go to a site.
-        refuse: A trip does not go anywhere; why.
+        over: A trip went nowhere; its `failure` says why.
         rates: How fast engines are, as far as pickers know.
     """
 
     listed: Callable[[Sequence[int]], None]
     go: Callable[[Trip], None]
-    refuse: Callable[[Trip, str], None]
+    over: Callable[[Trip], None]
     rates: Callable[[], Rates | None]
 
 
@@ -65,7 +77,8 @@ class Replicas:
         #: When each site was asked for.
         self._born = [0.0] * len(sites)
         self._loads = [0] * len(sites)
-        self._held: deque[Trip] = deque()
+        acts_ = turnstile.Acts(decide=self._room, go=self._go, refuse=self._refuse)
+        self._gate = waiting.Gate(_holding(asked.hold), timeline=timeline, acts=acts_)
         self._spec = min(asked.start, len(sites))
         self._counters = meter.Counters()
         self._charts = Charts(asked.window_s)
@@ -87,31 +100,24 @@ class Replicas:
     def settled(self) -> bool:
         """Whether there are as few replicas as there may be."""
         here = sum(kind is not _Is.DOWN for kind in self._is)
-        return not self._held and here <= self._asked.min
+        return not self._gate.queue.count and here <= self._asked.min
 
     def arrived(self, trip: Trip) -> None:
         """A request came: it goes on, waits or is refused."""
-        hold = self._asked.hold
         self._charts.arrived(self._timeline.now)
         self._count(arrived=1, prompt_tokens=trip.work.prompt_tokens)
-        if len(self._held) >= hold.requests:
-            self._acts.refuse(trip, "refused 429")
-            return
-        self._held.append(trip)
-        self._release()
-        if trip not in self._held:
-            return
-        if hold.budget_s is not None:
-            self._timeline.after(hold.budget_s, lambda: self._expire(trip))
-        if not self._spec:
+        room, gate = self._room(trip), self._gate
+        refused = gate.admit(trip, room)
+        if refused is not None:
+            self._refuse(trip, refused)
+        elif not gate.holds(trip):
+            self._go(trip, _Room())
+        elif not self._spec:
             self._look()
 
     def left(self, trip: Trip) -> bool:
         """The client of a trip has gone; returns whether the trip was still waiting."""
-        if trip not in self._held:
-            return False
-        self._held.remove(trip)
-        return True
+        return self._gate.left(trip)
 
     def ended(self, trip: Trip) -> None:
         """A trip that went on has ended."""
@@ -121,14 +127,16 @@ class Replicas:
         self._count(in_flight=-1, answered=0 if trip.failure else 1, answer_tokens=tokens)
         if self._is[n] is _Is.LEAVING and not self._loads[n]:
             self._gone(n)
-        self._release()
+        if not trip.failure:
+            self._gate.charge(trip)
+        self._gate.pump()
 
     def close(self, over_at: float) -> Scaling:
         """What came of it; the last request had ended at `over_at`."""
         now = self._timeline.now
         self._charts.row(
             now,
-            requests=float(len(self._held) + sum(self._loads)),
+            requests=float(self._gate.queue.count + sum(self._loads)),
             available=sum(kind is _Is.UP for kind in self._is),
             spec=self._spec,
         )
@@ -136,22 +144,25 @@ class Replicas:
 
     # Requests.
 
-    def _release(self) -> None:
-        """Let requests go on while there is a replica with room."""
+    def _room(self, _trip: Trip) -> _Room | Rejection:
+        """A place on a replica, or why there is none."""
         most = self._asked.hold.per_replica
-        while self._held and any(
-            kind is _Is.UP and (most is None or load < most)
-            for kind, load in zip(self._is, self._loads, strict=True)
-        ):
-            trip = self._held.popleft()
-            self._acts.go(trip)
-            if trip.site >= 0:
-                self._loads[trip.site] += 1
-                self._count(in_flight=1)
+        up = [load for load, kind in zip(self._loads, self._is, strict=True) if kind is _Is.UP]
+        if not up:
+            return outcomes.no_endpoints(waits_s=math.inf)
+        if most is None or min(up) < most:
+            return _Room()
+        return outcomes.busy(math.inf)
 
-    def _expire(self, trip: Trip) -> None:
-        if self.left(trip):
-            self._acts.refuse(trip, "refused 503")
+    def _go(self, trip: Trip, _room: _Room) -> None:
+        self._acts.go(trip)
+        if trip.site >= 0:
+            self._loads[trip.site] += 1
+            self._count(in_flight=1)
+
+    def _refuse(self, trip: Trip, why: Rejection) -> None:
+        trip.refused(why, self._timeline.now)
+        self._acts.over(trip)
 
     def _count(self, **more: float) -> None:
         told = self._counters
@@ -199,7 +210,7 @@ class Replicas:
             running=sum(page.running or 0.0 for page in pages),
             rates=self._acts.rates(),
         )
-        told = msgspec.structs.replace(self._counters, held=len(self._held))
+        told = msgspec.structs.replace(self._counters, held=self._gate.queue.count)
         return self._meter.read(now, {"picker": told}, seen)
 
     # Replicas.
@@ -235,7 +246,7 @@ class Replicas:
         self._sites[n].start()
         self._charts.up(n, self._timeline.now)
         self._list()
-        self._release()
+        self._gate.pump()
 
     def _leave(self, n: int) -> None:
         if self._is[n] is _Is.STARTING or not self._loads[n]:
@@ -261,3 +272,15 @@ class Replicas:
             self._list()
         elif before is _Is.LEAVING:
             self._match()  # one that is wanted may have found no room
+
+
+def _holding(hold: Hold) -> Holding:
+    """How requests wait for a replica, as pickers are told."""
+    budget_s = _FOREVER_S if hold.budget_s is None else hold.budget_s
+    return Holding(
+        enabled=True,
+        timeout_s=budget_s,
+        empty_timeout_s=budget_s,
+        most_timeout_s=budget_s,
+        max_requests=hold.requests,
+    )

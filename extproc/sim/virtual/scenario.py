@@ -113,13 +113,14 @@ class Picking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Hold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How requests wait for a replica: first come first served.
+    """How requests wait for a replica, by the rules of pickers' `holding`.
 
     Attributes:
         per_replica: Requests a replica is given at once; further ones wait. None: all, so that
             they wait only while there is no replica.
         requests: Requests that may wait; further ones are refused with 429.
-        budget_s: Seconds after which a request that waits is refused with 503. None: never.
+        budget_s: Seconds after which a request that waits is refused, with 503 where there is no
+            replica and 429 where all are busy. None: never.
     """
 
     per_replica: Positive | None = None

@@ -50,6 +50,22 @@ class PerEndpoint(msgspec.Struct, frozen=True):
     preemptions: int
 
 
+class Refusals(msgspec.Struct, frozen=True):
+    """What refused requests were told.
+
+    Attributes:
+        told: Those with a Retry-After (count).
+        latest_s: Seconds until the last of them was refused; 0 where none was.
+        retry_after_s: What they were told.
+        retry_after_most_s: The longest of it; 0 where there is none.
+    """
+
+    told: int
+    latest_s: float
+    retry_after_s: Spread
+    retry_after_most_s: int
+
+
 class Summary(msgspec.Struct, frozen=True):
     """One run. Times in seconds, throughput per second from the first sending to the last answer.
 
@@ -75,6 +91,7 @@ class Summary(msgspec.Struct, frozen=True):
         ttft_quantiles_s: Time to first token at 0, 1, ..., 100 percent (nearest rank); empty when
             nothing was answered.
         scaling: What became of replicas; None where they are always there.
+        refusals: What those were told that were refused; None where nobody was.
     """
 
     duration_s: float
@@ -96,6 +113,7 @@ class Summary(msgspec.Struct, frozen=True):
     held_s: float = math.nan
     ttft_quantiles_s: Sequence[float] = ()
     scaling: Scaling | None = None
+    refusals: Refusals | None = None
 
 
 class Tally:
@@ -172,6 +190,7 @@ class Tally:
             held_s=math.fsum(trip.held_s for trip in done) / len(done) if done else math.nan,
             ttft_quantiles_s=quantiles([trip.first_s for trip in done]),
             scaling=self._scaling,
+            refusals=_refusals(self.trips),
         )
 
     def _endpoints(self) -> list[PerEndpoint]:
@@ -198,6 +217,19 @@ class Tally:
         if not self._gaps:
             return spread([])
         return Spread(self._gap_sum / self._gaps, *found)
+
+
+def _refusals(trips: Sequence[Trip]) -> Refusals | None:
+    refused = [trip for trip in trips if not math.isnan(trip.refused_s)]
+    if not refused:
+        return None
+    told = [trip.retry_after_s for trip in refused if trip.retry_after_s]
+    return Refusals(
+        told=len(told),
+        latest_s=max(trip.refused_s for trip in refused),
+        retry_after_s=spread([float(seconds) for seconds in told]),
+        retry_after_most_s=max(told, default=0),
+    )
 
 
 def spread(values: list[float]) -> Spread:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from extproc.decision import Rejection
+
 #: Tokens of one block key; the block size of the engines (vLLM's default on CUDA).
 KEY_TOKENS = 16
 
@@ -66,7 +68,8 @@ class Trip:
         predicted_tokens: Prompt tokens the picker believed cached.
         preemptions: How often the engine recomputed it.
         failure: Why it failed; empty while it did not.
-        retry_after_s: Seconds after which a refused one is told to try again; 0 for none.
+        refused_s: Seconds until it was refused; NaN while it was not.
+        retry_after_s: Seconds after which it is then told to try again; 0 for none.
     """
 
     __slots__ = (
@@ -77,6 +80,7 @@ class Trip:
         "id",
         "predicted_tokens",
         "preemptions",
+        "refused_s",
         "retry_after_s",
         "sent_at",
         "site",
@@ -96,4 +100,11 @@ class Trip:
         self.predicted_tokens = 0
         self.preemptions = 0
         self.failure = ""
+        self.refused_s = math.nan
         self.retry_after_s = 0
+
+    def refused(self, why: Rejection, now: float) -> None:
+        """It goes nowhere."""
+        self.failure = f"rejected {why.status}"
+        self.refused_s = now - self.sent_at
+        self.retry_after_s = why.retry_after_s or 0

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Generic
 
 from extproc.config.holding import Holding
-from extproc.decision import Decision, Outcome, Rejection
+from extproc.decision import Rejection
 from extproc.holding.manners import Want
 from extproc.holding.queue import Queue
-from extproc.holding.turnstile import Acts, Turnstile
+from extproc.holding.turnstile import Acts, Turnstile, Way
 from extproc.holding.waiter import Waiter
 from extproc.sim.virtual.timeline import Timeline
 from extproc.sim.virtual.trip import Trip
 
 
-class Gate:
+class Gate(Generic[Way]):
     """Holds trips until they can be served, or refused. Mutable; whoever holds trips owns it.
 
     Args:
@@ -24,7 +25,7 @@ class Gate:
         acts: What is done to trips.
     """
 
-    def __init__(self, holding: Holding, *, timeline: Timeline, acts: Acts[Trip]) -> None:
+    def __init__(self, holding: Holding, *, timeline: Timeline, acts: Acts[Trip, Way]) -> None:
         self._manners = holding.manners
         self._timeline = timeline
         self._acts = acts
@@ -44,7 +45,7 @@ class Gate:
         """What came of trips that waited; see `Turnstile`."""
         return self._turnstile.outcomes
 
-    def admit(self, trip: Trip, outcome: Outcome) -> Rejection | None:
+    def admit(self, trip: Trip, outcome: Way | Rejection) -> Rejection | None:
         """Let a trip that has just come go on, wait, or be refused.
 
         Args:
@@ -106,9 +107,9 @@ class Gate:
         self._soon = False
         self._wake(self._turnstile.pump(self._timeline.now))
 
-    def _go(self, trip: Trip, decision: Decision) -> None:
+    def _go(self, trip: Trip, way: Way) -> None:
         del self._waiters[trip.id]
-        self._acts.go(trip, decision)
+        self._acts.go(trip, way)
 
     def _refuse(self, trip: Trip, why: Rejection) -> None:
         del self._waiters[trip.id]

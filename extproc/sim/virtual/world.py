@@ -137,14 +137,10 @@ class World:
             self._listed = [n in up for n in range(len(self.sites))]
             self._list()
 
-        def refuse(trip: Trip, why: str) -> None:
-            trip.failure = why
-            self._over(trip)
-
         def rates() -> Rates | None:
             return self.pickers[0].rates()
 
-        acts = Acts(listed=listed, go=self._go, refuse=refuse, rates=rates)
+        acts = Acts(listed=listed, go=self._go, over=self._over, rates=rates)
         return Replicas(asked, self.sites, timeline=self.timeline, acts=acts)
 
     def _list(self) -> None:

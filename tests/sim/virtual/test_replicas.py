@@ -51,15 +51,28 @@ def test_the_same_seed_gives_the_same_numbers():
 def test_a_hold_has_room_for_so_many():
     """The others are refused at once."""
     run = summary(scaled(20, hold=Hold(requests=5)))
-    assert run.failed == {"refused 429": 15}
+    assert run.failed == {"rejected 429": 15}
     assert run.requests == 5
+    assert run.refusals.told == 15
+    assert run.refusals.latest_s == 0.0
+
+
+def test_refused_requests_are_told_when_to_try_again():
+    """Within the budget, in the pace in which one engine that serves one at a time takes them."""
+    budget_s = 60.0
+    engine = scenario.Engines(count=1, profile="demo", set={"max_num_seqs": 1})
+    whole = scaled(60, every_s=0.5, hold=Hold(per_replica=1, requests=6, budget_s=budget_s))
+    run = summary(msgspec.structs.replace(whole, fleet=[engine]))
+    assert run.refusals.told == sum(run.failed.values()) > 0
+    assert run.refusals.latest_s <= budget_s
+    assert 1 <= run.refusals.retry_after_most_s <= budget_s
 
 
 def test_a_hold_has_a_budget():
     """Whoever has waited that long is refused, and nobody later than that."""
-    run = summary(scaled(20, hold=Hold(budget_s=25.0)))
+    run = summary(scaled(20, hold=Hold(budget_s=25.1)))
     # Sent at 0 to 4 s, they would have been answered from 30 s on.
-    assert run.failed == {"refused 503": 5}
+    assert run.failed == {"rejected 503": 5}
     assert max(run.ttft_quantiles_s) <= 25.5
 
 
