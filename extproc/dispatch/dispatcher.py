@@ -322,6 +322,25 @@ class Dispatcher:
         ticket.blocks = chain
         return ticket
 
+    @property
+    def deepest(self) -> int:
+        """Blocks of the longest chain there can be (count)."""
+        return len(self._schedule.tokens) - 1
+
+    def believed(
+        self, member: snapshot.Member, chain: Sequence[int], *, target: str, prompt_bytes: int
+    ) -> int:
+        """Prompt tokens of a chain that are believed cached on an endpoint.
+
+        Args:
+            member: Of the current pool.
+            chain: A prompt's block hashes, root first, `deepest` at most.
+            target: Adapter or model name.
+            prompt_bytes: Bytes of text the prompt's tokens are estimated from; 0 when they are exact.
+        """
+        tokens = self._schedule.tokens_at(self._bytes_per_token(target, prompt_bytes))
+        return self._matching.of(chain, (member,), tokens)[0]
+
     def told(self, ticket: Ticket, status: str, now: float, *, served: str = "") -> None:
         """Response headers came: what they say of the endpoint, and of its cache.
 

@@ -37,7 +37,6 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
         address: Of the endpoint.
         target: Adapter or model name.
         prompt_tokens: Estimated prompt tokens.
-        cached_tokens: Of these, believed cached there.
         prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
         blocks: The prompt's chain of block hashes, root first.
     """
@@ -47,7 +46,6 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
     address: str
     target: str
     prompt_tokens: int
-    cached_tokens: int
     prompt_bytes: int
     blocks: Sequence[int]
 
@@ -143,7 +141,6 @@ class Outbox:
                 ticket.endpoint.address,
                 ticket.target,
                 ticket.prompt_tokens,
-                ticket.cached_tokens,
                 ticket.prompt_bytes,
                 blocks,
             )
@@ -317,13 +314,19 @@ class Mirror:
         member = None if dispatcher is None else dispatcher.pool.find(fact.address)
         if dispatcher is None or member is None:
             return
+        target, prompt_tokens, prompt_bytes = fact.target, fact.prompt_tokens, fact.prompt_bytes
+        blocks = fact.blocks[: dispatcher.deepest]
+        # What we believe, not what the other one does: how much of it is true changes what we
+        # believe of that cache. Held against predictions of others, ours would never be corrected,
+        # and pickers would come to differ more and more.
+        cached = dispatcher.believed(member, blocks, target=target, prompt_bytes=prompt_bytes)
         ticket = dispatcher.charge(
             member,
-            fact.blocks,
-            target=fact.target,
-            prompt_tokens=fact.prompt_tokens,
-            cached_tokens=fact.cached_tokens,
-            prompt_bytes=fact.prompt_bytes,
+            blocks,
+            target=target,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=min(cached, prompt_tokens),
+            prompt_bytes=prompt_bytes,
             now=now,
         )
         member.account.mirrored += 1

@@ -62,7 +62,7 @@ class Side:
 
 
 def fact(number: int = 1, address: str = ONE, pool: str = "") -> sharing.Sent:
-    return sharing.Sent(number, pool, address, "m", 100, 20, 400, (1, 2, 3))
+    return sharing.Sent(number, pool, address, "m", 100, 400, (1, 2, 3))
 
 
 def say(side: Side, *facts: sharing.Fact, picker: str = "b", now: float = 1.0) -> set[str]:
@@ -83,6 +83,33 @@ def test_a_request_of_another_is_charged_and_believed_as_its_own():
     assert two.mirror.take(one.told(), 2.0) == {""}
     assert (here.in_flight, here.mirrored, here.answered) == (0, 0, 1)
     assert two.house.index.blocks_total > 0
+
+
+def test_what_is_cached_is_what_each_believes_itself():
+    """One that was there from the beginning expects hits that one who came later does not."""
+    one, early, late = Side("a"), Side("b"), Side("c")
+    addresses = []
+    for _ in range(2):
+        ticket = one.send()
+        addresses.append(ticket.endpoint.address)
+        told = one.told()
+        early.mirror.take(told, 1.0)
+        one.end(ticket)
+        one.told()
+    late.mirror.take(told, 1.0)
+    assert addresses[0] == addresses[1], "it goes where its prefix is"
+    sent = ticket.prompt_tokens
+    work = [side.account(addresses[0]).sent for side in (one, early, late)]
+    assert work[0] == work[1] < 2 * sent
+    assert work[2] == sent
+
+
+def test_a_prompt_cut_finer_than_ours_is_cut_off():
+    """A picker with another schedule may tell of more blocks than there can be here."""
+    side = Side("a")
+    deepest = side.house.dispatcher.deepest
+    say(side, sharing.Sent(1, "", ONE, "m", 100, 400, list(range(deepest + 9))))
+    assert (side.open, side.house.index.blocks_total) == (1, deepest)
 
 
 def test_mirrored_requests_are_not_told_again():
@@ -193,7 +220,7 @@ def test_an_endpoint_in_another_life_owes_nothing_to_the_one_before():
 
 def test_every_fact_comes_out_as_it_was_put_in():
     """Encoding loses nothing, and a request of a hundred blocks takes about a kilobyte."""
-    sent = sharing.Sent(1, "p", ONE, "m", 100, 20, 400, [2**64 - 1 - n for n in range(100)])
+    sent = sharing.Sent(1, "p", ONE, "m", 100, 400, [2**64 - 1 - n for n in range(100)])
     facts = [sent, sharing.Ended(1, answered=True, ran=False), sharing.Open(2, [2]), sharing.Left()]
     message = sharing.Message("a", facts)
     assert sharing.decode(sharing.encode(message)) == message
