@@ -72,6 +72,7 @@ def plan(settings: sections.Settings, *, where: str, environment: Mapping[str, s
             kubeconfig=cluster.kubeconfig,
             context=cluster.context,
             policies=cluster.policies,
+            override_ip=cluster.override_ip,
         ),
         names,
     )

@@ -130,6 +130,9 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         namespace: For `every_pool: namespace`. Empty: the one this process runs in.
         policies: Follow InferenceObjectives and InferenceModelRewrites in the namespaces of
             InferencePools. True; it takes rights to read them, and does nothing without the CRDs.
+        override_ip: Let a pod's annotation `model-pod-ip` replace its IP, as KubeAI's
+            allowPodAddressOverride does. False: whoever may annotate a pod could draw traffic to
+            any address.
         leader_election: Be ready only while this replica holds a Lease, as the upstream picker's
             high-availability mode. False: every replica picks, and a gateway may use any of them.
         lease: Which Lease that is, and how patiently it is held; its own defaults give reasons.
@@ -140,5 +143,6 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     every_pool: Literal["none", "namespace", "cluster"] = "none"
     namespace: str = ""
     policies: bool = True
+    override_ip: bool = False
     leader_election: bool = False
     lease: electing.Settings = electing.Settings()

@@ -23,7 +23,7 @@ def test_every_source_has_its_word():
     """An InferencePool, a selector and a Service, in the namespace of the process if none is said."""
     found = plan(
         """
-cluster: {kubeconfig: k, context: c, policies: false}
+cluster: {kubeconfig: k, context: c, policies: false, override_ip: true}
 pools:
 - {name: a, kubernetes: {inference_pool: x, namespace: y}}
 - {name: b, kubernetes: {selector: {l: v}, ports: [80]}}
@@ -41,6 +41,7 @@ pools:
         kubeconfig="k",
         context="c",
         policies=False,
+        override_ip=True,
     )
     assert found.pools == {"y/x": "a", "here/b": "b", "here/s": "c"}
 
