@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from extproc.config import autoscaling, election, load, policies, pooling, sources
+from extproc.config import autoscaling, election, found_scaling, load, policies, pooling, sources
 from extproc.config.settings import Settings
 from extproc.discovery import entries, file, follow
 from extproc.dispatch import claims
@@ -35,6 +35,8 @@ def lines(settings: Settings) -> Iterator[str]:
         if cluster.every_pool == "namespace":
             place = f"namespace {cluster.namespace or 'of this process'}"
         yield f"pools       every InferencePool of {place}, as they come and go"
+        for rule in settings.autoscaling.found:
+            yield from found_scaling.lines(rule)
     elected = election.plan(settings, where="cluster", environment=os.environ)
     if elected is not None and cluster.leader_election:
         lease = elected.lease

@@ -48,8 +48,10 @@ def _rewrites(settings: sections.Settings) -> Iterator[str]:
 
 
 def _scaling(settings: sections.Settings) -> Iterator[str]:
-    scaled = [pool.autoscaling for pool in settings.pools or (settings.pool,) if pool.autoscaling]
-    if any(not one.min for one in scaled) and not settings.holding.enabled:
+    pools = settings.pools or (settings.pool,)
+    least = [pool.autoscaling.min for pool in pools if pool.autoscaling]
+    least += [rule.min for rule in settings.autoscaling.found]
+    if 0 in least and not settings.holding.enabled:
         yield (
             "autoscaling.min is 0 and holding.enabled is false: requests are refused with 503 while "
             "the first engine starts, and nothing wakes one before the next look"

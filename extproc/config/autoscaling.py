@@ -138,6 +138,36 @@ class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return catalogue.make(self.policy, self.params, where=where)
 
 
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How pools that Kubernetes brings are scaled. Their own annotations may say more, see README.
+
+    Attributes:
+        pools: Which, as patterns of `namespace/name` with `*` and `?`; the first rule that fits
+            counts. All: a rule is written to scale what there is.
+        policy: As of a pool that is written out.
+        params: Of the policy.
+        min: Replicas at least, unless an annotation says otherwise. 0: what nobody asks for costs
+            nothing. It takes `holding`, or the first request after a while is refused.
+        max: Replicas at most, also for annotations. 1: more is a question of money, which whoever
+            writes an InferencePool does not answer alone.
+        meter: How demand is measured.
+        target: Whose `scale` is patched, unless an annotation says otherwise; `{name}` in its name
+            is that of the pool, and it is always in the pool's namespace. Null: only what an
+            annotation names; without one the number is told, on /metrics and to KEDA.
+        annotations: Whether annotations of the InferencePool count. True; with False whoever may
+            write one cannot name another object for the picker to scale.
+    """
+
+    pools: Annotated[tuple[bounds.Name, ...], msgspec.Meta(min_length=1)] = ("*",)
+    policy: str = catalogue.DEFAULT
+    params: Mapping[str, Any] = {}
+    min: bounds.Count = 0
+    max: bounds.Positive = 1
+    meter: meter.Settings = meter.Settings()
+    target: Target | None = None
+    annotations: bool = True
+
+
 class Keda(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The external scaler that KEDA asks and listens to.
 
@@ -166,6 +196,8 @@ class Autoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             down for one window. `extproc-autoscaling` is what our manifests grant.
         save_s: Seconds between two writes of it, besides those at changes. 30: what is lost is a
             fraction of a window.
+        found: How pools are scaled that `cluster.every_pool` brings. None are: nothing says what
+            they may cost.
         keda: The external scaler; its own defaults give reasons.
     """
 
@@ -173,6 +205,7 @@ class Autoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     peer_timeout_s: bounds.PositiveSeconds = 1.0
     state: str = "extproc-autoscaling"
     save_s: bounds.PositiveSeconds = 30.0
+    found: tuple[Rule, ...] = ()
     keda: Keda = Keda()
 
 
@@ -204,7 +237,7 @@ def checked(wanted: Scaling, *, where: str) -> None:
         )
     wanted.made(where)
     if wanted.target is not None:
-        _known(wanted.target, f"{where}.target")
+        known(wanted.target, f"{where}.target")
     if wanted.exec and not any(REPLICAS in word for word in wanted.exec):
         raise ConfigError(
             f"{where}.exec",
@@ -228,7 +261,16 @@ def lines(wanted: Scaling) -> Iterator[str]:
     yield f"replicas    {wanted.min} to {wanted.max} by {wanted.policy}; {acts}"
 
 
-def _known(target: Target, where: str) -> None:
+def known(target: Target, where: str) -> None:
+    """Refuse a target that cannot be found.
+
+    Args:
+        target: What is to be scaled.
+        where: The file and path it came from, for errors.
+
+    Raises:
+        ConfigError: Its kind is not known, or its name is none.
+    """
     filled = target.filled
     if not (filled.version and filled.resource):
         raise ConfigError(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from extproc.config import autoscaling, sources, strict
+from extproc.config import autoscaling, found_scaling, sources, strict
 from extproc.config import settings as sections
 from extproc.dispatch import claims
 from extproc.errors import ConfigError
@@ -67,6 +67,10 @@ def from_kubernetes(settings: sections.Settings) -> bool:
 def scaled(settings: sections.Settings) -> bool:
     """Whether objects of a cluster are scaled, which one replica may do."""
     pools = settings.pools or (settings.pool,)
+    if settings.cluster.every_pool != "none":
+        found = settings.autoscaling.found
+        if any(rule.target is not None or rule.annotations for rule in found):
+            return True
     return any(pool.autoscaling is not None and pool.autoscaling.target for pool in pools)
 
 
@@ -93,6 +97,7 @@ def together(settings: sections.Settings, *, where: str) -> None:
             autoscaling.checked(pool.autoscaling, where=strict.place(where, (*path, "autoscaling")))
         if pool.kubernetes is not None:
             _one_object(pool.kubernetes, strict.place(where, (*path, "kubernetes")))
+    _found(settings, where)
     if settings.pools and given(settings.pool):
         raise ConfigError(
             strict.place(where, ("pools",)),
@@ -117,6 +122,19 @@ def together(settings: sections.Settings, *, where: str) -> None:
                 found="none of them",
                 fix="say where its endpoints come from",
             )
+
+
+def _found(settings: sections.Settings, where: str) -> None:
+    rules = settings.autoscaling.found
+    for at, rule in enumerate(rules):
+        found_scaling.checked(rule, where=strict.place(where, ("autoscaling", "found", at)))
+    if rules and settings.cluster.every_pool == "none":
+        raise ConfigError(
+            strict.place(where, ("autoscaling", "found")),
+            wanted="pools that Kubernetes brings",
+            found="cluster.every_pool: none",
+            fix="set cluster.every_pool, or write pool.autoscaling",
+        )
 
 
 def _one_source(pool: sources.Source, where: str) -> None:

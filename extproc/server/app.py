@@ -154,6 +154,7 @@ class Picker:
         if settings.autoscaling.keda.enabled:
             self._keda = keda.Scaler(self._autoscaler.loops)
             self._autoscaler.on_change = self._keda.told
+            self._autoscaler.on_gone = self._keda.gone
         self.servicer = servicer.Servicer(
             stream.Shared(
                 switchboard=self.sites.switchboard,

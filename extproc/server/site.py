@@ -55,6 +55,7 @@ class Site:
         profile: Name of the scheduling profile in force.
         exists: Whether what defines the pool is there.
         app_protocol: How its engines want to be spoken to; empty when nobody said.
+        annotations: Of the object that defines it.
         gate: Where its requests wait; None where they do not.
     """
 
@@ -63,6 +64,7 @@ class Site:
         self.claim = planned.claim
         self.exists = True
         self.app_protocol = ""
+        self.annotations: Mapping[str, str] = {}
         self._settings = planned.settings
         self._shared = shared
         self._counts = shared.tallies.of(planned.name)
@@ -129,6 +131,7 @@ class Site:
             _log.warning("pool %s %s", self.name, "is there" if found.exists else "is gone")
         self.exists = found.exists
         self.app_protocol = found.app_protocol
+        self.annotations = found.annotations
         fleet = self.parts.fleet
         fleet.replace(found.endpoints, self._shared.clock())
         fleet.decree(found.policy)

@@ -36,6 +36,7 @@ class Sites:
         by_name: The sites.
         switchboard: Routes over them.
         gates: Where requests wait, by pool.
+        on_change: Called when Kubernetes told something of the pools.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Sites:
         self._brought: set[str] = set()
         self.switchboard = Switchboard()
         self.gates: dict[str, Gate] = {}
+        self.on_change: Callable[[], None] = _nobody
         self._connect()
 
     @property
@@ -67,6 +69,16 @@ class Sites:
             and all(site.parts.fleet.synced for site in sites)
             and (not sites or any(site.exists for site in sites))
         )
+
+    @property
+    def listed(self) -> bool:
+        """Whether Kubernetes, where it is asked, told everything once."""
+        return self._heard()
+
+    @property
+    def brought(self) -> Mapping[str, Site]:
+        """Those that Kubernetes brought and nobody wrote out."""
+        return {name: self.by_name[name] for name in self._brought}
 
     @property
     def fits(self) -> bool:
@@ -137,6 +149,7 @@ class Sites:
         if before != {name: site.claim for name, site in self.by_name.items()}:
             self._connect()
             self._changed.set()
+        self.on_change()
 
     def replanned(self, settings: Settings) -> Callable[[], None]:
         """Build what other settings mean; calling what is returned puts it in force.
@@ -188,3 +201,7 @@ class Sites:
             [self.by_name[name].claimant for name in ordered],
             list_models=self._settings.answers.list_models,
         )
+
+
+def _nobody() -> None:
+    """Nobody wants to know."""

@@ -47,6 +47,7 @@ SECTIONS = (
     ("holding", holding.Holding),
     ("holding.limit, holding.limits, each", allowance.Limit),
     ("autoscaling", autoscaling.Autoscaling),
+    ("autoscaling.found, each", autoscaling.Rule),
     ("autoscaling.keda", autoscaling.Keda),
     ("pool.autoscaling", autoscaling.Scaling),
     ("pool.autoscaling.meter", meter.Settings),

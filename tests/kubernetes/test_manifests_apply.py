@@ -25,6 +25,7 @@ FOLDERS = [
     tools.MANIFESTS / "crds",
     *sorted(path.parent for path in tools.MANIFESTS.glob("overlays/*/kustomization.yaml")),
     tools.ROOT / "tests/manifests/everything",
+    tools.ROOT / "tests/manifests/shared_scalers",
 ]
 
 #: Documents that kubectl would read, outside of any kustomization.

@@ -6,6 +6,7 @@ from tests.manifests import parts, rules, tools
 
 EVERYTHING = tools.ROOT / "tests/manifests/everything"
 SHARED = tools.ROOT / "tests/manifests/shared_pickers"
+SCALERS = tools.ROOT / "tests/manifests/shared_scalers"
 KEDA = tools.ROOT / "tests/manifests/keda"
 FOLDERS = [
     tools.MANIFESTS / "base",
@@ -128,6 +129,26 @@ def test_pickers_for_a_whole_cluster_read_all_of_it_and_no_more():
     ((pod, container),) = parts.pickers(documents)
     assert parts.resolved(documents, pod, container).cluster.every_pool == "cluster"
     assert parts.parsed(container["args"]).pool_name is None
+
+
+def test_pickers_that_scale_a_whole_cluster_write_no_more_than_replicas():
+    """Objects anywhere, the Lease and what was learnt in their own namespace."""
+    documents = tools.kustomized(SCALERS)
+    assert not list(rules.wrong(documents))
+    assert rules.granted(documents) == {**rules.ALLOWED, **rules.SCALES}
+    (role,) = parts.of_kind(documents, "Role")
+    assert {one for rule in role["rules"] for one in rule["resources"]} == {"leases", "configmaps"}
+    account = parts.only(documents, "ServiceAccount")["metadata"]
+    for binding in parts.of_kind(documents, "ClusterRoleBinding"):
+        (subject,) = binding["subjects"]
+        assert (subject["name"], subject["namespace"]) == (account["name"], account["namespace"])
+    ((pod, container),) = parts.pickers(documents)
+    settings = parts.resolved(documents, pod, container)
+    assert settings.cluster.every_pool == "cluster"
+    (rule,) = settings.autoscaling.found
+    assert rule.annotations
+    (peer,) = settings.autoscaling.peers
+    parts.only(documents, "Service", peer.partition(":")[0])
 
 
 def test_pickers_that_keda_asks_get_no_rights_and_answer_for_its_object():

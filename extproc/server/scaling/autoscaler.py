@@ -5,36 +5,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime as dt
+import logging
 import os
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping
 
-import msgspec
-
 from extproc.autoscaling.meter import Counters
 from extproc.config import cluster as clusters
-from extproc.config import pooling
-from extproc.config.autoscaling import Scaling
+from extproc.config import found_scaling, pooling
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes import settings as watching
-from extproc.server.gate import Gate
-from extproc.server.scaling import counting, hands, hook, kubernetes, launch
-from extproc.server.scaling.charts import Charts
-from extproc.server.scaling.loop import Loop
+from extproc.errors import ConfigError
+from extproc.server.scaling import kubernetes
+from extproc.server.scaling.loop import Loop, State
 from extproc.server.scaling.memory import Memory
 from extproc.server.scaling.peers import Peers
+from extproc.server.scaling.scaled import Around, Scaled
 from extproc.server.site import Site
 from extproc.server.sites import Sites
 from extproc.telemetry.scaling_series import Figures
 from extproc.telemetry.tallies import Tallies
+
+_log = logging.getLogger("extproc.server")
 
 #: Seconds that handing over may hold up the end of a process.
 _LAST_S = 1.0
 
 
 class Autoscaler:
-    """Scales every pool that asks for it.
+    """Scales every pool that asks for it: those written out, and found ones as they come and go.
 
     Args:
         settings: The whole configuration.
@@ -50,6 +50,7 @@ class Autoscaler:
         loops: By name of the pool.
         peers: The other pickers.
         on_change: Called when a loop has looked.
+        on_gone: Called when there will be no more of a loop.
     """
 
     def __init__(
@@ -62,47 +63,48 @@ class Autoscaler:
         clock: Callable[[], float],
     ) -> None:
         shared = settings.autoscaling
+        self._rules = shared.found if settings.cluster.every_pool != "none" else ()
         self._leads = leads
         self._save_s = shared.save_s
         self._changed = asyncio.Event()
+        self._others = asyncio.Event()
         self._numbers: dict[str, int] = {}
         self.on_change: Callable[[Loop], None] = lambda _: None
+        self.on_gone: Callable[[Loop], None] = lambda _: None
         identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
         self.peers = Peers(identity, shared.peers, timeout_s=shared.peer_timeout_s, own=self._own)
         self.peers.woken = self._woken
-        self._counts: dict[str, counting.Counting] = {}
-        self._charts: dict[str, Charts] = {}
         self.loops: dict[str, Loop] = {}
+        self._scaled: dict[str, Scaled] = {}
+        #: What found pools said of themselves when they were looked at; None to look again.
+        self._said: dict[str, tuple[Site, Mapping[str, str] | None]] = {}
+        self._faults: dict[str, str] = {}
+        #: States of pools that were not found yet, and seconds our clock is ahead of theirs.
+        self._kept: dict[str, State] = {}
+        self._shift_s = 0.0
         self._sites = sites
-        wanted = {
-            one.name: one.settings.pool.autoscaling
-            for one in pooling.planned(settings)
-            if one.settings.pool.autoscaling is not None
-        }
         here = clusters.namespace(os.environ)
         self._cluster: kubernetes.Cluster | None = None
-        if any(one.target is not None for one in wanted.values()):
+        if pooling.scaled(settings):
             reached = settings.cluster
             reaching = watching.Settings(
                 sources=(), kubeconfig=reached.kubeconfig, context=reached.context
             )
             self._cluster = kubernetes.Cluster(reaching, identity)
-        for name, scaling in wanted.items():
-            site = sites.by_name[name]
-            count = counting.Counting(
-                site, tallies.of(name), stale_after_s=settings.scrape.stale_after_s
-            )
-            self._counts[name], self._charts[name] = count, Charts()
-            self.loops[name] = Loop(
-                site,
-                scaling,
-                acting=self._hands(site, scaling, here, clock),
-                counters=count,
-                peers=self.peers,
-                charts=self._charts[name],
-                clock=clock,
-                on_change=self._looked,
-            )
+        self._around = Around(
+            tallies,
+            self.peers,
+            self._cluster,
+            here,
+            leads,
+            clock,
+            settings.scrape.stale_after_s,
+            self._looked,
+        )
+        for one in pooling.planned(settings):
+            wanted = one.settings.pool.autoscaling
+            if wanted is not None:
+                self._add(Scaled(sites.by_name[one.name], wanted, self._around))
         self._memory: Memory | None = None
         if self._cluster is not None and shared.state:
             place = settings.cluster.lease.namespace or here
@@ -110,10 +112,12 @@ class Autoscaler:
                 self._cluster, namespace=place, name=shared.state, clock=clock, time=_time
             )
         tallies.scaling = self.figures
+        if self._rules:
+            sites.on_change = self.follow
 
     def figures(self) -> Mapping[str, Figures]:
         """What is shown, by pool."""
-        return {name: charts.figures() for name, charts in self._charts.items()}
+        return {name: one.charts.figures() for name, one in self._scaled.items()}
 
     async def start(self) -> None:
         """Go on where another replica stopped.
@@ -121,31 +125,39 @@ class Autoscaler:
         Raises:
             ConfigError: The API server's address or credentials are missing or broken.
         """
-        for name, loop in self.loops.items():
-            gate = self._sites.by_name[name].gate
-            if gate is not None:
-                gate.arrivals = _also(gate, loop.arrived)
-            if isinstance(loop.hands, launch.Engines):
-                loop.hands.begin()
+        for one in self._scaled.values():
+            one.attach()
         if self._cluster is not None:
             await self._cluster.open()
         if self._memory is not None:
-            found = await self._memory.load()
-            states, shift_s = found or ({}, 0.0)
-            for name, state in states.items():
-                if name in self.loops:
-                    self.loops[name].restore(state, shift_s=shift_s)
+            self._kept, self._shift_s = await self._memory.load() or ({}, 0.0)
+        for one in self._scaled.values():
+            self._remind(one.loop)
+
+    def follow(self) -> None:
+        """Scale the pools that Kubernetes brought, and only those that are still there."""
+        brought = self._sites.brought
+        for name in [one for one in self._said if one not in brought]:
+            self._forget(name)
+        for name, site in sorted(brought.items()):
+            if self._said.get(name) != (site, site.annotations):
+                self._rescale(name, site)
+        self._others.set()
 
     async def run(self) -> None:
-        """All loops, until cancelled."""
+        """All loops, as pools come and go, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for name, loop in self.loops.items():
-                tasks.create_task(loop.run(), name=f"autoscaling {name}")
-                tasks.create_task(loop.hands.run(), name=f"autoscaling {name}, acting")
             if self._memory is not None:
                 tasks.create_task(self._keep(self._memory), name="autoscaling memory")
-            # A group without tasks would end, and with it what runs beside it.
-            await asyncio.Event().wait()
+            running: dict[Scaled, asyncio.Task[None]] = {}
+            while True:
+                self._others.clear()
+                for one in [one for one in running if one not in self._scaled.values()]:
+                    running.pop(one).cancel()
+                for name, one in self._scaled.items():
+                    if one not in running:
+                        running[one] = tasks.create_task(one.run(), name=f"autoscaling {name}")
+                await self._others.wait()
 
     async def hand_over(self) -> None:
         """Leave what was learnt to whoever leads next, while this one still does."""
@@ -159,19 +171,74 @@ class Autoscaler:
         if self._cluster is not None:
             await self._cluster.close()
 
-    def _hands(
-        self, site: Site, scaling: Scaling, here: str, clock: Callable[[], float]
-    ) -> hands.Hands:
-        if scaling.target is not None and self._cluster is not None:
-            target = scaling.target.filled
-            if not target.namespace:
-                target = msgspec.structs.replace(target, namespace=here)
-            return kubernetes.Scale(target, self._cluster, self._leads)
-        if scaling.launch is not None:
-            return launch.Engines(scaling.launch, site, clock=clock)
-        if scaling.exec:
-            return hook.Hook(scaling.exec, timeout_s=scaling.exec_s)
-        return hands.Told()
+    def _add(self, one: Scaled) -> None:
+        self._scaled[one.site.name] = one
+        self.loops[one.site.name] = one.loop
+
+    def _rescale(self, name: str, site: Site) -> None:
+        """Scale a found pool as it wants to be now."""
+        try:
+            wanted = found_scaling.scaling(self._rules, name, site.annotations)
+            self._said[name] = site, site.annotations
+        except ConfigError as error:
+            self._said[name] = site, site.annotations
+            self._drop(name)
+            self._fault(name, str(error))
+            return
+        now = self._scaled.get(name)
+        if now is not None and now.site is site and now.scaling == wanted:
+            return
+        state = self._drop(name)
+        if wanted is None:
+            return
+        one = Scaled(site, wanted, self._around)
+        other = self._other(one)
+        if other is not None:
+            self._said[name] = site, None  # it is looked at again: the other one may go
+            self._fault(name, f"what it names is scaled for pool {other or 'of the configuration'}")
+            return
+        self._faults.pop(name, None)
+        self._add(one)
+        one.attach()
+        if state is not None:
+            one.loop.restore(state, shift_s=0.0)
+        else:
+            self._remind(one.loop)
+
+    def _other(self, one: Scaled) -> str | None:
+        """The pool for which the same object is scaled already."""
+        if one.target is None:
+            return None
+        taken = (name for name, other in self._scaled.items() if other.target == one.target)
+        return next(taken, None)
+
+    def _drop(self, name: str) -> State | None:
+        """Scale it no longer; returns what was learnt."""
+        one = self._scaled.pop(name, None)
+        if one is None:
+            return None
+        del self.loops[name]
+        one.detach()
+        self.on_gone(one.loop)
+        return one.loop.state()
+
+    def _forget(self, name: str) -> None:
+        """The pool is gone: another one of its name is another one."""
+        self._drop(name)
+        del self._said[name]
+        self._numbers.pop(name, None)
+        self._faults.pop(name, None)
+        self._changed.set()
+
+    def _remind(self, loop: Loop) -> None:
+        state = self._kept.pop(loop.name, None)
+        if state is not None:
+            loop.restore(state, shift_s=self._shift_s)
+
+    def _fault(self, name: str, why: str) -> None:
+        if self._faults.get(name) != why:
+            self._faults[name] = why
+            _log.error("pool %s is not scaled: %s", name, why)
 
     async def _keep(self, memory: Memory) -> None:
         while True:
@@ -182,7 +249,10 @@ class Autoscaler:
                 await self._save(memory)
 
     async def _save(self, memory: Memory) -> None:
-        await memory.save({name: loop.state() for name, loop in self.loops.items()})
+        if self._sites.listed:
+            # All pools there are were told of: what is left belongs to none.
+            self._kept.clear()
+        await memory.save(self._kept | {name: loop.state() for name, loop in self.loops.items()})
 
     def _looked(self, loop: Loop) -> None:
         if loop.desired is not None and self._numbers.get(loop.name) != loop.desired.replicas:
@@ -191,23 +261,12 @@ class Autoscaler:
         self.on_change(loop)
 
     def _own(self) -> dict[str, Counters]:
-        return {name: count.read() for name, count in self._counts.items()}
+        return {name: one.counts.read() for name, one in self._scaled.items()}
 
     def _woken(self, pools: Iterable[str]) -> None:
         for name in pools:
             if name in self.loops:
                 self.loops[name].wake()
-
-
-def _also(gate: Gate, told: Callable[[], None]) -> Callable[[], None]:
-    """Whoever was told of arrivals still is."""
-    before = gate.arrivals
-
-    def both() -> None:
-        before()
-        told()
-
-    return both
 
 
 def _time() -> float:

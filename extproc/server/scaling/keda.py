@@ -50,6 +50,12 @@ class Scaler:
             if heard is loop:
                 event.set()
 
+    def gone(self, loop: Loop) -> None:
+        """Whoever listens to a loop that is no more has to ask again."""
+        for event in [one for one, heard in self._listening.items() if heard is loop]:
+            del self._listening[event]
+            event.set()
+
     def release(self) -> None:
         """End all streams: KEDA goes to another replica."""
         self._closing = True
@@ -68,14 +74,14 @@ class Scaler:
         self._listening[event] = loop
         said: bool | None = None
         try:
-            while not self._closing:
+            while not self._closing and event in self._listening:
                 if loop.desired is not None and loop.active is not said:
                     said = loop.active
                     yield keda.active(result=said)
                 await event.wait()
                 event.clear()
         finally:
-            del self._listening[event]
+            self._listening.pop(event, None)
 
     async def metric_spec(self, data: bytes, context: Context) -> bytes:
         """Serve `GetMetricSpec`."""

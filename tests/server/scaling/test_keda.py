@@ -149,6 +149,16 @@ async def test_a_waiting_request_is_pushed():
         assert await heard.read() is grpc.aio.EOF
 
 
+async def test_whoever_listens_to_a_pool_that_goes_has_to_ask_again():
+    """Its stream ends, so that KEDA hears of the loop that comes after."""
+    async with picker() as (running, channel):
+        heard = Client(channel).stream()
+        await heard.read()
+        scaler = running.picker._autoscaler
+        scaler.on_gone(scaler.loops[""])
+        assert await heard.read() is grpc.aio.EOF
+
+
 @pytest.mark.parametrize(
     ("metadata", "code"),
     [

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from extproc.config import load
+from extproc.discovery.found import Found
+from extproc.endpoint import Endpoint
+from extproc.scheduling.guard import Guards
+from extproc.scrape import client, scraper
+from extproc.server.scaling.autoscaler import Autoscaler
+from extproc.server.scaling.loop import Loop
+from extproc.server.scaling.memory import Memory
+from extproc.server.site import Shared
+from extproc.server.sites import Sites
+from extproc.telemetry.tallies import Tallies
+from tests.autoscaling import demands
+
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\ncluster: {every_pool: cluster}\n"
+RULES = "[{pools: ['a/*'], max: 3, policy: kubeai}, {pools: ['b/*'], annotations: false}]"
+
+
+class Place:
+    """Pools from Kubernetes, their autoscaler, and a clock that a test turns."""
+
+    def __init__(self, rules=RULES, more=""):
+        text = f"{HEAD}holding: {{enabled: true}}\nautoscaling: {{found: {rules}}}\n{more}"
+        settings = load.settings(load.parse(text, where="f.yaml"))
+        self.now = 0.0
+        self.listed = True
+        tallies = Tallies()
+        http = client.Client(timeout_s=1.0, cap_bytes=1)
+        guards = Guards(lambda: 0.0, tallies.plugins)
+        shared = Shared(tallies, guards, http, scraper.Census(), lambda: self.now)
+        self.sites = Sites(settings, shared, written={}, heard=lambda: self.listed)
+        self.subject = Autoscaler(
+            settings, self.sites, tallies, leads=lambda: True, clock=lambda: self.now
+        )
+        self.gone = []
+        self.subject.on_gone = lambda loop: self.gone.append(loop.name)
+
+    def bring(self, *keys, **said):
+        annotations = {f"extproc/scale-{name}": text for name, text in said.items()}
+        found = Found((Endpoint("127.0.0.1:9"),), annotations=annotations)
+        self.sites.take(dict.fromkeys(keys, found), ())
+
+    def take_away(self, *keys):
+        self.sites.take({}, keys)
+
+    @property
+    def scaled(self):
+        return sorted(self.subject.loops)
+
+
+def test_found_pools_are_scaled_while_they_are_there():
+    """Those a rule is for, by name, in figures and for KEDA alike."""
+    place = Place()
+    place.bring("a/x", "b/y", "c/z")
+    assert place.scaled == ["a/x", "b/y"]
+    assert set(place.subject.figures()) == {"a/x", "b/y"}
+    place.take_away("a/x")
+    assert place.scaled == ["b/y"]
+    assert place.gone == ["a/x"]
+    assert set(place.subject.figures()) == {"b/y"}
+
+
+def test_a_request_that_waits_wakes_the_loop_of_its_pool():
+    """And no longer once the pool is left alone."""
+    place = Place()
+    place.bring("a/x")
+    gate, loop = place.sites.by_name["a/x"].gate, place.subject.loops["a/x"]
+    gate.arrivals()
+    assert loop._woken.is_set()
+    loop._woken.clear()
+    place.bring("a/x", target="none")
+    gate.arrivals()
+    assert not loop._woken.is_set()
+    assert place.scaled == []
+
+
+def test_what_was_learnt_outlives_a_change_of_bounds():
+    """Another loop goes on where the one before stopped; the same wish makes no other loop."""
+    place = Place()
+    place.bring("a/x", max="2")
+    first = place.subject.loops["a/x"]
+    place.bring("a/x", max="2")
+    assert place.subject.loops["a/x"] is first
+    first._scaler.step(demands.demand(now=1.0, spec=1))
+    before = first.state().scaler
+    place.bring("a/x", max="3")
+    second = place.subject.loops["a/x"]
+    assert second is not first
+    assert second.state().scaler == before
+
+
+def test_one_object_is_scaled_for_one_pool(caplog):
+    """The first by name keeps it; the other one has it when the first is gone."""
+    place = Place()
+    place.bring("a/x", "a/y", target="vllm")
+    assert place.scaled == ["a/x"]
+    assert "pool a/y is not scaled: what it names is scaled for pool a/x" in caplog.text
+    place.bring("a/y", target="vllm")
+    assert caplog.text.count("a/y is not scaled") == 1
+    place.take_away("a/x")
+    assert place.scaled == ["a/y"]
+
+
+def test_an_annotation_that_cannot_be_read_scales_nothing(caplog):
+    """It is said once, and the pool is scaled once it can be."""
+    place = Place()
+    place.bring("a/x", max="2")
+    place.bring("a/x", max="many")
+    assert place.scaled == []
+    assert "annotation of a/x: extproc/scale-max" in caplog.text
+    place.bring("a/x", max="3")
+    assert place.scaled == ["a/x"]
+
+
+class Cluster:
+    """Keeps what is written to it."""
+
+    async def open(self):
+        pass
+
+
+@pytest.fixture
+def remembered(monkeypatch):
+    """What stands in the ConfigMap, and what is written to it."""
+    state = {"load": ({}, 0.0), "saved": {}}
+
+    async def loaded(_):
+        return state["load"]
+
+    async def saved(_, pools):
+        state["saved"] = dict(pools)
+
+    monkeypatch.setattr(Memory, "load", loaded)
+    monkeypatch.setattr(Memory, "save", saved)
+    return state
+
+
+async def test_a_found_pool_goes_on_where_another_replica_stopped(remembered):
+    """Also when it is found later, and until then nothing of it is forgotten."""
+    other = Place()
+    other.bring("a/x")
+    loop: Loop = other.subject.loops["a/x"]
+    loop._scaler.step(demands.demand(now=1.0, spec=1))
+    remembered["load"] = ({"a/x": loop.state(), "a/none": loop.state()}, 0.0)
+    place = Place()
+    place.subject._cluster = Cluster()
+    place.listed = False
+    await place.subject.start()
+    await place.subject._save(place.subject._memory)
+    assert sorted(remembered["saved"]) == ["a/none", "a/x"]
+    place.bring("a/x")
+    assert place.subject.loops["a/x"].state().scaler == loop.state().scaler
+    place.listed = True
+    await place.subject._save(place.subject._memory)
+    assert sorted(remembered["saved"]) == ["a/x"]
+
+
+async def test_loops_run_and_end_with_their_pools(remembered):
+    """A pool that comes is looked at, one that is gone is not."""
+    place = Place("[{annotations: false}]")
+    looked = asyncio.Queue()
+    place.subject.on_change = lambda loop: looked.put_nowait(loop.name)
+    running = asyncio.ensure_future(place.subject.run())
+    place.bring("a/x")
+    assert await asyncio.wait_for(looked.get(), 10.0) == "a/x"
+    tasks = {task.get_name() for task in asyncio.all_tasks()}
+    assert {"autoscaling a/x", "autoscaling a/x, acting"} & tasks
+    place.take_away("a/x")
+    place.bring("a/y")
+    while await asyncio.wait_for(looked.get(), 10.0) != "a/y":
+        pass
+    assert not {one for one in asyncio.all_tasks() if "a/x" in one.get_name()}
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
