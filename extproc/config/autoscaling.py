@@ -194,6 +194,8 @@ class Autoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         state: Name of the ConfigMap that keeps what was learnt and seen, so that a restart changes
             nothing; in the namespace of this process. Empty: after a restart nothing is scaled
             down for one window. `extproc-autoscaling` is what our manifests grant.
+        state_file: File that keeps the same in place of the ConfigMap, where there is no cluster;
+            of one picker alone. Its folder must be there. Empty: none.
         save_s: Seconds between two writes of it, besides those at changes. 30: what is lost is a
             fraction of a window.
         found: How pools are scaled that `cluster.every_pool` brings. None are: nothing says what
@@ -204,6 +206,7 @@ class Autoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     peers: tuple[bounds.Name, ...] = ()
     peer_timeout_s: bounds.PositiveSeconds = 1.0
     state: str = "extproc-autoscaling"
+    state_file: str = ""
     save_s: bounds.PositiveSeconds = 30.0
     found: tuple[Rule, ...] = ()
     keda: Keda = Keda()

@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from extproc.autoscaling.meter import Counters
 from extproc.config import cluster as clusters
@@ -17,9 +18,8 @@ from extproc.config import found_scaling, pooling
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes import settings as watching
 from extproc.errors import ConfigError
-from extproc.server.scaling import kubernetes
+from extproc.server.scaling import kubernetes, memory
 from extproc.server.scaling.loop import Loop, State
-from extproc.server.scaling.memory import Memory
 from extproc.server.scaling.peers import Peers
 from extproc.server.scaling.scaled import Around, Scaled
 from extproc.server.site import Site
@@ -64,7 +64,6 @@ class Autoscaler:
     ) -> None:
         shared = settings.autoscaling
         self._rules = shared.found if settings.cluster.every_pool != "none" else ()
-        self._leads = leads
         self._save_s = shared.save_s
         self._changed = asyncio.Event()
         self._others = asyncio.Event()
@@ -105,10 +104,14 @@ class Autoscaler:
             wanted = one.settings.pool.autoscaling
             if wanted is not None:
                 self._add(Scaled(sites.by_name[one.name], wanted, self._around))
-        self._memory: Memory | None = None
-        if self._cluster is not None and shared.state:
+        self._writes = leads
+        self._memory: memory.Keeping | None = None
+        if shared.state_file:
+            self._memory = memory.File(Path(shared.state_file), clock=clock, time=_time)
+            self._writes = lambda: True
+        elif self._cluster is not None and shared.state:
             place = settings.cluster.lease.namespace or here
-            self._memory = Memory(
+            self._memory = memory.Memory(
                 self._cluster, namespace=place, name=shared.state, clock=clock, time=_time
             )
         tallies.scaling = self.figures
@@ -131,6 +134,8 @@ class Autoscaler:
             await self._cluster.open()
         if self._memory is not None:
             self._kept, self._shift_s = await self._memory.load() or ({}, 0.0)
+            if self._kept:
+                _log.info("autoscaling: going on with what was kept of %d pools", len(self._kept))
         for one in self._scaled.values():
             self._remind(one.loop)
 
@@ -161,7 +166,7 @@ class Autoscaler:
 
     async def hand_over(self) -> None:
         """Leave what was learnt to whoever leads next, while this one still does."""
-        if self._memory is not None and self._leads():
+        if self._memory is not None and self._writes():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._save(self._memory), _LAST_S)
 
@@ -240,19 +245,19 @@ class Autoscaler:
             self._faults[name] = why
             _log.error("pool %s is not scaled: %s", name, why)
 
-    async def _keep(self, memory: Memory) -> None:
+    async def _keep(self, kept: memory.Keeping) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), self._save_s)
             self._changed.clear()
-            if self._leads():
-                await self._save(memory)
+            if self._writes():
+                await self._save(kept)
 
-    async def _save(self, memory: Memory) -> None:
+    async def _save(self, kept: memory.Keeping) -> None:
         if self._sites.listed:
             # All pools there are were told of: what is left belongs to none.
             self._kept.clear()
-        await memory.save(self._kept | {name: loop.state() for name, loop in self.loops.items()})
+        await kept.save(self._kept | {name: loop.state() for name, loop in self.loops.items()})
 
     def _looked(self, loop: Loop) -> None:
         if loop.desired is not None and self._numbers.get(loop.name) != loop.desired.replicas:

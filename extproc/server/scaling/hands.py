@@ -37,6 +37,13 @@ class Hands(Protocol):
             spec: Replicas asked for until now.
         """
 
+    def recall(self, replicas: int) -> None:
+        """Another process asked for so many before; only where nobody else can tell.
+
+        Args:
+            replicas: Asked for when that one last looked.
+        """
+
     async def run(self) -> None:
         """Whatever has to go on beside; until cancelled."""
 
@@ -64,6 +71,10 @@ class Told:
         del spec
         self._told = desired.replicas
         return None
+
+    def recall(self, replicas: int) -> None:
+        """See `Hands`."""
+        self._told = replicas
 
     async def run(self) -> None:
         """Nothing."""

@@ -64,5 +64,9 @@ class Hook:
         self._told = desired.replicas
         return None
 
+    def recall(self, replicas: int) -> None:
+        """See `Hands`: engines that outlive a picker are still starting, or still there."""
+        self._told = replicas
+
     async def run(self) -> None:
         """Nothing."""

@@ -138,6 +138,9 @@ class Scale:
         self._note("Scaled", told + (f": {desired.because}" if desired.because else ""))
         return None
 
+    def recall(self, replicas: int) -> None:
+        """See `Hands`: the object itself says it."""
+
     async def run(self) -> None:
         """Look for others who scale, and write Events, until cancelled."""
         async with asyncio.TaskGroup() as tasks:

@@ -94,6 +94,9 @@ class Engines:
         self._changed.set()
         return None
 
+    def recall(self, replicas: int) -> None:
+        """See `Hands`: engines of another process ended with it."""
+
     async def run(self) -> None:
         """Have as many engines as are wanted, until cancelled."""
         try:

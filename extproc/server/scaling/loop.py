@@ -35,10 +35,12 @@ class State(msgspec.Struct, frozen=True):
     Attributes:
         scaler: Of the policy.
         learnt: Of the meter.
+        asked: Replicas asked for; None while nobody looked.
     """
 
     scaler: Kept
     learnt: Learnt
+    asked: int | None = None
 
 
 class Loop:
@@ -94,6 +96,7 @@ class Loop:
         self._asleep = True
         self._waits_since: float | None = None
         self._failing = ""
+        self._asked: int | None = None
 
     @property
     def active(self) -> bool:
@@ -114,7 +117,7 @@ class Loop:
 
     def state(self) -> State:
         """What it remembers."""
-        return State(self._scaler.state(), self._meter.learnt)
+        return State(self._scaler.state(), self._meter.learnt, self._asked)
 
     def restore(self, state: State, *, shift_s: float) -> bool:
         """Go on where another loop stopped; `shift_s` as in `Scaler.restore`.
@@ -125,6 +128,9 @@ class Loop:
         if not self._scaler.restore(state.scaler, shift_s=shift_s):
             return False
         self._meter.restore(state.learnt, shift_s=shift_s)
+        if state.asked is not None:
+            self._asked = state.asked
+            self.hands.recall(state.asked)
         return True
 
     async def run(self) -> None:
@@ -171,7 +177,7 @@ class Loop:
         demand = self._meter.read(now, pickers, seen)
         self.demand, self.desired = demand, self._scaler.step(demand)
         self._charts.take(demand, self.desired, pickers)
-        self._asleep = not spec
+        self._asleep, self._asked = not spec, spec
         if spec:
             self._waits_since = None
 
@@ -183,7 +189,7 @@ class Loop:
         if desired is not None and acted:
             failed = await self.hands.scale(desired, spec)
             if failed is None:
-                self._asleep = not desired.replicas
+                self._asleep, self._asked = not desired.replicas, desired.replicas
                 self._charts.changed(desired.why)
                 if self._waits_since is not None:
                     self._charts.wake_s = self._clock() - self._waits_since

@@ -1,9 +1,11 @@
-"""What outlives a replica: states of all loops, in a ConfigMap."""
+"""What outlives a replica: states of all loops, in a ConfigMap or a file."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -31,6 +33,63 @@ class Stored(msgspec.Struct, frozen=True):
     at: float
     time: float
     pools: Mapping[str, msgspec.Raw]
+
+
+class Keeping(Protocol):
+    """Where states are kept."""
+
+    async def load(self) -> tuple[dict[str, State], float] | None:
+        """States by pool, and seconds our clock shows more than theirs; None where it fails."""
+
+    async def save(self, pools: Mapping[str, State]) -> None:
+        """Write; what cannot be written now is written later."""
+
+
+class File:
+    """One file, of one picker.
+
+    Args:
+        path: Of it.
+        clock: Monotonic seconds.
+        time: Seconds since 1970.
+    """
+
+    def __init__(
+        self, path: Path, *, clock: Callable[[], float], time: Callable[[], float]
+    ) -> None:
+        self._path = path
+        self._clock = clock
+        self._time = time
+        self._said = ""
+
+    async def load(self) -> tuple[dict[str, State], float] | None:
+        """See `Keeping`."""
+        try:
+            text = self._path.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return {}, 0.0
+        except OSError as error:
+            self._say("read", error)
+            return None
+        return read(text, self._clock(), self._time())
+
+    async def save(self, pools: Mapping[str, State]) -> None:
+        """See `Keeping`: whoever is killed meanwhile leaves the one before."""
+        text = write(pools, self._clock(), self._time())
+        beside = self._path.with_name(f"{self._path.name}.new")
+        try:
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(self._path)
+        except OSError as error:
+            self._say("written", error)
+        else:
+            self._said = ""
+
+    def _say(self, what: str, error: OSError) -> None:
+        told = f"autoscaling: {self._path} cannot be {what}: {error.strerror}"
+        if told != self._said:
+            self._said = told
+            _log.warning("%s", told)
 
 
 class Memory:
@@ -62,7 +121,7 @@ class Memory:
         self._root = f"/api/v1/namespaces/{namespace}/configmaps"
 
     async def load(self) -> tuple[dict[str, State], float] | None:
-        """States by pool, and seconds our clock shows more than theirs; None where it fails."""
+        """See `Keeping`."""
         found = await self._cluster.send("GET", f"{self._root}/{self._name}")
         if isinstance(found, answers.Refused):
             if found.status == 404:
@@ -73,7 +132,7 @@ class Memory:
         return read(objects.data(found).get(_KEY, ""), self._clock(), self._time())
 
     async def save(self, pools: Mapping[str, State]) -> None:
-        """Write; what cannot be written now is written later."""
+        """See `Keeping`."""
         text = write(pools, self._clock(), self._time())
         found = await self._cluster.send(
             "PATCH", f"{self._root}/{self._name}", {"data": {_KEY: text}}

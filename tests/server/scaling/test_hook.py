@@ -20,6 +20,13 @@ async def test_the_program_is_told_the_number(tmp_path):
     assert await hook.look(1) == 3
 
 
+async def test_who_comes_after_asks_for_what_was_asked_for():
+    """Engines that are still starting were asked for, though nobody sees them."""
+    for one in (Hook(["true", "{replicas}"], timeout_s=10.0), Told()):
+        one.recall(3)
+        assert await one.look(1) == 3
+
+
 async def test_a_program_that_fails_changes_nothing():
     """Its status and last words are told, and the number is asked for again."""
     hook = Hook(["sh", "-c", "echo no quota {replicas}; exit 4"], timeout_s=10.0)

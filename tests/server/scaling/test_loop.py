@@ -33,6 +33,10 @@ class Hands:
         self.acts = True
         self.fails = ""
         self.asked = []
+        self.recalled = None
+
+    def recall(self, replicas):
+        self.recalled = replicas
 
     async def look(self, available):
         return Failed(self.fails) if self.fails == "look" else self.spec
@@ -219,6 +223,7 @@ async def test_a_loop_goes_on_where_another_stopped():
     assert other.loop.restore(place.loop.state(), shift_s=1000.0 - place.now)
     await other.loop.step()
     assert other.loop.desired.why != Why.WATCHING
+    assert other.hands.recalled == 2
     assert not Place(policy="kubeai").loop.restore(place.loop.state(), shift_s=0.0)
 
 

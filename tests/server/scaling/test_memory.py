@@ -103,3 +103,28 @@ async def test_missing_rights_are_said_once(caplog):
     (said,) = caplog.messages
     assert 'resources: ["configmaps"], verbs: ["patch"]' in said
     assert await one.load() is None
+
+
+async def test_a_file_keeps_it_where_there_is_no_cluster(tmp_path):
+    """Written whole or not at all; nothing is there at first."""
+    clock = [60.0, 1000.0]
+    path = tmp_path / "state.json"
+    kept = memory.File(path, clock=lambda: clock[0], time=lambda: clock[1])
+    assert await kept.load() == ({}, 0.0)
+    state = Watched().state
+    await kept.save({"p": state})
+    clock[:] = [7.0, 1010.0]
+    found, shift_s = await kept.load()
+    assert (found["p"].scaler.at, shift_s) == (state.scaler.at, -63.0)
+    assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
+
+
+async def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
+    """Scaling goes on without it."""
+    kept = memory.File(tmp_path / "none" / "state.json", clock=lambda: 0.0, time=lambda: 0.0)
+    for _ in range(2):
+        await kept.save({})
+    assert caplog.text.count("cannot be written: No such file or directory") == 1
+    kept = memory.File(tmp_path, clock=lambda: 0.0, time=lambda: 0.0)
+    assert await kept.load() is None
+    assert "cannot be read: Is a directory" in caplog.text
