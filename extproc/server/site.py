@@ -63,6 +63,7 @@ class Site:
         self.name = planned.name
         self.claim = planned.claim
         self.exists = True
+        self._existed = False
         self.app_protocol = ""
         self.annotations: Mapping[str, str] = {}
         self._settings = planned.settings
@@ -128,14 +129,20 @@ class Site:
     def take(self, found: Found) -> None:
         """Take in what discovery says of the pool."""
         if found.exists != self.exists:
-            _log.warning("pool %s %s", self.name, "is there" if found.exists else "is gone")
+            _log.warning("pool %s %s", self.name, self._fate(found))
         self.exists = found.exists
+        self._existed = self._existed or found.exists
         self.app_protocol = found.app_protocol
         self.annotations = found.annotations
         fleet = self.parts.fleet
         fleet.replace(found.endpoints, self._shared.clock())
         fleet.decree(found.policy)
         self._changed()
+
+    def _fate(self, found: Found) -> str:
+        if found.exists:
+            return "is there"
+        return "is gone" if self._existed else "is not there; see its name, namespace and group"
 
     def replanned(self, planned: pooling.Planned) -> Callable[[], None]:
         """Build what other settings mean; calling what is returned puts it in force.

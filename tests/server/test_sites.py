@@ -104,6 +104,19 @@ async def test_a_picker_whose_only_pool_is_gone_is_not_ready():
     assert not subject.synced
 
 
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [((), "pool  is not there; see its name"), ((found(A),), "pool  is gone")],
+)
+async def test_a_missing_pool_is_told_from_one_that_left(caplog, before, told):
+    """Somebody who misspelled a name is not told that it was deleted."""
+    subject = sites("pool: {kubernetes: {inference_pool: p, namespace: n}}", written={"n/p": ""})
+    for one in (*before, found(exists=False)):
+        subject.take({"n/p": one}, ())
+    assert [line for line in caplog.messages if line.startswith(told)]
+    assert len(caplog.messages) == 1
+
+
 async def test_nothing_is_ready_before_kubernetes_spoke():
     """Pools that it brings are unknown until it told everything once."""
     assert not sites("cluster: {every_pool: cluster}", heard=False).synced
