@@ -221,6 +221,8 @@ class Rejection(msgspec.Struct, frozen=True, gc=False):
         code: What programs tell the error by, as OpenAI's API names it; empty takes the status.
         waits_s: Seconds until capacity may be there, infinity where only an event brings it; None
             where waiting changes nothing.
+        waits_for: Address of the endpoint it would rather wait for; empty for any.
+        closed: Whether no other endpoint has a place either.
     """
 
     status: int
@@ -229,6 +231,8 @@ class Rejection(msgspec.Struct, frozen=True, gc=False):
     retry_after_s: int | None = None
     code: str = ""
     waits_s: float | None = None
+    waits_for: str = ""
+    closed: bool = False
 
 
 Outcome = Decision | Rejection
@@ -304,11 +308,13 @@ def saturated() -> Rejection:
     )
 
 
-def busy(waits_s: float) -> Rejection:
+def busy(waits_s: float, *, waits_for: str = "", closed: bool = False) -> Rejection:
     """A request would wait too long on every endpoint: 429.
 
     Args:
         waits_s: Until one of them is free, if nothing else happens; infinity where nobody knows.
+        waits_for: See `Rejection`.
+        closed: See `Rejection`.
     """
     return Rejection(
         429,
@@ -316,6 +322,8 @@ def busy(waits_s: float) -> Rejection:
         reason="rejected-saturated",
         retry_after_s=max(1, round(waits_s)) if waits_s < math.inf else 1,
         waits_s=waits_s,
+        waits_for=waits_for,
+        closed=closed,
     )
 
 

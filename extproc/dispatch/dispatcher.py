@@ -9,7 +9,16 @@ import msgspec
 
 from extproc import decision as outcomes
 from extproc.decision import Decision, Outcome, Rejection
-from extproc.dispatch import beliefs, eligible, evidence, homes, naming, saturation, shedding
+from extproc.dispatch import (
+    beliefs,
+    eligible,
+    evidence,
+    homes,
+    naming,
+    patience,
+    promises,
+    shedding,
+)
 from extproc.dispatch import routing as routes
 from extproc.dispatch.journal import Journal
 from extproc.dispatch.matching import Matching
@@ -45,6 +54,7 @@ class Dispatcher:
 
     Attributes:
         journal: Where to tell other pickers of requests; None where pickers do not talk.
+        promises: What requests that wait for an endpoint will hold there.
     """
 
     def __init__(
@@ -67,6 +77,7 @@ class Dispatcher:
         self._counts = counts or guard.Counts()
         self.journal: Journal | None = None
         self._recurrence = Recurrence()
+        self.promises = promises.Promises(fleet, self._recurrence, schedule.tokens)
         self._matching = Matching(fleet, index)
         self._preparation = Preparation(fleet, schedule=schedule, rng=rng)
         self.adopt(routing)
@@ -94,7 +105,7 @@ class Dispatcher:
         self._hashing = Signal.PREFIX in routing.needs
         opening = Signal.OPENING in routing.needs
         self._read_opening = parsing_opening.of if opening else parsing_opening.unread
-        self._homing = Signal.HOMES in routing.needs
+        self._homing = self.promises.counted = Signal.HOMES in routing.needs
         profiles = (routing.profile, *routing.by_model.values())
         self._observers = {profile.name: profile.observers for profile in profiles}
 
@@ -116,15 +127,18 @@ class Dispatcher:
         prepared = self._preparation.of(raw)
         return prepared if isinstance(prepared, Rejection) else self.decide(prepared, now)
 
-    def decide(self, prepared: Prepared, now: float) -> Outcome:
+    def decide(self, prepared: Prepared, now: float, *, patient: bool = True) -> Outcome:
         """Decide about a request that is prepared, without charging anybody.
 
         Args:
             prepared: From `prepare`, now or a while ago.
             now: Monotonic seconds.
+            patient: Whether it may wait for an endpoint while another one has a place.
         """
         raw = prepared.raw
-        outcome = self.choose(prepared.request, now, chain=prepared.chain, headers=raw.headers)
+        outcome = self.choose(
+            prepared.request, now, chain=prepared.chain, headers=raw.headers, patient=patient
+        )
         return (
             naming.told(outcome, raw, prepared.asked, prepared.sent) if prepared.sent else outcome
         )
@@ -136,6 +150,7 @@ class Dispatcher:
         *,
         chain: Sequence[int],
         headers: Mapping[str, str],
+        patient: bool = True,
     ) -> Outcome:
         """Decide about a request that is parsed and hashed already, without charging anybody.
 
@@ -144,6 +159,7 @@ class Dispatcher:
             now: Monotonic seconds.
             chain: The prompt's block hashes, root first, cut as the schedule cuts.
             headers: Headers of the request, names in lower case.
+            patient: Whether it may wait for an endpoint while another one has a place.
         """
         pool = self._fleet.pool
         found = eligible.find(
@@ -189,28 +205,29 @@ class Dispatcher:
         profile = routing.by_model.get(request.model, routing.profile)
         if request.priority < 0 and shedding.saturated(profile, candidates):
             return outcomes.shed()
-        if self._settings.busy_s is not None:
-            candidates, waits_s = saturation.free(
-                candidates, self._settings.busy_s, priority=request.priority
-            )
-            if not candidates:
-                return outcomes.busy(waits_s)
-        outcome = profile.run(
-            Turn(
-                request,
-                now,
-                self._rng,
-                headers,
-                chain,
-                self._read_opening,
-                adapter,
-                returning,
-                growth,
-                others,
-            ),
-            candidates,
-            count=1 + self._settings.fallbacks,
+        turn = Turn(
+            request,
+            now,
+            self._rng,
+            headers,
+            chain,
+            self._read_opening,
+            adapter,
+            returning,
+            growth,
+            others,
         )
+        count = 1 + self._settings.fallbacks
+        if self._settings.busy_s is None:
+            outcome = profile.run(turn, candidates, count=count)
+        else:
+            outcome = patience.decide(
+                lambda some: profile.run(turn, some, count=count),
+                candidates,
+                self._settings.busy_s,
+                priority=request.priority,
+                patient=patient,
+            )
         if isinstance(outcome, Rejection) or found.whole:
             return outcome
         return msgspec.structs.replace(

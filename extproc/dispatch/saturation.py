@@ -60,10 +60,8 @@ def wait_s(candidate: Candidate, *, ceiling: float = _FULL) -> float:
     return waits
 
 
-def free(
-    candidates: Sequence[Candidate], limit_s: float, *, priority: int
-) -> tuple[list[Candidate], float]:
-    """Those on which a request would not wait too long: wait - 10 m p <= limit.
+def over_s(candidates: Sequence[Candidate], limit_s: float, *, priority: int) -> list[float]:
+    """Seconds each is too long to wait for, 0 or less where there is a place: wait - 10 m p - limit.
 
     m are the prompt tokens believed cached there, p the seconds each takes to compute.
 
@@ -72,20 +70,15 @@ def free(
         limit_s: How long is too long (seconds).
         priority: Of the request.
 
-    Returns:
-        The endpoints, and seconds until the first of the others is free if nothing else happens;
-        0 where there are any.
     """
     ceiling = _ROOMY
     if priority > 0:
         limit_s *= HEADROOM
         ceiling = _FULL
-    waits = [
-        wait_s(one, ceiling=ceiling) - _LOYALTY * one.matched_tokens * one.rates.prefill_s
+    return [
+        wait_s(one, ceiling=ceiling) - _LOYALTY * one.matched_tokens * one.rates.prefill_s - limit_s
         for one in candidates
     ]
-    found = [one for one, waiting in zip(candidates, waits, strict=True) if waiting <= limit_s]
-    return found, 0.0 if found else min(waits) - limit_s
 
 
 def _in_front(candidate: Candidate, ceiling: float) -> float:

@@ -8,7 +8,12 @@ from collections.abc import Container, Hashable, Iterator
 from extproc.holding.turns import Turns
 from extproc.holding.waiter import Fairness, Order, Waiter
 
-_Entry = tuple[float, int, Waiter]
+#: Rank, number, place and who.
+_Entry = tuple[float, int, int, Waiter]
+
+#: What can be served by the same endpoints, and which of them it would rather have; None for all
+#: that can be served by the same.
+Way = tuple[Hashable, str | None]
 
 
 class Lane:
@@ -24,14 +29,14 @@ class Lane:
         self._heap: list[_Entry] = []
         self._gone = 0
 
-    def add(self, rank: float, number: int, waiter: Waiter) -> None:
+    def add(self, rank: float, waiter: Waiter) -> None:
         """Put one in its place."""
-        heapq.heappush(self._heap, (rank, number, waiter))
+        heapq.heappush(self._heap, (rank, waiter.number, waiter.place, waiter))
 
     def head(self) -> _Entry | None:
         """Who goes next; None when nobody waits."""
         heap = self._heap
-        while heap and not heap[0][2].waits:
+        while heap and not _here(heap[0]):
             heapq.heappop(heap)
             self._gone -= 1
         return heap[0] if heap else None
@@ -40,19 +45,24 @@ class Lane:
         """One of them stopped waiting."""
         self._gone += 1
         if self._gone * 2 > len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[2].waits]
+            self._heap = [entry for entry in self._heap if _here(entry)]
             heapq.heapify(self._heap)
             self._gone = 0
 
     def last(self) -> _Entry | None:
         """Who would go last; None when nobody waits."""
-        return max((entry for entry in self._heap if entry[2].waits), default=None)
+        return max((entry for entry in self._heap if _here(entry)), default=None)
 
     def __len__(self) -> int:
         return len(self._heap) - self._gone
 
     def __iter__(self) -> Iterator[Waiter]:
-        return (entry[2] for entry in self._heap if entry[2].waits)
+        return (entry[3] for entry in self._heap if _here(entry))
+
+
+def _here(entry: _Entry) -> bool:
+    """Whether its waiter still waits, and in this place."""
+    return entry[3].waits and entry[3].place == entry[2]
 
 
 class Band:
@@ -68,31 +78,35 @@ class Band:
         self._order: Order = order
         self._fairness = fairness
         self._turns = turns
-        self._tenants: dict[str, dict[Hashable, Lane]] = {}
+        self._tenants: dict[str, dict[Way, Lane]] = {}
         self.count = 0
 
-    def add(self, waiter: Waiter, number: int) -> None:
+    def add(self, waiter: Waiter) -> None:
         """One begins to wait."""
         lanes = self._tenants.setdefault(waiter.tenant, {})
-        lane = lanes.get(waiter.target)
+        way = (waiter.target, waiter.toward)
+        lane = lanes.get(way)
         if lane is None:
-            lane = lanes[waiter.target] = Lane()
-        lane.add(waiter.rank(self._order), number, waiter)
+            lane = lanes[way] = Lane()
+        waiter.place += 1
+        lane.add(waiter.rank(self._order), waiter)
         self.count += 1
 
     def left(self, waiter: Waiter) -> None:
-        """One stopped waiting; `waits` is false already."""
+        """One stopped waiting where it is."""
         self.count -= 1
+        waiter.place += 1
         lanes = self._tenants[waiter.tenant]
-        lane = lanes[waiter.target]
+        way = (waiter.target, waiter.toward)
+        lane = lanes[way]
         lane.left()
         if lane.head() is None:
-            del lanes[waiter.target]
+            del lanes[way]
             if not lanes:
                 del self._tenants[waiter.tenant]
 
-    def head(self, blocked: Container[Hashable]) -> Waiter | None:
-        """Who goes next among those whose target is not blocked.
+    def head(self, blocked: Container[Way]) -> Waiter | None:
+        """Who goes next among those whose way is not blocked.
 
         Tenants come in the order of what they attained or of their last turn, and those that are
         equal in the order of their heads; within a tenant the head of lowest rank goes.
@@ -103,8 +117,10 @@ class Band:
             entry = min(
                 (
                     head
-                    for target, lane in lanes.items()
-                    if target not in blocked and (head := lane.head()) is not None
+                    for way, lane in lanes.items()
+                    if way not in blocked
+                    and (way[0], None) not in blocked
+                    and (head := lane.head()) is not None
                 ),
                 default=None,
             )
@@ -112,7 +128,7 @@ class Band:
                 continue
             key = (self._turn(tenant), entry[0], entry[1])
             if best is None or key < best:
-                best, found = key, entry[2]
+                best, found = key, entry[3]
         return found
 
     def last(self) -> Waiter | None:
@@ -121,7 +137,7 @@ class Band:
             return None
         lanes = max(self._tenants.values(), key=lambda lanes: sum(map(len, lanes.values())))
         entries = [entry for lane in lanes.values() if (entry := lane.last()) is not None]
-        return max(entries)[2] if entries else None
+        return max(entries)[3] if entries else None
 
     def __iter__(self) -> Iterator[Waiter]:
         for lanes in self._tenants.values():

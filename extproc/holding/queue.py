@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 
 import msgspec
 
 from extproc.decision import Rejection
-from extproc.holding.band import Band
+from extproc.holding.band import Band, Way
 from extproc.holding.estimate import Pace
 from extproc.holding.turns import Turns
 from extproc.holding.waiter import Settings, Waiter
@@ -87,23 +87,32 @@ class Queue:
             self._deadlines = [entry for entry in self._deadlines if entry[2].waits]
             heapq.heapify(self._deadlines)
 
-    def pump(self, go: Callable[[Waiter], bool], now: float) -> int:
+    def turn(self, waiter: Waiter, toward: str) -> None:
+        """One that waits would rather have another endpoint now; it keeps its rank."""
+        if waiter.toward != toward:
+            band = self._bands[waiter.priority]
+            band.left(waiter)
+            waiter.toward = toward
+            band.add(waiter)
+
+    def pump(self, go: Callable[[Waiter], Way | None], now: float) -> int:
         """Let requests go on until nobody who waits can.
 
-        A target that cannot be served now holds up only those that want the same.
+        What cannot be served now holds up only those that want the same.
 
         Args:
-            go: Sends one on if it can be served now.
+            go: Sends one on if it can be served now, and says what cannot if not.
             now: Monotonic seconds.
 
         Returns:
             How many went.
         """
-        blocked: dict[int, set[Hashable]] = {}
+        blocked: dict[int, set[Way]] = {}
         went = 0
         while (waiter := self._head(blocked)) is not None:
-            if not go(waiter):
-                blocked.setdefault(waiter.priority, set()).add(waiter.target)
+            way = go(waiter)
+            if way is not None:
+                blocked.setdefault(waiter.priority, set()).add(way)
                 continue
             self.leave(waiter)
             self.turns.served(waiter.tenant, waiter.tokens, now)
@@ -148,6 +157,7 @@ class Queue:
 
     def _put(self, waiter: Waiter) -> None:
         self._numbers += 1
+        waiter.number = self._numbers
         waiter.waits = True
         self.count += 1
         self.bytes += waiter.bytes
@@ -156,8 +166,8 @@ class Queue:
             settings = self.settings
             band = Band(settings.order, settings.fairness, self.turns)
             self._bands[waiter.priority] = band
-        band.add(waiter, self._numbers)
-        heapq.heappush(self._deadlines, (waiter.deadline, self._numbers, waiter))
+        band.add(waiter)
+        heapq.heappush(self._deadlines, (waiter.deadline, waiter.number, waiter))
 
     def _fits(self, waiter: Waiter) -> bool:
         settings = self.settings
@@ -169,7 +179,7 @@ class Queue:
         priority = min(self._bands, default=below)
         return self._bands[priority].last() if priority < below else None
 
-    def _head(self, blocked: Mapping[int, Container[Hashable]]) -> Waiter | None:
+    def _head(self, blocked: Mapping[int, Container[Way]]) -> Waiter | None:
         for priority in sorted(self._bands, reverse=True):
             head = self._bands[priority].head(blocked.get(priority, ()))
             if head is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 import msgspec
@@ -22,6 +22,10 @@ from extproc.holding.waiter import Settings, Waiter
 #: Shortest and longest time until capacity is looked for again without an event (seconds).
 _SOONEST_S = 0.002
 _LATEST_S = 1.0
+
+#: Share of its longest wait for which a request may wait for one endpoint while another one has a
+#: place.
+_PATIENCE = 0.5
 
 #: What waits.
 Item = TypeVar("Item")
@@ -38,7 +42,8 @@ class Acts(msgspec.Struct, Generic[Item, Way], frozen=True):
         refuse: One that waited is told no.
     """
 
-    decide: Callable[[Item], Way | Rejection]
+    decide: Callable[[Item, bool], Way | Rejection]
+    waits: Callable[[Item, str], None]
     go: Callable[[Item, Way], None]
     refuse: Callable[[Item, Rejection], None]
 
@@ -67,7 +72,7 @@ class Turnstile(Generic[Item, Way]):
         self.queue = Queue(settings)
         self.outcomes: Counter[str] = Counter()
 
-    def why(self, outcome: Way | Rejection, *, priority: int) -> Rejection | None:
+    def why(self, outcome: Way | Rejection, *, priority: int, toward: str = "") -> Rejection | None:
         """Why a request that has just come cannot go on; None where it can.
 
         Where waiting helps, `waits_s` is a number.
@@ -75,12 +80,13 @@ class Turnstile(Generic[Item, Way]):
         Args:
             outcome: What would come of it if nobody else waited.
             priority: Of the request.
+            toward: Address of the endpoint it would go to; empty where that is not known.
         """
         if isinstance(outcome, Rejection):
             return outcome
         if self.queue.count and self.queue.ahead(priority):
             # Whoever waits longer goes first; the turn may be this one's all the same.
-            return outcomes.busy(0.0)
+            return outcomes.busy(0.0, waits_for=toward)
         return None
 
     def hold(self, item: Item, want: Want, why: Rejection, now: float) -> Waiter | Rejection:
@@ -118,6 +124,8 @@ class Turnstile(Generic[Item, Way]):
         for other in joined.displaced:
             self._refuse(other, "displaced", _displaced(self.queue.full(now).retry_after_s))
         self._items[waiter] = (item, why)
+        self.queue.turn(waiter, why.waits_for)
+        self._acts.waits(item, why.waits_for)
         return waiter
 
     def left(self, waiter: Waiter) -> bool:
@@ -143,22 +151,26 @@ class Turnstile(Generic[Item, Way]):
         soonest_s = math.inf
         left = self._most
 
-        def go(waiter: Waiter) -> bool:
+        def go(waiter: Waiter) -> tuple[Hashable, str | None] | None:
             nonlocal soonest_s, left
             if left <= 0:
-                return False
+                return waiter.target, None
             item, _ = self._items[waiter]
-            outcome = self._acts.decide(item)
+            patient = now - waiter.arrived < _PATIENCE * (waiter.deadline - waiter.arrived)
+            outcome = self._acts.decide(item, patient)
             if not isinstance(outcome, Rejection):
                 left -= 1
                 self._acts.go(self._forget(waiter, "went"), outcome)
-                return True
+                return None
             if outcome.waits_s is None:
                 self._refuse(waiter, "refused", outcome)
-                return True
+                return None
             self._items[waiter] = (item, outcome)
             soonest_s = min(soonest_s, outcome.waits_s)
-            return False
+            toward = outcome.waits_for
+            self.queue.turn(waiter, toward)
+            self._acts.waits(item, toward)
+            return waiter.target, toward if toward and not outcome.closed else None
 
         self.queue.pump(go, now)
         if left <= 0 and self.queue.count:

@@ -59,18 +59,24 @@ class Waiter:
         bytes: Of its body.
         tokens: Its prompt's estimated tokens.
         slo_s: Seconds to the first token it asks for; infinity for none.
+        toward: The endpoint it would rather have; empty for any.
         waits: Whether it still does.
+        number: Of those that ever waited, in the order in which they came.
+        place: Changes whenever it is put into another lane.
     """
 
     __slots__ = (
         "arrived",
         "bytes",
         "deadline",
+        "number",
+        "place",
         "priority",
         "slo_s",
         "target",
         "tenant",
         "tokens",
+        "toward",
         "waits",
     )
 
@@ -94,7 +100,10 @@ class Waiter:
         self.bytes = size
         self.tokens = tokens
         self.slo_s = slo_s
+        self.toward = ""
         self.waits = False
+        self.number = 0
+        self.place = 0
 
     def rank(self, order: Order) -> float:
         """Its place within its tenant: lower goes first."""

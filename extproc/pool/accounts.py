@@ -172,6 +172,19 @@ class Account:
         ticket.held = self._held.take(blocks, tokens, growth=growth)
         self.open_tokens = self._held.tokens
 
+    def promise(
+        self, blocks: Sequence[int], tokens: Sequence[int], *, growth: float
+    ) -> holdings.Share:
+        """Count what a request will hold that waits to be sent here; arguments as of `hold`."""
+        share = self._held.take(blocks, tokens, growth=growth)
+        self.open_tokens = self._held.tokens
+        return share
+
+    def take_back(self, share: holdings.Share) -> None:
+        """A request that was promised is sent, or never will be."""
+        self._held.give_back(share)
+        self.open_tokens = self._held.tokens
+
     def queued(self, now: float) -> float:
         """Uncached prompt tokens sent and believed not yet computed."""
         left = self.sent - self.done - (now - self.at) * self.tokens_per_s

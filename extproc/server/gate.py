@@ -10,6 +10,7 @@ import msgspec
 
 from extproc.config.holding import Holding
 from extproc.decision import Decision, Outcome, Rejection
+from extproc.dispatch import promises
 from extproc.dispatch.dispatcher import Dispatcher
 from extproc.dispatch.preparing import Prepared
 from extproc.holding.allowance import NO_LIMIT, Allowance
@@ -39,15 +40,22 @@ class Held:
         prepared: What it asks for.
         answer: What comes of it.
         why: Why it had to wait.
+        promise: What was promised to the endpoint it waits for.
     """
 
-    __slots__ = ("answer", "prepared", "waiter", "why")
+    __slots__ = ("answer", "prepared", "promise", "waiter", "why")
 
     def __init__(self, prepared: Prepared, why: Rejection) -> None:
         self.waiter: Waiter
         self.prepared = prepared
         self.why = why
+        self.promise: promises.Promise | None = None
         self.answer: asyncio.Future[Granted | Rejection] = asyncio.Future()
+
+    def take_back(self) -> None:
+        """It waits no longer for the endpoint it waited for."""
+        promises.take_back(self.promise)
+        self.promise = None
 
 
 class Gate:
@@ -75,7 +83,7 @@ class Gate:
         self._clock = clock
         self._soon = False
         self._timer: asyncio.TimerHandle | None = None
-        acts = Acts(decide=self._decide, go=self._grant, refuse=_refuse)
+        acts = Acts(decide=self._decide, waits=self._promise, go=self._grant, refuse=_refuse)
         self._turnstile: Turnstile[Held, Decision] = Turnstile(
             holding.queue, acts, most=_MOST_PER_TURN
         )
@@ -137,7 +145,8 @@ class Gate:
         Returns:
             None where it may go where `outcome` says.
         """
-        why = self._turnstile.why(outcome, priority=prepared.request.priority)
+        toward = "" if isinstance(outcome, Rejection) else outcome.endpoints[0].address
+        why = self._turnstile.why(outcome, priority=prepared.request.priority, toward=toward)
         return None if why is None else self.hold(prepared, why, now)
 
     def hold(self, prepared: Prepared, why: Rejection, now: float) -> Held | Rejection:
@@ -175,6 +184,7 @@ class Gate:
         """The client is gone, or the stream ended: nothing is kept, nothing stays charged."""
         # A task that is cancelled while it waits has cancelled what it waits for.
         if self._turnstile.left(held.waiter):
+            held.take_back()
             held.answer.cancel()
             return
         if held.answer.cancelled():
@@ -205,8 +215,15 @@ class Gate:
             self._timer.cancel()
             self._timer = None
 
-    def _decide(self, held: Held) -> Outcome:
-        return self._dispatcher.decide(held.prepared, self._clock())
+    def _decide(self, held: Held, patient: bool) -> Outcome:  # noqa: FBT001 - as `Acts` calls it
+        held.take_back()  # nobody waits behind itself
+        return self._dispatcher.decide(held.prepared, self._clock(), patient=patient)
+
+    def _promise(self, held: Held, address: str) -> None:
+        prepared = held.prepared
+        held.promise = self._dispatcher.promises.make(
+            address, prepared.chain, prompt_tokens=prepared.request.prompt_tokens
+        )
 
     def _grant(self, held: Held, decision: Decision) -> None:
         if held.answer.done():
@@ -231,6 +248,7 @@ class Gate:
 
 
 def _refuse(held: Held, why: Rejection) -> None:
+    held.take_back()
     if not held.answer.done():
         held.answer.set_result(why)
 

@@ -47,19 +47,17 @@ def test_those_in_front_wait_for_answers_to_end():
 def test_memory_is_full_sooner_for_those_without_priority():
     """At 0.95 of the KV cache there is room for a priority above 0 only."""
     full = candidate(usage=0.95)
-    assert saturation.free([full], 0.1, priority=1) == ([full], 0.0)
-    found, waits_s = saturation.free([full], 0.1, priority=0)
-    assert not found
+    assert saturation.over_s([full], 0.1, priority=1) == [pytest.approx(-0.5)]
     # 0.05 * 16000 tokens are 1.6 requests of 500.
-    assert waits_s == pytest.approx(1.6 * 0.4 - 0.1)
+    assert saturation.over_s([full], 0.1, priority=0) == [pytest.approx(1.6 * 0.4 - 0.1)]
 
 
 def test_a_priority_finds_free_what_others_filled():
     """Those below stop at the limit; above it stays room for it."""
     busy = candidate(queued=1000.0)
-    assert not saturation.free([busy], 0.1, priority=0)[0]
-    assert not saturation.free([busy], 0.1, priority=-1)[0]
-    assert saturation.free([busy], 0.1, priority=1)[0] == [busy]
+    assert saturation.over_s([busy], 0.1, priority=0) == [pytest.approx(0.04)]
+    assert saturation.over_s([busy], 0.1, priority=-1) == [pytest.approx(0.04)]
+    assert saturation.over_s([busy], 0.1, priority=1) == [pytest.approx(-0.36)]
 
 
 def test_a_prompt_may_wait_where_it_is_cached():
@@ -69,16 +67,8 @@ def test_a_prompt_may_wait_where_it_is_cached():
         candidate(queued=1000.0, matched_tokens=200),
         candidate(queued=1000.0, matched_tokens=30),
     )
-    assert saturation.free([busy, loyal, hardly], 0.1, priority=0)[0] == [loyal]
-
-
-def test_the_soonest_says_when():
-    """Seconds until the first is free, where none is."""
-    found, waits_s = saturation.free(
-        [candidate(queued=2000.0), candidate(queued=1000.0)], 0.1, priority=0
-    )
-    assert not found
-    assert waits_s == pytest.approx(0.04)
+    over = saturation.over_s([busy, loyal, hardly], 0.1, priority=0)
+    assert [seconds <= 0.0 for seconds in over] == [False, True, False]
 
 
 def test_what_nobody_knows_is_not_busy():

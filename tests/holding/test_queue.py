@@ -35,9 +35,9 @@ def order(made, *, most=10_000, can=lambda _: True, now=1.0):
 
     def go(one):
         if len(went) >= most or not can(one):
-            return False
+            return one.target, None
         went.append(names[one])
-        return True
+        return None
 
     made.pump(go, now)
     return "".join(went)
@@ -190,7 +190,7 @@ def test_ahead_counts_whom_one_would_not_overtake():
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["join", "leave", "pump", "expire"]),
+            st.sampled_from(["join", "leave", "turn", "pump", "expire"]),
             st.integers(0, 3),
             st.integers(-1, 1),
             st.integers(0, 2),
@@ -225,12 +225,17 @@ def test_nobody_is_lost_or_served_twice(steps, way, fairness):
             made.leave(one)
             made.leave(one)
             waiting.discard(one)
+        elif step == "turn" and waiting:
+            one = rng.choice(sorted(waiting, key=lambda each: each.arrived))
+            made.turn(one, rng.choice(["", "a", "b"]))
         elif step == "pump":
             budget = iter(range(rng.randint(0, 3)))
             gone: list[Waiter] = []
             made.pump(
                 lambda one, budget=budget, gone=gone, target=target: (
-                    one.target == target and next(budget, None) is not None and not gone.append(one)
+                    (one.target, None)
+                    if one.target != target or next(budget, None) is None
+                    else gone.append(one)
                 ),
                 now,
             )
@@ -243,6 +248,28 @@ def test_nobody_is_lost_or_served_twice(steps, way, fairness):
         assert made.count == len(waiting) <= 8
         assert made.bytes == sum(one.bytes for one in waiting) <= 20
         assert all(one.waits for one in waiting)
+
+
+def test_who_waits_for_one_endpoint_holds_up_nobody_else():
+    """Only those that wait for the same; each keeps its rank when it waits for another."""
+    made = queue(*(waiter(name, arrived=at) for at, name in enumerate("abcd")))
+    by_name = {names[one]: one for one in made}
+    made.turn(by_name["a"], "x")
+    made.turn(by_name["c"], "x")
+    went = []
+
+    def go(one):
+        if one.toward == "x":
+            return one.target, "x"
+        went.append(names[one])
+        return None
+
+    made.pump(go, 1.0)
+    assert "".join(went) == "bd"
+    made.turn(by_name["c"], "y")
+    made.turn(by_name["c"], "x")
+    assert made.count == 2
+    assert order(made) == "ac"
 
 
 def test_memory_follows_what_waits():

@@ -20,12 +20,22 @@ class Entrance:
 
     def __init__(self, *, free=0, most=None, **settings):
         self.free = free
+        self.wanted = {}
         self.went = []
         self.told = {}
-        acts = Acts(decide=self.decide, go=self.go, refuse=self.told.__setitem__)
+        self.toward = {}
+        acts = Acts(
+            decide=self.decide,
+            waits=self.toward.__setitem__,
+            go=self.go,
+            refuse=self.told.__setitem__,
+        )
         self.turnstile = Turnstile(Settings(**settings), acts, most=most)
 
-    def decide(self, _item):
+    def decide(self, item, patient):
+        wanted = self.wanted.get(item)
+        if wanted and patient:
+            return outcomes.busy(0.5, waits_for=wanted)
         return GOES if self.free else BUSY
 
     def go(self, item, _decision):
@@ -113,6 +123,37 @@ def test_a_client_leaves_once():
     assert entrance.turnstile.left(waiter)
     assert not entrance.turnstile.left(waiter)
     assert not entrance.turnstile.queue.count
+
+
+def test_a_request_may_wait_for_one_endpoint_while_others_go():
+    """Whoever wants another one overtakes it, until half of its time has passed."""
+    entrance = Entrance(free=9, timeout_s=60.0)
+    entrance.wanted = {"a": "x", "c": "x"}
+    entrance.hold(*"abcd")
+    entrance.turnstile.pump(1.0)
+    assert entrance.went == ["b", "d"]
+    assert entrance.toward["a"] == "x"
+    entrance.turnstile.pump(29.0)
+    assert entrance.went == ["b", "d"]
+    entrance.turnstile.pump(30.0)
+    assert entrance.went == ["b", "d", "a", "c"]
+
+
+def test_where_nobody_has_a_place_all_wait_for_the_first():
+    """One is asked, whomever it waits for, and the others are not."""
+    entrance = Entrance()
+    entrance.hold("a", why=outcomes.busy(0.5, waits_for="x", closed=True))
+    entrance.hold("b", why=outcomes.busy(0.5, waits_for="y", closed=True))
+    assert entrance.toward == {"a": "x", "b": "y"}
+    entrance.turnstile.pump(0.0)
+    assert entrance.toward == {"a": "", "b": "y"}
+
+
+def test_a_newcomer_waits_for_where_it_would_go():
+    """Others wait already, and its turn may come as soon as theirs."""
+    entrance = Entrance()
+    entrance.hold("a")
+    assert entrance.turnstile.why(GOES, priority=0, toward="x").waits_for == "x"
 
 
 def test_after_closing_nobody_waits():

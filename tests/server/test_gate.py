@@ -20,9 +20,9 @@ A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 class Place:
     """A fleet, its dispatcher and a gate, at a time a test sets."""
 
-    def __init__(self, *addresses, **holding):
+    def __init__(self, *addresses, profile="balanced", **holding):
         self.asked = 0
-        self.house = House(dict.fromkeys(addresses))
+        self.house = House(dict.fromkeys(addresses), profile=profile)
         routing = self.house.dispatcher.routing
         settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
         self.house.dispatcher.adopt(routing.__class__(routing.profile, {}, settings))
@@ -240,3 +240,24 @@ async def test_a_header_that_is_no_number_counts_as_absent():
     held = Place(empty_timeout_s=7).ask(x_extproc_hold_ms="-5", x_llm_d_slo_ttft_ms="soon")
     assert held.waiter.deadline == held.waiter.arrived + 7
     assert held.waiter.slo_s == math.inf
+
+
+async def test_promises_end_with_the_wait():
+    """What a request that waits will hold counts while it waits, however that ends."""
+    place = Place(A, B, profile="adaptive", timeout_s=5)
+    for address in (A, B):
+        place.load(address, waiting=20, running=8, kv_usage=0.5)
+    accounts = [member.account for member in place.house.fleet.pool.members]
+    held = [place.ask(tokens=400) for _ in range(3)]
+    assert sum(account.open_tokens for account in accounts) > 1000
+    place.gate.left(held[0], place.now)
+    place.load(A, waiting=0, running=4, kv_usage=0.5)
+    await answered(held[1])
+    place.gate.pump()
+    place.house.now += 6.0
+    place.gate.pump()
+    await answered(*held[1:])
+    for one in held[1:]:
+        if isinstance(one.answer.result(), Granted):
+            one.answer.result().ticket.close(place.now)
+    assert [account.open_tokens for account in accounts] == [0.0, 0.0]

@@ -12,6 +12,7 @@ import msgspec
 from extproc.config import factory
 from extproc.config import settings as sections
 from extproc.decision import Decision, Outcome, Rejection
+from extproc.dispatch import promises
 from extproc.endpoint import Endpoint, Load, Models, Rates
 from extproc.holding import turnstile
 from extproc.pool.accounts import Ticket
@@ -95,6 +96,7 @@ class Dispatching:
         self._needs = self.parts.dispatcher.routing.needs
         self._cuts = [tokens for tokens in settings.prefix.schedule.tokens if tokens]
         self._tickets: dict[str, Ticket] = {}
+        self._promises: dict[str, promises.Promise] = {}
         self._endpoints = [
             Endpoint(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000", name=f"engine-{n}")
             for n in range(len(sites))
@@ -108,7 +110,8 @@ class Dispatching:
         self.gate: waiting.Gate[Decision] | None = None
         if went is not None and settings.holding.enabled:
             acts = turnstile.Acts(
-                decide=self._decide,
+                decide=self._decide_again,
+                waits=self._promise,
                 go=lambda trip, outcome: self._grant(trip, outcome, went),
                 refuse=lambda trip, why: self._refuse(trip, why, went),
             )
@@ -134,7 +137,8 @@ class Dispatching:
         """See `Picker`."""
         outcome, gate = self._decide(trip), self.gate
         if gate is not None:
-            refused = gate.admit(trip, outcome)
+            toward = "" if isinstance(outcome, Rejection) else outcome.endpoints[0].address
+            refused = gate.admit(trip, outcome, toward=toward)
             if gate.holds(trip):
                 return -1
             outcome = refused or outcome
@@ -145,9 +149,24 @@ class Dispatching:
 
     def left(self, trip: Trip) -> bool:
         """See `Picker`."""
+        self._take_back(trip)
         return self.gate is not None and self.gate.left(trip)
 
-    def _decide(self, trip: Trip) -> Outcome:
+    def _decide_again(self, trip: Trip, patient: bool) -> Outcome:  # noqa: FBT001 - as `Acts` calls it
+        self._take_back(trip)  # nobody waits behind itself
+        return self._decide(trip, patient=patient)
+
+    def _promise(self, trip: Trip, address: str) -> None:
+        made = self.parts.dispatcher.promises.make(
+            address, self._chain(trip.work), prompt_tokens=trip.work.prompt_tokens
+        )
+        if made is not None:
+            self._promises[trip.id] = made
+
+    def _take_back(self, trip: Trip) -> None:
+        promises.take_back(self._promises.pop(trip.id, None))
+
+    def _decide(self, trip: Trip, *, patient: bool = True) -> Outcome:
         work = trip.work
         request = Request(
             api="completions",
@@ -159,7 +178,11 @@ class Dispatching:
             priority=work.priority,
         )
         return self.parts.dispatcher.choose(
-            request, self._timeline.now, chain=self._chain(work), headers=_NO_HEADERS
+            request,
+            self._timeline.now,
+            chain=self._chain(work),
+            headers=_NO_HEADERS,
+            patient=patient,
         )
 
     def _grant(self, trip: Trip, outcome: Decision, went: Callable[[Trip], None]) -> None:
@@ -167,6 +190,7 @@ class Dispatching:
         went(trip)
 
     def _refuse(self, trip: Trip, why: Rejection, went: Callable[[Trip], None]) -> None:
+        self._take_back(trip)
         trip.refused(why, self._timeline.now)
         went(trip)
 

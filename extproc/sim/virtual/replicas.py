@@ -77,7 +77,12 @@ class Replicas:
         #: When each site was asked for.
         self._born = [0.0] * len(sites)
         self._loads = [0] * len(sites)
-        acts_ = turnstile.Acts(decide=self._room, go=self._go, refuse=self._refuse)
+        acts_ = turnstile.Acts(
+            decide=lambda trip, _: self._room(trip),
+            waits=lambda _, __: None,
+            go=self._go,
+            refuse=self._refuse,
+        )
         self._gate = waiting.Gate(_holding(asked.hold), timeline=timeline, acts=acts_)
         self._spec = min(asked.start, len(sites))
         self._counters = meter.Counters()

@@ -29,7 +29,7 @@ class Gate(Generic[Way]):
         self._manners = holding.manners
         self._timeline = timeline
         self._acts = acts
-        own = Acts(decide=acts.decide, go=self._go, refuse=self._refuse)
+        own = Acts(decide=acts.decide, waits=acts.waits, go=self._go, refuse=self._refuse)
         self._turnstile = Turnstile(holding.queue, own)
         self._waiters: dict[str, Waiter] = {}
         self._soon = False
@@ -45,17 +45,18 @@ class Gate(Generic[Way]):
         """What came of trips that waited; see `Turnstile`."""
         return self._turnstile.outcomes
 
-    def admit(self, trip: Trip, outcome: Way | Rejection) -> Rejection | None:
+    def admit(self, trip: Trip, outcome: Way | Rejection, *, toward: str = "") -> Rejection | None:
         """Let a trip that has just come go on, wait, or be refused.
 
         Args:
             trip: Which.
             outcome: What would come of it if nobody else waited.
+            toward: Address of the endpoint it would go to; empty where that is not known.
 
         Returns:
             Why it is refused. None where it waits, or may go where `outcome` says.
         """
-        why = self._turnstile.why(outcome, priority=trip.work.priority)
+        why = self._turnstile.why(outcome, priority=trip.work.priority, toward=toward)
         return None if why is None else self.hold(trip, why)
 
     def holds(self, trip: Trip) -> bool:

@@ -32,13 +32,14 @@ class Door:
         self.refused = []
         acts = Acts(
             decide=self.decide,
+            waits=lambda _trip, _address: None,
             go=self.grant,
             refuse=lambda trip, why: self.refused.append((trip.id, why.status)),
         )
         asked = holding.Holding(enabled=True, **facts)
         self.gate = Gate(asked, timeline=self.timeline, acts=acts)
 
-    def decide(self, _trip):
+    def decide(self, _trip, _patient):
         if self.refusal is not None:
             return self.refusal
         return GOES if self.free else outcomes.busy(self.waits_s)
@@ -230,3 +231,30 @@ def test_where_replicas_come_and_go_the_scenario_says_who_waits():
     whole = a_scenario(autoscaling=scenario.Autoscaling(start=1, cold_start_s=1.0))
     world = World(whole, held(), seed=1)
     assert world.pickers[0].gate is None
+
+
+def test_holding_leaves_conversations_where_they_are():
+    """Chats whose prefixes just do not fit: as many answers as without holding, within a tenth."""
+    whole = a_scenario(
+        workloads.Conversations(
+            conversations=250,
+            turns=lengths.Lengths(mean=7.34, shape="exponential", lowest=5),
+            prompt=lengths.Lengths(
+                mean=143, deviation=130, shape="lognormal", lowest=10, highest=1500
+            ),
+            output=lengths.Lengths(mean=9.3, deviation=1, lowest=1, highest=10),
+        ),
+        fleet=[
+            scenario.Engines(
+                count=2,
+                profile="l4-8b-fp8",
+                set={"kv_tokens": 22500, "prefill_s_per_token": 0.00024, "max_model_len": 16000},
+            )
+        ],
+        client=client.Client(users=80, ramp_s=0.5),
+    )
+    free, waiting = (
+        World(whole, chosen, seed=1).run().summary() for chosen in (settings(), held())
+    )
+    assert not waiting.failed
+    assert waiting.requests_per_s >= 0.9 * free.requests_per_s
