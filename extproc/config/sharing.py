@@ -17,7 +17,8 @@ class Sharing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             do not talk, and need no store.
         stream: Key of the stream; pickers that share endpoints share it. Who can write to it can
             make endpoints look busy, so give the server a password.
-        flush_s: Seconds that facts are gathered. 0.002 makes one write of some dozen requests.
+        flush_s: Seconds between two writes at least: after a pause a fact is written at once, and
+            under load facts are gathered for so long. 0.002 are 500 writes per second at most.
         beat_s: Seconds between two lists of open requests, which make up for what was lost.
         silent_s: Seconds after which a picker that says nothing counts as gone. 5 are five lists.
         max_entries: Writes that the stream keeps, about. 10000 are some seconds, and a reader that

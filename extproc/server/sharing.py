@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import secrets
 import socket
@@ -64,6 +65,7 @@ class Line:
         self._outbox = sharing.Outbox(name, self._waiting.set)
         self.mirror = sharing.Mirror(name, self._dispatcher, silent_s=settings.silent_s)
         self._away: set[str] = set()
+        self._told_at = -math.inf
 
     async def run(self) -> None:
         """Tell and listen until cancelled; then say goodbye."""
@@ -79,7 +81,8 @@ class Line:
                     await self._flush()
             for one in (self._writing, self._reading):
                 with contextlib.suppress(*_failures()):
-                    await one.aclose()
+                    async with asyncio.timeout(_PATIENCE_S):
+                        await one.aclose()
 
     async def _beat(self) -> None:
         """Say what is open, and forget those who say nothing."""
@@ -94,7 +97,7 @@ class Line:
     async def _keep(self, what: str, once: Callable[[], Any]) -> None:
         """Do one thing again and again, however often the server is away."""
         wait_s = _BACK_OFF_S
-        while True:
+        while _wanted():
             began = self._clock()
             try:
                 await once()
@@ -113,12 +116,16 @@ class Line:
             _log.info("sharing: can %s again", what)
 
     async def _tell(self) -> None:
-        """Write what waits, until that fails; what was taken then is lost."""
-        while True:
+        """Write what waits, until that fails; what was taken then is lost.
+
+        At once after a pause, and not sooner than `flush_s` after the last time.
+        """
+        while _wanted():
             await self._waiting.wait()
-            await asyncio.sleep(self._settings.flush_s)
+            await asyncio.sleep(max(0.0, self._told_at + self._settings.flush_s - self._clock()))
             self._waiting.clear()
             await self._flush()
+            self._told_at = self._clock()
             self._works("tell")
 
     async def _flush(self) -> None:
@@ -139,7 +146,7 @@ class Line:
         newest: Any = await client.xrevrange(stream, count=1)
         last: bytes = newest[0][0] if newest else b"0-0"
         self._works("listen")
-        while True:
+        while _wanted():
             found: Any = await client.xread({stream: last}, count=_MOST_ENTRIES, block=_BLOCK_MS)
             for _, entries in found or ():
                 for entry, fields in entries:
@@ -183,6 +190,12 @@ def line(settings: Sharing, sites: Sites, clock: Callable[[], float]) -> Line | 
         ConfigError: The client is not installed, or the URL is none.
     """
     return Line(settings, sites, clock) if settings.url else None
+
+
+def _wanted() -> bool:
+    """Whether nobody asked this task to end: the client may swallow that while it connects."""
+    task = asyncio.current_task()
+    return task is None or not task.cancelling()
 
 
 def _client(settings: Sharing) -> Redis:

@@ -96,9 +96,9 @@ def sites():
 class Replica:
     """One picker as far as it talks."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, **more: float) -> None:
         self.sites = sites()
-        settings = Sharing(url=url, beat_s=0.1, silent_s=1.0)
+        settings = Sharing(url=url, beat_s=0.1, silent_s=1.0, **more)
         self.line = sharing.Line(settings, self.sites, time.monotonic)
 
     def dispatcher(self, pool: str = "a"):
@@ -186,6 +186,46 @@ async def test_a_server_that_goes_away_stops_nobody(server):
         assert not any(task.done() for task in tasks)
         two.send()
         await until(lambda: sum(one.in_flight().values()) >= 2)
+
+
+class Deaf:
+    """A client that swallows the first cancellation, as redis-py may while it connects."""
+
+    def __init__(self) -> None:
+        self.reads = asyncio.Event()
+
+    async def xrevrange(self, *_, **__):
+        return []
+
+    async def xread(self, *_, **__):
+        self.reads.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    async def aclose(self):
+        pass
+
+
+async def test_a_picker_ends_although_its_client_did_not_hear_that(tmp_path):
+    """A cancellation that is lost inside the client is looked for."""
+    one = Replica(f"unix://{tmp_path}/none")
+    one.line._reading = deaf = Deaf()
+    async with asyncio.timeout(20), talking(one):
+        await deaf.reads.wait()
+
+
+async def test_a_fact_is_written_at_once_after_a_pause_and_gathered_under_load(server):
+    """However long facts are gathered, the first one after a pause does not wait."""
+    one = Replica(server.url, flush_s=3600.0)
+    await until(Path(server.url.removeprefix("unix://")).exists)
+    async with redis.Redis.from_url(server.url) as reader, talking(one), asyncio.timeout(20):
+        while not await reader.xlen("extproc"):
+            await asyncio.sleep(0.005)
+        one.send()
+        one.line._outbox.say_open()
+        waiting = one.line._outbox.take()
+        assert len(waiting.facts) >= 2
+        assert await reader.xlen("extproc") == 1
 
 
 async def test_strange_entries_are_passed_over(server):
