@@ -5,35 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
-from extproc import decision as outcomes
 from extproc.decision import Decision, Outcome, Rejection
-from extproc.dispatch import (
-    beliefs,
-    eligible,
-    evidence,
-    homes,
-    naming,
-    patience,
-    promises,
-    shedding,
-)
+from extproc.dispatch import beliefs, evidence, naming, promises
 from extproc.dispatch import routing as routes
+from extproc.dispatch.choosing import Choice
 from extproc.dispatch.journal import Journal
-from extproc.dispatch.matching import Matching
 from extproc.dispatch.preparing import Preparation, Prepared
-from extproc.parsing import opening as parsing_opening
 from extproc.pool import snapshot
 from extproc.pool.accounts import Ticket
 from extproc.pool.fleet import Fleet
 from extproc.pool.recurrence import Recurrence
 from extproc.prefix import blocks
 from extproc.prefix.index import PrefixIndex
-from extproc.request import BYTES_PER_TOKEN, RawRequest, Request
+from extproc.request import RawRequest, Request
 from extproc.scheduling import guard
 from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
 
 #: Surfaces whose answers say nothing a picker could use; their streams end after the pick
 #: (EPP protocol report 1.7, "skip response processing").
@@ -73,12 +59,11 @@ class Dispatcher:
         self._belief = belief
         self._evidence = evidence.Evidence(fleet=fleet, index=index, belief=belief)
         self._schedule = schedule
-        self._rng = rng
         self._counts = counts or guard.Counts()
         self.journal: Journal | None = None
         self._recurrence = Recurrence()
         self.promises = promises.Promises(fleet, self._recurrence, schedule.tokens)
-        self._matching = Matching(fleet, index)
+        self._choice = Choice(fleet, index, self._recurrence, schedule=schedule, rng=rng)
         self._preparation = Preparation(fleet, schedule=schedule, rng=rng)
         self.adopt(routing)
 
@@ -103,8 +88,7 @@ class Dispatcher:
         self._settings = routing.settings
         self._preparation.adopt(routing)
         self._hashing = Signal.PREFIX in routing.needs
-        opening = Signal.OPENING in routing.needs
-        self._read_opening = parsing_opening.of if opening else parsing_opening.unread
+        self._choice.adopt(routing)
         self._homing = self.promises.counted = Signal.HOMES in routing.needs
         profiles = (routing.profile, *routing.by_model.values())
         self._observers = {profile.name: profile.observers for profile in profiles}
@@ -136,7 +120,7 @@ class Dispatcher:
             patient: Whether it may wait for an endpoint while another one has a place.
         """
         raw = prepared.raw
-        outcome = self.choose(
+        outcome = self._choice.of(
             prepared.request, now, chain=prepared.chain, headers=raw.headers, patient=patient
         )
         return (
@@ -161,81 +145,7 @@ class Dispatcher:
             headers: Headers of the request, names in lower case.
             patient: Whether it may wait for an endpoint while another one has a place.
         """
-        pool = self._fleet.pool
-        found = eligible.find(
-            pool,
-            request,
-            honour_subset=self._settings.honour_subset,
-            reject_unlisted=self._settings.reject_unlisted,
-            health=self._fleet.health.settings,
-            now=now,
-            rng=self._rng,
-        )
-        if isinstance(found, Rejection):
-            return found
-        members = found.members
-        ratio = self._bytes_per_token(request.target, request.prompt_bytes)
-        if ratio != BYTES_PER_TOKEN:
-            tokens = max(1, round(request.prompt_bytes / ratio))
-            request = msgspec.structs.replace(request, prompt_tokens=tokens)
-        adapter = request.adapter or (request.model if request.model in pool.adapters else "")
-        matched = self._matching.of(chain, members, self._schedule.tokens_at(ratio))
-        home = None
-        returning = growth = others = 0.0
-        if self._homing:
-            known, peers = self._recurrence, self._fleet.peers
-            returning, others = known.share, peers.share
-            growth = known.growth(request.prompt_tokens)
-            home = known.home(chain)
-            if chain and others >= homes.LEAST_SHARE:
-                key = request.session or self._read_opening(request)
-                matched = homes.expected(
-                    key, request.prompt_tokens, members, matched=matched, peers=peers
-                )
-        candidates = snapshot.candidates(
-            members,
-            matched,
-            adapter=adapter,
-            adapters=pool.adapters,
-            now=now,
-            stale_after_s=self._settings.stale_after_s,
-            home=home,
-        )
-        routing = self._routing
-        profile = routing.by_model.get(request.model, routing.profile)
-        if request.priority < 0 and shedding.saturated(profile, candidates):
-            return outcomes.shed()
-        turn = Turn(
-            request,
-            now,
-            self._rng,
-            headers,
-            chain,
-            self._read_opening,
-            adapter,
-            returning,
-            growth,
-            others,
-        )
-        count = 1 + self._settings.fallbacks
-        if self._settings.busy_s is None:
-            outcome = profile.run(turn, candidates, count=count)
-        else:
-            outcome = patience.decide(
-                lambda some: profile.run(turn, some, count=count),
-                candidates,
-                self._settings.busy_s,
-                priority=request.priority,
-                patient=patient,
-            )
-        if isinstance(outcome, Rejection) or found.whole:
-            return outcome
-        return msgspec.structs.replace(
-            outcome,
-            left_out=found.left_out,
-            unlisted=found.unlisted,
-            put_aside=found.put_aside,
-        )
+        return self._choice.of(request, now, chain=chain, headers=headers, patient=patient)
 
     def rescue(self, raw: RawRequest, now: float, *, why: str) -> Outcome:
         """Decide when `route` failed with a bug: least in flight, nothing else looked at.
@@ -322,7 +232,7 @@ class Dispatcher:
                 chain,
                 prompt_tokens=prompt_tokens,
                 cached_tokens=cached_tokens,
-                bytes_per_token=self._bytes_per_token(target, prompt_bytes),
+                bytes_per_token=self._fleet.tokenisers.of(target, prompt_bytes),
             )
         ticket = account.open(
             target,
@@ -355,8 +265,8 @@ class Dispatcher:
             target: Adapter or model name.
             prompt_bytes: Bytes of text the prompt's tokens are estimated from; 0 when they are exact.
         """
-        tokens = self._schedule.tokens_at(self._bytes_per_token(target, prompt_bytes))
-        return self._matching.of(chain, (member,), tokens)[0]
+        ratio = self._fleet.tokenisers.of(target, prompt_bytes)
+        return self._choice.believed(member, chain, bytes_per_token=ratio)
 
     def told(self, ticket: Ticket, status: str, now: float, *, served: str = "") -> None:
         """Response headers came: what they say of the endpoint, and of its cache.
@@ -432,9 +342,3 @@ class Dispatcher:
             except Exception:  # noqa: BLE001 - counted, and the request is decided already
                 kind = getattr(observer, "kind", type(observer).__name__)
                 self._counts.exceptions["observer", kind] += 1
-
-    def _bytes_per_token(self, target: str, prompt_bytes: int) -> float:
-        """Of a prompt; token ids are `BYTES_PER_TOKEN` each in the prompt's bytes."""
-        if not prompt_bytes:
-            return BYTES_PER_TOKEN
-        return self._fleet.tokenisers.bytes_per_token(target)

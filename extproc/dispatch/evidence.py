@@ -8,7 +8,6 @@ from extproc.pool.condition import Verdict, verdict
 from extproc.pool.fleet import Fleet
 from extproc.pool.snapshot import Member
 from extproc.prefix.index import PrefixIndex
-from extproc.request import BYTES_PER_TOKEN
 
 
 class Evidence:
@@ -72,9 +71,7 @@ class Evidence:
         """Nothing of the request ran on its endpoint: its prompt is not cached there."""
         if not ticket.prompt_tokens:
             return
-        ratio: float = BYTES_PER_TOKEN
-        if ticket.prompt_bytes:
-            ratio = self._fleet.tokenisers.bytes_per_token(ticket.target)
+        ratio = self._fleet.tokenisers.of(ticket.target, ticket.prompt_bytes)
         self._belief.unsent(
             ticket.endpoint,
             ticket.blocks,

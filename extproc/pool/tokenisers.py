@@ -93,6 +93,15 @@ class Tokenisers:
         own = self._of.get(model)
         return own.ratio if own is not None and own.known else self._all.ratio
 
+    def of(self, model: str, prompt_bytes: int) -> float:
+        """Of one prompt: token ids are `BYTES_PER_TOKEN` each.
+
+        Args:
+            model: LLM or adapter name.
+            prompt_bytes: Of its text; 0 when it came as token ids.
+        """
+        return self.bytes_per_token(model) if prompt_bytes else BYTES_PER_TOKEN
+
     @property
     def learnt(self) -> dict[str, float]:
         """Bytes per token by model, of models that showed enough."""

@@ -1,0 +1,150 @@
+"""Which endpoint is best for a request, as things are now."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from extproc import decision as outcomes
+from extproc.decision import Outcome, Rejection
+from extproc.dispatch import eligible, homes, patience, shedding
+from extproc.dispatch import routing as routes
+from extproc.dispatch.matching import Matching
+from extproc.parsing import opening
+from extproc.pool import snapshot
+from extproc.pool.fleet import Fleet
+from extproc.pool.recurrence import Recurrence
+from extproc.prefix import blocks
+from extproc.prefix.index import PrefixIndex
+from extproc.request import BYTES_PER_TOKEN, Request
+from extproc.scheduling.plugins import Signal
+from extproc.scheduling.turn import Turn
+
+
+class Choice:
+    """Chooses for requests that are parsed and hashed, and charges nobody.
+
+    Args:
+        fleet: Endpoints and loads.
+        index: Who is believed to hold which prefix block.
+        recurrence: Which prompts go on from which; only read.
+        schedule: How prompts are cut into blocks.
+        rng: All chance there is.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: PrefixIndex,
+        recurrence: Recurrence,
+        *,
+        schedule: blocks.Schedule,
+        rng: random.Random,
+    ) -> None:
+        self._fleet = fleet
+        self._matching = Matching(fleet, index)
+        self._recurrence = recurrence
+        self._schedule = schedule
+        self._rng = rng
+
+    def adopt(self, routing: routes.Routing) -> None:
+        """Choose by another configuration from the next request on."""
+        self._routing = routing
+        self._settings = routing.settings
+        self._read_opening = opening.of if Signal.OPENING in routing.needs else opening.unread
+        self._homing = Signal.HOMES in routing.needs
+
+    def of(
+        self,
+        request: Request,
+        now: float,
+        *,
+        chain: Sequence[int],
+        headers: Mapping[str, str],
+        patient: bool,
+    ) -> Outcome:
+        """See `Dispatcher.choose`."""
+        pool = self._fleet.pool
+        found = eligible.find(
+            pool,
+            request,
+            honour_subset=self._settings.honour_subset,
+            reject_unlisted=self._settings.reject_unlisted,
+            health=self._fleet.health.settings,
+            now=now,
+            rng=self._rng,
+        )
+        if isinstance(found, Rejection):
+            return found
+        members = found.members
+        ratio = self._fleet.tokenisers.of(request.target, request.prompt_bytes)
+        if ratio != BYTES_PER_TOKEN:
+            tokens = max(1, round(request.prompt_bytes / ratio))
+            request = msgspec.structs.replace(request, prompt_tokens=tokens)
+        adapter = request.adapter or (request.model if request.model in pool.adapters else "")
+        matched = self._matching.of(chain, members, self._schedule.tokens_at(ratio))
+        home = None
+        returning = growth = others = 0.0
+        if self._homing:
+            known, peers = self._recurrence, self._fleet.peers
+            returning, others = known.share, peers.share
+            growth = known.growth(request.prompt_tokens)
+            home = known.home(chain)
+            if chain and others >= homes.LEAST_SHARE:
+                key = request.session or self._read_opening(request)
+                matched = homes.expected(
+                    key, request.prompt_tokens, members, matched=matched, peers=peers
+                )
+        candidates = snapshot.candidates(
+            members,
+            matched,
+            adapter=adapter,
+            adapters=pool.adapters,
+            now=now,
+            stale_after_s=self._settings.stale_after_s,
+            home=home,
+        )
+        routing = self._routing
+        profile = routing.by_model.get(request.model, routing.profile)
+        if request.priority < 0 and shedding.saturated(profile, candidates):
+            return outcomes.shed()
+        turn = Turn(
+            request,
+            now,
+            self._rng,
+            headers,
+            chain,
+            self._read_opening,
+            adapter,
+            returning,
+            growth,
+            others,
+        )
+        count = 1 + self._settings.fallbacks
+        if self._settings.busy_s is None:
+            outcome = profile.run(turn, candidates, count=count)
+        else:
+            outcome = patience.decide(
+                lambda some: profile.run(turn, some, count=count),
+                candidates,
+                self._settings.busy_s,
+                priority=request.priority,
+                patient=patient,
+            )
+        if isinstance(outcome, Rejection) or found.whole:
+            return outcome
+        return msgspec.structs.replace(
+            outcome,
+            left_out=found.left_out,
+            unlisted=found.unlisted,
+            put_aside=found.put_aside,
+        )
+
+    def believed(
+        self, member: snapshot.Member, chain: Sequence[int], *, bytes_per_token: float
+    ) -> int:
+        """Prompt tokens of a chain that are believed cached on an endpoint."""
+        tokens = self._schedule.tokens_at(bytes_per_token)
+        return self._matching.of(chain, (member,), tokens)[0]
