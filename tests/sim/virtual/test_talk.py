@@ -1,0 +1,40 @@
+"""Pickers of a simulated world that tell each other of their requests."""
+
+from __future__ import annotations
+
+from extproc.config import load
+from extproc.sim.virtual import scenario, workloads, world
+from extproc.sim.virtual.client import Client
+from extproc.sim.virtual.lengths import Lengths
+
+TURNAROUND_S = 0.002
+
+
+def hit_ratio(pickers: int, delay_s: float | None) -> float:
+    """40 users who chat without pause, on two engines whose caches are too small for all of them."""
+    whole = scenario.Scenario(
+        title="chat",
+        fleet=(
+            scenario.Engines(
+                count=2, profile="l4-8b-fp8", set={"kv_tokens": 11_000, "max_model_len": 11_000}
+            ),
+        ),
+        workload=workloads.Conversations(
+            conversations=100,
+            turns=Lengths(mean=7, shape="exponential", lowest=5),
+            prompt=Lengths(mean=143, deviation=130, shape="lognormal", lowest=10, highest=1500),
+            output=Lengths(mean=9, deviation=1, lowest=1, highest=10),
+        ),
+        client=Client(users=40, ramp_s=0.5, turnaround_s=TURNAROUND_S),
+        picking=scenario.Picking(replicas=pickers, share_delay_s=delay_s),
+    )
+    text = "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scheduling: {strategy: adaptive}}"
+    settings = load.settings(load.parse(text, where="test"))
+    return world.run(whole, settings, seed=1).hit_ratio
+
+
+def test_the_next_turn_may_come_before_the_news_that_the_last_one_ended():
+    """Hits stay where a fact takes longer than the client does, by a little and by much."""
+    in_time = hit_ratio(2, 0.9 * TURNAROUND_S)
+    assert in_time > 0.8 * hit_ratio(1, None)
+    assert all(hit_ratio(2, delay_s) > 0.8 * in_time for delay_s in (0.005, 0.05))
