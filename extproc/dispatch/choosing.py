@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +10,7 @@ import msgspec
 
 from extproc import decision as outcomes
 from extproc.decision import Outcome, Rejection
-from extproc.dispatch import eligible, homes, patience, shedding
+from extproc.dispatch import eligible, homes, patience, saturation, shedding
 from extproc.dispatch import routing as routes
 from extproc.dispatch.matching import Matching
 from extproc.parsing import opening
@@ -48,6 +49,8 @@ class Choice:
         self._recurrence = recurrence
         self._schedule = schedule
         self._rng = rng
+        # Until then others leave more room, because a request of a priority above 0 came.
+        self._shared_until = -math.inf
 
     def adopt(self, routing: routes.Routing) -> None:
         """Choose by another configuration from the next request on."""
@@ -126,12 +129,15 @@ class Choice:
         if self._settings.busy_s is None:
             outcome = profile.run(turn, candidates, count=count)
         else:
+            if request.priority > 0:
+                self._shared_until = now + saturation.REMEMBERED_S
             outcome = patience.decide(
                 lambda some: profile.run(turn, some, count=count),
                 candidates,
                 self._settings.busy_s,
                 priority=request.priority,
                 patient=patient,
+                shared=now < self._shared_until,
             )
         if isinstance(outcome, Rejection) or found.whole:
             return outcome

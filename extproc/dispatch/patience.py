@@ -17,6 +17,7 @@ def decide(
     *,
     priority: int,
     patient: bool,
+    shared: bool = False,
 ) -> Outcome:
     """Choose among all endpoints, and go there if it has a place.
 
@@ -32,11 +33,12 @@ def decide(
         limit_s: Seconds of waiting from which an endpoint has no place.
         priority: Of the request.
         patient: Whether it may wait for an endpoint while another one has a place.
+        shared: Whether requests of priorities above 0 come.
 
     Returns:
         A decision, or why it waits and for whom.
     """
-    over = saturation.over_s(candidates, limit_s, priority=priority)
+    over = saturation.over_s(candidates, limit_s, priority=priority, shared=shared)
     free = [one for one, seconds in zip(candidates, over, strict=True) if seconds <= 0.0]
     if not free and not patient:
         return outcomes.busy(min(over))

@@ -61,14 +61,22 @@ def test_a_priority_finds_free_what_others_filled():
 
 
 def test_a_prompt_may_wait_where_it_is_cached():
-    """0.14 s of queue are worth 200 cached tokens, ten times 0.02 s, and not 30."""
+    """0.14 s of queue are 0.04 s too much, which 500 cached tokens save, and 300 do not."""
     busy = candidate(queued=1000.0)
     loyal, hardly = (
-        candidate(queued=1000.0, matched_tokens=200),
-        candidate(queued=1000.0, matched_tokens=30),
+        candidate(queued=1000.0, matched_tokens=500),
+        candidate(queued=1000.0, matched_tokens=300),
     )
     over = saturation.over_s([busy, loyal, hardly], 0.1, priority=0)
     assert [seconds <= 0.0 for seconds in over] == [False, True, False]
+
+
+def test_where_priorities_come_batches_are_smaller():
+    """At 0.8 of the KV cache there is no room for others then."""
+    filled = candidate(usage=0.8)
+    assert saturation.over_s([filled], 0.1, priority=0) == [pytest.approx(-0.1)]
+    assert saturation.over_s([filled], 0.1, priority=0, shared=True)[0] > 0.0
+    assert saturation.over_s([filled], 0.1, priority=1, shared=True)[0] < 0.0
 
 
 def test_what_nobody_knows_is_not_busy():
