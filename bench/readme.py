@@ -67,8 +67,8 @@ def agreement_block() -> str:
 
 
 def sharing_block() -> str:
-    """Pickers that tell each other of their requests."""
-    return replicas.shared_block(run.read("replicas"))
+    """Several pickers behind a real Envoy, by themselves and talking."""
+    return replicas.real_block(run.read("replicas"))
 
 
 def replicas_block() -> str:

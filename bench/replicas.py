@@ -1,21 +1,24 @@
 """One, two and four pickers of the same fleet: simulated, and behind a real Envoy.
 
     python -m bench.replicas [--only NAME ...] [--seeds N] [--jobs N] [--write]
-    python -m bench.replicas --shared [--only NAME ...] [--seeds N] [--jobs N] [--write]
     python -m bench.replicas --real [--rounds N] [--write]
 
 Simulated, each request goes to one of the pickers at random. Ratios are to one picker, seed by seed,
 with half of the 95 % interval. Pickers that shared all they know at once would be one picker, so one
-picker is also the bound of what exact sharing could gain. `--shared` has pickers that tell each other.
+picker is also the bound of what exact sharing could gain. Several are measured as they are by
+themselves, and telling each other of their requests after some delay. With --only, the other
+workloads stay as they were written. Traces are read from the folder in $EXTPROC_TRACES.
 
-For real, one Envoy spreads requests over `extproc serve` processes before four simulated engines.
-Hit ratios are the engines' own counters; figures are medians over rounds.
+For real, one Envoy spreads requests over `extproc serve` processes before four simulated engines;
+those that talk do so through a real Redis or Valkey from the PATH. Hit ratios are the engines' own
+counters; figures are medians over rounds, in each of which every kind has its turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -29,20 +32,24 @@ import uvloop
 from bench import agreement, rig, sending
 from bench.proof import SCENARIOS
 from extproc.cli import simulation, stack
-from extproc.sim.virtual import report, scenario
+from extproc.sim.virtual import report, scenario, tally
 
 COUNTS = (1, 2, 4)
 
-#: Multi-turn prompts at saturation, unlike engines with users who think, and a shared prefix that
-#: half of all want; with a trace also the Mooncake conversations.
+#: Multi-turn prompts at saturation, unlike engines with users who think, a shared prefix that half of
+#: all want, and caches just as large as what users need; with a trace also the Mooncake conversations.
 NAMES = ("l4-800", "heterogeneous", "hot-prefix", "k6-s1", "mooncake-70")
 
-#: Of these, the ones on which pickers that talk are measured, and after how long they have talked.
-TALKED, DELAYS_S = ("l4-800", "hot-prefix", "k6-s1"), (None, 0.0, 0.005)
+#: Seconds after which pickers have told each other; None: never. 2 ms is a server on the same machine,
+#: 20 ms one that is far away.
+DELAYS_S = (None, 0.002, 0.02)
+
+#: Pickers, and after how long they have talked.
+KINDS = ((1, None), *((count, delay_s) for delay_s in DELAYS_S for count in COUNTS[1:]))
 
 FIGURES = ("hit_ratio", "ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "requests_per_s")
 
-PARTS = ("simulated", "shared", "real", "real_load_average")
+PARTS = ("simulated", "real", "real_load_average")
 
 #: What the bar is on, and how far from one picker it may be (issue 5).
 JUDGED, BOUND = ("hit_ratio", "ttft_p99_s"), 0.05
@@ -58,50 +65,26 @@ def once(name: str, count: int, seed: int, delay_s: float | None = None) -> dict
     return {figure: report.FIGURES[figure](summary) for figure in FIGURES}
 
 
-def simulated(names: Sequence[str], *, seeds: int, jobs: int) -> dict[str, Any]:
-    """Every scenario with every count of pickers."""
-    tasks = [(name, n, seed) for name in names for n in COUNTS for seed in range(1, seeds + 1)]
+def simulated(name: str, *, seeds: int, jobs: int) -> list[dict[str, Any]]:
+    """One scenario with every kind of pickers."""
+    tasks = [(name, n, seed, d) for n, d in KINDS for seed in range(1, seeds + 1)]
     with futures.ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         found = dict(zip(tasks, pool.map(once, *zip(*tasks, strict=True)), strict=True))
-    told: dict[str, Any] = {}
-    for name in names:
-        rows = told[name] = {}
-        for n in COUNTS:
-            runs = [found[name, n, seed] for seed in range(1, seeds + 1)]
-            alone = [found[name, 1, seed] for seed in range(1, seeds + 1)]
-            rows[str(n)] = {
+    alone = [found[name, 1, seed, None] for seed in range(1, seeds + 1)]
+    rows = []
+    for n, delay_s in KINDS:
+        runs = [found[name, n, seed, delay_s] for seed in range(1, seeds + 1)]
+        rows.append(
+            {
+                "pickers": n,
+                "told_after_s": delay_s,
+                "seeds": seeds,
                 "mean": {f: round(statistics.fmean(run[f] for run in runs), 4) for f in FIGURES},
                 "ratio": {f: _ratio(runs, alone, f) for f in FIGURES},
             }
-        print(name, {n: row["ratio"] for n, row in rows.items()}, flush=True)
-    return told
-
-
-def shared(names: Sequence[str], *, seeds: int, jobs: int) -> dict[str, Any]:
-    """Pickers that do not talk, and that tell each other of requests after some delay."""
-    talks = [(1, None), *((n, delay_s) for n in COUNTS[1:] for delay_s in DELAYS_S)]
-    tasks = [(name, n, seed, d) for name in names for n, d in talks for seed in range(1, seeds + 1)]
-    with futures.ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        found = dict(zip(tasks, pool.map(once, *zip(*tasks, strict=True)), strict=True))
-    told: dict[str, Any] = {}
-    for name in names:
-        rows = told[name] = []
-        alone = [found[name, 1, seed, None] for seed in range(1, seeds + 1)]
-        for n, delay_s in talks:
-            runs = [found[name, n, seed, delay_s] for seed in range(1, seeds + 1)]
-            rows.append(
-                {
-                    "pickers": n,
-                    "delay_s": delay_s,
-                    "seeds": seeds,
-                    "mean": {
-                        f: round(statistics.fmean(run[f] for run in runs), 4) for f in FIGURES
-                    },
-                    "ratio": {f: _ratio(runs, alone, f) for f in FIGURES},
-                }
-            )
-            print(name, rows[-1], flush=True)
-    return told
+        )
+        print(name, rows[-1], flush=True)
+    return rows
 
 
 def _ratio(
@@ -112,13 +95,25 @@ def _ratio(
     return [round(told.mean, 3), round(told.half, 3)]
 
 
-async def behind_envoy(whole: scenario.Scenario, count: int, *, seed: int) -> dict[str, float]:
-    """One run through Envoy; everything anew, so that caches and counters begin empty."""
+async def behind_envoy(
+    whole: scenario.Scenario, count: int, *, seed: int, talking: bool
+) -> tuple[dict[str, float], list[float]]:
+    """One run through Envoy; everything anew, so that caches and counters begin empty.
+
+    Returns:
+        Figures, and the seconds to the first token of every request.
+    """
     async with stack.stack() as children:
         addresses = await agreement.started(children, whole)
         grpc = [stack.free_port() for _ in range(count)]
-        text = agreement.settings_text("adaptive", seed=seed, addresses=addresses)
-        for port in grpc:
+        tree = msgspec.json.decode(
+            agreement.settings_text("adaptive", seed=seed, addresses=addresses)
+        )
+        if talking:
+            tree["sharing"] = {"url": await _server(children)}
+        for n, port in enumerate(grpc):
+            # As `world.World` seeds them: pickers that share a seed herd.
+            text = msgspec.json.encode(tree | {"seed": tree["seed"] + n}).decode()
             await children.extproc(
                 *("--config-text", text, "--host", "127.0.0.1", "--secure-serving=false"),
                 *("--drain-timeout", "0s", "--grpc-port", str(port)),
@@ -139,67 +134,95 @@ async def behind_envoy(whole: scenario.Scenario, count: int, *, seed: int) -> di
             ports=[int(address.rpartition(":")[2]) for address in addresses],
             seed=seed,
         )
-        return await agreement.measured(results, addresses, late_s)
+        found = await agreement.measured(results, addresses, late_s)
+        return found, [trip.first_s for trip in results.trips]
 
 
-async def real(rounds: int) -> dict[str, Any]:
-    """Every count in turn, round after round, so that the machine's moods meet all alike."""
+async def _server(children: stack.Stack) -> str:
+    """Start a server that keeps nothing; its URL."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        raise SystemExit("neither redis-server nor valkey-server is on the PATH")
+    port = stack.free_port()
+    words = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no")
+    await children.start("redis", [program, *words], ready="Ready to accept connections")
+    return f"redis://127.0.0.1:{port}"
+
+
+async def real(rounds: int) -> list[dict[str, Any]]:
+    """Every kind in turn, round after round, so that the machine's moods meet all alike."""
     whole = agreement.scaled(agreement.SCENARIOS["closed"], agreement.SPEED)
-    found: dict[int, list[dict[str, float]]] = {n: [] for n in COUNTS}
+    kinds = [(1, False), *((n, talking) for talking in (False, True) for n in COUNTS[1:])]
+    found: dict[tuple[int, bool], list[dict[str, float]]] = {kind: [] for kind in kinds}
+    firsts: dict[tuple[int, bool], list[float]] = {kind: [] for kind in kinds}
     for seed in range(1, rounds + 1):
-        for n in COUNTS:
-            found[n].append(await behind_envoy(whole, n, seed=seed))
-            print(seed, n, found[n][-1], flush=True)
+        # Not always the same one first.
+        for n, talking in (*kinds[seed % len(kinds) :], *kinds[: seed % len(kinds)]):
+            run, first_s = await behind_envoy(whole, n, seed=seed, talking=talking)
+            found[n, talking].append(run)
+            firsts[n, talking] += first_s
+            print(f"round {seed}, {n} pickers, talking: {talking}: {run}", flush=True)
     figures = ("hit_ratio", "ttft_mean_s", "ttft_p99_s", "requests_per_s", "timers_late_ms")
-    return {
-        str(n): {
+    alone = found[1, False]
+    return [
+        {
+            "pickers": n,
+            "talking": talking,
             "rounds": len(runs),
-            **{f: round(statistics.median(run[f] for run in runs), 4) for f in figures},
+            "requests": len(firsts[n, talking]),
+            "median": {f: round(statistics.median(run[f] for run in runs), 4) for f in figures},
+            "ttft_p99_of_all_s": round(tally.spread(firsts[n, talking]).p99, 4),
+            "ratios": {
+                f: [round(run[f] / one[f], 3) for run, one in zip(runs, alone, strict=True)]
+                for f in JUDGED
+            },
         }
-        for n, runs in found.items()
-    }
+        for (n, talking), runs in found.items()
+    ]
 
 
-def shared_block(result: Mapping[str, Any]) -> str:
-    """What telling each other comes to, as the README shows it."""
+def block(result: Mapping[str, Any]) -> str:
+    """Simulated runs as the README shows them."""
     lines = [
         "| workload | pickers | told after | hit ratio | to one picker | TTFT p99, s | to one picker |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, rows in result["shared"].items():
+    for name, rows in result["simulated"].items():
         for row in rows:
-            delay_s, (hits, waits) = row["delay_s"], (row["ratio"][f] for f in JUDGED)
+            delay_s, (hits, waits) = row["told_after_s"], (row["ratio"][f] for f in JUDGED)
             after = "never" if delay_s is None else f"{1000 * delay_s:.0f} ms"
             lines.append(
                 f"| {name} | {row['pickers']} | {after if row['pickers'] > 1 else ''} "
                 f"| {row['mean']['hit_ratio']:.3f} | {hits[0]:.3f} ± {hits[1]:.3f} "
                 f"| {row['mean']['ttft_p99_s']:.2f} | {waits[0]:.2f} ± {waits[1]:.2f} |"
             )
-    return "\n".join(
-        [*lines, "", f"`python -m bench.replicas --shared --seeds {row['seeds']} --write`"]
-    )
-
-
-def block(result: Mapping[str, Any]) -> str:
-    """A result as the README shows it."""
-    lines = [
-        "| workload | pickers | hit ratio | to one picker | TTFT p99, s | to one picker |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, rows in result["simulated"].items():
-        for n, row in rows.items():
-            hits, waits = (row["ratio"][figure] for figure in JUDGED)
-            lines.append(
-                f"| {name} | {n} | {row['mean']['hit_ratio']:.3f} | {hits[0]:.3f} ± {hits[1]:.3f} "
-                f"| {row['mean']['ttft_p99_s']:.2f} | {waits[0]:.2f} ± {waits[1]:.2f} |"
-            )
-    for n, row in result.get("real", {}).items():
-        one = result["real"]["1"]
-        lines.append(
-            f"| real Envoy | {n} | {row['hit_ratio']:.3f} | {row['hit_ratio'] / one['hit_ratio']:.3f} "
-            f"| {row['ttft_p99_s']:.2f} | {row['ttft_p99_s'] / one['ttft_p99_s']:.2f} |"
-        )
     return "\n".join([*lines, "", f"`{result['command']}`, {result['date']}."])
+
+
+def real_block(result: Mapping[str, Any]) -> str:
+    """Real runs as the README shows them."""
+    if "real" not in result:
+        return "Nothing measured yet."
+    lines = [
+        "| pickers | talk | hit ratio | round by round | TTFT p99, s | round by round | all rounds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    one_s = result["real"][0]["ttft_p99_of_all_s"]
+    for row in result["real"]:
+        median, (hits, waits) = row["median"], (row["ratios"][f] for f in JUDGED)
+        all_s = row["ttft_p99_of_all_s"]
+        talk = "" if row["pickers"] == 1 else "yes" if row["talking"] else "no"
+        lines.append(
+            f"| {row['pickers']} | {talk} | {median['hit_ratio']:.3f} | {_spread(hits)} "
+            f"| {median['ttft_p99_s']:.2f} | {_spread(waits)} | {all_s:.2f}, {all_s / one_s:.2f} |"
+        )
+    words = f"--real --rounds {result['real'][0]['rounds']} --write"
+    return "\n".join([*lines, "", f"`python -m bench.replicas {words}`, {result['date']}."])
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    """Median, smallest and largest."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def main(given: argparse.Namespace) -> None:
@@ -207,20 +230,24 @@ def main(given: argparse.Namespace) -> None:
     path = rig.RESULTS / "replicas.json"
     kept = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
     told = {part: kept[part] for part in PARTS if part in kept}
+
+    def write() -> None:
+        if given.write:
+            rig.write("replicas", "python -m bench.replicas --write", told)
+
     if given.real:
         told["real"] = uvloop.run(real(given.rounds))
         told["real_load_average"] = round(busy, 1)
-    elif given.shared:
-        names = [name for name in given.only if name in TALKED]
-        ran = shared(names, seeds=given.seeds, jobs=given.jobs)
-        told["shared"] = told.get("shared", {}) | ran
+        write()
     else:
-        names = [n for n in given.only if "mooncake" not in n or os.environ.get("EXTPROC_TRACES")]
-        ran = simulated(names, seeds=given.seeds, jobs=given.jobs)
-        told["simulated"] = told.get("simulated", {}) | ran
+        for name in given.only:
+            if "mooncake" in name and not os.environ.get("EXTPROC_TRACES"):
+                print(f"{name}: left out, EXTPROC_TRACES does not name the folder of the traces")
+                continue
+            rows = simulated(name, seeds=given.seeds, jobs=given.jobs)
+            told["simulated"] = told.get("simulated", {}) | {name: rows}
+            write()
     print(f"{time.monotonic() - began:.0f} s", flush=True)
-    if given.write:
-        rig.write("replicas", "python -m bench.replicas [--real] --write", told)
 
 
 if __name__ == "__main__":
@@ -228,7 +255,6 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--shared", action="store_true")
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true")

@@ -58,8 +58,8 @@ def test_the_table_of_replicas_is_the_result():
     assert results.replicas_block() in README
 
 
-def test_the_table_of_pickers_that_talk_is_the_result():
-    """The table is made from the measurement that is kept beside it."""
+def test_the_table_of_pickers_behind_a_real_envoy_is_the_result():
+    """By themselves and talking, they are shown as they were measured."""
     assert results.sharing_block() in README
 
 
