@@ -1,4 +1,4 @@
-"""Plots of the pages, made from `bench/results/proof`: one SVG for each page.
+"""Plots of the pages, made from `bench/results`: columns, and how far weights reach.
 
     python -m bench.drawings        # rewrites bench/pages/*.svg
 
@@ -13,7 +13,7 @@ import matplotlib as mpl
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from bench import bars
+from bench import bars, frontier
 from bench.pages import PAGES
 
 #: Page to its scenarios.
@@ -33,10 +33,37 @@ PANELS = (
 )
 
 
+#: Label and figure of the panels of a frontier.
+REACHES = (("TTFT mean, ms", "ttft_mean_s"), ("TTFT p99, ms", "ttft_p99_s"))
+
+
 def drawn(page: str) -> bytes:
     """The plot of a page; the same bytes for the same results."""
     told = {name: bars.result(name) for name in DRAWN[page]}
-    told = {name: one for name, one in told.items() if one is not None}
+
+    def row(axes, name, one) -> None:
+        for panel, (label, bar, mark, factor) in zip(axes, PANELS, strict=True):
+            paint(panel, one["columns"], bar, mark, factor)
+            panel.set_title(f"{name}: {label}")
+
+    return rows(page, {name: one for name, one in told.items() if one}, len(PANELS), row)
+
+
+def reached(page: str) -> bytes | None:
+    """The plot of the frontiers of a page; None where there are none."""
+    told = {name: frontier.result(name) for name in DRAWN[page]}
+
+    def row(axes, name, one) -> None:
+        for panel, (label, figure) in zip(axes, REACHES, strict=True):
+            reach(panel, name, one, figure)
+            panel.set_title(f"{name}: {label}, by requests per second")
+
+    found = {name: one for name, one in told.items() if one}
+    return rows(page, found, len(REACHES), row) if found else None
+
+
+def rows(page: str, told, panels: int, paint_row) -> bytes:
+    """A row of panels for each scenario, as SVG."""
     rules = {"svg.hashsalt": page, "svg.fonttype": "none", "font.size": 8}
     with mpl.rc_context(rules):
         height = 2.4 * max(1, len(told)) + 0.3
@@ -44,14 +71,35 @@ def drawn(page: str) -> bytes:
         FigureCanvasSVG(figure)
         margins = {"left": 0.05, "right": 0.99, "top": 1 - 0.3 / height, "bottom": 0.75 / height}
         figure.subplots_adjust(**margins, hspace=0.8)
-        axes = figure.subplots(len(told), len(PANELS), squeeze=False)
+        axes = figure.subplots(len(told), panels, squeeze=False)
         for row, (name, one) in zip(axes, told.items(), strict=True):
-            for panel, (label, bar, mark, factor) in zip(row, PANELS, strict=True):
-                paint(panel, one["columns"], bar, mark, factor)
-                panel.set_title(f"{name}: {label}")
+            paint_row(row, name, one)
         written = io.BytesIO()
         figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     return written.getvalue()
+
+
+def reach(panel, name, told, figure) -> None:
+    """Every point, the best of them joined, the columns, and the bars as lines."""
+
+    def spots(all_):
+        return zip(*[(one["requests_per_s"], one[figure] * 1e3) for one in all_], strict=True)
+
+    panel.plot(*spots([one["figures"] for one in told["points"]]), "o", color="C0", alpha=0.4, ms=3)
+    line = [one["figures"] for one in frontier.best(told["points"], figure)]
+    panel.plot(*spots(line), color="C0", linewidth=0.8, label="found")
+    panel.plot(*spots([told["points"][0]["figures"]]), "D", color="C1", ms=5, label="adaptive")
+    for at, (column, figures) in enumerate(told["columns"].items()):
+        colour = "C7" if column == "clairvoyant" else f"C{at + 2}"
+        panel.plot(*spots([figures]), "s", color=colour, ms=5, label=column)
+    for bar, value in frontier.wanted(name, told):
+        if bar.figure == figure:
+            panel.axhline(value * 1e3, color="black", linewidth=0.6, linestyle="--", label="bar")
+        elif bar.figure == "requests_per_s":
+            panel.axvline(value, color="black", linewidth=0.6, linestyle="--")
+    panel.axhline(told["limits"][figure] * 1e3, color="C3", linewidth=0.6, label="limit")
+    panel.grid(visible=True, alpha=0.3)
+    panel.legend(fontsize=6)
 
 
 def paint(panel, columns, bar, mark, factor) -> None:
@@ -74,6 +122,10 @@ def main() -> None:
     for page in DRAWN:
         (PAGES / f"{page}.svg").write_bytes(drawn(page))
         print(f"drew {page}.svg")
+        found = reached(page)
+        if found is not None:
+            (PAGES / f"{page}-frontier.svg").write_bytes(found)
+            print(f"drew {page}-frontier.svg")
 
 
 if __name__ == "__main__":

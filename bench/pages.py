@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from bench import bars, published, rig
+from bench import bars, frontier, published, rig
 
 PAGES = Path(__file__).resolve().parent / "pages"
 
@@ -170,6 +170,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "mooncake results": lambda: results("mooncake-70", "mooncake-95"),
     "mooncake bars": lambda: verdicts("mooncake-70", "mooncake-95"),
     "trouble results": lambda: results(
+        "heterogeneous", "failures", "cold-start", "hot-prefix", "unique"
+    ),
+    "l4 frontier": lambda: frontier.table("l4-800", "l4-1600", "l4-3200", "l4-8000"),
+    "lora frontier": lambda: frontier.table("lora-base", "lora-10", "lora-4"),
+    "mooncake frontier": lambda: frontier.table("mooncake-70", "mooncake-95"),
+    "trouble frontier": lambda: frontier.table(
         "heterogeneous", "failures", "cold-start", "hot-prefix", "unique"
     ),
     "failing results": lambda: results("failing"),

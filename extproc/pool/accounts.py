@@ -191,6 +191,11 @@ class Account:
         return max(0.0, left)
 
     @property
+    def shared_tokens(self) -> int:
+        """Prompt tokens of open requests that others of them have too; 0 while nobody needs it."""
+        return self._held.shared
+
+    @property
     def own(self) -> int:
         """Open requests that this picker sent (count)."""
         return self.in_flight - self.mirrored

@@ -18,7 +18,7 @@ class Counts(msgspec.Struct, frozen=True, gc=False):
         steps: Iterations.
         computed: Prompt tokens computed.
         generated: Tokens generated.
-        context: Tokens the KV cache holds for running requests; None when nobody knows.
+        context: Tokens of context that running requests have; None when nobody knows.
         loads: Adapters that came onto the device.
         loading_s: Seconds of adapter loads where the engine tells them, else 0.
         idled: How often our account had no open request left.
@@ -44,13 +44,14 @@ class Meter:
         self._last: Load | None = None
         self._passes = 0.0
 
-    def read(self, load: Load, *, ran: Iterable[str], idled: int) -> Counts | None:
+    def read(self, load: Load, *, ran: Iterable[str], idled: int, shared: float) -> Counts | None:
         """Take in the next scrape.
 
         Args:
             load: The scrape.
             ran: Adapters of requests that ended since the last one.
             idled: How often nothing of ours was left on the engine (count, ever).
+            shared: Tokens of context that the cache holds once for several running requests.
 
         Returns:
             Its counts; None where the engine does not have all of them.
@@ -65,7 +66,7 @@ class Meter:
         return Counts(
             load.at,
             *work,
-            None if capacity is None or usage is None else capacity * usage,
+            None if capacity is None or usage is None else capacity * usage + shared,
             self._device.loads if told is None else 0,
             told or 0.0,
             idled,

@@ -190,7 +190,10 @@ class Fleet:
         account.scraped(sent=mark.sent, written=mark.written, waiting=load.waiting, now=now)
         learner = self._learners[member.endpoint.incarnation]
         learner.lean(self._pooled_rates(now))
-        learner.feed(load, ran=account.ran & self._adapters, idled=account.idled)
+        # Of the open requests; those that run are a part of them, or more where others send too.
+        shared = account.shared_tokens * (load.running or 0.0) / max(1, account.in_flight)
+        ran = account.ran & self._adapters
+        learner.feed(load, ran=ran, idled=account.idled, shared=shared)
         account.ran = set()
         rates = learner.settled
         account.pace(rates, own + foreign)

@@ -17,10 +17,12 @@ class Share(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         blocks: Those that are followed.
+        tokens: That all of its blocks are.
         growth: Tokens its conversation will grow by.
     """
 
     blocks: Sequence[int]
+    tokens: int
     growth: float
 
 
@@ -29,12 +31,14 @@ class Held:
 
     Attributes:
         tokens: Prompt tokens, and what young conversations among them will grow by.
+        shared: Prompt tokens that are not counted, because another open request has them.
     """
 
-    __slots__ = ("_counted", "_depths", "_sizes", "_users", "tokens")
+    __slots__ = ("_counted", "_depths", "_sizes", "_users", "shared", "tokens")
 
     def __init__(self) -> None:
         self.tokens = 0.0
+        self.shared = 0
         self._users: dict[int, int] = {}
         # Tokens a block was counted for: the last one of a prompt stands for fewer than the same one
         # of a prompt that goes on from it, and nobody knows which of the two leaves first.
@@ -59,7 +63,9 @@ class Held:
         rest = tokens[len(blocks)] - tokens[last * _STRIDE]
         if counted.get(followed[last], 0) >= rest:
             growth = 0.0  # where another open prompt goes on from this one, it has grown already
+        whole = tokens[len(blocks)]
         self.tokens += growth
+        self.shared += whole
         for block, size in zip(followed, (*self._sizes[:last], rest), strict=True):
             more = size
             if block in users:
@@ -71,7 +77,8 @@ class Held:
                 users[block] = 1
             counted[block] = size
             self.tokens += more
-        return Share(followed, growth)
+            self.shared -= more
+        return Share(followed, whole, growth)
 
     def give_back(self, share: Share) -> None:
         """A request is over.
@@ -81,12 +88,15 @@ class Held:
         """
         users, counted = self._users, self._counted
         self.tokens -= share.growth
+        self.shared -= share.tokens
         for block in share.blocks:
             left = users[block] - 1
             if left:
                 users[block] = left
             else:
                 del users[block]
-                self.tokens -= counted.pop(block)
+                size = counted.pop(block)
+                self.tokens -= size
+                self.shared += size
         if not users:
             self.tokens = 0.0  # what rounding left

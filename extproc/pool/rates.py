@@ -112,7 +112,9 @@ class Learner:
             self._prior = _unknowns(prior)
             self._weight = _STRONG
 
-    def feed(self, load: Load, *, ran: Iterable[str] = (), idled: int = 0) -> None:
+    def feed(
+        self, load: Load, *, ran: Iterable[str] = (), idled: int = 0, shared: float = 0.0
+    ) -> None:
         """Take in the next scrape.
 
         Args:
@@ -120,6 +122,8 @@ class Learner:
             ran: Adapters of requests that ended since the last scrape.
             idled: How often nothing of ours was left on the engine (count, ever). A window in which
                 that grew has time in which nothing ran.
+            shared: Tokens of context that running requests have from each other's blocks: the cache
+                holds them once, and every iteration reads them once for each.
         """
         last, self._last = self._last, load
         if last is not None and restarted(last, load):
@@ -129,7 +133,7 @@ class Learner:
             last = None
         self._learn_output(load.totals)
         self._learn_adapters(last, load)
-        here = self._meter.read(load, ran=ran, idled=idled)
+        here = self._meter.read(load, ran=ran, idled=idled, shared=shared)
         # In the middle of an iteration its time has passed and its tokens do not count yet: windows
         # begin and end just after one.
         moved = here is not None and here.steps != self._steps

@@ -101,3 +101,7 @@ def test_plots_are_the_results(page):
     assert (pages.PAGES / f"{page}.svg").read_bytes() == drawings.drawn(page), (
         "run python -m bench.drawings"
     )
+    found = drawings.reached(page)
+    path = pages.PAGES / f"{page}-frontier.svg"
+    assert path.exists() == (found is not None), "run python -m bench.drawings"
+    assert found is None or path.read_bytes() == found, "run python -m bench.drawings"

@@ -36,6 +36,17 @@ def test_what_prompts_begin_with_is_counted_once():
     assert all_.tokens == 0
 
 
+def test_what_others_have_too_is_shared():
+    """Three prompts of which two are the beginning of the third: what is not counted is shared."""
+    all_, (shorter, longer, same) = held(10, 20, 20)
+    assert all_.shared == (10 + 20) * 16
+    all_.give_back(same)
+    assert all_.shared == 10 * 16
+    all_.give_back(shorter)
+    all_.give_back(longer)
+    assert all_.shared == 0
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_turn_that_comes_before_the_one_before_it_ended_leaves_nothing(first):
     """Pickers hear of an end late, so both turns of a conversation are open for a moment."""
@@ -85,8 +96,10 @@ def test_any_order_of_beginnings_and_ends_counts_what_is_open(turns):
         covered = 11 * 16 + sum(longest.values()) * 16
         growing = sum(share.growth for _, _, share in open_)
         assert covered <= all_.tokens - growing < covered + STRIDE * (1 + len(longest))
+        whole = 11 * 16 + sum(blocks for _, blocks, _ in open_) * 16
+        assert all_.shared == whole - (all_.tokens - growing)
     for _, _, share in open_:
         all_.give_back(share)
     assert all_.tokens == 11 * 16
     all_.give_back(own)
-    assert all_.tokens == 0
+    assert all_.tokens == all_.shared == 0

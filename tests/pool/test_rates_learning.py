@@ -190,3 +190,38 @@ def test_pauses_are_not_slow_steps():
     site = Site(profile, beat_s=2.0)
     learnt = site.run(200, 0.8, prompts=(50, 200), outputs=(10, 60))
     assert learnt.step_s == pytest.approx(profile.base_s, rel=0.25)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_prompt_that_all_begin_with_is_read_by_each_of_them(told):
+    """4,000 tokens in common are in the cache once: only who knows that finds what a sequence costs."""
+    profile = profiles.named("l4-8b-fp8")
+    learner, rng = rates.Learner(), random.Random(1)
+    at, steps, computed, generated = 0.0, 0, 0.0, 0.0
+    per_sequence = profile.decode_s_per_seq + profile.context_s_per_token * 4200
+    for _ in range(100):
+        batch = rng.randint(5, 60)
+        for _ in range(2):  # a window begins and ends with the same batch
+            took, prompts = 10 * (profile.base_s + per_sequence * batch), rng.randint(0, 3000)
+            at += took + prompts * profile.prefill_s_per_token
+            steps, computed, generated = steps + 10, computed + prompts, generated + 10.0 * batch
+            load = Load(
+                at=at,
+                running=float(batch),
+                kv_usage=(4000 + 200 * batch) / profile.kv_tokens,
+                kv_blocks=profile.kv_tokens // 16,
+                block_tokens=16,
+                totals=Totals(
+                    steps=float(steps),
+                    step_tokens=computed + generated,
+                    generated_tokens=generated,
+                ),
+            )
+            learner.feed(load, shared=4000.0 * (batch - 1) * told)
+    learnt = learner.rates
+    found = learnt.iteration_s(1) - learnt.step_s
+    if told:
+        assert found == pytest.approx(per_sequence, rel=0.15)
+        assert learnt.step_s == pytest.approx(profile.base_s, rel=0.15)
+    else:
+        assert found < 0.7 * per_sequence

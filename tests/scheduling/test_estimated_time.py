@@ -4,11 +4,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.decision import Decision
+from extproc.request import Request
 from extproc.scheduling.costs.estimated_time import EstimatedTime
 from extproc.testing import fleet
 from tests.scheduling.test_sweep import crowd, kinds_of_candidate, turns
 
-NAMES = ["queue", "prefill", "iteration", "adapter", "memory", "slowdown", "waste", "crowding"]
+NAMES = [
+    "queue",
+    "prefill",
+    "iteration",
+    "adapter",
+    "memory",
+    "slowdown",
+    "waiting",
+    "waste",
+    "crowding",
+]
 
 
 @given(
@@ -33,3 +45,26 @@ def test_a_full_cache_costs_an_endpoint_more_and_is_told():
     memory = dict(priced.terms)["memory"]
     assert memory[0] > memory[1] == 0.0
     assert priced.costs[0] > priced.costs[1]
+
+
+def test_those_who_wait_for_a_first_token_wait_for_this_prompt_too():
+    """Of 1,000 tokens a request, 5,000 queued are five who wait 0.1 s, and no more than are there."""
+    cost = EstimatedTime()
+    there = fleet.candidates(
+        {
+            "many": {"queued_tokens": 5000, "requests": 8},
+            "one": {"queued_tokens": 5000, "requests": 1},
+            "none": {"requests": 8},
+        }
+    )
+    unknown = cost.price(fleet.turn(prompt_tokens=1000), there)
+    assert dict(unknown.terms)["waiting"] == [0.0, 0.0, 0.0]
+    request = Request(api="chat", prompt_tokens=1500)
+    chosen = Decision(
+        request=request, endpoints=(there[0].endpoint,), picker="max-score", matched_tokens=500
+    )
+    cost.chosen(chosen, 1.0)
+    priced = cost.price(fleet.turn(prompt_tokens=1000), there)
+    assert dict(priced.terms)["waiting"] == pytest.approx([0.5, 0.1, 0.0])
+    columns = zip(*(values for _, values in priced.terms), strict=True)
+    assert [sum(column) for column in columns] == pytest.approx(list(priced.costs))

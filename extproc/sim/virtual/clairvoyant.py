@@ -118,13 +118,14 @@ class Clairvoyant:
         work, machine = seen.work, seen.site.engine.profile
         per_token, per_seq = machine.prefill_s_per_token, machine.decode_s_per_seq
         prefill = (work.prompt_tokens - seen.cached) * per_token
-        queued = waiting = 0
+        queued = waiting = first = 0
         slower = load = 0.0
         own = per_seq + machine.context_s_per_token * (work.prompt_tokens + work.output_tokens / 2)
         step_s = machine.base_s
         for other in seen.others:
             queued += self._left(other)
             waiting += other.waiting
+            first += other.prompt_left > 0
             each = per_seq + machine.context_s_per_token * other.context
             step_s += 0.0 if other.waiting else each
             together = min(other.output_left, work.output_tokens)
@@ -140,6 +141,7 @@ class Clairvoyant:
             + self._stall_s(seen)
             + _WEIGHTS.own_share * slower
             + _WEIGHTS.others_share * (load + count * (prefill + min(adapter, machine.lora_load_s)))
+            + _WEIGHTS.waiting_share * first * prefill
             + _WEIGHTS.waste_share * (count + waiting) * (most - seen.cached) * per_token
             + self._crowding_s(seen, growth)
         )
