@@ -1,0 +1,40 @@
+"""How runs of several pickers are shown."""
+
+from bench import replicas
+
+
+def run(pickers, talking, p99_s, ratios):
+    return {
+        "pickers": pickers,
+        "talking": talking,
+        "rounds": 3,
+        "requests": 666,
+        "median": {"hit_ratio": 0.68, "ttft_p99_s": p99_s},
+        "ttft_p99_of_all_s": p99_s,
+        "ratios": {"hit_ratio": [1.0, 1.0, 1.0], "ttft_p99_s": ratios},
+    }
+
+
+def test_real_rows_say_how_far_rounds_are_apart():
+    """Medians, with the smallest and the largest ratio of a round."""
+    told = {
+        "date": "2026-01-01",
+        "real": [run(1, False, 0.4, [1, 1, 1]), run(2, True, 0.5, [0.9, 1.3, 1.1])],
+    }
+    assert (
+        "| 2 | yes | 0.680 | 1.00 (1.00 to 1.00) | 0.50 | 1.10 (0.90 to 1.30) | 0.50, 1.25 |"
+        in (replicas.real_block(told))
+    )
+
+
+def test_a_row_says_after_how_long_pickers_talk():
+    """Ratios are shown with half of their interval; one picker has nobody to talk to."""
+    row = {
+        "pickers": 1,
+        "told_after_s": None,
+        "mean": {"hit_ratio": 0.5, "ttft_p99_s": 4.0},
+        "ratio": {"hit_ratio": [1.0, 0.0], "ttft_p99_s": [1.0, 0.0]},
+    }
+    rows = [row, row | {"pickers": 4}, row | {"pickers": 4, "told_after_s": 0.002}]
+    shown = replicas.block({"command": "c", "date": "d", "simulated": {"w": rows}}).splitlines()
+    assert [line.split("|")[3].strip() for line in shown[2:5]] == ["", "never", "2 ms"]
