@@ -56,15 +56,22 @@ def wait_s(candidate: Candidate, *, ceiling: float = _FULL) -> float:
         candidate: The endpoint.
         ceiling: Share of the KV cache that may be filled, 0..1.
     """
-    rates, load = candidate.rates, candidate.load
+    # Without calls where nothing waits: it runs for every endpoint of every request that waits.
+    queued = candidate.queued_tokens
     waits = 0.0
-    if candidate.queued_tokens > 0.0:
+    if queued > 0.0:
+        rates, requests = candidate.rates, candidate.requests
         # However short a prompt is, nothing overtakes the iteration that computes it.
-        beside = rates.iteration_s(max(1.0, candidate.requests))
-        waits = candidate.queued_tokens * rates.prefill_s + beside
-    in_front = _in_front(candidate, ceiling)
-    if in_front > 0.0:
+        waits = queued * rates.prefill_s + rates.iteration_s(max(1.0, requests))
+    load = candidate.load
+    usage, blocks, size = load.kv_usage, load.kv_blocks, load.block_tokens
+    over = 0.0
+    if usage is not None and blocks and size:
+        over = (usage - ceiling) * blocks * size + candidate.unseen_tokens
+    if over > 0.0 or load.waiting:
+        rates = candidate.rates
         running = max(1.0, load.running or 1.0)
+        in_front = _in_front(candidate, over)
         waits += in_front * rates.output_tokens * rates.iteration_s(running) / running
     return waits
 
@@ -86,22 +93,18 @@ def over_s(
     if priority > 0:
         limit_s *= HEADROOM
         ceiling = _FULL
-    return [
-        wait_s(one, ceiling=ceiling) - _LOYALTY * one.matched_tokens * one.rates.prefill_s - limit_s
-        for one in candidates
-    ]
+    over: list[float] = []
+    for one in candidates:
+        seconds = wait_s(one, ceiling=ceiling) - limit_s
+        if one.matched_tokens:
+            seconds -= _LOYALTY * one.matched_tokens * one.rates.prefill_s
+        over.append(seconds)
+    return over
 
 
-def _in_front(candidate: Candidate, ceiling: float) -> float:
-    """Requests that wait for a place in the batch or for memory, none where nobody knows."""
-    load = candidate.load
-    in_front = 0.0
-    if load.waiting:
-        in_front = max(0.0, candidate.requests - (load.running or 0.0))
-    held, usage = load.kv_tokens, load.kv_usage
-    if held and usage is not None:
-        over = usage * held + candidate.unseen_tokens - ceiling * held
-        if over > 0.0:
-            each = max(1.0, candidate.rates.context_tokens)
-            in_front = max(in_front, over / each)
-    return in_front
+def _in_front(candidate: Candidate, over: float) -> float:
+    """Requests that wait for a place in the batch or for memory, `over` tokens of it."""
+    in_front = over / max(1.0, candidate.rates.context_tokens)
+    if candidate.load.waiting:
+        in_front = max(in_front, candidate.requests - (candidate.load.running or 0.0))
+    return max(0.0, in_front)
