@@ -162,7 +162,9 @@ class EstimatedTime(
     full: float = 0.96
     lost: float = 1.5
 
-    def price(self, turn: Turn, candidates: Sequence[Candidate]) -> Priced:
+    def price(  # noqa: C901, PLR0915 - one loop, written out
+        self, turn: Turn, candidates: Sequence[Candidate]
+    ) -> Priced:
         """See the class."""
         tokens, most = turn.request.prompt_tokens, turn.request.max_tokens
         own, others, ceiling = self.own_share, self.others_share, self.kv_ceiling
@@ -191,11 +193,13 @@ class EstimatedTime(
             batch = c.requests
             per_sequence = rates.decode_s + rates.context_s * rates.context_tokens
             iteration = rates.step_s + per_sequence * batch
-            queued = c.queued_tokens
-            cost = queued * per_token + work + _ITERATIONS * iteration
+            cost = work + _ITERATIONS * iteration
             cost += batch * (both * answer * per_sequence + others * work)
-            line = queued * per_request
-            cost += waiting * (line if line < batch else batch) * work  # noqa: FURB136 - as above
+            queued = c.queued_tokens
+            if queued:
+                line = queued * per_request
+                there = line if line < batch else batch  # noqa: FURB136 - a call, as above
+                cost += queued * per_token + waiting * work * there
             load = c.load
             if matched < best:
                 delayed = batch + (load.waiting or 0.0)
