@@ -2,7 +2,8 @@
 
     python -m bench.capacity [--only PART ...] [--seeds N] [--jobs N] [--write]
 
-Parts are `tenants`, `overload`, `frontier` and `beside`; with --only the others stay as written.
+Parts are `tenants`, `overload`, `overload-chat`, `frontier` and `beside`; with --only the others stay
+as written.
 
 Capacity is what the fleet completes at the same offer without holding, when every engine has a queue
 of its own that never ends: output tokens and requests per second from `SINCE_S` on. Alone is the same
@@ -29,13 +30,13 @@ from bench.proof import SCENARIOS
 from extproc.cli import simulation
 from extproc.sim.virtual import tally, workloads, world
 
-PARTS = ("tenants", "overload", "frontier", "beside")
+PARTS = ("tenants", "overload", "overload-chat", "frontier", "beside")
 
 #: Engines are full by then (virtual seconds).
 SINCE_S = 30.0
 
 #: `busy_s` for the frontier of goodput and p99; 0.1 is the default.
-FRONTIER_S = (0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+FRONTIER_S = (0.025, 0.1, 0.5, 2.0)
 
 #: Scenarios without tenants or priorities, and what holding makes of them.
 BESIDE = ("l4-1600", "k6-s1", "unique", "heterogeneous")
@@ -44,7 +45,7 @@ BESIDE = ("l4-1600", "k6-s1", "unique", "heterogeneous")
 PATIENCE_S = 600.0
 
 #: Tenant whose bar it is, by scenario.
-JUDGED = {"tenants": "small", "overload": "interactive"}
+JUDGED = {"tenants": "small", "overload": "interactive", "overload-chat": "interactive"}
 
 
 def once(
@@ -166,13 +167,15 @@ def _mean(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def measure(parts: Sequence[str] = PARTS, *, seeds: int = 2, jobs: int = 2) -> dict[str, Any]:
+def measure(parts: Sequence[str] = PARTS, *, seeds: int = 5, jobs: int = 2) -> dict[str, Any]:
     """Some parts anew; the others as they were written."""
-    figures: dict[str, Any] = {"seeds": seeds}
+    figures: dict[str, Any] = {"seeds": {}}
     written = rig.RESULTS / "capacity.json"
     if written.exists() and set(parts) != set(PARTS):
         before = json.loads(written.read_text())
+        figures["seeds"] = before["seeds"]
         figures |= {part: before[part] for part in PARTS if part in before}
+    figures["seeds"] |= dict.fromkeys(parts, seeds)
     with futures.ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
 
         def spread(task: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -196,10 +199,53 @@ def measure(parts: Sequence[str] = PARTS, *, seeds: int = 2, jobs: int = 2) -> d
     return figures
 
 
+def block(result: dict[str, Any]) -> str:
+    """A result as the README shows it."""
+    lines = ["| | alone | without holding | with holding | ratio |", "|---|---|---|---|---|"]
+    told = (
+        ("tenants", "a tenant beside one that sends 10 x as much, together 2 x the capacity", 95),
+        ("overload", "priority at a third of the capacity, 3 x offered for 5 minutes", 99),
+        ("overload-chat", "the same with the lengths of chats, 2 minutes", 99),
+    )
+    for part, what, percent in told:
+        if part in result:
+            lines += _judged(result[part], JUDGED[part], what, percent)
+    lines += ["", "| `busy_s` | requests per second | priority, mean to the first token | p99 |"]
+    lines += ["|---|---|---|---|"]
+    for busy_s, row in result["frontier"].items():
+        mine = row[JUDGED["overload"]]
+        rate = row["requests_per_s"]
+        mean, late = mine["ttft_mean_s"], mine["ttft_p99_s"]
+        lines.append(f"| {busy_s} s | {rate:.1f} | {mean:.2f} s | {late:.2f} s |")
+    lines += ["", "| nobody asks for turns | without holding | with holding | hits |"]
+    lines += ["|---|---|---|---|"]
+    for name, row in result["beside"].items():
+        cells = [
+            f"{one['requests_per_s']:.1f} per s, {one['ttft_mean_s']:.2f} s, {one['e2e_mean_s']:.1f} s"
+            for one in (row["adaptive"], row["holding"])
+        ]
+        hits = f"{row['adaptive']['hit_ratio']:.2f}, {row['holding']['hit_ratio']:.2f}"
+        lines.append(f"| {name} | {' | '.join(cells)} | {hits} |")
+    seeds = ", ".join(f"{part} {result['seeds'][part]}" for part in PARTS if part in result)
+    return "\n".join([*lines, "", f"`{result['command']}`, {result['date']}; seeds: {seeds}."])
+
+
+def _judged(rows: dict[str, Any], tenant: str, what: str, percent: int) -> list[str]:
+    """Two rows: the time of whoever is judged, and what is served."""
+    kinds = ("alone", "adaptive", "holding")
+    times = " | ".join(f"{rows[kind][tenant][f'ttft_p{percent}_s']:.2f} s" for kind in kinds)
+    rates = " | ".join(f"{rows[kind]['requests_per_s']:.1f}" for kind in kinds[1:])
+    late, served = rows["ratios"][f"ttft_p{percent}_s"], rows["ratios"]["output_tokens_per_s"]
+    return [
+        f"| {what}: p{percent} to the first token | {times} | {late:.2f} of alone |",
+        f"| its requests per second, and tokens served | | {rates} | {served:.3f} of capacity |",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()

@@ -7,13 +7,14 @@ A test holds the block against the results, so that neither can be changed alone
 
 from __future__ import annotations
 
-from bench import agreement, replicas, rig, run, scaling
+from bench import agreement, capacity, replicas, rig, run, scaling
 from bench.real_vllm import report
 
 BEGIN, END = "<!-- results -->\n", "\n<!-- /results -->"
 REAL_BEGIN, REAL_END = "<!-- real vllm -->\n", "\n<!-- /real vllm -->"
 AGREEMENT_BEGIN, AGREEMENT_END = "<!-- agreement -->\n", "\n<!-- /agreement -->"
 SCALING_BEGIN, SCALING_END = "<!-- scaling -->\n", "\n<!-- /scaling -->"
+CAPACITY_BEGIN, CAPACITY_END = "<!-- capacity -->\n", "\n<!-- /capacity -->"
 SHARING_BEGIN, SHARING_END = "<!-- sharing -->\n", "\n<!-- /sharing -->"
 REPLICAS_BEGIN, REPLICAS_END = "<!-- replicas -->\n", "\n<!-- /replicas -->"
 
@@ -78,6 +79,13 @@ def replicas_block() -> str:
     return replicas.block(run.read("replicas"))
 
 
+def capacity_block() -> str:
+    """Tenants and priorities while requests wait."""
+    if not (rig.RESULTS / "capacity.json").exists():
+        return "Nothing measured yet."
+    return capacity.block(run.read("capacity"))
+
+
 def scaling_block() -> str:
     """Autoscaling policies beside each other."""
     if not (rig.RESULTS / "scaling.json").exists():
@@ -94,6 +102,7 @@ def main() -> None:
         (AGREEMENT_BEGIN, agreement_block(), AGREEMENT_END),
         (REPLICAS_BEGIN, replicas_block(), REPLICAS_END),
         (SHARING_BEGIN, sharing_block(), SHARING_END),
+        (CAPACITY_BEGIN, capacity_block(), CAPACITY_END),
         (SCALING_BEGIN, scaling_block(), SCALING_END),
     ):
         head, _, rest = text.partition(begin)

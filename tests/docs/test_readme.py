@@ -63,6 +63,11 @@ def test_the_table_of_pickers_behind_a_real_envoy_is_the_result():
     assert results.sharing_block() in README
 
 
+def test_the_tables_of_capacity_are_the_result():
+    """Tenants, priorities, and what holding costs where nobody asks for turns."""
+    assert results.capacity_block() in README
+
+
 def test_the_tables_of_autoscaling_are_the_result():
     """Policies beside each other are shown as they were simulated."""
     assert results.scaling_block() in README
