@@ -72,8 +72,8 @@ def test_a_prompt_may_wait_where_it_is_cached():
 
 
 def test_where_priorities_come_batches_are_smaller():
-    """At 0.8 of the KV cache there is no room for others then."""
-    filled = candidate(usage=0.8)
+    """At 0.87 of the KV cache there is no room for others then."""
+    filled = candidate(usage=0.87)
     assert saturation.over_s([filled], 0.1, priority=0) == [pytest.approx(-0.1)]
     assert saturation.over_s([filled], 0.1, priority=0, shared=True)[0] > 0.0
     assert saturation.over_s([filled], 0.1, priority=1, shared=True)[0] < 0.0
