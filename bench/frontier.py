@@ -217,6 +217,7 @@ def main() -> None:
                 print(f"  {figure:12} {one['figures']} {one['weights']}", flush=True)
         print(f"  limits {told['limits']}", flush=True)
         if args.write:
+            (rig.RESULTS / "frontier").mkdir(exist_ok=True)
             seeds = " ".join(map(str, args.seeds))
             command = f"python -m bench.frontier --only {name} --points {args.points}"
             rig.write(f"frontier/{name}", f"{command} --seeds {seeds} --write", told)

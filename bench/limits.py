@@ -50,7 +50,7 @@ def _once(works: Sequence[tuple[Work, int]]) -> Iterator[tuple[Work, int]]:
         full = (work.prompt_tokens - 1) // KEY_TOKENS
         keys = work.keys[:full]
         fresh = sum(key not in seen for key in keys) * KEY_TOKENS
-        seen.update(keys)
+        seen.update(work.keys[: work.prompt_tokens // KEY_TOKENS])
         rest = work.prompt_tokens - full * KEY_TOKENS
         yield work, max(rest, fresh + rest - answered)
 
