@@ -238,7 +238,7 @@ def _judged(rows: dict[str, Any], tenant: str, what: str, percent: int) -> list[
     late, served = rows["ratios"][f"ttft_p{percent}_s"], rows["ratios"]["output_tokens_per_s"]
     return [
         f"| {what}: p{percent} to the first token | {times} | {late:.2f} of alone |",
-        f"| its requests per second, and tokens served | | {rates} | {served:.3f} of capacity |",
+        f"| all requests per second, and tokens served | | {rates} | {served:.3f} of capacity |",
     ]
 
 
