@@ -10,7 +10,7 @@ import grpc
 
 from extproc.errors import ProtocolError
 from extproc.protocol.events import Event
-from extproc.server import memory
+from extproc.server import memory, reading
 from extproc.server.stream import Shared, Stream, opened
 from extproc.wire import codec
 
@@ -32,6 +32,10 @@ class Servicer:
         self._streams: dict[asyncio.Task[None], Stream] = {}
         #: Those whose client is gone.
         self._left: set[asyncio.Task[None]] = set()
+
+    def _ends(self) -> bool:
+        """Whether streams are ended by us, and not by their clients."""
+        return self.shared.closing
 
     async def process(self, _: AsyncIterator[Event], context: Context) -> None:
         """Serve one stream to its end, in a task of its own.
@@ -72,7 +76,7 @@ class Servicer:
         end = "error"
         try:
             while not stream.over:
-                event = await context.read()
+                event = await reading.Unbroken(context.read(), self._ends)
                 if not isinstance(event, Event):
                     break
                 # No await beyond this point, until the answers are written.
