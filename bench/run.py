@@ -141,7 +141,7 @@ def _first_sync(result: Mapping) -> str:
     return f"{sync['ready_s']} (of which start {sync['of_which_start_s']}, load average {load})"
 
 
-def _held(record: dict[str, Any]) -> str:
+def _held(record: Mapping) -> str:
     """What waiting takes and leaves, and of that gRPC alone where it was measured."""
     taken, left = (record[f"{when}_mib"] - record["before_mib"] for when in ("holding", "after"))
     told = f"{taken:.0f} ({left:.0f} after they left)"
