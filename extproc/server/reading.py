@@ -9,56 +9,47 @@ so the read ends anyway: the handler is cancelled as soon as it did.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
-from contextvars import Context
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
 Said = TypeVar("Said")
 
 
-class _Unbroken:
-    """What a task waits for in place of a future, which it cannot cancel.
+class Reads(Generic[Said]):
+    """Awaited once for every read, one after the other.
 
-    It has what `asyncio.Task` asks of a future it is given (see `asyncio.isfuture`).
-    """
-
-    __slots__ = ("_asyncio_future_blocking", "_breaks", "_future")
-
-    def __init__(self, future: asyncio.Future[Any], breaks: Callable[[], bool]) -> None:
-        self._asyncio_future_blocking = True
-        self._future = future
-        self._breaks = breaks
-
-    def get_loop(self) -> asyncio.AbstractEventLoop:
-        return self._future.get_loop()
-
-    def add_done_callback(
-        self, done: Callable[[asyncio.Future[Any]], object], *, context: Context | None = None
-    ) -> None:
-        self._future.add_done_callback(done, context=context)
-
-    def cancel(self, msg: object = None) -> bool:
-        """False: the task is cancelled once the future is done."""
-        return self._breaks() and self._future.cancel(msg)
-
-
-class Unbroken(Generic[Said]):
-    """Awaits a read to its end, also where the task is cancelled meanwhile.
+    While a read is under way its task waits for this in place of the future of the read, which the
+    task therefore cannot cancel: it has what `asyncio.Task` asks of a future (`asyncio.isfuture`).
+    The methods of the future are lent as they are, for a stream makes five reads.
 
     Args:
-        read: The read.
+        read: Begins a read.
         breaks: Whether cancelling ends it all the same, as it has to where the call goes on.
     """
 
-    __slots__ = ("_breaks", "_read")
+    __slots__ = (
+        "_asyncio_future_blocking",
+        "_breaks",
+        "_future",
+        "_read",
+        "add_done_callback",
+        "get_loop",
+    )
 
-    def __init__(self, read: Awaitable[Said], breaks: Callable[[], bool]) -> None:
+    def __init__(
+        self, read: Callable[[], Coroutine[Any, Any, Said]], breaks: Callable[[], bool]
+    ) -> None:
+        self._asyncio_future_blocking = False
         self._read = read
         self._breaks = breaks
 
+    def cancel(self, msg: object = None) -> bool:
+        """False: the task is cancelled once the read is done."""
+        return self._breaks() and bool(self._future.cancel(msg))
+
     def __await__(self) -> Generator[Any, None, Said]:
         """What was read."""
-        steps = self._read.__await__()
+        steps = self._read()
         cancelled: asyncio.CancelledError | None = None
         while True:
             try:
@@ -69,8 +60,12 @@ class Unbroken(Generic[Said]):
                 said: Said = end.value
                 return said
             future._asyncio_future_blocking = False  # noqa: SLF001 - as a task would
+            self._future = future
+            self.add_done_callback = future.add_done_callback
+            self.get_loop = future.get_loop
+            self._asyncio_future_blocking = True
             try:
-                yield _Unbroken(future, self._breaks)
+                yield self
             except asyncio.CancelledError as error:
                 if not future.done() or future.cancelled():
                     steps.close()

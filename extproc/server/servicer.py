@@ -30,37 +30,9 @@ class Servicer:
         self.shared = shared
         self._crowds = memory.Crowds(memory.trimmer())
         self._streams: dict[asyncio.Task[None], Stream] = {}
-        #: Those whose client is gone.
-        self._left: set[asyncio.Task[None]] = set()
-
-    def _ends(self) -> bool:
-        """Whether streams are ended by us, and not by their clients."""
-        return self.shared.closing
 
     async def process(self, _: AsyncIterator[Event], context: Context) -> None:
-        """Serve one stream to its end, in a task of its own.
-
-        When the client leaves, gRPC cancels this one. Cancelling what reads would leave 80 bytes of
-        the read behind for good (grpc/grpc#43360), and most data planes end most streams like that.
-        Left alone, the read ends by itself, because the call is over.
-        """
-        serving = asyncio.ensure_future(self._serve(context))
-        try:
-            await asyncio.shield(serving)
-        except asyncio.CancelledError:
-            if not serving.done():
-                self._leave(serving)
-                await asyncio.wait((serving,))
-            raise
-
-    def _leave(self, serving: asyncio.Task[None]) -> None:
-        """The client of a stream is gone: what waits for capacity waits for nobody."""
-        self._left.add(serving)
-        stream = self._streams.get(serving)
-        if stream is not None and stream.held is not None:
-            stream.held.answer.cancel()
-
-    async def _serve(self, context: Context) -> None:
+        """Serve one stream to its end."""
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("process runs inside a task of the gRPC server")
@@ -73,10 +45,11 @@ class Servicer:
             if tallies.streams_open <= self.shared.settings.max_streams
             else stream.turn_away
         )
+        reads = reading.Reads(context.read, self._ends)
         end = "error"
         try:
             while not stream.over:
-                event = await reading.Unbroken(context.read(), self._ends)
+                event = await reads
                 if not isinstance(event, Event):
                     break
                 # No await beyond this point, until the answers are written.
@@ -100,19 +73,15 @@ class Servicer:
             # A write after the peer left; the end arrives as an error instead of a cancellation.
             end = "cancelled"
         finally:
-            self._finish(task, stream, end)
+            del self._streams[task]
+            tallies.streams_open -= 1
+            self._crowds.count(tallies.streams_open)
+            tallies.streams[end] += 1
+            stream.finish()
 
-    def _finish(self, task: asyncio.Task[None], stream: Stream, end: str) -> None:
-        """Give back everything, however the stream ended."""
-        tallies = self.shared.tallies
-        if task in self._left:
-            self._left.discard(task)
-            end = "cancelled" if end == "ok" else end
-        del self._streams[task]
-        tallies.streams_open -= 1
-        self._crowds.count(tallies.streams_open)
-        tallies.streams[end] += 1
-        stream.finish()
+    def _ends(self) -> bool:
+        """Whether streams are ended by us, and not by their clients."""
+        return self.shared.closing
 
     async def release(self, within_s: float) -> None:
         """End every open stream with OK: Envoy goes on without the processor.
