@@ -57,7 +57,8 @@ def explain(outcome: Outcome) -> Json:
     """
     if isinstance(outcome, Rejection):
         told = msgspec.structs.asdict(outcome)
-        del told["code"], told["waits_s"]
+        for name in ("code", "waits_s", "closed", *(() if outcome.waits_for else ("waits_for",))):
+            del told[name]
         return {"outcome": "rejection", **told}
     return {
         "outcome": "decision",

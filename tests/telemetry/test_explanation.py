@@ -97,6 +97,12 @@ def test_json_has_no_prompt_no_session_and_no_infinity():
     assert json.loads(told)["candidates"][0]["age_s"] is None
 
 
+def test_whom_a_request_waits_for_is_told():
+    """One that waits for an endpoint although others have a place says for which."""
+    waiting = Rejection(429, "full", waits_s=0.1, waits_for="10.0.0.1:8000")
+    assert explanation.explain(waiting)["waits_for"] == "10.0.0.1:8000"
+
+
 def test_rejection_is_told():
     """A rejection is told with status, reason and when to try again."""
     told = explanation.explain(Rejection(429, "full", reason="why", retry_after_s=1))
