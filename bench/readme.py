@@ -48,9 +48,9 @@ def _floor() -> list[str]:
     result = run.read("overhead")
     return [
         f"In {name}, extproc takes {one['extproc_cpu_us']} us of CPU per request and the constant "
-        f"floor {one['floor_cpu_us']} us; at one connection the floor alone adds "
-        f"{one['floor_added_p50_ms']} ms; at half of saturation the p99 is "
-        f"{one['half_saturation']['p99_ms']} ms."
+        f"floor {one['floor_cpu_us']} us, {one['floor_alike_cpu_us']} us with gRPC run as extproc "
+        f"runs it; at one connection the floor alone adds {one['floor_added_p50_ms']} ms; at half "
+        f"of saturation the p99 is {one['half_saturation']['p99_ms']} ms."
         for name, one in (("FDS", result["fds"]), ("buffered", result["buffered"]))
     ]
 

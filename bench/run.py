@@ -152,6 +152,12 @@ def _held(record: Mapping) -> str:
     return told
 
 
+def _over(result: Mapping) -> str:
+    """Times the floor as gRPC comes, and the floor run as extproc runs gRPC, which is cheaper."""
+    plain, alike = result["cpu_ratio_median"], result["cpu_ratio_alike_median"]
+    return f"{plain:.2f} (floor with our gRPC settings {alike:.2f})"
+
+
 def _outage(result: Mapping) -> str:
     """Refused of all, and when changes were in force again."""
     away = result["outage"]
@@ -161,8 +167,8 @@ def _outage(result: Mapping) -> str:
 #: Bar, bench, what was wanted, the figure, and whether it is met.
 BARS: Sequence[tuple[str, str, str, Callable[[Mapping], object], Callable[[Mapping], bool]]] = (
     ("1", "demo", "hit ratio >= 1.5 x round robin", lambda r: r["hit_gain"], lambda r: r["hit_gain"] >= 1.5),
-    ("2", "overhead", "FDS: CPU <= 1.35 x floor", lambda r: r["fds"]["cpu_ratio_median"], lambda r: r["fds"]["cpu_ratio_median"] <= 1.35),
-    ("2", "overhead", "buffered: CPU <= 1.35 x floor", lambda r: r["buffered"]["cpu_ratio_median"], lambda r: r["buffered"]["cpu_ratio_median"] <= 1.35),
+    ("2", "overhead", "FDS: CPU <= 1.35 x floor", lambda r: _over(r["fds"]), lambda r: r["fds"]["cpu_ratio_alike_median"] <= 1.35),
+    ("2", "overhead", "buffered: CPU <= 1.35 x floor", lambda r: _over(r["buffered"]), lambda r: r["buffered"]["cpu_ratio_alike_median"] <= 1.35),
     ("2", "overhead", "FDS: added p50 <= 1.5 ms", lambda r: r["fds"]["added_p50_ms"], lambda r: r["fds"]["added_p50_ms"] <= 1.5),
     ("2", "overhead", "buffered: added p50 <= 1.5 ms", lambda r: r["buffered"]["added_p50_ms"], lambda r: r["buffered"]["added_p50_ms"] <= 1.5),
     ("3", "large", "400 kB prompt <= 4 ms CPU", lambda r: r["prompts_400kB"]["cpu_ms"], lambda r: r["prompts_400kB"]["cpu_ms"] <= 4),
