@@ -37,7 +37,9 @@ class Acts(msgspec.Struct, Generic[Item, Way], frozen=True):
     """What is done to requests.
 
     Attributes:
-        decide: What would come of one now, without charging anybody.
+        decide: What would come of one now, without charging anybody; whether it may still wait for
+            an endpoint while another one has a place is the second argument.
+        waits: One goes on waiting, for the endpoint of this address; empty for any.
         go: One that waited goes where this decision says, and is charged at once.
         refuse: One that waited is told no.
     """
