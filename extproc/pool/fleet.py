@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
-from extproc.endpoint import DEFAULT_RATES, METRICS_PORT, Endpoint, Load, Models, Rates, Totals
+from extproc.endpoint import METRICS_PORT, Endpoint, Load, Models, Rates, Totals
 from extproc.pool import condition, health
 from extproc.pool import policy as policies
 from extproc.pool import rates as learning
 from extproc.pool.accounts import Account
+from extproc.pool.learners import Learners
 from extproc.pool.peers import Peers
 from extproc.pool.serving import Serving
 from extproc.pool.snapshot import Member, Pool
@@ -94,8 +94,7 @@ class Fleet:
         self._pool = Pool(members=(), positions={})
         self._incarnations = 0
         self._adapters: frozenset[str] = frozenset()
-        self._pooled = (-math.inf, DEFAULT_RATES)
-        self._learners: dict[int, learning.Learner] = {}
+        self._learners = Learners()
         self._synced = False
         self._policy = policies.NONE
         self.tokenisers = Tokenisers()
@@ -158,7 +157,7 @@ class Fleet:
             listed = [self._conditioned(member) for member in listed]
         self._publish(tuple(listed))
         for member in old.values():
-            del self._learners[member.endpoint.incarnation]
+            self._learners.left(member.endpoint.incarnation)
             self.tokenisers.forget(member.endpoint.incarnation)
             self._on_gone(member.endpoint)
 
@@ -188,8 +187,7 @@ class Fleet:
         foreign = max(0.0, scraped - own)
         self.peers.saw(own, foreign, before=member.load, after=load)
         account.scraped(sent=mark.sent, written=mark.written, waiting=load.waiting, now=now)
-        learner = self._learners[member.endpoint.incarnation]
-        learner.lean(self._pooled_rates(now))
+        learner = self._learners.leaning(member.endpoint.incarnation, now)
         # Of the open requests; those that run are a part of them, or more where others send too.
         shared = account.shared_tokens * (load.running or 0.0) / max(1, account.in_flight)
         ran = account.ran & self._adapters
@@ -294,14 +292,6 @@ class Fleet:
         if member.models != models:
             self._swap(msgspec.structs.replace(member, models=models))
 
-    def _pooled_rates(self, now: float) -> Rates:
-        """What the pool has shown, at most a second old: it takes a walk over all members."""
-        at, known = self._pooled
-        if now - at >= 1.0:
-            known = learning.pooled([learner.rates for learner in self._learners.values()])
-            self._pooled = (now, known)
-        return known
-
     def _learn_adapters(self, named: frozenset[str]) -> None:
         """Remember which names are adapters; bounded, as engines list what clients made up."""
         if not named <= self._adapters and len(self._adapters) < MOST_ADAPTERS:
@@ -338,12 +328,11 @@ class Fleet:
     def _joined(self, endpoint: Endpoint, now: float) -> Member:
         self._incarnations += 1
         born = msgspec.structs.replace(endpoint, incarnation=self._incarnations)
-        rates = learning.pooled([learner.rates for learner in self._learners.values()])
-        learner = self._learners[born.incarnation] = learning.Learner(rates)
+        learner = self._learners.joined(born.incarnation)
         # Those of the first list, and of a list after an empty one, are as old as the others.
         self.health.joined(born.incarnation, now, late=bool(self._pool.members))
         account = Account(born)
-        account.pace(rates, 0.0)
+        account.pace(learner.rates, 0.0)
         known = self.health.condition(born.incarnation)
         return Member(endpoint=born, account=account, rates=learner.rates, condition=known)
 

@@ -1,0 +1,47 @@
+"""How fast the engines of a pool are: one learner each, that leans on what all of them show."""
+
+from __future__ import annotations
+
+import math
+
+from extproc.endpoint import DEFAULT_RATES, Rates
+from extproc.pool.rates import Learner, pooled
+
+#: Seconds for which what the pool has shown stands: to work it out is a walk over all members.
+_STANDS_S = 1.0
+
+
+class Learners:
+    """The learners of one pool, by incarnation. Mutable; its fleet owns it."""
+
+    __slots__ = ("_at", "_of", "_pooled")
+
+    def __init__(self) -> None:
+        self._of: dict[int, Learner] = {}
+        self._at = -math.inf
+        self._pooled = DEFAULT_RATES
+
+    def joined(self, incarnation: int) -> Learner:
+        """An endpoint came: it is believed to be like the others."""
+        learner = self._of[incarnation] = Learner(self._now())
+        return learner
+
+    def left(self, incarnation: int) -> None:
+        """An endpoint left."""
+        del self._of[incarnation]
+
+    def leaning(self, incarnation: int, now: float) -> Learner:
+        """The learner of an endpoint, told what the pool has shown, a second ago at most.
+
+        Args:
+            incarnation: Of the endpoint.
+            now: Monotonic seconds.
+        """
+        if now - self._at >= _STANDS_S:
+            self._at, self._pooled = now, self._now()
+        learner = self._of[incarnation]
+        learner.lean(self._pooled)
+        return learner
+
+    def _now(self) -> Rates:
+        return pooled([learner.rates for learner in self._of.values()])
