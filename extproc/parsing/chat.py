@@ -63,7 +63,10 @@ def parse(raw: RawRequest) -> Request | Rejection:
 
 
 def _options(body: Body) -> list[bytes]:
-    """What stands before the messages, or changes how the template lays them out."""
+    """What stands before the messages, or changes how the template lays them out.
+
+    Hardly a request has any of it: a look at each field costs less than a walk over a table.
+    """
     fields = [] if body.cache_salt is None else [framing.salt(body.cache_salt)]
     if body.chat_template is not _ABSENT:
         fields.append(framing.option(b"m", body.chat_template))
