@@ -5,6 +5,7 @@ Runs are spread over processes; what is sent to them are values, so that it work
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import multiprocessing
@@ -145,13 +146,17 @@ def runs(todo: Plan, *, jobs: int) -> Iterator[report.Run]:
         return
     context = multiprocessing.get_context("spawn")
     with futures.ProcessPoolExecutor(
-        min(jobs, len(tasks)), mp_context=context, initializer=_worker
+        min(jobs, len(tasks)), mp_context=context, initializer=_collect_rarely
     ) as pool:
-        waiting = {
-            pool.submit(run, todo.scenario, one, seed=seed, trace=todo.trace): (one.name, seed)
-            for one, seed in tasks
-        }
         try:
+            with _unheard_by_children():
+                waiting = {
+                    pool.submit(run, todo.scenario, one, seed=seed, trace=todo.trace): (
+                        one.name,
+                        seed,
+                    )
+                    for one, seed in tasks
+                }
             for future in futures.as_completed(waiting):
                 name, seed = waiting[future]
                 yield report.Run(name, seed, future.result())
@@ -182,10 +187,18 @@ def _rows(trace: str) -> tuple[str, ...]:
     return tuple(load.text_of(Path(trace)).splitlines())
 
 
-def _worker() -> None:
-    # The parent is told of Ctrl-C as well, and ends its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _collect_rarely()
+@contextlib.contextmanager
+def _unheard_by_children() -> Iterator[None]:
+    """Processes started inside never hear of Ctrl-C: the parent does, and ends them.
+
+    A blocked signal stays blocked across fork and exec (POSIX), so that it holds while a worker
+    is still starting. What comes meanwhile is delivered to the parent at the end.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _collect_rarely() -> None:

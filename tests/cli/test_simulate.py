@@ -246,14 +246,16 @@ def test_a_file_sees_one_line():
 
 
 def test_ctrl_c_ends_it_at_once(small):
-    """Workers in the middle of a run are ended, and nothing is printed but the shell's silence."""
+    """Workers that start or run do not hear of it and are ended; nothing but silence is printed."""
     small.write_text(SMALL.replace("requests: 30", "requests: 100000000"))
     argv = [sys.executable, "-m", "extproc", "simulate", str(small), "--jobs", "2"]
     process = subprocess.Popen(
         argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        _await_workers(process.pid, 2)
+        for worker in _workers(process, 2, ticks=5):
+            os.kill(worker, signal.SIGINT)
+        _workers(process, 2, ticks=60)
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=20)
     finally:
@@ -263,19 +265,23 @@ def test_ctrl_c_ends_it_at_once(small):
     assert "Traceback" not in err
 
 
-def _await_workers(pid, count):
-    """Wait until so many workers run; they burn CPU once they do."""
+def _workers(process, count, *, ticks):
+    """Wait until so many workers have used so much CPU: at 5 ticks they import, at 60 they run."""
     while True:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        busy = 0
+        assert process.poll() is None
+        tasks = Path(f"/proc/{process.pid}/task/{process.pid}")
+        children = (tasks / "children").read_text().split()
+        busy = []
         for child in children:
             try:
+                words = Path(f"/proc/{child}/cmdline").read_text()
                 fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            busy += int(fields[11]) > 60
-        if busy >= count:
-            return
+            if "spawn_main" in words and int(fields[11]) >= ticks:
+                busy.append(int(child))
+        if len(busy) >= count:
+            return busy
 
 
 def test_plots_are_drawn_and_the_same_again(small, tmp_path):
