@@ -129,10 +129,12 @@ class Allowance:
     def _bucket(
         self, buckets: dict[str, _Bucket], tenant: str, rate: float, limit: Limit, now: float
     ) -> _Bucket:
-        found = buckets.get(tenant)
+        # Whoever asked last is last, so that the first is the one to forget.
+        found = buckets.pop(tenant, None)
         if found is None:
             if len(buckets) >= _MOST:
-                # The oldest: a tenant that was quiet longest has the fullest bucket anyway.
-                del buckets[min(buckets, key=lambda name: buckets[name].at)]
-            found = buckets[tenant] = _Bucket(max(1.0, rate * limit.burst_s), now)
+                # A tenant that was quiet longest has the fullest bucket anyway.
+                del buckets[next(iter(buckets))]
+            found = _Bucket(max(1.0, rate * limit.burst_s), now)
+        buckets[tenant] = found
         return found
