@@ -15,6 +15,9 @@ _Entry = tuple[float, int, int, Waiter]
 #: that can be served by the same.
 Way = tuple[Hashable, str | None]
 
+#: A tenant's place among others: its turn, and rank and number of its head, which is the last.
+_Key = tuple[float, float, int, Waiter]
+
 
 class Lane:
     """Requests of one tenant for one target, first the one that goes next.
@@ -105,31 +108,35 @@ class Band:
             if not lanes:
                 del self._tenants[waiter.tenant]
 
-    def head(self, blocked: Container[Way]) -> Waiter | None:
-        """Who goes next among those whose way is not blocked.
+    def heads(self, blocked: Container[Way]) -> Iterator[Waiter]:
+        """Who goes next among those whose way is not blocked, again and again.
 
         Tenants come in the order of what they attained or of their last turn, and those that are
-        equal in the order of their heads; within a tenant the head of lowest rank goes.
+        equal in the order of their heads; within a tenant the head of lowest rank goes. Whoever
+        asks lets each go on or blocks its way before asking for the next.
         """
-        best: tuple[float, float, int] | None = None
-        found: Waiter | None = None
-        for tenant, lanes in self._tenants.items():
-            entry = min(
-                (
-                    head
-                    for way, lane in lanes.items()
-                    if way not in blocked
-                    and (way[0], None) not in blocked
-                    and (head := lane.head()) is not None
-                ),
-                default=None,
-            )
-            if entry is None:
+        line = [(key, tenant) for tenant in self._tenants if (key := self._key(tenant, blocked))]
+        heapq.heapify(line)
+        while line:
+            key, tenant = line[0]
+            found = self._key(tenant, blocked)
+            if found is None:
+                heapq.heappop(line)
+            elif found != key:
+                heapq.heapreplace(line, (found, tenant))
+            else:
+                yield found[3]
+
+    def _key(self, tenant: str, blocked: Container[Way]) -> _Key | None:
+        """Its place among tenants, and the one that goes next; None where nobody can."""
+        best: _Entry | None = None
+        for way, lane in self._tenants[tenant].items() if tenant in self._tenants else ():
+            if blocked and (way in blocked or (way[0], None) in blocked):
                 continue
-            key = (self._turn(tenant), entry[0], entry[1])
-            if best is None or key < best:
-                best, found = key, entry[3]
-        return found
+            head = lane.head()
+            if head is not None and (best is None or head < best):
+                best = head
+        return None if best is None else (self._turn(tenant), best[0], best[1], best[3])
 
     def last(self) -> Waiter | None:
         """Who would go last: of the tenant with most waiting, the last of its order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -107,17 +107,18 @@ class Queue:
         Returns:
             How many went.
         """
-        blocked: dict[int, set[Way]] = {}
         went = 0
-        while (waiter := self._head(blocked)) is not None:
-            way = go(waiter)
-            if way is not None:
-                blocked.setdefault(waiter.priority, set()).add(way)
-                continue
-            self.leave(waiter)
-            self.turns.served(waiter.tenant, waiter.tokens, now)
-            self.pace.went(now)
-            went += 1
+        for _, band in sorted(self._bands.items(), reverse=True):
+            blocked: set[Way] = set()
+            for waiter in band.heads(blocked):
+                way = go(waiter)
+                if way is not None:
+                    blocked.add(way)
+                    continue
+                self.leave(waiter)
+                self.turns.served(waiter.tenant, waiter.tokens, now)
+                self.pace.went(now)
+                went += 1
         return went
 
     def expired(self, now: float) -> Iterator[Waiter]:
@@ -178,10 +179,3 @@ class Queue:
     def _lowest(self, *, below: int) -> Waiter | None:
         priority = min(self._bands, default=below)
         return self._bands[priority].last() if priority < below else None
-
-    def _head(self, blocked: Mapping[int, Container[Way]]) -> Waiter | None:
-        for priority in sorted(self._bands, reverse=True):
-            head = self._bands[priority].head(blocked.get(priority, ()))
-            if head is not None:
-                return head
-        return None
