@@ -89,11 +89,12 @@ class Choice:
         adapter = request.adapter or (request.model if request.model in pool.adapters else "")
         matched = self._matching.of(chain, members, self._schedule.tokens_at(ratio))
         home = None
-        returning = growth = others = 0.0
+        returning = growth = others = away = 0.0
         if self._homing:
             known, peers = self._recurrence, self._fleet.peers
             returning, others = known.share, peers.share
             growth = known.growth(request.prompt_tokens)
+            away = known.away(others)
             home = known.home(chain)
             if chain and others >= homes.LEAST_SHARE:
                 key = request.session or self._read_opening(request)
@@ -124,6 +125,7 @@ class Choice:
             returning,
             growth,
             others,
+            away,
         )
         count = 1 + self._settings.fallbacks
         if self._settings.busy_s is None:

@@ -243,7 +243,7 @@ class Dispatcher:
         )
         if self._homing and chain:
             known = self._recurrence
-            known.sent(chain, account, prompt_tokens=prompt_tokens)
+            known.sent(chain, account, prompt_tokens=prompt_tokens, now=now)
             growth = known.growth(prompt_tokens)
             account.hold(ticket, chain, self._schedule.tokens, growth=growth)
         ticket.blocks = chain
@@ -325,6 +325,8 @@ class Dispatcher:
         """
         ran = not ticket.refused
         ticket.close(now, answered=answered and ran)
+        if answered and ran:
+            self._recurrence.ended(now - ticket.at)
         if not answered:
             self._evidence.left(ticket, now)
         if self.journal is not None:

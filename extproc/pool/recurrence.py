@@ -12,26 +12,33 @@ from collections.abc import Sequence
 
 from extproc.pool.accounts import Account
 
-#: Weight of a request in the share. At 0.01 it follows a change of traffic within a few hundred.
+#: Weight of a request in what is learnt. At 0.01 it follows a change of traffic within a few hundred.
 _ALPHA = 0.01
+
+#: Conversations away for each open request that count at most: where users read for long, what they
+#: go on from has mostly made room for others. Simulated days of chats (Mooncake) are 2 % slower
+#: without a bound.
+_MOST_AWAY = 0.5
 
 
 class Recurrence:
     """The latest prompts and where they went. Mutable; one owner.
 
     Args:
-        most: Prompts remembered (count). 65,536 take some 12 MB.
+        most: Prompts remembered (count). 65,536 take some 17 MB.
 
     Attributes:
         share: Share of requests that go on from an earlier one, 0..1.
         prompt_tokens: Of a request, mean.
     """
 
-    __slots__ = ("_most", "_went", "prompt_tokens", "share")
+    __slots__ = ("_interval_s", "_most", "_open_s", "_went", "prompt_tokens", "share")
 
     def __init__(self, most: int = 65_536) -> None:
         self._most = most
-        self._went: OrderedDict[int, Account] = OrderedDict()
+        self._went: OrderedDict[int, tuple[Account, float]] = OrderedDict()
+        self._interval_s: float | None = None
+        self._open_s: float | None = None
         self.share = 0.5
         self.prompt_tokens = 0.0
 
@@ -45,12 +52,8 @@ class Recurrence:
         Args:
             chain: The prompt's block hashes, root first.
         """
-        went = self._went
-        for block in reversed(chain):
-            account = went.get(block)
-            if account is not None:
-                return account
-        return None
+        latest = self._latest(chain)
+        return None if latest is None else latest[0]
 
     def growth(self, prompt_tokens: int) -> float:
         """Tokens a conversation will grow by: young ones grow to the size of the others.
@@ -60,20 +63,57 @@ class Recurrence:
         """
         return self.share * max(0.0, self.prompt_tokens - prompt_tokens)
 
-    def sent(self, chain: Sequence[int], account: Account, *, prompt_tokens: int) -> None:
+    def away(self, others: float = 0.0) -> float:
+        """Conversations that will go on and have no request open now, for each open request.
+
+        r max(0, t (1 - s) / b - 1), half of one at most: of open requests the share r goes on t seconds after it was sent,
+        and for b of these it is open (Little's law). Where others send the share s of all requests,
+        as many turns lie between two that are seen here.
+
+        Args:
+            others: s, 0..1.
+        """
+        if not self._interval_s or not self._open_s:
+            return 0.0
+        pauses = max(0.0, self._interval_s * (1.0 - others) / self._open_s - 1.0)
+        return min(_MOST_AWAY, self.share * pauses)
+
+    def ended(self, open_s: float) -> None:
+        """A request was answered to its end, after so many seconds."""
+        self._open_s = _followed(self._open_s, open_s)
+
+    def sent(
+        self, chain: Sequence[int], account: Account, *, prompt_tokens: int, now: float
+    ) -> None:
         """A prompt was sent.
 
         Args:
             chain: Its block hashes, root first.
             account: Of the endpoint it was sent to.
             prompt_tokens: Of the prompt.
+            now: Monotonic seconds.
         """
         if not chain:
             return
-        went = self._went
-        self.share += _ALPHA * ((self.home(chain) is not None) - self.share)
+        went, latest = self._went, self._latest(chain)
+        self.share += _ALPHA * ((latest is not None) - self.share)
         self.prompt_tokens += _ALPHA * (prompt_tokens - self.prompt_tokens)
-        went[chain[-1]] = account
+        if latest is not None:
+            self._interval_s = _followed(self._interval_s, now - latest[1])
+        went[chain[-1]] = account, now
         went.move_to_end(chain[-1])
         if len(went) > self._most:
             went.popitem(last=False)
+
+    def _latest(self, chain: Sequence[int]) -> tuple[Account, float] | None:
+        """Where and when the latest prompt went that this one goes on from."""
+        went = self._went
+        for block in reversed(chain):
+            found = went.get(block)
+            if found is not None:
+                return found
+        return None
+
+
+def _followed(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + _ALPHA * (value - mean)

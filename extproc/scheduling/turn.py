@@ -33,6 +33,8 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
             `Signal.HOMES`.
         growth_tokens: Tokens this conversation will grow by; 0 unless as above.
         others: Share of the requests in the engines that other pickers sent, 0..1; 0 unless as above.
+        away: Conversations that will go on and have no request open now, for each open request; 0
+            unless as above.
     """
 
     request: Request
@@ -45,6 +47,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     returning: float = 0.0
     growth_tokens: float = 0.0
     others: float = 0.0
+    away: float = 0.0
 
     @property
     def opening(self) -> str:

@@ -14,7 +14,7 @@ HERE, THERE = Account(Endpoint("10.0.0.1:8000")), Account(Endpoint("10.0.0.2:800
 def test_a_prompt_goes_on_from_the_one_whose_last_block_it_contains():
     """A later turn is told from a new conversation by the blocks it repeats."""
     known = Recurrence()
-    known.sent([1, 2, 3], HERE, prompt_tokens=100)
+    known.sent([1, 2, 3], HERE, prompt_tokens=100, now=0.0)
     assert known.home([1, 2, 3, 4, 5]) is HERE
     assert known.home([1, 2]) is None, "what only begins alike is another conversation"
     assert known.home([]) is None
@@ -23,8 +23,8 @@ def test_a_prompt_goes_on_from_the_one_whose_last_block_it_contains():
 def test_the_latest_prompt_says_where_a_conversation_lives():
     """Of several known beginnings the longest counts."""
     known = Recurrence()
-    known.sent([1, 2], HERE, prompt_tokens=100)
-    known.sent([1, 2, 3, 4], THERE, prompt_tokens=100)
+    known.sent([1, 2], HERE, prompt_tokens=100, now=0.0)
+    known.sent([1, 2, 3, 4], THERE, prompt_tokens=100, now=0.0)
     assert known.home([1, 2, 3, 4, 5]) is THERE
     assert known.home([1, 2, 9]) is HERE
 
@@ -33,10 +33,10 @@ def test_the_share_of_prompts_that_go_on_is_learnt():
     """It rises with conversations and falls with prompts that share nothing."""
     known = Recurrence()
     for n in range(1000):
-        known.sent([n * 2, n * 2 + 1], HERE, prompt_tokens=100)
+        known.sent([n * 2, n * 2 + 1], HERE, prompt_tokens=100, now=0.0)
     assert known.share < 0.01
     for n in range(1000):
-        known.sent([*range(n + 2)], HERE, prompt_tokens=100)
+        known.sent([*range(n + 2)], HERE, prompt_tokens=100, now=0.0)
     assert known.share > 0.9
 
 
@@ -44,7 +44,7 @@ def test_a_prompt_without_a_whole_block_says_nothing():
     """It could not be known again, so it is neither new nor going on."""
     known = Recurrence()
     before = known.share
-    known.sent([], HERE, prompt_tokens=100)
+    known.sent([], HERE, prompt_tokens=100, now=0.0)
     assert (known.share, len(known)) == (before, 0)
 
 
@@ -52,7 +52,7 @@ def test_memory_is_bounded_and_forgets_the_oldest():
     """Long after, a conversation counts as new."""
     known = Recurrence(most=3)
     for n in range(5):
-        known.sent([n], HERE, prompt_tokens=100)
+        known.sent([n], HERE, prompt_tokens=100, now=0.0)
     assert len(known) == 3
     assert [known.home([n]) is HERE for n in range(5)] == [False, False, True, True, True]
 
@@ -61,9 +61,46 @@ def test_a_young_conversation_will_grow_to_the_size_of_the_others():
     """Where all prompts go on from others, a short one counts with the mean; a long one grows no more."""
     known = Recurrence()
     for n in range(1000):
-        known.sent([*range(n + 2)], HERE, prompt_tokens=800)
+        known.sent([*range(n + 2)], HERE, prompt_tokens=800, now=0.0)
     assert known.growth(300) == pytest.approx(500, rel=0.01)
     assert known.growth(900) == 0.0
+
+
+def conversation(known, turns, *, every_s, open_s):
+    """Turns of one conversation, one after the other."""
+    for n in range(turns):
+        known.sent([*range(n + 1)], HERE, prompt_tokens=100, now=every_s * n)
+        known.ended(open_s)
+
+
+def test_conversations_whose_users_read_are_counted():
+    """With answers of 12 s and 3 s until the next question, one reads for every four who wait."""
+    known = Recurrence()
+    assert known.away() == 0.0
+    conversation(known, 2000, every_s=15.0, open_s=12.0)
+    assert known.away() == pytest.approx(0.25, rel=0.01)
+
+
+def test_who_reads_for_long_counts_no_more_than_half():
+    """What they go on from has made room for others by then."""
+    known = Recurrence()
+    conversation(known, 2000, every_s=100.0, open_s=1.0)
+    assert known.away() == 0.5
+
+
+def test_who_asks_again_at_once_is_not_away():
+    """Nor is anybody where requests of one conversation overlap."""
+    known = Recurrence()
+    conversation(known, 2000, every_s=2.0, open_s=10.0)
+    assert known.away() == 0.0
+
+
+def test_turns_that_others_saw_are_no_pause():
+    """Where another picker serves every second turn, what looks like a long pause is none."""
+    known = Recurrence()
+    conversation(known, 2000, every_s=20.0, open_s=10.0)
+    assert known.away(others=0.5) == 0.0
+    assert known.away() == 0.5
 
 
 def chain_of(stem, length):

@@ -68,3 +68,22 @@ def test_those_who_wait_for_a_first_token_wait_for_this_prompt_too():
     assert dict(priced.terms)["waiting"] == pytest.approx([0.5, 0.1, 0.0])
     columns = zip(*(values for _, values in priced.terms), strict=True)
     assert [sum(column) for column in columns] == pytest.approx(list(priced.costs))
+
+
+def test_conversations_whose_users_read_need_room_as_well():
+    """Where half as many read as wait, two thirds of the tokens leave as much room."""
+    cost = EstimatedTime()
+    load = {"kv_usage": 0.5, "kv_blocks": 100, "block_tokens": 16, "prefix_hits": 10.0}
+    there = fleet.candidates(
+        {
+            "two thirds": load | {"open_tokens": 1600 * 0.9 / 1.5, "in_flight": 4},
+            "all": load | {"open_tokens": 1600 * 0.9, "in_flight": 4},
+        }
+    )
+
+    def crowding(away):
+        turn = fleet.turn(prompt_tokens=1, returning=1.0, away=away)
+        return dict(cost.price(turn, there).terms)["crowding"]
+
+    assert crowding(0.0)[0] == 0.0 < crowding(0.0)[1]
+    assert crowding(0.5)[0] == pytest.approx(crowding(0.0)[1])

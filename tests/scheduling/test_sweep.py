@@ -30,6 +30,7 @@ loads = st.just(UNKNOWN) | st.builds(
     adapter_slots=maybe,
     kv_blocks=maybe,
     block_tokens=st.sampled_from((None, 1, 16)),
+    prefix_hits=st.none() | st.floats(0, 1e6),
 )
 labels = st.dictionaries(
     st.sampled_from(("zone", "adapter.kubeai.org/lora", "adapter.kubeai.org/x", "llm-d.ai/role")),
@@ -47,6 +48,7 @@ kinds_of_candidate = st.builds(
     matched_tokens=st.integers(0, 10**6),
     queued_tokens=st.floats(0, 1e9),
     unseen_tokens=st.floats(0, 1e9),
+    open_tokens=st.floats(0, 1e4),
     residency=st.sampled_from(list(Residency)),
     rates=st.builds(
         Rates,
@@ -68,6 +70,9 @@ turns = st.builds(
     ),
     blocks=st.lists(st.integers(0, 2**64 - 1), max_size=20).map(tuple),
     opening=st.text(max_size=120),
+    returning=st.floats(0, 1),
+    growth_tokens=st.floats(0, 1e4),
+    away=st.floats(0, 0.5),
 )
 
 

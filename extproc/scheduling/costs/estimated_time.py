@@ -42,12 +42,16 @@ _RESIDENT, _IDLE, _FULL = Residency.RESIDENT, Residency.IDLE, Residency.FULL
 
 
 class _Asked(NamedTuple):
-    """What terms depend on besides the candidate: tokens, answer's limit, r, growth, m*, waste, 1/v."""
+    """What terms depend on besides the candidate.
+
+    Tokens, the answer's limit, r, growth, 1 + w, m*, waste and 1/v.
+    """
 
     tokens: int
     most: int | None
     returning: float
     growth: float
+    each: float
     best: int
     wasted: float
     per_request: float
@@ -103,11 +107,12 @@ class EstimatedTime(
       the most tokens cached on any candidate: work that need not be done delays those who run, those
       who wait, and as many later ones. Less by the share of requests that other pickers sent: they may
       have copied the prefix to where we know nothing of it.
-    - crowding = `crowding` r K p v((A + u + g) / K), not where the prompt went that this one goes on
-      from. A is the prompt tokens of the open requests there and what they will grow by, as this one
-      will by g: young conversations grow to the size of the others. r is the share of requests that
-      go on from an earlier one. v rises from 0 at `roomy` to 1 at `full` and falls to 0 at `lost`: as
-      long as the prefixes of all open requests fit, one more costs nothing; the one that no longer
+    - crowding = `crowding` r K p v(((1 + w) A + u + g) / K), not where the prompt went that this one
+      goes on from. A is the prompt tokens of the open requests there and what they will grow by, as
+      this one will by g: young conversations grow to the size of the others. w is the conversations
+      whose users read or think, for each open request: what they go on from has to stay as well. r is
+      the share of requests that go on from an earlier one. v rises from 0 at `roomy` to 1 at `full` and falls to 0 at `lost`: as
+      long as the prefixes of all of them fit, one more costs nothing; the one that no longer
       fits makes the others miss in turn, since what was used longest ago is evicted first; where
       they miss anyway, or the engine never found anything, one more is no loss. So conversations
       that do not fit gather on few endpoints, and the other endpoints keep their caches.
@@ -132,8 +137,8 @@ class EstimatedTime(
         crowding: Times a whole cache is computed again because of one conversation too many. It
             must outweigh what those wait who gather in one place (`waiting`): in simulated chats whose
             prefixes just do not fit, answers come a fifth later with 1.15 than with 3.
-        roomy: Share of the cache up to which there is room for sure. Answers, the ends of prompts
-            and conversations whose users read take the rest. Simulated chats have shorter tails the
+        roomy: Share of the cache up to which there is room for sure. Answers and the ends of prompts
+            take the rest. Simulated chats have shorter tails the
             smaller it is; below 0.8 those whose conversations hardly grow lose throughput.
         full: Share from which there is none.
         lost: Share from which nothing is found again.
@@ -171,7 +176,7 @@ class EstimatedTime(
         both = own + others
         returning, roomy = turn.returning, self.roomy
         wasted = self.waste_share * (1.0 - turn.others)
-        growth = turn.growth_tokens
+        growth, each = turn.growth_tokens, 1.0 + turn.away
         waiting, per_request = self.waiting_share, self._works.per_request
         best = _most_matched(turn, candidates)
         costs: list[float] = []
@@ -215,11 +220,11 @@ class EstimatedTime(
                     wanted = uncached + 0.5 * answer * (1.0 + batch)
                     if usage * capacity + c.unseen_tokens + wanted > ceiling * capacity:
                         cost += self._stall(c, wanted, answer)
-                    if returning and c.open_tokens + uncached + growth > roomy * capacity:
-                        cost += self._crowding(returning, tokens + growth, c)
+                    if returning and each * c.open_tokens + uncached + growth > roomy * capacity:
+                        cost += self._crowding(returning, tokens + growth, each, c)
             add(cost)
         # Not the turn: whoever keeps the decision would keep the prompt.
-        asked = _Asked(tokens, most, returning, growth, best, wasted, per_request)
+        asked = _Asked(tokens, most, returning, growth, each, best, wasted, per_request)
         return Priced(self.kind, "s", costs, Late(partial(self._terms, asked, candidates)))
 
     def chosen(self, decision: Decision, now: float) -> None:
@@ -252,7 +257,7 @@ class EstimatedTime(
 
     def _parts(self, asked: _Asked, c: Candidate) -> tuple[float, ...]:
         """The terms of one candidate, in the order of `_TERMS`."""
-        tokens, most, returning, growth, best, wasted, per_request = asked
+        tokens, most, returning, growth, each, best, wasted, per_request = asked
         rates = c.rates
         answer = rates.output_tokens if most is None else min(rates.output_tokens, most)
         uncached = max(1, tokens - c.matched_tokens)
@@ -276,10 +281,10 @@ class EstimatedTime(
             slowdown,
             self.waiting_share * min(c.requests, c.queued_tokens * per_request) * prefill,
             wasted * waste,
-            self._crowding(returning, tokens + growth, c),
+            self._crowding(returning, tokens + growth, each, c),
         )
 
-    def _crowding(self, returning: float, tokens: float, c: Candidate) -> float:
+    def _crowding(self, returning: float, tokens: float, each: float, c: Candidate) -> float:
         """Seconds others lose when this conversation moves in; see the class."""
         capacity = c.load.kv_tokens
         if c.at_home or not capacity or c.load.kv_usage is None:
@@ -293,7 +298,7 @@ class EstimatedTime(
         if c.requests > c.in_flight:
             shown = c.load.kv_usage * capacity + c.unseen_tokens
             held = max(c.open_tokens, min(held, shown))
-        share = (held + uncached) / capacity
+        share = (each * held + uncached) / capacity
         if share <= self.roomy or share >= self.lost:
             return 0.0
         if share < self.full:
