@@ -44,7 +44,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
         adapter: The LoRA adapter, where the surface names one apart from the model. vLLM names an
             adapter in `model`, so this is then empty and `target` is the model.
         prompt: The prompt as stable bytes in the order the engine sees it: equal beginnings are
-            equal bytes. It is hashed, never sent, logged or decoded.
+            equal bytes. It is hashed, never sent, logged or decoded; empty once a request waits.
         prompt_tokens: Estimated prompt length in tokens; exact for tokenised prompts.
         prompt_bytes: Bytes of text `prompt_tokens` is estimated from; 0 when it is exact.
         stream: Whether the client asked for a streamed answer.

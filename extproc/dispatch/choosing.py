@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -67,9 +67,13 @@ class Choice:
         chain: Sequence[int],
         headers: Mapping[str, str],
         patient: bool,
+        prompted: Callable[[], Request] | None = None,
     ) -> Outcome:
-        """See `Dispatcher.choose`."""
+        """See `Dispatcher.choose`; `prompted` gives the request with its prompt where it has none."""
         pool = self._fleet.pool
+        read_opening: Callable[[Request], str] = self._read_opening
+        if prompted is not None and not request.prompt:
+            read_opening = _later(read_opening, prompted)
         found = eligible.find(
             pool,
             request,
@@ -97,7 +101,7 @@ class Choice:
             away = known.away(others)
             home = known.home(chain)
             if chain and others >= homes.LEAST_SHARE:
-                key = request.session or self._read_opening(request)
+                key = request.session or read_opening(request)
                 matched = homes.expected(
                     key, request.prompt_tokens, members, matched=matched, peers=peers
                 )
@@ -120,7 +124,7 @@ class Choice:
             self._rng,
             headers,
             chain,
-            self._read_opening,
+            read_opening,
             adapter,
             returning,
             growth,
@@ -156,3 +160,10 @@ class Choice:
         """Prompt tokens of a chain that are believed cached on an endpoint."""
         tokens = self._schedule.tokens_at(bytes_per_token)
         return self._matching.of(chain, (member,), tokens)[0]
+
+
+def _later(
+    read: Callable[[Request], str], prompted: Callable[[], Request]
+) -> Callable[[Request], str]:
+    """Reads the opening of a request whose prompt was let go."""
+    return lambda _: read(prompted())

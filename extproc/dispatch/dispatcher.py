@@ -121,7 +121,12 @@ class Dispatcher:
         """
         raw = prepared.raw
         outcome = self._choice.of(
-            prepared.request, now, chain=prepared.chain, headers=raw.headers, patient=patient
+            prepared.request,
+            now,
+            chain=prepared.chain,
+            headers=raw.headers,
+            patient=patient,
+            prompted=prepared.prompted,
         )
         return (
             naming.told(outcome, raw, prepared.asked, prepared.sent) if prepared.sent else outcome

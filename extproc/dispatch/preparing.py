@@ -26,6 +26,7 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
         raw: The request as it came.
         asked: The request as parsed.
         sent: The name to put into the body; empty where it stays.
+        whole: Whether parsing `raw` again gives the prompt.
     """
 
     request: Request
@@ -33,6 +34,23 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
     raw: RawRequest
     asked: Request
     sent: str = ""
+    whole: bool = False
+
+    def resting(self) -> Prepared:
+        """Without the prompt, which is as large as the body and only read again in a tie."""
+        if not (self.whole and self.request.prompt):
+            return self
+        replace = msgspec.structs.replace
+        request = replace(self.request, prompt=b"")
+        asked = request if self.asked is self.request else replace(self.asked, prompt=b"")
+        return replace(self, request=request, asked=asked)
+
+    def prompted(self) -> Request:
+        """The request with its prompt, parsed anew if need be."""
+        if self.request.prompt or not self.whole:
+            return self.request
+        read = parser.parse(self.raw)
+        return self.request if isinstance(read, Rejection) else read
 
 
 class Preparation:
@@ -65,20 +83,22 @@ class Preparation:
         """Prepare a request, or say what is wrong with it."""
         request = parser.parse(raw)
         if not isinstance(request, Rejection):
-            return self.parsed(request, raw)
+            return self.parsed(request, raw, whole=True)
         decreed = self._decreed
         supplied = decreed.supplied(raw, request, self._rng)
         if supplied is None:
             return request
         return self._named(decreed.ranked(supplied, raw.headers), raw, supplied.model)
 
-    def parsed(self, request: Request, raw: RawRequest) -> Prepared:
-        """Prepare a request that is parsed already."""
+    def parsed(self, request: Request, raw: RawRequest, *, whole: bool = False) -> Prepared:
+        """Prepare a request that is parsed already; `whole` as of `Prepared`."""
         decreed = self._decreed
         target = decreed.target(request, self._rng)
-        return self._named(decreed.ranked(request, raw.headers), raw, target)
+        return self._named(decreed.ranked(request, raw.headers), raw, target, whole=whole)
 
-    def _named(self, request: Request, raw: RawRequest, target: str) -> Prepared:
+    def _named(
+        self, request: Request, raw: RawRequest, target: str, *, whole: bool = False
+    ) -> Prepared:
         """With the target of a rewrite in place of the model; empty for none."""
         renamed = naming.of(
             request,
@@ -88,9 +108,9 @@ class Preparation:
             kubeai_names=self._kubeai_names,
         )
         if renamed is None:
-            return Prepared(request, self._chain(request), raw, request)
+            return Prepared(request, self._chain(request), raw, request, whole=whole)
         chain = self._chain(renamed.hashed)
-        return Prepared(renamed.request, chain, raw, request, renamed.sent)
+        return Prepared(renamed.request, chain, raw, request, renamed.sent, whole)
 
     @property
     def _decreed(self) -> decrees.Decrees:

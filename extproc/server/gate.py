@@ -171,7 +171,7 @@ class Gate:
             timeout_s=self._manners.timeout_s(headers),
             slo_s=self._manners.slo_s(headers),
         )
-        held = Held(prepared, why)
+        held = Held(prepared.resting(), why)
         waiter = self._turnstile.hold(held, want, why, now)
         if isinstance(waiter, Rejection):
             return waiter

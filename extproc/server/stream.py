@@ -200,7 +200,7 @@ class Stream(msgspec.Struct, eq=False):
         self._gate, self._prepared = gate, prepared
         held = gate.admit(prepared, outcome, now)
         if isinstance(held, Held):
-            self.held = held
+            self.held, self._prepared = held, held.prepared
             return None
         return held
 

@@ -7,21 +7,29 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
+import msgspec
 import pytest
 
-from bench import bars, drawings, pages, proof, published
+from bench import proof, published
 from extproc.cli import simulation
 
 SCENARIOS = Path(proof.SCENARIOS)
 
+#: Conversations of scenarios that nobody published, where a quarter shows the same.
+SHORTER = {"heterogeneous": 600}
+
 
 @cache
-def simulated(scenario, strategy, seed=1):
+def simulated(scenario, strategy, seed, /):
     """One run of a committed scenario."""
     plan = simulation.plan(
         SCENARIOS / f"{scenario}.yaml", strategies=[strategy], configs=(), seeds=[seed]
     )
-    return simulation.run(plan.scenario, plan.columns[0], seed=seed, trace=plan.trace)
+    whole = plan.scenario
+    if scenario in SHORTER:
+        workload = msgspec.structs.replace(whole.workload, conversations=SHORTER[scenario])
+        whole = msgspec.structs.replace(whole, workload=workload)
+    return simulation.run(whole, plan.columns[0], seed=seed, trace=plan.trace)
 
 
 @pytest.mark.parametrize(("most", "strategy"), published.L4)
@@ -29,7 +37,7 @@ def test_kubeai_runs_are_reproduced(most, strategy):
     """Each of the twelve published runs: rate within 10 %, time per output token within 15 %."""
     rate, _, tpot_ms, *_ = published.L4[most, strategy]
     # How prefix hash divides conversations differs from seed to seed.
-    seeds = (1, 2, 3) if strategy == "prefix-hash" else (1,)
+    seeds = (1, 2) if strategy == "prefix-hash" else (1,)
     runs = [simulated(f"l4-published-{most}", strategy, seed) for seed in seeds]
     assert [run.failed for run in runs] == [{}] * len(seeds)
     assert fmean(run.requests_per_s for run in runs) == pytest.approx(rate, rel=0.10)
@@ -40,7 +48,7 @@ def test_kubeai_runs_are_reproduced(most, strategy):
 def test_kubeai_strategies_keep_their_order(most):
     """Prefix hash answers most, round robin no more than least load."""
     robin, least, hashed = (
-        simulated(f"l4-published-{most}", name).requests_per_s
+        simulated(f"l4-published-{most}", name, 1).requests_per_s
         for name in ("round-robin", "least-load", "prefix-hash")
     )
     assert hashed > 1.3 * least
@@ -51,7 +59,7 @@ def test_kubeai_strategies_keep_their_order(most):
 def test_k6_runs_are_reproduced(scenario, strategy):
     """Both scenarios and both strategies: rate and mean time within 10 %, p95 within 15 %."""
     rate, mean_s, *_, p95_s = published.K6[scenario, strategy]
-    run = simulated(scenario, strategy)
+    run = simulated(scenario, strategy, 1)
     assert run.requests_per_s == pytest.approx(rate, rel=0.10)
     assert run.e2e_s.mean == pytest.approx(mean_s, rel=0.10)
     assert run.e2e_s.p95 == pytest.approx(p95_s, rel=0.15)
@@ -59,49 +67,13 @@ def test_k6_runs_are_reproduced(scenario, strategy):
 
 def test_adaptive_keeps_caches_where_conversations_do_not_fit():
     """Shorter on average than prefix hash, without the longer tail that prefix hash pays for it."""
-    adaptive = simulated("k6-s2", "adaptive")
-    assert adaptive.e2e_s.mean <= 0.9 * simulated("k6-s2", "prefix-hash").e2e_s.mean
-    assert adaptive.e2e_s.p95 <= 1.05 * simulated("k6-s2", "least-load").e2e_s.p95
+    adaptive = simulated("k6-s2", "adaptive", 1)
+    assert adaptive.e2e_s.mean <= 0.9 * simulated("k6-s2", "prefix-hash", 1).e2e_s.mean
+    assert adaptive.e2e_s.p95 <= 1.05 * simulated("k6-s2", "least-load", 1).e2e_s.p95
 
 
 def test_adaptive_waits_least_where_engines_are_unlike():
     """Half of the engines at half speed: nobody's first tokens come 5 % sooner on average."""
-    adaptive = simulated("heterogeneous", "adaptive").ttft_s.mean
+    adaptive = simulated("heterogeneous", "adaptive", 1).ttft_s.mean
     for name in ("lmetric", "balanced"):
-        assert adaptive <= 1.05 * simulated("heterogeneous", name).ttft_s.mean
-
-
-@pytest.mark.parametrize("name", proof.names())
-def test_every_scenario_is_one(name):
-    """All committed scenarios can be read, and name strategies there are."""
-    whole = simulation.read(SCENARIOS / f"{name}.yaml")
-    for variant in whole.variants:
-        simulation.column(variant, folder=SCENARIOS, where=name)
-
-
-def test_every_bar_has_its_scenario_and_columns():
-    """Bars name scenarios that are committed and columns that these have."""
-    for bar in bars.BARS:
-        whole = simulation.read(SCENARIOS / f"{bar.scenario}.yaml")
-        columns = {variant.name for variant in whole.variants}
-        assert {"adaptive", "clairvoyant"} <= columns
-        assert bar.against in columns | {""}
-
-
-@pytest.mark.parametrize("path", pages.paths(), ids=lambda path: path.name)
-def test_pages_are_the_results(path):
-    """Tables of the README and of every page are what `bench/results/proof` holds."""
-    text = path.read_text(encoding="utf-8")
-    assert text == pages.filled(text), "run python -m bench.pages"
-
-
-@pytest.mark.parametrize("page", drawings.DRAWN)
-def test_plots_are_the_results(page):
-    """The plot of every page is what `bench/results/proof` holds."""
-    assert (pages.PAGES / f"{page}.svg").read_bytes() == drawings.drawn(page), (
-        "run python -m bench.drawings"
-    )
-    found = drawings.reached(page)
-    path = pages.PAGES / f"{page}-frontier.svg"
-    assert path.exists() == (found is not None), "run python -m bench.drawings"
-    assert found is None or path.read_bytes() == found, "run python -m bench.drawings"
+        assert adaptive <= 1.05 * simulated("heterogeneous", name, 1).ttft_s.mean
