@@ -1,0 +1,46 @@
+"""Committed scenarios can be read, and pages and plots are what came of them."""
+
+from pathlib import Path
+
+import pytest
+
+from bench import bars, drawings, pages, proof
+from extproc.cli import simulation
+
+SCENARIOS = Path(proof.SCENARIOS)
+
+
+@pytest.mark.parametrize("name", proof.names())
+def test_every_scenario_is_one(name):
+    """All committed scenarios can be read, and name strategies there are."""
+    whole = simulation.read(SCENARIOS / f"{name}.yaml")
+    for variant in whole.variants:
+        simulation.column(variant, folder=SCENARIOS, where=name)
+
+
+def test_every_bar_has_its_scenario_and_columns():
+    """Bars name scenarios that are committed and columns that these have."""
+    for bar in bars.BARS:
+        whole = simulation.read(SCENARIOS / f"{bar.scenario}.yaml")
+        columns = {variant.name for variant in whole.variants}
+        assert {"adaptive", "clairvoyant"} <= columns
+        assert bar.against in columns | {""}
+
+
+@pytest.mark.parametrize("path", pages.paths(), ids=lambda path: path.name)
+def test_pages_are_the_results(path):
+    """Tables of the README and of every page are what `bench/results/proof` holds."""
+    text = path.read_text(encoding="utf-8")
+    assert text == pages.filled(text), "run python -m bench.pages"
+
+
+@pytest.mark.parametrize("page", drawings.DRAWN)
+def test_plots_are_the_results(page):
+    """The plot of every page is what `bench/results/proof` holds."""
+    assert (pages.PAGES / f"{page}.svg").read_bytes() == drawings.drawn(page), (
+        "run python -m bench.drawings"
+    )
+    found = drawings.reached(page)
+    path = pages.PAGES / f"{page}-frontier.svg"
+    assert path.exists() == (found is not None), "run python -m bench.drawings"
+    assert found is None or path.read_bytes() == found, "run python -m bench.drawings"
