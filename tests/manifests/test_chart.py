@@ -20,6 +20,10 @@ SETS = {
     "by selector": BY_SELECTOR,
     "every pool": ("--set", "pool.every=namespace"),
     "whole cluster": ("--set", "pool.every=cluster", "--set", "leaderElection.enabled=true"),
+    "every engine": (
+        *("--set", "pool.every=cluster", "--set", "engineAutoscaling.enabled=true"),
+        *("--set-json", 'config.autoscaling.found=[{"pools": ["*"], "max": 4}]'),
+    ),
     "least": (
         *("--set", "networkPolicy.enabled=false", "--set", "podDisruptionBudget.enabled=false"),
         *("--set", "tls.enabled=false"),
@@ -65,9 +69,10 @@ def test_rights_are_what_is_needed_and_no_more(arguments, documents):
     """The literal table, and more only where it was asked for."""
     slices = rules.SLICES if arguments == SETS["all on"] else {}
     leases = rules.LEASES if "leaderElection.enabled=true" in arguments or slices else {}
-    assert rules.granted(documents) == {**rules.ALLOWED, **slices, **leases}
+    scales = rules.SCALES if arguments in (SETS["all on"], SETS["every engine"]) else {}
+    assert rules.granted(documents) == {**rules.ALLOWED, **slices, **leases, **scales}
     wide = {rule["resources"][0] for one in clusterwide(documents) for rule in one["rules"]}
-    assert "leases" not in wide
+    assert not wide & {"leases", "configmaps"}
     assert bool(wide) == ("pool.every=cluster" in arguments)
 
 
@@ -136,7 +141,8 @@ def test_xds_is_off_until_it_is_asked_for():
     container = picker(*SETS["all on"])[1]
     port = int(parts.parsed(container["args"]).xds_port)
     assert parts.ports(container)["xds"] == port
-    assert port in {one["port"] for one in parts.only(documents, "Service")["spec"]["ports"]}
+    service = parts.only(documents, "Service", "the-picker")["spec"]
+    assert port in {one["port"] for one in service["ports"]}
     rule = parts.only(documents, "NetworkPolicy")["spec"]["ingress"][0]
     assert port in {one["port"] for one in rule["ports"]}
 
@@ -146,7 +152,7 @@ def test_the_pool_names_its_picker():
     documents = tools.charted(*SETS["all on"])
     pool = parts.only(documents, "InferencePool")
     assert pool["metadata"]["name"] == parts.parsed(picker(*SETS["all on"])[1]["args"]).pool_name
-    service = parts.only(documents, "Service")
+    service = parts.only(documents, "Service", "the-picker")
     assert pool["spec"]["endpointPickerRef"]["name"] == service["metadata"]["name"]
 
 
@@ -181,6 +187,50 @@ def test_an_autoscaler_takes_the_replicas():
     documents = tools.charted(*SETS["all on"])
     assert "replicas" not in parts.only(documents, "Deployment")["spec"]
     assert parts.only(tools.charted(), "Deployment")["spec"]["replicas"] == 2
+
+
+@pytest.mark.parametrize("values", ["all on", "every engine"])
+def test_replicas_that_scale_engines_find_each_other(values):
+    """By a Service without an address, of the port of their pages, which the policy lets them reach."""
+    documents = tools.charted(*SETS[values])
+    ((pod, container),) = parts.pickers(documents)
+    settings = parts.resolved(documents, pod, container)
+    (peer,) = settings.autoscaling.peers
+    host, _, port = peer.partition(":")
+    service = parts.only(documents, "Service", host)["spec"]
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    assert int(port) == service["ports"][0]["port"] == settings.server.metrics_port
+    policy = parts.only(documents, "NetworkPolicy")["spec"]
+    themselves = {"podSelector": policy["podSelector"]}
+    for way, end in (("ingress", "from"), ("egress", "to")):
+        assert any(
+            themselves in rule.get(end, ())
+            and {"port": int(port), "protocol": "TCP"} in rule["ports"]
+            for rule in policy[way]
+        )
+    granted = [
+        rule["resourceNames"]
+        for role in parts.of_kind(documents, "Role")
+        for rule in role["rules"]
+        if "resourceNames" in rule
+    ]
+    assert granted == [[settings.autoscaling.state]]
+
+
+def test_what_scaling_is_told_by_values_comes_first():
+    """Peers and the name of the state may be one's own; the rights follow."""
+    own = (
+        "--set",
+        "config.autoscaling.state=mine",
+        "--set-json",
+        'config.autoscaling.peers=["a:1"]',
+    )
+    documents = tools.charted("--set", "engineAutoscaling.enabled=true", *own)
+    (found,) = parts.pickers(documents)
+    told = parts.resolved(documents, *found).autoscaling
+    assert (told.state, told.peers) == ("mine", ("a:1",))
+    roles = parts.of_kind(documents, "Role")
+    assert ["mine"] in [rule.get("resourceNames") for one in roles for rule in one["rules"]]
 
 
 def test_all_on_says_something_of_every_value():

@@ -74,3 +74,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- include "extproc.fullname" . -}}
 {{- end -}}
 {{- end -}}
+
+{{- /* The Service by which replicas that scale engines find each other. */ -}}
+{{- define "extproc.peers" -}}
+{{- printf "%s-peers" (include "extproc.fullname" . | trunc 57 | trimSuffix "-") -}}
+{{- end -}}
+
+{{- /* The ConfigMap in which they keep what they learnt. */ -}}
+{{- define "extproc.scalingState" -}}
+{{- $own := dig "autoscaling" "state" "" .Values.config -}}
+{{- default (printf "%s-autoscaling" (include "extproc.fullname" .)) $own -}}
+{{- end -}}
