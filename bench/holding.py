@@ -4,8 +4,9 @@
 
 One picker without endpoints, one client that speaks ext_proc to it over loopback. Memory is the
 picker's resident set before, while all wait, and after they left; the release is timed from the
-first answer to the last, client included. Order within a tenant is held by tests/holding. Beside it
-stands what a server that only reads and waits takes, `bench.holding_floor`: what gRPC itself does.
+first answer to the last, client included. Order within a tenant is held by tests/holding. The same
+is done with the default strategy, which remembers every prompt, and with a server that only reads and
+waits, `bench.holding_floor`: what gRPC itself does.
 """
 
 from __future__ import annotations
@@ -37,12 +38,15 @@ SETTLE_S = 3.0
 CONFIG = """
 apiVersion: extproc/v1alpha1
 kind: ExtProcConfig
-scrape: {{enabled: false}}
-scheduling: {{strategy: least-request}}
+{more}
 limits: {{max_streams: 20000}}
 holding: {{enabled: true, busy_s: 1000, fairness: round-robin}}
 pool: {{endpoints_file: {file}}}
 """
+
+#: What picks by what requests do, and the default, whose signals come from scrapes.
+LEAST = "scrape: {enabled: false}\nscheduling: {strategy: least-request}"
+DEFAULT = ""
 
 
 def messages(number: int) -> list[bytes]:
@@ -121,13 +125,13 @@ async def crowd(client: Client, requests: int, tasks: asyncio.TaskGroup) -> None
         await asyncio.sleep(0.01)
 
 
-async def once(requests: int) -> dict[str, float]:
-    """Hold and release."""
+async def once(requests: int, *, more: str) -> dict[str, float]:
+    """Hold and release; `more` is the rest of the configuration."""
     with tempfile.TemporaryDirectory() as folder:
         listed = Path(folder) / "endpoints.yaml"
         listed.write_text("endpoints: []\n")
         config = Path(folder) / "extproc.yaml"
-        config.write_text(CONFIG.format(file=listed))
+        config.write_text(CONFIG.format(file=listed, more=more))
         ports = [stack.free_port() for _ in range(3)]
         flags = ("--grpc-port", "--grpc-health-port", "--metrics-port")
         words = [word for pair in zip(flags, map(str, ports), strict=True) for word in pair]
@@ -176,6 +180,7 @@ async def floor(requests: int) -> dict[str, float]:
         await asyncio.sleep(SETTLE_S)
         after = running.memory_bytes()
     return {
+        "floor_release_s": round(max(client.times) - min(client.times), 3),
         "floor_before_mib": round(before / 2**20, 1),
         "floor_holding_mib": round(holding / 2**20, 1),
         "floor_after_mib": round(after / 2**20, 1),
@@ -183,7 +188,12 @@ async def floor(requests: int) -> dict[str, float]:
 
 
 async def main(*, requests: int, write: bool) -> None:
-    figures = {**await once(requests), **await floor(requests)}
+    default = await once(requests, more=DEFAULT)
+    figures = {
+        **await once(requests, more=LEAST),
+        **{f"default_{name}": value for name, value in default.items()},
+        **await floor(requests),
+    }
     print(figures)
     if write:
         rig.write("holding", "python -m bench.holding --write", figures)
