@@ -11,8 +11,10 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
+from multiprocessing import connection
 from pathlib import Path
 
 import msgspec
@@ -146,7 +148,7 @@ def runs(todo: Plan, *, jobs: int) -> Iterator[report.Run]:
         return
     context = multiprocessing.get_context("spawn")
     with futures.ProcessPoolExecutor(
-        min(jobs, len(tasks)), mp_context=context, initializer=_collect_rarely
+        min(jobs, len(tasks)), mp_context=context, initializer=_worker
     ) as pool:
         try:
             with _unheard_by_children():
@@ -199,6 +201,19 @@ def _unheard_by_children() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _worker() -> None:
+    _collect_rarely()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Nobody else ends a worker in the middle of a run once its parent was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
 
 
 def _collect_rarely() -> None:

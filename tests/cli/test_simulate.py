@@ -2,6 +2,7 @@ import io
 import itertools
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -263,6 +264,21 @@ def test_ctrl_c_ends_it_at_once(small):
     assert process.returncode == 130
     assert out == ""
     assert "Traceback" not in err
+
+
+def test_workers_end_with_their_parent(small):
+    """Nothing goes on computing after the command was killed."""
+    small.write_text(SMALL.replace("requests: 30", "requests: 100000000"))
+    argv = [sys.executable, "-m", "extproc", "simulate", str(small), "--jobs", "2"]
+    with subprocess.Popen(argv, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+        try:
+            workers = [os.pidfd_open(worker) for worker in _workers(process, 2, ticks=60)]
+        finally:
+            process.kill()
+    ended = [select.select([worker], [], [], 20)[0] for worker in workers]
+    assert all(ended)
+    for worker in workers:
+        os.close(worker)
 
 
 def _workers(process, count, *, ticks):
