@@ -11,6 +11,7 @@ def run(pickers, talking, p99_s, ratios):
         "requests": 666,
         "median": {"hit_ratio": 0.68, "ttft_p99_s": p99_s},
         "ttft_p99_of_all_s": p99_s,
+        "ttft_p99_of_all_ratio": p99_s / 0.4,
         "ratios": {"hit_ratio": [1.0, 1.0, 1.0], "ttft_p99_s": ratios},
     }
 
@@ -22,9 +23,17 @@ def test_real_rows_say_how_far_rounds_are_apart():
         "real": [run(1, False, 0.4, [1, 1, 1]), run(2, True, 0.5, [0.9, 1.3, 1.1])],
     }
     assert (
-        "| 2 | yes | 0.680 | 1.00 (1.00 to 1.00) | 0.50 | 1.10 (0.90 to 1.30) | 0.50, 1.25 |"
+        "| 2 | yes | 3 | 0.680 | 1.00 (1.00 to 1.00) | 0.50 | 1.10 (0.90 to 1.30) | 0.50, 1.25 |"
         in (replicas.real_block(told))
     )
+
+
+def test_rows_that_were_not_run_again_stay():
+    """Those of pickers that do not talk stand before those that do."""
+    before = {"real": [run(n, False, 0.5, [1]) for n in (1, 2, 4)] + [run(2, True, 0.5, [1])]}
+    rows = replicas.written(before, [run(1, False, 0.4, [1]), run(2, True, 0.4, [1])])
+    found = [(row["pickers"], row["talking"], row["ttft_p99_of_all_s"]) for row in rows]
+    assert found == [(1, False, 0.4), (2, False, 0.5), (4, False, 0.5), (2, True, 0.4)]
 
 
 def test_a_row_says_after_how_long_pickers_talk():
