@@ -42,8 +42,10 @@ demo: $(VENV)/.demo ## Envoy, extproc and four simulated engines on loopback; KE
 demo-scale: $(VENV)/.dev ## Envoy, extproc and no engine: from zero to some and back, with a plot
 	@$(BIN)/python -m extproc demo-scale
 
+# Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.dev ## All tests that need nothing else
-	$(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not versions' $(ARGS)
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m 'not versions' $(ARGS)
 
 check: $(VENV)/.dev ## Format, lint, imports, types
 	$(BIN)/ruff format --check .

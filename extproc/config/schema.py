@@ -8,13 +8,8 @@ from typing import Any
 
 import msgspec
 
-from extproc.config import grammar, holding, policies, sources
 from extproc.config import settings as sections
-from extproc.dispatch import claims
-from extproc.holding import allowance
-from extproc.prefix import blocks
 from extproc.scheduling import catalogue, defaults
-from extproc.xds import traits
 
 _FIELD = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
@@ -27,10 +22,12 @@ def schema() -> dict[str, Any]:
     (made,), parts = msgspec.json.schema_components(
         [sections.Settings], ref_template="#/$defs/{name}", schema_hook=_anything
     )
-    for name, part in parts.items():
-        struct = _struct(name)
-        if struct is not None:
-            _describe(part, struct)
+    structs: dict[type[msgspec.Struct], None] = {}
+    _collect(msgspec.inspect.type_info(sections.Settings), structs)
+    for struct in structs:
+        # Of several with one name each is called by its module as well.
+        full = f"{struct.__module__}.{struct.__qualname__}"
+        _describe(parts[full if full in parts else struct.__name__], struct)
     parts["Rules"]["properties"]["strategy"]["examples"] = list(defaults.profiles())
     parts["Scheduling"]["properties"]["strategy"]["examples"] = list(defaults.profiles())
     kinds = sorted({*catalogue.FILTERS, *catalogue.SCORERS, *catalogue.COSTS, *catalogue.PICKERS})
@@ -56,10 +53,23 @@ def _anything(wanted: type) -> dict[str, Any]:
     raise NotImplementedError
 
 
-def _struct(name: str) -> type[msgspec.Struct] | None:
-    """The section of that name, wherever it is defined."""
-    homes = (sections, sources, policies, grammar, claims, blocks, traits, holding, allowance)
-    return next((vars(home)[name] for home in homes if name in vars(home)), None)
+def _collect(found: object, structs: dict[type[msgspec.Struct], None]) -> None:
+    """Every section that a type is made of."""
+    match found:
+        case msgspec.inspect.StructType(cls=struct):
+            if struct not in structs:
+                structs[struct] = None
+                for field in found.fields:
+                    _collect(field.type, structs)
+        case msgspec.inspect.UnionType(types=types):
+            for each in types:
+                _collect(each, structs)
+        case msgspec.inspect.CollectionType(item_type=item):
+            _collect(item, structs)
+        case msgspec.inspect.DictType(value_type=value):
+            _collect(value, structs)
+        case msgspec.inspect.Metadata(type=inner):
+            _collect(inner, structs)
 
 
 def _describe(part: dict[str, Any], struct: type[msgspec.Struct]) -> None:

@@ -20,6 +20,14 @@ def test_fields_carry_their_reasons():
     assert "adaptive" in told["Scheduling"]["properties"]["strategy"]["examples"]
 
 
+def test_every_field_of_every_section_is_described():
+    """Also of sections that share a name; and no description is a docstring as it is written."""
+    for name, part in schema.schema()["$defs"].items():
+        assert "Attributes:" not in part.get("description", ""), name
+        for field, facts in part.get("properties", {}).items():
+            assert facts["description"], (name, field)
+
+
 def test_check_prints_the_schema(capsys):
     """The command prints what is published."""
     assert main.main(["check", "--schema"]) == 0

@@ -20,8 +20,8 @@ def structs():
 @pytest.mark.parametrize("section", structs(), ids=lambda section: section.__name__)
 def test_every_field_is_documented(section):
     """Every field has an entry in its section's docstring, and no entry is without a field."""
-    attributes = (section.__doc__ or "").partition("Attributes:")[2]
-    documented = re.findall(r"^ {8}(\w+): \S", attributes, re.MULTILINE)
+    attributes = (inspect.getdoc(section) or "").partition("Attributes:")[2]
+    documented = re.findall(r"^ {4}(\w+): \S", attributes, re.MULTILINE)
     assert documented == list(dict.fromkeys(documented))
     assert set(documented) == set(section.__struct_fields__)
 
@@ -33,8 +33,8 @@ def test_numbers_have_units(section):
         if isinstance(field.default, bool) or not isinstance(field.default, int | float):
             continue
         entry = re.search(
-            rf"^ {{8}}{field.name}: (.*?)(?=^ {{8}}\w|\Z)",
-            section.__doc__,
+            rf"^ {{4}}{field.name}: (.*?)(?=^ {{4}}\w|\Z)",
+            inspect.getdoc(section),
             re.MULTILINE | re.DOTALL,
         )
         named = field.name.endswith(("_s", "_ms", "_bytes", "port", "_share", "weight"))

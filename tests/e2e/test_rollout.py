@@ -28,6 +28,10 @@ TEMPLATES = ["original-dst.yaml", "original-dst-buffered.yaml", "override-host.y
 #: Long streams, and clients that ask again and again beside them.
 STREAMS, ASKING = 50, 4
 
+#: Answers to a client between two events of every stream, and the seconds each client pauses: a load
+#: that leaves pickers room to start.
+EVERY, PAUSE_S = 10, 0.05
+
 #: Seconds a fact may take to become visible on a page.
 _VISIBLE_S = 20.0
 
@@ -194,13 +198,16 @@ class Streams:
 
 
 async def asking(place: Site, engine: Engine, stop: asyncio.Event, bodies) -> list[int]:
-    """Ask again and again, and every answer makes every stream go on; the statuses."""
+    """Ask again and again, and every tenth answer makes every stream go on; the statuses."""
     statuses = []
     turns = itertools.cycle(bodies)
     while not stop.is_set():
+        if not len(statuses) % EVERY:
+            await engine.tick()
         body = next(turns)
         statuses.append((await http1.ask(place.port, "/v1/completions", body)).status)
-        await engine.tick()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), PAUSE_S)
     return statuses
 
 
