@@ -1,0 +1,61 @@
+"""How many workers `make test` has, and which files they begin with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+#: Workers for each core: tests of whole installations wait for half of their time.
+PER_CORE = 2
+
+#: More would not make it faster: the longest file is what is waited for.
+MOST = 8
+
+#: What takes longest, first, so that no worker is left alone with one of them at the end; files that
+#: compute stand between files that wait.
+LONG = (
+    "e2e/test_rollout.py",
+    "bench/test_published.py",
+    "e2e/test_demo_scale.py",
+    "e2e/test_demo.py",
+    "kubernetes/test_scaling.py",
+    "e2e/test_lifecycle.py",
+    "bench/test_scaling.py",
+    "e2e/test_xds.py",
+    "e2e/test_failing.py",
+    "e2e/test_scaling_restart.py",
+    "kubernetes/test_election.py",
+    "kubernetes/test_outage.py",
+    "e2e/test_agreement.py",
+    "e2e/test_many.py",
+    "kubernetes/test_discovery.py",
+    "kubernetes/conformance/test_gateway.py",
+    "cli/test_simulate.py",
+    "e2e/test_holding.py",
+    "e2e/test_bodies.py",
+    "scheduling/test_contract.py",
+    "e2e/test_grpc.py",
+    "e2e/test_rewrites.py",
+    "kubernetes/test_flags.py",
+    "kubernetes/test_many_pools.py",
+    "kubernetes/test_found_scaling.py",
+    "scheduling/test_cases.py",
+    "manifests/test_overlays.py",
+    "e2e/test_conformance.py",
+    "e2e/test_feedback.py",
+)
+
+RANKS = {HERE / name: rank for rank, name in enumerate(LONG)}
+assert all(path.is_file() for path in RANKS), "a file of LONG is gone"
+
+
+def pytest_xdist_auto_num_workers(config):
+    """Of `-n auto`."""
+    return min(PER_CORE * len(os.sched_getaffinity(0)), MOST)
+
+
+def pytest_collection_modifyitems(items):
+    """Long files first, and the others as they were found."""
+    items.sort(key=lambda item: RANKS.get(item.path, len(RANKS)))
