@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -59,3 +60,9 @@ def pytest_xdist_auto_num_workers(config):
 def pytest_collection_modifyitems(items):
     """Long files first, and the others as they were found."""
     items.sort(key=lambda item: RANKS.get(item.path, len(RANKS)))
+
+
+def pytest_collection_finish(session):
+    """What was collected stays: nobody need look through it for garbage again and again."""
+    gc.collect()
+    gc.freeze()

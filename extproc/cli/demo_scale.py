@@ -27,8 +27,10 @@ from extproc.errors import ConfigError
 _MODEL = "demo-model"
 _MOST = 4
 
-#: A real cold start takes a minute; everything here is some ten times faster.
+#: A real cold start takes a minute; everything here is some ten times faster. In short, the load is a
+#: fifth, and what is waited for half.
 _COLD_S = 4.0
+_SHORT_LOAD, _SHORT_WAITS = 0.2, 0.5
 
 #: Requests one simulated engine takes at once, and tokens of an answer: some 3 s of work.
 _AT_ONCE, _TOKENS = 4, 120
@@ -39,20 +41,8 @@ _LOAD = ((2, 10.0), (20, 30.0), (2, 15.0))
 #: Seconds between two looks at the picker, and until zero must be reached.
 _LOOK_S, _ZERO_S = 0.5, 60.0
 
-_SCALING = {
-    "policy": "adaptive",
-    "params": {
-        "wait_s": 3.0,
-        "rise_s": 3.0,
-        "window_s": 15.0,
-        "down_s": 6.0,
-        "idle_s": 8.0,
-        "interval_s": 0.5,
-    },
-    "meter": {"cold_start_s": 6.0, "concurrency": _AT_ONCE},
-    "min": 0,
-    "max": _MOST,
-}
+#: What the policy waits for, and how long it looks back (seconds).
+_WAITS_S = {"wait_s": 3.0, "rise_s": 3.0, "window_s": 15.0, "down_s": 6.0, "idle_s": 8.0}
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -84,7 +74,7 @@ def add_parser(subparsers: Any) -> None:
     add = parser.add_argument
     add("--envoy-config", default="envoy/original-dst.yaml", help="to run (%(default)s)")
     add("--plot", default=".cache/demo-scale.png", help="file for the charts (%(default)s)")
-    add("--short", action="store_true", help="a fifth of the load")
+    add("--short", action="store_true", help="a fifth of the load, scaled sooner")
     parser.set_defaults(run=run)
 
 
@@ -100,23 +90,22 @@ def run(args: argparse.Namespace) -> int:
             found=f"no file {template}",
             fix="run the demo from the repository, or name a file of its folder envoy/",
         )
-    share = 0.2 if args.short else 1.0
     try:
-        return uvloop.run(_demo(template, Path(args.plot), share=share))
+        return uvloop.run(_demo(template, Path(args.plot), short=args.short))
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 0
 
 
-async def _demo(template: Path, plot: Path, *, share: float) -> int:
+async def _demo(template: Path, plot: Path, *, short: bool) -> int:
     task = asyncio.current_task()
     if task is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with stack.stack() as children, aiohttp.ClientSession() as http:
-        place = await _install(children, template)
+        place = await _install(children, template, waits=_SHORT_WAITS if short else 1.0)
         chart = scale_charts.Chart()
         watching = asyncio.get_running_loop().create_task(_watch(http, place, chart), name="watch")
         try:
-            answers = await _play(http, place, chart, share=share)
+            answers = await _play(http, place, chart, share=_SHORT_LOAD if short else 1.0)
         finally:
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -131,14 +120,25 @@ async def _demo(template: Path, plot: Path, *, share: float) -> int:
     return 1 if lost or not back else 0
 
 
-async def _install(children: stack.Stack, template: Path) -> Place:
+def _scaling(*, waits: float) -> dict[str, Any]:
+    """Settings of autoscaling, with times of another length."""
+    return {
+        "policy": "adaptive",
+        "params": {name: waits * it for name, it in _WAITS_S.items()} | {"interval_s": 0.5},
+        "meter": {"cold_start_s": waits * (_COLD_S + 2.0), "concurrency": _AT_ONCE},
+        "min": 0,
+        "max": _MOST,
+    }
+
+
+async def _install(children: stack.Stack, template: Path, *, waits: float) -> Place:
     engine = [sys.executable, "-m", "extproc", "engine", "--port", "{port}", "--model", _MODEL]
-    engine += ["--cold-start-s", str(_COLD_S), "--max-num-seqs", str(_AT_ONCE)]
+    engine += ["--cold-start-s", str(waits * _COLD_S), "--max-num-seqs", str(_AT_ONCE)]
     config = {
         "apiVersion": "extproc/v1alpha1",
         "kind": "ExtProcConfig",
         "holding": {"enabled": True},
-        "pool": {"autoscaling": {**_SCALING, "launch": {"command": engine}}},
+        "pool": {"autoscaling": {**_scaling(waits=waits), "launch": {"command": engine}}},
     }
     ports = stack.EnvoyPorts(
         listener=stack.free_port(), admin=stack.free_port(), extproc=stack.free_port()

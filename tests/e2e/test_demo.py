@@ -47,7 +47,12 @@ def ended(pid):
     """An awaitable for the end of a process that is not our child."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     watched = os.pidfd_open(pid)
-    loop.add_reader(watched, over.set)
+
+    def end():
+        loop.remove_reader(watched)  # it stays readable
+        over.set()
+
+    loop.add_reader(watched, end)
     try:
         yield over
     finally:

@@ -160,9 +160,12 @@ def children(live):
         yield one
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engines(live, children):
-    """Four simulated engines by address, each answering in some tenths of a second."""
+    """Four simulated engines by address, each answering in some tenths of a second.
+
+    Who ends one starts it again.
+    """
 
     async def start():
         started = [children.engine("--speed", "20") for _ in range(4)]
