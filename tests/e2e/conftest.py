@@ -14,9 +14,9 @@ __all__ = ["live", "pytest_pyfunc_call"]
 
 def pytest_collection_modifyitems(items):
     """Mark what drives Envoy."""
-    here = Path(__file__).parent
+    here = str(Path(__file__).parent) + os.sep
     for item in items:
-        if here in item.path.parents:
+        if str(item.path).startswith(here):
             item.add_marker(pytest.mark.e2e)
 
 

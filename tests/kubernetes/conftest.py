@@ -17,8 +17,9 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items):
     """Mark what needs an API server."""
+    here = str(HERE) + os.sep
     for item in items:
-        if HERE in item.path.parents:
+        if str(item.path).startswith(here):
             item.add_marker(pytest.mark.kubernetes)
 
 
