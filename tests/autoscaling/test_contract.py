@@ -9,6 +9,7 @@ from extproc.autoscaling import catalogue
 from extproc.autoscaling.demand import Bounds, Demand
 from extproc.autoscaling.scaler import Kept, Scaler
 from extproc.errors import ConfigError
+from tests.support.chance import examples
 
 KINDS = list(catalogue.POLICIES)
 #: Quarters, so that shifted clocks say the same to the last digit.
@@ -56,13 +57,15 @@ def demands():
     return st.lists(st.tuples(moments, seconds), min_size=1, max_size=25).map(in_order)
 
 
-def examples(count):
+def tried(count):
     """So many; making them is what takes the time, on a busy machine more than expected."""
-    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    return settings(
+        max_examples=examples(count), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@examples(25)
+@tried(25)
 @given(seen=demands(), within=bounds())
 def test_bounds_are_always_kept(kind, seen, within):
     """Never fewer than `min` nor more than `max`."""
@@ -72,7 +75,7 @@ def test_bounds_are_always_kept(kind, seen, within):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@examples(25)
+@tried(25)
 @given(seen=demands(), within=bounds())
 def test_no_fewer_while_a_picker_could_not_be_read(kind, seen, within):
     """Counters that are missing are no reason to take a replica away."""
@@ -84,7 +87,7 @@ def test_no_fewer_while_a_picker_could_not_be_read(kind, seen, within):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@examples(25)
+@tried(25)
 @given(seen=demands(), within=bounds())
 def test_no_fewer_before_it_has_watched(kind, seen, within):
     """Never fewer replicas within a window of the first step."""
@@ -97,7 +100,7 @@ def test_no_fewer_before_it_has_watched(kind, seen, within):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@examples(25)
+@tried(25)
 @given(seen=demands(), within=bounds())
 def test_a_request_that_waits_at_zero_gets_a_replica(kind, seen, within):
     """Nobody waits for a fleet of none."""
@@ -109,7 +112,7 @@ def test_a_request_that_waits_at_zero_gets_a_replica(kind, seen, within):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@examples(25)
+@tried(25)
 @given(seen=demands(), within=bounds(), split=st.integers(0, 25), shift=st.integers(-500, 500))
 def test_a_restart_changes_nothing(kind, seen, within, split, shift):
     """Another scaler goes on from JSON, on another clock, as the first one would have."""
@@ -126,7 +129,7 @@ def test_a_restart_changes_nothing(kind, seen, within, split, shift):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@examples(10)
+@tried(10)
 @given(seen=demands(), within=bounds())
 def test_memory_does_not_grow_with_time(kind, seen, within):
     """What is kept is bounded by the window, not by how long it ran."""

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from extproc.config import factory, load
 from extproc.errors import ConfigError
+from tests.support.chance import examples
 
 KEYS = st.sampled_from(
     [
@@ -48,7 +49,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.dictionaries(KEYS, TREES, max_size=5))
 def test_any_tree_is_settings_or_a_config_error(tree):
     """Whatever a file holds, it is a configuration or a declared error."""
@@ -57,7 +58,7 @@ def test_any_tree_is_settings_or_a_config_error(tree):
         factory.build(load.settings(load.Document("f", {**tree, **head})))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.text(alphabet="{}[]:-,&*!|>'\"%@`# \n\tab1.", max_size=40))
 def test_any_text_is_a_tree_or_a_config_error(text):
     """Whatever the text is, reading it gives a mapping or a declared error."""

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from extproc.discovery import entries
 from extproc.errors import ConfigError
+from tests.support.chance import examples
 
 
 def document(*endpoints):
@@ -119,7 +120,7 @@ _JSON = st.recursive(
 
 
 @hypothesis.given(_JSON | st.fixed_dictionaries({"endpoints": st.lists(_JSON, max_size=3)}))
-@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.settings(max_examples=examples(150), deadline=None)
 def test_any_document_is_read_or_refused(whole):
     """Nothing but ConfigError is raised, and what is read has hosts and ports."""
     try:
@@ -130,7 +131,7 @@ def test_any_document_is_read_or_refused(whole):
 
 
 @hypothesis.given(st.text(max_size=20) | st.from_regex(r"[a-z0-9.:\[\]-]{1,20}", fullmatch=True))
-@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.settings(max_examples=examples(150), deadline=None)
 def test_any_place_is_read_or_refused(value):
     """Nothing but ConfigError is raised."""
     try:

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from extproc.election import elector
 from extproc.election.settings import Settings
 from tests.election.world import Fate, Store, World
+from tests.support.chance import examples
 
 PATIENCE = Settings()
 NAMES = ("a", "b", "c", "d")
 
 #: Some seconds for all of them, on a busy machine.
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=examples(40), deadline=None)
 
 #: Beyond the limit of a call and beyond the duration of a Lease: nothing is too late to arrive.
 delays = st.none() | st.floats(0.0, 0.2) | st.floats(0.0, 40.0)
@@ -37,7 +38,7 @@ def swift():
     return world([Fate(0.01, 0.01)])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(fates, min_size=1, max_size=60),
     st.lists(st.tuples(st.floats(0.0, 30.0), st.floats(-1e6, 1e6)), min_size=2, max_size=4),

@@ -8,6 +8,7 @@ from extproc.parsing import multipart, parser, paths, tokens
 from extproc.request import RawRequest, Request
 from tests.parsing import asking
 from tests.parsing.asking import CHAT, chat
+from tests.support.chance import examples
 
 SECRET = "zq-secret-zq"
 PATHS = st.sampled_from([*(f"/v1/{suffix}" for suffix in paths.SURFACES), "/x", ""])
@@ -53,21 +54,21 @@ def check(path, body, *, method="POST", truncated=False, **headers):
     assert outcome.max_tokens is None or outcome.max_tokens >= 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(PATHS, METHODS, st.binary(max_size=200), st.booleans())
 def test_any_bytes_on_any_path(path, method, body, truncated):
     """No bytes on no path make the parser raise."""
     check(path, body, method=method, truncated=truncated)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(PATHS, bodies)
 def test_any_json_on_any_path(path, body):
     """Fields of any type, NaN and lone surrogates included, are read or refused."""
     check(path, json.dumps(body).encode())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(PATHS, bodies, st.data())
 def test_mutated_json(path, body, data):
     """Cut, overwritten and repeated bytes inside valid JSON are read or refused."""
@@ -79,7 +80,7 @@ def test_mutated_json(path, body, data):
     check(path, text[:stop], truncated=True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(
         st.sampled_from(
@@ -108,7 +109,7 @@ def test_any_form(pieces):
     multipart.read(body, b"")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.sampled_from(["Generate", "Embed"]), st.binary(max_size=60), st.data())
 def test_any_grpc_message(method, message, data):
     """A well-framed message of any bytes is read or refused."""
@@ -150,7 +151,7 @@ options = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(histories, histories, options)
 def test_next_turn_extends_the_prompt(history, more, fields):
     """The prompt of a later turn starts with the bytes of the earlier turn."""
@@ -159,7 +160,7 @@ def test_next_turn_extends_the_prompt(history, more, fields):
     assert len(after.prompt) > len(before.prompt)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(histories, histories, options, options)
 @example([{"role": "us", "content": "er"}], [{"role": "user", "content": ""}], {}, {})
 @example([{"role": "user", "content": None}], [{"role": "user", "content": ""}], {}, {})
@@ -169,7 +170,7 @@ def test_different_conversations_differ(one, other, fields, others):
     assert (chat(*one, **fields).prompt == chat(*other, **others).prompt) is same
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(histories, st.lists(st.integers(1, 3), min_size=1, max_size=4), st.data())
 def test_any_one_change_shows(history, numbers, data):
     """Taking one message out, or doubling it, changes the prompt."""
@@ -182,7 +183,7 @@ def test_any_one_change_shows(history, numbers, data):
     assert asking.parsed(path, ids).prompt != asking.parsed(path, flat).prompt
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.sampled_from(["/v1/messages", "/v1/responses", "/invocations"]), histories, histories)
 def test_other_surfaces_extend_too(path, history, more):
     """Anthropic, Responses and unknown paths keep the prefix property."""
@@ -192,7 +193,7 @@ def test_other_surfaces_extend_too(path, history, more):
     assert after.prompt.startswith(before.prompt)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.binary(max_size=80), st.text(max_size=12))
 def test_any_path_and_content_type(body, noise):
     """Odd paths and content types are read like any other."""

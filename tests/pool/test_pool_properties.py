@@ -8,6 +8,7 @@ from extproc.endpoint import Endpoint, Load
 from extproc.pool import snapshot
 from extproc.pool.accounts import Account, Ticket
 from extproc.pool.fleet import Fleet, Mark
+from tests.support.chance import examples
 
 ADDRESSES = ("10.0.0.1:8000", "10.0.0.1:8001", "[fd00::1]:8000", "10.0.0.2:8000")
 some = st.lists(st.sampled_from(ADDRESSES), max_size=5)
@@ -114,4 +115,4 @@ class Fleets(RuleBasedStateMachine):
 
 
 TestFleets = Fleets.TestCase
-TestFleets.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestFleets.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

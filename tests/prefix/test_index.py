@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from extproc.prefix import blocks
 from extproc.prefix.index import PrefixIndex
+from tests.support.chance import examples
 
 A, B, C = ("10.0.0.1:8000", 0), ("10.0.0.2:8000", 0), ("10.0.0.3:8000", 0)
 KEYS = (A, B, C)
@@ -147,14 +148,14 @@ def check_script(capacity, script, questions):
     assert not index._root.children
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 8), scripts(prompts.map(chain)), questions(prompts.map(chain)))
 def test_index_is_least_recently_used_with_tails_first(capacity, script, asked):
     """After any script the index holds exactly the blocks a naive model holds, within bounds."""
     check_script(capacity, script, asked)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 8), scripts(colliding), questions(colliding))
 def test_colliding_hashes_change_nothing(capacity, script, asked):
     """Even for block lists no hash function gives, a block is known by all that lies before it."""

@@ -17,6 +17,7 @@ from extproc.protocol.gathering import Budget
 from extproc.protocol.replies import Answered, Chunk, Continue, Refuse, Reply, Route
 from extproc.protocol.settings import ExchangeSettings
 from extproc.request import Request
+from tests.support.chance import examples
 
 DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
 ONE_TO_ONE = tuple(mode for mode in BodyMode if mode is not DUPLEX)
@@ -53,7 +54,7 @@ events = st.builds(
     modes=st.none(),
     hints=hints,
 )
-calm = settings(deadline=None, max_examples=200)
+calm = settings(deadline=None, max_examples=examples(200))
 
 
 def exchange_of(budget: Budget, *, conformance: bool = False) -> Exchange:

@@ -11,6 +11,7 @@ from extproc.decision import Decision, Rejection
 from extproc.endpoint import UNKNOWN, Candidate, Endpoint, Load, Rates, Residency
 from extproc.scheduling import defaults
 from extproc.testing import fleet
+from tests.support.chance import examples
 
 NAMES = list(defaults.profiles())
 PROFILES = defaults.profiles()
@@ -101,7 +102,7 @@ def check(profile, outcome, there, count):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     kinds=st.lists(kinds_of_candidate, min_size=1, max_size=6),
     size=st.sampled_from(SIZES[:-1]),

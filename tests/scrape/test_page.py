@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from extproc.endpoint import Load, Totals
 from extproc.scrape import engines, page
+from tests.support.chance import examples
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 LORA = (DATA / "vllm-0.32-after-lora-load.txt").read_bytes()
@@ -310,7 +311,7 @@ def _pieces():
 
 
 @hypothesis.given(_pieces())
-@hypothesis.settings(max_examples=400, deadline=None)
+@hypothesis.settings(max_examples=examples(400), deadline=None)
 def test_any_bytes_give_a_load_or_a_reason(body):
     """Arbitrary bytes never raise, and a load never holds a number that is none."""
     found = page.read(body, 7.0)
@@ -321,7 +322,7 @@ def test_any_bytes_give_a_load_or_a_reason(body):
 
 
 @hypothesis.given(st.integers(0, len(LORA)), st.binary(max_size=20), st.integers(0, 200))
-@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.settings(max_examples=examples(200), deadline=None)
 def test_a_damaged_real_page_never_raises(at, noise, gap):
     """A real page cut, patched and spliced anywhere is read or refused."""
     damaged = LORA[:at] + noise + LORA[at + gap :]
@@ -332,7 +333,7 @@ def test_a_damaged_real_page_never_raises(at, noise, gap):
     counts=st.lists(st.integers(0, 10**6), min_size=1, max_size=5),
     text=st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12),
 )
-@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.settings(max_examples=examples(200), deadline=None)
 def test_any_label_value_round_trips(counts, text):
     """Whatever a model is called, its counts add up and its adapter keeps its name."""
     label = text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from extproc.sim import job
 from tests.sim.builders import engine
+from tests.support.chance import examples
 
 jobs = st.lists(
     st.tuples(
@@ -67,7 +68,7 @@ def play(script, *, horizon_s):
     return it, log
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(jobs, st.sampled_from([0.0, 0.1, 100.0]))
 def test_every_job_finishes_or_was_cancelled_and_all_blocks_come_back(script, horizon_s):
     """No job is lost or served twice, no block leaks, and the cache stays in its size."""
@@ -80,14 +81,14 @@ def test_every_job_finishes_or_was_cancelled_and_all_blocks_come_back(script, ho
     assert not it._sequences
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(jobs)
 def test_the_same_script_gives_the_same_run(script):
     """Nothing in the core depends on chance or the clock."""
     assert play(script, horizon_s=0.1)[1] == play(script, horizon_s=0.1)[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(jobs)
 def test_finished_jobs_got_their_tokens_in_order_of_time(script):
     """Submitted, entered, first and last token never go back in time; hits stay below the prompt."""

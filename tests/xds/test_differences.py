@@ -10,6 +10,7 @@ from extproc.xds import differences
 from extproc.xds.differences import Request, Response
 from extproc.xds.resources import ASSIGNMENT, CLUSTER, Resource
 from extproc.xds.whole import Refusal
+from tests.support.chance import examples
 
 
 def snapshot(clusters=None, **assignments):
@@ -214,7 +215,7 @@ class Line:
             envoy.take()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(steps=st.lists(st.one_of(st.sampled_from(["hear", "take"]), POOLS), max_size=60), last=GOOD)
 def test_envoy_comes_to_hold_the_latest(steps, last):
     """Whatever crosses whatever: once all is said, Envoy holds the last pools and waits for none."""

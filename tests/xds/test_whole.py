@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from extproc.xds import resources, whole
 from extproc.xds.resources import ASSIGNMENT, CLUSTER, Resource
 from extproc.xds.whole import Refusal, Request, Response
+from tests.support.chance import examples
 
 
 def snapshot(clusters=None, **assignments):
@@ -279,7 +280,7 @@ GOOD = st.dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     steps=st.lists(st.one_of(st.sampled_from(["hear", "take", "again"]), POOLS), max_size=60),
     last=GOOD,

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from extproc.discovery.kubernetes import cluster, events, settings
 from tests.discovery.kubernetes import fake, making
+from tests.support.chance import examples
 
 SERVICE = "kubernetes.io/service-name"
 
@@ -151,7 +152,7 @@ class Play:
         return self.pools
 
 
-@hypothesis.settings(deadline=None, max_examples=300)
+@hypothesis.settings(deadline=None, max_examples=examples(300))
 @hypothesis.given(st.lists(steps, max_size=40))
 @hypothesis.example(
     [("put", making.pod(name, "two", app="y", uid="1", created="2026")) for name in "ab"]

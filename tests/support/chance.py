@@ -1,0 +1,10 @@
+"""How many examples a property is tried with."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+
+def examples(count: int) -> int:
+    """So many with the profile that CI asks for, and fewer with `quick`; see tests/conftest.py."""
+    return count * settings().max_examples // 100
