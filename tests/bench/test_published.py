@@ -15,8 +15,8 @@ from extproc.cli import simulation
 
 SCENARIOS = Path(proof.SCENARIOS)
 
-#: Conversations of scenarios that nobody published, where a quarter shows the same.
-SHORTER = {"heterogeneous": 600}
+#: Conversations of scenarios that nobody published, where a fifth shows the same.
+SHORTER = {"heterogeneous": 500}
 
 
 @cache
@@ -36,8 +36,8 @@ def simulated(scenario, strategy, seed, /):
 def test_kubeai_runs_are_reproduced(most, strategy):
     """Each of the twelve published runs: rate within 10 %, time per output token within 15 %."""
     rate, _, tpot_ms, *_ = published.L4[most, strategy]
-    # How prefix hash divides conversations differs from seed to seed.
-    seeds = (1, 2) if strategy == "prefix-hash" else (1,)
+    # How prefix hash divides conversations differs from seed to seed, most where few are open.
+    seeds = (1, 2) if (most, strategy) == (800, "prefix-hash") else (1,)
     runs = [simulated(f"l4-published-{most}", strategy, seed) for seed in seeds]
     assert [run.failed for run in runs] == [{}] * len(seeds)
     assert fmean(run.requests_per_s for run in runs) == pytest.approx(rate, rel=0.10)

@@ -14,7 +14,7 @@ from bench import proof, published, scaling
 from extproc.cli import simulation
 
 SCENARIOS = Path(proof.SCENARIOS)
-SEEDS = (1, 2, 3, 4)
+SEEDS = (1, 2, 3)
 
 
 @cache
