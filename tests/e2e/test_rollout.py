@@ -129,6 +129,13 @@ class Site:
         lines = [line.rpartition(" ") for line in page.splitlines()]
         return sum(float(value) for key, _, value in lines if key.partition("{")[0] == name)
 
+    async def left(self, which: int) -> None:
+        """Wait until Envoy has no stream open on a picker that ended."""
+        other = await self.metric(1 - which, "extproc_streams_open")
+        async with asyncio.timeout(_VISIBLE_S):
+            while await self.stat("cluster.extproc.upstream_rq_active") != other:
+                await asyncio.sleep(0.02)
+
     async def restart(self, which: int) -> None:
         """Have a picker drain and end, and start another one in its place."""
         old = self.pickers[which].process
@@ -299,6 +306,7 @@ async def test_visible_answers():
             await engine.tick()
             await place.healthy(1)
             assert await old.wait() == 0
+            await place.left(0)
             await engine.tick()
             await engine.end()
         assert streams.broken == 0
