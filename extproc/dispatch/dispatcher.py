@@ -248,7 +248,7 @@ class Dispatcher:
         )
         if self._homing and chain:
             known = self._recurrence
-            known.sent(chain, account, prompt_tokens=prompt_tokens, now=now)
+            ticket.visit = known.sent(chain, account, prompt_tokens=prompt_tokens, now=now)
             growth = known.growth(prompt_tokens)
             account.hold(ticket, chain, self._schedule.tokens, growth=growth)
         ticket.blocks = chain
@@ -330,8 +330,6 @@ class Dispatcher:
         """
         ran = not ticket.refused
         ticket.close(now, answered=answered and ran)
-        if answered and ran:
-            self._recurrence.ended(now - ticket.at)
         if not answered:
             self._evidence.left(ticket, now)
         if self.journal is not None:

@@ -14,11 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Rates
 from extproc.pool import holdings
+
+if TYPE_CHECKING:
+    from extproc.pool.recurrence import Visit
 
 #: Adapters remembered as recently used; more than any engine has slots.
 _MOST_RECENT = 64
@@ -303,6 +307,7 @@ class Ticket(msgspec.Struct, eq=False):
         alone: Whether no other endpoint was named that may answer in its place.
         refused: Whether it was answered, and not served.
         held: What it holds of the cache; None while nobody needs it.
+        visit: Told when it ends; None where nobody wants to know.
     """
 
     _account: Account | None
@@ -317,6 +322,7 @@ class Ticket(msgspec.Struct, eq=False):
     alone: bool = True
     refused: bool = False
     held: holdings.Share | None = None
+    visit: Visit | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -338,6 +344,8 @@ class Ticket(msgspec.Struct, eq=False):
         if account is None:
             raise RuntimeError("ticket closed twice; close it in one finally block")
         self._account = None
+        if self.visit is not None:
+            self.visit.ended = now
         account._close(self, now, answered=answered)  # noqa: SLF001 - the two halves of one thing
 
     def move(self, to: Account, now: float) -> None:

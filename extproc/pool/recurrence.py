@@ -7,8 +7,11 @@ conversation whose prefix is lost can still be told from one that is new.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
+
+import msgspec
 
 from extproc.pool.accounts import Account
 
@@ -19,6 +22,20 @@ _ALPHA = 0.01
 #: go on from has mostly made room for others. Simulated days of chats (Mooncake) are 2 % slower
 #: without a bound.
 _MOST_AWAY = 0.5
+
+
+class Visit(msgspec.Struct, eq=False):
+    """The latest prompt of a conversation.
+
+    Attributes:
+        account: Of the endpoint it was sent to.
+        at: When, monotonic seconds.
+        ended: When its request was over; infinity while it is open.
+    """
+
+    account: Account
+    at: float
+    ended: float = math.inf
 
 
 class Recurrence:
@@ -36,9 +53,8 @@ class Recurrence:
 
     def __init__(self, most: int = 65_536) -> None:
         self._most = most
-        self._went: OrderedDict[int, tuple[Account, float]] = OrderedDict()
-        self._interval_s: float | None = None
-        self._open_s: float | None = None
+        self._went: OrderedDict[int, Visit] = OrderedDict()
+        self._interval_s = self._open_s = 0.0
         self.share = 0.5
         self.prompt_tokens = 0.0
 
@@ -53,7 +69,7 @@ class Recurrence:
             chain: The prompt's block hashes, root first.
         """
         latest = self._latest(chain)
-        return None if latest is None else latest[0]
+        return None if latest is None else latest.account
 
     def growth(self, prompt_tokens: int) -> float:
         """Tokens a conversation will grow by: young ones grow to the size of the others.
@@ -66,25 +82,21 @@ class Recurrence:
     def away(self, others: float = 0.0) -> float:
         """Conversations that will go on and have no request open now, for each open request.
 
-        r max(0, t (1 - s) / b - 1), half of one at most: of open requests the share r goes on t seconds after it was sent,
-        and for b of these it is open (Little's law). Where others send the share s of all requests,
-        as many turns lie between two that are seen here.
+        r max(0, t (1 - s) / b - 1), half of one at most: of open requests the share r goes on t
+        seconds after it was sent, and for b of these it is open (Little's law). Where others send the
+        share s of all requests, as many turns lie between two that are seen here.
 
         Args:
             others: s, 0..1.
         """
-        if not self._interval_s or not self._open_s:
+        if not self._open_s:
             return 0.0
         pauses = max(0.0, self._interval_s * (1.0 - others) / self._open_s - 1.0)
         return min(_MOST_AWAY, self.share * pauses)
 
-    def ended(self, open_s: float) -> None:
-        """A request was answered to its end, after so many seconds."""
-        self._open_s = _followed(self._open_s, open_s)
-
     def sent(
         self, chain: Sequence[int], account: Account, *, prompt_tokens: int, now: float
-    ) -> None:
+    ) -> Visit | None:
         """A prompt was sent.
 
         Args:
@@ -92,20 +104,26 @@ class Recurrence:
             account: Of the endpoint it was sent to.
             prompt_tokens: Of the prompt.
             now: Monotonic seconds.
+
+        Returns:
+            What wants to know when the request ends; None where it could not be known again.
         """
         if not chain:
-            return
+            return None
         went, latest = self._went, self._latest(chain)
         self.share += _ALPHA * ((latest is not None) - self.share)
         self.prompt_tokens += _ALPHA * (prompt_tokens - self.prompt_tokens)
         if latest is not None:
-            self._interval_s = _followed(self._interval_s, now - latest[1])
-        went[chain[-1]] = account, now
+            # Of the same turns, so that neither runs ahead while engines fill.
+            self._interval_s += _ALPHA * (now - latest.at - self._interval_s)
+            self._open_s += _ALPHA * (min(latest.ended, now) - latest.at - self._open_s)
+        visit = went[chain[-1]] = Visit(account, now)
         went.move_to_end(chain[-1])
         if len(went) > self._most:
             went.popitem(last=False)
+        return visit
 
-    def _latest(self, chain: Sequence[int]) -> tuple[Account, float] | None:
+    def _latest(self, chain: Sequence[int]) -> Visit | None:
         """Where and when the latest prompt went that this one goes on from."""
         went = self._went
         for block in reversed(chain):
@@ -113,7 +131,3 @@ class Recurrence:
             if found is not None:
                 return found
         return None
-
-
-def _followed(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + _ALPHA * (value - mean)

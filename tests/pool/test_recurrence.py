@@ -1,5 +1,6 @@
 """Which prompts go on from which."""
 
+import math
 import random
 
 import pytest
@@ -69,8 +70,8 @@ def test_a_young_conversation_will_grow_to_the_size_of_the_others():
 def conversation(known, turns, *, every_s, open_s):
     """Turns of one conversation, one after the other."""
     for n in range(turns):
-        known.sent([*range(n + 1)], HERE, prompt_tokens=100, now=every_s * n)
-        known.ended(open_s)
+        visit = known.sent([*range(n + 1)], HERE, prompt_tokens=100, now=every_s * n)
+        visit.ended = every_s * n + open_s
 
 
 def test_conversations_whose_users_read_are_counted():
@@ -101,6 +102,26 @@ def test_turns_that_others_saw_are_no_pause():
     conversation(known, 2000, every_s=20.0, open_s=10.0)
     assert known.away(others=0.5) == 0.0
     assert known.away() == 0.5
+
+
+def test_nobody_seems_away_while_engines_fill():
+    """Where every turn takes longer than the one before and nobody pauses, there is no pause."""
+    known, now = Recurrence(), 0.0
+    for n in range(200):
+        visit = known.sent([*range(n + 1)], HERE, prompt_tokens=100, now=now)
+        now = visit.ended = now + 1.0 + n / 10
+    assert known.away() == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_ticket_tells_when_it_ends():
+    """However its request ended, and the last time where it was moved."""
+    known = Recurrence()
+    ticket = HERE.open("m", 100, cached_tokens=0, now=1.0)
+    visit = ticket.visit = known.sent([1], HERE, prompt_tokens=100, now=1.0)
+    assert visit.ended == math.inf
+    ticket.move(THERE, 2.0)
+    ticket.close(5.0, answered=False)
+    assert visit.ended == 5.0
 
 
 def chain_of(stem, length):

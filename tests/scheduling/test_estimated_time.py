@@ -71,12 +71,13 @@ def test_those_who_wait_for_a_first_token_wait_for_this_prompt_too():
 
 
 def test_conversations_whose_users_read_need_room_as_well():
-    """Where half as many read as wait, two thirds of the tokens leave as much room."""
+    """Where half as many read as wait, two thirds of the tokens leave as much room; not in a queue."""
     cost = EstimatedTime()
     load = {"kv_usage": 0.5, "kv_blocks": 100, "block_tokens": 16, "prefix_hits": 10.0}
     there = fleet.candidates(
         {
             "two thirds": load | {"open_tokens": 1600 * 0.9 / 1.5, "in_flight": 4},
+            "queue": load | {"open_tokens": 1600 * 0.9 / 1.5, "in_flight": 4, "waiting": 1.0},
             "all": load | {"open_tokens": 1600 * 0.9, "in_flight": 4},
         }
     )
@@ -85,5 +86,6 @@ def test_conversations_whose_users_read_need_room_as_well():
         turn = fleet.turn(prompt_tokens=1, returning=1.0, away=away)
         return dict(cost.price(turn, there).terms)["crowding"]
 
-    assert crowding(0.0)[0] == 0.0 < crowding(0.0)[1]
-    assert crowding(0.5)[0] == pytest.approx(crowding(0.0)[1])
+    alone, beside = crowding(0.0), crowding(0.5)
+    assert alone[0] == alone[1] == beside[1] == 0.0
+    assert beside[0] == pytest.approx(alone[2]) > 0.0

@@ -107,15 +107,17 @@ class EstimatedTime(
       the most tokens cached on any candidate: work that need not be done delays those who run, those
       who wait, and as many later ones. Less by the share of requests that other pickers sent: they may
       have copied the prefix to where we know nothing of it.
-    - crowding = `crowding` r K p v(((1 + w) A + u + g) / K), not where the prompt went that this one
-      goes on from. A is the prompt tokens of the open requests there and what they will grow by, as
-      this one will by g: young conversations grow to the size of the others. w is the conversations
-      whose users read or think, for each open request: what they go on from has to stay as well. r is
-      the share of requests that go on from an earlier one. v rises from 0 at `roomy` to 1 at `full` and falls to 0 at `lost`: as
-      long as the prefixes of all of them fit, one more costs nothing; the one that no longer
-      fits makes the others miss in turn, since what was used longest ago is evicted first; where
-      they miss anyway, or the engine never found anything, one more is no loss. So conversations
-      that do not fit gather on few endpoints, and the other endpoints keep their caches.
+    - crowding = `crowding` r K p v((A + u + g) / K), not where the prompt went that this one goes on
+      from. A is the prompt tokens of the open requests there and what they will grow by, as this one
+      will by g: young conversations grow to the size of the others. r is the share of requests that
+      go on from an earlier one. v rises from 0 at `roomy` to 1 at `full` and
+      falls to 0 at `lost`: as long as the prefixes of all fit, one more costs nothing; the one that
+      no longer fits makes the others miss in turn, since what was used longest ago is evicted first;
+      where they miss anyway, or the engine never found anything, one more is no loss. So
+      conversations that do not fit gather on few endpoints, and the other endpoints keep their
+      caches. Where no request waits for the batch v rises with (1 + w) A in place of A, w the
+      conversations whose users read or think for each open request: what they go on from has to stay
+      as well.
 
     The form of an iteration is that of engines report 5.1. What nobody knows costs nothing, for
     everybody alike.
@@ -298,13 +300,14 @@ class EstimatedTime(
         if c.requests > c.in_flight:
             shown = c.load.kv_usage * capacity + c.unseen_tokens
             held = max(c.open_tokens, min(held, shown))
-        share = (each * held + uncached) / capacity
-        if share <= self.roomy or share >= self.lost:
+        share = (held + uncached) / capacity
+        # Where requests wait for the batch, the cache is full of those who run.
+        wanted = share if c.load.waiting else (each * held + uncached) / capacity
+        if wanted <= self.roomy or share >= self.lost:
             return 0.0
-        if share < self.full:
-            value = (share - self.roomy) / (self.full - self.roomy)
-        else:
-            value = (self.lost - share) / (self.lost - self.full)
+        rises = (wanted - self.roomy) / (self.full - self.roomy)
+        falls = (self.lost - share) / (self.lost - self.full)
+        value = min(1.0, rises, falls)
         return self.crowding * returning * capacity * c.rates.prefill_s * value
 
     def _stall(self, c: Candidate, wanted: float, answer: float) -> float:

@@ -52,12 +52,12 @@ class Clairvoyant:
 
     Args:
         sites: All engines there will ever be.
-        timeline: The clock.
+        timeline: The clock; not used, as nothing it knows ages.
     """
 
     def __init__(self, sites: Sequence[Site], timeline: Timeline) -> None:
+        del timeline
         self._sites = sites
-        self._timeline = timeline
         self._listed: Sequence[int] = ()
         self._uncached: dict[str, int] = {}
         self._recurrence = Recurrence()
@@ -85,11 +85,9 @@ class Clairvoyant:
         self._uncached[trip.id] = work.prompt_tokens - best.cached
         account = self._accounts[where]
         ticket = self._tickets[trip.id] = account.open(
-            "", work.prompt_tokens, cached_tokens=best.cached, now=self._timeline.now
+            "", work.prompt_tokens, cached_tokens=best.cached, now=0.0
         )
-        self._recurrence.sent(
-            chain, account, prompt_tokens=work.prompt_tokens, now=self._timeline.now
-        )
+        self._recurrence.sent(chain, account, prompt_tokens=work.prompt_tokens, now=0.0)
         if chain:
             size = _CHAIN * KEY_TOKENS
             account.hold(ticket, chain, range(0, (len(chain) + 1) * size, size), growth=growth)
@@ -103,9 +101,7 @@ class Clairvoyant:
     def ended(self, trip: Trip) -> None:
         """See `Picker`."""
         del self._uncached[trip.id]
-        ticket, now = self._tickets.pop(trip.id), self._timeline.now
-        ticket.close(now)
-        self._recurrence.ended(now - ticket.at)
+        self._tickets.pop(trip.id).close(0.0)
 
     def rates(self) -> None:
         """See `Picker`; it needs no estimate."""
@@ -162,12 +158,11 @@ class Clairvoyant:
             return 0.0
         machine = seen.site.engine.profile
         wanted = seen.work.prompt_tokens - seen.cached + growth
-        known = self._recurrence
-        share = ((1.0 + known.away()) * seen.held + wanted) / machine.kv_tokens
+        share = (seen.held + wanted) / machine.kv_tokens
         low, full, lost = _WEIGHTS.roomy, _WEIGHTS.full, _WEIGHTS.lost
         value = min((share - low) / (full - low), (lost - share) / (lost - full), 1.0)
         cache_s = machine.kv_tokens * machine.prefill_s_per_token
-        return _WEIGHTS.crowding * known.share * cache_s * max(0.0, value)
+        return _WEIGHTS.crowding * self._recurrence.share * cache_s * max(0.0, value)
 
     def _stall_s(self, seen: _Seen) -> float:
         """Seconds until all those ahead and this request find room in the cache."""

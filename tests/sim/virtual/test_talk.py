@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from extproc.config import load
 from extproc.sim.virtual import scenario, workloads, world
 from extproc.sim.virtual.client import Client
@@ -30,11 +32,11 @@ def hit_ratio(pickers: int, delay_s: float | None) -> float:
     )
     text = "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, scheduling: {strategy: adaptive}}"
     settings = load.settings(load.parse(text, where="test"))
-    return world.run(whole, settings, seed=1).hit_ratio
+    return fmean(world.run(whole, settings, seed=seed).hit_ratio for seed in (1, 2))
 
 
 def test_the_next_turn_may_come_before_the_news_that_the_last_one_ended():
     """Hits stay where a fact takes longer than the client does, by a little and by much."""
-    in_time = hit_ratio(2, 0.9 * TURNAROUND_S)
-    assert in_time > 0.8 * hit_ratio(1, None)
-    assert all(hit_ratio(2, delay_s) > 0.8 * in_time for delay_s in (0.005, 0.05))
+    alone = hit_ratio(1, None)
+    for delay_s in (0.9 * TURNAROUND_S, 0.005, 0.05):
+        assert hit_ratio(2, delay_s) > 0.8 * alone
