@@ -12,6 +12,9 @@ from extproc.sim.virtual.lengths import Lengths
 #: Wide enough for a machine that runs other tests beside; the bench reports against 10 %.
 BOUND = 0.25
 
+#: Real runs, of which one must agree: others on the machine make a run slower, and none the same.
+RUNS = 2
+
 #: At the machine's own speed, first tokens take some 300 ms: a few ms of Envoy, picker and client do
 #: not show, and neither do twenty of a busy machine.
 SMALL = scenario.Scenario(
@@ -32,8 +35,12 @@ async def test_real_and_offline_runs_agree():
     """Throughput, mean time to first token, and what caches held, of the same requests."""
     whole = agreement.scaled(SMALL, 1.0)
     expected = agreement.mean(agreement.offline(whole, "adaptive", seed=1, draws=8))
-    found = await agreement.real(whole, "adaptive", seed=1)
-    assert found["requests"] == expected["requests"] == 48
-    for name in agreement.JUDGED:
-        assert found[name] == pytest.approx(expected[name], rel=BOUND), name
-    assert found["hit_ratio"] == pytest.approx(expected["hit_ratio"], abs=0.1)
+    for left in reversed(range(RUNS)):
+        found = await agreement.real(whole, "adaptive", seed=1)
+        assert found["requests"] == expected["requests"] == 48
+        assert found["hit_ratio"] == pytest.approx(expected["hit_ratio"], abs=0.1)
+        wanted = {name: pytest.approx(expected[name], rel=BOUND) for name in agreement.JUDGED}
+        agreed = {name: found[name] for name in agreement.JUDGED} == wanted
+        assert agreed or left, {name: (found[name], wanted[name]) for name in wanted}
+        if agreed:
+            break
