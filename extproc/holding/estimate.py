@@ -32,9 +32,9 @@ class Pace:
         self._at = 0.0
         self._began = math.inf
 
-    def went(self, now: float) -> None:
-        """One went on."""
-        self._sums = [total + 1.0 for total in self._faded(now)]
+    def went(self, count: int, now: float) -> None:
+        """So many went on."""
+        self._sums = [total + count for total in self._faded(now)]
         self._at = now
         self._began = min(self._began, now)
 

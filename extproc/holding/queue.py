@@ -117,8 +117,9 @@ class Queue:
                     continue
                 self.leave(waiter)
                 self.turns.served(waiter.tenant, waiter.tokens, now)
-                self.pace.went(now)
                 went += 1
+        if went:
+            self.pace.went(went, now)
         return went
 
     def expired(self, now: float) -> Iterator[Waiter]:

@@ -162,7 +162,7 @@ def test_retry_after_is_the_queue_s_own_estimate():
     made = queue(*(waiter(str(at)) for at in range(100)), max_requests=100)
     assert made.full(0.0).retry_after_s == 60
     for at in range(60):
-        made.pace.went(at / 2)
+        made.pace.went(1, at / 2)
     assert made.pace.per_s(30.0) == pytest.approx(2.0, rel=0.2)
     assert made.full(30.0).retry_after_s == pytest.approx(50, rel=0.25)
     assert made.full(300.0).retry_after_s == 60
@@ -173,7 +173,7 @@ def test_slow_engines_have_a_pace_too():
     pace = Pace()
     assert pace.per_s(0.0) == 0.0
     for at in range(12):
-        pace.went(20.0 * at)
+        pace.went(1, 20.0 * at)
         for later in (1.0, 19.0):
             found = pace.wait_s(8, 20.0 * at + later)
             if at >= 4:

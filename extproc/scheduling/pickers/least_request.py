@@ -48,6 +48,8 @@ class LeastRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         count: int,
     ) -> list[int]:
         """See the class."""
+        if len(candidates) == 1:
+            return [0]
         left: list[int] | range = range(len(candidates))
         order: list[int] = []
         while left and len(order) < count:
