@@ -1,12 +1,12 @@
 """Bar 2 of capacity: ten thousand requests wait, and go on when an engine comes.
 
-    python -m bench.holding [--requests N] [--write]
+    python -m bench.holding [--requests N] [--rounds N] [--write]
 
 One picker without endpoints, one client that speaks ext_proc to it over loopback. Memory is the
 picker's resident set before, while all wait, and after they left; the release is timed from the
 first answer to the last, client included. Order within a tenant is held by tests/holding. The same
 is done with the default strategy, which remembers every prompt, and with a server that only reads and
-waits, `bench.holding_floor`: what gRPC itself does.
+waits, `bench.holding_floor`: what gRPC itself does. Figures are medians over rounds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -187,14 +188,20 @@ async def floor(requests: int) -> dict[str, float]:
     }
 
 
-async def main(*, requests: int, write: bool) -> None:
-    default = await once(requests, more=DEFAULT)
-    figures = {
-        **await once(requests, more=LEAST),
-        **{f"default_{name}": value for name, value in default.items()},
-        **await floor(requests),
-    }
-    print(figures)
+async def main(*, requests: int, rounds: int, write: bool) -> None:
+    found = []
+    for _ in range(rounds):
+        default = await once(requests, more=DEFAULT)
+        found.append(
+            {
+                **await once(requests, more=LEAST),
+                **{f"default_{name}": value for name, value in default.items()},
+                **await floor(requests),
+            }
+        )
+        print(found[-1], flush=True)
+    figures = {name: statistics.median(one[name] for one in found) for name in found[0]}
+    figures |= {"requests": requests, "rounds": rounds}
     if write:
         rig.write("holding", "python -m bench.holding --write", figures)
 
@@ -202,6 +209,7 @@ async def main(*, requests: int, write: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    uvloop.run(main(requests=args.requests, write=args.write))
+    uvloop.run(main(requests=args.requests, rounds=args.rounds, write=args.write))

@@ -175,9 +175,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "l4 frontier": lambda: frontier.table("l4-800", "l4-1600", "l4-3200", "l4-8000"),
     "lora frontier": lambda: frontier.table("lora-base", "lora-10", "lora-4"),
     "mooncake frontier": lambda: frontier.table("mooncake-70", "mooncake-95"),
-    "trouble frontier": lambda: frontier.table(
-        "heterogeneous", "failures", "cold-start", "hot-prefix", "unique"
-    ),
     "failing results": lambda: results("failing"),
     "trouble bars": lambda: verdicts(
         "heterogeneous", "failures", "cold-start", "hot-prefix", "unique"
