@@ -255,6 +255,15 @@ class Dispatcher:
         return ticket
 
     @property
+    def returning(self) -> tuple[float, float] | None:
+        """Share of requests that go on from an earlier one, and conversations away for each open one.
+
+        None where no profile needs to know.
+        """
+        known = self._recurrence
+        return (known.share, known.away(self._fleet.peers.share)) if self._homing else None
+
+    @property
     def deepest(self) -> int:
         """Blocks of the longest chain there can be (count)."""
         return len(self._schedule.tokens) - 1

@@ -105,6 +105,7 @@ class Site:
             fleet.health.probes,
             held=None if gate is None else (gate.queue.count, gate.queue.bytes),
             waits={} if gate is None else gate.outcomes,
+            returning=self.parts.dispatcher.returning,
         )
 
     async def sync(self) -> None:

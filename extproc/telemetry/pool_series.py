@@ -37,6 +37,8 @@ class Watched(msgspec.Struct, frozen=True):
         probes: Requests that tried one again, by what they came to.
         held: Requests that wait, and bytes of their bodies; None where none ever does.
         waits: Requests that waited, by what came of it.
+        returning: Share of requests that go on from an earlier one, and conversations expected to go
+            on for each open request; None where nobody learns that.
     """
 
     pool: Pool
@@ -46,6 +48,7 @@ class Watched(msgspec.Struct, frozen=True):
     probes: Mapping[str, int] = {}
     held: tuple[int, int] | None = None
     waits: Mapping[str, int] = {}
+    returning: tuple[float, float] | None = None
 
 
 #: A family of counters: name, help text, labels behind `pool`, and what a pool's counts give it.
@@ -228,6 +231,7 @@ def endpoints(watched: Mapping[str, Watched], now: float) -> Iterator[Metric]:
     yield from _caches(watched)
     yield from _health(watched)
     yield from _waits(watched)
+    yield from _conversations(watched)
     ratio = GaugeMetricFamily(
         "extproc_bytes_per_token", "Learnt bytes of a prompt token.", labels=["pool", "model"]
     )
@@ -235,6 +239,24 @@ def endpoints(watched: Mapping[str, Watched], now: float) -> Iterator[Metric]:
         for model, value in one.bytes_per_token.items():
             ratio.add_metric([pool, model], value)
     yield ratio
+
+
+def _conversations(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+    share = GaugeMetricFamily(
+        "extproc_returning_share",
+        "Learnt share of requests that go on from an earlier one.",
+        labels=["pool"],
+    )
+    away = GaugeMetricFamily(
+        "extproc_conversations_away",
+        "Learnt conversations that will go on, for each open request.",
+        labels=["pool"],
+    )
+    for pool, one in watched.items():
+        if one.returning is not None:
+            share.add_metric([pool], one.returning[0])
+            away.add_metric([pool], one.returning[1])
+    yield from (share, away)
 
 
 def _health(watched: Mapping[str, Watched]) -> Iterator[Metric]:

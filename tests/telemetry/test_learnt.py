@@ -7,15 +7,18 @@ from tests.support.house import House
 
 
 def test_what_was_learnt_is_on_the_page():
-    """Rates by endpoint, bytes per token by model."""
-    house = House({"10.0.0.1:8000": None})
+    """Rates by endpoint, bytes per token by model, pauses of conversations by pool."""
+    house = House({"10.0.0.1:8000": None}, profile="adaptive")
     for _ in range(8):
         house.fleet.tokenisers.told("m", prompt_bytes=300, tokens=100)
     page = Exposition(
         Tallies(),
         lambda: {
             "": Watched(
-                house.fleet.pool, lambda _: Cache(5.0, 4.0, 100), house.fleet.tokenisers.learnt
+                house.fleet.pool,
+                lambda _: Cache(5.0, 4.0, 100),
+                house.fleet.tokenisers.learnt,
+                returning=house.dispatcher.returning,
             )
         },
         clock=lambda: 1.0,
@@ -24,6 +27,8 @@ def test_what_was_learnt_is_on_the_page():
     ).render()
     spot = b'{endpoint="10.0.0.1:8000",pool=""}'
     for line in (
+        b'extproc_returning_share{pool=""} 0.5',
+        b'extproc_conversations_away{pool=""} 0.0',
         b'extproc_bytes_per_token{model="m",pool=""} 3.0',
         b"extproc_endpoint_step_seconds" + spot + b" 0.015",
         b"extproc_endpoint_prefill_seconds_per_token" + spot + b" 0.0001",
