@@ -60,7 +60,9 @@ assert all(path.is_file() for path in RANKS), "a file of LONG is gone"
 
 def pytest_xdist_auto_num_workers(config):
     """Of `-n auto`."""
-    return min(PER_CORE * len(os.sched_getaffinity(0)), MOST)
+    linux = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
+    return min(PER_CORE * cores, MOST)
 
 
 def pytest_collection_modifyitems(items):
