@@ -141,6 +141,16 @@ class Site:
         return await http1.ask(self.port, PATH, CHAT)
 
 
+def complaints(lines):
+    """Errors that pickers wrote; gRPC writes one itself where Envoy leaves while a stream ends."""
+    theirs = {at for at, line in enumerate(lines) if "ExecuteBatchError raised in core" in line}
+    return [
+        line
+        for at, line in enumerate(lines)
+        if not theirs & {at, at - 1} and ("Traceback" in line or " ERROR " in line)
+    ]
+
+
 @contextlib.asynccontextmanager
 async def sited(folder, binary, *addresses):
     site = Site(folder, binary)
@@ -154,7 +164,7 @@ async def sited(folder, binary, *addresses):
             assert not [name for name in found if name.startswith("extproc_xds_refusals_total")]
         for picker in site.pickers:
             assert await picker.stop(signal.SIGINT) == 0
-        assert not [line for line in site.lines if "Traceback" in line or " ERROR " in line]
+        assert not complaints(site.lines)
     finally:
         await site.children.stop()
 
