@@ -47,7 +47,11 @@ def text() -> str:
 
 
 def _anything(wanted: type) -> dict[str, Any]:
-    """Parameters of plugins are theirs to check."""
+    """Parameters of plugins are theirs to check.
+
+    Raises:
+        NotImplementedError: What msgspec asks of a hook that does not know a type; it then names it.
+    """
     if wanted is object:
         return {"description": "Whatever the plugin takes."}
     raise NotImplementedError

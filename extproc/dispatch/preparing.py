@@ -37,7 +37,7 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
     whole: bool = False
 
     def resting(self) -> Prepared:
-        """Without the prompt, which is as large as the body and only read again in a tie."""
+        """Without the prompt: it is as large as the body, which tells the opening again."""
         if not (self.whole and self.request.prompt):
             return self
         replace = msgspec.structs.replace
@@ -50,7 +50,9 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
         if self.request.prompt or not self.whole:
             return self.request
         read = parser.parse(self.raw)
-        return self.request if isinstance(read, Rejection) else read
+        if isinstance(read, Rejection):
+            return self.request
+        return msgspec.structs.replace(self.request, prompt=read.prompt)
 
 
 class Preparation:

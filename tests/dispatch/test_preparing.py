@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from extproc.endpoint import Load
@@ -38,6 +39,16 @@ def test_a_request_that_waits_lets_its_prompt_go_and_goes_where_it_would_have_go
         assert direct.endpoints == waited.endpoints
         went.add(waited.endpoints[0].address)
     assert len(went) > 4
+
+
+def test_a_request_with_another_model_keeps_it_when_its_prompt_is_read_again():
+    """The prompt alone comes out of the body."""
+    house = House(ALIKE)
+    prepared = house.dispatcher.prepare(asked("a"))
+    renamed = msgspec.structs.replace(prepared.request, model="other")
+    resting = msgspec.structs.replace(prepared, request=renamed).resting()
+    assert resting.prompted() == renamed
+    assert resting.asked == msgspec.structs.replace(prepared.request, prompt=b"")
 
 
 def test_a_prompt_that_the_body_does_not_tell_is_kept():

@@ -65,6 +65,14 @@ def granted(documents: Sequence[Document]) -> dict[tuple[str, str], frozenset[st
     return found
 
 
+def named(documents: Sequence[Document]) -> list[list[str]]:
+    """Names that rules of roles are limited to."""
+    roles = parts.of_kind(documents, "Role")
+    return [
+        rule["resourceNames"] for role in roles for rule in role["rules"] if "resourceNames" in rule
+    ]
+
+
 def _twice(documents: Sequence[Document]) -> Iterator[str]:
     seen = set()
     for one in documents:

@@ -208,13 +208,7 @@ def test_replicas_that_scale_engines_find_each_other(values):
             and {"port": int(port), "protocol": "TCP"} in rule["ports"]
             for rule in policy[way]
         )
-    granted = [
-        rule["resourceNames"]
-        for role in parts.of_kind(documents, "Role")
-        for rule in role["rules"]
-        if "resourceNames" in rule
-    ]
-    assert granted == [[settings.autoscaling.state]]
+    assert rules.named(documents) == [[settings.autoscaling.state]]
 
 
 def test_what_scaling_is_told_by_values_comes_first():
@@ -229,8 +223,7 @@ def test_what_scaling_is_told_by_values_comes_first():
     (found,) = parts.pickers(documents)
     told = parts.resolved(documents, *found).autoscaling
     assert (told.state, told.peers) == ("mine", ("a:1",))
-    roles = parts.of_kind(documents, "Role")
-    assert ["mine"] in [rule.get("resourceNames") for one in roles for rule in one["rules"]]
+    assert rules.named(documents) == [["mine"]]
 
 
 def test_all_on_says_something_of_every_value():

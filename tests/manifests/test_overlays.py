@@ -177,10 +177,4 @@ def test_replicas_that_scale_find_each_other():
     service = parts.only(documents, "Service", host)["spec"]
     assert service["clusterIP"] == "None"
     assert int(port) == service["ports"][0]["port"] == settings.server.metrics_port
-    granted = [
-        rule["resourceNames"]
-        for role in parts.of_kind(documents, "Role")
-        for rule in role["rules"]
-        if "resourceNames" in rule
-    ]
-    assert granted == [[settings.autoscaling.state]]
+    assert rules.named(documents) == [[settings.autoscaling.state]]
