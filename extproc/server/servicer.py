@@ -18,6 +18,9 @@ _log = logging.getLogger("extproc.server")
 
 Context = grpc.aio.ServicerContext[Event, bytes]
 
+#: Seconds in which a data plane reads that streams ended; busy ones take some ms.
+_APART_S = 0.5
+
 
 class Servicer:
     """Translates streams to turns.
@@ -29,7 +32,7 @@ class Servicer:
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
         self._crowds = memory.Crowds(memory.trimmer())
-        self._streams: dict[asyncio.Task[None], Stream] = {}
+        self._streams: dict[asyncio.Task[None], tuple[Stream, Context]] = {}
 
     async def process(self, _: AsyncIterator[Event], context: Context) -> None:
         """Serve one stream to its end."""
@@ -39,7 +42,8 @@ class Servicer:
         tallies = self.shared.tallies
         tallies.streams_open += 1
         self._crowds.count(tallies.streams_open)
-        stream = self._streams[task] = opened(self.shared)
+        stream = opened(self.shared)
+        self._streams[task] = stream, context
         turn = (
             stream.turn
             if tallies.streams_open <= self.shared.settings.max_streams
@@ -83,19 +87,29 @@ class Servicer:
         """Whether streams are ended by us, and not by their clients."""
         return self.shared.closing
 
-    async def release(self, within_s: float) -> None:
+    async def release(self, within_s: float, *, apart_s: float = _APART_S) -> None:
         """End every open stream with OK: Envoy goes on without the processor.
 
         A stream whose request is not decided yet ends as soon as it is: without an answer Envoy
-        would go on without an endpoint.
+        would go on without an endpoint. After GOAWAY gRPC closes a connection at once with its last
+        stream, and the data plane loses what it has not read yet if it writes to the connection
+        then, as Envoy does for each end it reads. So its oldest stream ends last and alone.
 
         Args:
             within_s: Seconds that requests have to become complete.
+            apart_s: Seconds between the ends on a connection and the last of them.
         """
         self.shared.closing = True
-        for task, stream in list(self._streams.items()):
-            if stream.picked:
+        last: dict[str, asyncio.Task[None]] = {}
+        others = 0
+        for task, (stream, context) in list(self._streams.items()):
+            if stream.picked and last.setdefault(context.peer(), task) is not task:
                 task.cancel()
+                others += 1
+        if others:
+            await asyncio.wait(last.values(), timeout=apart_s)
+        for task in last.values():
+            task.cancel()
         if self._streams:
             await asyncio.wait(self._streams, timeout=within_s)
 

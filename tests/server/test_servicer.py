@@ -5,6 +5,7 @@ import asyncio
 import grpc
 import pytest
 
+from tests.support import conversation as talk
 from tests.support import serving
 from tests.support.house import House
 
@@ -36,3 +37,37 @@ async def test_a_read_under_way_is_left_to_end_by_itself():
             await handler
         tallies = scene.servicer.shared.tallies
         assert (tallies.streams["cancelled"], tallies.streams_open) == (1, 0)
+
+
+async def open_streams(scene, count):
+    """Streams on one connection whose requests were decided, the oldest first."""
+    streams = []
+    for _ in range(count):
+        streams.append(scene.stream())
+        await streams[-1].say(talk.request_headers(ends=True))
+        await streams[-1].hear()
+    return streams
+
+
+async def test_one_stream_of_a_connection_is_served_until_the_others_ended():
+    """After GOAWAY the connection ends with its last stream, and with it what nobody read."""
+    async with serving.serving(House({talk.ONE: None})) as scene:
+        kept, *others = await open_streams(scene, 3)
+        released = asyncio.ensure_future(scene.servicer.release(5.0, apart_s=3600.0))
+        for one in others:
+            assert await one.call.code() is grpc.StatusCode.OK
+        await kept.say(talk.response_headers())
+        assert await kept.hear() == [talk.answer_headers()]
+        assert not released.done()
+        assert await kept.end() is grpc.StatusCode.OK
+        await released
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+async def test_all_streams_are_released(count):
+    async with serving.serving(House({talk.ONE: None})) as scene:
+        streams = await open_streams(scene, count)
+        await scene.servicer.release(5.0, apart_s=0.0 if count > 1 else 3600.0)
+        for one in streams:
+            assert await one.call.code() is grpc.StatusCode.OK
+        assert scene.servicer.shared.tallies.streams_open == 0
