@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
+# Python compiles what is used when it is; pip would compile everything, most of it for nobody.
+INSTALL := $(PIP) install --no-compile -c constraints.txt
 
 # Envoy versions that CI drives; the newest is the one the demo and the tests use.
 ENVOY_VERSIONS := 1.36.4 1.37.0 1.38.3 1.39.3 1.40.0
@@ -17,6 +19,9 @@ ENVTEST_PROGRAMS := $(ENVTEST)/etcd $(ENVTEST)/kube-apiserver
 KUBETOOLS := .cache/tools
 KUBETOOLS_MODULE := tests/manifests/kubetools
 
+# Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: help demo demo-scale test check format proto points bench envoys versions envtest kubetools clean
 
 help: ## Show this list
@@ -25,15 +30,15 @@ help: ## Show this list
 $(VENV)/.base:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed; {sys.executable} is {v.major}.{v.minor}. Use: make PYTHON=/path/to/python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --upgrade pip -c constraints.txt
+	$(INSTALL) --upgrade pip
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.base pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt -e '.[demo]'
+	$(INSTALL) -e '.[demo]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt -e '.[demo]' --group dev
+	$(INSTALL) -e '.[demo]' --group dev
 	@touch $(VENV)/.demo $@
 
 demo: $(VENV)/.demo ## Envoy, extproc and four simulated engines on loopback; KEEP=1 leaves them up
@@ -42,8 +47,6 @@ demo: $(VENV)/.demo ## Envoy, extproc and four simulated engines on loopback; KE
 demo-scale: $(VENV)/.dev ## Envoy, extproc and no engine: from zero to some and back, with a plot
 	@$(BIN)/python -m extproc demo-scale
 
-# Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
-test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.dev ## All tests that need nothing else
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m 'not versions' $(ARGS)
 
