@@ -7,6 +7,7 @@ when the parent is killed, so none is ever left behind.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import collections
 import contextlib
 import importlib
@@ -45,18 +46,42 @@ _PORTS = range(15000, 32000)
 #: Ports given out lately: their servers may not have bound them yet.
 _given: deque[int] = deque(maxlen=len(_PORTS) // 2)
 
+#: UDP sockets on the ports given out last, which tell other processes the same.
+_claims: deque[socket.socket] = deque()
+_MOST_CLAIMS = 64
+
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port nobody listens on at this moment, and nobody here was given lately."""
+    """A TCP port nobody listens on at this moment, and nobody here or elsewhere was given lately."""
     chance = random.SystemRandom()
     while True:
         port = chance.choice(_PORTS)
-        if port in _given:
-            continue
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
+        if port not in _given and _claimed(host, port):
             _given.append(port)
             return port
+
+
+def _claimed(host: str, port: int) -> bool:
+    """Whether a port is free, and was claimed: nothing here speaks UDP."""
+    claim = socket.socket(type=socket.SOCK_DGRAM)
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, port))
+        claim.bind(("127.0.0.1", port))
+    except OSError:
+        claim.close()
+        return False
+    if not _claims:
+        atexit.register(_unclaim)
+    elif len(_claims) == _MOST_CLAIMS:
+        _claims.popleft().close()
+    _claims.append(claim)
+    return True
+
+
+def _unclaim() -> None:
+    while _claims:
+        _claims.pop().close()
 
 
 def find_envoy() -> str:
