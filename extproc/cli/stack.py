@@ -29,8 +29,9 @@ import yaml
 from extproc.errors import ConfigError
 from extproc.server.scaling import leash
 
-#: Seconds a child has to become ready, and to end once it was asked to.
-START_TIMEOUT_S = 30.0
+#: Seconds a child has to become ready, which takes one on a machine that does nothing else, and to
+#: end once it was asked to.
+START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
 
 #: What Envoy logs once listeners take connections.
