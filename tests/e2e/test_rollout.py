@@ -30,7 +30,7 @@ STREAMS, ASKING = 50, 4
 
 #: Answers to a client between two events of every stream, and the seconds each client pauses: a load
 #: that leaves pickers room to start.
-EVERY, PAUSE_S = 10, 0.05
+EVERY, PAUSE_S = 10, 0.1
 
 #: Seconds a fact may take to become visible on a page.
 _VISIBLE_S = 20.0

@@ -31,7 +31,7 @@ _VISIBLE_S = 20.0
 
 #: Clients that ask again and again, and the seconds each pauses: a load that leaves a busy machine
 #: room to start processes.
-ASKING, PAUSE_S = 8, 0.05
+ASKING, PAUSE_S = 8, 0.1
 
 
 class Site:
