@@ -86,10 +86,7 @@ class Choice:
         if isinstance(found, Rejection):
             return found
         members = found.members
-        ratio = self._fleet.tokenisers.of(request.target, request.prompt_bytes)
-        if ratio != BYTES_PER_TOKEN:
-            tokens = max(1, round(request.prompt_bytes / ratio))
-            request = msgspec.structs.replace(request, prompt_tokens=tokens)
+        request, ratio = self._counted(request)
         adapter = request.adapter or (request.model if request.model in pool.adapters else "")
         matched = self._matching.of(chain, members, self._schedule.tokens_at(ratio))
         home = None
@@ -102,9 +99,12 @@ class Choice:
             home = known.home(chain)
             if chain and others >= homes.LEAST_SHARE:
                 key = request.session or read_opening(request)
-                matched = homes.expected(
+                matched, at = homes.expected(
                     key, request.prompt_tokens, members, matched=matched, peers=peers
                 )
+                if at is not None:
+                    # Where our own last turn of it went, the others do not know.
+                    home = members[at].account
         candidates = snapshot.candidates(
             members,
             matched,
@@ -153,6 +153,14 @@ class Choice:
             unlisted=found.unlisted,
             put_aside=found.put_aside,
         )
+
+    def _counted(self, request: Request) -> tuple[Request, float]:
+        """The request with the tokens that its model is believed to count, and bytes per token."""
+        ratio = self._fleet.tokenisers.of(request.target, request.prompt_bytes)
+        if ratio != BYTES_PER_TOKEN:
+            tokens = max(1, round(request.prompt_bytes / ratio))
+            request = msgspec.structs.replace(request, prompt_tokens=tokens)
+        return request, ratio
 
     def believed(
         self, member: snapshot.Member, chain: Sequence[int], *, bytes_per_token: float

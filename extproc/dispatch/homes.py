@@ -43,7 +43,7 @@ def expected(
     *,
     matched: Sequence[int],
     peers: Peers,
-) -> Sequence[int]:
+) -> tuple[Sequence[int], int | None]:
     """What endpoints hold of a prompt, where other pickers have sent the turns we did not see.
 
     Args:
@@ -54,20 +54,23 @@ def expected(
         peers: What others do.
 
     Returns:
-        `matched`, with more at the conversation's home.
+        `matched`, with more at the conversation's home, and the index of its home; None where it
+        has none, or we know better.
     """
     if not key or peers.share < LEAST_SHARE:
-        return matched
+        return matched, None
     much = _ENOUGH_SHARE * tokens
     if sum([known >= much for known in matched]) >= _ENOUGH_HOLDERS:
-        return matched
-    at = home(key, members)
+        return matched, None
     believed = int(min(_MOST, _BOLDNESS * peers.hit_ratio) * tokens)
+    if not believed:
+        return matched, None
+    at = home(key, members)
     if believed <= matched[at]:
-        return matched
+        return matched, at
     told = list(matched)
     told[at] = believed
-    return told
+    return told, at
 
 
 def home(key: str, members: Sequence[Member]) -> int:

@@ -3,11 +3,15 @@
 from collections import Counter
 
 import msgspec
+import pytest
 
 from extproc.dispatch import homes
-from extproc.endpoint import UNKNOWN, Endpoint, Rates
+from extproc.endpoint import UNKNOWN, Endpoint, Load, Rates
+from extproc.pool import snapshot
 from extproc.pool.fleet import Fleet
 from extproc.pool.peers import Peers
+from extproc.request import RawRequest
+from tests.support.house import House
 
 
 def members(count: int, *, slow: int = 0):
@@ -39,15 +43,15 @@ def test_alone_nothing_is_expected():
     """Where all requests are ours, the index stands as it is; so it does without a key."""
     known = [0, 0, 0]
     alone = others(foreign=0.0)
-    assert homes.expected("a", 1000, members(3), matched=known, peers=alone) is known
-    assert homes.expected("", 1000, members(3), matched=known, peers=others()) is known
+    assert homes.expected("a", 1000, members(3), matched=known, peers=alone) == (known, None)
+    assert homes.expected("", 1000, members(3), matched=known, peers=others()) == (known, None)
 
 
 def test_a_conversation_is_expected_at_home():
     """Beside others, nearly all of a prompt is believed at its home, and no more elsewhere."""
     fleet = members(4)
-    told = homes.expected("a", 1000, fleet, matched=[100] * 4, peers=others())
-    at = homes.home("a", fleet)
+    told, at = homes.expected("a", 1000, fleet, matched=[100] * 4, peers=others())
+    assert at == homes.home("a", fleet)
     assert told[at] == 950
     assert sorted(told) == [100, 100, 100, 950]
 
@@ -55,19 +59,48 @@ def test_a_conversation_is_expected_at_home():
 def test_less_where_little_is_found():
     """Twice what engines find on average is expected: nothing where prompts share nothing."""
     fleet = members(4)
-    little = homes.expected("a", 1000, fleet, matched=[0] * 4, peers=others(hit_ratio=0.1))
+    little, _ = homes.expected("a", 1000, fleet, matched=[0] * 4, peers=others(hit_ratio=0.1))
     assert max(little) == 200
     none = [0] * 4
-    assert homes.expected("a", 1000, fleet, matched=none, peers=others(hit_ratio=0.0)) is none
+    nobody = others(hit_ratio=0.0)
+    assert homes.expected("a", 1000, fleet, matched=none, peers=nobody) == (none, None)
 
 
 def test_what_many_hold_needs_no_home():
     """Where two endpoints are known to hold a prompt, or home holds it, nothing is added."""
     fleet = members(4)
     spread = [900, 900, 0, 0]
-    assert homes.expected("a", 1000, fleet, matched=spread, peers=others()) is spread
-    held = [960 if n == homes.home("a", fleet) else 0 for n in range(4)]
-    assert homes.expected("a", 1000, fleet, matched=held, peers=others()) is held
+    assert homes.expected("a", 1000, fleet, matched=spread, peers=others()) == (spread, None)
+    at = homes.home("a", fleet)
+    held = [960 if n == at else 0 for n in range(4)]
+    assert homes.expected("a", 1000, fleet, matched=held, peers=others()) == (held, at)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_conversation_is_at_home_where_all_pickers_expect_it(monkeypatch, beside):
+    """Beside others not where our own last turn of it went: caches are left to those at home."""
+    one = House({f"10.0.0.{n}:8000": Load() for n in range(4)}, profile="adaptive")
+    body = b'{"model": "m", "prompt": "%b", "prompt_cache_key": "a"}' % (b"and then " * 100)
+    raw = RawRequest(headers={":path": "/v1/completions"}, body=body)
+    chosen = one.dispatcher.route(raw, one.now)
+    assert chosen.request.session == "a"
+    fleet = one.fleet.pool.members
+    at = homes.home("a", fleet)
+    went = (at + 1) % 4
+    there = msgspec.structs.replace(chosen, endpoints=(fleet[went].endpoint,))
+    one.dispatcher.commit(there, one.now)
+    if beside:
+        one.fleet.peers.saw(1.0, 3.0, before=UNKNOWN, after=UNKNOWN)
+    seen = []
+
+    def keep(*arguments, look=snapshot.candidates, **more):
+        seen.append(look(*arguments, **more))
+        return seen[-1]
+
+    monkeypatch.setattr(snapshot, "candidates", keep)
+    one.dispatcher.route(raw, one.now)
+    ((*candidates,),) = seen
+    assert [n for n, c in enumerate(candidates) if c.at_home] == [at if beside else went]
 
 
 def test_homes_follow_speed_and_stay():
