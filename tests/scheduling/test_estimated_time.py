@@ -90,3 +90,16 @@ def test_conversations_whose_users_read_need_room_as_well():
     assert alone[0] == alone[1] == beside[1] == 0.0
     assert alone[2] > 0.0
     assert beside[0] == pytest.approx(alone[2])
+
+
+def test_conversations_of_other_pickers_need_room_as_well():
+    """Their requests hold as much each as ours do, and what it costs is part of the cost."""
+    cost = EstimatedTime()
+    load = {"kv_usage": 0.9, "kv_blocks": 100, "block_tokens": 16, "prefix_hits": 10.0}
+    ours = load | {"open_tokens": 1600 * 0.3, "in_flight": 2, "requests": 2}
+    there = fleet.candidates({"ours": ours, "others' too": ours | {"requests": 6}})
+    priced = cost.price(fleet.turn(prompt_tokens=1, returning=1.0, others=0.6), there)
+    alone, beside = dict(priced.terms)["crowding"]
+    assert alone == 0.0 < beside
+    columns = zip(*(values for _, values in priced.terms), strict=True)
+    assert [sum(column) for column in columns] == pytest.approx(list(priced.costs))

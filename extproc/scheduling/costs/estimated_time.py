@@ -222,7 +222,10 @@ class EstimatedTime(
                     wanted = uncached + 0.5 * answer * (1.0 + batch)
                     if usage * capacity + c.unseen_tokens + wanted > ceiling * capacity:
                         cost += self._stall(c, wanted, answer)
-                    if returning and each * c.open_tokens + uncached + growth > roomy * capacity:
+                    held = each * c.open_tokens
+                    if batch > c.in_flight:
+                        held *= batch / (c.in_flight or 1)
+                    if returning and held + uncached + growth > roomy * capacity:
                         cost += self._crowding(returning, tokens + growth, each, c)
             add(cost)
         # Not the turn: whoever keeps the decision would keep the prompt.
