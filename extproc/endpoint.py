@@ -228,7 +228,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         residency: Whether the adapter of this request is on its device.
         open_tokens: Prompt tokens of the requests this picker has open there, what several begin
             with counted once, and what young conversations among them will grow by.
-        at_home: Whether the prompt this one goes on from went there.
+        at_home: Whether the prompt this one goes on from went there, or where other pickers serve
+            as well, all of them expect it there.
     """
 
     endpoint: Endpoint

@@ -166,7 +166,8 @@ def candidates(
         adapters: Names known to be adapters.
         now: Monotonic seconds.
         stale_after_s: Age in seconds from which a load counts as unknown.
-        home: Of the endpoint the prompt went to that this one goes on from.
+        home: Of the endpoint the prompt went to that this one goes on from, or where all pickers
+            expect it.
     """
     oldest = now - stale_after_s
     made: list[Candidate] = []

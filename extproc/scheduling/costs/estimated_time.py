@@ -108,7 +108,8 @@ class EstimatedTime(
       who wait, and as many later ones. Less by the share of requests that other pickers sent: they may
       have copied the prefix to where we know nothing of it.
     - crowding = `crowding` r K p v((A + u + g) / K), not where the prompt went that this one goes on
-      from. A is the prompt tokens of the open requests there and what they will grow by, as this one
+      from, or beside other pickers where all of them expect it. A is the prompt tokens of the open
+      requests there, those of others taken to be like ours, and what they will grow by, as this one
       will by g: young conversations grow to the size of the others. r is the share of requests that
       go on from an earlier one. v rises from 0 at `roomy` to 1 at `full` and
       falls to 0 at `lost`: as long as the prefixes of all fit, one more costs nothing; the one that
