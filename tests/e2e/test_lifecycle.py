@@ -95,7 +95,9 @@ async def test_002_tls_by_default(place):
 @pytest.mark.parametrize("name", [*NAMES, "liveness"])
 async def test_005_health(place, name):
     """The health port answers in plain text for every name that probes use."""
-    assert await health(f"127.0.0.1:{place.health}", name) == "SERVING"
+    async with asyncio.timeout(30):  # the first look at engines may be under way
+        while await health(f"127.0.0.1:{place.health}", name) != "SERVING":
+            await asyncio.sleep(0.05)
 
 
 async def test_131_envoy_finds_extproc_healthy(place):
