@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -50,9 +51,21 @@ LONG = (
     "e2e/test_feedback.py",
 )
 
-# Of what is looked for by chance; `--hypothesis-profile=default`, which CI gives, tries 100.
-hypothesis.settings.register_profile("quick", max_examples=40)
+# Of what is looked for by chance; `--hypothesis-profile=thorough`, which CI gives, tries 100. Neither
+# judges how long an example takes: four workers share two cores, and a slow moment is no flaw.
+for name, count in (("quick", 40), ("thorough", 100)):
+    hypothesis.settings.register_profile(
+        name,
+        max_examples=count,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
 hypothesis.settings.load_profile("quick")
+
+# A script's background jobs, and all they start, ignore Ctrl-C; some tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RANKS = {HERE / name: rank for rank, name in enumerate(LONG)}
 assert all(path.is_file() for path in RANKS), "a file of LONG is gone"
