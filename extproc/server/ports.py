@@ -10,7 +10,6 @@ import msgspec
 
 from extproc.config.settings import Server
 from extproc.errors import ConfigError
-from extproc.server import tls
 
 _log = logging.getLogger("extproc.server")
 
@@ -61,6 +60,8 @@ def credentials(server: Server) -> grpc.ServerCredentials | None:
     """
     if not server.secure_serving:
         return None
+    from extproc.server import tls  # noqa: PLC0415 - what it signs with is heavy, and not for everybody
+
     if not server.cert_path:
         return tls.self_signed()
     return tls.from_files(
