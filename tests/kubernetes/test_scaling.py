@@ -211,6 +211,11 @@ async def test_it_is_ready_while_another_leads(api, cluster):
         await one.until(leaders, lambda found: found == [0.0, 1.0])
 
 
+async def said(picker):
+    """What it printed last."""
+    return "\n".join(picker.child.last_lines)
+
+
 HPA = {
     "apiVersion": "autoscaling/v2",
     "kind": "HorizontalPodAutoscaler",
@@ -234,7 +239,7 @@ async def test_somebody_elses_target_is_left_alone(api, cluster):
 
             await picker.until(lambda: told(picker, "extproc_leader"), lambda one: one == 1.0)
             line = "HorizontalPodAutoscaler theirs scales Deployment"
-            assert any(line in said for said in picker.child.last_lines)
+            await picker.until(lambda: said(picker), lambda text: line in text)
             await picker.until(
                 lambda: told(picker, 'extproc_scaling_desired_replicas{pool=""}'),
                 lambda found: found == 2.0,
@@ -251,11 +256,8 @@ async def test_missing_rights_are_said(api, cluster):
     access = await api.account(namespace, rules)
     kubeconfig = cluster.write_kubeconfig(namespace, access, namespace)
     async with scaler(namespace, kubeconfig, 8000, min=1) as picker:
-
-        async def said():
-            return "\n".join(picker.child.last_lines)
-
-        found = await picker.until(said, lambda text: 'resources: ["deployments/scale"]' in text)
+        granted = 'resources: ["deployments/scale"]'
+        found = await picker.until(lambda: said(picker), lambda text: granted in text)
         assert 'verbs: ["get"]' in found
 
 
