@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import io
 
-import matplotlib as mpl
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-
 from bench import bars, frontier
 from bench.pages import PAGES
 
@@ -64,6 +60,11 @@ def reached(page: str) -> bytes | None:
 
 def rows(page: str, told, panels: int, paint_row) -> bytes:
     """A row of panels for each scenario, as SVG."""
+    # Heavy, and every test worker imports this module to learn which pages there are.
+    import matplotlib as mpl  # noqa: PLC0415
+    from matplotlib.backends.backend_svg import FigureCanvasSVG  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     rules = {"svg.hashsalt": page, "svg.fonttype": "none", "font.size": 8}
     with mpl.rc_context(rules):
         height = 2.4 * max(1, len(told)) + 0.3

@@ -63,6 +63,9 @@ for name, count in (("quick", 40), ("thorough", 100)):
     )
 hypothesis.settings.load_profile("quick")
 
+# No test trusts public authorities, and a tenth of the time a process takes to start is reading them.
+os.environ.setdefault("SSL_CERT_FILE", os.devnull)
+
 # A script's background jobs, and all they start, ignore Ctrl-C; some tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
