@@ -2,12 +2,16 @@
 
     python -m bench.drawings        # rewrites bench/pages/*.svg
 
-A test holds every file against the results; matplotlib is pinned in constraints.txt.
+Each says of which results and by which drawing code it was made, and a test holds that against what
+is there now; matplotlib is pinned in constraints.txt.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
+from pathlib import Path
 
 from bench import bars, frontier
 from bench.pages import PAGES
@@ -35,27 +39,45 @@ REACHES = (("TTFT mean, ms", "ttft_mean_s"), ("TTFT p99, ms", "ttft_p99_s"))
 
 def drawn(page: str) -> bytes:
     """The plot of a page; the same bytes for the same results."""
-    told = {name: bars.result(name) for name in DRAWN[page]}
+    told = columns_of(page)
 
     def row(axes, name, one) -> None:
         for panel, (label, bar, mark, factor) in zip(axes, PANELS, strict=True):
             paint(panel, one["columns"], bar, mark, factor)
             panel.set_title(f"{name}: {label}")
 
-    return rows(page, {name: one for name, one in told.items() if one}, len(PANELS), row)
+    return rows(page, told, len(PANELS), row)
 
 
 def reached(page: str) -> bytes | None:
     """The plot of the frontiers of a page; None where there are none."""
-    told = {name: frontier.result(name) for name in DRAWN[page]}
+    told = frontiers_of(page)
 
     def row(axes, name, one) -> None:
         for panel, (label, figure) in zip(axes, REACHES, strict=True):
             reach(panel, name, one, figure)
             panel.set_title(f"{name}: {label}, by requests per second")
 
-    found = {name: one for name, one in told.items() if one}
-    return rows(page, found, len(REACHES), row) if found else None
+    return rows(page, told, len(REACHES), row) if told else None
+
+
+def columns_of(page: str) -> dict[str, dict]:
+    """What the plot of a page shows, by scenario."""
+    told = {name: bars.result(name) for name in DRAWN[page]}
+    return {name: one for name, one in told.items() if one}
+
+
+def frontiers_of(page: str) -> dict[str, dict]:
+    """What the plot of its frontiers shows, by scenario; empty where there are none."""
+    told = {name: frontier.result(name) for name in DRAWN[page]}
+    return {name: one for name, one in told.items() if one}
+
+
+def source(told) -> str:
+    """Of what a plot is made: these results, drawn by this module."""
+    results = json.dumps(told, sort_keys=True).encode()
+    drawing = Path(__file__).read_bytes()
+    return f"sha256 {hashlib.sha256(results + drawing).hexdigest()}"
 
 
 def rows(page: str, told, panels: int, paint_row) -> bytes:
@@ -76,7 +98,8 @@ def rows(page: str, told, panels: int, paint_row) -> bytes:
         for row, (name, one) in zip(axes, told.items(), strict=True):
             paint_row(row, name, one)
         written = io.BytesIO()
-        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+        facts = {"Date": None, "Creator": None, "Source": source(told)}
+        figure.savefig(written, format="svg", metadata=facts)
     return written.getvalue()
 
 
