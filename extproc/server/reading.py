@@ -40,12 +40,18 @@ class Reads(Generic[Said]):
         self, read: Callable[[], Coroutine[Any, Any, Said]], breaks: Callable[[], bool]
     ) -> None:
         self._asyncio_future_blocking = False
+        self._future: asyncio.Future[Any] | None = None
         self._read = read
         self._breaks = breaks
 
+    @property
+    def waits(self) -> bool:
+        """Whether a read is under way, and so is all that its task does."""
+        return self._future is not None and not self._future.done()
+
     def cancel(self, msg: object = None) -> bool:
         """False: the task is cancelled once the read is done."""
-        return self._breaks() and bool(self._future.cancel(msg))
+        return self._breaks() and self._future is not None and self._future.cancel(msg)
 
     def __await__(self) -> Generator[Any, None, Said]:
         """What was read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 import grpc
 
@@ -22,6 +23,24 @@ Context = grpc.aio.ServicerContext[Event, bytes]
 _APART_S = 0.5
 
 
+class _Open(NamedTuple):
+    """A stream that is open."""
+
+    stream: Stream
+    context: Context
+    reads: reading.Reads[Event]
+
+    def end(self, task: asyncio.Task[None]) -> None:
+        """End it where it waits for more, else once it has said what it is saying.
+
+        gRPC ends no call of which a write was cancelled: it tries to begin the answer again
+        (GRPC_CALL_ERROR_TOO_MANY_OPERATIONS), and the client waits for an end that never comes.
+        """
+        self.stream.over = True
+        if self.reads.waits:
+            task.cancel()
+
+
 class Servicer:
     """Translates streams to turns.
 
@@ -32,7 +51,7 @@ class Servicer:
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
         self._crowds = memory.Crowds(memory.trimmer())
-        self._streams: dict[asyncio.Task[None], tuple[Stream, Context]] = {}
+        self._streams: dict[asyncio.Task[None], _Open] = {}
 
     async def process(self, _: AsyncIterator[Event], context: Context) -> None:
         """Serve one stream to its end."""
@@ -43,13 +62,13 @@ class Servicer:
         tallies.streams_open += 1
         self._crowds.count(tallies.streams_open)
         stream = opened(self.shared)
-        self._streams[task] = stream, context
+        reads = reading.Reads(context.read, self._ends)
+        self._streams[task] = _Open(stream, context, reads)
         turn = (
             stream.turn
             if tallies.streams_open <= self.shared.settings.max_streams
             else stream.turn_away
         )
-        reads = reading.Reads(context.read, self._ends)
         end = "error"
         try:
             while not stream.over:
@@ -102,14 +121,15 @@ class Servicer:
         self.shared.closing = True
         last: dict[str, asyncio.Task[None]] = {}
         others = 0
-        for task, (stream, context) in list(self._streams.items()):
-            if stream.picked and last.setdefault(context.peer(), task) is not task:
-                task.cancel()
+        for task, one in list(self._streams.items()):
+            if one.stream.picked and last.setdefault(one.context.peer(), task) is not task:
+                one.end(task)
                 others += 1
         if others:
             await asyncio.wait(last.values(), timeout=apart_s)
         for task in last.values():
-            task.cancel()
+            if task in self._streams:
+                self._streams[task].end(task)
         if self._streams:
             await asyncio.wait(self._streams, timeout=within_s)
 

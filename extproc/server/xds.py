@@ -40,6 +40,10 @@ _MOST_WAITING = 32
 #: of its requests, and as a cancellation right after; to end the stream in between is an error.
 _GONE_S = 0.1
 
+#: Seconds in which an Envoy reads what is being said; a stream is not cancelled in the middle of it,
+#: for gRPC ends no call of which a write was cancelled.
+_RELEASE_S = 2.0
+
 #: Refusals remembered, so that each is logged once however many Envoys and streams repeat it.
 _MOST_REFUSALS = 256
 
@@ -60,7 +64,7 @@ class _Stream:
         self.speaker = speaker
         self.task = task
         self.node = ""
-        #: Requests of Envoy; None says that there is another snapshot, or that Envoy is done.
+        #: Requests of Envoy; None says that something else is to be looked at.
         self.inbox: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_WAITING)
         self.over = False
 
@@ -73,7 +77,7 @@ class _Stream:
         await self.inbox.put(None)
 
     def wake(self) -> None:
-        """There is another snapshot; a full inbox will be woken by what is in it."""
+        """There is another snapshot, or we are closing; a full inbox will be woken by what is in it."""
         if not self.inbox.full():
             self.inbox.put_nowait(None)
 
@@ -156,10 +160,10 @@ class Discovery:
         """End every stream with OK and take no more: Envoys keep what they hold, and go on."""
         self._closing = True
         tasks = [stream.task for stream in self._streams]
-        for task in tasks:
-            task.cancel()
+        for stream in self._streams:
+            stream.wake()
         if tasks:
-            await asyncio.wait(tasks)
+            await asyncio.wait(tasks, timeout=_RELEASE_S)
 
     async def _serve(self, speaker: Speaker, context: Context) -> None:
         task = asyncio.current_task()
@@ -177,11 +181,6 @@ class Discovery:
                 reading = tasks.create_task(stream.read(context), name="xds reading")
                 readable = await self._converse(stream, context)
                 reading.cancel()
-        except asyncio.CancelledError:
-            # Envoy left, or we are closing: then the stream ends with OK.
-            if not self._closing:
-                raise
-            task.uncancel()
         finally:
             self._streams.discard(stream)
             self._tallies.streams_open -= 1
@@ -193,9 +192,9 @@ class Discovery:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a request cannot be read")
 
     async def _converse(self, stream: _Stream, context: Context) -> bool:
-        """Answer until Envoy is done; False if it sends what cannot be read."""
+        """Answer until Envoy is done or we are closing; False if it sends what cannot be read."""
         told: Snapshot | None = None
-        while True:
+        while not self._closing:
             if self._snapshot is not None and self._snapshot is not told:
                 told = self._snapshot
                 await self._send(stream.speaker.publish(told), context)
@@ -210,6 +209,7 @@ class Discovery:
                 return False
             self._note(stream, heard)
             await self._send(heard.answers, context)
+        return True
 
     async def _send(self, answers: tuple[Said, ...], context: Context) -> None:
         # Envoy may have left; then the end of what it says is next.

@@ -5,6 +5,7 @@ import asyncio
 import grpc
 import pytest
 
+from extproc.wire import codec
 from tests.support import conversation as talk
 from tests.support import serving
 from tests.support.house import House
@@ -20,6 +21,39 @@ class Context:
     async def read(self):
         self.began.set()
         return await self.said
+
+
+class Writing(Context):
+    """A call that is decided by its first message, and whose answer takes as long as the test wants."""
+
+    def __init__(self):
+        super().__init__()
+        self.said.set_result(codec.decode(talk.request_headers(ends=True).encode(talk.DUPLEX)))
+        self.writes = asyncio.Event()
+        self.written = asyncio.get_running_loop().create_future()
+
+    def peer(self):
+        return "ipv4:127.0.0.1:1"
+
+    async def write(self, _):
+        self.writes.set()
+        await self.written
+
+
+async def test_an_answer_that_is_being_said_is_said_before_the_end():
+    """A call of which a write was cancelled is never ended by gRPC."""
+    async with serving.serving(House({talk.ONE: None})) as scene:
+        context = Writing()
+        handler = asyncio.ensure_future(scene.servicer.process(None, context))
+        await context.writes.wait()
+        released = asyncio.ensure_future(scene.servicer.release(5.0, apart_s=0.0))
+        await asyncio.wait([handler, released], timeout=0.01)
+        assert not context.written.cancelled()
+        context.written.set_result(None)
+        await released
+        await handler
+        tallies = scene.servicer.shared.tallies
+        assert (tallies.streams["ok"], tallies.streams_open) == (1, 0)
 
 
 async def test_a_read_under_way_is_left_to_end_by_itself():
