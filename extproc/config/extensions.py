@@ -15,6 +15,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -119,7 +120,7 @@ def installed() -> Iterator[Brought]:
     Raises:
         ConfigError: One cannot be imported, or brings no plugin or a broken one.
     """
-    for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
+    for point in _points(tuple(sys.path)):
         origin = f"entry point {point.name} of {point.dist.name if point.dist else 'a package'}"
         try:
             loaded = point.load()
@@ -136,6 +137,12 @@ def installed() -> Iterator[Brought]:
             yield _brought(loaded, origin)
         else:
             yield Brought(origin, (_checked(loaded, origin),))
+
+
+@lru_cache(maxsize=4)
+def _points(_: tuple[str, ...]) -> Sequence[metadata.EntryPoint]:
+    """Entry points of what is installed on this path, by name; every package is read for it."""
+    return sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name)
 
 
 def from_file(path: Path, *, where: str) -> Brought:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Self, TypeVar
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Self, TypeVar, cast
 
 import msgspec
 from msgspec import inspect
@@ -48,7 +49,7 @@ def convert(tree: object, into: type[Wanted], *, where: str, path: Path = ()) ->
     Raises:
         ConfigError: A key is unknown or missing, a value has the wrong type or is out of range.
     """
-    _refuse_unknown(tree, inspect.type_info(into), where=where, path=path)
+    _refuse_unknown(tree, _info(cast("Hashable", into)), where=where, path=path)
     try:
         return msgspec.convert(tree, into)
     except msgspec.ValidationError as error:
@@ -112,6 +113,12 @@ def show(value: object) -> str:
         case _:
             text = repr(value)
             return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+@lru_cache(maxsize=256)
+def _info(into: Hashable) -> inspect.Type:
+    """What a type is made of: 0.1 s of work for all settings, and nothing of it ever changes."""
+    return inspect.type_info(into)
 
 
 def _refuse_unknown(tree: object, info: inspect.Type, *, where: str, path: Path) -> None:
@@ -205,7 +212,7 @@ def _retold(said: str, tree: object, into: type, *, where: str, path: Path) -> C
             fix=_fix(expected["types"], expected["bound"], found),
         )
     if message.startswith("Invalid enum value"):
-        kind = _type_at(inspect.type_info(into), local, tree)
+        kind = _type_at(_info(cast("Hashable", into)), local, tree)
         return _not_among(_look(tree, local), kind, spot)
     missing = re.match(r"^Object missing required field `(.*)`$", message)
     if missing:
