@@ -210,7 +210,10 @@ class Health:
     def _served(self, record: Record, sent_at: float, now: float, *, sole: bool) -> None:
         record.sign_at = now
         if sole and record.missed_at <= sent_at:
+            gone = record.unreachable
             record.blind = True
+            if gone:
+                self.settle(now)
         known = record.condition
         if known.state is _DOUBTED:
             self._believe(record)

@@ -275,6 +275,23 @@ def test_a_scrape_brings_a_gone_endpoint_back():
     assert (ward.state(1), ward.health.condition(1).since) == (State.IN, 30.0)
 
 
+def test_an_answer_brings_a_gone_endpoint_back():
+    """One that stood still answers what it got after the first silent scrape, before the next one."""
+    ward = Ward()
+    ward.reach(1)
+    ward.miss(1, 1)
+    ward.now = 1.0
+    sent = ward.now
+    ward.now = 2.0
+    ward.miss(1, 1)
+    assert ward.state(1) is State.DOWN
+    ward.now = 3.0
+    ward.told(1, Verdict.SERVED, sent_at=sent)
+    assert ward.state(1) is State.IN
+    ward.reach(1)
+    assert ward.state(1) is State.IN
+
+
 def test_a_restart_ends_an_ejection():
     """Another process has done nothing wrong yet."""
     ward = Ward()
@@ -364,7 +381,10 @@ events = st.lists(
 
 @given(events, st.sampled_from([0.0, 0.3, 0.5, 1.0]))
 def test_whatever_happens_somebody_stays(happened: list[tuple[int, str, float]], share: float):
-    """Those out without being surely gone never exceed the share, and one of the rest stays."""
+    """Those out without being surely gone never exceed the share, and one of the rest stays.
+
+    Whoever is down is out of reach, for nothing but a scrape or an answer would bring it back.
+    """
     ward = Ward(5, msgspec.structs.replace(ERRORS, most_share=share))
     here = {1, 2, 3, 4, 5}
     for one, what, seconds in happened:
@@ -395,3 +415,5 @@ def test_whatever_happens_somebody_stays(happened: list[tuple[int, str, float]],
     doubtful = ward.out - certain
     rest = len(here) - len(certain)
     assert len(doubtful) <= max(0, min(int(share * rest), rest - 1))
+    down = {one for one in here if ward.state(one) is State.DOWN}
+    assert all(records[one].unreachable for one in down)
