@@ -88,7 +88,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         cost = () if self.cost is None else (self.cost,)
         return (*self.filters, *(scorer for scorer, _ in self.scorers), *cost, self.picker)
 
-    @property
+    @cached_property
     def observers(self) -> tuple[Observer, ...]:
         """The plugins that want to know what was chosen."""
         return tuple(plugin for plugin in self.plugins if isinstance(plugin, Observer))

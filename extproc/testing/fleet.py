@@ -19,6 +19,7 @@ NOW = 100.0
 _OF_TURN = frozenset(Turn.__struct_fields__) - {"request", "rng", "adapter", "read_opening"}
 _OF_CANDIDATE = frozenset(Candidate.__struct_fields__) - {"endpoint", "load"}
 _OF_LOAD = frozenset(Load.__struct_fields__) - {"at"}
+_RESIDENCIES = tuple(Residency)
 _SETS = ("adapters", "waiting_adapters")
 
 
@@ -96,7 +97,7 @@ def crowd(size: int, *, known: bool = True, seed: int = 7) -> list[Candidate]:
             "matched_tokens": rng.choice((0, 0, 64, 900)),
             "queued_tokens": rng.choice((0.0, 512.0, 9000.0)),
             "unseen_tokens": rng.choice((0.0, 4096.0)),
-            "residency": rng.choice(list(Residency)),
+            "residency": rng.choice(_RESIDENCIES),
             "labels": rng.choice(({}, {"zone": "a"}, {"zone": "b", "hardware": "h100"})),
         }
         if i % 3:

@@ -45,6 +45,16 @@ def short(value: object) -> str:
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
+class _Pair:
+    """Two answers as a message shows them, which nobody reads where they are equal."""
+
+    def __init__(self, one: object, between: str, two: object) -> None:
+        self._parts = one, between, two
+
+    def __repr__(self) -> str:
+        return " ".join(map(short, self._parts))
+
+
 def situation(plugin: Plugin, there: Sequence[Candidate], *, known: bool) -> str:
     """Who is asked about whom, for messages."""
     told = "some" if known else "none"
@@ -140,7 +150,7 @@ def settled(
             about,
             f"the same answer to the same question (seed {seed}; memory changes in chosen only, "
             "because dry runs ask too)",
-            f"{short(answer)} and then {short(again)}",
+            _Pair(answer, "and then", again),
         )
     _remember(plugin, there[0], about)
     demand(
@@ -152,7 +162,7 @@ def settled(
     _remember(other, there[0], about)
     one, two = (_called(act, each, asked(), given, about) for each in (plugin, other))
     whole(one)
-    demand(one == two, about, "equal answers after equal choices", f"{short(one)} and {short(two)}")
+    demand(one == two, about, "equal answers after equal choices", _Pair(one, "and", two))
     return answer
 
 
