@@ -57,8 +57,10 @@ class ApiServer:
         self.drop()
         for site in list(self._runner.sites):
             await site.stop()
-        # aiohttp forgets connections that were accepted while it stops, and never answers them.
-        await asyncio.sleep(0)
+        # aiohttp forgets connections that were accepted while it stops, and never answers them. From
+        # the accepted socket to the connection it takes asyncio some turns.
+        for _ in range(10):
+            await asyncio.sleep(0)
         for connection in self._runner.server.connections:
             if connection.transport is not None:
                 connection.transport.abort()
