@@ -286,6 +286,42 @@ def test_draining_ends_streams_with_ok_and_takes_no_more():
     run(test())
 
 
+class Writing:
+    """A call that asks once, and whose answer takes as long as the test wants."""
+
+    def __init__(self):
+        request = discovery.DiscoveryRequest(type_url=CLUSTER)
+        self.requests = [bytes(request)]
+        self.writes = asyncio.Event()
+        self.written = asyncio.get_running_loop().create_future()
+
+    async def read(self):
+        return self.requests.pop() if self.requests else await asyncio.Event().wait()
+
+    async def write(self, _):
+        self.writes.set()
+        await self.written
+
+
+def test_an_answer_that_is_being_said_is_said_before_the_end():
+    """A call of which a write was cancelled is never ended by gRPC."""
+
+    async def test():
+        async with serving() as scene:
+            call = Writing()
+            handler = asyncio.ensure_future(scene.discovery.whole(None, call))
+            await call.writes.wait()
+            released = asyncio.ensure_future(scene.discovery.release())
+            await asyncio.wait([handler, released], timeout=0.01)
+            assert not call.written.cancelled()
+            call.written.set_result(None)
+            await released
+            await handler
+            assert scene.tallies.streams_open == 0
+
+    run(test())
+
+
 def test_an_envoy_that_is_killed_leaves_nothing():
     """A stream that breaks is over, and the others go on."""
 
