@@ -74,10 +74,11 @@ def frontiers_of(page: str) -> dict[str, dict]:
 
 
 def source(told) -> str:
-    """Of what a plot is made: these results, drawn by this module."""
-    results = json.dumps(told, sort_keys=True).encode()
-    drawing = Path(__file__).read_bytes()
-    return f"sha256 {hashlib.sha256(results + drawing).hexdigest()}"
+    """Of what a plot is made: these results, drawn by this module and what it asks."""
+    made = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    for path in (__file__, frontier.__file__, bars.__file__):
+        made.update(Path(path).read_bytes())
+    return f"sha256 {made.hexdigest()}"
 
 
 def rows(page: str, told, panels: int, paint_row) -> bytes:

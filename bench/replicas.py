@@ -22,7 +22,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
 from multiprocessing import get_context
 from typing import Any
@@ -146,6 +146,17 @@ async def behind_envoy(
         return found, [trip.first_s for trip in results.trips]
 
 
+def _dated(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with the day they were measured on: not all of a file are measured at once."""
+    return [row | {"date": time.strftime("%Y-%m-%d")} for row in rows]
+
+
+def _days(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The first and the last day of rows."""
+    days = sorted({row["date"] for row in rows})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+
 def written(told: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of real runs, and those written before that were not run again."""
     fresh = {(row["pickers"], row["talking"]) for row in rows}
@@ -218,7 +229,8 @@ def block(result: Mapping[str, Any]) -> str:
                 f"| {row['mean']['hit_ratio']:.3f} | {hits[0]:.3f} ± {hits[1]:.3f} "
                 f"| {row['mean']['ttft_p99_s']:.2f} | {waits[0]:.2f} ± {waits[1]:.2f} |"
             )
-    return "\n".join([*lines, "", f"`{result['command']}`, {result['date']}."])
+    days = _days(row for rows in result["simulated"].values() for row in rows)
+    return "\n".join([*lines, "", f"`{result['command']}`, {days}."])
 
 
 def real_block(result: Mapping[str, Any]) -> str:
@@ -238,7 +250,8 @@ def real_block(result: Mapping[str, Any]) -> str:
             f"| {median['hit_ratio']:.3f} | {_spread(hits)} "
             f"| {median['ttft_p99_s']:.2f} | {_spread(waits)} | {all_s:.2f}, {ratio:.2f} |"
         )
-    return "\n".join([*lines, "", f"`python -m bench.replicas --real`, {result['date']}."])
+    days = _days(result["real"])
+    return "\n".join([*lines, "", f"`python -m bench.replicas --real`, {days}."])
 
 
 def _spread(ratios: Sequence[float]) -> str:
@@ -259,7 +272,7 @@ def main(given: argparse.Namespace) -> None:
     if given.real:
         ways = (True,) if given.talking else (False, True)
         kinds = [(1, False), *((n, talking) for talking in ways for n in COUNTS[1:])]
-        told["real"] = written(told, uvloop.run(real(given.rounds, kinds)))
+        told["real"] = written(told, _dated(uvloop.run(real(given.rounds, kinds))))
         told["real_load_average"] = round(busy, 1)
         write()
     else:
@@ -267,7 +280,7 @@ def main(given: argparse.Namespace) -> None:
             if "mooncake" in name and not os.environ.get("EXTPROC_TRACES"):
                 print(f"{name}: left out, EXTPROC_TRACES does not name the folder of the traces")
                 continue
-            rows = simulated(name, seeds=given.seeds, jobs=given.jobs)
+            rows = _dated(simulated(name, seeds=given.seeds, jobs=given.jobs))
             told["simulated"] = told.get("simulated", {}) | {name: rows}
             write()
     print(f"{time.monotonic() - began:.0f} s", flush=True)

@@ -3,8 +3,9 @@
 from bench import replicas
 
 
-def run(pickers, talking, p99_s, ratios):
+def run(pickers, talking, p99_s, ratios, *, date="2026-01-01"):
     return {
+        "date": date,
         "pickers": pickers,
         "talking": talking,
         "rounds": 3,
@@ -18,14 +19,20 @@ def run(pickers, talking, p99_s, ratios):
 
 def test_real_rows_say_how_far_rounds_are_apart():
     """Medians, with the smallest and the largest ratio of a round."""
-    told = {
-        "date": "2026-01-01",
-        "real": [run(1, False, 0.4, [1, 1, 1]), run(2, True, 0.5, [0.9, 1.3, 1.1])],
-    }
+    two = run(2, True, 0.5, [0.9, 1.3, 1.1])
+    told = {"date": "2026-01-04", "real": [run(1, False, 0.4, [1, 1, 1]), two]}
     assert (
         "| 2 | yes | 3 | 0.680 | 1.00 (1.00 to 1.00) | 0.50 | 1.10 (0.90 to 1.30) | 0.50, 1.25 |"
         in (replicas.real_block(told))
     )
+
+
+def test_rows_are_of_the_days_they_were_measured_on():
+    """And not of the day on which some row of the file was measured last."""
+    rows = [run(n, False, 0.4, [1], date=f"2026-01-0{n}") for n in (1, 2)]
+    told = {"date": "2026-01-04", "real": rows}
+    assert replicas.real_block(told).endswith("2026-01-01 to 2026-01-02.")
+    assert replicas.real_block(told | {"real": rows[1:]}).endswith(", 2026-01-02.")
 
 
 def test_rows_that_were_not_run_again_stay():
@@ -39,6 +46,7 @@ def test_rows_that_were_not_run_again_stay():
 def test_a_row_says_after_how_long_pickers_talk():
     """Ratios are shown with half of their interval; one picker has nobody to talk to."""
     row = {
+        "date": "2026-01-01",
         "pickers": 1,
         "told_after_s": None,
         "mean": {"hit_ratio": 0.5, "ttft_p99_s": 4.0},
