@@ -70,10 +70,13 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag="o", gc=False):
     Attributes:
         until: The latest number.
         numbers: Of the open requests.
+        serial: Of the list, its picker's own, counted from 1; 0 from versions that do not number
+            lists.
     """
 
     until: int
     numbers: Sequence[int]
+    serial: int = 0
 
 
 class Left(msgspec.Struct, frozen=True, array_like=True, tag="l", gc=False):
@@ -123,6 +126,7 @@ class Outbox:
         self.picker = picker
         self._on_waiting = on_waiting
         self._latest = 0
+        self._latest_list = 0
         self._numbers: dict[Ticket, int] = {}
         self._waiting: list[Fact] = []
 
@@ -154,7 +158,8 @@ class Outbox:
 
     def say_open(self) -> None:
         """Say which requests are open."""
-        self._put(Open(self._latest, list(self._numbers.values())))
+        self._latest_list += 1
+        self._put(Open(self._latest, list(self._numbers.values()), self._latest_list))
 
     def say_left(self) -> None:
         """Say that this picker ends."""
@@ -218,13 +223,14 @@ class _Charged(msgspec.Struct, frozen=True):
 class _Peer:
     """One other picker: what it has open, and what of it is over that may still be told of."""
 
-    __slots__ = ("ended", "heard", "open", "still", "until")
+    __slots__ = ("ended", "heard", "open", "serial", "still", "until")
 
     def __init__(self) -> None:
         self.heard = 0.0
         self.open: dict[int, _Charged] = {}
         self.ended: dict[int, None] = {}
         self.until = 0
+        self.serial = 0
         self.still: frozenset[int] = frozenset()
 
     def over(self, number: int) -> bool:
@@ -350,9 +356,10 @@ class Mirror:
 
 def _settle(peer: _Peer, fact: Open, now: float, freed: set[str]) -> None:
     """Close what is over, and forget of what ended before all that cannot come back."""
-    if fact.until < peer.until:
+    # A picker that sends nothing lists the same latest number again and again.
+    if (fact.until, fact.serial) < (peer.until, peer.serial):
         return  # overtaken by a later one
-    peer.until, peer.still = fact.until, frozenset(fact.numbers)
+    peer.until, peer.serial, peer.still = fact.until, fact.serial, frozenset(fact.numbers)
     for number in [number for number in peer.open if peer.over(number)]:
         _close(peer.open.pop(number), now, freed, answered=False, ran=True)
     kept = [n for n in peer.ended if n > peer.until or n in peer.still]

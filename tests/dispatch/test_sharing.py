@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -196,6 +197,27 @@ def test_a_lost_end_is_made_up_for_by_what_is_open():
     assert side.open == 2
 
 
+def test_an_older_list_with_the_same_latest_number_is_passed_over():
+    """A late list of a quiet picker does not reopen what a later one left out."""
+    side = Side("a")
+    say(side, fact(1), sharing.Open(1, [], 2), sharing.Open(1, [1], 1), fact(1))
+    assert side.open == 0
+
+
+def test_lists_are_numbered_in_the_order_they_are_written():
+    """Two lists with nothing in between differ by their serial only."""
+    outbox = sharing.Outbox("a", lambda: None)
+    outbox.say_open()
+    outbox.say_open()
+    assert outbox.take().facts == [sharing.Open(0, [], 1), sharing.Open(0, [], 2)]
+
+
+def test_a_list_without_serial_is_read_as_of_an_earlier_version():
+    """Pickers of two versions talk while a rollout lasts."""
+    carried = msgspec.msgpack.encode(["a", [["o", 3, [2]]]])
+    assert sharing.decode(carried) == sharing.Message("a", [sharing.Open(3, [2], 0)])
+
+
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_picker_that_left_or_fell_silent_has_nothing_open(leaves):
     """Its requests go; those of another stay."""
@@ -221,7 +243,12 @@ def test_an_endpoint_in_another_life_owes_nothing_to_the_one_before():
 def test_every_fact_comes_out_as_it_was_put_in():
     """Encoding loses nothing, and a request of a hundred blocks takes about a kilobyte."""
     sent = sharing.Sent(1, "p", ONE, "m", 100, 400, [2**64 - 1 - n for n in range(100)])
-    facts = [sent, sharing.Ended(1, answered=True, ran=False), sharing.Open(2, [2]), sharing.Left()]
+    facts = [
+        sent,
+        sharing.Ended(1, answered=True, ran=False),
+        sharing.Open(2, [2], 3),
+        sharing.Left(),
+    ]
     message = sharing.Message("a", facts)
     assert sharing.decode(sharing.encode(message)) == message
     assert len(sharing.encode(message)) < 1_000
@@ -255,6 +282,7 @@ def test_any_loss_and_any_order_end_with_nothing_open(seed, loss, doubles, far):
     rng = random.Random(seed)
     side, carried = Side("a"), []
     open_now: list[int] = []
+    lists = 0
     for number in range(1, 40):
         carried.append(fact(number, rng.choice([ONE, TWO, "10.9.9.9:1"])))
         open_now.append(number)
@@ -264,7 +292,8 @@ def test_any_loss_and_any_order_end_with_nothing_open(seed, loss, doubles, far):
                 sharing.Ended(ended, answered=rng.random() < 0.7, ran=rng.random() < 0.7)
             )
         if rng.random() < 0.2:
-            carried.append(sharing.Open(number, list(open_now)))
+            lists += 1
+            carried.append(sharing.Open(number, list(open_now), lists))
     carried += [sharing.Ended(number, answered=True) for number in open_now]
     carried = [one for one in carried if rng.random() >= loss]
     carried += [one for one in carried if rng.random() < doubles]
@@ -272,7 +301,7 @@ def test_any_loss_and_any_order_end_with_nothing_open(seed, loss, doubles, far):
     for at in order:
         say(side, carried[at])
         assert side.open == side.mirrored == side.mirror.open >= 0
-    say(side, sharing.Open(39, []))
+    say(side, sharing.Open(39, [], lists + 1))
     for one in rng.sample(carried, min(5, len(carried))):
         say(side, one)
     assert side.open == side.mirrored == side.mirror.open == 0
