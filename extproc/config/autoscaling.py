@@ -26,8 +26,24 @@ KINDS: Mapping[str, tuple[str, str, str]] = {
 #: What stands for the port in the command of an engine, and for the number in that of a hook.
 PORT, REPLICAS = "{port}", "{replicas}"
 
-#: What Kubernetes takes as the name of an object.
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+#: Fields of a target become segments of a request path, so each has the form that Kubernetes
+#: allows it: pattern, longest length, and the form for people.
+_LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_FORMS: Mapping[str, tuple[re.Pattern[str], int, str]] = {
+    "kind": (re.compile("[A-Za-z][A-Za-z0-9]*"), 63, "a kind, such as Deployment"),
+    "name": (
+        re.compile(rf"{_LABEL}(\.{_LABEL})*"),
+        253,
+        "a name as objects of Kubernetes have: a-z, 0-9, - and .",
+    ),
+    "namespace": (re.compile(_LABEL), 63, "a namespace: a-z, 0-9 and -"),
+    "group": (re.compile(rf"{_LABEL}(\.{_LABEL})*"), 253, "an API group, such as apps"),
+    "version": (re.compile("v[0-9a-z]+"), 63, "an API version, such as v1"),
+    "resource": (re.compile(_LABEL), 63, "a plural name as in URLs, such as deployments"),
+}
+
+#: Longest part of a wrong value that an error repeats (characters).
+_MOST_SHOWN = 100
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -265,29 +281,52 @@ def lines(wanted: Scaling) -> Iterator[str]:
 
 
 def known(target: Target, where: str) -> None:
-    """Refuse a target that cannot be found.
+    """Refuse a target that cannot be found, or that is no plain path of the API.
 
     Args:
         target: What is to be scaled.
         where: The file and path it came from, for errors.
 
     Raises:
-        ConfigError: Its kind is not known, or its name is none.
+        ConfigError: Its kind is not known, or a field does not have the form that Kubernetes
+            allows it.
     """
     filled = target.filled
     if not (filled.version and filled.resource):
         raise ConfigError(
             f"{where}.kind",
             wanted=f"one of {', '.join(KINDS)}, or group, version and resource",
-            found=target.kind,
+            found=shown(target.kind),
             fix="say where its scale is: /apis/GROUP/VERSION/namespaces/.../RESOURCE/NAME/scale",
         )
-    for field in ("name", "namespace"):
-        text = getattr(target, field)
-        if text and not _NAME.fullmatch(text):
+    for field, (form, longest, wanted) in _FORMS.items():
+        text = getattr(filled, field)
+        if text and not (len(text) <= longest and form.fullmatch(text)):
             raise ConfigError(
                 f"{where}.{field}",
-                wanted="a name as objects of Kubernetes have: a-z, 0-9, - and .",
-                found=repr(text),
-                fix="correct the name",
+                wanted=f"{wanted}; at most {longest} characters",
+                found=shown(text),
+                fix=f"correct the {field}",
             )
+    usual = _kind_of(filled)
+    if usual not in {"", filled.kind}:
+        # Other autoscalers of an object are recognized by its kind.
+        raise ConfigError(
+            f"{where}.kind",
+            wanted=f"{usual}, which is the kind of {filled.resource} of {filled.group}",
+            found=shown(filled.kind),
+            fix="correct the kind or the resource",
+        )
+
+
+def shown(text: str) -> str:
+    """A wrong value as an error repeats it, cut where it is long."""
+    return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
+
+
+def _kind_of(target: Target) -> str:
+    """The known kind that a group and a resource belong to; empty for none."""
+    place = (target.group, target.resource)
+    return next(
+        (kind for kind, (group, _, plural) in KINDS.items() if (group, plural) == place), ""
+    )

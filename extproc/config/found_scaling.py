@@ -45,7 +45,8 @@ def scaling(rules: Sequence[Rule], key: str, annotations: Mapping[str, str]) -> 
         None where it is not.
 
     Raises:
-        ConfigError: An annotation cannot be read.
+        ConfigError: An annotation cannot be read, or names what is no object of the pool's
+            namespace.
     """
     rule = next((one for one in rules if _fits(one, key)), None)
     if rule is None:
@@ -69,6 +70,7 @@ def scaling(rules: Sequence[Rule], key: str, annotations: Mapping[str, str]) -> 
     )
     if wanted.target is not None:
         placed = msgspec.structs.replace(wanted.target, namespace=namespace).filled
+        autoscaling.known(placed, f"{where}: {TARGET}")
         wanted = msgspec.structs.replace(wanted, target=placed)
     return wanted
 
@@ -125,7 +127,7 @@ def _count(said: Mapping[str, str], annotation: str, usual: int, where: str) -> 
     raise ConfigError(
         f"{where}: {annotation}",
         wanted="a number of replicas",
-        found=repr(text),
+        found=autoscaling.shown(text),
         fix="write a number, or remove the annotation",
     )
 
@@ -139,10 +141,9 @@ def _target(rule: Rule, text: str, name: str, where: str) -> Target | None:
         raise ConfigError(
             place,
             wanted="NAME, KIND/NAME, GROUP/VERSION/KIND/NAME or GROUP/VERSION/RESOURCE/KIND/NAME",
-            found=repr(text),
+            found=autoscaling.shown(text),
             fix="write it like apps/v1/Deployment/vllm",
         )
-    autoscaling.known(target, place)
     return target
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import re
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -55,7 +56,8 @@ def named(name: str) -> bool:
 
 def path(namespace: str, name: str = "") -> str:
     """Where a Lease is, or without a name where all of a namespace are."""
-    return f"/apis/{_API}/namespaces/{namespace}/leases" + (f"/{name}" if name else "")
+    where = f"/apis/{_API}/namespaces/{quote(namespace, safe='')}/leases"
+    return where + (f"/{quote(name, safe='')}" if name else "")
 
 
 def read(text: bytes) -> tuple[Record, Object] | Unreadable:

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import re
+from urllib.parse import unquote
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from extproc.cli import sources_told
 from extproc.config import found_scaling, load, pooling
 from extproc.errors import ConfigError
+from extproc.server.scaling import objects
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\ncluster: {every_pool: cluster}\n"
 KEY = "team-a/llama"
@@ -95,6 +101,15 @@ def test_annotations_can_be_left_out_of_account():
         ({"target": "apps//Deployment/x"}, "'apps//Deployment/x'"),
         ({"min": "many"}, "'many'"),
         ({"max": "-1"}, "'-1'"),
+        ({"target": "apps/v1/statefulsets/Deployment/x"}, "target.kind"),
+        ({"target": "apps/v1/deployments/Fleet/x"}, "target.kind"),
+        ({"target": "x\ny"}, "target.name"),
+        ({"target": "Deployment/" + "x" * 254}, "target.name"),
+        ({"target": "Deployment/a..b"}, "target.name"),
+        ({"target": "apps/v1?x=/deployments/Deployment/x"}, "target.version"),
+        ({"target": "apps/v1%2Fnamespaces%2Fb/deployments/Deployment/x"}, "target.version"),
+        ({"target": "../v1/Deployment/x"}, "target.group"),
+        ({"target": "apps/v1/deployments%2Fx/Deployment/x"}, "target.resource"),
     ],
 )
 def test_what_cannot_be_read_is_told(said, told):
@@ -103,6 +118,47 @@ def test_what_cannot_be_read_is_told(said, told):
         scaling("[{}]", **said)
     assert f"annotation of {KEY}" in str(refused.value)
     assert told in str(refused.value) or "scale-target" in str(refused.value)
+
+
+def test_a_long_annotation_makes_no_long_error():
+    """A log line repeats the beginning of it."""
+    with pytest.raises(ConfigError) as refused:
+        scaling("[{}]", target="x" * 200_000)
+    assert len(str(refused.value)) < 400
+
+
+#: What annotations may be made of: honest words, and what ends or leaves a path segment.
+WORDS = st.sampled_from(
+    [
+        *("apps", "v1", "deployments", "Deployment", "vllm", "statefulsets", "StatefulSet", ""),
+        *("/", "%2F", "%2f", "%252F", "..", ".", "?", "#", "%00", "\n", "\\", ";", "&x=", "%"),
+        *("namespaces", "kube-system", "coredns", "scale", "Fleet", "v1%2Fnamespaces%2Fb"),
+    ]
+)
+TEXTS = st.one_of(
+    st.lists(WORDS, max_size=12).map("".join),
+    st.lists(WORDS, min_size=1, max_size=5).map("/".join),
+    st.lists(st.lists(WORDS, min_size=1, max_size=4).map("".join), max_size=5).map("/".join),
+    st.text(max_size=60),
+)
+
+
+@given(text=TEXTS)
+def test_no_annotation_reaches_another_namespace(text):
+    """What is not refused is a plain path below the namespace of the pool."""
+    try:
+        wanted = scaling("[{}]", target=text)
+    except ConfigError:
+        return
+    if wanted is None or wanted.target is None:
+        return
+    path = objects.target_path(wanted.target)
+    # However often a server unquotes it, it is the same path.
+    assert unquote(path) == path
+    assert re.fullmatch(
+        r"/apis/[a-z0-9.-]+/v[a-z0-9]+/namespaces/team-a/[a-z0-9-]+/[a-z0-9.-]+", path
+    )
+    assert not {".", ".."} & set(path.split("/"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from extproc.config.autoscaling import Target
 from extproc.discovery.kubernetes import answers
 from extproc.discovery.kubernetes import settings as watching
 from extproc.errors import ConfigError
-from extproc.server.scaling import objects
+from extproc.server.scaling import objects, rivals
 from extproc.server.scaling.hands import Failed
 
 if TYPE_CHECKING:
@@ -25,17 +25,8 @@ _log = logging.getLogger("extproc.server")
 #: renew_s` (5 s) before another can begin, and what it asked for must be over by then.
 _LIMIT_S = 4.0
 
-#: Seconds between two looks for others who scale the target: they are made by people.
-_RIVALS_S = 60.0
-
 #: Events that may wait to be written (count).
 _MOST_NOTES = 16
-
-#: Who else scales: API group, version, resource, and the word for people.
-_OTHERS = (
-    ("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler"),
-    ("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject"),
-)
 
 
 class Cluster:
@@ -103,8 +94,7 @@ class Scale:
         self._cluster = cluster
         self._leads = leads
         self._path = objects.target_path(target)
-        #: Others who scale it; None while nobody looked.
-        self._rivals: tuple[str, ...] | None = None
+        self._rivals = rivals.Rivals(target, cluster)
         #: Why we stand down, until the leader wrote it into an Event.
         self._unsaid = ""
         self._unasked: set[str] = set()
@@ -113,7 +103,7 @@ class Scale:
     @property
     def acts(self) -> bool:
         """Whether this replica leads, and others were looked for and not found."""
-        return self._leads() and self._rivals == ()
+        return self._leads() and self._rivals.names == ()
 
     async def look(self, available: int) -> int | Failed:
         """See `Hands`."""
@@ -146,38 +136,22 @@ class Scale:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tell_all(), name=f"events of {self._named}")
             while True:
-                await self.look_for_others()
-                await asyncio.sleep(_RIVALS_S)
+                pause_s = await self.look_for_others()
+                await asyncio.sleep(pause_s)
 
-    async def look_for_others(self) -> None:
-        """Stand down where somebody else scales the target; go on once nobody does."""
-        found: list[str] = []
-        for group, version, resource, word in _OTHERS:
-            path = objects.rivals_path(group, version, resource, self._target.namespace)
-            answer = await self._cluster.send("GET", path)
-            if isinstance(answer, answers.Refused):
-                if answer.status == 404:
-                    continue  # not installed
-                if answer.status != 403 and self._rivals is None:
-                    return  # nobody knows yet, so nobody acts
-                if answer.status == 403 and resource not in self._unasked:
-                    self._unasked.add(resource)
-                    _log.warning(
-                        "autoscaling: no right to list %s in %s: if one scales %s, we fight it",
-                        resource,
-                        self._target.namespace,
-                        self._named,
-                    )
-                continue
-            found += [f"{word} {name}" for name in objects.rivals(answer, self._target)]
-        before, self._rivals = self._rivals, tuple(found)
-        if found and self._rivals != before:
-            names = " and ".join(found)
+    async def look_for_others(self) -> float:
+        """Stand down while another autoscaler has the target; returns seconds to wait."""
+        before = self._rivals.names
+        pause_s = await self._rivals.update()
+        now = self._rivals.names
+        if now and now != before:
+            names = " and ".join(now)
             _log.warning("autoscaling: %s scales %s: we do not", names, self._named)
             self._unsaid = f"{names} scales it: extproc does not"
-        elif before and not found:
+        elif before and not now:
             self._unsaid = ""
-            _log.info("autoscaling: nobody else scales %s any longer: we do", self._named)
+            _log.info("autoscaling: no other autoscaler of %s is left: we scale it", self._named)
+        return pause_s
 
     def _note(self, reason: str, note: str, *, warning: bool = False) -> None:
         """Write an Event soon; one that nobody may write is no loss."""
@@ -185,7 +159,7 @@ class Scale:
             self._notes.put_nowait((reason, note, warning))
 
     async def _tell_all(self) -> None:
-        place = f"/api/v1/namespaces/{self._target.namespace}/events"
+        place = objects.namespaced_path("", "v1", self._target.namespace, "events")
         while True:
             reason, note, warning = await self._notes.get()
             body = objects.event(
@@ -204,7 +178,7 @@ class Scale:
 
     @property
     def _named(self) -> str:
-        return f"{self._target.kind} {self._target.namespace}/{self._target.name}"
+        return objects.title(self._target)
 
     def _told(self, what: str, refused: answers.Refused, verb: str) -> str:
         told = f"the scale of {self._named} cannot be {what}: {refused.status or 'no answer'} "

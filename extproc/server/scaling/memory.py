@@ -118,11 +118,12 @@ class Memory:
         self._clock = clock
         self._time = time
         self._said = ""
-        self._root = f"/api/v1/namespaces/{namespace}/configmaps"
+        self._root = objects.namespaced_path("", "v1", namespace, "configmaps")
+        self._path = objects.namespaced_path("", "v1", namespace, "configmaps", name)
 
     async def load(self) -> tuple[dict[str, State], float] | None:
         """See `Keeping`."""
-        found = await self._cluster.send("GET", f"{self._root}/{self._name}")
+        found = await self._cluster.send("GET", self._path)
         if isinstance(found, answers.Refused):
             if found.status == 404:
                 return {}, 0.0
@@ -134,9 +135,7 @@ class Memory:
     async def save(self, pools: Mapping[str, State]) -> None:
         """See `Keeping`."""
         text = write(pools, self._clock(), self._time())
-        found = await self._cluster.send(
-            "PATCH", f"{self._root}/{self._name}", {"data": {_KEY: text}}
-        )
+        found = await self._cluster.send("PATCH", self._path, {"data": {_KEY: text}})
         verb = "patch"
         if isinstance(found, answers.Refused) and found.status == 404:
             verb = "create"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -49,18 +49,40 @@ class _Rival(msgspec.Struct, frozen=True):
 
 
 class _Rivals(msgspec.Struct, frozen=True):
-    items: tuple[_Rival, ...] = ()
+    items: tuple[_Rival, ...] | None
 
 
 class _Map(msgspec.Struct, frozen=True):
     data: dict[str, str] | None = None
 
 
+def api_path(group: str, version: str, *segments: str) -> str:
+    """Path of the API, every segment quoted: a name never ends the path or leaves its place.
+
+    Args:
+        group: API group; empty for the core one.
+        version: API version.
+        segments: What follows, such as `namespaces`, `default`, `events`.
+    """
+    root = ("apis", group) if group else ("api",)
+    return "".join(f"/{quote(one, safe='')}" for one in (*root, version, *segments))
+
+
 def target_path(target: Target) -> str:
     """Where the target is, itself."""
-    root = f"/apis/{target.group}" if target.group else "/api"
-    place = f"namespaces/{target.namespace}/{target.resource}/{target.name}"
-    return f"{root}/{target.version}/{place}"
+    return namespaced_path(
+        target.group, target.version, target.namespace, target.resource, target.name
+    )
+
+
+def namespaced_path(group: str, version: str, namespace: str, *segments: str) -> str:
+    """Path of a collection or an object in a namespace; arguments as of `api_path`."""
+    return api_path(group, version, "namespaces", namespace, *segments)
+
+
+def title(target: Target) -> str:
+    """The target in messages."""
+    return f"{target.kind} {target.namespace}/{target.name}"
 
 
 def replicas(answer: bytes) -> int | None:
@@ -76,21 +98,18 @@ def scale(replicas: int) -> Object:
     return {"spec": {"replicas": replicas}}
 
 
-def rivals_path(group: str, version: str, resource: str, namespace: str) -> str:
-    """Where others who scale say what they scale."""
-    return f"/apis/{group}/{version}/namespaces/{namespace}/{resource}"
-
-
-def rivals(answer: bytes, target: Target) -> Iterator[str]:
-    """Names of those that scale the target."""
+def rivals(answer: bytes, target: Target) -> tuple[str, ...] | None:
+    """Names of the autoscalers in a list that scale the target; None where it is no list."""
     try:
-        listed = msgspec.json.decode(answer, type=_Rivals).items
+        listed = msgspec.json.decode(answer, type=_Rivals).items or ()
     except msgspec.DecodeError:
-        return
-    for one in listed:
-        named = one.spec.scaleTargetRef
-        if (named.kind or "Deployment", named.name) == (target.kind, target.name):
-            yield one.metadata.name
+        return None
+    return tuple(
+        one.metadata.name
+        for one in listed
+        if (one.spec.scaleTargetRef.kind or "Deployment", one.spec.scaleTargetRef.name)
+        == (target.kind, target.name)
+    )
 
 
 def event(

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import unquote
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.config.autoscaling import Target
+from extproc.discovery.kubernetes import collections, resources
+from extproc.election import lease
+from extproc.server.scaling import memory, objects
+
+SEGMENTS = st.text(min_size=1, max_size=20)
+
+
+def split(path):
+    """The segments that a server sees, and what it would take for a query."""
+    place, _, query = path.partition("?")
+    return [unquote(one) for one in place.split("/")[1:]], query.partition("#")[0]
+
+
+@given(group=SEGMENTS, version=SEGMENTS, namespace=SEGMENTS, resource=SEGMENTS, name=SEGMENTS)
+def test_target_path_keeps_every_field_in_its_segment(group, version, namespace, resource, name):
+    """Whatever the fields hold: also where no check came before."""
+    target = Target(name=name, namespace=namespace, group=group, version=version, resource=resource)
+    wanted = ["apis", group, version, "namespaces", namespace, resource, name]
+    assert split(objects.target_path(target)) == (wanted, "")
+
+
+@given(namespace=SEGMENTS, name=SEGMENTS)
+def test_paths_of_leases_and_collections_keep_every_field_in_its_segment(namespace, name):
+    """Wherever a path of the API is made of names."""
+    leases = ["apis", "coordination.k8s.io", "v1", "namespaces", namespace, "leases", name]
+    assert split(lease.path(namespace, name)) == (leases, "")
+    pods = collections.Collection(resources.PODS, namespace)
+    assert split(pods.path) == (["api", "v1", "namespaces", namespace, "pods"], "")
+
+
+@given(namespace=SEGMENTS, name=SEGMENTS)
+def test_memory_asks_for_one_config_map(namespace, name):
+    """Whatever it is called."""
+    seen = []
+
+    class Cluster:
+        async def send(self, method, path, body=None):
+            seen.append(path)
+            return b"{}"
+
+    kept = memory.Memory(
+        Cluster(), namespace=namespace, name=name, clock=lambda: 0.0, time=lambda: 0.0
+    )
+    asyncio.run(kept.load())
+    (path,) = seen
+    assert split(path) == (["api", "v1", "namespaces", namespace, "configmaps", name], "")
+
+
+def test_rivals_of_what_is_no_list_are_unknown():
+    """An empty list says that there are none."""
+    target = Target(name="vllm", namespace="n").filled
+    assert objects.rivals(b'{"items": []}', target) == ()
+    assert objects.rivals(b'{"items": null}', target) == ()
+    assert objects.rivals(b'{"kind": "Status"}', target) is None
+    assert objects.rivals(b"[", target) is None
