@@ -34,10 +34,36 @@ class Addresses(msgspec.Struct, frozen=True):
         )
 
 
-def listener(max_message_bytes: int) -> grpc.aio.Server:
+class Keepalive(msgspec.Struct, frozen=True):
+    """When a connection whose peer vanished ends, in seconds.
+
+    A lost node and a cut network close nothing. Without pings the kernel waits hours for what was
+    sent, and for ever where nothing was: the streams stay open, and their requests in flight.
+
+    Attributes:
+        time_s: Between what was read last and a ping. 20 keeps idle connections through load
+            balancers and NAT, which forget them after a minute or more; Envoy answers pings itself.
+        timeout_s: Between a ping and the end of a connection that did not answer.
+    """
+
+    time_s: float = 20.0
+    timeout_s: float = 10.0
+
+
+_KEEPALIVE = Keepalive()
+
+
+def listener(max_message_bytes: int, *, keepalive: Keepalive = _KEEPALIVE) -> grpc.aio.Server:
     """A gRPC server that does not listen anywhere yet."""
     return grpc.aio.server(
         options=[
+            ("grpc.keepalive_time_ms", round(keepalive.time_s * 1000)),
+            ("grpc.keepalive_timeout_ms", round(keepalive.timeout_s * 1000)),
+            # The larger of the two counts, and this one is a minute unless it is set.
+            ("grpc.http2.ping_timeout_ms", round(keepalive.timeout_s * 1000)),
+            # Answers take minutes in which nothing is said, and connections may have no stream.
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
             # A second process on the same port is a mistake, not a load-balancing group.

@@ -1,0 +1,88 @@
+"""Connections whose peer vanished, and those whose peer only says nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from extproc.server import ports
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS, PING, GOAWAY = 4, 6, 7
+ACK = 1
+LOCAL = "127.0.0.1"
+
+
+def frame(kind, flags, payload=b""):
+    """An HTTP/2 frame of the connection (RFC 9113 section 4.1)."""
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags, 0, 0, 0, 0]) + payload
+
+
+class Peer:
+    """An HTTP/2 client that answers pings only where it is to."""
+
+    def __init__(self, reader, writer):
+        self.reader = reader
+        self.writer = writer
+
+    async def read(self):
+        """The next frame: its kind, its flags and its payload."""
+        head = await self.reader.readexactly(9)
+        payload = await self.reader.readexactly(int.from_bytes(head[:3], "big"))
+        return head[3], head[4], payload
+
+    async def ping(self):
+        """The payload of the server's next ping."""
+        while True:
+            kind, flags, payload = await self.read()
+            if kind == PING and not flags & ACK:
+                return payload
+
+
+@contextlib.asynccontextmanager
+async def connected(keepalive):
+    """A client of a listener, and nothing said but the preface."""
+    server = ports.listener(1 << 20, keepalive=keepalive)
+    port = ports.bind(server, f"{LOCAL}:0", flag="--grpc-port")
+    await server.start()
+    reader, writer = await asyncio.open_connection(LOCAL, port)
+    writer.write(PREFACE + frame(SETTINGS, 0))
+    try:
+        yield Peer(reader, writer)
+    finally:
+        writer.close()
+        await server.stop(None)
+
+
+async def test_listener_ends_the_connection_of_a_peer_that_vanished():
+    """A peer that answers no ping is disconnected, also where it has no stream."""
+    async with connected(ports.Keepalive(0.05, 0.05)) as peer:
+        await peer.ping()
+        with contextlib.suppress(ConnectionError):
+            await peer.reader.read()
+
+
+async def test_listener_pings_a_silent_peer_again_and_again():
+    """A peer that answers its pings stays connected however long it says nothing else."""
+    async with connected(ports.Keepalive(0.05, 600.0)) as peer:
+        for _ in range(10):
+            peer.writer.write(frame(PING, ACK, await peer.ping()))
+
+
+async def test_listener_takes_pings_of_a_peer_every_few_seconds():
+    """Envoy may ask whether a connection lives while nothing else is said on it."""
+    async with connected(ports.Keepalive()) as peer:
+        for _ in range(2):
+            peer.writer.write(frame(PING, 0, b"8 bytes."))
+            while True:
+                kind, flags, payload = await peer.read()
+                assert kind != GOAWAY
+                if kind == PING and flags & ACK:
+                    assert payload == b"8 bytes."
+                    break
+
+
+def test_keepalive_notices_a_lost_node_within_half_a_minute():
+    """What is in flight on a node that is gone is given back while it still matters."""
+    keepalive = ports.Keepalive()
+    assert keepalive.time_s + keepalive.timeout_s <= 30.0
