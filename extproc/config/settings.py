@@ -109,8 +109,9 @@ class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             needs, and short enough to notice a hung one.
         stale_after_s: Age in seconds at which a load counts as unknown. 6 allows two idle scrapes
             to fail.
-        backoff_cap_s: Longest wait in seconds after repeated failures. 10 bounds how late a
-            recovery is seen.
+        backoff_cap_s: Longest wait in seconds after repeated failures; after refused connections it
+            is 2 or `idle_interval_s`, if that is shorter, as they cost the engine nothing. 10 bounds
+            how late a recovery is seen.
         max_scrapes_per_s: Scrapes per second over all endpoints, beyond which intervals are
             stretched. 100 cost some 4 % of a core.
         max_page_bytes: Largest page that is read (bytes). 4 MiB is 80 times a vLLM page; more is

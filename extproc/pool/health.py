@@ -145,7 +145,9 @@ class Health:
             idle: Whether it has nothing to do.
         """
         record = self._records[incarnation]
-        back = record.unreachable
+        # Where nobody listened, somebody does now: what failed meanwhile was nobody's answer.
+        back = record.unreachable or record.refused
+        record.refused = False
         record.misses, record.missed_at = 0, math.inf
         record.blind, record.met = False, True
         if moved or idle:

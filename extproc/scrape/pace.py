@@ -23,7 +23,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
         jitter: Each wait is spread by this share to either side, lest all ask at once.
         scrapes_per_s: Scrapes per second over all endpoints, beyond which every interval is
             stretched. One costs about 0.4 ms of CPU, so 100 are some 4 % of a core.
-        backoff_cap_s: Longest wait after repeated failures; bounds how late a recovery is seen.
+        backoff_cap_s: Longest wait after repeated failures, refused connections apart (see `wait_s`).
+            It bounds how late a recovery is seen.
         tick_s: Scrapes begin on multiples of this, so that several share one wake-up of the
             event loop: measured 30 % less CPU than one wake-up each at 100 scrapes per second.
     """
@@ -36,6 +37,11 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     tick_s: float = 0.025
 
 
+#: Longest wait for an endpoint that refused the connection, in a fleet that is not stretched. A
+#: refusal costs no engine anything, and whoever comes back should have traffic again at once.
+_REFUSED_S = 2.0
+
+
 def wait_s(
     pace: Pace,
     *,
@@ -43,12 +49,15 @@ def wait_s(
     busy_endpoints: int,
     idle_endpoints: int,
     failures: int,
+    refused: bool = False,
     rng: random.Random,
 ) -> float:
     """Seconds until the next scrape of one endpoint, counted from the start of this one.
 
-    interval = (fast_s or slow_s) * max(1, (busy / fast_s + idle / slow_s) / scrapes_per_s);
-    after n failures in a row min(backoff_cap_s, fast_s * 2^(n-1)), if that is longer.
+    interval = (fast_s or slow_s) * stretch, stretch = max(1, (busy / fast_s + idle / slow_s) /
+    scrapes_per_s); after n failures in a row min(cap, fast_s * 2^(n-1)), if that is longer than
+    fast_s * stretch. The cap is backoff_cap_s, and for one that refused the connection, if that is
+    shorter, min(2 s, slow_s) * stretch, jitter and tick included.
 
     Args:
         pace: The settings.
@@ -56,6 +65,7 @@ def wait_s(
         busy_endpoints: How many endpoints are busy, this one included.
         idle_endpoints: How many are not.
         failures: Failed scrapes in a row.
+        refused: Whether the last of them was refused: nobody listens.
         rng: Chance, for the jitter.
     """
     wanted_per_s = busy_endpoints / pace.fast_s + idle_endpoints / pace.slow_s
@@ -63,7 +73,11 @@ def wait_s(
     interval = (pace.fast_s if busy else pace.slow_s) * stretch
     if failures:
         # 2^30 is beyond any cap; the bound keeps the power a float.
-        backoff = min(pace.backoff_cap_s, pace.fast_s * 2.0 ** min(failures - 1, 30))
+        cap = pace.backoff_cap_s
+        if refused:
+            longest = (min(_REFUSED_S, pace.slow_s) - pace.tick_s) / (1.0 + pace.jitter)
+            cap = min(cap, max(pace.fast_s, longest) * stretch)
+        backoff = min(cap, pace.fast_s * 2.0 ** min(failures - 1, 30))
         interval = max(pace.fast_s * stretch, backoff)
     return interval * rng.uniform(1.0 - pace.jitter, 1.0 + pace.jitter)
 

@@ -25,6 +25,9 @@ _PORT = re.compile(r"[1-9][0-9]{0,4}")
 #: Outcomes of a scrape after which nothing else is asked: the list of models would fail as well.
 UNREACHABLE = frozenset({"timeout", "refused", "unreachable"})
 
+#: Outcome of a scrape where nobody listens.
+REFUSED = "refused"
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How pages are fetched.
@@ -86,12 +89,16 @@ class Watch(Generic[MarkT]):
     Args:
         scraper: Whose settings, fleet and client it uses.
         member: The endpoint; replaced when a new snapshot has a new object for it.
+
+    Attributes:
+        is_refused: Whether nobody listened at the last scrape.
     """
 
     def __init__(self, scraper: Scraper[MarkT], member: needs.Member) -> None:
         self.member = member
         self.busy = True
         self.failures = 0
+        self.is_refused = False
         self.task: asyncio.Task[None] | None = None
         self._scraper = scraper
         self._opened = -1
@@ -133,6 +140,7 @@ class Watch(Generic[MarkT]):
             self.failures += 1
             scraper.fleet.scrape_failed(mark, read, now)
             outcome, engine = read, ""
+        self.is_refused = outcome == REFUSED
         scraper.on_fact(ScrapeFact(endpoint.address, outcome, scraper.clock() - began, engine))
         if outcome not in UNREACHABLE:
             began = scraper.clock()
@@ -228,6 +236,7 @@ class Scraper(Generic[MarkT]):
             busy_endpoints=self.census.busy,
             idle_endpoints=self.census.all - self.census.busy,
             failures=watch.failures,
+            refused=watch.is_refused,
             rng=self.rng,
         )
 

@@ -417,3 +417,17 @@ def test_whatever_happens_somebody_stays(happened: list[tuple[int, str, float]],
     assert len(doubtful) <= max(0, min(int(share * rest), rest - 1))
     down = {one for one in here if ward.state(one) is State.DOWN}
     assert all(records[one].unreachable for one in down)
+
+
+def test_reached_brings_back_whoever_was_refused_in_between():
+    """Failed requests to a port on which nobody listened are forgotten once somebody does."""
+    ward = Ward()
+    ward.fail(1)
+    ward.miss(1, 1, refused=True)
+    assert ward.out == {1}
+    ward.now = 1.5
+    ward.reach(1)
+    assert not ward.out
+    ward.fail(1)
+    ward.reach(1)
+    assert ward.out == {1}

@@ -9,13 +9,22 @@ from extproc.scrape import pace
 STEADY = pace.Pace(jitter=0.0)
 
 
-def wait(settings=STEADY, *, busy=False, busy_endpoints=0, idle_endpoints=1, failures=0):
+def wait(
+    settings=STEADY,
+    *,
+    busy=False,
+    busy_endpoints=0,
+    idle_endpoints=1,
+    failures=0,
+    refused=False,
+):
     return pace.wait_s(
         settings,
         busy=busy,
         busy_endpoints=busy_endpoints,
         idle_endpoints=idle_endpoints,
         failures=failures,
+        refused=refused,
         rng=random.Random(1),
     )
 
@@ -39,23 +48,56 @@ def test_failures_back_off_to_a_cap():
     assert wait(failures=10**9) == 10.0
 
 
+@hypothesis.given(failures=st.integers(1, 10**9), idle=st.integers(1, 200), seed=st.integers())
+def test_a_refused_endpoint_is_scraped_again_within_two_seconds(failures, idle, seed):
+    """However often nobody listened, the next look ends within 2 s, jitter and tick included."""
+    settings = pace.Pace()
+    wait_s = pace.wait_s(
+        settings,
+        busy=False,
+        busy_endpoints=0,
+        idle_endpoints=idle,
+        failures=failures,
+        refused=True,
+        rng=random.Random(seed),
+    )
+    assert 0.0 < pace.to_tick_s(0.0, wait_s, pace=settings) <= 2.0 + 1e-9
+
+
+def test_a_refused_endpoint_is_scraped_no_later_than_any_other_failing_one():
+    """Shorter caps hold for refused endpoints too, and a large fleet stretches their wait."""
+    short = pace.Pace(jitter=0.0, slow_s=1.0, backoff_cap_s=0.5)
+    assert wait(short, failures=9, refused=True) == 0.5
+    assert wait(pace.Pace(jitter=0.0, slow_s=1.0), failures=9, refused=True) == 0.975
+    assert wait(idle_endpoints=1000, failures=9, refused=True) == pytest.approx(1.975 * 5)
+    assert wait(idle_endpoints=9000, failures=9, refused=True) == pytest.approx(10.0)
+
+
 @hypothesis.given(
     busy=st.booleans(),
     busy_endpoints=st.integers(0, 5000),
     idle_endpoints=st.integers(0, 5000),
     failures=st.integers(0, 10**6),
+    refused=st.booleans(),
     seed=st.integers(),
 )
-def test_the_jitter_stays_in_its_share(busy, busy_endpoints, idle_endpoints, failures, seed):
+def test_the_jitter_stays_in_its_share(
+    busy, busy_endpoints, idle_endpoints, failures, refused, seed
+):
     """Every wait is within ten per cent of the wait without jitter, and above zero."""
     facts = {
         "busy": busy,
         "busy_endpoints": busy_endpoints,
         "idle_endpoints": idle_endpoints,
         "failures": failures,
+        "refused": refused,
     }
     spread = pace.wait_s(pace.Pace(), rng=random.Random(seed), **facts)
+    # The cap of a refused one makes room for the jitter.
     steady = wait(**facts)
+    if refused:
+        assert 0 < spread <= 1.1 * steady * (1 + 1e-9)
+        return
     assert 0 < 0.9 * steady <= spread * (1 + 1e-9)
     assert spread <= 1.1 * steady * (1 + 1e-9)
 

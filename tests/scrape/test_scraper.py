@@ -137,9 +137,11 @@ def test_116_a_failure_leaves_the_old_load_to_age(answer, outcome):
         assert scene.fleet.pool.members[0].failure == outcome
         assert [fact.outcome for fact in scene.facts] == ["ok", outcome, outcome]
         assert watch.failures == 2
+        assert watch.is_refused == (outcome == "refused")
         scene.fetcher.answers.clear()
         await watch.step()
         assert watch.failures == 0
+        assert not watch.is_refused
 
     asyncio.run(scene())
 
@@ -309,3 +311,17 @@ def test_real_engines_are_scraped_over_sockets(http):
             return [(member.load.engine, member.load.waiting) for member in fleet_.pool.members]
 
     assert asyncio.run(scene()) == [("vllm", 3.0), ("sglang", 9.0)]
+
+
+@pytest.mark.parametrize(("reason", "longest_s"), [("refused", 2.0), ("timeout", 11.0)])
+def test_whoever_refuses_is_scraped_again_within_two_seconds(reason, longest_s):
+    """Back-off from refused connections ends at 2 s, from others at its own cap."""
+
+    async def scene():
+        scene = Scene("10.0.0.1:1", settings=scraper.Settings(), p1=client.Failed(reason))
+        watch = scene.watch()
+        for _ in range(9):
+            await watch.step()
+        assert 0.8 * longest_s <= scene.subject.wait_s(watch) <= longest_s
+
+    asyncio.run(scene())

@@ -279,6 +279,7 @@ class Dispatching:
             busy_endpoints=max(active, int(busy)),
             idle_endpoints=max(0, all_ - active),
             failures=self._failures[n],
+            refused=bool(self._failures[n]),  # the one way a simulated scrape fails
             rng=self.parts.rng,
         )
 
