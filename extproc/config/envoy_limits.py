@@ -15,7 +15,10 @@ import msgspec
 from extproc.config import envoy_tree
 from extproc.config import settings as sections
 from extproc.config.envoy_tree import Tree
+from extproc.dispatch.decrees import OBJECTIVE_HEADERS
 from extproc.errors import ConfigError
+from extproc.holding.manners import Manners
+from extproc.protocol import headers
 
 _MANAGER = "http_connection_manager.v3.HttpConnectionManager"
 _PROCESSOR = "ext_proc.v3.ExternalProcessor"
@@ -27,8 +30,24 @@ _STREAM_IDLE_S = 300.0
 _ROUTE_S = 15.0
 _BUFFER_BYTES = _MIB
 
+#: Below this many seconds, clients with slow links cannot send a large body.
+_UPLOAD_S = 60.0
+
 #: vLLM (uvicorn) closes idle connections after this many seconds.
 _ENGINE_KEEPS_S = 5.0
+
+#: Headers by which a client could say where its request goes.
+_STEERING = frozenset(
+    {
+        headers.DESTINATION,
+        headers.SELECTION,
+        "x-gateway-destination-endpoint-subset",
+        "x-gateway-destination-endpoint-served",
+    }
+)
+
+#: Headers that say whose a request is and how much it counts.
+_TURNS = frozenset({*Manners().tenant_headers, *OBJECTIVE_HEADERS})
 
 #: Body modes in which Envoy waits for each answer no longer than `message_timeout`.
 _TIMED = frozenset({"NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL"})
@@ -74,6 +93,8 @@ def read(tree: object, settings: sections.Settings, *, where: str) -> Iterator[F
             seen = True
             place = f"connection manager {manager.get('stat_prefix', at)}"
             yield from _manager(manager, processor, settings, place=place, where=where)
+            yield from _uploads(manager, place=place, where=where)
+            yield from _clients(manager, place=place)
             yield from _routes(manager, settings, place=place, where=where)
             yield from _processor(processor, clusters, settings, place=place, where=where)
     if not seen:
@@ -139,6 +160,52 @@ def _manager(
         )
     else:
         yield Finding("fine", place, f"message_timeout is {message_s:g} s, body mode {body}")
+
+
+def _uploads(manager: Tree, *, place: str, where: str) -> Iterator[Finding]:
+    """What ends clients that send nothing, or a request in drops; waits are not counted in it."""
+    head_s = envoy_tree.seconds(manager, "request_headers_timeout", 0.0, where=where)
+    if not head_s:
+        yield Finding(
+            "warning",
+            place,
+            "request_headers_timeout is off: a client that never ends its headers keeps its "
+            "connection; write 10s",
+        )
+    upload_s = envoy_tree.seconds(manager, "request_timeout", 0.0, where=where)
+    if not upload_s:
+        yield Finding(
+            "warning",
+            place,
+            "request_timeout is off: nothing but stream_idle_timeout ends a body that comes in "
+            "drops; write 600s",
+        )
+    elif upload_s < _UPLOAD_S:
+        yield Finding(
+            "warning", place, f"request_timeout is {upload_s:g} s: slow uploads are cut; write 600s"
+        )
+    else:
+        yield Finding("fine", place, f"request_timeout is {upload_s:g} s")
+
+
+def _clients(manager: Tree, *, place: str) -> Iterator[Finding]:
+    """Which headers of clients reach the picker."""
+    removed = envoy_tree.removed_headers(manager)
+    steering = sorted(_STEERING - removed)
+    if steering:
+        yield Finding(
+            "warning",
+            place,
+            f"nothing removes {', '.join(steering)} of clients before ext_proc: they steer where "
+            "requests go; remove them in a header_mutation filter in front of it",
+        )
+    turns = sorted(_TURNS - removed)
+    if turns:
+        yield Finding(
+            "fine", place, f"clients are trusted to say who they are: {', '.join(turns)} pass"
+        )
+    else:
+        yield Finding("fine", place, "clients cannot name tenants and objectives")
 
 
 def _routes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -61,6 +62,26 @@ def mode(processor: Tree, name: str) -> str:
     """A processing mode of an ext_proc filter, Envoy's default where none is written."""
     usual = "SKIP" if "trailer" in name else "NONE"
     return str((processor.get("processing_mode") or {}).get(name, usual))
+
+
+def removed_headers(manager: Tree) -> frozenset[str]:
+    """Names of request headers that a connection manager removes before its ext_proc filter."""
+    early = manager.get("early_header_mutation_extensions") or []
+    ahead = itertools.takewhile(
+        lambda one: not is_a(one.get("typed_config") or {}, "ext_proc.v3.ExternalProcessor"),
+        manager.get("http_filters") or [],
+    )
+    removed: set[str] = set()
+    for one in (*early, *ahead):
+        config = one.get("typed_config") or {}
+        if not is_a(config, "header_mutation.v3.HeaderMutation"):
+            continue
+        # The early extension has its list in `mutations`, the filter one level below.
+        mutations = config.get("mutations") or []
+        if isinstance(mutations, Mapping):
+            mutations = mutations.get("request_mutations") or []
+        removed |= {str(change["remove"]).lower() for change in mutations if "remove" in change}
+    return frozenset(removed)
 
 
 def is_a(one: Tree, kind: str) -> bool:

@@ -13,8 +13,21 @@ SELECTION = "test-epp-endpoint-selection"
 SERVED_HEADER = "x-conformance-test-served-endpoint"
 RESPONSE_MARKER = ("x-went-into-resp-headers", "true")
 
-#: Headers that steer a picker and must not reach the engine. The destination is overwritten.
-CONTROL_HEADERS = frozenset(
+#: Headers that pickers set for engines behind a disaggregation sidecar (prefill, encode, KV
+#: transfer, data-parallel rank). A client that set one would have an engine connect to any address.
+SIDECAR_HEADERS = frozenset(
+    {
+        "x-data-parallel-host-port",
+        "x-data-parallel-rank",
+        "x-encoder-hosts-ports",
+        "x-kv-cache-source-host-port",
+        "x-prefiller-host-port",
+    }
+)
+
+#: Headers that must not reach the engine: those that steer a picker, and those that a client has no
+#: business to send to engines. The destination is overwritten.
+CONTROL_HEADERS = SIDECAR_HEADERS | frozenset(
     {
         SELECTION,
         "x-gateway-destination-endpoint-subset",

@@ -38,6 +38,13 @@ def cluster(tree, name):
     return next(one for one in tree["static_resources"]["clusters"] if one["name"] == name)
 
 
+def mutations(tree):
+    """What the shipped files do to clients' headers in front of the picker."""
+    filters = manager(tree)["http_filters"]
+    one = next(one for one in filters if one["name"].endswith("header_mutation"))
+    return one["typed_config"]["mutations"]["request_mutations"]
+
+
 def found(tree, configured=HOLDING):
     return [
         one
@@ -106,6 +113,26 @@ def test_what_cuts_is_named(name):
 
 
 WARNINGS = {
+    "headers timeout": (
+        lambda tree: without(manager(tree), "request_headers_timeout"),
+        "request_headers_timeout is off",
+    ),
+    "short request timeout": (
+        lambda tree: manager(tree).update(request_timeout="30s"),
+        "request_timeout is 30 s: slow uploads are cut",
+    ),
+    "no request timeout": (
+        lambda tree: without(manager(tree), "request_timeout"),
+        "request_timeout is off",
+    ),
+    "clients steer": (
+        lambda tree: mutations(tree).remove({"remove": "x-gateway-destination-endpoint"}),
+        "nothing removes x-gateway-destination-endpoint of clients",
+    ),
+    "headers removed too late": (
+        lambda tree: manager(tree)["http_filters"].reverse(),
+        "nothing removes test-epp-endpoint-selection, x-gateway-destination-endpoint, ",
+    ),
     "stream duration": (
         lambda tree: manager(tree).update(
             common_http_protocol_options={"max_stream_duration": "600s"}
@@ -146,6 +173,30 @@ def test_what_may_surprise_is_a_warning(name):
     change(tree)
     (one,) = [each for each in found(tree) if text in each.text]
     assert one.grave == "warning"
+
+
+def test_early_header_mutation_counts_as_removal():
+    """Envoy has a second place where headers are removed before any filter."""
+    tree = load()
+    wanted = [*mutations(tree)]
+    mutations(tree).clear()
+    kind = "early_header_mutation.header_mutation.v3.HeaderMutation"
+    config = {"@type": f"type.googleapis.com/envoy.extensions.http.{kind}", "mutations": wanted}
+    manager(tree)["early_header_mutation_extensions"] = [{"name": "early", "typed_config": config}]
+    assert found(tree) == []
+
+
+def test_trusted_clients_are_named():
+    """Whether clients may name tenants and objectives is a choice, and is shown."""
+    tree = load()
+
+    def shown():
+        read = envoy_limits.read(tree, HOLDING, where="envoy.yaml")
+        return [one.text for one in read if "clients" in one.text]
+
+    assert shown() == ["clients cannot name tenants and objectives"]
+    mutations(tree).remove({"remove": "x-llm-d-inference-objective"})
+    assert shown() == ["clients are trusted to say who they are: x-llm-d-inference-objective pass"]
 
 
 def test_failing_open_in_full_duplex_is_named():

@@ -189,7 +189,13 @@ def cluster(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 def keep_selection(config: dict[str, Any]) -> None:
     """Let the conformance tests' selection header through, as a test gateway does."""
-    filters = manager(config)["http_filters"]
-    mutation = next(one for one in filters if one["name"].endswith("header_mutation"))
-    removed = mutation["typed_config"]["mutations"]["request_mutations"]
-    removed[:] = [one for one in removed if one["remove"] != "test-epp-endpoint-selection"]
+    keep_headers(config, "test-epp-endpoint-selection")
+
+
+def keep_headers(config: dict[str, Any], *names: str) -> None:
+    """Let headers of clients through to the picker, on every listener."""
+    for number in range(len(config["static_resources"]["listeners"])):
+        filters = manager(config, number)["http_filters"]
+        mutation = next(one for one in filters if one["name"].endswith("header_mutation"))
+        removed = mutation["typed_config"]["mutations"]["request_mutations"]
+        removed[:] = [one for one in removed if one["remove"] not in names]

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from extproc.cli import stack
+from extproc.protocol.headers import SIDECAR_HEADERS
 from extproc.xds.rendering import Renderer, clusters
 from extproc.xds.traits import Traits
 from tests.e2e import installation
@@ -22,6 +23,14 @@ CONTROL = {
     "x-gateway-destination-endpoint-subset",
     "x-gateway-destination-endpoint-served",
     "test-epp-endpoint-selection",
+}
+
+#: Request headers that only clients or gateways that are trusted may set.
+TURNS = {
+    "x-llm-d-inference-fairness-id",
+    "x-gateway-inference-fairness-id",
+    "x-llm-d-inference-objective",
+    "x-gateway-inference-objective",
 }
 
 
@@ -133,7 +142,8 @@ def test_130_clients_cannot_steer(config):
     names = [one["name"].rpartition(".")[2] for one in filters]
     assert names.index("header_mutation") < names.index("ext_proc") < names.index("router")
     mutations = filters[names.index("header_mutation")]["typed_config"]["mutations"]
-    assert {one["remove"] for one in mutations["request_mutations"]} == CONTROL
+    removed = [one["remove"] for one in mutations["request_mutations"]]
+    assert sorted(removed) == sorted(CONTROL | TURNS | SIDECAR_HEADERS)
 
 
 def test_131_health_check_asks_what_is_registered(config):
@@ -150,6 +160,13 @@ def test_132_streams_are_not_cut(config):
     assert route(config)["timeout"] == "0s"
     assert seconds(installation.manager(config)["stream_idle_timeout"]) >= 300
     assert seconds(installation.processor(config)["message_timeout"]) >= 300
+
+
+def test_stalled_requests_end(config):
+    """A client cannot keep a connection by never ending its headers or its body."""
+    manager = installation.manager(config)
+    assert 0 < seconds(manager["request_headers_timeout"]) <= 10
+    assert 60 <= seconds(manager["request_timeout"]) <= 600
 
 
 def test_engines_close_after_envoy(config):

@@ -63,6 +63,7 @@ JSON = ("content-type", "application/json")
 def overriding(config, listeners):
     """Every mode; answers may be asked for, and say what they cost where their headers wait."""
     every_mode(config, listeners)
+    installation.keep_headers(config, OBJECTIVE)
     said = {"key": "x-cost", "value": f"%DYNAMIC_METADATA(envoy.lb:{COST})%"}
     for at in range(len(config["static_resources"]["listeners"])):
         installation.processor(config, at)["allow_mode_override"] = True

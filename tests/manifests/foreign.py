@@ -42,6 +42,16 @@ gateway.networking.k8s.io/v1 HTTPRoute:
       matches: [{path: {type!: Exact|PathPrefix|RegularExpression, value!: text}}]
       backendRefs!: [{group!: text, kind!: text, name!: text, port: port, weight: number}]
       timeouts: {request: duration, backendRequest: duration}
+gateway.envoyproxy.io/v1alpha1 ClientTrafficPolicy:
+  targetRefs!: [{group!: text, kind!: text, name!: text}]
+  headers: {earlyRequestHeaders: {remove: [text]}}
+  timeout: {http: {requestReceivedTimeout: duration}}
+networking.istio.io/v1alpha3 EnvoyFilter:
+  workloadSelector!: {labels!: labels}
+  configPatches!:
+    - applyTo!: HTTP_FILTER|NETWORK_FILTER
+      match!: {context!: GATEWAY|ANY, listener: {filterChain: {filter: {name!: text}}}}
+      patch!: {operation!: INSERT_FIRST|MERGE, value!: {name: text, typed_config!: envoy}}
 networking.istio.io/v1 DestinationRule:
   host!: text
   trafficPolicy!: {tls!: {mode!: DISABLE|SIMPLE|MUTUAL|ISTIO_MUTUAL, insecureSkipVerify: flag}}
@@ -64,6 +74,7 @@ monitoring.coreos.com/v1 ServiceMonitor:
 _WORDS: Mapping[str, Mapping[str, Any]] = {
     "text": {"type": "string"},
     "flag": {"type": "boolean"},
+    "envoy": {"type": "object", "required": ["@type"]},
     "number": {"type": "integer"},
     "port": {"type": "integer", "minimum": 1, "maximum": 65535},
     "duration": {"type": "string", "pattern": r"^([0-9]{1,5}(h|m|s|ms)){1,4}$"},

@@ -200,6 +200,7 @@ def _of_deployment(deployment: Document) -> Iterator[Document]:
 _NAMES: Mapping[str, Callable[[Document], Iterable[Document]]] = {
     "HTTPRoute": _of_route,
     "Deployment": _of_deployment,
+    "ClientTrafficPolicy": lambda one: one["spec"]["targetRefs"],
     "HealthCheckPolicy": lambda one: [one["spec"]["targetRef"]],
     "GCPBackendPolicy": lambda one: [one["spec"]["targetRef"]],
     "HorizontalPodAutoscaler": lambda one: [one["spec"]["scaleTargetRef"]],

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.e2e import installation
 from tests.manifests import parts, rules, tools
 
 EVERYTHING = tools.ROOT / "tests/manifests/everything"
@@ -115,6 +116,35 @@ def test_gateways_wait_for_long_answers(documents):
     for route in parts.of_kind(documents, "HTTPRoute"):
         for rule in route["spec"]["rules"]:
             assert rule.get("timeouts", {"request": "0s"}) == {"request": "0s"}
+
+
+def edge():
+    """What the shipped Envoy file does to requests in front of the picker."""
+    path = tools.ROOT / "envoy/original-dst.yaml"
+    manager = installation.manager(tools.loaded(path.read_text()))
+    return manager, manager["http_filters"][0]["typed_config"]
+
+
+def test_gateways_remove_the_same_headers_as_the_shipped_files():
+    """Where a gateway can, before the picker sees the request; uploads have the same time."""
+    manager, mutation = edge()
+    named = [one["remove"] for one in mutation["mutations"]["request_mutations"]]
+    documents = tools.kustomized(tools.MANIFESTS / "overlays/envoy-gateway")
+    policy = parts.only(documents, "ClientTrafficPolicy")["spec"]
+    assert sorted(policy["headers"]["earlyRequestHeaders"]["remove"]) == sorted(named)
+    # The API takes no more than this.
+    assert len(named) <= 16
+    assert policy["timeout"]["http"]["requestReceivedTimeout"] == manager["request_timeout"]
+    documents = tools.kustomized(tools.MANIFESTS / "overlays/istio")
+    spec = parts.only(documents, "EnvoyFilter")["spec"]
+    first, times = (one["patch"]["value"]["typed_config"] for one in spec["configPatches"])
+    assert first["@type"] == mutation["@type"]
+    removed = [one["remove"] for one in first["mutations"]["request_mutations"]]
+    assert sorted(removed) == sorted(named)
+    del times["@type"]
+    assert times == {key: manager[key] for key in times}
+    gateway = parts.only(documents, "Gateway")["metadata"]["name"]
+    assert gateway in spec["workloadSelector"]["labels"].values()
 
 
 def test_pickers_for_a_whole_cluster_read_all_of_it_and_no_more():

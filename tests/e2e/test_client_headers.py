@@ -1,0 +1,148 @@
+"""Headers of clients that nobody should take at their word, through a real Envoy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from extproc.protocol.headers import CONTROL_HEADERS, SIDECAR_HEADERS
+from tests.e2e import backend, http1, installation
+from tests.e2e.test_configs import CONFIGS, CONTROL, TURNS
+from tests.e2e.test_modes import CHAT, MODES, every_mode
+
+PATH = "/v1/chat/completions"
+
+#: Headers that the shipped files remove, but for the destination, which the picker overwrites.
+REMOVED = sorted((CONTROL | TURNS | SIDECAR_HEADERS) - {"x-gateway-destination-endpoint"})
+
+
+def pools(usual, seen):
+    """A pool for each header, which takes what shows it to the picker; one for all the rest."""
+    claims = [
+        {"name": f"saw-{number}", "match": {"headers": {name: "steer"}}, "endpoints": [seen]}
+        for number, name in enumerate(REMOVED)
+    ]
+    rest = {"name": "usual", "match": {"paths": ["/"]}, "endpoints": [usual]}
+    config = {
+        "apiVersion": "extproc/v1alpha1",
+        "kind": "ExtProcConfig",
+        "scrape": {"enabled": False},
+        "scheduling": {"strategy": "round-robin"},
+        "pools": [*claims, rest],
+    }
+    return ["--config-text", json.dumps(config)]
+
+
+@pytest.fixture(scope="module")
+def usual(live):
+    with live.holding(backend.backend()) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def seen(live):
+    with live.holding(backend.backend()) as one:
+        yield one
+
+
+@pytest.fixture(scope="module", params=[path for path in CONFIGS if "eds" not in path.name])
+def shipped(live, usual, seen, request):
+    """The shipped files as they stand."""
+    with live.holding(
+        installation.installed(
+            template=request.param.name,
+            listed=[usual.address, seen.address],
+            arguments=pools(usual.address, seen.address),
+        )
+    ) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def listeners():
+    return {}
+
+
+@pytest.fixture(scope="module")
+def trusting(live, usual, seen, listeners):
+    """Every body mode, and an Envoy that removes nothing."""
+
+    def change(config):
+        every_mode(config, listeners)
+        installation.keep_headers(config, *REMOVED)
+
+    with live.holding(
+        installation.installed(change=change, arguments=pools(usual.address, seen.address))
+    ) as one:
+        yield one
+
+
+async def test_shipped_files_remove_them_before_the_picker(shipped, usual, seen):
+    """No header that steers picks or engines reaches the picker, whatever its case."""
+    before = len(seen.asks)
+    for name in REMOVED:
+        answer = await http1.ask(shipped.port, PATH, CHAT, headers=[(name.title(), "steer")])
+        assert answer.json()["by"] == usual.address, name
+        present = {key.lower() for key, _ in usual.asks[-1].head.headers}
+        assert not present & set(REMOVED)
+    assert len(seen.asks) == before
+
+
+@pytest.mark.parametrize("modes", MODES, ids="-".join)
+async def test_the_picker_removes_them_in_every_mode(trusting, listeners, usual, seen, modes):
+    """Where Envoy lets them in, the picker sees each, and no engine does."""
+    names = sorted(set(REMOVED) & CONTROL_HEADERS)
+    assert set(names) >= SIDECAR_HEADERS
+    for name in (names[0], names[-1], "x-prefiller-host-port"):
+        for body in (CHAT, None):
+            answer = await http1.ask(listeners[modes], PATH, body, headers=[(name, "steer")])
+            assert answer.json()["by"] == seen.address
+    everything = [(name, "other") for name in names]
+    # Twice, as clients may.
+    await http1.ask(listeners[modes], PATH, CHAT, headers=everything + everything)
+    present = {key.lower() for one in (usual, seen) for key, _ in one.asks[-1].head.headers}
+    assert not present & set(names)
+
+
+async def test_request_timeout_ends_a_stalled_upload_and_spares_waits_and_answers(tmp_path):
+    """A body that stops coming is 408; requests wait, and answers take, longer than that."""
+
+    def change(config):
+        installation.manager(config)["request_timeout"] = "1s"
+
+    async def slow(_, peer):
+        await asyncio.sleep(2.0)
+        await peer.say(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    listed = tmp_path / "endpoints.yaml"
+    listed.write_text("endpoints: []\n")
+    config = {
+        "apiVersion": "extproc/v1alpha1",
+        "kind": "ExtProcConfig",
+        "scrape": {"enabled": False},
+        "scheduling": {"strategy": "round-robin"},
+        "holding": {"enabled": True, "empty_timeout_s": 2},
+        "pool": {"endpoints_file": str(listed)},
+    }
+    async with (
+        backend.backend() as engine,
+        installation.installed(
+            template="original-dst-buffered.yaml",
+            change=change,
+            arguments=["--config-text", json.dumps(config)],
+        ) as place,
+    ):
+        engine.plays["/slow"] = slow
+        reader, writer = await asyncio.open_connection("127.0.0.1", place.port)
+        writer.write(b"POST /v1/x HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
+        await writer.drain()
+        assert b"408" in await reader.readline()
+        writer.close()
+        # Twice as long as the time-out, and then 503, for there is no engine.
+        assert (await http1.ask(place.port, PATH, CHAT)).status == 503
+        listed.write_text(f"endpoints: ['{engine.address}']\n")
+        up = f'extproc_endpoint_up{{endpoint="{engine.address}"}}'
+        await place.until(lambda found: up in found)
+        assert (await http1.ask(place.port, "/slow", CHAT)).status == 200
