@@ -51,12 +51,16 @@ LONG = (
     "e2e/test_feedback.py",
 )
 
-# Of what is looked for by chance; `--hypothesis-profile=thorough`, which CI gives, tries 100. Neither
-# judges how long an example takes: four workers share two cores, and a slow moment is no flaw.
-for name, count in (("quick", 40), ("thorough", 100)):
+# Examples are derived from the test's own name and code, so that a run on one machine says the same as
+# on another; `--hypothesis-profile=thorough`, which CI gives, tries more of them. `make fuzz` searches
+# with `search`, from another seed each time. None judges how long an example takes: workers share
+# cores, and a slow moment is no flaw.
+for name, count, repeats in (("quick", 40, True), ("thorough", 100, True), ("search", 1000, False)):
     hypothesis.settings.register_profile(
         name,
         max_examples=count,
+        derandomize=repeats,
+        database=None,
         deadline=None,
         print_blob=True,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],

@@ -166,10 +166,10 @@ def test_it_serves_with_nothing_to_write_to(container):
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
         )
         for name in ("liveness", "readiness"):
-            answer = check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            answer = check(health_pb2.HealthCheckRequest(service=name), timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
     url = f"http://{address(container, 9090)}/metrics"
-    with urllib.request.urlopen(url, timeout=10) as page:
+    with urllib.request.urlopen(url, timeout=60) as page:
         assert b"extproc_info" in page.read()
 
 

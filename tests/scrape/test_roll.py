@@ -218,7 +218,7 @@ def test_both_pages_share_a_connection(http):
         async with http.serving(served, "127.0.0.1"):
             held = fleet.Fleet(lambda _: None)
             held.replace([Endpoint(f"127.0.0.1:{served.port}")], 0.0)
-            fetch = client.Client(timeout_s=5.0, cap_bytes=10_000)
+            fetch = client.Client(timeout_s=60.0, cap_bytes=10_000)
             subject = scraper.Scraper(
                 scraper.Settings(models=roll.Settings(interval_s=30.0)),
                 held,

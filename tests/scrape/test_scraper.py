@@ -300,7 +300,7 @@ def test_real_engines_are_scraped_over_sockets(http):
             fleet_.replace(
                 [Endpoint(f"127.0.0.1:{one.port}"), Endpoint(f"127.0.0.2:{two.port}")], 0.0
             )
-            fetch = client.Client(timeout_s=5.0, cap_bytes=10_000)
+            fetch = client.Client(timeout_s=60.0, cap_bytes=10_000)
             clock = asyncio.get_running_loop().time
             subject = scraper.Scraper(
                 QUICK, fleet_, client=fetch, clock=clock, rng=random.Random(1)

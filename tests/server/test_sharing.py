@@ -132,7 +132,7 @@ async def talking(*replicas: Replica):
 
 async def until(condition) -> None:
     """Wait for what has to become true."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -210,7 +210,7 @@ async def test_a_picker_ends_although_its_client_did_not_hear_that(tmp_path):
     """A cancellation that is lost inside the client is looked for."""
     one = Replica(f"unix://{tmp_path}/none")
     one.line._reading = deaf = Deaf()
-    async with asyncio.timeout(20), talking(one):
+    async with asyncio.timeout(60), talking(one):
         await deaf.reads.wait()
 
 
@@ -218,7 +218,7 @@ async def test_a_fact_is_written_at_once_after_a_pause_and_gathered_under_load(s
     """However long facts are gathered, the first one after a pause does not wait."""
     one = Replica(server.url, flush_s=3600.0)
     await until(Path(server.url.removeprefix("unix://")).exists)
-    async with redis.Redis.from_url(server.url) as reader, talking(one), asyncio.timeout(20):
+    async with redis.Redis.from_url(server.url) as reader, talking(one), asyncio.timeout(60):
         while not await reader.xlen("extproc"):
             await asyncio.sleep(0.005)
         one.send()

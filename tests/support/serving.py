@@ -35,12 +35,15 @@ CHECK = "/grpc.health.v1.Health/Check"
 LOCAL = "127.0.0.1"
 
 
+#: Seconds anything may take on a busy machine.
+LIMIT_S = 60.0
+
 Result = TypeVar("Result")
 
 
 def run(test: Coroutine[Any, Any, Result]) -> Result:
     """Run an asynchronous test; one that hangs fails."""
-    return asyncio.run(asyncio.wait_for(test, 60))
+    return asyncio.run(asyncio.wait_for(test, LIMIT_S))
 
 
 class Stream:

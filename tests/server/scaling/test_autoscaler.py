@@ -168,12 +168,12 @@ async def test_loops_run_and_end_with_their_pools(remembered):
     place.subject.on_change = lambda loop: looked.put_nowait(loop.name)
     running = asyncio.ensure_future(place.subject.run())
     place.bring("a/x")
-    assert await asyncio.wait_for(looked.get(), 10.0) == "a/x"
+    assert await asyncio.wait_for(looked.get(), 60.0) == "a/x"
     tasks = {task.get_name() for task in asyncio.all_tasks()}
     assert {"autoscaling a/x", "autoscaling a/x, acting"} & tasks
     place.take_away("a/x")
     place.bring("a/y")
-    while await asyncio.wait_for(looked.get(), 10.0) != "a/y":
+    while await asyncio.wait_for(looked.get(), 60.0) != "a/y":
         pass
     assert not {one for one in asyncio.all_tasks() if "a/x" in one.get_name()}
     running.cancel()

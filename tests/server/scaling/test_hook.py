@@ -12,7 +12,7 @@ UP = Desired(3, Why.UP)
 async def test_the_program_is_told_the_number(tmp_path):
     """It is run with the number in its place, which is then what is asked for."""
     note = tmp_path / "note"
-    hook = Hook(["sh", "-c", f"echo replicas={{replicas}} > {note}"], timeout_s=10.0)
+    hook = Hook(["sh", "-c", f"echo replicas={{replicas}} > {note}"], timeout_s=60.0)
     assert hook.acts
     assert await hook.look(1) == 1
     assert await hook.scale(UP, 1) is None
@@ -22,14 +22,14 @@ async def test_the_program_is_told_the_number(tmp_path):
 
 async def test_who_comes_after_asks_for_what_was_asked_for():
     """Engines that are still starting were asked for, though nobody sees them."""
-    for one in (Hook(["true", "{replicas}"], timeout_s=10.0), Told()):
+    for one in (Hook(["true", "{replicas}"], timeout_s=60.0), Told()):
         one.recall(3)
         assert await one.look(1) == 3
 
 
 async def test_a_program_that_fails_changes_nothing():
     """Its status and last words are told, and the number is asked for again."""
-    hook = Hook(["sh", "-c", "echo no quota {replicas}; exit 4"], timeout_s=10.0)
+    hook = Hook(["sh", "-c", "echo no quota {replicas}; exit 4"], timeout_s=60.0)
     failed = await hook.scale(UP, 1)
     assert failed == Failed("sh ended with 4: no quota 3")
     assert await hook.look(1) == 1
@@ -44,7 +44,7 @@ async def test_a_program_that_hangs_is_ended():
 
 async def test_a_program_that_is_missing_is_told():
     """With what the system says."""
-    failed = await Hook(["/no/such/program", "{replicas}"], timeout_s=1.0).scale(UP, 1)
+    failed = await Hook(["/no/such/program", "{replicas}"], timeout_s=60.0).scale(UP, 1)
     assert "No such file" in failed.message
 
 

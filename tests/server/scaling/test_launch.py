@@ -80,7 +80,7 @@ async def test_an_engine_that_fails_is_replaced(monkeypatch, caplog):
     caplog.set_level("INFO", "extproc.server")
     command = [sys.executable, "-c", "print('no GPU'); raise SystemExit(1)", "{port}"]
     async with picker(command, min=1):
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(serving.LIMIT_S):
             while sum("ended: no GPU" in said for said in caplog.messages) < 2:
                 await asyncio.sleep(0.02)
 
@@ -88,7 +88,7 @@ async def test_an_engine_that_fails_is_replaced(monkeypatch, caplog):
 async def test_a_program_that_is_missing_is_told(caplog):
     """The picker goes on."""
     async with picker(["/no/such/engine"], min=1) as running:
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(serving.LIMIT_S):
             while not any(
                 "there is no program /no/such/engine" in said for said in caplog.messages
             ):
@@ -107,7 +107,7 @@ async def test_an_engine_that_goes_finishes_first(caplog):
             (said,) = await stream.hear()
             address = dict(said.sets)[peer.DESTINATION]
             await engines.scale(Desired(0, Why.IDLE), 1)
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(serving.LIMIT_S):
                 while running.picker.sites.pools()[""].members:
                     await asyncio.sleep(0.01)
             # It still answers: a request of ours is open there.
@@ -115,7 +115,7 @@ async def test_an_engine_that_goes_finishes_first(caplog):
             writer.close()
             assert len(engines._engines) == 1
             stream.call.cancel()
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(serving.LIMIT_S):
                 while engines._engines:
                     await asyncio.sleep(0.01)
     assert not any("ended:" in said for said in caplog.messages)

@@ -17,7 +17,7 @@ from extproc.server.scaling.peers import PATH, Peers, Told
 async def picker(name, *written, held=0, port=0):
     """The part of a picker that talks to others, behind a port."""
     counters = {"p": Counters(held=held, arrived=float(held))}
-    peers = Peers(name, written, timeout_s=1.0, own=lambda: counters)
+    peers = Peers(name, written, timeout_s=60.0, own=lambda: counters)
     peers.heard = []
     peers.woken = peers.heard.extend
     application = web.Application()
@@ -51,7 +51,7 @@ async def test_pickers_tell_each_other_what_they_count():
 async def test_a_peer_that_cannot_be_read_is_unknown():
     """It stays in the picture under its name, as somebody of whom nothing is known."""
     async with picker("b", held=1) as other:
-        one = Peers("a", [f"127.0.0.1:{other.port}"], timeout_s=1.0, own=dict)
+        one = Peers("a", [f"127.0.0.1:{other.port}"], timeout_s=60.0, own=dict)
         assert await one.read("p") == {"b": Counters(held=1, arrived=1.0)}
         await other.stop()
         assert await one.read("p") == {"b": None}
@@ -60,7 +60,7 @@ async def test_a_peer_that_cannot_be_read_is_unknown():
 
 async def test_a_name_that_cannot_be_resolved_is_unknown():
     """So is who may be behind it."""
-    one = Peers("a", ["no-such-name.invalid:9090"], timeout_s=1.0, own=dict)
+    one = Peers("a", ["no-such-name.invalid:9090"], timeout_s=60.0, own=dict)
     assert await one.read("p") == {"no-such-name.invalid:9090": None}
 
 
@@ -87,7 +87,7 @@ async def test_what_strangers_push_is_not_believed():
         other = Peers(
             "stranger",
             [f"127.0.0.1:{one.port}"],
-            timeout_s=1.0,
+            timeout_s=60.0,
             own=lambda: {"p": Counters(held=5)},
         )
         await other.read("p")
@@ -110,4 +110,4 @@ async def test_strange_bodies_are_refused():
 def test_addresses_need_a_port(written):
     """Anything else is refused at start."""
     with pytest.raises(ConfigError, match=r"autoscaling\.peers"):
-        Peers("a", [written], timeout_s=1.0, own=dict)
+        Peers("a", [written], timeout_s=60.0, own=dict)
