@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping
 from typing import Annotated
@@ -10,9 +11,14 @@ import msgspec
 
 from extproc.decision import Rejection
 
-#: Tenants remembered (count); one that is forgotten starts with a full bucket.
+#: Tenants without a limit of their own that have a bucket of their own (count).
 _MOST = 16_384
 
+#: Buckets looked at for a full one when another tenant comes (count): they are on the hot path.
+_MOST_LOOKS = 64
+
+#: Longest Retry-After (seconds).
+_LONGEST_S = 3600
 
 _Rate = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -38,24 +44,85 @@ NO_LIMIT = Limit()
 
 
 class _Bucket:
-    """A token bucket: level(t) = min(rate burst, level(t0) + rate (t - t0))."""
+    """A token bucket: level(t) = min(full, level(t0) + rate (t - t0)), full = max(1, rate burst)."""
 
-    __slots__ = ("at", "level")
+    __slots__ = ("at", "full", "level", "rate")
 
-    def __init__(self, level: float, at: float) -> None:
-        self.level = level
-        self.at = at
-
-    def filled(self, rate: float, burst_s: float, now: float) -> float:
-        """The level by now."""
-        full = max(1.0, rate * burst_s)
-        self.level = min(full, self.level + rate * max(0.0, now - self.at))
+    def __init__(self, rate: float, burst_s: float, now: float) -> None:
+        self.rate = rate
+        self.full = max(1.0, rate * burst_s)
+        self.level = self.full
         self.at = now
-        return self.level
+
+    def fill(self, now: float) -> None:
+        """Bring the level up to now."""
+        self.level = min(self.full, self.level + self.rate * max(0.0, now - self.at))
+        self.at = max(self.at, now)
+
+    def full_at(self) -> float:
+        """When it is full if nothing else is taken (monotonic seconds)."""
+        missing = self.full - self.level
+        if missing <= 0.0:
+            return self.at
+        return self.at + missing / self.rate if self.rate else math.inf
+
+
+class _Account(msgspec.Struct, frozen=True):
+    """The buckets of one tenant; None where nothing is limited."""
+
+    requests: _Bucket | None
+    tokens: _Bucket | None
+
+    def full_at(self) -> float:
+        """When both buckets are full if nothing else is taken (monotonic seconds)."""
+        return max(
+            (bucket.full_at() for bucket in (self.requests, self.tokens) if bucket is not None),
+            default=-math.inf,
+        )
+
+
+_UNLIMITED = _Account(None, None)
+
+
+class Charge:
+    """What one request took from its tenant's buckets. Holds nothing of the request.
+
+    Attributes:
+        tokens: Tokens that are taken now.
+    """
+
+    __slots__ = ("_account", "tokens")
+
+    def __init__(self, account: _Account, tokens: float) -> None:
+        self._account: _Account | None = account
+        self.tokens = tokens
+
+    def settle(self, tokens: float) -> None:
+        """Take what the request really used, in place of what it was charged with."""
+        bucket = None if self._account is None else self._account.tokens
+        if bucket is not None:
+            bucket.level -= tokens - self.tokens
+            self.tokens = tokens
+
+    def refund(self) -> None:
+        """Give everything back, because the request was not served; again changes nothing."""
+        account, self._account = self._account, None
+        if account is None:
+            return
+        if account.requests is not None:
+            account.requests.level += 1.0
+        if account.tokens is not None:
+            account.tokens.level += self.tokens
+        self.tokens = 0.0
 
 
 class Allowance:
     """Counts what tenants take, and refuses what is too much.
+
+    Tenants that the configuration limits by name always have buckets of their own. Of all others
+    `_MOST` have: when another one comes, a tenant whose buckets are full is forgotten, which changes
+    nothing for it. While there is none, further tenants share one account, so that no number of
+    names gives anybody a bucket that is full again.
 
     Args:
         usual: For tenants without a limit of their own.
@@ -67,8 +134,12 @@ class Allowance:
     ) -> None:
         self._usual = usual
         self._by_tenant = by_tenant or {}
-        self._requests: dict[str, _Bucket] = {}
-        self._tokens: dict[str, _Bucket] = {}
+        self._limits_usually = usual.requests_per_s is not None or usual.tokens_per_s is not None
+        self._limited: dict[str, _Account] = {}
+        self._accounts: dict[str, _Account] = {}
+        self._shared: _Account | None = None
+        #: When each account may be full at the earliest, and whose it is; refunds make it earlier.
+        self._full_at: list[tuple[float, str]] = []
 
     def __eq__(self, other: object) -> bool:
         """Whether it allows the same, whatever was taken."""
@@ -78,12 +149,16 @@ class Allowance:
 
     __hash__ = None  # type: ignore[assignment]  # it changes with what is taken
 
+    def __len__(self) -> int:
+        """Accounts that are remembered (count)."""
+        return len(self._limited) + len(self._accounts) + (self._shared is not None)
+
     @property
     def limits(self) -> bool:
         """Whether anybody is limited."""
         return self._usual != NO_LIMIT or bool(self._by_tenant)
 
-    def take(self, tenant: str, tokens: float, now: float) -> Rejection | None:
+    def take(self, tenant: str, tokens: float, now: float) -> Charge | Rejection:
         """Take what one request costs, or nothing where it is too much.
 
         A request that costs more than ever fits is let through once the bucket is full: it then
@@ -97,44 +172,66 @@ class Allowance:
         Returns:
             429 with the seconds until it would be let through.
         """
-        limit = self._by_tenant.get(tenant, self._usual)
-        asked = (
-            (self._requests, limit.requests_per_s, 1.0, "requests"),
-            (self._tokens, limit.tokens_per_s, tokens, "tokens"),
-        )
-        for buckets, rate, amount, what in asked:
-            if rate is None:
+        account = self._account(tenant, now)
+        wanted = ((account.requests, 1.0, "requests"), (account.tokens, tokens, "tokens"))
+        for bucket, amount, unit in wanted:
+            if bucket is None:
                 continue
-            level = self._bucket(buckets, tenant, rate, limit, now).filled(rate, limit.burst_s, now)
-            missing = min(amount, max(1.0, rate * limit.burst_s)) - level
+            bucket.fill(now)
+            missing = min(amount, bucket.full) - bucket.level
             if missing > 1e-9:
-                wait_s = math.ceil(missing / rate) if rate else 3600
+                wait_s = math.ceil(missing / bucket.rate) if bucket.rate else _LONGEST_S
                 return Rejection(
                     429,
-                    f"the limit of {rate:g} {what} per second is reached",
+                    f"the limit of {bucket.rate:g} {unit} per second is reached",
                     reason="rejected-saturated",
-                    retry_after_s=max(1, min(3600, wait_s)),
+                    retry_after_s=max(1, min(_LONGEST_S, wait_s)),
                 )
-        for buckets, rate, amount, _ in asked:
-            if rate is not None:
-                buckets[tenant].level -= amount
-        return None
+        for bucket, amount, _ in wanted:
+            if bucket is not None:
+                bucket.level -= amount
+        return Charge(account, tokens)
 
-    def settle(self, tenant: str, tokens: float) -> None:
-        """Take more tokens, or give some back, once it is known what a request really took."""
-        bucket = self._tokens.get(tenant)
-        if bucket is not None:
-            bucket.level -= tokens
+    def _account(self, tenant: str, now: float) -> _Account:
+        """The account of a tenant, or the one it shares with others."""
+        limit = self._by_tenant.get(tenant)
+        if limit is not None:
+            account = self._limited.get(tenant)
+            if account is None:
+                account = self._limited[tenant] = _open(limit, now)
+            return account
+        if not self._limits_usually:
+            return _UNLIMITED
+        account = self._accounts.get(tenant)
+        if account is not None:
+            return account
+        if len(self._accounts) >= _MOST and not self._forget_full(now):
+            if self._shared is None:
+                self._shared = _open(self._usual, now)
+            return self._shared
+        account = self._accounts[tenant] = _open(self._usual, now)
+        heapq.heappush(self._full_at, (now, tenant))
+        return account
 
-    def _bucket(
-        self, buckets: dict[str, _Bucket], tenant: str, rate: float, limit: Limit, now: float
-    ) -> _Bucket:
-        # Whoever asked last is last, so that the first is the one to forget.
-        found = buckets.pop(tenant, None)
-        if found is None:
-            if len(buckets) >= _MOST:
-                # A tenant that was quiet longest has the fullest bucket anyway.
-                del buckets[next(iter(buckets))]
-            found = _Bucket(max(1.0, rate * limit.burst_s), now)
-        buckets[tenant] = found
-        return found
+    def _forget_full(self, now: float) -> bool:
+        """Forget a tenant whose buckets are full; returns whether one was found."""
+        heap = self._full_at
+        for _ in range(_MOST_LOOKS):
+            at, tenant = heap[0]
+            if at > now:
+                return False
+            full_at = self._accounts[tenant].full_at()
+            if full_at <= now:
+                heapq.heappop(heap)
+                del self._accounts[tenant]
+                return True
+            heapq.heapreplace(heap, (full_at, tenant))
+        return False
+
+
+def _open(limit: Limit, now: float) -> _Account:
+    requests, tokens, burst_s = limit.requests_per_s, limit.tokens_per_s, limit.burst_s
+    return _Account(
+        requests=None if requests is None else _Bucket(requests, burst_s, now),
+        tokens=None if tokens is None else _Bucket(tokens, burst_s, now),
+    )

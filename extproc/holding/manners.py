@@ -10,6 +10,9 @@ import msgspec
 #: Digits of the longest number that is read from a header.
 _LONGEST = 11
 
+#: Characters of a tenant's name that count: names are remembered, and clients may choose them.
+LONGEST_TENANT = 256
+
 
 class Want(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """What a request that is about to wait says of itself.
@@ -54,7 +57,7 @@ class Manners(msgspec.Struct, frozen=True, kw_only=True):
     slo_headers: tuple[str, ...] = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 
     def tenant(self, headers: Mapping[str, str], served_by: str) -> str:
-        """Who sent a request; empty where nobody says.
+        """Who sent a request, cut to `LONGEST_TENANT`; empty where nobody says.
 
         Args:
             headers: Of the request, names in lower case.
@@ -62,8 +65,8 @@ class Manners(msgspec.Struct, frozen=True, kw_only=True):
         """
         for name in self.tenant_headers:
             if headers.get(name):
-                return headers[name]
-        return served_by if self.by_adapter else ""
+                return headers[name][:LONGEST_TENANT]
+        return served_by[:LONGEST_TENANT] if self.by_adapter else ""
 
     def timeout_s(self, headers: Mapping[str, str]) -> float | None:
         """The longest wait a request asks for."""

@@ -13,7 +13,7 @@ from extproc.decision import Decision, Outcome, Rejection
 from extproc.dispatch import promises
 from extproc.dispatch.dispatcher import Dispatcher
 from extproc.dispatch.preparing import Prepared
-from extproc.holding.allowance import NO_LIMIT, Allowance
+from extproc.holding.allowance import NO_LIMIT, Allowance, Charge
 from extproc.holding.manners import Want
 from extproc.holding.queue import Queue
 from extproc.holding.turnstile import Acts, Turnstile
@@ -30,6 +30,25 @@ class Granted(msgspec.Struct, frozen=True):
 
     decision: Decision
     ticket: Ticket
+
+
+class Reservation(msgspec.Struct, frozen=True, gc=False):
+    """What a request takes from its tenant, and nothing else of it: it outlives the prompt.
+
+    Attributes:
+        tenant: Who sent it; empty where nobody says.
+        prompt_tokens: Of its prompt, as estimated.
+        charge: What it took from the tenant's allowance; None where nothing is limited.
+    """
+
+    tenant: str
+    prompt_tokens: int
+    charge: Charge | None = None
+
+    def refund(self) -> None:
+        """Give back what a request took that was not served; again changes nothing."""
+        if self.charge is not None:
+            self.charge.refund()
 
 
 class Held:
@@ -111,24 +130,27 @@ class Gate:
         if fresh != self.allowance:
             self.allowance = fresh
 
-    def limited(self, prepared: Prepared, now: float) -> Rejection | None:
-        """Take from the tenant's allowance; why it may not, else None."""
-        if not self.allowance.limits:
-            return None
-        request = prepared.request
-        tokens = request.prompt_tokens + (request.max_tokens or 0)
-        return self.allowance.take(self.tenant(prepared), tokens, now)
-
-    def used(self, prepared: Prepared, usage: Mapping[str, int], now: float) -> None:
-        """What an answer really took: the tenant's turns and allowance follow."""
+    def reserve(self, prepared: Prepared, now: float) -> Reservation | Rejection:
+        """Take what a request may use from its tenant's allowance; 429 where it is too much."""
         request, tenant = prepared.request, self.tenant(prepared)
-        prompt = usage.get("prompt", request.prompt_tokens)
+        charge = None
+        if self.allowance.limits:
+            tokens = request.prompt_tokens + (request.max_tokens or 0)
+            taken = self.allowance.take(tenant, tokens, now)
+            if isinstance(taken, Rejection):
+                return taken
+            charge = taken
+        return Reservation(tenant, request.prompt_tokens, charge)
+
+    def used(self, reservation: Reservation, usage: Mapping[str, int], now: float) -> None:
+        """What an answer really took: the tenant's turns and allowance follow."""
+        prompt = usage.get("prompt", reservation.prompt_tokens)
         completion = usage.get("completion", 0)
         weight = self.queue.settings.output_weight
-        extra = prompt - request.prompt_tokens + weight * completion
-        self.queue.turns.charge(tenant, extra, now)
-        taken = request.prompt_tokens + (request.max_tokens or 0)
-        self.allowance.settle(tenant, prompt + completion - taken)
+        extra = prompt - reservation.prompt_tokens + weight * completion
+        self.queue.turns.charge(reservation.tenant, extra, now)
+        if reservation.charge is not None:
+            reservation.charge.settle(prompt + completion)
 
     def tenant(self, prepared: Prepared) -> str:
         """Who sent a request; empty where nobody says."""

@@ -139,7 +139,9 @@ async def _resume(stream: Stream, context: Context) -> None:
     held = stream.held
     if held is None:
         return
-    for reply in stream.resume(await held.answer):
+    answer = await held.answer
+    del held  # its prompt must not wait for the peer
+    for reply in stream.resume(answer):
         await context.write(codec.encode(reply))
 
 

@@ -23,7 +23,7 @@ from extproc.protocol.gathering import Budget
 from extproc.protocol.replies import Reply
 from extproc.protocol.settings import ExchangeSettings
 from extproc.request import RawRequest
-from extproc.server.gate import Gate, Granted, Held
+from extproc.server.gate import Gate, Granted, Held, Reservation
 from extproc.telemetry import explanation
 from extproc.telemetry.pool_tallies import PoolTallies
 from extproc.telemetry.ring import Recorded, Ring
@@ -124,7 +124,7 @@ class Stream(msgspec.Struct, eq=False):
     _picked_s: float = 0.0
     _dispatcher: Dispatcher | None = None
     _gate: Gate | None = None
-    _prepared: Prepared | None = None
+    _reservation: Reservation | None = None
     _ticket: Ticket | None = None
     _recorded: Recorded | None = None
 
@@ -158,9 +158,15 @@ class Stream(msgspec.Struct, eq=False):
         return (self._reject(self._shared.crowded),)
 
     def _reject(self, rejection: Rejection) -> Reply:
+        self._refund()
         self._tallies.rejected(rejection)
         self.over = True
         return self.exchange.refuse(rejection)
+
+    def _refund(self) -> None:
+        """Give back what the request took from its tenant's allowance: it was not served."""
+        if self._reservation is not None:
+            self._reservation.refund()
 
     def _decide(self, exchange: Exchange, raw: RawRequest) -> Iterable[Reply]:
         shared = self._shared
@@ -194,13 +200,14 @@ class Stream(msgspec.Struct, eq=False):
         self, gate: Gate, prepared: Prepared, outcome: Outcome, now: float
     ) -> Rejection | None:
         """Hold the request where that helps; why it may not even wait, else None."""
-        limited = gate.limited(prepared, now)
-        if limited is not None:
-            return limited
-        self._gate, self._prepared = gate, prepared
+        reserved = gate.reserve(prepared, now)
+        if isinstance(reserved, Rejection):
+            return reserved
+        # No more of the request: it would stay until the end of the answer, outside of any budget.
+        self._gate, self._reservation = gate, reserved
         held = gate.admit(prepared, outcome, now)
         if isinstance(held, Held):
-            self.held, self._prepared = held, held.prepared
+            self.held = held
             return None
         return held
 
@@ -265,6 +272,7 @@ class Stream(msgspec.Struct, eq=False):
             self.held = None
         dispatcher = self._dispatcher
         if self._ticket is None or dispatcher is None:
+            self._refund()
             return
         shared, tallies = self._shared, self._tallies
         now = shared.clock()
@@ -282,8 +290,8 @@ class Stream(msgspec.Struct, eq=False):
             if recorded is not None:
                 recorded.usage = used
                 dispatcher.learn(recorded.decision, used)
-            if gate is not None and self._prepared is not None:
-                gate.used(self._prepared, used, now)
+            if gate is not None and self._reservation is not None:
+                gate.used(self._reservation, used, now)
 
 
 def opened(shared: Shared) -> Stream:

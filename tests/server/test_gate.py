@@ -11,7 +11,7 @@ from extproc.decision import Decision, Rejection
 from extproc.endpoint import Endpoint, Load
 from extproc.holding.allowance import Limit
 from extproc.request import RawRequest
-from extproc.server.gate import Gate, Granted, Held
+from extproc.server.gate import Gate, Granted, Held, Reservation
 from tests.support.house import House
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -216,10 +216,10 @@ async def test_tenants_are_limited():
     headers = {":method": "POST", ":path": "/v1/completions", "x-llm-d-inference-fairness-id": "t"}
     prepared = place.house.dispatcher.prepare(RawRequest(headers, body))
     assert place.gate.tenant(prepared) == "t"
-    assert place.gate.limited(prepared, place.now) is None
-    assert place.gate.limited(prepared, place.now).status == 429
-    place.gate.used(prepared, {"prompt": 1, "completion": 5}, place.now)
-    assert place.gate.limited(prepared, place.now) is None
+    reserved = place.gate.reserve(prepared, place.now)
+    assert place.gate.reserve(prepared, place.now).status == 429
+    place.gate.used(reserved, {"prompt": 1, "completion": 5}, place.now)
+    assert isinstance(place.gate.reserve(prepared, place.now), Reservation)
     assert place.gate.queue.turns.attained("t", place.now) == pytest.approx(10.0)
 
 
