@@ -250,6 +250,7 @@ CODES: Mapping[int, str] = {
     401: "Unauthorized",
     403: "Forbidden",
     404: "NotFound",
+    408: "RequestTimeout",
     412: "PreconditionFailed",
     413: "PayloadTooLarge",
     429: "ResourceExhausted",

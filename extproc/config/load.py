@@ -14,6 +14,7 @@ from extproc.config import ecosystem, pooling, sources, strict
 from extproc.config import settings as sections
 from extproc.discovery import entries as discovered
 from extproc.errors import ConfigError
+from extproc.protocol import gathering
 
 #: Levels a tree may have; the deepest setting stands at seven.
 _DEEPEST = 20
@@ -211,12 +212,13 @@ def _together(merged: sections.Settings, *, where: str) -> None:
             found=f"{scrape.stale_after_s:g}",
             fix="raise it, or every load counts as unknown before the next scrape",
         )
-    if limits.max_assembly_bytes < limits.max_body_bytes:
+    least = gathering.SHARES * limits.max_body_bytes
+    if limits.max_body_bytes > gathering.ALWAYS_TAKEN_BYTES and limits.max_assembly_bytes < least:
         raise ConfigError(
             strict.place(where, ("limits", "max_assembly_bytes")),
-            wanted=f"at least max_body_bytes ({limits.max_body_bytes})",
+            wanted=f"at least {gathering.SHARES} times max_body_bytes ({least})",
             found=str(limits.max_assembly_bytes),
-            fix="raise it, or the largest body is never let in",
+            fix="raise it or lower max_body_bytes, or the largest body is never let in",
         )
     if merged.server.cert_path and not merged.server.secure_serving:
         raise ConfigError(

@@ -86,6 +86,13 @@ class Exchange(msgspec.Struct):
     _selected: bool = False
     _history: int = 0
 
+    @property
+    def arriving_bytes(self) -> int | None:
+        """Bytes so far of a request body of which more is to come; None while none is."""
+        if self.asked is not _GATHERING:
+            return None
+        return 0 if self._gathering is None else self._gathering.size_bytes
+
     def receive(self, event: Event) -> Iterable[Reply]:
         """Take one event.
 

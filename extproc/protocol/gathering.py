@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from extproc.decision import Rejection, Splice
+
+#: Bodies up to this size are taken whatever others hold (bytes): most requests are smaller, and
+#: 10,000 streams cannot hold more than 640 MiB of them.
+ALWAYS_TAKEN_BYTES: Final = 64 * 1024
+
+#: A larger body has at most a quarter of what others leave of the budget. However many uploads
+#: stall, each leaves room for one more of its size.
+SHARES: Final = 4
 
 
 class Budget:
     """Bytes all exchanges together may hold while they gather.
 
     Args:
-        limit_bytes: The most that may be held at once.
+        limit_bytes: What they share; bodies up to `ALWAYS_TAKEN_BYTES` may go beyond it.
+
+    Attributes:
+        held_bytes: What they hold now.
     """
 
     __slots__ = ("held_bytes", "limit_bytes")
@@ -44,15 +57,19 @@ class Gathering(msgspec.Struct):
             return None
         if self.size_bytes + size > self._limit_bytes:
             return Rejection(413, f"request body is larger than {self._limit_bytes} bytes")
-        if self._budget.held_bytes + size > self._budget.limit_bytes:
-            return Rejection(
-                429,
-                f"request bodies of {self._budget.limit_bytes} bytes are being assembled already",
-                reason="rejected-saturated",
-                retry_after_s=1,
-            )
-        self._budget.held_bytes += size
-        self.size_bytes += size
+        budget, after = self._budget, self.size_bytes + size
+        if after > ALWAYS_TAKEN_BYTES:
+            room = (budget.limit_bytes - budget.held_bytes + self.size_bytes) // SHARES
+            if after > room:
+                return Rejection(
+                    429,
+                    f"request bodies of {budget.held_bytes} bytes are being assembled already, "
+                    f"which leaves room for one of {max(room, ALWAYS_TAKEN_BYTES)}",
+                    reason="rejected-saturated",
+                    retry_after_s=1,
+                )
+        budget.held_bytes += size
+        self.size_bytes = after
         self._chunks.append(chunk)
         return None
 

@@ -257,7 +257,11 @@ class Picker:
 
     def loops(self) -> dict[str, Coroutine[None, None, None]]:
         """The loops beside the servers, by name."""
-        loops = {"pools": self.sites.run(), "autoscaling": self._autoscaler.run()}
+        loops = {
+            "pools": self.sites.run(),
+            "autoscaling": self._autoscaler.run(),
+            "uploads": self.servicer.follow_uploads(),
+        }
         if self._follower is not None:
             loops["kubernetes"] = self._follower.run()
         if self._xds is not None:
@@ -385,6 +389,7 @@ def _followed(fact: DiscoveryFact) -> None:
 def _stream_settings(settings: Settings) -> stream.StreamSettings:
     return stream.StreamSettings(
         max_streams=settings.limits.max_streams,
+        body_idle_s=settings.limits.body_idle_s,
         stream_share=settings.answers.stream_share,
         request_cost=settings.answers.request_cost,
         explain_header=settings.explain.header,

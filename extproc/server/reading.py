@@ -15,6 +15,10 @@ from typing import Any, Generic, TypeVar
 Said = TypeVar("Said")
 
 
+def _always() -> bool:
+    return True
+
+
 class Reads(Generic[Said]):
     """Awaited once for every read, one after the other.
 
@@ -43,6 +47,15 @@ class Reads(Generic[Said]):
         self._future: asyncio.Future[Any] | None = None
         self._read = read
         self._breaks = breaks
+
+    def give_up(self) -> None:
+        """Let cancelling end the read from now on, whatever `breaks` says."""
+        self._breaks = _always
+
+    @property
+    def given_up(self) -> bool:
+        """Whether `give_up` was called."""
+        return self._breaks is _always
 
     @property
     def waits(self) -> bool:

@@ -28,7 +28,7 @@ _LIVE = frozenset({"health", "scheduling", "answers", "explain", "log", "conform
 
 #: Fields of other sections that take effect at once.
 _LIVE_FIELDS = {
-    "limits": frozenset({"max_body_bytes", "max_streams"}),
+    "limits": frozenset({"body_idle_s", "max_body_bytes", "max_streams"}),
     "pool": frozenset({"objectives", "rewrites"}),
     "scrape": frozenset({"stale_after_s"}),
 }

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import NamedTuple
 
 import grpc
 
 from extproc.errors import ProtocolError
 from extproc.protocol.events import Event
+from extproc.protocol.replies import Reply
+from extproc.protocol.uploads import Uploads
 from extproc.server import memory, reading
 from extproc.server.stream import Shared, Stream, opened
 from extproc.wire import codec
@@ -23,12 +26,26 @@ Context = grpc.aio.ServicerContext[Event, bytes]
 _APART_S = 0.5
 
 
+#: Share of `body_idle_s` between two looks at the bodies on their way.
+_LOOK = 1 / 12
+
+#: Refusals written at once (count), and seconds they may take: some milliseconds of the event loop,
+#: and a data plane that reads nothing does not hold up the next.
+_BATCH = 100
+_WRITE_S = 1.0
+
+
 class _Open(NamedTuple):
     """A stream that is open."""
 
     stream: Stream
     context: Context
     reads: reading.Reads[Event]
+
+    @property
+    def arriving_bytes(self) -> int | None:
+        """Of a request body that the stream waits for; None where it does not."""
+        return self.stream.exchange.arriving_bytes if self.reads.waits else None
 
     def end(self, task: asyncio.Task[None]) -> None:
         """End it where it waits for more, else once it has said what it is saying.
@@ -52,6 +69,8 @@ class Servicer:
         self.shared = shared
         self._crowds = memory.Crowds(memory.trimmer())
         self._streams: dict[asyncio.Task[None], _Open] = {}
+        self._uploads: Uploads[asyncio.Task[None]] = Uploads()
+        self._refused: dict[asyncio.Task[None], asyncio.Task[None]] = {}
 
     async def process(self, _: AsyncIterator[Event], context: Context) -> None:
         """Serve one stream to its end."""
@@ -64,11 +83,8 @@ class Servicer:
         stream = opened(self.shared)
         reads = reading.Reads(context.read, self._ends)
         self._streams[task] = _Open(stream, context, reads)
-        turn = (
-            stream.turn
-            if tallies.streams_open <= self.shared.settings.max_streams
-            else stream.turn_away
-        )
+        crowded = tallies.streams_open > self.shared.settings.max_streams
+        turn = stream.turn_away if crowded else stream.turn
         end = "error"
         try:
             while not stream.over:
@@ -80,12 +96,13 @@ class Servicer:
                     await context.write(codec.encode(reply))
                 if stream.held is not None:
                     await _resume(stream, context)
+            await self._refusal(task)
             end = "ok"
         except asyncio.CancelledError:
             # The client left, or we are closing: then the stream ends with OK, and the data
             # plane goes on without us instead of cutting the answer.
             end = "cancelled"
-            if not self.shared.closing:
+            if not self.shared.closing and not reads.given_up:
                 raise
             task.uncancel()
         except ProtocolError as error:
@@ -102,9 +119,50 @@ class Servicer:
             tallies.streams[end] += 1
             stream.finish()
 
+    async def follow_uploads(self) -> None:
+        """Refuse requests whose body stops arriving, until cancelled."""
+        while True:
+            await asyncio.sleep(self.shared.settings.body_idle_s * _LOOK)
+            await self.refuse_stalled()
+
+    async def refuse_stalled(self) -> None:
+        """Look at all bodies on their way, and answer for those that stand still with 408."""
+        for task in self._refused:
+            # Envoy ends the stream of an immediate response at once. Whoever does not is cut off.
+            known = self._streams.get(task)
+            if known is not None:
+                known.reads.give_up()
+                task.cancel()
+        self._refused = {}
+        sizes = {task: one.arriving_bytes for task, one in self._streams.items()}
+        shared = self.shared
+        stalled = self._uploads.look(
+            {task: size_bytes for task, size_bytes in sizes.items() if size_bytes is not None},
+            shared.clock(),
+            idle_s=shared.settings.body_idle_s,
+            most_streams=shared.settings.max_streams,
+            most_bytes=shared.budget.limit_bytes,
+        )
+        for batch in (stalled[start : start + _BATCH] for start in range(0, len(stalled), _BATCH)):
+            writes = []
+            for task in batch:
+                one = self._streams.get(task)
+                # While the batch before was written, the rest of the body may have come.
+                if one is not None and one.arriving_bytes is not None:
+                    replies = one.stream.stall()
+                    writes.append(asyncio.ensure_future(_write(one.context, replies)))
+                    self._refused[task] = writes[-1]
+            if writes:
+                await asyncio.wait(writes, timeout=_WRITE_S)
+
     def _ends(self) -> bool:
         """Whether streams are ended by us, and not by their clients."""
         return self.shared.closing
+
+    async def _refusal(self, task: asyncio.Task[None]) -> None:
+        """Wait until a stream's refusal is written, where `refuse_stalled` writes one."""
+        if task in self._refused:
+            await asyncio.wait([self._refused[task]], timeout=_WRITE_S)
 
     async def release(self, within_s: float, *, apart_s: float = _APART_S) -> None:
         """End every open stream with OK: Envoy goes on without the processor.
@@ -132,6 +190,13 @@ class Servicer:
                 self._streams[task].end(task)
         if self._streams:
             await asyncio.wait(self._streams, timeout=within_s)
+
+
+async def _write(context: Context, replies: Iterable[Reply]) -> None:
+    """Write answers beside the handler of a stream, which reads."""
+    with contextlib.suppress(grpc.aio.BaseError):  # the client left meanwhile
+        for reply in replies:
+            await context.write(codec.encode(reply))
 
 
 async def _resume(stream: Stream, context: Context) -> None:

@@ -31,6 +31,9 @@ from extproc.telemetry.tallies import Tallies
 
 _RESPONSE_HEADERS = Kind.RESPONSE_HEADERS
 
+#: What a client hears whose request body stopped arriving.
+STALLED = Rejection(408, "the request body stopped arriving, or arrives too slowly")
+
 _log = logging.getLogger("extproc.server")
 
 
@@ -39,12 +42,14 @@ class StreamSettings(msgspec.Struct, frozen=True):
 
     Attributes:
         max_streams: Open streams above which requests are refused.
+        body_idle_s: Seconds without a further message after which a request body is given up.
         stream_share: Share of streamed answers watched for usage, 0..1.
         explain_header: Put the short form of the decision on answers.
         request_cost: Weight of a token by kind, see `dispatch.costing`; empty tells no cost.
     """
 
     max_streams: int
+    body_idle_s: float = 60.0
     stream_share: float = 0.0
     explain_header: bool = False
     request_cost: Mapping[usage.Kind, float] = {}
@@ -152,6 +157,10 @@ class Stream(msgspec.Struct, eq=False):
             weights = self._shared.settings.request_cost
             return costing.told(replies, exchange.tail.joined(), weights)
         return replies
+
+    def stall(self) -> Iterable[Reply]:
+        """Refuse, because the request body does not arrive."""
+        return (self._reject(STALLED),)
 
     def turn_away(self, _: Event) -> Iterable[Reply]:
         """Refuse, because too many streams are open."""

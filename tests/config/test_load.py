@@ -127,7 +127,7 @@ WRONG = {
     ),
     "assembly below one body": (
         "limits: {max_assembly_bytes: 10}",
-        ("limits.max_assembly_bytes", "at least max_body_bytes", "10", "raise it"),
+        ("limits.max_assembly_bytes", "at least 4 times max_body_bytes", "10", "raise it"),
     ),
     "certificate without TLS": (
         "server: {cert_path: /certs, secure_serving: false}",

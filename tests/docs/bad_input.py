@@ -22,6 +22,7 @@ from extproc.protocol.gathering import Budget
 from extproc.protocol.replies import Refuse, Reply
 from extproc.protocol.settings import ExchangeSettings
 from extproc.scrape import page
+from extproc.server.stream import STALLED
 from extproc.wire import codec, metadata
 from extproc.wire.pb import ext_proc_pb2 as pb
 from tests.support.house import House
@@ -70,6 +71,12 @@ def ask(
             answers += exchange.resolve(house.decide(exchange.pending))
     exchange.close()
     return said(answers[0])
+
+
+def stalled() -> str:
+    """Send the headers of a POST and wait; returns what is answered then."""
+    exchange = Exchange(ExchangeSettings(max_body_bytes=1 << 20), Budget(1 << 30))
+    return said(exchange.refuse(STALLED))
 
 
 def several() -> House:
@@ -161,7 +168,10 @@ ROWS: Mapping[str, Callable[[], str]] = {
     ),
     "gRPC: unknown method": lambda: ask("/a.B/C", b"\x00\x00\x00\x00\x00", headers=GRPC),
     "body above `limits.max_body_bytes` (here 10)": lambda: ask(CHAT, b"x" * 11, limit=10),
-    "bodies above `limits.max_assembly_bytes` (here 10)": lambda: ask(CHAT, b"x" * 11, budget=10),
+    "body above 64 KiB and a quarter of `limits.max_assembly_bytes` (here 300,000)": lambda: ask(
+        CHAT, b"x" * 75_001, budget=300_000
+    ),
+    "body that does not arrive within `limits.body_idle_s`": stalled,
     "subset hint that names nobody": lambda: ask("/x", b"", subset=["10.9.9.9:8000"]),
     "subset hint with a wrong port": lambda: ask("/x", b"", subset=["10.0.0.1:1"]),
     "empty subset hint": lambda: ask("/x", b"", subset=[]),

@@ -36,16 +36,27 @@ def test_124_a_body_of_exactly_the_limit_passes():
 
 
 def test_124_all_bodies_together_are_bounded():
-    """A piece for which no assembly memory is left is refused with 429; others go on."""
-    budget = Budget(100)
-    first, second = talk.Talk(budget=budget), talk.Talk(budget=budget)
-    for held in (first, second):
+    """A piece beyond a quarter of what others leave is refused with 429; small bodies get in."""
+    budget = Budget(1_000_000)
+    first, second, third = (talk.Talk(budget=budget) for _ in range(3))
+    for held in (first, second, third):
         held.hear(talk.request_headers())
-    assert first.hear(talk.request_body(b"x" * 80)) == []
-    (said,) = second.hear(talk.request_body(b"x" * 21))
+    assert first.hear(talk.request_body(b"x" * 200_000)) == []
+    (said,) = second.hear(talk.request_body(b"x" * 200_001))
     assert (said.status, said.headers["retry-after"]) == (429, "1")
-    assert budget.held_bytes == 80
-    assert first.hear(talk.request_body(b"x" * 20, ends=True))[0] == talk.route()
+    assert budget.held_bytes == 200_000
+    assert third.hear(talk.request_body(b"x" * 200_000, ends=True))[0] == talk.route()
+    assert first.hear(talk.request_body(b"x" * 50_000, ends=True))[0] == talk.route()
+    assert budget.held_bytes == 0
+
+
+@pytest.mark.parametrize("mode", ["BUFFERED", "STREAMED", "BUFFERED_PARTIAL"])
+def test_124_a_body_that_envoy_keeps_is_given_back_once_decided(mode: str):
+    """Where Envoy sends the body on, nothing of it counts while the answer runs."""
+    budget = Budget(1_000_000)
+    held = talk.Talk(modes=(mode, "NONE"), budget=budget)
+    held.hear(talk.request_headers())
+    held.hear(talk.request_body(b"x" * 1000, ends=True))
     assert budget.held_bytes == 0
 
 

@@ -1,0 +1,123 @@
+"""Streams whose request body stops arriving."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from extproc.wire import codec
+from tests.support import conversation as talk
+from tests.support import peer, serving
+from tests.support.house import House
+
+
+async def begun(scene, *messages, count=1):
+    """Streams that said their headers, and no end of their body."""
+    streams = []
+    for _ in range(count):
+        stream = scene.stream()
+        await stream.say(talk.request_headers(), *messages)
+        streams.append(stream)
+    return streams
+
+
+async def arrived(scene, count, size_bytes):
+    """Wait until so many bodies are on their way, each with so many bytes."""
+    while True:
+        open_ones = list(scene.servicer._streams.values())
+        if [one.arriving_bytes for one in open_ones] == [size_bytes] * count:
+            return
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("messages", "size_bytes"), [((), 0), ((talk.request_body(b"{"),), 1)])
+async def test_servicer_answers_a_body_that_stands_still_with_408(messages, size_bytes):
+    """Headers alone, and a body that stops, end with an OpenAI error, and are given back."""
+    house = House({talk.ONE: None})
+    async with serving.serving(house) as scene:
+        (stream,) = await begun(scene, *messages)
+        await arrived(scene, 1, size_bytes)
+        for passed in (0.0, 59.0):
+            house.now = 100.0 + passed
+            await scene.servicer.refuse_stalled()
+        house.now += 1.0
+        refusing = asyncio.ensure_future(scene.servicer.refuse_stalled())
+        (said,) = await stream.hear()
+        await refusing
+        assert said.status == 408
+        assert said.error["error"]["code"] == 408
+        assert await stream.end() is grpc.StatusCode.OK
+        await scene.idle()
+        shared = scene.servicer.shared
+        assert shared.tallies.of("").rejections == {(408, ""): 1}
+        assert (shared.budget.held_bytes, shared.tallies.streams_open) == (0, 0)
+
+
+async def test_servicer_gives_back_all_places_that_stalled_streams_took():
+    """A crowd of headers without bodies turns others away for seconds, and not for ever."""
+    house = House({talk.ONE: None})
+    async with serving.serving(house, max_streams=300) as scene:
+        streams = await begun(scene, count=300)
+        await arrived(scene, 300, 0)
+        await scene.servicer.refuse_stalled()
+        house.now += 6.0
+        await scene.servicer.refuse_stalled()
+        for stream in streams:
+            assert [said.status for said in await stream.hear()] == [408]
+            await stream.end()
+        await scene.idle()
+        after = scene.stream()
+        await after.say(talk.request_headers(ends=True))
+        assert await after.hear() == [talk.route()]
+
+
+async def test_servicer_leaves_streams_alone_that_wait_for_no_body():
+    """An answer that takes hours, and a body that came in time, are not ended."""
+    house = House({talk.ONE: None})
+    async with serving.serving(house) as scene:
+        stream = scene.stream()
+        await stream.say(talk.request_headers(ends=True))
+        await stream.hear()
+        for _ in range(3):
+            house.now += 3600.0
+            await scene.servicer.refuse_stalled()
+        await stream.say(talk.response_headers())
+        assert await stream.hear() == [talk.answer_headers()]
+        assert await stream.end() is grpc.StatusCode.OK
+
+
+class Stubborn:
+    """A call whose client sends headers, and then neither ends nor reads what it is sent."""
+
+    def __init__(self):
+        self.said = asyncio.get_running_loop().create_future()
+        self.reads = 0
+        self.written = []
+
+    async def read(self):
+        self.reads += 1
+        if self.reads == 1:
+            return codec.decode(talk.request_headers().encode(talk.DUPLEX))
+        return await self.said
+
+    async def write(self, data):
+        self.written.append(peer.read(data))
+
+
+async def test_servicer_cuts_off_whoever_does_not_end_a_refused_stream():
+    """Envoy ends the stream of an immediate response; the place of another peer is taken back."""
+    house = House({talk.ONE: None})
+    async with serving.serving(house) as scene:
+        context = Stubborn()
+        handler = asyncio.ensure_future(scene.servicer.process(None, context))
+        await arrived(scene, 1, 0)
+        await scene.servicer.refuse_stalled()
+        house.now += 60.0
+        await scene.servicer.refuse_stalled()
+        assert [said.status for said in context.written] == [408]
+        assert not handler.done()
+        await scene.servicer.refuse_stalled()
+        await handler
+        assert scene.servicer.shared.tallies.streams_open == 0
