@@ -86,10 +86,10 @@ class Pages:
         return web.Response(text="ok\n")
 
     async def readyz(self, _: web.Request) -> web.Response:
-        """Discovery has spoken and nobody drains."""
-        if self._readiness.ready:
-            return web.Response(text="ok\n")
-        return web.Response(status=503, text="not ready\n")
+        """Discovery has spoken and nobody drains; further lines say what stands still and why."""
+        ready = self._readiness.ready
+        lines = ["ok" if ready else "not ready", *self._readiness.notes()]
+        return web.Response(status=200 if ready else 503, text="\n".join(lines) + "\n")
 
     async def pool(self, request: web.Request) -> web.Response:
         """Endpoints, loads with their ages, accounts; of several pools `?pool=` names one."""

@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 
 import grpc
 import uvloop
@@ -19,6 +19,7 @@ from extproc.config import cluster, factory
 from extproc.config.settings import Server, Settings
 from extproc.discovery.follow import DiscoveryFact
 from extproc.discovery.kubernetes import follow as following
+from extproc.discovery.kubernetes import watches
 from extproc.protocol.gathering import Budget
 from extproc.scheduling import guard
 from extproc.scrape import client, scraper
@@ -30,6 +31,7 @@ from extproc.server.sites import Sites
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.ring import Ring
 from extproc.telemetry.tallies import Tallies
+from extproc.telemetry.watch_series import WatchFigures
 from extproc.xds.traits import Traits
 
 _log = logging.getLogger("extproc.server")
@@ -145,7 +147,9 @@ class Picker:
             ),
             fits=lambda: self.sites.fits,
             leader=(lambda: self._leads) if settings.cluster.leader_election else None,
+            notes=lambda: watches.lines(self._watch_statuses, clock()),
         )
+        self.tallies.watches = self._watch_figures
         self._elector = leases.stand(settings, able=lambda: self.readiness.able)
         self._autoscaler = autoscaler.Autoscaler(
             settings, self.sites, self.tallies, leads=lambda: self._leads, clock=clock
@@ -249,6 +253,24 @@ class Picker:
     def _listed(self) -> bool:
         """Whether Kubernetes, where it is asked, told everything once."""
         return self._follower is None or self._follower.synced
+
+    @property
+    def _watch_statuses(self) -> Sequence[watches.WatchStatus]:
+        """How the watches of Kubernetes stand; nothing where there are none."""
+        return () if self._follower is None else self._follower.statuses
+
+    def _watch_figures(self) -> Iterator[WatchFigures]:
+        now = self._clock()
+        for one in self._watch_statuses:
+            collection, since = one.collection, one.unsynced_since
+            yield WatchFigures(
+                collection.resource.title,
+                collection.namespace,
+                collection.labels or collection.fields,
+                "synced" if one.state == watches.CONNECTED else one.state,
+                ["synced" if name == watches.CONNECTED else name for name in watches.STATES],
+                0.0 if since is None else now - since,
+            )
 
     @property
     def _leads(self) -> bool:

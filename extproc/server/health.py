@@ -76,6 +76,7 @@ class Readiness:
         fits: Whether requests of the pool's protocol can be read, see `SPOKEN`.
         leader: Whether this replica is the one that serves; None where there is no election, which
             is the usual way: all replicas serve.
+        notes: What stands still and why, for people; it changes no answer.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class Readiness:
         measured: Callable[[], bool] = _always,
         fits: Callable[[], bool] = _always,
         leader: Callable[[], bool] | None = None,
+        notes: Callable[[], Iterable[str]] = tuple,
     ) -> None:
+        self.notes = notes
         self._synced = synced
         self._measured = measured
         self._fits = fits

@@ -14,7 +14,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from extproc.telemetry import pool_series, scaling_series, xds_series
+from extproc.telemetry import pool_series, scaling_series, watch_series, xds_series
 from extproc.telemetry.tallies import Distribution, Tallies
 
 
@@ -61,6 +61,7 @@ class Exposition(Collector):
         yield from pool_series.counters(self._tallies.pools)
         yield from xds_series.series(self._tallies.xds)
         yield from scaling_series.series(self._tallies.scaling())
+        yield from watch_series.series(self._tallies.watches())
         yield from self._plugins()
         yield from self._configuration()
         yield from self._distributions()

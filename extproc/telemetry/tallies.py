@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from extproc.scheduling import guard
 from extproc.telemetry.pool_tallies import PoolTallies
 from extproc.telemetry.scaling_series import Figures
+from extproc.telemetry.watch_series import WatchFigures
 from extproc.telemetry.xds_series import XdsTallies
 
 
@@ -57,6 +58,7 @@ class Tallies:
         held_s: How long requests waited for capacity and then went on.
         xds: Counts of the xDS server.
         scaling: Gives what is shown of autoscaling, by pool.
+        watches: Gives how the watches of Kubernetes stand.
         pools: Counts of each pool by its name; what was refused before a pool was found is under
             the empty name, or under that of the only pool.
     """
@@ -76,6 +78,7 @@ class Tallies:
         self.held_s = Distribution(_ANSWER_BOUNDS_S)
         self.xds = XdsTallies()
         self.scaling: Callable[[], Mapping[str, Figures]] = dict
+        self.watches: Callable[[], Iterable[WatchFigures]] = tuple
         self.pools: dict[str, PoolTallies] = {}
 
     def of(self, pool: str) -> PoolTallies:

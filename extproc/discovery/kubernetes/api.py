@@ -39,6 +39,9 @@ _MISREAD = (
 
 _JSON = "application/json"
 
+#: Longest pause that the server can ask for (seconds): pools stand still meanwhile.
+_MOST_RETRY_AFTER_S = 10
+
 #: Longest body of an error that is read.
 _MOST_ERROR_BYTES = 64 * 1024
 
@@ -318,8 +321,12 @@ def _inside() -> bool:
 
 
 def _seconds(text: str) -> float:
-    """Retry-After in seconds; the form with a date is not used by API servers."""
-    return float(min(int(text), 60)) if text.isascii() and text.isdigit() and len(text) < 9 else 0.0
+    """Retry-After in seconds, up to 10; the form with a date is not used by API servers."""
+    return (
+        float(min(int(text), _MOST_RETRY_AFTER_S))
+        if text.isascii() and text.isdigit() and len(text) < 9
+        else 0.0
+    )
 
 
 def _why(error: BaseException) -> str:

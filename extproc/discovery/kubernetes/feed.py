@@ -24,6 +24,10 @@ _MOST_STUMBLES = 3
 #: started may not know its CRDs yet. One deleted in earnest ends its objects one by one before.
 _SURELY_ABSENT_S = 10.0
 
+#: Seconds for which 403 counts as a failure where the collection was listed before: an API server
+#: that has just started knows no Roles yet.
+_SURELY_FORBIDDEN_S = 10.0
+
 #: A watch that ends sooner than that, and has brought nothing, is a failure.
 _SHORT_S = 1.0
 
@@ -38,7 +42,7 @@ class Listener(Protocol):
         """Something in the cluster may have changed."""
 
     def state(self, collection: Collection, kind: str, detail: str) -> None:
-        """A collection is in another state: `connected`, `disconnected`, `forbidden`, ..."""
+        """A collection is in this state, see `watches.STATES`; the same may come again."""
 
     def happened(self, kind: str, detail: str) -> None:
         """Something worth a log line, once."""
@@ -82,6 +86,8 @@ class Feed:
         self._forgot = 0
         self._looks = 0
         self._missing_since: float | None = None
+        self._forbidden_since: float | None = None
+        self._reached = True
         self._listed = False
         self._broken: set[tuple[str, str]] = set()
 
@@ -116,7 +122,9 @@ class Feed:
                 return await self._refused(answer, generation)
             page = self._reader.page(answer)
             if isinstance(page, events.Unreadable) or not page.version:
-                self._listener.happened("unreadable", f"list of {self.collection.title}")
+                self._listener.state(
+                    self.collection, "unreadable", f"list of {self.collection.title}"
+                )
                 return self._pause()
             values += page.values
             broken += page.broken
@@ -125,7 +133,7 @@ class Feed:
                 break
         self._version, self._listed = page.version, True
         self._stumbles = self._looks = 0
-        self._missing_since = None
+        self._missing_since = self._forbidden_since = None
         self._broken &= {(one.namespace, one.name) for one in broken}
         for one in broken:
             self._note_broken(one)
@@ -141,6 +149,7 @@ class Feed:
         async with self._server.watch(self.collection, self._version, seconds) as stream:
             if isinstance(stream, answers.Refused):
                 return await self._refused(stream, generation)
+            self._forbidden_since = None
             self._listener.state(self.collection, "connected", "")
             rest = b""
             async for chunk in stream:
@@ -191,6 +200,12 @@ class Feed:
         return None
 
     async def _refused(self, answer: answers.Refused, generation: int) -> float:
+        if answer.status and not self._reached:
+            # It is back: what it lacks yet it has in a moment.
+            self._failures = 0
+        self._reached = answer.status != 0
+        if answer.status != 403:
+            self._forbidden_since = None
         if answer.stale:
             return await self._stale(answer, generation)
         match answer.status:
@@ -212,17 +227,24 @@ class Feed:
 
     async def _stale(self, answer: answers.Refused, generation: int) -> float:
         """The token is rotated under our feet, and the certificates now and then."""
-        self._listener.state(self.collection, "unauthorised", answer.message)
+        detail = f"{answer.status} {answer.message}" if answer.status else answer.message
         try:
             await self._server.renew(generation)
         except ConfigError as error:
-            self._listener.state(self.collection, "misconfigured", str(error))
+            self._listener.state(self.collection, "misconfigured", f"{error}; before: {detail}")
+        else:
+            self._listener.state(self.collection, "unauthorized", detail)
         first = self._failures == 0
         pause_s = self._pause()
         return 0.0 if first else pause_s
 
     def _forbidden(self, answer: answers.Refused) -> float:
-        one = self.collection
+        one, now = self.collection, self._clock()
+        if self._forbidden_since is None:
+            self._forbidden_since = now
+        if self._listed and now - self._forbidden_since < _SURELY_FORBIDDEN_S:
+            self._listener.state(one, "disconnected", f"403 {answer.message}")
+            return self._pause()
         self._version = ""
         self._listener.state(one, "forbidden", _rights(one, answer.message))
         if not self._listed:

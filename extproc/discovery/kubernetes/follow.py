@@ -8,11 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from extproc.discovery.follow import DiscoveryFact
 from extproc.discovery.found import Found
-from extproc.discovery.kubernetes import answers, cluster, feed, settings
+from extproc.discovery.kubernetes import answers, cluster, feed, settings, watches
 from extproc.discovery.kubernetes.collections import Collection
-
-#: States of a collection that are about the server as a whole.
-_AWAY = frozenset({"disconnected", "unauthorised", "misconfigured"})
 
 #: Whoever is told of pools: those that are new or different by key, and keys that are gone.
 OnPools = Callable[[Mapping[str, Found], frozenset[str]], None]
@@ -44,7 +41,7 @@ class Follower:
         on_pools: Called with the pools that changed and the keys of those that are gone; must not
             raise. A pool is first told of when everything it depends on was listed.
         on_fact: Called when something happened; must not raise. Kinds: `synced` and `unsynced`
-            (at the start), `disconnected` and `connected`, `unauthorised`, `misconfigured`,
+            (at the start), `disconnected` and `connected`, `unauthorized`, `misconfigured`,
             `forbidden`, `not-installed`, `relisted`, `unreadable` and `broken-object`.
     """
 
@@ -68,14 +65,18 @@ class Follower:
         self._server: answers.Server | None = None
         self._feeds: tuple[feed.Feed, ...] = ()
         self._wake = asyncio.Event()
-        self._states: dict[Collection, str] = {}
-        self._away = False
+        self._watches = watches.Watches(self._cluster.collections, clock())
         self._told_synced = False
 
     @property
     def synced(self) -> bool:
         """Whether everything was listed at least once, if only to find that nothing is there."""
         return self._cluster.synced
+
+    @property
+    def statuses(self) -> tuple[watches.WatchStatus, ...]:
+        """How each watch stands."""
+        return self._watches.statuses
 
     async def start(self) -> None:
         """Lists everything and tells of the pools, or gives up waiting after a while.
@@ -135,20 +136,12 @@ class Follower:
             self._wake.set()
 
     def state(self, collection: Collection, kind: str, detail: str) -> None:
-        """A feed is in another state; what is about the server is said once for all feeds."""
-        before = self._states.get(collection, "connected")
-        self._states[collection] = kind
-        if kind == before:
-            return
-        if kind in _AWAY:
-            if not self._away:
-                self._away = True
-                self.happened(kind, f"{self._name()}: {detail}")
-        elif kind != "connected" and not (kind == "not-installed" and collection.resource.optional):
-            self.happened(kind, detail)
-        if self._away and not any(one in _AWAY for one in self._states.values()):
-            self._away = False
-            self.happened("connected", self._name())
+        """A feed met something; what is about the server is said once for all feeds."""
+        told = self._watches.update(
+            collection, kind, detail, server=self._name(), now=self._clock()
+        )
+        for fact, text in told:
+            self.happened(fact, text)
 
     def happened(self, kind: str, detail: str) -> None:
         """Something worth a log line."""

@@ -120,8 +120,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         retry_s: First pause after a failure; it doubles up to `retry_most_s`. Each is spread
             between half and all of it.
         retry_most_s: Longest pause: how soon pools move again after an outage of the API server.
-        absent_s: Pause between looks for a CRD that is not installed, and for rights that are
-            missing.
+        absent_s: Longest pause between looks for a CRD that is not installed, and for rights that
+            are missing: tools apply a Role and a Deployment in any order.
     """
 
     sources: Sequence[Source]
@@ -137,4 +137,4 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     coalesce_s: float = 0.015
     retry_s: float = 0.25
     retry_most_s: float = 5.0
-    absent_s: float = 60.0
+    absent_s: float = 10.0

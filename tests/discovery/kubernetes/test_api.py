@@ -209,7 +209,7 @@ def test_every_watch_has_a_connection(tmp_path):
 
 @pytest.mark.parametrize(
     ("header", "seconds"),
-    [("3", 3.0), ("100000", 60.0), ("", 0.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0), ("-1", 0.0)],
+    [("3", 3.0), ("100000", 10.0), ("", 0.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0), ("-1", 0.0)],
 )
 def test_what_the_server_asks_for_is_read(tmp_path, header, seconds):
     """Retry-After in seconds, within reason."""

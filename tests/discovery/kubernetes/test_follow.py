@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from extproc.discovery.kubernetes import follow, settings
+from extproc.discovery.kubernetes import feed, follow, settings
 from extproc.errors import ConfigError
 from tests.discovery.kubernetes import fake, making
 
@@ -248,7 +248,7 @@ def test_a_rotated_token_is_read_again(tmp_path):
             one.server.token = "second"
             one.server.drop()
             one.server.put(making.pod("b", ip="10.0.0.2"))
-            await one.until_fact("unauthorised")
+            await one.until_fact("unauthorized")
             one.server.kubeconfig(tmp_path)
             await one.until_names("a", "b")
             await one.until_fact("connected")
@@ -349,6 +349,74 @@ def test_a_crd_that_seems_gone_for_a_moment_is_not(tmp_path):
             one.server.absent.clear()
             one.server.put(making.pool(ports=(9000,)))
             await one.until(lambda: one.pools[KEY].endpoints[0].address == "10.0.0.1:9000")
+
+    asyncio.run(scene())
+
+
+def test_a_refusal_by_a_server_that_has_just_started_is_no_missing_right(tmp_path):
+    """403 where a list was had before is tried again like a 503, and the version is kept."""
+
+    async def scene():
+        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+            await one.server.until_watched()
+            await one.server.stop()
+            one.server.forbidden.update({("", "pods"), (making.POOL_GROUP, "inferencepools")})
+            one.server.requests.clear()
+            await one.server.start()
+            await one.server.until(lambda seen: sum("/pods" in at for at, _ in seen) > 3)
+            assert one.names() == ["a"]
+            one.server.put(making.pod("b", ip="10.0.0.2"))
+            one.server.forbidden.clear()
+            await one.until_names("a", "b")
+            await one.until_fact("connected")
+            assert one.kinds() == ["synced", "disconnected", "connected"]
+            assert all("watch" in query for at, query in one.server.requests if "/pods" in at)
+
+    asyncio.run(scene())
+
+
+def test_rights_that_are_lost_are_the_last_word(tmp_path, monkeypatch):
+    """No word of being connected while pods are forbidden; one once they are not."""
+    monkeypatch.setattr(feed, "_SURELY_FORBIDDEN_S", 0.05)
+
+    async def scene():
+        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+            await one.server.until_watched()
+            await one.server.stop()
+            await one.until_fact("disconnected")
+            one.server.forbidden.add(("", "pods"))
+            await one.server.start()
+            await one.until_fact("forbidden")
+            await one.server.until_watched(5)
+            assert "connected" not in one.kinds()
+            assert one.facts[-1].kind == "forbidden"
+            assert "pods in namespace default" in one.facts[-1].detail
+            (pods,) = [status for status in one.subject.statuses if status.stands]
+            assert (pods.collection.title, pods.state) == ("pods in namespace default", "forbidden")
+            assert one.names() == ["a"]
+            one.server.forbidden.clear()
+            await one.until_fact("connected")
+            assert not any(status.stands for status in one.subject.statuses)
+
+    asyncio.run(scene())
+
+
+def test_a_token_that_expires_in_an_outage_is_named(tmp_path):
+    """The reason changes, and the log with it."""
+
+    async def scene():
+        def prepare(server):
+            server.token = "first"
+
+        async with following(tmp_path, making.pool(), making.pod("a"), prepare=prepare) as one:
+            await one.server.until_watched()
+            await one.server.stop()
+            await one.until_fact("disconnected")
+            one.server.token = "second"
+            await one.server.start()
+            assert "401 Unauthorized" in (await one.until_fact("unauthorized")).detail
+            one.server.kubeconfig(tmp_path)
+            await one.until_fact("connected")
 
     asyncio.run(scene())
 
@@ -597,7 +665,7 @@ def test_credentials_that_break_are_said_so_and_read_again(tmp_path):
             (tmp_path / "kubeconfig").write_text("{")
             one.server.token = "second"
             one.server.drop()
-            await one.until_fact("unauthorised")
+            assert "401 Unauthorized" in (await one.until_fact("misconfigured")).detail
             one.server.put(making.pod("b", ip="10.0.0.2"))
             one.server.kubeconfig(tmp_path)
             await one.until_names("a", "b")

@@ -1,0 +1,50 @@
+"""How the watches of Kubernetes stand, as series."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+_LABELS = ("collection", "namespace", "selector")
+
+
+class WatchFigures(msgspec.Struct, frozen=True):
+    """Of one watched collection.
+
+    Attributes:
+        collection: Plural name and group, such as `pods`.
+        namespace: Only there; empty for the whole cluster.
+        selector: Labels or fields that narrow it; empty for none.
+        state: How it stands now.
+        states: All states there are.
+        unsynced_s: Seconds since it was in step with the API server; 0 while it is.
+    """
+
+    collection: str
+    namespace: str
+    selector: str
+    state: str
+    states: Sequence[str]
+    unsynced_s: float
+
+
+def series(watches: Iterable[WatchFigures]) -> Iterator[Metric]:
+    """All of it, also where nothing is watched."""
+    state = GaugeMetricFamily(
+        "extproc_discovery_watch_state",
+        "1 for the state that a watched collection of Kubernetes is in, 0 for the others.",
+        labels=[*_LABELS, "state"],
+    )
+    unsynced = GaugeMetricFamily(
+        "extproc_discovery_watch_unsynced_seconds",
+        "Seconds since a watched collection was in step with the API server; 0 while it is.",
+        labels=_LABELS,
+    )
+    for one in watches:
+        labels = [one.collection, one.namespace, one.selector]
+        for name in one.states:
+            state.add_metric([*labels, name], float(name == one.state))
+        unsynced.add_metric(labels, one.unsynced_s)
+    yield from (state, unsynced)
