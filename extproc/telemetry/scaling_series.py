@@ -16,12 +16,14 @@ class Figures(msgspec.Struct, frozen=True):
         replicas: By state.
         changes: Times another number was asked for, by reason.
         failures: Times that, or looking, failed.
+        refusals: Times annotations of the pool were refused.
     """
 
     gauges: Mapping[str, float] = {}
     replicas: Mapping[str, int] = {}
     changes: Mapping[str, int] = {}
     failures: int = 0
+    refusals: int = 0
 
 
 #: Name and help text of every gauge.
@@ -63,10 +65,16 @@ def series(pools: Mapping[str, Figures]) -> Iterator[Metric]:
         "Times the target could not be read or changed.",
         labels=["pool"],
     )
+    refusals = CounterMetricFamily(
+        "extproc_scaling_invalid_annotations",
+        "Times annotations of an InferencePool were refused, which is then not scaled.",
+        labels=["pool"],
+    )
     for pool, one in pools.items():
         for state, count in one.replicas.items():
             replicas.add_metric([pool, state], count)
         for why, count in one.changes.items():
             changes.add_metric([pool, why], count)
         failures.add_metric([pool], one.failures)
-    yield from (replicas, changes, failures)
+        refusals.add_metric([pool], one.refusals)
+    yield from (replicas, changes, failures, refusals)

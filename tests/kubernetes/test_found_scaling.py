@@ -43,12 +43,13 @@ async def place(api, cluster):
     yield namespace, cluster.write_kubeconfig(namespace, access, namespace)
 
 
-def picker(namespace, kubeconfig, **rule):
+def picker(namespace, kubeconfig, *, every_pool="namespace", **rule):
     """One that scales what it finds."""
+    only = {"namespace": namespace} if every_pool == "namespace" else {}
     sections = {
         "cluster": {
-            "every_pool": "namespace",
-            "namespace": namespace,
+            "every_pool": every_pool,
+            **only,
             "lease": {"namespace": namespace},
         },
         "autoscaling": {"found": [{**POLICY, "min": 1, "max": 3, **rule}]},
@@ -119,3 +120,77 @@ async def test_a_rule_names_objects_after_their_pools(api, cluster):
             await running.until(
                 lambda name=name: replicas(api, namespace, name), lambda found: found == 1
             )
+
+
+def wide_rights(part):
+    """What a component of the manifests lets a picker do: everywhere, and in its own namespace."""
+    found = kube.documents((kube.MANIFESTS / "components" / part / "rbac.yaml").read_text())
+    return [
+        [rule for one in found if one["kind"] == kind for rule in one["rules"]]
+        for kind in ("ClusterRole", "Role")
+    ]
+
+
+def attacks(namespace, name):
+    """Annotations that name an object of another namespace in every way we know."""
+    there = f"namespaces%2F{namespace}%2Fdeployments%2F{name}%2Fscale"
+    return [
+        f"apps/v1%2F{there}?x=/deployments/Deployment/one",
+        f"apps/v1%2F{there}%3Fx=/deployments/Deployment/one",
+        f"apps/v1/deployments%2Fone%2F..%2F..%2F..%2F{there}?/Deployment/one",
+        f"apps/v1/Deployment/..%2F..%2F..%2F{there}?",
+        f"apps%2Fv1%2F{there}%23/v1/deployments/Deployment/one",
+        f"apps/v1%252F{there}?x=/deployments/Deployment/one",
+        f"apps/../{namespace}/deployments/Deployment",
+    ]
+
+
+async def test_a_tenant_scales_nothing_of_another_namespace(api, cluster):
+    """With rights over the whole cluster, and whatever the annotation of its pool says."""
+    system = await api.namespace("system")
+    theirs = engines(system, "coredns")
+    theirs["spec"]["replicas"] = 2
+    before = (await api.create(theirs))["metadata"]["resourceVersion"]
+    async with place(api, cluster) as (namespace, _):
+        everywhere, own = wide_rights("cluster-wide-engine-autoscaling")
+        everywhere += wide_rights("cluster-wide")[0]
+        access = await api.account(namespace, own, everywhere=everywhere)
+        kubeconfig = cluster.write_kubeconfig(f"{namespace}-wide", access, namespace)
+        groups = {"apiGroups": ["inference.networking.k8s.io"], "resources": ["inferencepools"]}
+        verbs = {"verbs": ["create", "get", "patch", "delete"]}
+        tenant = await api.account(namespace, [groups | verbs])
+        wanted = {"pools": [f"{namespace}/*"], "max": 4}
+        async with (
+            kube.api(tenant) as writer,
+            picker(namespace, kubeconfig, every_pool="cluster", **wanted) as running,
+        ):
+            with pytest.raises(kube.Refused, match="403 "):
+                await writer.patch(theirs, {"spec": {"replicas": 0}}, part="/scale")
+            texts = attacks(system, "coredns")
+            for number, text in enumerate(texts):
+                said = {TARGET: text, MIN: "4", MAX: "4"}
+                await writer.create(pool(namespace, f"pool-{number}", **said))
+            honest = {TARGET: "apps/v1/Deployment/one", MIN: "2"}
+            await writer.create(pool(namespace, "honest", **honest))
+            await running.until(lambda: replicas(api, namespace, "one"), lambda seen: seen == 2)
+            await running.until(
+                lambda: refused(running),
+                lambda seen: seen == {f"{namespace}/pool-{one}" for one in range(len(texts))},
+            )
+            assert await scaled(running) == {f"{namespace}/honest"}
+            events = f"/api/v1/namespaces/{namespace}/events"
+
+            async def warned():
+                items = (await api.call("GET", events))["items"]
+                return {one["involvedObject"]["name"] for one in items if one["type"] == "Warning"}
+
+            await running.until(warned, lambda seen: len(seen) == len(texts))
+    assert (await api.get(theirs))["metadata"]["resourceVersion"] == before
+
+
+async def refused(running):
+    """Names of the pools whose annotations were refused."""
+    url = f"http://{serving.LOCAL}:{running.pages}/metrics"
+    async with aiohttp.ClientSession() as http, http.get(url) as answer:
+        name = r'^extproc_scaling_invalid_annotations_total{pool="([^"]*)"} 1.0'
+        return set(re.findall(name, await answer.text(), re.MULTILINE))

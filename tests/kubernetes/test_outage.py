@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -104,3 +105,59 @@ async def test_063_a_picker_that_starts_during_an_outage(cluster, place):
             assert await picker.pick() in addresses(*range(PODS))
     finally:
         await cluster.restart()
+
+
+async def told(picker):
+    """What it printed last."""
+    return "\n".join(picker.child.last_lines)
+
+
+async def test_a_restart_is_no_missing_right(api, cluster, place):
+    """An API server that has just started knows no Roles yet; changes made then arrive."""
+    namespace, _ = place
+    async with serving(place) as picker:
+        await picker.knows(addresses(*range(PODS)))
+        for number in range(2):
+            cluster.stop()
+            await cluster.restart()
+            await api.set_status(engine(namespace, number, ready=False))
+            await picker.knows(addresses(*range(number + 1, PODS)))
+        await picker.until(lambda: told(picker), lambda text: "connected: https" in text)
+        assert "add to a Role" not in await told(picker)
+
+
+async def watch_states(picker):
+    """State of every watch that is not as it should be, by collection."""
+    found = {}
+    for line in (await picker.page("/metrics")).splitlines():
+        name = re.fullmatch(
+            r'extproc_discovery_watch_state{collection="([^".]*).*state="([^"]*)"} 1.0', line
+        )
+        if name and name[2] not in {"synced", "not-installed"}:
+            found[name[1]] = name[2]
+    return found
+
+
+async def test_lost_rights_are_shown_for_as_long_as_they_are_missing(api, cluster, place):
+    """On the metrics page, to whoever asks for readiness, and as the last word of the log."""
+    namespace, _ = place
+    async with serving(place) as picker:
+        await picker.knows(addresses(*range(PODS)))
+        assert await watch_states(picker) == {}
+        path = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}/rolebindings"
+        (binding,) = (await api.call("GET", path))["items"]
+        await api.call("DELETE", f"{path}/{binding['metadata']['name']}")
+        cluster.stop()
+        await cluster.restart()
+        await picker.until(
+            lambda: watch_states(picker), lambda seen: seen.get("pods") == "forbidden"
+        )
+        text = await picker.page("/readyz")
+        assert text.startswith("ok\n")
+        assert re.search(rf"pods in namespace {namespace} not in step for \d+ s: forbidden", text)
+        assert "connected: https" not in (await told(picker)).partition("disconnected")[2]
+        metadata = {key: binding["metadata"][key] for key in ("name", "namespace")}
+        await api.call("POST", path, binding | {"metadata": metadata})
+        await picker.until(lambda: watch_states(picker), lambda seen: seen == {})
+        assert await picker.page("/readyz") == "ok\n"
+        assert "connected: https" in (await told(picker)).rpartition("forbidden")[2]

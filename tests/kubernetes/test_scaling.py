@@ -13,6 +13,9 @@ import aiohttp
 import pytest
 
 from extproc.cli import stack
+from extproc.config.autoscaling import Target
+from extproc.discovery.kubernetes import settings as watching
+from extproc.server.scaling import kubernetes
 from tests.support import conversation, kube, kube_picker, peer, serving
 
 #: A policy that looks often and forgets fast: a test does not wait for minutes.
@@ -246,6 +249,37 @@ async def test_somebody_elses_target_is_left_alone(api, cluster):
             )
             assert await spec(api, namespace) == 1
             await picker.until(reasons, lambda found: "StandsDown" in found)
+
+
+@pytest.mark.usefixtures("ours")
+async def test_an_outage_does_not_start_a_second_autoscaler(api, cluster):
+    """Beside an HPA no look acts, while the API server is away, when it is back, and without rights."""
+    async with place(api, cluster, replicas=2) as (namespace, kubeconfig):
+        hpa = HPA | {"metadata": {"name": "theirs", "namespace": namespace}}
+        await api.create(hpa)
+        reaching = watching.Settings(sources=(), kubeconfig=str(kubeconfig))
+        way = kubernetes.Cluster(reaching, "me")
+        await way.open()
+        try:
+            target = Target(name="vllm", namespace=namespace).filled
+            scale = kubernetes.Scale(target, way, lambda: True)
+            await scale.look_for_others()
+            assert not scale.acts
+            cluster.stop()
+            for _ in range(6):
+                await scale.look_for_others()
+                assert not scale.acts
+            restarting = asyncio.ensure_future(cluster.restart())
+            while not restarting.done():
+                await scale.look_for_others()
+                assert not scale.acts
+                await asyncio.sleep(0.05)
+            await restarting
+            await api.delete(hpa)
+            await scale.look_for_others()
+            assert scale.acts
+        finally:
+            await way.close()
 
 
 async def test_missing_rights_are_said(api, cluster):

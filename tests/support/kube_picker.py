@@ -68,6 +68,11 @@ class Picker:
         async with self._http.get(f"http://{serving.LOCAL}:{self.pages}/readyz") as answer:
             return answer.status == 200
 
+    async def page(self, path: str) -> str:
+        """Text of one of its pages."""
+        async with self._http.get(f"http://{serving.LOCAL}:{self.pages}{path}") as answer:
+            return await answer.text()
+
     async def knows(self, addresses: Collection[str]) -> None:
         """Wait until its pool is exactly this: nothing lost, nothing twice."""
         await self.until(self.pool, lambda found: found == sorted(addresses))

@@ -9,12 +9,16 @@ import logging
 import os
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+
+import msgspec
 
 from extproc.autoscaling.meter import Counters
 from extproc.config import cluster as clusters
 from extproc.config import found_scaling, pooling
+from extproc.config.autoscaling import Target
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes import settings as watching
 from extproc.errors import ConfigError
@@ -31,6 +35,9 @@ _log = logging.getLogger("extproc.server")
 
 #: Seconds that handing over may hold up the end of a process.
 _LAST_S = 1.0
+
+#: Seconds between two looks for refused annotations to write Events about.
+_REPORT_S = 1.0
 
 
 class Autoscaler:
@@ -78,6 +85,9 @@ class Autoscaler:
         #: What found pools said of themselves when they were looked at; None to look again.
         self._said: dict[str, tuple[Site, Mapping[str, str] | None]] = {}
         self._faults: dict[str, str] = {}
+        #: Annotations of found pools that were refused (count), and why until an Event says it.
+        self._refusals: Counter[str] = Counter()
+        self._unreported: dict[str, str] = {}
         #: States of pools that were not found yet, and seconds our clock is ahead of theirs.
         self._kept: dict[str, State] = {}
         self._shift_s = 0.0
@@ -120,7 +130,10 @@ class Autoscaler:
 
     def figures(self) -> Mapping[str, Figures]:
         """What is shown, by pool."""
-        return {name: one.charts.figures() for name, one in self._scaled.items()}
+        shown = {name: one.charts.figures() for name, one in self._scaled.items()}
+        for name, count in self._refusals.items():
+            shown[name] = msgspec.structs.replace(shown.get(name, Figures()), refusals=count)
+        return shown
 
     async def start(self) -> None:
         """Go on where another replica stopped.
@@ -154,6 +167,8 @@ class Autoscaler:
         async with asyncio.TaskGroup() as tasks:
             if self._memory is not None:
                 tasks.create_task(self._keep(self._memory), name="autoscaling memory")
+            if self._cluster is not None and self._rules:
+                tasks.create_task(self._report(self._cluster), name="autoscaling events")
             running: dict[Scaled, asyncio.Task[None]] = {}
             while True:
                 self._others.clear()
@@ -189,7 +204,10 @@ class Autoscaler:
             self._said[name] = site, site.annotations
             self._drop(name)
             self._fault(name, str(error))
+            self._refusals[name] += 1
+            self._unreported[name] = str(error)
             return
+        self._unreported.pop(name, None)
         now = self._scaled.get(name)
         if now is not None and now.site is site and now.scaling == wanted:
             return
@@ -233,6 +251,8 @@ class Autoscaler:
         del self._said[name]
         self._numbers.pop(name, None)
         self._faults.pop(name, None)
+        self._refusals.pop(name, None)
+        self._unreported.pop(name, None)
         self._changed.set()
 
     def _remind(self, loop: Loop) -> None:
@@ -244,6 +264,27 @@ class Autoscaler:
         if self._faults.get(name) != why:
             self._faults[name] = why
             _log.error("pool %s is not scaled: %s", name, why)
+
+    async def _report(self, cluster: kubernetes.Cluster) -> None:
+        """Write refused annotations into Events on their pools, while this replica leads."""
+        while True:
+            await asyncio.sleep(_REPORT_S)
+            await self.report(cluster)
+
+    async def report(self, cluster: kubernetes.Cluster) -> None:
+        """Write those that were not written yet."""
+        while self._unreported and self._around.leads():
+            name, why = self._unreported.popitem()
+            namespace, _, pool = name.rpartition("/")
+            about = Target(
+                kind="InferencePool",
+                name=pool,
+                namespace=namespace,
+                group=watching.POOL_GROUP,
+                version="v1",
+            )
+            note = f"extproc does not scale it: {why}"
+            await cluster.write_event(about, "InvalidAnnotation", note, warning=True)
 
     async def _keep(self, kept: memory.Keeping) -> None:
         while True:

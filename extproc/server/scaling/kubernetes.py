@@ -26,7 +26,7 @@ _log = logging.getLogger("extproc.server")
 _LIMIT_S = 4.0
 
 #: Events that may wait to be written (count).
-_MOST_NOTES = 16
+_MOST_EVENTS = 16
 
 
 class Cluster:
@@ -41,6 +41,7 @@ class Cluster:
         self.identity = identity
         self._reaching = reaching
         self._server: api.Server | None = None
+        self._warned = False
 
     async def open(self) -> None:
         """Load configuration and credentials.
@@ -79,6 +80,32 @@ class Cluster:
                 return answers.Refused(0, str(error))
         return found
 
+    async def write_event(
+        self, about: Target, reason: str, note: str, *, warning: bool = False
+    ) -> None:
+        """Write an Event; one that is lost is no harm, and the first of them is logged.
+
+        Args:
+            about: The object, with everything filled in.
+            reason: In one word.
+            note: For people.
+            warning: Whether it asks for attention.
+        """
+        body = objects.event(
+            about,
+            uid="",
+            reason=reason,
+            note=note,
+            warning=warning,
+            at=dt.datetime.now(dt.UTC),
+            by=self.identity,
+        )
+        path = objects.namespaced_path("", "v1", about.namespace, "events")
+        refused = await self.send("POST", path, body)
+        if isinstance(refused, answers.Refused) and not self._warned:
+            self._warned = True
+            _log.warning("autoscaling: no Event can be written: %s", refused.message)
+
 
 class Scale:
     """The hands of one target.
@@ -97,8 +124,7 @@ class Scale:
         self._rivals = rivals.Rivals(target, cluster)
         #: Why we stand down, until the leader wrote it into an Event.
         self._unsaid = ""
-        self._unasked: set[str] = set()
-        self._notes: asyncio.Queue[tuple[str, str, bool]] = asyncio.Queue(_MOST_NOTES)
+        self._events: asyncio.Queue[tuple[str, str, bool]] = asyncio.Queue(_MOST_EVENTS)
 
     @property
     def acts(self) -> bool:
@@ -109,7 +135,7 @@ class Scale:
         """See `Hands`."""
         del available
         if self._unsaid and self._leads():
-            self._note("StandsDown", self._unsaid, warning=True)
+            self._record("StandsDown", self._unsaid, warning=True)
             self._unsaid = ""
         found = await self._cluster.send("GET", f"{self._path}/scale")
         if isinstance(found, answers.Refused):
@@ -125,7 +151,8 @@ class Scale:
         if isinstance(found, answers.Refused):
             return Failed(self._told("changed", found, "patch"))
         told = f"from {spec} to {desired.replicas} replicas, {desired.why}"
-        self._note("Scaled", told + (f": {desired.because}" if desired.because else ""))
+        told += f": {desired.because}" if desired.because else ""
+        self._record("Scaled", told)
         return None
 
     def recall(self, replicas: int) -> None:
@@ -134,7 +161,7 @@ class Scale:
     async def run(self) -> None:
         """Look for others who scale, and write Events, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._tell_all(), name=f"events of {self._named}")
+            tasks.create_task(self._write_events(), name=f"events of {self._named}")
             while True:
                 pause_s = await self.look_for_others()
                 await asyncio.sleep(pause_s)
@@ -153,28 +180,15 @@ class Scale:
             _log.info("autoscaling: no other autoscaler of %s is left: we scale it", self._named)
         return pause_s
 
-    def _note(self, reason: str, note: str, *, warning: bool = False) -> None:
-        """Write an Event soon; one that nobody may write is no loss."""
-        if not self._notes.full():
-            self._notes.put_nowait((reason, note, warning))
+    def _record(self, reason: str, note: str, *, warning: bool = False) -> None:
+        """Write an Event soon; dropped while too many wait."""
+        if not self._events.full():
+            self._events.put_nowait((reason, note, warning))
 
-    async def _tell_all(self) -> None:
-        place = objects.namespaced_path("", "v1", self._target.namespace, "events")
+    async def _write_events(self) -> None:
         while True:
-            reason, note, warning = await self._notes.get()
-            body = objects.event(
-                self._target,
-                uid="",
-                reason=reason,
-                note=note,
-                warning=warning,
-                at=dt.datetime.now(dt.UTC),
-                by=self._cluster.identity,
-            )
-            refused = await self._cluster.send("POST", place, body)
-            if isinstance(refused, answers.Refused) and "events" not in self._unasked:
-                self._unasked.add("events")
-                _log.warning("autoscaling: no Event can be written: %s", refused.message)
+            reason, note, warning = await self._events.get()
+            await self._cluster.write_event(self._target, reason, note, warning=warning)
 
     @property
     def _named(self) -> str:

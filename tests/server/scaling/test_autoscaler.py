@@ -118,6 +118,35 @@ def test_an_annotation_that_cannot_be_read_scales_nothing(caplog):
     assert place.scaled == ["a/x"]
 
 
+class EventsFixture:
+    """Takes Events in place of an API server."""
+
+    def __init__(self):
+        self.written = []
+
+    async def write_event(self, about, reason, note, *, warning):
+        self.written.append((f"{about.kind} {about.namespace}/{about.name}", reason, note, warning))
+
+
+async def test_autoscaler_counts_and_reports_annotations_that_it_refused():
+    """On the metrics page and in an Event on the pool, until the pool is gone."""
+    place, cluster = Place(), EventsFixture()
+    place.bring("a/x", target="apps/v1%2Fnamespaces%2Fkube-system/deployments/Deployment/coredns")
+    place.bring("a/y", max="many")
+    place.bring("a/y", max="2")
+    assert place.scaled == ["a/y"]
+    refusals = {name: one.refusals for name, one in place.subject.figures().items()}
+    assert refusals == {"a/x": 1, "a/y": 1}
+    await place.subject.report(cluster)
+    ((about, reason, note, warning),) = cluster.written
+    assert (about, reason, warning) == ("InferencePool a/x", "InvalidAnnotation", True)
+    assert "wanted an API version" in note
+    await place.subject.report(cluster)
+    assert len(cluster.written) == 1
+    place.take_away("a/x")
+    assert set(place.subject.figures()) == {"a/y"}
+
+
 class Cluster:
     """Keeps what is written to it."""
 
