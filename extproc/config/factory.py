@@ -23,6 +23,7 @@ from extproc.protocol.settings import ExchangeSettings
 from extproc.scheduling import guard
 from extproc.scheduling.profile import Profile
 from extproc.scrape import pace, roll, scraper
+from extproc.supervision import Supervisor
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -122,7 +123,9 @@ def build(
         scraping=_scraping(settings.scrape),
         listed=load.entries(settings.pool, where=where),
         following=follow.Settings(
-            file=settings.pool.endpoints_file, refresh_s=settings.pool.dns_refresh_s
+            file=settings.pool.endpoints_file,
+            refresh_s=settings.pool.dns_refresh_s,
+            pool=settings.pool.name,
         ),
     )
 
@@ -178,6 +181,7 @@ def discovery(
     *,
     clock: Callable[[], float],
     on_fact: Callable[[follow.DiscoveryFact], None],
+    supervisor: Supervisor,
 ) -> follow.Discovery:
     """Build what keeps the fleet's endpoint list true.
 
@@ -185,6 +189,7 @@ def discovery(
         parts: Whose fleet is told.
         clock: Monotonic seconds.
         on_fact: Told when something happened.
+        supervisor: Hears of steps that went well.
     """
     return follow.Discovery(
         parts.following,
@@ -194,6 +199,7 @@ def discovery(
         clock=clock,
         rng=parts.rng,
         on_fact=on_fact,
+        supervisor=supervisor,
     )
 
 

@@ -13,6 +13,7 @@ import msgspec
 from extproc.discovery import entries, file, resolved
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
+from extproc.supervision import Supervisor
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         refresh_s: How often names are resolved again: the usual DNS time to live inside a cluster.
         retry_s: The same while some name does not resolve.
         jitter: Each refresh is spread by this share to either side, lest replicas ask at once.
+        pool: Name of the pool, for the supervisor.
     """
 
     file: str = ""
@@ -34,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     refresh_s: float = 30.0
     retry_s: float = 3.0
     jitter: float = 0.1
+    pool: str = ""
 
 
 class DiscoveryFact(msgspec.Struct, frozen=True):
@@ -75,7 +78,8 @@ class Discovery:
         resolver: Who answers for names.
         clock: Monotonic seconds.
         rng: Chance, for spreading refreshes.
-        on_fact: Called when something happened; must not raise.
+        on_fact: Called when something happened.
+        supervisor: Hears of steps that went well; None for one of its own.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Discovery:
         clock: Callable[[], float],
         rng: random.Random,
         on_fact: Callable[[DiscoveryFact], None] = lambda _: None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self._settings = settings
         self._fleet = fleet
@@ -97,9 +102,13 @@ class Discovery:
         self._clock = clock
         self._rng = rng
         self._on_fact = on_fact
+        self._supervisor = supervisor or Supervisor(clock=clock)
+        self._name = settings.pool
         self._filed: tuple[entries.Entry, ...] = ()
         self._stamp: file.Stamp | None = None
         self._refresh_at = float("-inf")
+        #: Whether the file has another list that the fleet does not have yet.
+        self._unresolved = False
         self._told: tuple[Endpoint, ...] | None = None
         self._answers: resolved.Answers = {}
         self._troubled: frozenset[str] = frozenset()
@@ -114,17 +123,23 @@ class Discovery:
         if self._path is not None:
             self._stamp = file.stamp(self._path)
             self._filed = await self._load(self._path)
-        await self._resolve()
+        # Without the endpoints nobody is ready; the loop resolves them as soon as it can.
+        self._unresolved = not await self._supervisor.attempt(
+            "discovery", self._resolve(), of=self._name
+        )
 
     async def run(self) -> None:
         """Follows the sources until cancelled; `start` comes before."""
         while True:
             await asyncio.sleep(self._settings.poll_s)
             await self.step()
+            self._supervisor.works("discovery", self._name)
 
     async def step(self) -> None:
         """Looks once: reloads a changed file, resolves again when that is due."""
-        if await self._reloaded() or self._due():
+        if await self._reloaded():
+            self._unresolved = True
+        if self._unresolved or self._due():
             await self._resolve()
 
     def _due(self) -> bool:
@@ -165,9 +180,10 @@ class Discovery:
         self._answers = result.answers
         self._note_names(result)
         if result.endpoints != self._told:
-            self._told = result.endpoints
             self._fleet.replace(result.endpoints, self._clock())
+            self._told = result.endpoints
             self._note("replaced", f"{len(listed)} entries")
+        self._unresolved = False
 
     def _note_names(self, result: resolved.Resolution) -> None:
         """Says so once when a name stops resolving, not at every refresh."""

@@ -12,6 +12,7 @@ import msgspec
 
 from extproc.election.settings import Settings
 from extproc.election.term import Put, Record, Term
+from extproc.supervision import Supervisor
 
 #: Attempts to release a Lease: one of them may meet a renewal that was still on its way.
 _RELEASES = 3
@@ -75,7 +76,8 @@ class Elector:
         rng: Chance, for spreading attempts.
         stands: Whether this replica would take the Lease if it were free. One that could not do
             the work must not; one that holds it already keeps it.
-        on_fact: Called when something happened; must not raise.
+        on_fact: Called when something happened.
+        supervisor: Hears of attempts that raise; None for one of its own.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Elector:
         rng: random.Random,
         stands: Callable[[], bool] = lambda: True,
         on_fact: Callable[[Fact], None] = lambda _: None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self._term = Term(identity, settings)
         self._leases = leases
@@ -95,6 +98,7 @@ class Elector:
         self._rng = rng
         self._stands = stands
         self._on_fact = on_fact
+        self._supervisor = supervisor or Supervisor(clock=clock)
         self._resigned = asyncio.Event()
         self._over = asyncio.Event()
         self._led = False
@@ -118,13 +122,23 @@ class Elector:
         """Stand until resigned; then release the Lease, and end."""
         try:
             while not self._resigned.is_set():
-                pause = await self.step()
+                pause = await self._attempted()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._resigned.wait(), pause)
-            await self.release()
+            await self._supervisor.attempt("election", self.release())
         finally:
             self._over.set()
             await self._leases.close()
+
+    async def _attempted(self) -> float:
+        """One step; what it raises says nothing about the Lease, which has to be read again."""
+        try:
+            pause_s = await self.step()
+        except Exception as error:  # noqa: BLE001 - a candidate that gives up would leave nobody
+            self._term.doubt()
+            return self._supervisor.failed("election", error)
+        self._supervisor.works("election")
+        return pause_s
 
     async def step(self) -> float:
         """One attempt; returns seconds until the next."""

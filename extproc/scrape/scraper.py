@@ -16,11 +16,15 @@ import msgspec
 from extproc.endpoint import METRICS_PORT, Endpoint, Load
 from extproc.scrape import client, engines, needs, pace, page, roll
 from extproc.scrape.needs import MarkT
+from extproc.supervision import Supervisor
 
 #: Endpoint label that moves its metrics to another port of the same address.
 PORT_LABEL = METRICS_PORT
 
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
+
+#: How outcomes of a scrape begin whose page made our own code raise.
+BUG = "bug: "
 
 #: Outcomes of a scrape after which nothing else is asked: the list of models would fail as well.
 UNREACHABLE = frozenset({"timeout", "refused", "unreachable"})
@@ -131,15 +135,12 @@ class Watch(Generic[MarkT]):
         mark = scraper.fleet.begin_scrape(endpoint)
         found = await scraper.client.get(self.target)
         now = scraper.clock()
-        read = _read(found, endpoint, now)
-        if isinstance(read, Load):
+        outcome, engine = self._take(mark, found, now)
+        if outcome == "ok":
             self.failures = 0
-            scraper.fleet.observe(mark, read, now)
-            outcome, engine = "ok", read.engine
         else:
             self.failures += 1
-            scraper.fleet.scrape_failed(mark, read, now)
-            outcome, engine = read, ""
+            scraper.fleet.scrape_failed(mark, outcome, now)
         self.is_refused = outcome == REFUSED
         scraper.on_fact(ScrapeFact(endpoint.address, outcome, scraper.clock() - began, engine))
         if outcome not in UNREACHABLE:
@@ -148,6 +149,24 @@ class Watch(Generic[MarkT]):
             if listed:
                 seconds = scraper.clock() - began
                 scraper.on_fact(ScrapeFact(endpoint.address, listed, seconds, listing=True))
+        if not outcome.startswith(BUG):
+            scraper.supervisor.works("scrape", endpoint.address)
+
+    def _take(self, mark: MarkT, found: bytes | client.Failed, now: float) -> tuple[str, str]:
+        """Read a page and hand its load to the fleet; the outcome, and the engine's name.
+
+        What a page makes raise counts against its endpoint: its load ages, as if it did not answer.
+        """
+        scraper, endpoint = self._scraper, self.member.endpoint
+        try:
+            read = _read(found, endpoint, now)
+            if isinstance(read, Load):
+                scraper.fleet.observe(mark, read, now)
+                return "ok", read.engine
+        except Exception as bug:  # noqa: BLE001 - one page must not end every other loop
+            scraper.supervisor.failed("scrape", bug, of=endpoint.address)
+            return f"{BUG}{type(bug).__name__}", ""
+        return read, ""
 
     @property
     def targets(self) -> Iterator[client.Target]:
@@ -173,13 +192,14 @@ class Scraper(Generic[MarkT]):
         client: Fetches pages.
         clock: Monotonic seconds.
         rng: Chance, for spreading.
-        on_fact: Called after every scrape; must not raise.
+        on_fact: Called after every scrape.
         missed: Requests so far for models that nobody lists (count); more of them make the lists
             be asked for sooner.
         census: Shared by scrapers that share a budget; None for one alone.
+        supervisor: Keeps the loops alive; None for one of its own.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the last two are what all scrapers of a process share
         self,
         settings: Settings,
         fleet: needs.Fleet[MarkT],
@@ -190,6 +210,7 @@ class Scraper(Generic[MarkT]):
         on_fact: Callable[[ScrapeFact], None] = lambda _: None,
         missed: Callable[[], int] = lambda: 0,
         census: Census | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self.settings = settings
         self.fleet = fleet
@@ -199,6 +220,7 @@ class Scraper(Generic[MarkT]):
         self.on_fact = on_fact
         self.missed = missed
         self.census = census or Census()
+        self.supervisor = supervisor or Supervisor(clock=clock)
         self.watches: dict[str, Watch[MarkT]] = {}
 
     async def run(self) -> None:
@@ -224,7 +246,10 @@ class Scraper(Generic[MarkT]):
             else:
                 self._stop(address)
                 left.pop(address, None)
-                self._start(member, tasks)
+                try:
+                    self._start(member, tasks)
+                except Exception as error:  # noqa: BLE001 - the endpoints after it are scraped
+                    self.supervisor.note("scrape", error, of=address)
         for address in left:
             self._stop(address)
 
@@ -242,10 +267,12 @@ class Scraper(Generic[MarkT]):
 
     def _start(self, member: needs.Member, tasks: asyncio.TaskGroup) -> None:
         watch = Watch(self, member)
+        address = member.endpoint.address
         self.census.busy += watch.busy
         self.census.all += 1
-        self.watches[member.endpoint.address] = watch
-        watch.task = tasks.create_task(watch.run(), name=f"scrape {member.endpoint.address}")
+        self.watches[address] = watch
+        kept = self.supervisor.keep("scrape", watch.run, of=address)
+        watch.task = tasks.create_task(kept, name=f"scrape {address}")
 
     def _stop(self, address: str) -> None:
         watch = self.watches.pop(address, None)
@@ -282,8 +309,5 @@ def _read(found: bytes | client.Failed, endpoint: Endpoint, now: float) -> Load 
         return found.reason
     labels = endpoint.labels
     engine_type = next((labels[key] for key in engines.TYPE_LABELS if key in labels), "")
-    try:
-        read = page.read(found, now, engine_type=engine_type)
-    except Exception as bug:  # noqa: BLE001 - a bug on one page must not end every other loop
-        return f"bug: {type(bug).__name__}"
+    read = page.read(found, now, engine_type=engine_type)
     return read if isinstance(read, Load) else "unreadable"

@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import grpc
 import uvloop
@@ -28,6 +28,7 @@ from extproc.server.scaling import autoscaler, keda
 from extproc.server.sharing import line
 from extproc.server.site import Shared
 from extproc.server.sites import Sites
+from extproc.supervision import LoopName
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.ring import Ring
 from extproc.telemetry.tallies import Tallies
@@ -35,6 +36,9 @@ from extproc.telemetry.watch_series import WatchFigures
 from extproc.xds.traits import Traits
 
 _log = logging.getLogger("extproc.server")
+
+#: What starts a loop that runs until it is cancelled.
+Loop = Callable[[], Awaitable[None]]
 
 #: Facts of discovery in Kubernetes that are as they should be.
 _QUIET = frozenset({"synced", "connected", "relisted", "not-installed"})
@@ -84,6 +88,8 @@ async def serve(
         source, settings, adopt=picker.adopt, on_reload=picker.tell_of_reload
     )
     signals.follow(stop, hurry, reloader.ask)
+    supervisor = picker.tallies.supervisor
+    asyncio.get_running_loop().set_exception_handler(supervisor.handle)
     try:
         addresses = await picker.start()
         await picker.sync()
@@ -92,8 +98,11 @@ async def serve(
         gc.freeze()
         gc.set_threshold(20_000, 20, 50)
         async with asyncio.TaskGroup() as tasks:
-            running = {**picker.loops(), "reload": reloader.run()}
-            loops = [tasks.create_task(loop, name=name) for name, loop in running.items()]
+            running: dict[LoopName, Loop] = {**picker.loops(), "reload": reloader.run}
+            loops = [
+                tasks.create_task(supervisor.keep(name, run), name=name)
+                for name, run in running.items()
+            ]
             on_ready(addresses)
             await stop.wait()
             await picker.drain(hurry)
@@ -137,6 +146,7 @@ class Picker:
                 rng=random.Random(settings.seed),
                 on_pools=self.sites.take,
                 on_fact=_followed,
+                supervisor=self.tallies.supervisor,
             )
         self._about["profile"] = self.sites.profile
         scrape = settings.scrape
@@ -147,10 +157,12 @@ class Picker:
             ),
             fits=lambda: self.sites.fits,
             leader=(lambda: self._leads) if settings.cluster.leader_election else None,
-            notes=lambda: watches.lines(self._watch_statuses, clock()),
+            notes=self._notes,
         )
         self.tallies.watches = self._watch_figures
-        self._elector = leases.stand(settings, able=lambda: self.readiness.able)
+        self._elector = leases.stand(
+            settings, able=lambda: self.readiness.able, supervisor=self.tallies.supervisor
+        )
         self._autoscaler = autoscaler.Autoscaler(
             settings, self.sites, self.tallies, leads=lambda: self._leads, clock=clock
         )
@@ -181,6 +193,7 @@ class Picker:
                 synced=lambda: self.sites.synced,
                 traits=Traits(settings.xds.health_check, settings.xds.outliers),
                 tallies=self.tallies.xds,
+                supervisor=self.tallies.supervisor,
             )
         self._grpc: list[grpc.aio.Server] = []
         self._pages: web.AppRunner | None = None
@@ -221,7 +234,7 @@ class Picker:
         keda_port = 0
         if self._keda is not None:
             scaling = ports.listener(self._settings.limits.max_message_bytes)
-            keda.register(scaling, self._keda)
+            keda.register(scaling, self._keda, self.tallies.supervisor)
             health.register(scaling, self.readiness)
             self._grpc.append(scaling)
             wanted = self._settings.autoscaling.keda
@@ -259,6 +272,13 @@ class Picker:
         """How the watches of Kubernetes stand; nothing where there are none."""
         return () if self._follower is None else self._follower.statuses
 
+    def _notes(self) -> Iterator[str]:
+        """What fails and what stands still, for the readiness page."""
+        degraded = self.tallies.supervisor.degraded
+        if degraded:
+            yield f"degraded: {', '.join(degraded)}"
+        yield from watches.lines(self._watch_statuses, self._clock())
+
     def _watch_figures(self) -> Iterator[WatchFigures]:
         now = self._clock()
         for one in self._watch_statuses:
@@ -277,21 +297,21 @@ class Picker:
         """Whether this replica won the election, where there is one."""
         return self._elector is not None and self._elector.leads
 
-    def loops(self) -> dict[str, Coroutine[None, None, None]]:
+    def loops(self) -> dict[LoopName, Loop]:
         """The loops beside the servers, by name."""
-        loops = {
-            "pools": self.sites.run(),
-            "autoscaling": self._autoscaler.run(),
-            "uploads": self.servicer.follow_uploads(),
+        loops: dict[LoopName, Loop] = {
+            "pools": self.sites.run,
+            "autoscaling": self._autoscaler.run,
+            "uploads": self.servicer.follow_uploads,
         }
         if self._follower is not None:
-            loops["kubernetes"] = self._follower.run()
+            loops["kubernetes"] = self._follower.run
         if self._xds is not None:
-            loops["xds"] = self._xds.run()
+            loops["xds"] = self._xds.run
         if self._elector is not None:
-            loops["election"] = self._elector.run()
+            loops["election"] = self._elector.run
         if self._line is not None:
-            loops["sharing"] = self._line.run()
+            loops["sharing"] = self._line.run
         return loops
 
     def adopt(self, settings: Settings) -> None:
@@ -319,16 +339,18 @@ class Picker:
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Turn unready, serve on for the drain time, then let every stream go."""
+        supervisor = self.tallies.supervisor
         self.readiness.draining = True
-        await self._autoscaler.hand_over()
+        # What raises on the way must not cut the streams short that are still served.
+        await supervisor.attempt("drain", self._autoscaler.hand_over())
         if self._elector is not None:
             # Another replica is to be ready while this one serves what is left.
-            self._elector.resign()
+            supervisor.call("drain", self._elector.resign)
         if self._keda is not None:
-            self._keda.release()
+            supervisor.call("drain", self._keda.release)
         if self._xds is not None:
             # At once: Envoy goes to another picker for news, and keeps what it holds.
-            await self._xds.release()
+            await supervisor.attempt("drain", self._xds.release())
         _log.info("draining, %d streams are open", self.tallies.streams_open)
         try:
             await asyncio.wait_for(hurry.wait(), self._settings.server.drain_timeout_s)
@@ -337,21 +359,23 @@ class Picker:
         # Envoy must know first (GOAWAY), or it would go on opening streams here.
         stopping = [asyncio.ensure_future(one.stop(_RELEASE_S)) for one in self._grpc]
         await asyncio.sleep(0)
-        for gate in self.sites.gates.values():
-            gate.close()
-        await self.servicer.release(_RELEASE_S)
-        await asyncio.gather(*stopping)
+        for name, gate in self.sites.gates.items():
+            supervisor.call("drain", gate.close, of=name)
+        await supervisor.attempt("drain", self.servicer.release(_RELEASE_S))
+        for one in stopping:
+            await supervisor.attempt("drain", one)
         if self._elector is not None:
-            await self._elector.resigned(_RELEASE_S)
+            await supervisor.attempt("drain", self._elector.resigned(_RELEASE_S))
 
     async def stop(self) -> None:
         """Close everything."""
+        attempt = self.tallies.supervisor.attempt
         for one in self._grpc:
-            await one.stop(_RELEASE_S)
+            await attempt("drain", one.stop(_RELEASE_S))
         if self._pages is not None:
-            await self._pages.cleanup()
+            await attempt("drain", self._pages.cleanup())
         self._http.close()
-        await self._autoscaler.close()
+        await attempt("drain", self._autoscaler.close())
 
     async def _start_pages(self, server: Server) -> int:
         pages = admin.Pages(

@@ -19,6 +19,7 @@ from extproc.discovery.kubernetes import answers
 from extproc.election import elector, lease
 from extproc.election.term import Put, Record
 from extproc.errors import ConfigError
+from extproc.supervision import Supervisor
 
 if TYPE_CHECKING:
     from extproc.discovery.kubernetes import api
@@ -127,12 +128,15 @@ class Leases:
         return told
 
 
-def stand(settings: Settings, *, able: Callable[[], bool]) -> elector.Elector | None:
+def stand(
+    settings: Settings, *, able: Callable[[], bool], supervisor: Supervisor
+) -> elector.Elector | None:
     """The election that settings ask for; None for none.
 
     Args:
         settings: The whole configuration.
         able: Whether this replica could serve: one that could not leaves the Lease to others.
+        supervisor: Hears of attempts that raise.
 
     Raises:
         ConfigError: There is no Kubernetes to ask, or the section `cluster` contradicts itself.
@@ -150,6 +154,7 @@ def stand(settings: Settings, *, able: Callable[[], bool]) -> elector.Elector | 
         rng=random.Random(identity),
         stands=able,
         on_fact=_tell,
+        supervisor=supervisor,
     )
 
 

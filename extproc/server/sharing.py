@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import random
@@ -57,6 +58,7 @@ class Line:
         self._settings = settings
         self._sites = sites
         self._clock = clock
+        self._supervisor = sites.supervisor
         self._writing, self._reading = _client(settings), _client(settings)
         self._waiting = asyncio.Event()
         name = f"{socket.gethostname()}_{secrets.token_hex(4)}"
@@ -71,9 +73,11 @@ class Line:
         """Tell and listen until cancelled; then say goodbye."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._beat(), name="sharing beat")
-                tasks.create_task(self._keep("tell", self._tell), name="sharing tell")
-                tasks.create_task(self._keep("listen", self._listen), name="sharing listen")
+                keep = self._supervisor.keep
+                tasks.create_task(keep("sharing", self._beat, of="beat"), name="sharing beat")
+                for what, once in (("tell", self._tell), ("listen", self._listen)):
+                    lasting = functools.partial(self._keep, what, once)
+                    tasks.create_task(keep("sharing", lasting, of=what), name=f"sharing {what}")
         finally:
             self._outbox.say_left()
             with contextlib.suppress(*_failures()):
@@ -92,6 +96,7 @@ class Line:
             sharing.connect([(name, site.parts.dispatcher) for name, site in sites], self._outbox)
             self._outbox.say_open()
             self._freed(self.mirror.drop_silent(self._clock()))
+            self._supervisor.works("sharing", "beat")
             await asyncio.sleep(self._settings.beat_s)
 
     async def _keep(self, what: str, once: Callable[[], Any]) -> None:
@@ -111,6 +116,7 @@ class Line:
                 wait_s = min(2.0 * wait_s, _MOST_BACK_OFF_S)
 
     def _works(self, what: str) -> None:
+        self._supervisor.works("sharing", what)
         if what in self._away:
             self._away.remove(what)
             _log.info("sharing: can %s again", what)
@@ -150,7 +156,9 @@ class Line:
             found: Any = await client.xread({stream: last}, count=_MOST_ENTRIES, block=_BLOCK_MS)
             for _, entries in found or ():
                 for entry, fields in entries:
-                    self._heard(fields.get(_FIELD, b""))
+                    heard = functools.partial(self._heard, fields.get(_FIELD, b""))
+                    # Anybody who may write to the stream chose these bytes.
+                    self._supervisor.call("sharing", heard, of="an entry of the stream")
                     last = entry
 
     def _heard(self, carried: bytes) -> None:

@@ -17,6 +17,7 @@ from extproc.endpoint import Endpoint
 from extproc.scheduling import guard
 from extproc.scrape import client, scraper
 from extproc.server.gate import Gate
+from extproc.supervision import Supervisor
 from extproc.telemetry.pool_series import Cache, Watched
 from extproc.telemetry.tallies import Tallies
 
@@ -39,6 +40,11 @@ class Shared(msgspec.Struct, frozen=True):
     http: client.Client
     census: scraper.Census
     clock: Callable[[], float]
+
+    @property
+    def supervisor(self) -> Supervisor:
+        """Keeps loops alive."""
+        return self.tallies.supervisor
 
 
 class Site:
@@ -77,7 +83,12 @@ class Site:
         )
         told = pooling.followed(planned.settings.pool)
         self._discovery = (
-            factory.discovery(self.parts, clock=shared.clock, on_fact=self._discovered)
+            factory.discovery(
+                self.parts,
+                clock=shared.clock,
+                on_fact=self._discovered,
+                supervisor=shared.supervisor,
+            )
             if told
             else None
         )
@@ -119,11 +130,14 @@ class Site:
 
     async def run(self) -> None:
         """Follow and scrape the endpoints until cancelled."""
+        keep = self._shared.supervisor.keep
         async with asyncio.TaskGroup() as tasks:
             if self._discovery is not None:
-                tasks.create_task(self._discovery.run(), name=f"discovery {self.name}")
+                kept = keep("discovery", self._discovery.run, of=self.name)
+                tasks.create_task(kept, name=f"discovery {self.name}")
             if self._settings.scrape.enabled:
-                tasks.create_task(self._scraper().run(), name=f"scrape {self.name}")
+                kept = keep("scrape", self._scraper().run, of=f"pool {self.name}")
+                tasks.create_task(kept, name=f"scrape {self.name}")
             # A group without tasks would end, and with it what runs all sites.
             await asyncio.Event().wait()
 
@@ -182,6 +196,7 @@ class Site:
             on_fact=self._scraped,
             missed=lambda: self._counts.unlisted,
             census=shared.census,
+            supervisor=shared.supervisor,
         )
 
     def _cache(self, endpoint: Endpoint) -> Cache:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
@@ -15,6 +16,7 @@ from extproc.pool.snapshot import Pool
 from extproc.server.gate import Gate
 from extproc.server.health import H2C, SPOKEN
 from extproc.server.site import Shared, Site, claim_of
+from extproc.supervision import Supervisor
 from extproc.telemetry.pool_series import Watched
 
 _log = logging.getLogger("extproc.server")
@@ -59,6 +61,11 @@ class Sites:
         self.gates: dict[str, Gate] = {}
         self.on_change: Callable[[], None] = _nobody
         self._connect()
+
+    @property
+    def supervisor(self) -> Supervisor:
+        """Keeps loops alive."""
+        return self._shared.supervisor
 
     @property
     def synced(self) -> bool:
@@ -125,7 +132,8 @@ class Sites:
                         del running[name]
                 for name, site in self.by_name.items():
                     if name not in running:
-                        running[name] = site, tasks.create_task(site.run(), name=f"pool {name}")
+                        kept = self._shared.supervisor.keep("pools", site.run, of=name)
+                        running[name] = site, tasks.create_task(kept, name=f"pool {name}")
                 await self._changed.wait()
 
     def take(self, changed: Mapping[str, Found], gone: Iterable[str]) -> None:
@@ -135,21 +143,20 @@ class Sites:
             changed: Pools that are new or other than before, by its keys.
             gone: Keys of pools that are no longer followed.
         """
+        call = self._shared.supervisor.call
         before = {name: site.claim for name, site in self.by_name.items()}
         for key, found in changed.items():
-            name = self._written.get(key)
-            site = self._bring(key, found) if name is None else self.by_name[name]
-            if site is not None:
-                site.take(found)
+            # What is wrong with one pool is taken in without it; the others have their own.
+            call("pools", functools.partial(self._take, key, found), of=key)
         for key in gone:
             if key in self._brought:
                 self._brought.discard(key)
-                self.by_name.pop(key).close()
+                call("pools", self.by_name.pop(key).close, of=key)
                 _log.info("pool %s is no longer served", key)
         if before != {name: site.claim for name, site in self.by_name.items()}:
             self._connect()
             self._changed.set()
-        self.on_change()
+        call("pools", self.on_change)
 
     def replanned(self, settings: Settings) -> Callable[[], None]:
         """Build what other settings mean; calling what is returned puts it in force.
@@ -173,6 +180,12 @@ class Sites:
             self._connect()
 
         return adopt
+
+    def _take(self, key: str, found: Found) -> None:
+        name = self._written.get(key)
+        site = self._bring(key, found) if name is None else self.by_name[name]
+        if site is not None:
+            site.take(found)
 
     def _bring(self, key: str, found: Found) -> Site | None:
         claim = claim_of(found.annotations)

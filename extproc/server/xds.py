@@ -14,6 +14,7 @@ import grpc
 
 from extproc.errors import ConfigError
 from extproc.pool.snapshot import Pool
+from extproc.supervision import Supervisor
 from extproc.telemetry.xds_series import XdsTallies
 from extproc.xds import resources
 from extproc.xds.resources import Snapshot
@@ -94,6 +95,7 @@ class Discovery:
         synced: Whether they are known.
         traits: What every cluster has in common.
         tallies: Where facts go.
+        supervisor: Hears of what raises; None for one of its own.
 
     Raises:
         ConfigError: The types of Envoy are not installed.
@@ -107,6 +109,7 @@ class Discovery:
         synced: Callable[[], bool],
         traits: Traits,
         tallies: XdsTallies,
+        supervisor: Supervisor | None = None,
     ) -> None:
         if importlib.util.find_spec("envoy_data_plane") is None:
             raise ConfigError(
@@ -123,17 +126,21 @@ class Discovery:
         self._h2c = h2c
         self._synced = synced
         self._tallies = tallies
+        self._supervisor = supervisor or Supervisor()
         self._snapshot: Snapshot | None = None
         self._streams: set[_Stream] = set()
         self._somebody = asyncio.Event()
         self._refusals: set[tuple[str, str]] = set()
         self._closing = False
+        #: Endpoints with which a pool could not be posted, by its name.
+        self._faulty: dict[str, Mapping[str, int]] = {}
 
     async def run(self) -> None:
         """Look at the pools as long as somebody listens."""
         while True:
             await self._somebody.wait()
             self.step()
+            self._supervisor.works("xds")
             await asyncio.sleep(_LOOK_S)
 
     def step(self) -> None:
@@ -147,6 +154,11 @@ class Discovery:
             self._snapshot = self._board.snapshot
             for stream in self._streams:
                 stream.wake()
+        for name, fault in self._board.faults.items():
+            # Pools are new objects after every scrape; a list of endpoints is not.
+            if self._faulty.get(name) is not pools[name].positions:
+                self._supervisor.note("xds", fault, of=name)
+        self._faulty = {name: pools[name].positions for name in self._board.faults}
 
     async def whole(self, _: AsyncIterator[bytes], context: Context) -> None:
         """Serve `StreamAggregatedResources`."""
@@ -175,12 +187,15 @@ class Discovery:
         self._streams.add(stream)
         self._somebody.set()
         self._tallies.streams_open += 1
-        readable = True
+        readable, failed = True, False
         try:
             async with asyncio.TaskGroup() as tasks:
                 reading = tasks.create_task(stream.read(context), name="xds reading")
                 readable = await self._converse(stream, context)
                 reading.cancel()
+        except Exception as error:  # noqa: BLE001 - gRPC would log what may quote Envoy's message
+            self._supervisor.note("xds", error, of=stream.node)
+            failed = True
         finally:
             self._streams.discard(stream)
             self._tallies.streams_open -= 1
@@ -188,6 +203,8 @@ class Discovery:
                 # Nobody looks at the pools from now on, so this gets old.
                 self._snapshot = None
                 self._somebody.clear()
+        if failed:
+            await context.abort(grpc.StatusCode.INTERNAL, "the stream failed; open another one")
         if not readable:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a request cannot be read")
 

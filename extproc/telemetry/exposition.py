@@ -14,6 +14,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from extproc.supervision import LOOPS
 from extproc.telemetry import pool_series, scaling_series, watch_series, xds_series
 from extproc.telemetry.tallies import Distribution, Tallies
 
@@ -64,6 +65,7 @@ class Exposition(Collector):
         yield from watch_series.series(self._tallies.watches())
         yield from self._plugins()
         yield from self._configuration()
+        yield from self._loops()
         yield from self._distributions()
         yield from pool_series.endpoints(self._pools(), self._clock())
         for name, (text, read) in self._gauges.items():
@@ -104,6 +106,25 @@ class Exposition(Collector):
             "1 while the configuration differs in what only a restart changes.",
             value=float(tallies.restart_needed),
         )
+
+    def _loops(self) -> Iterator[Metric]:
+        supervisor = self._tallies.supervisor
+        failures = CounterMetricFamily(
+            "extproc_loop_failures",
+            "Exceptions in loops, which went on, and in what loops call.",
+            labels=["loop"],
+        )
+        degraded = GaugeMetricFamily(
+            "extproc_loop_degraded",
+            "1 while a loop fails and tries again after a pause.",
+            labels=["loop"],
+        )
+        failing = supervisor.degraded
+        for loop in LOOPS:
+            failures.add_metric([loop], supervisor.failures[loop])
+            degraded.add_metric([loop], float(loop in failing))
+        yield failures
+        yield degraded
 
     def _plugins(self) -> Iterator[Metric]:
         counts = self._tallies.plugins

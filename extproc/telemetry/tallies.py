@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from extproc.scheduling import guard
+from extproc.supervision import Supervisor
 from extproc.telemetry.pool_tallies import PoolTallies
 from extproc.telemetry.scaling_series import Figures
 from extproc.telemetry.watch_series import WatchFigures
@@ -59,6 +60,7 @@ class Tallies:
         xds: Counts of the xDS server.
         scaling: Gives what is shown of autoscaling, by pool.
         watches: Gives how the watches of Kubernetes stand.
+        supervisor: Keeps loops alive, and counts their failures.
         pools: Counts of each pool by its name; what was refused before a pool was found is under
             the empty name, or under that of the only pool.
     """
@@ -79,6 +81,7 @@ class Tallies:
         self.xds = XdsTallies()
         self.scaling: Callable[[], Mapping[str, Figures]] = dict
         self.watches: Callable[[], Iterable[WatchFigures]] = tuple
+        self.supervisor = Supervisor()
         self.pools: dict[str, PoolTallies] = {}
 
     def of(self, pool: str) -> PoolTallies:

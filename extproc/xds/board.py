@@ -32,12 +32,17 @@ class Board:
 
     Args:
         traits: What every cluster has in common.
+
+    Attributes:
+        snapshot: The latest resources.
+        faults: What posting a pool raised the last time, by its name; it stays as it was before.
     """
 
     def __init__(self, traits: Traits) -> None:
         self._renderer = Renderer(traits)
         self._with_health = not traits.health_check.path
         self._posted: dict[str, _Posted] = {}
+        self.faults: dict[str, Exception] = {}
         self.snapshot: Snapshot = {resources.CLUSTER: {}, resources.ASSIGNMENT: {}}
 
     def behind(self, pools: Mapping[str, Pool], h2c: Collection[str] = ()) -> bool:
@@ -66,10 +71,16 @@ class Board:
             pools: By their names.
             h2c: As in `behind`.
         """
-        posted = {
-            resources.cluster_name(name): self._post(name, pool, h2c=name in h2c)
-            for name, pool in pools.items()
-        }
+        self.faults.clear()
+        posted: dict[str, _Posted] = {}
+        for name, pool in pools.items():
+            cluster = resources.cluster_name(name)
+            try:
+                posted[cluster] = self._post(name, pool, h2c=name in h2c)
+            except Exception as error:  # noqa: BLE001 - the other pools are told of
+                self.faults[name] = error
+                if cluster in self._posted:
+                    posted[cluster] = self._posted[cluster]
         self._posted = posted
         self._renderer.keep({place for one in posted.values() for place in one.places})
         new: Snapshot = {

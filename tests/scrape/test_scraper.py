@@ -6,6 +6,7 @@ import pytest
 from extproc.endpoint import Endpoint
 from extproc.pool import fleet
 from extproc.scrape import client, pace, scraper
+from extproc.supervision import Supervisor
 
 QUICK = scraper.Settings(
     follow_s=0.0,
@@ -323,5 +324,65 @@ def test_whoever_refuses_is_scraped_again_within_two_seconds(reason, longest_s):
         for _ in range(9):
             await watch.step()
         assert 0.8 * longest_s <= scene.subject.wait_s(watch) <= longest_s
+
+    asyncio.run(scene())
+
+
+POISON = b"vllm:num_requests_waiting 13\n"
+
+
+def poisoned(fleet_):
+    """A fleet that raises at one page, as a bug that a hostile number sets off."""
+    observe = fleet_.observe
+
+    def raising(mark, load, now):
+        if load.waiting == 13:
+            raise OverflowError("a secret of the page")
+        observe(mark, load, now)
+
+    fleet_.observe = raising
+
+
+def test_one_page_that_makes_us_raise_stops_no_other_endpoint(caplog):
+    """Its load ages as if it did not answer; the others are scraped on, and it heals."""
+
+    async def scene():
+        scene = Scene("10.0.0.1:1", "10.0.0.2:2", p1=POISON)
+        poisoned(scene.fleet)
+        task = asyncio.ensure_future(scene.subject.run())
+        await scene.fetcher.until(lambda: scene.fetcher.asked.count(("10.0.0.2", 2)) >= 20)
+        subject = scene.subject.supervisor
+        assert subject.failures["scrape"] >= 1
+        assert subject.degraded == ["scrape"]
+        assert scene.load(0).waiting is None
+        assert scene.fleet.pool.members[0].failure == "bug: OverflowError"
+        assert scene.load(1).waiting == 3.0
+        scene.fetcher.answers.clear()
+        await scene.fetcher.until(lambda: not subject.degraded)
+        assert scene.load(0).waiting == 3.0
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scene())
+    assert "secret" not in caplog.text
+    assert len([line for line in caplog.messages if "OverflowError" in line]) == 1
+
+
+def test_a_fact_that_nobody_can_take_stops_no_scraping():
+    """What is told of scrapes may raise; scraping goes on after a pause."""
+
+    async def no_pause(_):
+        await asyncio.sleep(0)
+
+    async def scene():
+        scene = Scene("10.0.0.1:1")
+        scene.subject.supervisor = Supervisor(sleep=no_pause)
+        scene.subject.on_fact = {}.__getitem__
+        task = asyncio.ensure_future(scene.subject.run())
+        await scene.fetcher.until(lambda: len(scene.fetcher.asked) >= 5)
+        assert scene.load().waiting == 3.0
+        assert scene.subject.supervisor.failures["scrape"] >= 4
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(scene())

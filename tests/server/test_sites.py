@@ -15,7 +15,7 @@ from extproc.pool import policy
 from extproc.request import RawRequest
 from extproc.scheduling.guard import Guards
 from extproc.scrape import client, scraper
-from extproc.server.site import Shared, claim_of
+from extproc.server.site import Shared, Site, claim_of
 from extproc.server.sites import Sites
 from extproc.telemetry.tallies import Tallies
 
@@ -207,3 +207,50 @@ async def test_rules_and_claims_are_live():
 def test_claims_of_annotations(annotations, claim):
     """Lists with commas; hosts and header names in lower case."""
     assert claim_of(annotations) == claim
+
+
+async def test_one_pool_that_raises_stops_no_other(monkeypatch):
+    """What Kubernetes says of one pool may raise; the others are taken in, told of and counted."""
+    subject = sites("cluster: {every_pool: cluster}")
+    heard = []
+
+    def listener():
+        heard.append(set(subject.by_name))
+        raise OSError
+
+    subject.on_change = listener
+    real = Site.take
+
+    def take(site, found):
+        if site.name == "n/bad":
+            raise OverflowError
+        real(site, found)
+
+    monkeypatch.setattr(Site, "take", take)
+    subject.take({"n/a": found(A), "n/bad": found(B), "n/c": found(C)}, ())
+    assert [len(pool.members) for pool in subject.pools().values()] == [1, 0, 1]
+    assert heard == [{"n/a", "n/bad", "n/c"}]
+    assert subject.supervisor.failures["pools"] == 2
+    subject.take({}, {"n/a"})
+    assert set(subject.by_name) == {"n/bad", "n/c"}
+
+
+async def test_the_loops_of_one_pool_stop_no_other(monkeypatch):
+    """A pool whose loops cannot be started is tried again, and the others run."""
+    subject = sites(TWO)
+    ran = asyncio.Event()
+
+    async def run(site):
+        if site.name == "a":
+            raise TypeError
+        ran.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Site, "run", run)
+    async with running(subject):
+        await ran.wait()
+        while not subject.supervisor.degraded:
+            await asyncio.sleep(0)
+        await loops("pool a", "pool b")
+    assert subject.supervisor.failures["pools"] == 1
+    assert subject.supervisor.degraded == []

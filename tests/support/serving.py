@@ -171,7 +171,7 @@ class Running:
     async def sync(self) -> None:
         """Let discovery speak."""
         await self.picker.sync()
-        self._loops = [asyncio.ensure_future(loop) for loop in self.picker.loops().values()]
+        self._loops = [asyncio.ensure_future(run()) for run in self.picker.loops().values()]
 
     async def stop(self) -> None:
         """End the loops and close everything."""

@@ -44,10 +44,12 @@ class Changes(msgspec.Struct, frozen=True):
     Attributes:
         found: New or different, by key.
         removed: Keys of those that are no pools of ours any more.
+        faults: What making a pool raised, by key; it is tried again at the next call.
     """
 
     found: Mapping[str, found.Found]
     removed: frozenset[str]
+    faults: Mapping[str, Exception] = {}
 
 
 class Cluster:
@@ -108,14 +110,21 @@ class Cluster:
         """Endpoints of all pools (count), as last collected."""
         return sum(len(one.endpoints) for one in self._told.values())
 
-    def replace(self, collection: Collection, values: Iterable[objects.Value]) -> None:
-        """A list: these are all objects of a collection."""
+    def replace(
+        self, collection: Collection, values: Iterable[objects.Value]
+    ) -> Mapping[tuple[str, str], Exception]:
+        """A list: these are all objects of a collection; what taking one of them in raised."""
+        faults: dict[tuple[str, str], Exception] = {}
         listed = {(value.namespace, value.name): value for value in values}
         for key in [key for key in self._objects[collection] if key not in listed]:
             self.put(collection, key, None)
         for key, value in listed.items():
-            self.put(collection, key, value)
+            try:
+                self.put(collection, key, value)
+            except Exception as error:  # noqa: BLE001 - the other objects count
+                faults[key] = error
         self.settle(collection, Presence.LISTED)
+        return faults
 
     def put(
         self, collection: Collection, key: tuple[str, str], value: objects.Value | None
@@ -172,6 +181,7 @@ class Cluster:
         changed: dict[str, found.Found] = {}
         removed: set[str] = set()
         waiting: set[str] = set()
+        faults: dict[str, Exception] = {}
         for key in self._dirty:
             view = self._views.get(key)
             if view is None:
@@ -181,14 +191,24 @@ class Cluster:
             elif not self._complete(key, view):
                 waiting.add(key)
             else:
-                if key in self._redecreed and isinstance(view, views.PodView):
-                    view.policy = self._policy(view)
-                self._redecreed.discard(key)
-                now = view.found()
+                try:
+                    now = self._found(key, view)
+                except Exception as error:  # noqa: BLE001 - the other pools are told of
+                    faults[key] = error
+                    waiting.add(key)
+                    continue
                 if self._told.get(key) != now:
                     self._told[key] = changed[key] = now
         self._dirty = waiting
-        return Changes(changed, frozenset(removed))
+        return Changes(changed, frozenset(removed), faults)
+
+    def _found(self, key: str, view: views.View) -> found.Found:
+        """A pool as it is now."""
+        if key in self._redecreed and isinstance(view, views.PodView):
+            view.policy = self._policy(view)
+        now = view.found()
+        self._redecreed.discard(key)
+        return now
 
     def _begin(self, source: settings.Source) -> None:
         """The pools there are whether or not anything is found."""

@@ -161,7 +161,10 @@ class Reader:
         version = raw.metadata.resource_version
         match line.type:
             case "ADDED" | "MODIFIED":
-                return Set(self._value(raw), version) if raw.metadata.name else _NAMELESS
+                if not raw.metadata.name:
+                    return _NAMELESS
+                value = self._made(raw)
+                return value if isinstance(value, Broken) else Set(value, version)
             case "DELETED":
                 return Gone(raw.metadata.namespace, raw.metadata.name, version)
             case "BOOKMARK":
@@ -193,7 +196,16 @@ class Reader:
             return Broken(key.namespace, key.name, key.version, _why(error))
         if not raw.metadata.name:
             return Broken(raw.metadata.namespace, "", "", "it has no name")
-        return self._value(raw)
+        return self._made(raw)
+
+    def _made(self, raw: Any) -> objects.Value | Broken:
+        """The value of an object; what makes the reader raise is broken, and alone."""
+        try:
+            return self._value(raw)
+        except Exception as error:  # noqa: BLE001 - one object must not hide all others
+            named = raw.metadata
+            reason = f"reading it raised {type(error).__name__}"
+            return Broken(named.namespace, named.name, named.resource_version, reason)
 
     def _other(self, text: bytes) -> Event:
         """A line that is no object of ours: an error, a bare bookmark or a broken object."""

@@ -15,6 +15,7 @@ from typing import Protocol
 from extproc.discovery.kubernetes import answers, cluster, events, objects, settings
 from extproc.discovery.kubernetes.collections import Collection
 from extproc.errors import ConfigError
+from extproc.supervision import Supervisor
 
 #: Watches that may fail in a row, the server answering, before the collection is listed again: its
 #: store may have been restored from a copy and not know our version.
@@ -59,6 +60,7 @@ class Feed:
         wanted: How patiently.
         clock: Monotonic seconds.
         rng: Chance, for spreading what would else fall together.
+        supervisor: Hears of objects that make us raise, and of steps that went well.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Feed:
         wanted: settings.Settings,
         clock: Callable[[], float],
         rng: random.Random,
+        supervisor: Supervisor,
     ) -> None:
         self.collection = collection
         self._server = server
@@ -79,6 +82,7 @@ class Feed:
         self._wanted = wanted
         self._clock = clock
         self._rng = rng
+        self._supervisor = supervisor
         self._reader = events.Reader(collection.resource)
         self._version = ""
         self._failures = 0
@@ -101,6 +105,7 @@ class Feed:
         """Follows the collection until cancelled."""
         while True:
             pause_s = await self.step()
+            self._supervisor.works("kubernetes", self.collection.title)
             await asyncio.sleep(pause_s)
 
     async def step(self) -> float:
@@ -137,7 +142,9 @@ class Feed:
         self._broken &= {(one.namespace, one.name) for one in broken}
         for one in broken:
             self._note_broken(one)
-        self._cluster.replace(self.collection, values)
+        faults = self._cluster.replace(self.collection, values)
+        for key, fault in faults.items():
+            self._supervisor.note("kubernetes", fault, of="/".join(key))
         self._listener.state(self.collection, "connected", "")
         self._listener.changed()
         return 0.0
@@ -155,7 +162,7 @@ class Feed:
             async for chunk in stream:
                 *lines, rest = (rest + chunk).split(b"\n") if rest else chunk.split(b"\n")
                 for line in lines:
-                    pause = self._take(line) if line else None
+                    pause = self._safely(line) if line else None
                     if pause is not None:
                         self._listener.changed()
                         return pause
@@ -171,6 +178,14 @@ class Feed:
             # Spread, because a server that goes down ends all watches of all clients at once.
             return self._rng.uniform(0.0, self._wanted.retry_s)
         return self._pause()
+
+    def _safely(self, line: bytes) -> float | None:
+        """One line as `_take` takes it; one that makes us raise is passed over."""
+        try:
+            return self._take(line)
+        except Exception as error:  # noqa: BLE001 - it would come again, and hide all that follows
+            self._supervisor.note("kubernetes", error, of=self.collection.title)
+            return None
 
     def _take(self, line: bytes) -> float | None:
         """One line; seconds to wait if it ends the watch."""

@@ -10,6 +10,10 @@ from extproc.discovery.follow import DiscoveryFact
 from extproc.discovery.found import Found
 from extproc.discovery.kubernetes import answers, cluster, feed, settings, watches
 from extproc.discovery.kubernetes.collections import Collection
+from extproc.supervision import Supervisor
+
+#: Name of the loop that tells of pools, for the supervisor.
+_REPORTS = "reports"
 
 #: Whoever is told of pools: those that are new or different by key, and keys that are gone.
 OnPools = Callable[[Mapping[str, Found], frozenset[str]], None]
@@ -38,11 +42,13 @@ class Follower:
         connect: Opens the API server.
         clock: Monotonic seconds.
         rng: Chance, for spreading what would else fall together.
-        on_pools: Called with the pools that changed and the keys of those that are gone; must not
-            raise. A pool is first told of when everything it depends on was listed.
-        on_fact: Called when something happened; must not raise. Kinds: `synced` and `unsynced`
+        on_pools: Called with the pools that changed and the keys of those that are gone; again with
+            the same and what came since if it raises. A pool is first told of when everything it
+            depends on was listed.
+        on_fact: Called when something happened. Kinds: `synced` and `unsynced`
             (at the start), `disconnected` and `connected`, `unauthorized`, `misconfigured`,
             `forbidden`, `not-installed`, `relisted`, `unreadable` and `broken-object`.
+        supervisor: Keeps the loops alive; None for one of its own.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class Follower:
         rng: random.Random,
         on_pools: OnPools,
         on_fact: Callable[[DiscoveryFact], None] = lambda _: None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self._wanted = wanted
         self._connect = connect
@@ -61,11 +68,15 @@ class Follower:
         self._rng = rng
         self._on_pools = on_pools
         self._on_fact = on_fact
+        self._supervisor = supervisor or Supervisor(clock=clock)
         self._cluster = cluster.Cluster(wanted)
         self._server: answers.Server | None = None
         self._feeds: tuple[feed.Feed, ...] = ()
         self._wake = asyncio.Event()
         self._watches = watches.Watches(self._cluster.collections, clock())
+        #: What `on_pools` has not taken yet.
+        self._found: dict[str, Found] = {}
+        self._removed: set[str] = set()
         self._told_synced = False
 
     @property
@@ -94,13 +105,16 @@ class Follower:
                 wanted=self._wanted,
                 clock=self._clock,
                 rng=self._rng,
+                supervisor=self._supervisor,
             )
             for one in self._cluster.collections
         )
         try:
             async with asyncio.timeout(self._wanted.start_s), asyncio.TaskGroup() as tasks:
                 for one in self._feeds:
-                    tasks.create_task(one.sync(), name=f"list {one.collection.title}")
+                    title = one.collection.title
+                    kept = self._supervisor.keep("kubernetes", one.sync, of=title)
+                    tasks.create_task(kept, name=f"list {title}")
         except TimeoutError:
             missing = [
                 one.title for one in self._cluster.collections if not self._cluster.answered(one)
@@ -113,15 +127,19 @@ class Follower:
         except BaseException:
             await self.close()
             raise
-        self._report()
+        if not self._supervisor.call("kubernetes", self._report, of=_REPORTS):
+            self._wake.set()
 
     async def run(self) -> None:
         """Follows everything until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for one in self._feeds:
-                    tasks.create_task(one.run(), name=f"watch {one.collection.title}")
-                tasks.create_task(self._reports(), name="report pools of Kubernetes")
+                    title = one.collection.title
+                    kept = self._supervisor.keep("kubernetes", one.run, of=title)
+                    tasks.create_task(kept, name=f"watch {title}")
+                kept = self._supervisor.keep("kubernetes", self._reports, of=_REPORTS)
+                tasks.create_task(kept, name="report pools of Kubernetes")
         finally:
             await self.close()
 
@@ -155,13 +173,22 @@ class Follower:
         while True:
             await self._wake.wait()
             self._report()
+            self._supervisor.works("kubernetes", _REPORTS)
             await asyncio.sleep(self._wanted.coalesce_s)
 
     def _report(self) -> None:
-        self._wake.clear()
         changes = self._cluster.collect()
-        if changes.found or changes.removed:
-            self._on_pools(changes.found, changes.removed)
+        for key, fault in changes.faults.items():
+            self._supervisor.note("kubernetes", fault, of=key)
+        for key in changes.removed:
+            self._found.pop(key, None)
+        self._removed = (self._removed - changes.found.keys()) | changes.removed
+        self._found |= changes.found
+        if self._found or self._removed:
+            self._on_pools(self._found, frozenset(self._removed))
+            self._found, self._removed = {}, set()
+        # Only now: where something raised, the next try begins at once.
+        self._wake.clear()
         if self._cluster.synced and not self._told_synced:
             self._told_synced = True
             self.happened("synced", self._name())

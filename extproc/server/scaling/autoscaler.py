@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime as dt
+import functools
 import logging
 import os
 import secrets
@@ -32,6 +33,12 @@ from extproc.telemetry.scaling_series import Figures
 from extproc.telemetry.tallies import Tallies
 
 _log = logging.getLogger("extproc.server")
+
+#: Name of the loop that keeps what was learnt, for the supervisor.
+_MEMORY = "autoscaling memory"
+
+#: Name of the loop that writes Events about found pools.
+_EVENTS = "autoscaling events"
 
 #: Seconds that handing over may hold up the end of a process.
 _LAST_S = 1.0
@@ -72,6 +79,7 @@ class Autoscaler:
         shared = settings.autoscaling
         self._rules = shared.found if settings.cluster.every_pool != "none" else ()
         self._save_s = shared.save_s
+        self._supervisor = tallies.supervisor
         self._changed = asyncio.Event()
         self._others = asyncio.Event()
         self._numbers: dict[str, int] = {}
@@ -145,12 +153,11 @@ class Autoscaler:
             one.attach()
         if self._cluster is not None:
             await self._cluster.open()
-        if self._memory is not None:
-            self._kept, self._shift_s = await self._memory.load() or ({}, 0.0)
-            if self._kept:
-                _log.info("autoscaling: going on with what was kept of %d pools", len(self._kept))
+        # What is kept was written by others: it must not keep this replica from starting.
+        await self._supervisor.attempt("autoscaling", self._recall(), of=_MEMORY)
         for one in self._scaled.values():
-            self._remind(one.loop)
+            remind = functools.partial(self._remind, one.loop)
+            self._supervisor.call("autoscaling", remind, of=one.site.name)
 
     def follow(self) -> None:
         """Scale the pools that Kubernetes brought, and only those that are still there."""
@@ -159,16 +166,20 @@ class Autoscaler:
             self._forget(name)
         for name, site in sorted(brought.items()):
             if self._said.get(name) != (site, site.annotations):
-                self._rescale(name, site)
+                rescale = functools.partial(self._rescale, name, site)
+                self._supervisor.call("autoscaling", rescale, of=name)
         self._others.set()
 
     async def run(self) -> None:
         """All loops, as pools come and go, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            keep = self._supervisor.keep
             if self._memory is not None:
-                tasks.create_task(self._keep(self._memory), name="autoscaling memory")
+                saving = functools.partial(self._keep, self._memory)
+                tasks.create_task(keep("autoscaling", saving, of=_MEMORY), name=_MEMORY)
             if self._cluster is not None and self._rules:
-                tasks.create_task(self._report(self._cluster), name="autoscaling events")
+                reporting = functools.partial(self._report, self._cluster)
+                tasks.create_task(keep("autoscaling", reporting, of=_EVENTS), name=_EVENTS)
             running: dict[Scaled, asyncio.Task[None]] = {}
             while True:
                 self._others.clear()
@@ -176,7 +187,8 @@ class Autoscaler:
                     running.pop(one).cancel()
                 for name, one in self._scaled.items():
                     if one not in running:
-                        running[one] = tasks.create_task(one.run(), name=f"autoscaling {name}")
+                        kept = keep("autoscaling", one.run, of=f"pool {name}")
+                        running[one] = tasks.create_task(kept, name=f"autoscaling {name}")
                 await self._others.wait()
 
     async def hand_over(self) -> None:
@@ -190,6 +202,13 @@ class Autoscaler:
         self.peers.close()
         if self._cluster is not None:
             await self._cluster.close()
+
+    async def _recall(self) -> None:
+        if self._memory is None:
+            return
+        self._kept, self._shift_s = await self._memory.load() or ({}, 0.0)
+        if self._kept:
+            _log.info("autoscaling: going on with what was kept of %d pools", len(self._kept))
 
     def _add(self, one: Scaled) -> None:
         self._scaled[one.site.name] = one
@@ -293,6 +312,7 @@ class Autoscaler:
             self._changed.clear()
             if self._writes():
                 await self._save(kept)
+            self._supervisor.works("autoscaling", _MEMORY)
 
     async def _save(self, kept: memory.Keeping) -> None:
         if self._sites.listed:
@@ -304,7 +324,8 @@ class Autoscaler:
         if loop.desired is not None and self._numbers.get(loop.name) != loop.desired.replicas:
             self._numbers[loop.name] = loop.desired.replicas
             self._changed.set()
-        self.on_change(loop)
+        self._supervisor.works("autoscaling", loop.name)
+        self._supervisor.call("autoscaling", functools.partial(self.on_change, loop), of=loop.name)
 
     def _own(self) -> dict[str, Counters]:
         return {name: one.counts.read() for name, one in self._scaled.items()}

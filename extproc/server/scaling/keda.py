@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping
-from typing import NoReturn
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import NoReturn, TypeAlias
 
 import grpc
 
 from extproc.server.scaling.loop import Loop
+from extproc.supervision import Supervisor
 from extproc.wire import keda
 
 #: Metrics there are, and how much of each a replica is for unless the trigger says so.
@@ -30,6 +31,7 @@ _USUAL = "desired-replicas"
 _FIXED = frozenset({_USUAL})
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
+Served: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 
 
 class Scaler:
@@ -143,12 +145,37 @@ async def _refuse(context: Context, code: grpc.StatusCode, told: str) -> NoRetur
     raise RuntimeError("unreachable: abort raises")
 
 
-def register(server: grpc.aio.Server, scaler: Scaler) -> None:
+def register(server: grpc.aio.Server, scaler: Scaler, supervisor: Supervisor) -> None:
     """Serve the protocol on a server, in bytes: reading and writing is the wire's."""
-    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-        "IsActive": grpc.unary_unary_rpc_method_handler(scaler.is_active),
-        "StreamIsActive": grpc.unary_stream_rpc_method_handler(scaler.stream_is_active),
-        "GetMetricSpec": grpc.unary_unary_rpc_method_handler(scaler.metric_spec),
-        "GetMetrics": grpc.unary_unary_rpc_method_handler(scaler.metrics),
+
+    async def failed(error: Exception, context: Context) -> NoReturn:
+        supervisor.note("keda", error)
+        await _refuse(context, grpc.StatusCode.INTERNAL, "the call failed")
+
+    def call(answer: Callable[[bytes, Context], Awaitable[bytes]]) -> Served:
+        async def safe(data: bytes, context: Context) -> bytes:
+            try:
+                return await answer(data, context)
+            except grpc.aio.BaseError:
+                raise  # how a refusal leaves
+            except Exception as error:  # noqa: BLE001 - gRPC would log what may quote the call
+                await failed(error, context)
+
+        return grpc.unary_unary_rpc_method_handler(safe)
+
+    async def stream(data: bytes, context: Context) -> AsyncIterator[bytes]:
+        try:
+            async for answer in scaler.stream_is_active(data, context):
+                yield answer
+        except grpc.aio.BaseError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            await failed(error, context)
+
+    handlers: dict[str, Served] = {
+        "IsActive": call(scaler.is_active),
+        "StreamIsActive": grpc.unary_stream_rpc_method_handler(stream),
+        "GetMetricSpec": call(scaler.metric_spec),
+        "GetMetrics": call(scaler.metrics),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(keda.SERVICE, handlers),))

@@ -19,8 +19,12 @@ from extproc.scrape import client
 from extproc.server.scaling.hands import Failed
 from extproc.server.scaling.leash import leashed
 from extproc.server.site import Site
+from extproc.supervision import Supervisor
 
 _log = logging.getLogger("extproc.server")
+
+#: Name of the loop that starts and ends engines, for the supervisor.
+_ENGINES = "engines"
 
 #: Seconds between two looks whether an engine answers, or has nothing left to do.
 _LOOK_S = 0.1
@@ -60,14 +64,23 @@ class Engines:
         wanted: How.
         site: Whose endpoints they are.
         clock: Monotonic seconds.
+        supervisor: Hears of what raises; None for one of its own.
     """
 
-    def __init__(self, wanted: Launch, site: Site, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        wanted: Launch,
+        site: Site,
+        *,
+        clock: Callable[[], float],
+        supervisor: Supervisor | None = None,
+    ) -> None:
         self._wanted = wanted
         self._site = site
         self._clock = clock
+        self._supervisor = supervisor or Supervisor(clock=clock)
         self._http = client.Client(timeout_s=_HEALTH_S, cap_bytes=_HEALTH_BYTES)
-        self._engines: dict[Engine, asyncio.Task[None]] = {}
+        self._engines: dict[Engine, asyncio.Task[bool]] = {}
         self._numbers = 0
         self._spec = 0
         self._changed = asyncio.Event()
@@ -103,8 +116,12 @@ class Engines:
             async with asyncio.TaskGroup() as tasks:
                 while True:
                     self._changed.clear()
-                    self._adjust(tasks)
                     wait_s = self._not_before - self._clock()
+                    try:
+                        self._adjust(tasks)
+                        self._supervisor.works("autoscaling", _ENGINES)
+                    except Exception as error:  # noqa: BLE001 - the group's end would end all engines
+                        wait_s = self._supervisor.failed("autoscaling", error, of=_ENGINES)
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._changed.wait(), wait_s if wait_s > 0 else None)
         finally:
@@ -122,7 +139,10 @@ class Engines:
         for _ in range(self._spec - len(staying)):
             self._numbers += 1
             engine = Engine(self._numbers, "")
-            task = tasks.create_task(self._keep(engine), name=f"engine {engine.number}")
+            kept = self._supervisor.attempt(
+                "autoscaling", self._keep(engine), of=f"engine {engine.number}"
+            )
+            task = tasks.create_task(kept, name=f"engine {engine.number}")
             self._engines[engine] = task
         self._publish()
 
@@ -160,9 +180,11 @@ class Engines:
         try:
             await self._serve(engine, process)
         finally:
-            await self._end(process)
-            await reading
-            self._ended(engine)
+            try:
+                await self._end(process)
+                await reading
+            finally:
+                self._ended(engine)
 
     async def _serve(self, engine: Engine, process: asyncio.subprocess.Process) -> None:
         ended = asyncio.ensure_future(process.wait())

@@ -13,6 +13,7 @@ from extproc.server.scaling.charts import Charts
 from extproc.server.scaling.loop import Loop
 from extproc.server.scaling.peers import Peers
 from extproc.server.site import Site
+from extproc.supervision import Supervisor
 from extproc.telemetry.tallies import Tallies
 
 
@@ -38,6 +39,11 @@ class Around(msgspec.Struct, frozen=True):
     clock: Callable[[], float]
     stale_after_s: float
     looked: Callable[[Loop], None]
+
+    @property
+    def supervisor(self) -> Supervisor:
+        """Keeps loops alive."""
+        return self.tallies.supervisor
 
 
 class Scaled:
@@ -77,6 +83,7 @@ class Scaled:
             clock=around.clock,
             on_change=around.looked,
         )
+        self._supervisor = around.supervisor
         self._before: Callable[[], None] | None = None
 
     def attach(self) -> None:
@@ -97,8 +104,11 @@ class Scaled:
         """Look and act until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             name = self.site.name
-            tasks.create_task(self.loop.run(), name=f"autoscaling {name}")
-            tasks.create_task(self.loop.hands.run(), name=f"autoscaling {name}, acting")
+            keep = self._supervisor.keep
+            looking = keep("autoscaling", self.loop.run, of=name)
+            tasks.create_task(looking, name=f"autoscaling {name}")
+            acting = keep("autoscaling", self.loop.hands.run, of=f"{name}, acting")
+            tasks.create_task(acting, name=f"autoscaling {name}, acting")
             # Hands may have nothing to do beside, and a group without tasks would end.
             await asyncio.Event().wait()
 
@@ -106,7 +116,9 @@ class Scaled:
         if self.target is not None and around.cluster is not None:
             return kubernetes.Scale(self.target, around.cluster, around.leads)
         if scaling.launch is not None:
-            return launch.Engines(scaling.launch, self.site, clock=around.clock)
+            return launch.Engines(
+                scaling.launch, self.site, clock=around.clock, supervisor=around.supervisor
+            )
         if scaling.exec:
             return hook.Hook(scaling.exec, timeout_s=scaling.exec_s)
         return hands.Told()

@@ -1,0 +1,227 @@
+"""Keeps long-running loops alive: an exception costs a log line, a count and a pause.
+
+What ends the process all the same is short, and `tests/test_supervision.py` holds it:
+
+- `ConfigError` before the loops run: a configuration that is wrong, a port that is taken.
+- Signals, which cancel the loops; `SystemExit` and `KeyboardInterrupt` from anywhere.
+
+`MemoryError` is survived: a container that is out of memory is ended by the kernel without any
+exception, so what raises it is a single allocation that is too large, as a hostile page causes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, get_args
+
+import msgspec
+
+#: Loops by their names on the metrics page. `callback` is what the event loop calls by itself.
+LoopName = Literal[
+    "autoscaling",
+    "callback",
+    "discovery",
+    "drain",
+    "election",
+    "keda",
+    "kubernetes",
+    "pools",
+    "reload",
+    "scrape",
+    "sharing",
+    "uploads",
+    "xds",
+]
+LOOPS: Final[tuple[LoopName, ...]] = get_args(LoopName)
+
+#: Seconds until a loop goes on after its first failure, doubled with each further one.
+FIRST_PAUSE_S: Final = 0.5
+
+#: Longest pause in seconds: it bounds how late a loop notices that the cause is gone.
+LONGEST_PAUSE_S: Final = 10.0
+
+#: Seconds after which a loop that does not report its steps counts as working again.
+CALM_S: Final = 60.0
+
+#: Seconds between two log lines about the same failure at the same place.
+REPEAT_S: Final = 600.0
+
+#: Places of failures that are remembered (count); there are not nearly as many in the code.
+_MOST_PLACES = 512
+
+_ROOT = str(Path(__file__).parent)
+
+_log = logging.getLogger("extproc.supervision")
+
+
+class _Failing(msgspec.Struct):
+    """A loop that failed and has not worked since, `times` in a row."""
+
+    times: int = 0
+
+
+class _Report(msgspec.Struct):
+    """When a failure was last logged (monotonic seconds), and how often it came since."""
+
+    at: float
+    repeats: int = 0
+
+
+class Supervisor:
+    """Runs loops again after they fail.
+
+    Args:
+        clock: Monotonic seconds.
+        rng: Chance, so that loops that fail together do not try again together.
+        sleep: Waits for so many seconds.
+
+    Attributes:
+        failures: Exceptions by loop, all loops at 0 from the start.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._sleep = sleep
+        self.failures: Counter[LoopName] = Counter(dict.fromkeys(LOOPS, 0))
+        self._failing: dict[tuple[LoopName, str], _Failing] = {}
+        self._reports: dict[tuple[LoopName, str], _Report] = {}
+        self._logged: set[LoopName] = set()
+
+    @property
+    def degraded(self) -> Sequence[LoopName]:
+        """Names of the loops that failed and have not worked since, in alphabetical order."""
+        return sorted({loop for loop, _ in self._failing})
+
+    async def keep(
+        self, loop: LoopName, run: Callable[[], Awaitable[None]], *, of: str = ""
+    ) -> None:
+        """Run a loop until it returns or is cancelled, and again whenever it raises.
+
+        Args:
+            loop: Its name.
+            run: Starts it; what it changes must be consistent at every await.
+            of: Which one of several, such as an endpoint or a pool; for the log.
+        """
+        try:
+            while True:
+                try:
+                    await self._watched(loop, run, of)
+                except asyncio.CancelledError as error:
+                    task = asyncio.current_task()
+                    if task is None or task.cancelling():
+                        raise
+                    # A library cancelled itself; the loop would end without a word.
+                    pause_s = self.failed(loop, error, of=of)
+                except Exception as error:  # noqa: BLE001 - this is the place for all of them
+                    pause_s = self.failed(loop, error, of=of)
+                else:
+                    return
+                await self._sleep(pause_s)
+        finally:
+            self.forget(loop, of)
+
+    async def attempt(self, loop: LoopName, work: Awaitable[object], *, of: str = "") -> bool:
+        """Wait for something that is done once; whether it did not raise."""
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001 - counted and logged
+            self.note(loop, error, of=of)
+            return False
+        return True
+
+    def call(self, loop: LoopName, call: Callable[[], object], *, of: str = "") -> bool:
+        """Call something; whether it did not raise."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - counted and logged
+            self.note(loop, error, of=of)
+            return False
+        return True
+
+    def failed(self, loop: LoopName, error: BaseException, *, of: str = "") -> float:
+        """Take in that a loop failed; returns seconds to wait before it goes on."""
+        failing = self._failing.setdefault((loop, of), _Failing())
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failing.times, 16))
+        failing.times += 1
+        self.note(loop, error, of=of)
+        return pause_s * self._rng.uniform(0.5, 1.0)
+
+    def note(self, loop: LoopName, error: BaseException, *, of: str = "") -> None:
+        """Count a failure that stops nothing, and log it unless it was logged lately."""
+        self.failures[loop] += 1
+        place, now = place_of(error), self._clock()
+        known = self._reports.get((loop, place))
+        if known is not None and now - known.at < REPEAT_S:
+            known.repeats += 1
+            return
+        if known is None and len(self._reports) >= _MOST_PLACES:
+            del self._reports[next(iter(self._reports))]
+        self._reports[loop, place] = _Report(now)
+        if (loop, of) in self._failing:
+            self._logged.add(loop)
+        which = f" ({of})" if of else ""
+        again = f", {known.repeats} times since it was last logged" if known is not None else ""
+        _log.error("loop %s%s failed and goes on: %s%s", loop, which, place, again)
+
+    def works(self, loop: LoopName, of: str = "") -> None:
+        """Take in that a loop made a step without failing. Cheap while nothing fails."""
+        if not self._failing or self._failing.pop((loop, of), None) is None:
+            return
+        if loop in self._logged and loop not in self.degraded:
+            self._logged.remove(loop)
+            _log.info("loop %s works again", loop)
+
+    def forget(self, loop: LoopName, of: str) -> None:
+        """Drop what is known of a loop that is no more."""
+        self._failing.pop((loop, of), None)
+
+    def handle(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handle what callbacks, timers and lost tasks raise; an exception handler of asyncio."""
+        error = context.get("exception")
+        if isinstance(error, Exception):
+            self.note("callback", error)
+        else:
+            _log.warning("event loop: %s", context.get("message", "an unnamed problem"))
+
+    async def _watched(self, loop: LoopName, run: Callable[[], Awaitable[None]], of: str) -> None:
+        """Run once; a run that is calm for long enough counts as working again."""
+        calm = None
+        if (loop, of) in self._failing:
+            calm = asyncio.get_running_loop().call_later(CALM_S, self.works, loop, of)
+        try:
+            await run()
+        finally:
+            if calm is not None:
+                calm.cancel()
+
+
+def place_of(error: BaseException) -> str:
+    """Type, file and line of an exception; never its message, which may quote a request.
+
+    The line is the innermost one of this package, or of whatever there is if none is.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    found, own = "", ""
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file.startswith(_ROOT) and file != __file__:
+            own = f"extproc{file.removeprefix(_ROOT)}:{trace.tb_lineno}"
+        found = f"{Path(file).name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return f"{type(error).__name__} at {own or found or 'an unknown place'}"

@@ -1,0 +1,253 @@
+"""Loops that raise, under virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+import pytest
+
+from extproc import supervision
+from extproc.scrape import client
+from extproc.supervision import LONGEST_PAUSE_S, LOOPS, REPEAT_S, Supervisor, place_of
+
+
+class Scene:
+    """A supervisor whose pauses take no time; `now` moves by them."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.pauses = []
+        self.subject = Supervisor(clock=lambda: self.now, rng=random.Random(1), sleep=self.sleep)
+
+    async def sleep(self, seconds):
+        self.pauses.append(seconds)
+        self.now += seconds
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def scene(caplog):
+    caplog.set_level(logging.INFO, logger="extproc.supervision")
+    return Scene()
+
+
+def raising(*errors):
+    """A loop that raises one error after another, and then returns."""
+    rest = list(errors)
+
+    async def run():
+        if rest:
+            raise rest.pop(0)
+
+    return run
+
+
+def test_a_loop_that_raises_runs_again(scene, caplog):
+    """It is counted by loop, logged with its place and without its message, and goes on."""
+    asyncio.run(scene.subject.keep("scrape", raising(ValueError("a secret prompt")), of="10.0.0.1"))
+    assert scene.subject.failures["scrape"] == 1
+    assert sum(scene.subject.failures.values()) == 1
+    (line,) = caplog.messages
+    assert line.startswith("loop scrape (10.0.0.1) failed and goes on: ValueError at ")
+    assert "test_supervision.py:" in line
+    assert "secret" not in caplog.text
+
+
+def test_pauses_double_up_to_a_cap(scene):
+    """A loop that always fails tries again less and less often, and never less than every 10 s."""
+    asyncio.run(scene.subject.keep("xds", raising(*[OSError()] * 12)))
+    wanted = [min(LONGEST_PAUSE_S, 0.5 * 2**n) for n in range(12)]
+    for pause, most in zip(scene.pauses, wanted, strict=True):
+        assert most / 2 <= pause <= most
+
+
+def test_a_failure_that_repeats_does_not_fill_the_log(scene, caplog):
+    """One place is logged once in ten minutes, with how often it came; another place at once."""
+    run = raising(*[OSError()] * 200)
+
+    async def other():
+        raise KeyError
+
+    async def scenario():
+        await scene.subject.keep("sharing", run)
+        await scene.subject.attempt("sharing", other())
+
+    asyncio.run(scenario())
+    assert scene.now > REPEAT_S
+    failed = [line for line in caplog.messages if "failed" in line]
+    assert len([line for line in failed if "OSError" in line]) <= 2 + scene.now / REPEAT_S
+    assert "times since it was last logged" in caplog.text
+    assert len([line for line in failed if "KeyError" in line]) == 1
+    assert scene.subject.failures["sharing"] == 201
+
+
+def test_degraded_until_a_step_works(scene, caplog):
+    """The loop is degraded from its failure to its next good step, which is logged once."""
+    seen = []
+    turns = iter(range(10))
+
+    async def run():
+        if next(turns) < 2:
+            raise LookupError
+        seen.append(scene.subject.degraded)
+        scene.subject.works("discovery", "a")
+        seen.append(scene.subject.degraded)
+        scene.subject.works("discovery", "a")
+
+    asyncio.run(scene.subject.keep("discovery", run, of="a"))
+    assert seen == [["discovery"], []]
+    assert caplog.messages[-1] == "loop discovery works again"
+    assert len(caplog.messages) == 2
+
+
+def test_the_pause_begins_anew_after_a_good_step(scene):
+    """Who worked in between is tried again soon."""
+    turns = iter(range(10))
+
+    async def run():
+        turn = next(turns)
+        if turn == 9:
+            return
+        if turn == 5:
+            scene.subject.works("reload")
+        raise LookupError
+
+    asyncio.run(scene.subject.keep("reload", run))
+    assert scene.pauses[4] > 4.0
+    assert scene.pauses[5] <= 0.5
+
+
+def test_one_of_several_that_works_leaves_the_loop_degraded(scene):
+    """Endpoints fail and recover one by one; the loop is well again with the last of them."""
+    subject = scene.subject
+    subject.failed("scrape", OSError(), of="a")
+    subject.failed("scrape", OSError(), of="b")
+    subject.works("scrape", "a")
+    assert subject.degraded == ["scrape"]
+    subject.works("scrape", "b")
+    assert subject.degraded == []
+
+
+def test_a_loop_that_is_calm_counts_as_working(scene, monkeypatch):
+    """A loop that reports no steps is well again once it has run for a while."""
+    monkeypatch.setattr(supervision, "CALM_S", 0.0)
+    turns = iter(range(3))
+
+    async def run():
+        if next(turns) == 0:
+            raise OSError
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert scene.subject.degraded == []
+
+    asyncio.run(scene.subject.keep("kubernetes", run))
+
+
+def test_what_is_no_more_is_not_degraded(scene):
+    """A loop that was cancelled, as that of an endpoint that left, leaves nothing behind."""
+
+    async def scenario():
+        async def run():
+            raise OSError
+
+        task = asyncio.ensure_future(scene.subject.keep("scrape", run, of="a"))
+        while not scene.subject.degraded:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+
+    asyncio.run(scenario())
+    assert scene.subject.degraded == []
+
+
+def test_a_cancellation_ends_a_loop_and_a_stray_one_does_not(scene):
+    """A library that cancels itself must not end a loop without a word."""
+    again = asyncio.Event()
+
+    async def run():
+        if not scene.subject.failures["sharing"]:
+            raise asyncio.CancelledError
+        again.set()
+        await asyncio.Event().wait()
+
+    async def scenario():
+        task = asyncio.ensure_future(scene.subject.keep("sharing", run))
+        await again.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+
+    asyncio.run(scenario())
+    assert scene.subject.failures["sharing"] == 1
+
+
+@pytest.mark.parametrize("kind", [MemoryError, RecursionError, AssertionError, ExceptionGroup])
+def test_exceptions_of_every_kind_are_survived(scene, kind):
+    """Also an allocation that is too large, and the exceptions of a group of tasks."""
+    error = ExceptionGroup("several", [OSError()]) if kind is ExceptionGroup else kind()
+    asyncio.run(scene.subject.keep("pools", raising(error)))
+    assert scene.subject.failures["pools"] == 1
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_an_exit_ends_the_process(scene, kind):
+    """The short list of what is not survived."""
+
+    async def run():
+        raise kind
+
+    with pytest.raises(kind):
+        asyncio.run(scene.subject.keep("pools", run))
+    assert not sum(scene.subject.failures.values())
+
+
+def test_what_is_done_once_is_counted_and_not_done_again(scene):
+    """A callback or a step of the drain that raises stops nothing after it."""
+    subject = scene.subject
+
+    def bad():
+        raise TypeError
+
+    assert not subject.call("pools", bad, of="n/p")
+    assert subject.call("pools", lambda: None)
+    assert not asyncio.run(subject.attempt("drain", raising(OSError())()))
+    assert asyncio.run(subject.attempt("drain", raising()()))
+    assert (subject.failures["pools"], subject.failures["drain"]) == (1, 1)
+    assert subject.degraded == []
+
+
+def test_callbacks_and_lost_tasks_are_counted(scene, caplog):
+    """What a timer or a task that nobody awaits raises is a line and a count, without its text."""
+
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(scene.subject.handle)
+        loop.call_soon(lambda: {}["a secret prompt"])
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        loop.call_exception_handler({"message": "something else"})
+
+    asyncio.run(scenario())
+    assert scene.subject.failures["callback"] == 1
+    assert "KeyError at test_supervision.py:" in caplog.text
+    assert "secret" not in caplog.text
+    assert caplog.messages[-1] == "event loop: something else"
+
+
+def test_the_place_is_the_innermost_line_of_ours():
+    """An exception that passes through this package is placed there, not where it was caught."""
+    with pytest.raises(TypeError) as caught:
+        client.target(None, 80, path="/")
+    assert place_of(caught.value).startswith("TypeError at extproc/scrape/client.py:")
+    grouped = ExceptionGroup("several", [ExceptionGroup("more", [caught.value])])
+    assert place_of(grouped) == place_of(caught.value)
+
+
+def test_loops_are_named_in_one_place():
+    """Label values are bounded: they are these."""
+    assert len(set(LOOPS)) == len(LOOPS)
+    assert list(Supervisor().failures) == list(LOOPS)
+    assert place_of(ValueError()) == "ValueError at an unknown place"
