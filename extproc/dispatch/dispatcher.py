@@ -200,10 +200,14 @@ class Dispatcher:
             now=now,
         )
         ticket.alone = len(decision.endpoints) == 1
-        if member.condition.state:
-            self._fleet.sent(endpoint, now)
-        if self.journal is not None:
-            self.journal.sent(ticket, decision)
+        try:
+            if member.condition.state:
+                self._fleet.sent(endpoint, now)
+            if self.journal is not None:
+                self.journal.sent(ticket, decision)
+        except BaseException:
+            ticket.close(now, answered=False)  # nobody else has it
+            raise
         return ticket
 
     def charge(
@@ -246,12 +250,16 @@ class Dispatcher:
             now=now,
             prompt_bytes=prompt_bytes,
         )
-        if self._homing and chain:
-            known = self._recurrence
-            ticket.visit = known.sent(chain, account, prompt_tokens=prompt_tokens, now=now)
-            growth = known.growth(prompt_tokens)
-            account.hold(ticket, chain, self._schedule.tokens, growth=growth)
         ticket.blocks = chain
+        if self._homing and chain:
+            try:
+                known = self._recurrence
+                ticket.visit = known.sent(chain, account, prompt_tokens=prompt_tokens, now=now)
+                growth = known.growth(prompt_tokens)
+                account.hold(ticket, chain, self._schedule.tokens, growth=growth)
+            except BaseException:
+                ticket.close(now, answered=False)  # nobody else has it
+                raise
         return ticket
 
     @property
@@ -324,10 +332,12 @@ class Dispatcher:
             ticket: From `commit`.
             now: Monotonic seconds.
         """
-        ticket.close(now, answered=False)
-        self._evidence.withdrawn(ticket)
-        if self.journal is not None:
-            self.journal.ended(ticket, answered=False, ran=False)
+        try:
+            ticket.close(now, answered=False)
+            self._evidence.withdrawn(ticket)
+        finally:
+            if self.journal is not None:
+                self.journal.ended(ticket, answered=False, ran=False)
 
     def complete(self, ticket: Ticket, now: float, *, answered: bool = True) -> None:
         """Close the accounts of a request that is over, however it ended.
@@ -338,11 +348,13 @@ class Dispatcher:
             answered: Whether response headers were seen.
         """
         ran = not ticket.refused
-        ticket.close(now, answered=answered and ran)
-        if not answered:
-            self._evidence.left(ticket, now)
-        if self.journal is not None:
-            self.journal.ended(ticket, answered=answered and ran, ran=ran)
+        try:
+            ticket.close(now, answered=answered and ran)
+            if not answered:
+                self._evidence.left(ticket, now)
+        finally:
+            if self.journal is not None:
+                self.journal.ended(ticket, answered=answered and ran, ran=ran)
 
     def response_unwatched(self, decision: Decision) -> bool:
         """Whether nobody needs to see the answer."""

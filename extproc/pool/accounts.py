@@ -256,12 +256,12 @@ class Account:
 
     def _close(self, ticket: Ticket, now: float, *, answered: bool) -> None:
         del self._open[ticket]
-        if ticket.held is not None:
-            self._held.give_back(ticket.held)
-            self.open_tokens = self._held.tokens
         self.standing = None
         self.in_flight -= 1
         self.prompt_tokens -= ticket.prompt_tokens
+        if ticket.held is not None:
+            self._held.give_back(ticket.held)
+            self.open_tokens = self._held.tokens
         left = self.adapters[ticket.target] - 1
         if left:
             self.adapters[ticket.target] = left

@@ -74,9 +74,7 @@ class Servicer:
 
     async def process(self, _: AsyncIterator[Event], context: Context) -> None:
         """Serve one stream to its end."""
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("process runs inside a task of the gRPC server")
+        task = _own_task()
         tallies = self.shared.tallies
         tallies.streams_open += 1
         self._crowds.count(tallies.streams_open)
@@ -112,12 +110,22 @@ class Servicer:
         except grpc.aio.BaseError:
             # A write after the peer left; the end arrives as an error instead of a cancellation.
             end = "cancelled"
+        except Exception as error:  # noqa: BLE001 - a bug of ours: counted, logged and answered
+            await self._fail(stream, context, error)
         finally:
             del self._streams[task]
             tallies.streams_open -= 1
             self._crowds.count(tallies.streams_open)
             tallies.streams[end] += 1
             stream.finish()
+
+    async def _fail(self, stream: Stream, context: Context, error: Exception) -> None:
+        """Answer for a bug with 500, or end the stream with INTERNAL once the response began."""
+        self.shared.bugs.note(error)
+        replies = stream.fail()
+        if not replies:
+            await context.abort(grpc.StatusCode.INTERNAL, "the picker ran into a bug")
+        await _write(context, replies)
 
     async def follow_uploads(self) -> None:
         """Refuse requests whose body stops arriving, until cancelled."""
@@ -190,6 +198,13 @@ class Servicer:
                 self._streams[task].end(task)
         if self._streams:
             await asyncio.wait(self._streams, timeout=within_s)
+
+
+def _own_task() -> asyncio.Task[None]:
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("process runs inside a task of the gRPC server")
+    return task
 
 
 async def _write(context: Context, replies: Iterable[Reply]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import random
-import traceback
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import msgspec
 
@@ -22,7 +21,9 @@ from extproc.protocol.exchange import Exchange
 from extproc.protocol.gathering import Budget
 from extproc.protocol.replies import Reply
 from extproc.protocol.settings import ExchangeSettings
+from extproc.protocol.transitions import Asked, Told
 from extproc.request import RawRequest
+from extproc.server.bugs import Bugs
 from extproc.server.gate import Gate, Granted, Held, Reservation
 from extproc.telemetry import explanation
 from extproc.telemetry.pool_tallies import PoolTallies
@@ -34,7 +35,8 @@ _RESPONSE_HEADERS = Kind.RESPONSE_HEADERS
 #: What a client hears whose request body stopped arriving.
 STALLED = Rejection(408, "the request body stopped arriving, or arrives too slowly")
 
-_log = logging.getLogger("extproc.server")
+#: What a client hears whose request ran into a bug.
+_BUG = Rejection(500, "the picker ran into a bug; its log says where")
 
 
 class StreamSettings(msgspec.Struct, frozen=True):
@@ -71,6 +73,7 @@ class Shared:
     Attributes:
         gates: Where requests wait, by pool; a pool that is not there holds none.
         closing: Whether the server is about to end.
+        bugs: Where exceptions of ours go.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Shared:
         self.settings = settings
         self.gates: Mapping[str, Gate] = {}
         self.closing = False
+        self.bugs = Bugs(tallies.bugs, clock)
 
     @property
     def crowded(self) -> Rejection:
@@ -132,6 +136,8 @@ class Stream(msgspec.Struct, eq=False):
     _reservation: Reservation | None = None
     _ticket: Ticket | None = None
     _recorded: Recorded | None = None
+    _used: Mapping[str, int] | None = None
+    _failed: bool = False
 
     @property
     def picked(self) -> bool:
@@ -149,7 +155,10 @@ class Stream(msgspec.Struct, eq=False):
                 shared = self._shared
                 now = shared.clock()
                 shared.tallies.headers_s.add(now - self._picked_s)
-                self._tell(event, now)
+                try:
+                    self._tell(event, now)
+                except Exception as error:  # noqa: BLE001 - what is learnt must not cost the answer
+                    shared.bugs.note(error)
         elif exchange.rejection is not None and not self.over:
             self._tallies.rejected(exchange.rejection)
             self.over = True
@@ -161,6 +170,14 @@ class Stream(msgspec.Struct, eq=False):
     def stall(self) -> Iterable[Reply]:
         """Refuse, because the request body does not arrive."""
         return (self._reject(STALLED),)
+
+    def fail(self) -> Iterable[Reply]:
+        """Answer for a bug: 500 while the response has not begun, afterwards nothing."""
+        self.over = self._failed = True
+        exchange = self.exchange
+        if exchange.asked is Asked.REFUSED or exchange.told is not Told.IDLE:
+            return ()
+        return (self._reject(_BUG),)
 
     def turn_away(self, _: Event) -> Iterable[Reply]:
         """Refuse, because too many streams are open."""
@@ -184,8 +201,7 @@ class Stream(msgspec.Struct, eq=False):
             routed = shared.switchboard.route(raw, now)
         except Exception as error:  # noqa: BLE001  see below
             # One request's failure never touches another, and this one still gets an answer.
-            # The message may quote the request; type and place do not.
-            _log.error("decision failed: %s\n%s", type(error).__name__, _places(error))
+            shared.bugs.note(error)
             routed = shared.switchboard.rescue(raw, now, why=type(error).__name__)
         outcome = routed.outcome
         if isinstance(outcome, Answer):
@@ -225,6 +241,8 @@ class Stream(msgspec.Struct, eq=False):
         held, self.held = self.held, None
         if held is None:
             raise RuntimeError("nothing is held; resume once after a wait")
+        if isinstance(answer, Granted):
+            self._ticket = answer.ticket
         if isinstance(answer, Rejection):
             return (self._reject(answer),)
         now = self._shared.clock()
@@ -272,35 +290,81 @@ class Stream(msgspec.Struct, eq=False):
             self.address = self._ticket.endpoint.address
 
     def finish(self) -> None:
-        """Give back everything, however the stream ended. Called once."""
-        exchange = self.exchange
-        exchange.close()
+        """Give back everything, however the stream ended. Called once.
+
+        A step that raises is a bug, which must not keep what the others give back.
+        """
+        for step in self.last_steps:
+            try:
+                step(self)
+            except Exception as error:  # noqa: BLE001 - counted and logged
+                self._shared.bugs.note(error)
+
+    def _close(self) -> None:
+        """Give back the body, and the place in the queue."""
+        self.exchange.close()
         gate = self._gate
         if gate is not None and self.held is not None:
             gate.left(self.held, self._shared.clock())
             self.held = None
-        dispatcher = self._dispatcher
-        if self._ticket is None or dispatcher is None:
+
+    def _settle(self) -> None:
+        """Close the accounts; a request that failed before its response is withdrawn."""
+        ticket, dispatcher = self._ticket, self._dispatcher
+        if ticket is None or dispatcher is None:
             self._refund()
             return
-        shared, tallies = self._shared, self._tallies
-        now = shared.clock()
-        dispatcher.complete(self._ticket, now, answered=bool(exchange.status))
-        if gate is not None:
-            gate.changed()
-        tallies.finished(self.address, exchange.status)
-        shared.tallies.exchange_s.add(now - self._started_s)
+        now, status = self._shared.clock(), self.exchange.status
+        try:
+            if self._failed and not status:
+                dispatcher.withdraw(ticket, now)
+            else:
+                dispatcher.complete(ticket, now, answered=bool(status))
+        finally:
+            if self._gate is not None:
+                self._gate.changed()
+
+    def _count(self) -> None:
+        """Count how the request ended."""
+        if self._ticket is None:
+            return
+        shared, status = self._shared, self.exchange.status
+        took_s = shared.clock() - self._started_s
+        self._tallies.finished(self.address, status)
+        shared.tallies.exchange_s.add(took_s)
         recorded = self._recorded
         if recorded is not None:
-            recorded.status, recorded.seconds = exchange.status, now - self._started_s
-        if exchange.tail is not None:
-            used = usage.read(exchange.tail.joined())
-            tallies.used(used)
-            if recorded is not None:
-                recorded.usage = used
-                dispatcher.learn(recorded.decision, used)
-            if gate is not None and self._reservation is not None:
-                gate.used(self._reservation, used, now)
+            recorded.status, recorded.seconds = status, took_s
+
+    def _read_usage(self) -> None:
+        """Read what the answer took, where its end was visible."""
+        tail = self.exchange.tail
+        if self._ticket is None or tail is None:
+            return
+        used = self._used = usage.read(tail.joined())
+        self._tallies.used(used)
+        if self._recorded is not None:
+            self._recorded.usage = used
+
+    def _learn(self) -> None:
+        """Learn from what the answer took."""
+        if self._used is not None and self._dispatcher is not None and self._recorded is not None:
+            self._dispatcher.learn(self._recorded.decision, self._used)
+
+    def _charge(self) -> None:
+        """Let the tenant's account follow what the answer took."""
+        if self._used is not None and self._gate is not None and self._reservation is not None:
+            self._gate.used(self._reservation, self._used, self._shared.clock())
+
+    #: What gives back and learns from a stream, in order; what frees others comes first.
+    last_steps: ClassVar[Sequence[Callable[[Stream], None]]] = (
+        _close,
+        _settle,
+        _count,
+        _read_usage,
+        _learn,
+        _charge,
+    )
 
 
 def opened(shared: Shared) -> Stream:
@@ -313,8 +377,3 @@ def opened(shared: Shared) -> Stream:
         shared.clock(),
         shared.tallies.of(shared.switchboard.usual),
     )
-
-
-def _places(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return "\n".join(f"  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames)

@@ -64,6 +64,7 @@ class Exposition(Collector):
         yield from scaling_series.series(self._tallies.scaling())
         yield from watch_series.series(self._tallies.watches())
         yield from self._plugins()
+        yield from self._bugs()
         yield from self._configuration()
         yield from self._loops()
         yield from self._distributions()
@@ -141,6 +142,14 @@ class Exposition(Collector):
             for key, count in counter.items():
                 family.add_metric(key, count)
             yield family
+
+    def _bugs(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "extproc_bugs", "Exceptions that streams ran into.", labels=["type", "place"]
+        )
+        for key, count in self._tallies.bugs.items():
+            family.add_metric(key, count)
+        yield family
 
     def _distributions(self) -> Iterator[Metric]:
         tallies = self._tallies

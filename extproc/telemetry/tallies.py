@@ -51,6 +51,7 @@ class Tallies:
         reloads: Attempts to read the configuration again, by result: `ok`, `error`.
         reload_failed: Whether the last of them failed, and an older configuration is in force.
         restart_needed: Whether the configuration differs in what only a restart changes.
+        bugs: Exceptions of ours that streams ran into, by (type, place).
         plugins: Overruns, bypasses and exceptions of plugins of others, by (role, kind).
         route_s: Time of decisions.
         headers_s: From pick to response headers.
@@ -69,6 +70,7 @@ class Tallies:
         self.streams: Counter[str] = Counter()
         self.streams_open = 0
         self.answers = 0
+        self.bugs: Counter[tuple[str, str]] = Counter()
         self.plugins = guard.Counts()
         self.reloads: Counter[str] = Counter()
         self.reload_failed = False

@@ -5,10 +5,14 @@ import asyncio
 import grpc
 import pytest
 
+from extproc.protocol.events import Kind
+from extproc.server import stream as streams
 from extproc.wire import codec
 from tests.support import conversation as talk
 from tests.support import serving
 from tests.support.house import House
+
+BODY = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
 
 
 class Context:
@@ -105,3 +109,47 @@ async def test_all_streams_are_released(count):
         for one in streams:
             assert await one.call.code() is grpc.StatusCode.OK
         assert scene.servicer.shared.tallies.streams_open == 0
+
+
+def fail_at(monkeypatch, kind):
+    """Let every stream run into a bug with messages of one kind."""
+    turn = streams.Stream.turn
+
+    def broken(stream, event):
+        if event.kind is kind:
+            raise ZeroDivisionError
+        return turn(stream, event)
+
+    monkeypatch.setattr(streams.Stream, "turn", broken)
+
+
+@pytest.mark.parametrize("kind", [Kind.REQUEST_HEADERS, Kind.REQUEST_BODY, Kind.RESPONSE_HEADERS])
+async def test_servicer_answers_a_bug_with_500(monkeypatch, kind):
+    """Until the response began the client hears of it, and the stream ends with OK."""
+    fail_at(monkeypatch, kind)
+    house = House({talk.ONE: None})
+    async with serving.serving(house) as scene:
+        stream = scene.stream()
+        script = [talk.request_headers(), talk.request_body(BODY, ends=True)]
+        await stream.say(*script, talk.response_headers())
+        said = [one for one in await stream.rest() if one.status]
+        assert [one.status for one in said] == [500]
+        assert said[0].error["error"]["code"] == 500
+        assert await stream.call.code() is grpc.StatusCode.OK
+        await scene.idle()
+        assert house.in_flight == 0
+        assert scene.servicer.shared.tallies.bugs.total() == 1
+
+
+async def test_servicer_ends_a_stream_with_internal_once_the_response_began(monkeypatch):
+    """A response that cannot be gone on with is broken off; its data plane decides what then."""
+    fail_at(monkeypatch, Kind.RESPONSE_BODY)
+    house = House({talk.ONE: None})
+    async with serving.serving(house) as scene:
+        stream = scene.stream()
+        await stream.say(talk.request_headers(ends=True), talk.response_headers())
+        await stream.hear(2)
+        await stream.say(talk.response_body(b"x"))
+        assert await stream.call.code() is grpc.StatusCode.INTERNAL
+        await scene.idle()
+        assert house.in_flight == 0

@@ -1,0 +1,48 @@
+"""Bugs that a stream runs into: counted by place, and logged once a minute each."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections import Counter
+from collections.abc import Callable
+
+_log = logging.getLogger("extproc.server")
+
+#: Seconds between two log entries about one place: a client may run into a bug with every request.
+_AGAIN_S = 60.0
+
+#: Places told apart (count). There are only so many lines of code; plugins may add types at will.
+_MOST_PLACES = 100
+
+#: What is counted beyond these.
+_OTHER = ("other", "other")
+
+
+class Bugs:
+    """Exceptions of ours. The message of one may quote a request; its type and place do not.
+
+    Args:
+        counts: Where they are counted, by type and place.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, counts: Counter[tuple[str, str]], clock: Callable[[], float]) -> None:
+        self._counts = counts
+        self._clock = clock
+        self._logged: dict[tuple[str, str], float] = {}
+
+    def note(self, error: BaseException) -> None:
+        """Count an exception, and log where it came from."""
+        frames = traceback.extract_tb(error.__traceback__)
+        file = frames[-1].filename.replace("\\", "/").rpartition("/extproc/")[2] if frames else ""
+        key = type(error).__name__, f"{file}:{frames[-1].name}" if frames else ""
+        if key not in self._counts and len(self._counts) >= _MOST_PLACES:
+            key = _OTHER
+        self._counts[key] += 1
+        now = self._clock()
+        if now - self._logged.get(key, -_AGAIN_S) < _AGAIN_S:
+            return
+        self._logged[key] = now
+        places = (f"  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames)
+        _log.error("a request ran into a bug: %s\n%s", key[0], "\n".join(places))
