@@ -175,6 +175,44 @@ def test_both_names_of_an_adapter_share_blocks():
     assert len(first.blocks) > 0
 
 
+#: Bodies by the surface that takes them, around one text.
+SURFACES = {
+    "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}]},
+    "/v1/completions": lambda text: {"prompt": text},
+    "/v1/messages": lambda text: {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 9,
+    },
+    "/v1/responses": lambda text: {"input": text},
+    "/v1/embeddings": lambda text: {"input": text},
+    "/generate": lambda text: {"text": text},
+}
+
+#: What names an adapter in a body.
+ADAPTER_FIELDS = {
+    "its own name": lambda adapter: {"model": adapter},
+    "model:adapter": lambda adapter: {"model": f"llama:{adapter}"},
+    "model_adapter": lambda adapter: {"model": f"llama_{adapter}"},
+    "lora_path": lambda adapter: {"model": "llama", "lora_path": adapter},
+}
+
+
+@pytest.mark.parametrize("path", SURFACES)
+@pytest.mark.parametrize("fields", ADAPTER_FIELDS.values(), ids=ADAPTER_FIELDS)
+def test_equal_prompts_of_two_adapters_share_no_block(path: str, fields):
+    """The engine caches by adapter, so neither the base model's blocks nor another's are of use."""
+    held = house(models("llama", "sql", "law"), strategy="balanced")
+    body = SURFACES[path]("x" * 5000)
+    named = [{"model": "llama"}, fields("sql"), fields("law")]
+    raws = [
+        RawRequest({":path": path, ":method": "POST"}, json.dumps({**body, **one}).encode())
+        for one in named
+    ]
+    base, sql, law = (decided(held, raw).blocks for raw in raws)
+    assert len(base) == len(sql) == len(law) > 0
+    assert len({*base, *sql, *law}) == 3 * len(base)
+
+
 def test_an_adapter_somebody_lists_is_known_to_be_one():
     """Residency is told of a name that was never seen in a batch."""
     held = house(models("a", "lora"), strategy="adaptive")
