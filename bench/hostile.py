@@ -1,0 +1,323 @@
+"""How long and how much one hostile client, engine or file can take of a picker.
+
+python -m bench.hostile [--kinds bodies,clients,pages,files,waiting] [--requests 10000]
+                        [--seconds 60] [--size 1048576] [--only NAME] [--write]
+
+Each kind of input meets a picker of its own kind of set-up: a real process, real gRPC, and a real
+Envoy where requests are sent. For each it shows the longest wait of /healthz beside that of harmless
+input of the same size, CPU per request, memory before, at its peak and after, whether the process
+lives and whether its accounts are zero afterwards. A kind ends after its requests or its seconds,
+whatever comes first. Ends with 1 where a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import json
+import random
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from bench import hostile_bodies as bodies
+from bench import hostile_engine, hostile_watch
+from bench.hostile_watch import MIB, Picker
+from bench.rig import ROOT, write
+from extproc.cli import stack
+
+#: The event loop is held for 50 ms at most, or for half as long again as by harmless input: machines
+#: that do other things are late by themselves.
+STALL_S, STALL_RATIO = 0.05, 1.5
+
+#: Memory that may stay of the second half of a kind's requests: what is flat, but for noise.
+GROWTH_BYTES = 8 * MIB
+
+#: Clients at a time.
+CLIENTS = 8
+
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+
+
+class Row(msgspec.Struct):
+    """What one kind of input did.
+
+    Attributes:
+        kind: Its name.
+        requests: Sent (count).
+        answers: How often each status or end came.
+        wait_s: Longest wait of /healthz.
+        stall_s: Upper bound of the longest stall that the picker counted; None without the metric.
+        cpu_s: CPU seconds for a request.
+        before_bytes: Memory before the first request.
+        peak_bytes: Memory at its peak.
+        grown_bytes: Memory after all, less memory after half of the requests.
+        is_alive: Whether the process went on.
+        accounts: Accounts that did not go back to zero.
+        missed: Bars that were missed.
+    """
+
+    kind: str
+    requests: int = 0
+    answers: dict[str, int] = {}
+    wait_s: float = 0.0
+    stall_s: float | None = None
+    cpu_s: float = 0.0
+    before_bytes: int = 0
+    peak_bytes: int = 0
+    grown_bytes: int = 0
+    is_alive: bool = True
+    accounts: dict[str, float] = {}
+    missed: list[str] = []
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """How much of each kind: `requests` (count) or `seconds`, whatever comes first."""
+
+    requests: int
+    seconds: float
+    size_bytes: int
+    only: str
+
+
+@contextlib.asynccontextmanager
+async def picker(
+    engines: Sequence[Sequence[str]], *arguments: str, with_envoy: bool = True
+) -> AsyncIterator[Picker]:
+    """A picker before engines that are started for it.
+
+    Args:
+        engines: The command of each, which prints a line that ends with `listening on ip:port`.
+        arguments: Further words of `extproc serve`.
+        with_envoy: Start an Envoy in front.
+    """
+    ports = stack.EnvoyPorts(*(stack.free_port() for _ in range(3)))
+    pages = stack.free_port()
+    async with stack.stack() as children:
+        started = [await children.start("engine", argv, ready="listening on ") for argv in engines]
+        addresses = [one.ready_line.rpartition(" ")[2] for one in started]
+        listed = ["--endpoints", ",".join(addresses)] if addresses else []
+        child = await children.extproc(
+            *(*listed, "--host", "127.0.0.1", "--secure-serving=false", "--grpc-health-port", "0"),
+            *("--grpc-port", str(ports.extproc), "--metrics-port", str(pages)),
+            *("--drain-timeout", "0s", *arguments),
+        )
+        if with_envoy:
+            template = ROOT / "envoy" / "original-dst.yaml"
+            await children.envoy(stack.envoy_config(template, ports, plaintext=True))
+        yield Picker(child, ports.listener if with_envoy else 0, pages)
+
+
+def lean_engine() -> Sequence[str]:
+    """An engine that answers at once and has no pages."""
+    return [sys.executable, str(ROOT / "bench" / "wire_load.py"), "backend", "0"]
+
+
+def lying_engine(kind: str) -> Sequence[str]:
+    """An engine whose pages are of a kind; see bench.hostile_engine."""
+    return [sys.executable, "-m", "bench.hostile_engine", kind]
+
+
+#: Sends one request, or does one thing; returns what became of it.
+Step = Callable[[], Awaitable[str]]
+
+
+async def measured(
+    kind: str, one: Picker, step: Step, bounds: Bounds, *, at_once: int = CLIENTS
+) -> Row:
+    """Do one thing again and again, and look at the picker meanwhile."""
+    row = Row(kind)
+    answers: collections.Counter[str] = collections.Counter()
+    counted = await one.metrics()
+    row.before_bytes, used_s = one.memory_bytes(), one.cpu_s()
+    one.reset_peak()
+    ends = asyncio.get_running_loop().time() + bounds.seconds
+
+    async def client(share: int) -> None:
+        for _ in range(share):
+            if not one.is_alive or asyncio.get_running_loop().time() > ends:
+                return
+            answers[await step()] += 1
+
+    half_bytes = 0
+    with hostile_watch.Probe(one.pages) as probe:
+        for _ in range(2):
+            half_bytes = one.memory_bytes()
+            share = max(1, bounds.requests // 2 // at_once)
+            await asyncio.gather(*(client(share) for _ in range(at_once)))
+            ends += bounds.seconds
+    row.wait_s, row.peak_bytes = probe.longest_s, one.memory_bytes("VmHWM")
+    row.is_alive = one.is_alive
+    row.requests, row.answers = answers.total(), dict(answers)
+    row.cpu_s = (one.cpu_s() - used_s) / max(1, row.requests)
+    row.accounts = await one.accounts() if one.is_alive else {"ended": 1.0}
+    row.grown_bytes = one.memory_bytes() - half_bytes if one.is_alive else 0
+    row.stall_s = hostile_watch.longest_stall_s(counted, await one.metrics())
+    return row
+
+
+def judge(row: Row, quiet: Row) -> Row:
+    """Hold a row against the bars; `quiet` is what harmless input did."""
+    held_s = row.wait_s if row.stall_s is None else min(row.wait_s, row.stall_s)
+    if held_s > STALL_S and held_s > STALL_RATIO * quiet.wait_s:
+        row.missed.append("stall")
+    if row.grown_bytes > GROWTH_BYTES:
+        row.missed.append("memory")
+    if not row.is_alive:
+        row.missed.append("ended")
+    elif row.accounts:
+        row.missed.append("accounts")
+    return row
+
+
+async def requests(bounds: Bounds) -> AsyncIterator[Row]:
+    """Bodies of every kind through Envoy, each kind at a picker that saw none before."""
+    for name, request in bodies.hostile(bounds.size_bytes).items():
+        if bounds.only in name:
+            async with picker([lean_engine()]) as one:
+                await asyncio.gather(*(bodies.send(one.port, request) for _ in range(CLIENTS)))
+
+                async def step(request: bodies.Request = request, port: int = one.port) -> str:
+                    return await bodies.send(port, request)
+
+                yield await measured(name, one, step, bounds)
+
+
+async def clients(bounds: Bounds) -> AsyncIterator[Row]:
+    """Clients that stall, vanish and drip, and names that nobody used before."""
+    rng = random.Random(1)
+    for name, client in bodies.CLIENTS.items():
+        if bounds.only in name:
+            async with picker([lean_engine()]) as one:
+
+                async def step(client: bodies.Client = client, port: int = one.port) -> str:
+                    return await client(port, rng)
+
+                yield await measured(name, one, step, bounds, at_once=64)
+    if bounds.only in "distinct names":
+        async with picker([lean_engine()]) as one:
+            fresh = iter(bodies.names(bounds.requests + CLIENTS))
+            yield await measured(
+                "distinct names", one, lambda: bodies.send(one.port, next(fresh)), bounds
+            )
+
+
+async def pages(bounds: Bounds) -> AsyncIterator[Row]:
+    """Pages of one engine of two, while requests come in."""
+    request = bodies.harmless(1000)
+    quick = msgspec.structs.replace(bounds, requests=min(bounds.requests, 400))
+    for kind in hostile_engine.PAGES:
+        if bounds.only in f"page {kind}":
+            async with picker([lying_engine(kind), lying_engine("half")]) as one:
+
+                async def step(port: int = one.port) -> str:
+                    await asyncio.sleep(0.02)
+                    return await bodies.send(port, request)
+
+                yield await measured(f"page {kind}", one, step, quick)
+
+
+async def files(bounds: Bounds) -> AsyncIterator[Row]:
+    """Edits of the configuration and of the file of endpoints, each mended after a while."""
+    many = "".join(f"  - 10.{at >> 16}.{at >> 8 & 255}.{at & 255}:8000\n" for at in range(100_000))
+    edits = {
+        "configuration with NUL": (0, HEAD + "log: {level: in\0fo}\n"),
+        "configuration with !!int": (0, HEAD + 'seed: !!int ""\n'),
+        "configuration with !!timestamp": (0, HEAD + 'seed: !!timestamp "x"\n'),
+        "configuration of brackets": (0, HEAD + "log: " + "[" * 100_000),
+        "configuration of wrong types": (0, HEAD + "scrape: [1]\npool: 7\n"),
+        "endpoints with NUL": (1, "endpoints: [\0]\n"),
+        "endpoints of 100,000 lines": (1, "endpoints:\n" + many),
+        "endpoints that are none": (1, "endpoints: [a, 7, {}, '1.2.3.4:99999']\n"),
+    }
+    for name, (which, text) in edits.items():
+        if bounds.only not in name:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [Path(folder) / "extproc.yaml", Path(folder) / "endpoints.yaml"]
+            good = [f"{HEAD}pool: {{endpoints_file: {paths[1]}}}\n", "endpoints: []\n"]
+            for path, content in zip(paths, good, strict=True):
+                path.write_text(content)
+            async with picker([], "--config-file", str(paths[0]), with_envoy=False) as one:
+
+                async def step(which: int = which, text: str = text, paths=paths, good=good) -> str:
+                    for content in (text, good[which]):
+                        paths[which].write_text(content)
+                        await asyncio.sleep(2.0)
+                    return "edited"
+
+                few = msgspec.structs.replace(bounds, requests=4)
+                yield await measured(name, one, step, few, at_once=1)
+
+
+async def waiting(bounds: Bounds) -> AsyncIterator[Row]:
+    """2,000 requests that wait, each for a model of its own, at two engines that are busy."""
+    if bounds.only not in "waiting models":
+        return
+    text = HEAD + "holding: {enabled: true, timeout_s: 20, busy_s: 0.001}\n"
+    async with picker([lying_engine("half")] * 2, "--config-text", text) as one:
+        fresh = iter(bodies.names(2_000))
+        once = msgspec.structs.replace(bounds, requests=2_000)
+        yield await measured(
+            "waiting models",
+            one,
+            lambda: bodies.send(one.port, next(fresh)),
+            once,
+            at_once=1_000,
+        )
+
+
+GROUPS = {
+    "bodies": requests,
+    "clients": clients,
+    "pages": pages,
+    "files": files,
+    "waiting": waiting,
+}
+
+
+def line(row: Row, quiet: Row) -> str:
+    """One line of the table."""
+    common = ", ".join(f"{name} {count}" for name, count in sorted(row.answers.items()))
+    stall = "" if row.stall_s is None else f" stall <= {1000 * row.stall_s:.0f} ms,"
+    return (
+        f"{row.kind:32} {row.requests:6} requests ({common}); wait {1000 * row.wait_s:7.1f} ms"
+        f" ({row.wait_s / max(quiet.wait_s, 1e-9):5.1f} x harmless),{stall}"
+        f" CPU {1000 * row.cpu_s:7.2f} ms; memory {row.before_bytes / MIB:.0f},"
+        f" peak {row.peak_bytes / MIB:.0f}, grown {row.grown_bytes / MIB:+.1f} MiB;"
+        f" {'MISSED ' + ', '.join(row.missed) if row.missed else 'met'}"
+    )
+
+
+async def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.hostile")
+    parser.add_argument("--kinds", default=",".join(GROUPS))
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--size", type=int, default=MIB)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--write", action="store_true", help="write bench/results/hostile.json")
+    wanted = parser.parse_args()
+    bounds = Bounds(wanted.requests, wanted.seconds / 2, wanted.size, wanted.only)
+    harmless = bodies.harmless(bounds.size_bytes)
+    async with picker([lean_engine()]) as one:
+        quiet = await measured("harmless", one, lambda: bodies.send(one.port, harmless), bounds)
+    rows = [quiet]
+    print(line(quiet, quiet), flush=True)
+    for group in wanted.kinds.split(","):
+        async for row in GROUPS[group](bounds):
+            rows.append(judge(row, quiet))
+            print(line(row, quiet), flush=True)
+    if wanted.write:
+        figures = {"rows": [json.loads(msgspec.json.encode(row)) for row in rows]}
+        write("hostile", "python -m bench.hostile " + " ".join(sys.argv[1:]), figures)
+    return 1 if any(row.missed for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

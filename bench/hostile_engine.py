@@ -1,0 +1,132 @@
+"""An engine that serves requests, and whose pages lie, fail, stand still or are far too large.
+
+python -m bench.hostile_engine KIND [--host IP]
+
+KIND is one of `PAGES`, or `all` for another one at each scrape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from tests.e2e import http1
+
+#: Seconds an answer takes.
+ANSWER_S = 0.05
+
+#: Bytes of a page that is too large, and seconds between two bytes of one that drips.
+_LARGE_BYTES = 50 << 20
+_DRIP_S = 0.2
+
+#: What a page is sent in.
+_PIECE = b'vllm:num_requests_waiting{model_name="demo",pod="x"} 1\n' * 1000
+
+
+def _gauges(value: str) -> bytes:
+    """A page whose every number is one value."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    lines = [f'vllm:{name}{{model_name="demo"}} {value}' for name in names]
+    lines += [f'vllm:{name}_total{{model_name="demo"}} {value}' for name in ("prompt_tokens",)]
+    lines.append(f'vllm:cache_config_info{{block_size="{value}",num_gpu_blocks="{value}"}} 1')
+    lines.append(f'vllm:lora_requests_info{{max_lora="{value}",running_lora_adapters="a"}} {value}')
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _adapters() -> bytes:
+    names = ",".join(f"adapter-{at}" for at in range(100_000))
+    return f'vllm:lora_requests_info{{max_lora="4",running_lora_adapters="{names}"}} 1\n'.encode()
+
+
+#: Pages by kind. None: the page drips and never ends.
+PAGES: dict[str, Callable[[], bytes] | None] = {
+    "overflow": lambda: _gauges("1e300"),
+    "largest": lambda: _gauges("1.7e308"),
+    "NaN": lambda: _gauges("NaN"),
+    "infinite": lambda: _gauges("+Inf"),
+    "negative": lambda: _gauges("-1e300"),
+    "adapters": _adapters,
+    "garbage": lambda: bytes(range(256)) * 400,
+    "half": lambda: _gauges("1")[:-9],
+    "large": lambda: b"",
+    "drip": None,
+}
+
+
+class Engine:
+    """Answers on one address.
+
+    Args:
+        kind: Of its pages.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._pages: Iterator[str] = itertools.cycle([*PAGES] if kind == "all" else [kind])
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the requests of one connection."""
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, AssertionError):
+            while (head := await http1.read_head(reader)) is not None:
+                await http1.Body(reader, head).rest()
+                path = head.line.split()[1]
+                if path == "/metrics":
+                    await self._page(writer)
+                elif path == "/v1/models":
+                    _say(writer, json.dumps(_models()).encode())
+                else:
+                    await asyncio.sleep(ANSWER_S)
+                    _say(writer, _answer())
+                await writer.drain()
+        writer.close()
+
+    async def _page(self, writer: asyncio.StreamWriter) -> None:
+        kind = next(self._pages)
+        make = PAGES[kind]
+        if make is not None and kind != "large":
+            return _say(writer, make())
+        size = _LARGE_BYTES - _LARGE_BYTES % len(_PIECE)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
+        async for piece in _pieces(size, drips=make is None):
+            writer.write(piece)
+            await writer.drain()
+        return None
+
+
+async def _pieces(size: int, *, drips: bool) -> AsyncIterator[bytes]:
+    if not drips:
+        for _ in range(size // len(_PIECE)):
+            yield _PIECE
+        return
+    for byte in itertools.cycle(_PIECE):
+        yield bytes([byte])
+        await asyncio.sleep(_DRIP_S)
+
+
+def _say(writer: asyncio.StreamWriter, body: bytes) -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    writer.write(head % len(body) + body)
+
+
+def _models() -> object:
+    return {"data": [{"id": "demo"}, {"id": "n" * 2000}, {"id": 7}, {"id": "\ud800"}, {}, None]}
+
+
+def _answer() -> bytes:
+    usage = b'{"prompt_tokens":%b,"completion_tokens":1e308,"total_tokens":-1}' % (b"9" * 400)
+    return b'{"id":"x","model":"demo","choices":[{"index":0,"text":"a"}],"usage":%b}' % usage
+
+
+async def main(kind: str, host: str) -> None:
+    """Serve until the process ends."""
+    server = await asyncio.start_server(Engine(kind).serve, host, 0)
+    print("listening on {}:{}".format(*server.sockets[0].getsockname()[:2]), flush=True)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    where = sys.argv[sys.argv.index("--host") + 1] if "--host" in sys.argv else "127.0.0.1"
+    asyncio.run(main(sys.argv[1], where))

@@ -1,0 +1,161 @@
+"""What a picker does while it is treated badly: waits, memory, CPU and accounts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from extproc.cli import stack
+from tests.e2e import http1
+
+#: Gauges that are zero once nothing is under way.
+ACCOUNTS = (
+    "extproc_streams_open",
+    "extproc_gathered_bytes",
+    "extproc_endpoint_in_flight",
+    "extproc_held_requests",
+)
+
+#: Seconds between two probes, and the longest wait of one.
+_PROBE_S = 0.005
+_PROBE_LIMIT_S = 60.0
+
+#: Seconds in which accounts go back to zero.
+_SETTLED_S = 60.0
+
+#: The histogram of how long the picker's event loop was held.
+_STALLS = "extproc_loop_stall_seconds"
+
+MIB = 1 << 20
+
+
+class Picker(msgspec.Struct, frozen=True):
+    """A running picker.
+
+    Attributes:
+        child: Its process.
+        port: Where clients connect: Envoy's listener, 0 without Envoy.
+        pages: Port of its pages.
+    """
+
+    child: stack.Child
+    port: int
+    pages: int
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process that was started still runs."""
+        return self.child.process.returncode is None
+
+    def memory_bytes(self, field: str = "VmRSS") -> int:
+        """Resident memory now (`VmRSS`), or at its peak (`VmHWM`); 0 once the process ended."""
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{self.child.process.pid}/status").read_text().splitlines():
+                if line.startswith(field + ":"):
+                    return int(line.split()[1]) * 1024
+        return 0
+
+    def reset_peak(self) -> None:
+        """Make the peak of memory start over from now."""
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{self.child.process.pid}/clear_refs").write_text("5")
+
+    def cpu_s(self) -> float:
+        """CPU seconds it used so far, user and system."""
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{self.child.process.pid}/stat").read_text()
+            fields = text.rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return 0.0
+
+    async def metrics(self) -> dict[str, float]:
+        """Its metrics by name and labels; empty where it does not answer."""
+        try:
+            async with asyncio.timeout(_PROBE_LIMIT_S):
+                page = (await http1.ask(self.pages, "/metrics")).body.decode()
+        except (OSError, TimeoutError, AssertionError, asyncio.IncompleteReadError):
+            return {}
+        split = [line.rpartition(" ") for line in page.splitlines() if line[:1] not in {"#", ""}]
+        return {name: float(value) for name, _, value in split}
+
+    async def accounts(self) -> dict[str, float]:
+        """Accounts that are not zero, once they are or after a while; `gone` without an answer."""
+        left: dict[str, float] = {"gone": 1.0}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SETTLED_S):
+                while left and self.is_alive:
+                    found = await self.metrics()
+                    if found:
+                        left = {
+                            name: value
+                            for name, value in found.items()
+                            if name.partition("{")[0] in ACCOUNTS and value
+                        }
+                    await asyncio.sleep(0.2)
+        return left
+
+
+def longest_stall_s(before: dict[str, float], after: dict[str, float]) -> float | None:
+    """Upper bound of the longest stall between two looks; None where the picker has no metric."""
+    buckets = sorted(
+        (float(name.partition('le="')[2].partition('"')[0]), name)
+        for name in after
+        if name.startswith(_STALLS + "_bucket")
+    )
+    longest, counted = 0.0, 0.0
+    for bound, name in buckets:
+        count = after[name] - before.get(name, 0.0)
+        if count > counted:
+            longest, counted = bound, count
+    return longest if buckets else None
+
+
+class Probe:
+    """Asks for /healthz again and again, in a thread of its own, and keeps the longest wait.
+
+    Args:
+        port: Of the picker's pages.
+
+    Attributes:
+        longest_s: The longest wait for an answer, in seconds.
+        failures: Probes without an answer (count).
+    """
+
+    def __init__(self, port: int) -> None:
+        self.longest_s = 0.0
+        self.failures = 0
+        self._port = port
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        request = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+        while not self._stop.is_set():
+            try:
+                with socket.create_connection(("127.0.0.1", self._port), _PROBE_LIMIT_S) as one:
+                    while not self._stop.is_set():
+                        begun = time.perf_counter()
+                        one.sendall(request)
+                        if not one.recv(4096):
+                            break
+                        self.longest_s = max(self.longest_s, time.perf_counter() - begun)
+                        self._stop.wait(_PROBE_S)
+            except OSError:
+                self.failures += 1
+                self._stop.wait(0.2)
