@@ -22,7 +22,7 @@ KUBETOOLS_MODULE := tests/manifests/kubetools
 # Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo demo-scale test check format proto points bench envoys versions envtest kubetools clean
+.PHONY: help demo demo-scale test fuzz chaos hostile check format proto points bench envoys versions envtest kubetools clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -49,6 +49,16 @@ demo-scale: $(VENV)/.dev ## Envoy, extproc and no engine: from zero to some and 
 
 test: $(VENV)/.dev ## All tests that need nothing else
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m 'not versions' $(ARGS)
+
+fuzz: $(VENV)/.dev ## Search for MINUTES (10) with random examples of another seed each time
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
+	  --hypothesis-profile=search --fuzz-minutes=$(or $(MINUTES),10) -p no:cacheprovider $(ARGS)
+
+chaos: $(VENV)/.dev ## A well-behaved client beside everything that goes wrong, for MINUTES (10)
+	$(BIN)/python -m bench.chaos --minutes $(or $(MINUTES),10) --write $(ARGS)
+
+hostile: $(VENV)/.dev ## What hostile bodies, clients, pages and files take of a picker
+	$(BIN)/python -m bench.hostile --write $(ARGS)
 
 check: $(VENV)/.dev ## Format, lint, imports, types
 	$(BIN)/ruff format --check .

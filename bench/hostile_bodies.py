@@ -23,6 +23,10 @@ UPLOAD = "/v1/audio/transcriptions"
 #: Longest header value that Envoy takes with its default limit of 60 KiB for all headers.
 _HEADER_BYTES = 50 * 1024
 
+#: A message that nothing is wrong with, and the field that holds it alone.
+_MESSAGE = {"role": "user", "content": "x"}
+_SHORT = b'"messages":[%b],' % json.dumps(_MESSAGE).encode()
+
 #: Seconds that any one hostile request may take before its client gives up.
 PATIENCE_S = 30.0
 
@@ -56,11 +60,11 @@ def hostile(size_bytes: int) -> dict[str, Request]:
     return {
         "messages of {}": _of(CHAT, b'"messages":[', b"{}", size_bytes),
         "parts of {}": _of(CHAT, b'"messages":[{"role":"user","content":[', b"{}", size_bytes, 2),
-        "metadata of {}": _of(CHAT, b'"messages":[],"metadata":[', b"{}", size_bytes),
+        "metadata of {}": _of(CHAT, _SHORT + b'"metadata":[', b"{}", size_bytes),
         "metadata of keys": _keys(size_bytes),
         "prompt of numbers": _of(TEXT, b'"prompt":[', b"1", size_bytes),
         "prompt of lists": _of(TEXT, b'"prompt":[', b"[1]", size_bytes),
-        "tools of {}": _of(CHAT, b'"messages":[],"tools":[', b"{}", size_bytes),
+        "tools of {}": _of(CHAT, _SHORT + b'"tools":[', b"{}", size_bytes),
         "backslashes": Request(CHAT, b'{"model":"m","messages":"' + b"\\" * size_bytes),
         "surrogates": Request(CHAT, _chat("\\ud800" * (size_bytes // 6), raw=True)),
         "deep lists": Request(CHAT, b'{"messages":' + b"[" * size_bytes),
@@ -174,7 +178,7 @@ def _of(path: str, start: bytes, item: bytes, size_bytes: int, depth: int = 1) -
 
 def _keys(size_bytes: int) -> Request:
     metadata = {f"k{at}": at for at in range(size_bytes // 18)}
-    return Request(CHAT, _json(model="m", messages=[], metadata=metadata))
+    return Request(CHAT, _json(model="m", messages=[_MESSAGE], metadata=metadata))
 
 
 def _multipart(size_bytes: int) -> Request:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
+import time
 from pathlib import Path
 
 import hypothesis
+import pytest
 
 HERE = Path(__file__).parent
 
@@ -78,6 +81,37 @@ RANKS = {HERE / name: rank for rank, name in enumerate(LONG)}
 assert all(path.is_file() for path in RANKS), "a file of LONG is gone"
 
 
+def pytest_addoption(parser):
+    """Of `make fuzz`."""
+    parser.addoption(
+        "--fuzz-minutes",
+        type=float,
+        default=None,
+        help="start no further test after so many minutes, and none that does not try examples",
+    )
+
+
+def pytest_configure(config):
+    """When fuzzing began."""
+    config.fuzz_end = None
+    if (minutes := config.getoption("--fuzz-minutes")) is not None:
+        config.fuzz_end = time.monotonic() + 60.0 * minutes
+
+
+def pytest_runtest_setup(item):
+    """Fuzzing is bounded in time."""
+    end = item.config.fuzz_end
+    if end is not None and time.monotonic() > end:
+        pytest.skip("the time for fuzzing is over")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected():
+    """Objects that warn when they are collected do so in their own file, not in another one's test."""
+    yield
+    gc.collect()
+
+
 def pytest_xdist_auto_num_workers(config):
     """Of `-n auto`."""
     linux = hasattr(os, "sched_getaffinity")
@@ -85,8 +119,18 @@ def pytest_xdist_auto_num_workers(config):
     return min(PER_CORE * cores, MOST)
 
 
+@pytest.hookimpl(trylast=True)  # after hypothesis marked what tries examples
 def pytest_collection_modifyitems(items):
-    """Long files first, and the others as they were found."""
+    """Long files first, and the others as they were found; for fuzzing, files in any order.
+
+    Every worker must come to the same order, so that is drawn from what names their run.
+    """
+    if items and items[0].config.fuzz_end is not None:
+        chance = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID", "alone"))
+        drawn: dict[Path, float] = {}
+        items[:] = [item for item in items if item.get_closest_marker("hypothesis")]
+        items.sort(key=lambda item: drawn.setdefault(item.path, chance.random()))
+        return
     items.sort(key=lambda item: RANKS.get(item.path, len(RANKS)))
 
 

@@ -1,0 +1,367 @@
+"""A well-behaved client beside everything that can go wrong at once, for minutes.
+
+python -m bench.chaos [--minutes 10] [--rate 8] [--seed 1] [--write]
+
+A real picker, a real Envoy, 8 engines (2 of them with hostile pages), Redis and a Kubernetes API server
+where they are there. A quarter of the time is quiet, but for the client; then hostile clients of every
+kind come, engines are killed and hung, files are broken and mended, Redis and the API server go away
+and come back. It prints a table of bars and ends with 1 where a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from bench import chaos_site, rig, steady_client
+from bench import hostile_bodies as bodies
+from bench.chaos_site import Engine, Site
+from bench.hostile_watch import MIB
+from extproc.dispatch import sharing
+
+#: The 99th percentile may be so many times the quiet one.
+MOST_P99_RATIO = 2.0
+
+#: Memory that may stay over what the picker had after a third of the chaos.
+MOST_GROWTH_BYTES = 16 * MIB
+
+#: Hostile clients that stand beside each other, at most.
+MOST_CLIENTS = 24
+
+#: Seconds an engine hangs, or is gone.
+TROUBLE_S = 4.0
+
+#: Seconds after the chaos until accounts must be zero.
+CALM_S = 10.0
+
+_BROKEN = (
+    "pools: [{name: \0}]",
+    'seed: !!int ""',
+    'seed: !!timestamp "x"',
+    "pools: " + "[" * 50_000,
+    "pools: 7",
+    "",
+)
+_BROKEN_LISTS = ("endpoints: [\0]", "endpoints: [7, a, {}]", "endpoints: {", "- " * 10_000)
+
+_ANNOTATIONS = (
+    "apps/v1%2Fnamespaces%2Fkube-system%2Fdeployments%2Fcoredns%2Fscale?x=/deployments/vllm",
+    "\n\r/../../x",
+    "9" * 1000,
+)
+
+
+class Event(msgspec.Struct, frozen=True):
+    """What was done to an engine: `kill` or `hang`, at a moment of the monotonic clock."""
+
+    what: str
+    address: str
+    at: float
+
+
+class Bar(msgspec.Struct, frozen=True):
+    """One line of the table."""
+
+    name: str
+    wanted: str
+    measured: str
+    is_met: bool
+
+
+class Chaos:
+    """Everything hostile, until it is stopped.
+
+    Args:
+        site: What it is done to.
+        rng: Of all choices.
+        seconds: How long it goes on.
+
+    Attributes:
+        events: What was done to engines.
+        answers: What hostile clients got, by kind and status.
+        counts: How often other things were done.
+    """
+
+    def __init__(self, site: Site, rng: random.Random, seconds: float) -> None:
+        self.site = site
+        self.events: list[Event] = []
+        self.answers: collections.Counter[str] = collections.Counter()
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._rng = rng
+        self._seconds = seconds
+        self._end = 0.0
+        self._bodies = [bodies.hostile(size) for size in (1_000, 64_000, 1_000_000)]
+        self._room = asyncio.Semaphore(MOST_CLIENTS)
+
+    async def run(self) -> None:
+        """Do everything at once, and return once it is over and mended."""
+        self._end = time.monotonic() + self._seconds
+        parts: list[Callable[[], Awaitable[None]]] = [
+            self._requests,
+            self._names,
+            self._clients,
+            self._engines,
+            self._files,
+        ]
+        parts += [self._redis, self._entries] if self.site.redis else []
+        parts += [self._cluster] if self.site.cluster else []
+        async with asyncio.TaskGroup() as tasks:
+            for part in parts:
+                tasks.create_task(part(), name=part.__name__)
+
+    async def _until(self, pause_s: float) -> bool:
+        """Wait; False once the chaos is over."""
+        left = self._end - time.monotonic()
+        await asyncio.sleep(max(0.0, min(pause_s, left)))
+        return left > pause_s
+
+    async def _requests(self) -> None:
+        while await self._until(0.25):
+            name, request = self._rng.choice([*self._rng.choice(self._bodies).items()])
+            status = await bodies.send(self.site.picker.port, request)
+            self.answers[f"{name}: {status}"] += 1
+
+    async def _names(self) -> None:
+        for request in bodies.names(100_000):
+            if not await self._until(0.2):
+                return
+            self.answers[f"new name: {await bodies.send(self.site.picker.port, request)}"] += 1
+
+    async def _clients(self) -> None:
+        async def one(name: str) -> None:
+            async with self._room:
+                end = await bodies.CLIENTS[name](self.site.picker.port, self._rng)
+            self.answers[f"{name}: {end}"] += 1
+
+        async with asyncio.TaskGroup() as tasks:
+            while await self._until(0.25):
+                tasks.create_task(one(self._rng.choice([*bodies.CLIENTS])))
+
+    async def _engines(self) -> None:
+        """Kill and hang engines in turn, one at a time."""
+        period_s = max(3 * TROUBLE_S, self._seconds / 20)
+        for what in _alternating("kill", "hang"):
+            if not await self._until(period_s - TROUBLE_S):
+                return
+            engine = self._rng.choice(self.site.engines)
+            number = signal.SIGKILL if what == "kill" else signal.SIGSTOP
+            self.events.append(Event(what, engine.address, time.monotonic()))
+            engine.send(number)
+            await asyncio.sleep(TROUBLE_S)
+            await _mend(engine, what)
+
+    async def _files(self) -> None:
+        """Break the configuration or the list of endpoints, and mend it."""
+        good = {path: path.read_text() for path in (self.site.config, self.site.listed)}
+        broken = {self.site.config: _BROKEN, self.site.listed: _BROKEN_LISTS}
+        while await self._until(3.0):
+            path = self._rng.choice([*good])
+            head = good[path].split("pools:")[0] if path == self.site.config else ""
+            path.write_text(head + self._rng.choice(broken[path]))
+            await asyncio.sleep(3.0)
+            # An edit that is right, so that reload is at work as well.
+            more = f"seed: {self._rng.randint(1, 9)}\n" if path == self.site.config else ""
+            path.write_text(good[path] + more)
+            self.counts["edits"] += 1
+        for path, text in good.items():
+            path.write_text(text)
+
+    async def _redis(self) -> None:
+        redis = self.site.redis
+        assert redis is not None
+        while await self._until(max(10.0, self._seconds / 8)):
+            await redis.stop()
+            await asyncio.sleep(TROUBLE_S)
+            await redis.start()
+            self.counts["Redis away"] += 1
+
+    async def _entries(self) -> None:
+        """Write to the stream what no picker would."""
+        from redis import RedisError  # noqa: PLC0415 - only where it is used
+        from redis import asyncio as client  # noqa: PLC0415
+
+        assert self.site.redis is not None
+        open_ = sharing.Open(1 << 62, [1, 2], 1 << 62)
+        facts = [sharing.encode(sharing.Message("x", [open_])), b"\x00", b"\x93junk"]
+        facts += [b"\x92\xa2\xff\xfe\x90", self._rng.randbytes(2_000)]
+        async with client.Redis.from_url(self.site.redis.url) as stream:
+            while await self._until(0.5):
+                with contextlib.suppress(RedisError, OSError):
+                    await stream.xadd("extproc", {b"m": self._rng.choice(facts)})
+                    self.counts["entries"] += 1
+
+    async def _cluster(self) -> None:
+        """Take the API server away for a while, and annotate the pool with what no operator would."""
+        cluster = self.site.cluster
+        assert cluster is not None
+        while await self._until(max(15.0, self._seconds / 4)):
+            value = {"extproc/scale-target": self._rng.choice(_ANNOTATIONS)}
+            await cluster.api.patch(cluster.pool, {"metadata": {"annotations": value}})
+            cluster.server.stop()
+            await asyncio.sleep(2 * TROUBLE_S)
+            await cluster.server.restart()
+            self.counts["API server away"] += 1
+
+
+def _alternating(*what: str):
+    while True:
+        yield from what
+
+
+async def _mend(engine: Engine, what: str) -> None:
+    if what == "hang":
+        engine.send(signal.SIGCONT)
+    else:
+        await engine.start()
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that so much of the values does not exceed."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
+def was_hit(trip: steady_client.Trip, events: list[Event], *kinds: str) -> bool:
+    """Whether a request was in flight on an engine when that was killed or hung."""
+    return any(
+        event.what in kinds
+        and trip.begun <= event.at <= trip.ended
+        and (event.address in trip.upstream or (event.what == "kill" and not trip.upstream))
+        for event in events
+    )
+
+
+async def sampled(site: Site, samples: list[tuple[float, int]]) -> None:
+    """Note the picker's memory every second, until cancelled."""
+    while True:
+        samples.append((time.monotonic(), site.picker.memory_bytes()))
+        await asyncio.sleep(1.0)
+
+
+async def run(minutes: float, rate_per_s: float, seed: int) -> tuple[list[Bar], dict]:
+    """Everything, from start to end."""
+    seconds = 60.0 * minutes
+    quiet_s = seconds / 4
+    async with chaos_site.site() as site:
+        for line in site.missing:
+            print(line, flush=True)
+        chaos = Chaos(site, random.Random(seed), seconds - quiet_s)
+        samples: list[tuple[float, int]] = []
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trips.json"
+            words = [str(site.picker.port), str(rate_per_s), str(seconds), str(file)]
+            argv = [sys.executable, "-m", "bench.steady_client", *words]
+            client = await site.children.start("steady", argv, ready="is ready")
+            done = client.line("is done")
+            sampling = asyncio.ensure_future(sampled(site, samples))
+            await asyncio.sleep(quiet_s)
+            began = time.monotonic()
+            await chaos.run()
+            ended = time.monotonic()
+            await done
+            trips = msgspec.json.decode(file.read_bytes(), type=list[steady_client.Trip])
+        await asyncio.sleep(CALM_S)
+        accounts = await site.picker.accounts()
+        sampling.cancel()
+        return judged(site, chaos, trips, samples, accounts, began=began, ended=ended)
+
+
+def judged(
+    site: Site,
+    chaos: Chaos,
+    trips: list[steady_client.Trip],
+    samples: list[tuple[float, int]],
+    accounts: dict[str, float],
+    *,
+    began: float,
+    ended: float,
+) -> tuple[list[Bar], dict]:
+    """Hold what was measured against the bars."""
+    quiet = [trip.ended - trip.begun for trip in trips if trip.ended < began and trip.status == 200]
+    troubled = [trip for trip in trips if trip.ended >= began]
+    failed = [trip for trip in trips if trip.status != 200]
+    excused = [trip for trip in failed if was_hit(trip, chaos.events, "kill")]
+    counted = [trip for trip in troubled if not was_hit(trip, chaos.events, "kill", "hang")]
+    quiet_p99 = percentile(quiet, 0.99)
+    p99 = percentile([trip.ended - trip.begun for trip in counted], 0.99)
+    third = began + (ended - began) / 3
+    early = [size for at, size in samples if third - 5.0 <= at <= third + 5.0]
+    memory = samples[-1][1] - int(statistics.median(early or [samples[0][1]]))
+    bars = [
+        Bar(
+            "requests of the well-behaved client that failed, but for those on a killed engine",
+            f"0 of {len(trips)}",
+            f"{len(failed) - len(excused)} (and {len(excused)} on killed engines)",
+            len(failed) == len(excused),
+        ),
+        Bar(
+            "its p99, but for requests on an engine that was hung or killed under them",
+            f"<= {MOST_P99_RATIO:g} x {1000 * quiet_p99:.0f} ms",
+            f"{1000 * p99:.0f} ms = {p99 / max(quiet_p99, 1e-9):.2f} x",
+            p99 <= MOST_P99_RATIO * quiet_p99,
+        ),
+        Bar(
+            "memory at the end, over that after a third of the chaos",
+            f"<= {MOST_GROWTH_BYTES / MIB:.0f} MiB",
+            f"{memory / MIB:+.1f} MiB, at {samples[-1][1] / MIB:.0f} MiB",
+            memory <= MOST_GROWTH_BYTES,
+        ),
+        Bar("accounts at the end", "all zero", str(accounts) if accounts else "zero", not accounts),
+        Bar("the picker's process", "never ended", *_alive(site)),
+    ]
+    figures = {
+        "requests": len(trips),
+        "failed": [msgspec.to_builtins(trip) for trip in failed],
+        "quiet_p50_s": percentile(quiet, 0.5),
+        "quiet_p99_s": quiet_p99,
+        "p50_s": percentile([trip.ended - trip.begun for trip in counted], 0.5),
+        "p99_s": p99,
+        "p99_of_all_s": percentile([trip.ended - trip.begun for trip in troubled], 0.99),
+        "memory_bytes": [size for _, size in samples],
+        "engines": dict(collections.Counter(event.what for event in chaos.events)),
+        "other": dict(chaos.counts),
+        "hostile_answers": dict(sorted(chaos.answers.items())),
+        "missing": site.missing,
+        "bars": [msgspec.to_builtins(bar) for bar in bars],
+    }
+    return bars, figures
+
+
+def _alive(site: Site) -> tuple[str, bool]:
+    if site.picker.is_alive:
+        return "runs", True
+    return f"ended with {site.picker.child.process.returncode}", False
+
+
+async def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.chaos")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--rate", type=float, default=8.0, help="requests per second")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help="write bench/results/chaos.json")
+    wanted = parser.parse_args()
+    async with asyncio.timeout(60.0 * wanted.minutes + 600.0):
+        bars, figures = await run(wanted.minutes, wanted.rate, wanted.seed)
+    for name in ("engines", "other"):
+        print(f"{name}: {figures[name]}")
+    for bar in bars:
+        met = "met   " if bar.is_met else "MISSED"
+        print(f"{met} {bar.name}: wanted {bar.wanted}, measured {bar.measured}")
+    if wanted.write:
+        rig.write("chaos", "python -m bench.chaos " + " ".join(sys.argv[1:]), figures)
+    return 0 if all(bar.is_met for bar in bars) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))
