@@ -78,7 +78,7 @@ async def test_pool_defaults(api, namespace):
 
 
 async def test_pool_without_a_picker(api, namespace):
-    """Since v1.5.0 a pool need not name an endpoint picker."""
+    """Since v1.6.0 a pool need not name an endpoint picker."""
     one = kube.pool("alone", namespace)
     await api.create(one)
     assert "endpointPickerRef" not in (await api.get(one))["spec"]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from tests.manifests import tools
+from tests.manifests import test_overlays, tools
 from tests.support import kube
 
 #: Kinds of other projects, whose definitions are not ours to install: their documents are checked
 #: offline only (tests/manifests).
 FOREIGN = frozenset(
     {
+        "ClientTrafficPolicy",
         "DestinationRule",
+        "EnvoyFilter",
         "GCPBackendPolicy",
         "Gateway",
         "HTTPRoute",
@@ -83,3 +87,45 @@ async def test_the_chart(api, namespace, values):
 async def test_single_files(api, namespace, path):
     """A file that is applied by itself is taken as it is."""
     assert await apply_all(api, namespace, kube.documents(path.read_text()))
+
+
+async def may_list_pods(api, namespace):
+    """Whether the account of an installation may list the pods of all namespaces."""
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {
+            "user": f"system:serviceaccount:{namespace}:extproc",
+            "resourceAttributes": {"verb": "list", "resource": "pods"},
+        },
+    }
+    answer = await api.call("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
+    return answer["status"]["allowed"]
+
+
+async def test_a_second_installation_takes_no_rights_from_the_first(api, tmp_path):
+    """Both accounts may read the whole cluster, and go on to when one installation is deleted."""
+    namespaces = [await api.namespace("wide") for _ in range(2)]
+    installed = []
+    for namespace in namespaces:
+        folder = test_overlays.place(
+            tmp_path / namespace, *test_overlays.CLUSTER_WIDE, namespace=namespace
+        )
+        kinds = {"ServiceAccount", "ClusterRole", "ClusterRoleBinding"}
+        installed.append([one for one in tools.kustomized(folder) if one["kind"] in kinds])
+        for one in installed[-1]:
+            await api.apply(one)
+    for namespace in namespaces:
+        await until_allowed(api, namespace)
+    for one in installed[1]:
+        await api.delete(one)
+    assert await may_list_pods(api, namespaces[0])
+    for one in installed[0]:
+        await api.delete(one)
+
+
+async def until_allowed(api, namespace):
+    """The server takes a moment to know a new binding."""
+    async with asyncio.timeout(30.0):
+        while not await may_list_pods(api, namespace):
+            await asyncio.sleep(0.02)

@@ -1,5 +1,8 @@
 """What kustomize makes of the base and of every overlay."""
 
+import json
+import os
+
 import pytest
 
 from tests.e2e import installation
@@ -179,6 +182,56 @@ def test_pickers_that_scale_a_whole_cluster_write_no_more_than_replicas():
     assert rule.annotations
     (peer,) = settings.autoscaling.peers
     parts.only(documents, "Service", peer.partition(":")[0])
+
+
+def place(folder, *components, namespace=""):
+    """A kustomization of the base with components, in a namespace of its own."""
+    folder.mkdir()
+    described = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        **({"namespace": namespace} if namespace else {}),
+        "resources": [os.path.relpath(tools.MANIFESTS / "base", folder)],
+        "components": [
+            os.path.relpath(tools.MANIFESTS / "components" / one, folder) for one in components
+        ],
+    }
+    (folder / "kustomization.yaml").write_text(json.dumps(described))
+    return folder
+
+
+CLUSTER_WIDE = ("cluster-wide", "cluster-wide-engine-autoscaling")
+
+
+def test_cluster_wide_installations_share_no_names(tmp_path):
+    """Objects without a namespace end with that of their installation, and so do references."""
+    shown = []
+    for namespace in ("one", "other"):
+        folder = place(tmp_path / namespace, *CLUSTER_WIDE, namespace=namespace)
+        documents = tools.kustomized(folder)
+        assert not list(rules.wrong(documents))
+        names = [(one["kind"], one["metadata"]["name"]) for one in documents]
+        shown.append({one for one in names if one[0].startswith("Cluster")})
+        for binding in parts.of_kind(documents, "ClusterRoleBinding"):
+            assert ("ClusterRole", binding["roleRef"]["name"]) in names
+            assert binding["subjects"][0]["namespace"] == namespace
+    assert [len(one) for one in shown] == [4, 4]
+    assert not shown[0] & shown[1]
+    assert ("ClusterRole", "extproc:one") in shown[0]
+
+
+@pytest.mark.parametrize(
+    ("components", "namespace", "reason"),
+    [
+        (CLUSTER_WIDE[1:], "one", "no matches for Id ClusterRole"),
+        (CLUSTER_WIDE[::-1], "one", "no matches for Id ClusterRole"),
+        (CLUSTER_WIDE, "", "metadata.namespace"),
+    ],
+)
+def test_cluster_wide_components_say_what_they_need(tmp_path, components, namespace, reason):
+    """One after the other, and a namespace for the names: without them nothing is rendered."""
+    folder = place(tmp_path / "one", *components, namespace=namespace)
+    assert reason in tools.refusal(folder)
 
 
 def test_pickers_that_keda_asks_get_no_rights_and_answer_for_its_object():

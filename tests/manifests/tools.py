@@ -63,6 +63,14 @@ def kustomized(folder: Path) -> Sequence[Document]:
     return documents(_run([*command, str(folder)]))
 
 
+def refusal(folder: Path) -> str:
+    """Why kustomize renders nothing of a folder."""
+    command = [*need("kustomize build", "kubectl kustomize"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_RENDER_S, check=False)
+    assert done.returncode != 0, done.stdout
+    return done.stderr
+
+
 @functools.cache
 def charted(*arguments: str) -> Sequence[Document]:
     """What the chart renders with these arguments of `helm template`."""
