@@ -223,6 +223,8 @@ class Rejection(msgspec.Struct, frozen=True, gc=False):
             where waiting changes nothing.
         waits_for: Address of the endpoint it would rather wait for; empty for any.
         closed: Whether no other endpoint has a place either.
+        busy: Addresses of the endpoints that were found without a place; empty where nobody looked,
+            or some have one.
     """
 
     status: int
@@ -233,6 +235,7 @@ class Rejection(msgspec.Struct, frozen=True, gc=False):
     waits_s: float | None = None
     waits_for: str = ""
     closed: bool = False
+    busy: Sequence[str] = ()
 
 
 Outcome = Decision | Rejection
@@ -309,13 +312,16 @@ def saturated() -> Rejection:
     )
 
 
-def busy(waits_s: float, *, waits_for: str = "", closed: bool = False) -> Rejection:
+def busy(
+    waits_s: float, *, waits_for: str = "", closed: bool = False, busy: Sequence[str] = ()
+) -> Rejection:
     """A request would wait too long on every endpoint: 429.
 
     Args:
         waits_s: Until one of them is free, if nothing else happens; infinity where nobody knows.
         waits_for: See `Rejection`.
         closed: See `Rejection`.
+        busy: See `Rejection`.
     """
     return Rejection(
         429,
@@ -325,6 +331,7 @@ def busy(waits_s: float, *, waits_for: str = "", closed: bool = False) -> Reject
         waits_s=waits_s,
         waits_for=waits_for,
         closed=closed,
+        busy=busy,
     )
 
 

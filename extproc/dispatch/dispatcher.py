@@ -11,6 +11,7 @@ from extproc.dispatch import routing as routes
 from extproc.dispatch.choosing import Choice
 from extproc.dispatch.journal import Journal
 from extproc.dispatch.preparing import Preparation, Prepared
+from extproc.dispatch.serving_bits import ServingBits
 from extproc.pool import snapshot
 from extproc.pool.accounts import Ticket
 from extproc.pool.fleet import Fleet
@@ -65,12 +66,25 @@ class Dispatcher:
         self.promises = promises.Promises(fleet, self._recurrence, schedule.tokens)
         self._choice = Choice(fleet, index, self._recurrence, schedule=schedule, rng=rng)
         self._preparation = Preparation(fleet, schedule=schedule, rng=rng)
+        self._serving_bits: ServingBits | None = None
         self.adopt(routing)
 
     @property
     def pool(self) -> snapshot.Pool:
         """The current picture of the fleet."""
         return self._fleet.pool
+
+    @property
+    def serving_bits(self) -> ServingBits:
+        """Which endpoints may serve which request; the same object while that stands."""
+        pool, known = self._fleet.pool, self._serving_bits
+        if known is None or known.serving is not pool.serving:
+            known = self._serving_bits = ServingBits(
+                pool,
+                honour_subset=self._settings.honour_subset,
+                reject_unlisted=self._settings.reject_unlisted,
+            )
+        return known
 
     @property
     def decreed_names(self) -> frozenset[str]:
@@ -86,6 +100,7 @@ class Dispatcher:
         """Route by another configuration from the next request on."""
         self._routing = routing
         self._settings = routing.settings
+        self._serving_bits = None
         self._preparation.adopt(routing)
         self._hashing = Signal.PREFIX in routing.needs
         self._choice.adopt(routing)

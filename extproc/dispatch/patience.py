@@ -41,7 +41,7 @@ def decide(
     over = saturation.over_s(candidates, limit_s, priority=priority, shared=shared)
     free = [one for one, seconds in zip(candidates, over, strict=True) if seconds <= 0.0]
     if not free and not patient:
-        return outcomes.busy(min(over))
+        return outcomes.busy(min(over), busy=_addresses(candidates))
     outcome = run(candidates)
     if isinstance(outcome, Rejection) or len(free) == len(candidates):
         return outcome
@@ -51,10 +51,14 @@ def decide(
         return outcome
     if not free:
         rather = address if _in_seconds(outcome) else ""
-        return outcomes.busy(min(over), waits_for=rather, closed=True)
+        return outcomes.busy(min(over), waits_for=rather, closed=True, busy=_addresses(candidates))
     if patient and _costs_less(outcome, candidates[at], free, limit_s):
         return outcomes.busy(over[at], waits_for=address)
     return run(free)
+
+
+def _addresses(candidates: Sequence[Candidate]) -> Sequence[str]:
+    return [one.endpoint.address for one in candidates]
 
 
 def _in_seconds(decision: Decision) -> bool:

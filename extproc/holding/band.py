@@ -1,71 +1,14 @@
-"""The requests of one priority, by tenant and target."""
+"""The requests of one priority, by way and tenant."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Container, Hashable, Iterator
+from collections.abc import Iterable, Iterator
 
+from extproc.holding.crowding import Crowding
+from extproc.holding.lane import Line
+from extproc.holding.sweep import Sweep, Way, heads
 from extproc.holding.turns import Turns
 from extproc.holding.waiter import Fairness, Order, Waiter
-
-#: Rank, number, place and who.
-_Entry = tuple[float, int, int, Waiter]
-
-#: What can be served by the same endpoints, and which of them it would rather have; None for all
-#: that can be served by the same.
-Way = tuple[Hashable, str | None]
-
-#: A tenant's place among others: its turn, and rank and number of its head, which is the last.
-_Key = tuple[float, float, int, Waiter]
-
-
-class Lane:
-    """Requests of one tenant for one target, first the one that goes next.
-
-    A request that stops waiting stays where it is until it comes to the front; when half of a lane
-    are such, the lane is cleaned, so that memory follows what waits.
-    """
-
-    __slots__ = ("_gone", "_heap")
-
-    def __init__(self) -> None:
-        self._heap: list[_Entry] = []
-        self._gone = 0
-
-    def add(self, rank: float, waiter: Waiter) -> None:
-        """Put one in its place."""
-        heapq.heappush(self._heap, (rank, waiter.number, waiter.place, waiter))
-
-    def head(self) -> _Entry | None:
-        """Who goes next; None when nobody waits."""
-        heap = self._heap
-        while heap and not _here(heap[0]):
-            heapq.heappop(heap)
-            self._gone -= 1
-        return heap[0] if heap else None
-
-    def left(self) -> None:
-        """One of them stopped waiting."""
-        self._gone += 1
-        if self._gone * 2 > len(self._heap):
-            self._heap = [entry for entry in self._heap if _here(entry)]
-            heapq.heapify(self._heap)
-            self._gone = 0
-
-    def last(self) -> _Entry | None:
-        """Who would go last; None when nobody waits."""
-        return max((entry for entry in self._heap if _here(entry)), default=None)
-
-    def __len__(self) -> int:
-        return len(self._heap) - self._gone
-
-    def __iter__(self) -> Iterator[Waiter]:
-        return (entry[3] for entry in self._heap if _here(entry))
-
-
-def _here(entry: _Entry) -> bool:
-    """Whether its waiter still waits, and in this place."""
-    return entry[3].waits and entry[3].place == entry[2]
 
 
 class Band:
@@ -75,83 +18,104 @@ class Band:
         order: Within a tenant.
         fairness: Among tenants.
         turns: What tenants attained; shared by all bands.
+
+    Attributes:
+        count: Requests that wait.
+        bytes: Of their bodies.
     """
 
     def __init__(self, order: Order, fairness: Fairness, turns: Turns) -> None:
         self._order: Order = order
-        self._fairness = fairness
+        self._turn = {
+            "least-served": turns.standing,
+            "round-robin": turns.last,
+            "none": _no_turn,
+        }[fairness]
         self._turns = turns
-        self._tenants: dict[str, dict[Way, Lane]] = {}
+        self._version = turns.version
+        self._lines: dict[Way, Line] = {}
+        self._ways: dict[str, dict[Way, None]] = {}
+        self._crowding = Crowding(self._waiting)
         self.count = 0
+        self.bytes = 0
 
     def add(self, waiter: Waiter) -> None:
-        """One begins to wait."""
-        lanes = self._tenants.setdefault(waiter.tenant, {})
-        way = (waiter.target, waiter.toward)
-        lane = lanes.get(way)
-        if lane is None:
-            lane = lanes[way] = Lane()
-        waiter.place += 1
-        lane.add(waiter.rank(self._order), waiter)
+        """A request begins to wait."""
         self.count += 1
+        self.bytes += waiter.bytes
+        self._enter(waiter)
+        self._crowding.add(waiter.rank(self._order), waiter)
 
     def left(self, waiter: Waiter) -> None:
-        """One stopped waiting where it is."""
+        """A request stopped waiting where it is."""
         self.count -= 1
-        waiter.place += 1
-        lanes = self._tenants[waiter.tenant]
-        way = (waiter.target, waiter.toward)
-        lane = lanes[way]
-        lane.left()
-        if lane.head() is None:
-            del lanes[way]
-            if not lanes:
-                del self._tenants[waiter.tenant]
+        self.bytes -= waiter.bytes
+        self._exit(waiter)
+        self._crowding.left(waiter.tenant)
 
-    def heads(self, blocked: Container[Way]) -> Iterator[Waiter]:
-        """Who goes next among those whose way is not blocked, again and again.
+    def move(self, waiter: Waiter, way: Way) -> None:
+        """A request waits another way now; it keeps its rank."""
+        self._exit(waiter)
+        waiter.endpoints, waiter.toward = way
+        self._enter(waiter)
+
+    def heads(self, sweep: Sweep) -> Iterator[Waiter]:
+        """Requests that go next among those that are not held up, again and again.
 
         Tenants come in the order of what they attained or of their last turn, and those that are
-        equal in the order of their heads; within a tenant the head of lowest rank goes. Whoever
-        asks lets each go on or blocks its way before asking for the next.
+        equal in the order of their heads; within a tenant the head of lowest rank goes. The caller
+        lets each go on or holds its way up before the next.
         """
-        line = [(key, tenant) for tenant in self._tenants if (key := self._key(tenant, blocked))]
-        heapq.heapify(line)
-        while line:
-            key, tenant = line[0]
-            found = self._key(tenant, blocked)
-            if found is None:
-                heapq.heappop(line)
-            elif found != key:
-                heapq.heapreplace(line, (found, tenant))
-            else:
-                yield found[3]
+        self._follow_turns()
+        return heads(self._lines, sweep)
 
-    def _key(self, tenant: str, blocked: Container[Way]) -> _Key | None:
-        """Its place among tenants, and the one that goes next; None where nobody can."""
-        best: _Entry | None = None
-        for way, lane in self._tenants[tenant].items() if tenant in self._tenants else ():
-            if blocked and (way in blocked or (way[0], None) in blocked):
-                continue
-            head = lane.head()
-            if head is not None and (best is None or head < best):
-                best = head
-        return None if best is None else (self._turn(tenant), best[0], best[1], best[3])
+    def refresh(self, tenant: str) -> None:
+        """The turn of a tenant went down."""
+        for way in self._ways.get(tenant, ()):
+            self._lines[way].refresh(tenant)
 
     def last(self) -> Waiter | None:
         """Who would go last: of the tenant with most waiting, the last of its order."""
-        if not self._tenants:
-            return None
-        lanes = max(self._tenants.values(), key=lambda lanes: sum(map(len, lanes.values())))
-        entries = [entry for lane in lanes.values() if (entry := lane.last()) is not None]
-        return max(entries)[3] if entries else None
+        return self._crowding.last()
 
     def __iter__(self) -> Iterator[Waiter]:
-        for lanes in self._tenants.values():
-            for lane in lanes.values():
-                yield from lane
+        for line in self._lines.values():
+            yield from line
 
-    def _turn(self, tenant: str) -> float:
-        if self._fairness == "least-served":
-            return self._turns.standing(tenant)
-        return self._turns.last(tenant) if self._fairness == "round-robin" else 0.0
+    def _enter(self, waiter: Waiter) -> None:
+        way = (waiter.endpoints, waiter.toward)
+        line = self._lines.get(way)
+        if line is None:
+            line = self._lines[way] = Line(self._turn)
+        waiter.place += 1
+        if line.add(waiter.rank(self._order), waiter):
+            self._ways.setdefault(waiter.tenant, {})[way] = None
+
+    def _exit(self, waiter: Waiter) -> None:
+        way = (waiter.endpoints, waiter.toward)
+        waiter.place += 1
+        line = self._lines[way]
+        if line.left(waiter.tenant):
+            ways = self._ways[waiter.tenant]
+            del ways[way]
+            if not ways:
+                del self._ways[waiter.tenant]
+            if not len(line):
+                del self._lines[way]
+
+    def _waiting(self, tenant: str) -> Iterable[tuple[float, Waiter]]:
+        for way in self._ways[tenant]:
+            for waiter in self._lines[way].lane(tenant):
+                yield waiter.rank(self._order), waiter
+
+    def _follow_turns(self) -> None:
+        """Sort anew where the turns of many tenants went down."""
+        if self._version != self._turns.version:
+            self._version = self._turns.version
+            for line in self._lines.values():
+                line.rebuild()
+
+
+def _no_turn(_: str) -> float:
+    """All tenants are equal."""
+    return 0.0

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
+from enum import Enum
 
 import msgspec
 
 from extproc.decision import Rejection
-from extproc.holding.band import Band, Way
+from extproc.holding.band import Band
+from extproc.holding.endpoint_sets import EndpointBits, EndpointSets
 from extproc.holding.estimate import Pace
+from extproc.holding.sweep import Sweep
 from extproc.holding.turns import Turns
 from extproc.holding.waiter import Settings, Waiter
 
@@ -24,34 +27,89 @@ class Joined(msgspec.Struct, frozen=True):
     displaced: tuple[Waiter, ...] = ()
 
 
+class Blocked(msgspec.Struct, frozen=True):
+    """A request cannot go on now, and holds up others that wait for the same.
+
+    Attributes:
+        toward: Address of the endpoint it waits for while others have a place, and holds up those
+            that would rather have it as well; empty holds up all of its endpoint set.
+        busy: Bits of the endpoints that have no place for anybody of its priority; 0 for unknown.
+    """
+
+    toward: str = ""
+    busy: int = 0
+
+
+class Gone(Enum):
+    """A request waits no longer."""
+
+    WENT = "went"
+    REFUSED = "refused"
+
+
+#: What became of a request that was looked at.
+Look = Gone | Blocked
+
+
+def _never() -> bool:
+    """There is no limit."""
+    return False
+
+
 class Queue:
     """Who waits for the endpoints of a pool.
 
     Args:
-        settings: How requests wait; may be replaced.
+        settings: How requests wait; `adopt` replaces them.
 
     Attributes:
         count: Requests that wait.
         bytes: Of their bodies.
+        tokens: Of their prompts, as estimated.
         turns: What tenants attained.
         pace: Requests that go on per second.
+        sets: Which requests can be served by the same endpoints.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.count = 0
         self.bytes = 0
+        self.tokens = 0
         self.turns = Turns(settings.half_life_s)
         self.pace = Pace()
+        self.sets = EndpointSets()
         self._numbers = 0
         self._bands: dict[int, Band] = {}
         self._deadlines: list[tuple[float, int, Waiter]] = []
+        self._sweep: Sweep | None = None
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether a look at everybody stopped on its way."""
+        return self._sweep is not None
+
+    def adopt(self, settings: Settings, now: float) -> None:
+        """Go by other settings; those who wait keep their deadlines and their order."""
+        self.settings = settings
+        self.turns.adopt(settings.half_life_s, now)
+
+    def adopt_bits(self, bits: EndpointBits | None) -> None:
+        """Go by other endpoints, or other models of them: requests may wait for others then."""
+        if not self.sets.adopt(bits):
+            return
+        self._sweep = None
+        for waiter in list(self):
+            endpoints = self.sets.current(waiter.target)
+            if endpoints is not waiter.endpoints:
+                self._bands[waiter.priority].move(waiter, (endpoints, waiter.toward))
 
     def join(self, waiter: Waiter, now: float) -> Joined | Rejection:
         """Begin to wait.
 
         Where there is no room, requests of lower priority are displaced, the last of the tenant
-        with most waiting first; where there are none, the request itself is refused.
+        with most waiting first; where they would not make enough, the request itself is refused,
+        and nothing changes.
 
         Args:
             waiter: Who.
@@ -60,13 +118,13 @@ class Queue:
         Returns:
             429 with Retry-After where there is no room.
         """
+        if not self._may_fit(waiter):
+            return self.full(now)
         displaced: list[Waiter] = []
         while not self._fits(waiter):
-            last = self._lowest(below=waiter.priority)
+            last = self._bands[min(self._bands)].last()
             if last is None:
-                for one in displaced:  # they were not in the way
-                    self._put(one)
-                return self.full(now)
+                raise LookupError("a band without requests stayed; leave removes it")
             self.leave(last)
             displaced.append(last)
         self._put(waiter)
@@ -79,6 +137,8 @@ class Queue:
         waiter.waits = False
         self.count -= 1
         self.bytes -= waiter.bytes
+        self.tokens -= waiter.tokens
+        self.sets.leave(waiter.target)
         band = self._bands[waiter.priority]
         band.left(waiter)
         if not band.count:
@@ -90,41 +150,70 @@ class Queue:
     def turn(self, waiter: Waiter, toward: str) -> None:
         """One that waits would rather have another endpoint now; it keeps its rank."""
         if waiter.toward != toward:
-            band = self._bands[waiter.priority]
-            band.left(waiter)
-            waiter.toward = toward
-            band.add(waiter)
+            self._bands[waiter.priority].move(waiter, (waiter.endpoints, toward))
 
-    def pump(self, go: Callable[[Waiter], Way | None], now: float) -> int:
+    def charge(self, tenant: str, tokens: float, now: float) -> None:
+        """What a tenant attained is other than was thought: more, or less than nothing."""
+        before = self.turns.standing(tenant)
+        self.turns.charge(tenant, tokens, now)
+        if self.turns.standing(tenant) < before:
+            for band in self._bands.values():
+                band.refresh(tenant)
+
+    def pump(
+        self, go: Callable[[Waiter], Look], now: float, *, enough: Callable[[], bool] = _never
+    ) -> bool:
         """Let requests go on until nobody who waits can.
 
-        What cannot be served now holds up only those that want the same.
+        What cannot be served now holds up only those that wait for the same. Where a call does not
+        get to the end, the next one goes on from there, and what was held up stays so until the
+        end: so everybody is looked at however little one call may do.
 
         Args:
-            go: Sends one on if it can be served now, and says what cannot if not.
+            go: Sends one on if it can be served now, and says what it holds up if not.
             now: Monotonic seconds.
+            enough: Asked before each look: whether to go on with the next call.
 
         Returns:
-            How many went.
+            Whether everybody was looked at.
         """
+        sweep = self._sweep or Sweep()
+        self._sweep = None
         went = 0
-        for _, band in sorted(self._bands.items(), reverse=True):
-            blocked: set[Way] = set()
-            for waiter in band.heads(blocked):
-                way = go(waiter)
-                if way is not None:
-                    blocked.add(way)
+        try:
+            for priority, band in sorted(self._bands.items(), reverse=True):
+                if priority > sweep.priority:
                     continue
-                self.leave(waiter)
-                self.turns.served(waiter.tenant, waiter.tokens, now)
-                went += 1
-        if went:
-            self.pace.went(went, now)
-        return went
+                if priority < sweep.priority:
+                    sweep.enter(priority)
+                for waiter in band.heads(sweep):
+                    if enough():
+                        self._sweep = sweep
+                        return False
+                    went += self._look(go, waiter, sweep, now)
+        finally:
+            if went:
+                self.pace.went(went, now)
+        return True
 
-    def expired(self, now: float) -> Iterator[Waiter]:
-        """Those whose deadline is over; they stop waiting."""
-        while self._deadlines and self._deadlines[0][0] <= now:
+    def _look(self, go: Callable[[Waiter], Look], waiter: Waiter, sweep: Sweep, now: float) -> bool:
+        """Look at one request; returns whether it went."""
+        look = go(waiter)
+        if isinstance(look, Blocked):
+            if look.toward:
+                sweep.hold_up((waiter.endpoints, look.toward))
+            else:
+                sweep.hold_up_set(waiter.endpoints, look.busy)
+            return False
+        self.leave(waiter)
+        if look is Gone.REFUSED:
+            return False
+        self.turns.served(waiter.tenant, waiter.tokens, now)
+        return True
+
+    def expired(self, now: float, *, enough: Callable[[], bool] = _never) -> Iterator[Waiter]:
+        """Those whose deadline is over, until it is enough; they stop waiting."""
+        while self._deadlines and self._deadlines[0][0] <= now and not enough():
             waiter = heapq.heappop(self._deadlines)[2]
             if waiter.waits:
                 self.leave(waiter)
@@ -163,6 +252,8 @@ class Queue:
         waiter.waits = True
         self.count += 1
         self.bytes += waiter.bytes
+        self.tokens += waiter.tokens
+        waiter.endpoints = self.sets.enter(waiter.target)
         band = self._bands.get(waiter.priority)
         if band is None:
             settings = self.settings
@@ -171,12 +262,19 @@ class Queue:
         band.add(waiter)
         heapq.heappush(self._deadlines, (waiter.deadline, waiter.number, waiter))
 
-    def _fits(self, waiter: Waiter) -> bool:
+    def _fits(self, waiter: Waiter, *, below: int = 0, bytes_below: int = 0) -> bool:
+        """Whether there is room, once so many requests of so many bytes are displaced."""
         settings = self.settings
         return (
-            self.count < settings.max_requests and self.bytes + waiter.bytes <= settings.max_bytes
+            self.count - below < settings.max_requests
+            and self.bytes - bytes_below + waiter.bytes <= settings.max_bytes
         )
 
-    def _lowest(self, *, below: int) -> Waiter | None:
-        priority = min(self._bands, default=below)
-        return self._bands[priority].last() if priority < below else None
+    def _may_fit(self, waiter: Waiter) -> bool:
+        """Whether there is room, once everybody of lower priority is displaced."""
+        lower = [band for rank, band in self._bands.items() if rank < waiter.priority]
+        return self._fits(
+            waiter,
+            below=sum(band.count for band in lower),
+            bytes_below=sum(band.bytes for band in lower),
+        )

@@ -21,14 +21,24 @@ class Turns:
 
     Args:
         half_life_s: Time after which service counts half.
+
+    Attributes:
+        version: Changes whenever the turns of many tenants went down.
     """
 
     def __init__(self, half_life_s: float) -> None:
+        self.version = 0
         self._half_life_s = half_life_s
         self._base = 0.0
         self._standings: dict[str, float] = {}
         self._turns: dict[str, int] = {}
         self._turn = 0
+
+    def adopt(self, half_life_s: float, now: float) -> None:
+        """Fade by another half-life from now on."""
+        if half_life_s != self._half_life_s:
+            self._rebase(now)
+            self._half_life_s = half_life_s
 
     def attained(self, tenant: str, now: float) -> float:
         """Tokens attained by now, fading."""
@@ -70,9 +80,11 @@ class Turns:
         shrink = math.exp2(-min(1000.0, (now - self._base) / self._half_life_s))
         self._standings = {name: value * shrink for name, value in self._standings.items()}
         self._base = now
+        self.version += 1
 
     def _forget(self) -> None:
         """Drop the half that attained least."""
+        self.version += 1
         ordered = sorted(self._standings, key=self.standing)
         for tenant in ordered[: _MOST // 2]:
             del self._standings[tenant]

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import msgspec
 
 from extproc import decision as outcomes
 from extproc.decision import Rejection
+from extproc.holding.endpoint_sets import EndpointBits
 from extproc.holding.manners import Want
-from extproc.holding.queue import Queue
+from extproc.holding.queue import Blocked, Gone, Look, Queue
 from extproc.holding.waiter import Settings, Waiter
 
 #: Shortest and longest time until capacity is looked for again without an event (seconds).
@@ -42,33 +43,55 @@ class Acts(msgspec.Struct, Generic[Item, Way], frozen=True):
         waits: One goes on waiting, for the endpoint of this address; empty for any.
         go: One that waited goes where this decision says, and is charged at once.
         refuse: One that waited is told no.
+        fail: What of these calls raised an exception, for one that waited: it is told so. None lets
+            the exception through.
+        bits: Which requests can be served by the same endpoints; see `EndpointBits`. None: those of
+            equal targets.
     """
 
     decide: Callable[[Item, bool], Way | Rejection]
     waits: Callable[[Item, str], None]
     go: Callable[[Item, Way], None]
     refuse: Callable[[Item, Rejection], None]
+    fail: Callable[[Item, Exception], None] | None = None
+    bits: Callable[[], EndpointBits] | None = None
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
+    """What one call of `pump` may do; the next one goes on from there.
+
+    Attributes:
+        looks: Requests that are looked at (count).
+        seconds: Time after which no further one is.
+        clock: Seconds, for that.
+    """
+
+    looks: int
+    seconds: float
+    clock: Callable[[], float]
 
 
 class Turnstile(Generic[Item, Way]):
     """Holds the requests of one pool until they can be served, or told that they will not.
 
     Args:
-        settings: How requests wait; `queue.settings` replaces them.
+        settings: How requests wait; `queue.adopt` replaces them.
         acts: What is done to requests.
-        most: Requests that go on in one call (count); None for any number.
+        budget: What one call of `pump` may do; None for all there is to do.
 
     Attributes:
         queue: Who waits.
         outcomes: What came of requests that waited: `went`, `expired`, `displaced`, `left`,
-            `refused`, `closed` (counts).
+            `refused`, `closed`, `failed` (counts).
     """
 
     def __init__(
-        self, settings: Settings, acts: Acts[Item, Way], *, most: int | None = None
+        self, settings: Settings, acts: Acts[Item, Way], *, budget: Budget | None = None
     ) -> None:
         self._acts = acts
-        self._most = math.inf if most is None else most
+        self._budget = budget
+        self._changed = False
+        self._soonest_s = math.inf
         self._items: dict[Waiter, tuple[Item, Rejection]] = {}
         self._closed = False
         self.queue = Queue(settings)
@@ -120,11 +143,15 @@ class Turnstile(Generic[Item, Way]):
             tokens=want.tokens,
             slo_s=want.slo_s,
         )
+        self._follow_endpoints()
         joined = self.queue.join(waiter, now)
         if isinstance(joined, Rejection):
             return joined
-        for other in joined.displaced:
-            self._refuse(other, "displaced", _displaced(self.queue.full(now).retry_after_s))
+        if joined.displaced:
+            displaced = _displaced(self.queue.full(now).retry_after_s)
+            for other in joined.displaced:
+                self._refuse(other, "displaced", displaced)
+        self.changed()
         self._items[waiter] = (item, why)
         self.queue.turn(waiter, why.waits_for)
         self._acts.waits(item, why.waits_for)
@@ -138,8 +165,12 @@ class Turnstile(Generic[Item, Way]):
         self.outcomes["left"] += 1
         return True
 
+    def changed(self) -> None:
+        """Something happened that may be capacity: whoever was looked at is looked at again."""
+        self._changed = True
+
     def pump(self, now: float) -> float | None:
-        """Let requests go on, and end those that waited too long.
+        """Let requests go on, and end those that waited too long, as far as the budget allows.
 
         Args:
             now: Monotonic seconds.
@@ -148,36 +179,54 @@ class Turnstile(Generic[Item, Way]):
             Seconds after which to ask again even if nothing happens, 0 for at once; None where
             nobody waits.
         """
-        for waiter in self.queue.expired(now):
+        enough = _limit(self._budget)
+        for waiter in self.queue.expired(now, enough=enough):
             self._refuse(waiter, "expired", self._expired(self._items[waiter][1], now))
-        soonest_s = math.inf
-        left = self._most
-
-        def go(waiter: Waiter) -> tuple[Hashable, str | None] | None:
-            nonlocal soonest_s, left
-            if left <= 0:
-                return waiter.target, None
-            item, _ = self._items[waiter]
-            patient = now - waiter.arrived < _PATIENCE * (waiter.deadline - waiter.arrived)
-            outcome = self._acts.decide(item, patient)
-            if not isinstance(outcome, Rejection):
-                left -= 1
-                self._acts.go(self._forget(waiter, "went"), outcome)
-                return None
-            if outcome.waits_s is None:
-                self._refuse(waiter, "refused", outcome)
-                return None
-            self._items[waiter] = (item, outcome)
-            soonest_s = min(soonest_s, outcome.waits_s)
-            toward = outcome.waits_for
-            self.queue.turn(waiter, toward)
-            self._acts.waits(item, toward)
-            return waiter.target, toward if toward and not outcome.closed else None
-
-        self.queue.pump(go, now)
-        if left <= 0 and self.queue.count:
+        self._follow_endpoints()
+        if not self.queue.sweeps:
+            self._changed, self._soonest_s = False, math.inf
+        whole = self.queue.pump(lambda waiter: self._look(waiter, now), now, enough=enough)
+        if self.queue.count and (self._changed or not whole):
             return 0.0
-        return self.next_s(soonest_s, now)
+        return self.next_s(self._soonest_s, now)
+
+    def _look(self, waiter: Waiter, now: float) -> Look:
+        """Look whether one that waits can go on now."""
+        item, _ = self._items[waiter]
+        try:
+            return self._decide(waiter, item, now)
+        except Exception as error:
+            if self._acts.fail is None:
+                raise
+            # It must neither stop those behind it nor raise again at each change.
+            self._items.pop(waiter, None)
+            self.outcomes["failed"] += 1
+            self._acts.fail(item, error)
+            return Gone.REFUSED
+
+    def _decide(self, waiter: Waiter, item: Item, now: float) -> Look:
+        patient = now - waiter.arrived < _PATIENCE * (waiter.deadline - waiter.arrived)
+        outcome = self._acts.decide(item, patient)
+        if not isinstance(outcome, Rejection):
+            self._acts.go(item, outcome)
+            self._forget(waiter, "went")
+            return Gone.WENT
+        if outcome.waits_s is None:
+            self._refuse(waiter, "refused", outcome)
+            return Gone.REFUSED
+        self._items[waiter] = (item, outcome)
+        self._soonest_s = min(self._soonest_s, outcome.waits_s)
+        toward = outcome.waits_for
+        self.queue.turn(waiter, toward)
+        self._acts.waits(item, toward)
+        if toward and not outcome.closed:
+            return Blocked(toward=toward)
+        return Blocked(busy=self.queue.sets.named(outcome.busy))
+
+    def _follow_endpoints(self) -> None:
+        """Notice that endpoints, or what they serve, are others than before."""
+        if self._acts.bits is not None:
+            self.queue.adopt_bits(self._acts.bits())
 
     def next_s(self, soonest_s: float, now: float) -> float | None:
         """When to look again: the first endpoint is free, or the first deadline is over.
@@ -234,6 +283,21 @@ class Turnstile(Generic[Item, Way]):
         if why.status == 503 and settings.empty_timeout_s is not None:
             usual_s = settings.empty_timeout_s
         return min(usual_s, settings.most_timeout_s)
+
+
+def _limit(budget: Budget | None) -> Callable[[], bool]:
+    """Counts calls, and says when they are enough: never before the second one."""
+    if budget is None:
+        return lambda: False
+    looks, clock = 0, budget.clock
+    until = clock() + budget.seconds
+
+    def enough() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks > budget.looks or (looks > 1 and clock() >= until)
+
+    return enough
 
 
 def _shutting_down() -> Rejection:

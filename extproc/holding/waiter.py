@@ -8,11 +8,17 @@ from typing import Literal
 
 import msgspec
 
+from extproc.holding.endpoint_sets import EndpointSet
+
 #: In which order requests of one tenant go on.
 Order = Literal["fcfs", "edf", "slo"]
 
 #: Whose turn it is among tenants of one priority.
 Fairness = Literal["round-robin", "least-served", "none"]
+
+
+#: Of a request that does not wait yet.
+_NO_ENDPOINTS = EndpointSet()
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +65,7 @@ class Waiter:
         bytes: Of its body.
         tokens: Its prompt's estimated tokens.
         slo_s: Seconds to the first token it asks for; infinity for none.
+        endpoints: The endpoints that can serve its target; the queue's business.
         toward: The endpoint it would rather have; empty for any.
         waits: Whether it still does.
         number: Of those that ever waited, in the order in which they came.
@@ -69,6 +76,7 @@ class Waiter:
         "arrived",
         "bytes",
         "deadline",
+        "endpoints",
         "number",
         "place",
         "priority",
@@ -100,6 +108,7 @@ class Waiter:
         self.bytes = size
         self.tokens = tokens
         self.slo_s = slo_s
+        self.endpoints = _NO_ENDPOINTS
         self.toward = ""
         self.waits = False
         self.number = 0

@@ -132,7 +132,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         if split is not None:
             members = [self.members[at] for at in split.positions]
         if subset is not None:
-            allowed = {_spelled(token) for token in subset}
+            allowed = {spell_token(token) for token in subset}
             members = [
                 member
                 for member in members
@@ -209,7 +209,7 @@ def candidates(
     return made
 
 
-def _spelled(token: str) -> str:
+def spell_token(token: str) -> str:
     """A subset token as endpoints are spelled: IPv6 in its shortest form, bare without brackets."""
     if token.count(":") < 2:
         return token

@@ -14,15 +14,21 @@ from extproc.dispatch import promises
 from extproc.dispatch.dispatcher import Dispatcher
 from extproc.dispatch.preparing import Prepared
 from extproc.holding.allowance import NO_LIMIT, Allowance, Charge
+from extproc.holding.endpoint_sets import EndpointBits
 from extproc.holding.manners import Want
 from extproc.holding.queue import Queue
-from extproc.holding.turnstile import Acts, Turnstile
+from extproc.holding.turnstile import Acts, Budget, Turnstile
 from extproc.holding.waiter import Waiter
 from extproc.pool.accounts import Ticket
+from extproc.server.bugs import Bugs
 
-#: Requests that go on in one turn of the event loop (count): some 20 ms, in which no other stream
-#: is served.
-_MOST_PER_TURN = 128
+#: Requests that are looked at in one turn of the event loop (count), and how long that may take
+#: (seconds): no other stream is served meanwhile.
+_MOST_LOOKS = 128
+_MOST_S = 0.005
+
+#: Seconds until the pump is tried again after an exception of its own.
+_RETRY_S = 1.0
 
 
 class Granted(msgspec.Struct, frozen=True):
@@ -84,6 +90,7 @@ class Gate:
         dispatcher: Decides again, and charges.
         holding: How requests wait, and what tenants may take.
         clock: Monotonic seconds.
+        bugs: Where exceptions of ours go.
 
     Attributes:
         allowance: What tenants may take.
@@ -96,16 +103,25 @@ class Gate:
         holding: Holding,
         *,
         clock: Callable[[], float],
+        bugs: Bugs,
     ) -> None:
         self._dispatcher = dispatcher
         self._manners = holding.manners
         self._clock = clock
         self._soon = False
         self._timer: asyncio.TimerHandle | None = None
-        acts = Acts(decide=self._decide, waits=self._promise, go=self._grant, refuse=_refuse)
-        self._turnstile: Turnstile[Held, Decision] = Turnstile(
-            holding.queue, acts, most=_MOST_PER_TURN
+        self._bits: EndpointBits | None = None
+        self._bugs = bugs
+        acts = Acts(
+            decide=self._decide,
+            waits=self._promise,
+            go=self._grant,
+            refuse=_refuse,
+            fail=self._fail,
+            bits=self._endpoint_bits,
         )
+        budget = Budget(looks=_MOST_LOOKS, seconds=_MOST_S, clock=clock)
+        self._turnstile: Turnstile[Held, Decision] = Turnstile(holding.queue, acts, budget=budget)
         self.allowance = Allowance(holding.limit or NO_LIMIT, holding.limits)
         self.arrivals: Callable[[], None] = _nobody
 
@@ -124,7 +140,7 @@ class Gate:
 
         What tenants attained is kept, what they may take begins anew where it changed.
         """
-        self.queue.settings = holding.queue
+        self.queue.adopt(holding.queue, self._clock())
         self._manners = holding.manners
         fresh = Allowance(holding.limit or NO_LIMIT, holding.limits)
         if fresh != self.allowance:
@@ -148,7 +164,7 @@ class Gate:
         completion = usage.get("completion", 0)
         weight = self.queue.settings.output_weight
         extra = prompt - reservation.prompt_tokens + weight * completion
-        self.queue.turns.charge(reservation.tenant, extra, now)
+        self.queue.charge(reservation.tenant, extra, now)
         if reservation.charge is not None:
             reservation.charge.settle(prompt + completion)
 
@@ -198,8 +214,12 @@ class Gate:
         if isinstance(waiter, Rejection):
             return waiter
         held.waiter = waiter
-        self._wake(self._turnstile.next_s(why.waits_s or 0.0, now))
-        self.arrivals()
+        try:
+            self._wake(self._turnstile.next_s(why.waits_s or 0.0, now))
+            self.arrivals()
+        except Exception:
+            self.left(held, now)  # its stream will not wait for it
+            raise
         return held
 
     def left(self, held: Held, now: float) -> None:
@@ -217,16 +237,24 @@ class Gate:
 
     def changed(self) -> None:
         """Something happened that may be capacity."""
+        self._turnstile.changed()
+        self._pump_soon()
+
+    def _pump_soon(self) -> None:
         if self.queue.count and not self._soon:
             self._soon = True
             asyncio.get_running_loop().call_soon(self.pump)
 
     def pump(self) -> None:
-        """Let requests go on, and end those that waited too long."""
+        """Let requests go on, and end those that waited too long; never raises."""
         self._soon = False
-        wait_s = self._turnstile.pump(self._clock())
+        try:
+            wait_s = self._turnstile.pump(self._clock())
+        except Exception as error:  # noqa: BLE001 - those who wait must not wait for ever
+            self._bugs.note(error)
+            wait_s = _RETRY_S
         if wait_s == 0.0:
-            self.changed()
+            self._pump_soon()
         else:
             self._wake(wait_s)
 
@@ -239,7 +267,27 @@ class Gate:
 
     def _decide(self, held: Held, patient: bool) -> Outcome:  # noqa: FBT001 - as `Acts` calls it
         held.take_back()  # nobody waits behind itself
-        return self._dispatcher.decide(held.prepared, self._clock(), patient=patient)
+        now = self._clock()
+        try:
+            return self._dispatcher.decide(held.prepared, now, patient=patient)
+        except Exception as error:  # noqa: BLE001 - as for requests that do not wait
+            self._bugs.note(error)
+            why = type(error).__name__
+            return self._dispatcher.rescue(held.prepared.raw, now, why=why)
+
+    def _endpoint_bits(self) -> EndpointBits:
+        """As `Acts` takes it; targets are those of `hold`."""
+        serving = self._dispatcher.serving_bits
+        if self._bits is None or self._bits.version is not serving:
+            self._bits = EndpointBits(
+                of=lambda target: serving.of(*target), named=serving.named, version=serving
+            )
+        return self._bits
+
+    def _fail(self, held: Held, error: Exception) -> None:
+        """Tell a request that waits that something went wrong with it: 500."""
+        self._bugs.note(error)
+        _refuse(held, Rejection(500, f"the decision failed ({type(error).__name__})"))
 
     def _promise(self, held: Held, address: str) -> None:
         prepared = held.prepared

@@ -16,6 +16,7 @@ from extproc.dispatch.switchboard import Claimant
 from extproc.endpoint import Endpoint
 from extproc.scheduling import guard
 from extproc.scrape import client, scraper
+from extproc.server.bugs import Bugs
 from extproc.server.gate import Gate
 from extproc.supervision import Supervisor
 from extproc.telemetry.pool_series import Cache, Watched
@@ -79,7 +80,14 @@ class Site:
         self.profile = self.parts.profile.name
         holding = planned.settings.holding
         self.gate = (
-            Gate(self.parts.dispatcher, holding, clock=shared.clock) if holding.enabled else None
+            Gate(
+                self.parts.dispatcher,
+                holding,
+                clock=shared.clock,
+                bugs=Bugs(shared.tallies.bugs, shared.clock),
+            )
+            if holding.enabled
+            else None
         )
         told = pooling.followed(planned.settings.pool)
         self._discovery = (

@@ -57,7 +57,8 @@ def explain(outcome: Outcome) -> Json:
     """
     if isinstance(outcome, Rejection):
         told = msgspec.structs.asdict(outcome)
-        for name in ("code", "waits_s", "closed", *(() if outcome.waits_for else ("waits_for",))):
+        hidden = ("code", "waits_s", "closed", "busy")
+        for name in (*hidden, *(() if outcome.waits_for else ("waits_for",))):
             del told[name]
         return {"outcome": "rejection", **told}
     return {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from extproc.decision import Rejection
 from extproc.holding.estimate import Pace
-from extproc.holding.queue import Joined, Queue
+from extproc.holding.queue import Blocked, Gone, Joined, Queue
 from extproc.holding.waiter import Settings, Waiter
 
 
@@ -35,9 +35,9 @@ def order(made, *, most=10_000, can=lambda _: True, now=1.0):
 
     def go(one):
         if len(went) >= most or not can(one):
-            return one.target, None
+            return Blocked()
         went.append(names[one])
-        return None
+        return Gone.WENT
 
     made.pump(go, now)
     return "".join(went)
@@ -233,9 +233,9 @@ def test_nobody_is_lost_or_served_twice(steps, way, fairness):
             gone: list[Waiter] = []
             made.pump(
                 lambda one, budget=budget, gone=gone, target=target: (
-                    (one.target, None)
+                    Blocked()
                     if one.target != target or next(budget, None) is None
-                    else gone.append(one)
+                    else gone.append(one) or Gone.WENT
                 ),
                 now,
             )
@@ -260,9 +260,9 @@ def test_who_waits_for_one_endpoint_holds_up_nobody_else():
 
     def go(one):
         if one.toward == "x":
-            return one.target, "x"
+            return Blocked(toward="x")
         went.append(names[one])
-        return None
+        return Gone.WENT
 
     made.pump(go, 1.0)
     assert "".join(went) == "bd"
@@ -282,6 +282,9 @@ def test_memory_follows_what_waits():
         made.leave(one)
     assert len(made._deadlines) < 100
     (band,) = made._bands.values()
-    assert sum(len(lane._heap) for lanes in band._tenants.values() for lane in lanes.values()) <= 2
+    lanes = [lane for line in band._lines.values() for lane in line._lanes.values()]
+    assert sum(len(lane._heap) for lane in lanes) <= 2
+    assert sum(len(line._heap) for line in band._lines.values()) < 50
     made.leave(many[0])
     assert not made._bands
+    assert not made.sets._targets

@@ -2,11 +2,14 @@
 
 import math
 
+import msgspec
+import pytest
+
 from extproc import decision as outcomes
 from extproc.decision import Decision, Rejection
 from extproc.endpoint import Endpoint
 from extproc.holding.manners import Manners, Want
-from extproc.holding.turnstile import Acts, Turnstile
+from extproc.holding.turnstile import Acts, Budget, Turnstile
 from extproc.holding.waiter import Settings, Waiter
 from extproc.request import Request
 
@@ -24,19 +27,31 @@ class Entrance:
         self.went = []
         self.told = {}
         self.toward = {}
+        self.waits = {}
+        self.broken = set()
+        self.refused = set()
         acts = Acts(
             decide=self.decide,
             waits=self.toward.__setitem__,
             go=self.go,
             refuse=self.told.__setitem__,
         )
-        self.turnstile = Turnstile(Settings(**settings), acts, most=most)
+        budget = None if most is None else Budget(looks=most, seconds=1.0, clock=lambda: 0.0)
+        self.turnstile = Turnstile(Settings(**settings), acts, budget=budget)
+
+    def fail(self, tell):
+        """From now on exceptions are told."""
+        self.turnstile._acts = msgspec.structs.replace(self.turnstile._acts, fail=tell)
 
     def decide(self, item, patient):
+        if item in self.broken:
+            raise ZeroDivisionError
+        if item in self.refused:
+            return Rejection(404, "there is no such model any more")
         wanted = self.wanted.get(item)
         if wanted and patient:
             return outcomes.busy(0.5, waits_for=wanted)
-        return GOES if self.free else BUSY
+        return GOES if self.free else outcomes.busy(self.waits.get(item, 0.5))
 
     def go(self, item, _decision):
         self.free -= 1
@@ -176,3 +191,55 @@ def test_headers_say_how_a_request_waits():
         assert manners.timeout_s({"x-extproc-hold-ms": text}) is None
     assert manners.slo_s({"x-slo-ttft-ms": "250"}) == 0.25
     assert manners.slo_s({}) == math.inf
+
+
+def test_what_changes_during_a_sweep_is_looked_at_after_it():
+    """The sweep goes to its end first, so that nobody starves, and then begins anew."""
+    entrance = Entrance(most=1)
+    for target in "abc":
+        entrance.hold(target, target=target)
+    assert entrance.turnstile.pump(0.0) == 0.0
+    entrance.free = 9
+    entrance.turnstile.changed()
+    assert entrance.turnstile.pump(0.0) == 0.0
+    assert entrance.turnstile.pump(0.0) == 0.0
+    assert entrance.went == ["b", "c"]
+    assert entrance.turnstile.pump(0.0) is None
+    assert entrance.went == ["b", "c", "a"]
+
+
+def test_the_next_look_counts_all_of_a_sweep():
+    """The soonest that any of its calls was named."""
+    entrance = Entrance(most=1, timeout_s=60.0)
+    entrance.waits = {"a": 0.2, "b": 0.4}
+    for target in "ab":
+        entrance.hold(target, target=target)
+    assert entrance.turnstile.pump(0.0) == 0.0
+    assert entrance.turnstile.pump(0.0) == 0.2
+
+
+def test_what_raises_is_told_and_waits_no_longer():
+    """Those behind it go on; without somebody to tell, the exception comes out."""
+    entrance = Entrance(free=9)
+    failed = []
+    entrance.broken = {"a"}
+    entrance.hold(*"ab")
+    with pytest.raises(ZeroDivisionError):
+        entrance.turnstile.pump(0.0)
+    entrance.fail(lambda item, error: failed.append((item, type(error))))
+    entrance.turnstile.pump(0.0)
+    assert failed == [("a", ZeroDivisionError)]
+    assert entrance.went == ["b"]
+    assert entrance.turnstile.outcomes == {"failed": 1, "went": 1}
+    assert not entrance.turnstile.queue.count
+
+
+def test_refused_requests_of_one_sweep_are_told():
+    """What waiting no longer helps is told at the next look, and those behind it go on."""
+    entrance = Entrance(free=1)
+    entrance.refused = {"a"}
+    entrance.hold(*"ab")
+    assert entrance.turnstile.pump(0.0) is None
+    assert entrance.told["a"].status == 404
+    assert entrance.went == ["b"]
+    assert entrance.turnstile.outcomes == {"refused": 1, "went": 1}

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections import Counter
 
 import pytest
 
@@ -11,6 +12,7 @@ from extproc.decision import Decision, Rejection
 from extproc.endpoint import Endpoint, Load
 from extproc.holding.allowance import Limit
 from extproc.request import RawRequest
+from extproc.server.bugs import Bugs
 from extproc.server.gate import Gate, Granted, Held, Reservation
 from tests.support.house import House
 
@@ -26,8 +28,12 @@ class Place:
         routing = self.house.dispatcher.routing
         settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
         self.house.dispatcher.adopt(routing.__class__(routing.profile, {}, settings))
+        self.bugs = Counter()
         self.gate = Gate(
-            self.house.dispatcher, Holding(enabled=True, **holding), clock=lambda: self.now
+            self.house.dispatcher,
+            Holding(enabled=True, **holding),
+            clock=lambda: self.now,
+            bugs=Bugs(self.bugs, lambda: self.now),
         )
 
     @property
@@ -261,3 +267,138 @@ async def test_promises_end_with_the_wait():
         if isinstance(one.answer.result(), Granted):
             one.answer.result().ticket.close(place.now)
     assert [account.open_tokens for account in accounts] == [0.0, 0.0]
+
+
+class BrokenError(Exception):
+    """A bug."""
+
+
+async def test_a_decision_that_fails_is_answered_and_stops_nobody(caplog):
+    """The request goes where the rescue says, those behind it as always, and the log says it once."""
+    place = Place()
+    held = [place.ask() for _ in range(4)]
+    decide = place.house.dispatcher.decide
+
+    def broken(prepared, now, *, patient=True):
+        if prepared in (held[0].prepared, held[2].prepared):
+            raise BrokenError
+        return decide(prepared, now, patient=patient)
+
+    place.house.dispatcher.decide = broken
+    place.come(A)
+    granted = await answered(*held)
+    assert all(isinstance(one, Granted) for one in granted)
+    assert [bool(one.decision.degraded) for one in granted] == [True, False, True, False]
+    assert place.house.in_flight == 4
+    assert list(place.bugs.values()) == [2]
+    assert len(caplog.records) == 1
+
+
+async def test_a_grant_that_fails_is_answered_500():
+    """Whatever raises between decision and answer; nothing stays charged, and the next one goes."""
+    place = Place()
+    first, second = place.ask(), place.ask()
+    commit, failed = place.house.dispatcher.commit, []
+
+    def broken(decision, now):
+        if not failed:
+            failed.append(decision)
+            raise BrokenError
+        return commit(decision, now)
+
+    place.house.dispatcher.commit = broken
+    place.come(A)
+    refused, granted = await answered(first, second)
+    assert (refused.status, refused.message) == (500, "the decision failed (BrokenError)")
+    assert isinstance(granted, Granted)
+    assert place.house.in_flight == 1
+    assert place.gate.outcomes == {"failed": 1, "went": 1}
+    assert place.gate.queue.count == 0
+
+
+async def test_a_pump_that_fails_is_tried_again(caplog):
+    """It is counted each time and logged once, and those who wait are looked at again."""
+    place = Place()
+    held = place.ask()
+    queue = place.gate.queue
+    expired, broken = queue.expired, True
+
+    def breaking(now, **more):
+        if broken:
+            raise BrokenError
+        return expired(now, **more)
+
+    queue.expired = breaking
+    place.gate.pump()
+    place.gate.pump()
+    assert list(place.bugs.values()) == [2]
+    assert place.gate._timer is not None
+    assert len(caplog.records) == 1
+    broken = False
+    place.come(A)
+    await answered(held)
+    place.gate.close()
+
+
+async def test_a_request_that_could_not_begin_to_wait_is_gone():
+    """An exception while it joins leaves nothing in the queue."""
+    place = Place()
+
+    def broken():
+        raise BrokenError
+
+    place.gate.arrivals = broken
+    with pytest.raises(BrokenError):
+        place.ask()
+    assert place.gate.queue.count == 0
+    place.gate.close()
+
+
+async def test_a_turn_of_the_loop_is_short_however_long_decisions_take():
+    """A pump stops after some ms and goes on with the next turn, where it stopped."""
+    place = Place()
+    held = [place.ask(tokens=1) for _ in range(20)]
+    decide = place.house.dispatcher.decide
+
+    def slow(prepared, now, *, patient=True):
+        place.house.now += 0.002
+        return decide(prepared, now, patient=patient)
+
+    place.house.dispatcher.decide = slow
+    place.come(A)
+    done = []
+    while not done or done[-1] < len(held):
+        await asyncio.sleep(0)
+        done.append(sum(one.answer.done() for one in held))
+    assert max(after - before for before, after in zip([0, *done], done, strict=False)) == 3
+
+
+async def test_many_names_take_one_decision_of_a_pump():
+    """All that wait for the same endpoints are held up together, whatever they ask for."""
+    place = Place(A, B)
+    for address in (A, B):
+        place.load(address, waiting=20, running=8, kv_usage=0.9)
+    held = [place.ask(f"made-up-{n}", x_llm_d_inference_fairness_id=f"t{n}") for n in range(300)]
+    assert all(isinstance(one, Held) for one in held)
+    place.gate.pump()
+    decide, decided = place.house.dispatcher.decide, []
+
+    def counting(prepared, now, *, patient=True):
+        decided.append(prepared)
+        return decide(prepared, now, patient=patient)
+
+    place.house.dispatcher.decide = counting
+    place.gate.pump()
+    assert len(decided) == 1
+    place.gate.close()
+
+
+async def test_thousands_of_deadlines_end_in_turns_of_the_loop():
+    """Those that are over at once are refused some at a time, and all of them."""
+    place = Place(empty_timeout_s=5)
+    held = [place.ask(tokens=1) for _ in range(400)]
+    place.house.now += 6.0
+    place.gate.pump()
+    assert 0 < sum(one.answer.done() for one in held) < 400
+    await answered(*held)
+    assert place.gate.outcomes == {"expired": 400}

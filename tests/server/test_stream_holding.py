@@ -38,9 +38,6 @@ class StreamFixture:
         routing = self.house.dispatcher.routing
         settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
         self.house.dispatcher.adopt(routing.__class__(routing.profile, {}, settings))
-        self.gate = Gate(
-            self.house.dispatcher, Holding(enabled=True, **holding), clock=lambda: self.house.now
-        )
         self.shared = streams.Shared(
             switchboard=Switchboard([Claimant("", self.house.dispatcher)]),
             exchange_settings=ExchangeSettings(max_body_bytes=64 << 20),
@@ -50,6 +47,12 @@ class StreamFixture:
             rng=random.Random(0),
             ring=Ring(10),
             settings=streams.StreamSettings(max_streams=100),
+        )
+        self.gate = Gate(
+            self.house.dispatcher,
+            Holding(enabled=True, **holding),
+            clock=lambda: self.house.now,
+            bugs=self.shared.bugs,
         )
         self.shared.gates = {"": self.gate}
 

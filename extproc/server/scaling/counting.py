@@ -64,18 +64,19 @@ class Counting:
     def read(self) -> Counters:
         """What it is now."""
         tallies, pool = self._tallies, self._site.parts.fleet.pool
-        waiters = () if self._site.gate is None else tuple(self._site.gate.queue)
+        gate = self._site.gate
+        held, held_tokens = (0, 0) if gate is None else (gate.queue.count, gate.queue.tokens)
         refused = sum(
             count for (status, _), count in tallies.rejections.items() if status in _WANTED
         )
         # A request that stops waiting is counted elsewhere a moment later.
-        self._arrived = max(self._arrived, float(tallies.routed_total + refused + len(waiters)))
+        self._arrived = max(self._arrived, float(tallies.routed_total + refused + held))
         tokens = tallies.prompt_tokens - tallies.matched_tokens
-        tokens += sum(waiter.tokens for waiter in waiters)
+        tokens += held_tokens
         self._prompt_tokens = max(self._prompt_tokens, float(tokens))
         self._read_answers(pool)
         return Counters(
-            held=len(waiters),
+            held=held,
             in_flight=sum(member.account.own for member in pool.members),
             arrived=self._arrived,
             prompt_tokens=self._prompt_tokens,

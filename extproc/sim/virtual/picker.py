@@ -15,6 +15,7 @@ from extproc.decision import Decision, Outcome, Rejection
 from extproc.dispatch import promises
 from extproc.endpoint import Endpoint, Load, Models, Rates
 from extproc.holding import turnstile
+from extproc.holding.endpoint_sets import EndpointBits
 from extproc.pool.accounts import Ticket
 from extproc.pool.fleet import Mark
 from extproc.request import Request
@@ -107,6 +108,7 @@ class Dispatching:
         self._watches = [0] * len(sites)
         self._busy: dict[int, int] = {}
         self._touched: set[int] = set()
+        self._bits: EndpointBits | None = None
         self.gate: waiting.Gate[Decision] | None = None
         if went is not None and settings.holding.enabled:
             acts = turnstile.Acts(
@@ -114,6 +116,7 @@ class Dispatching:
                 waits=self._promise,
                 go=lambda trip, outcome: self._grant(trip, outcome, went),
                 refuse=lambda trip, why: self._refuse(trip, why, went),
+                bits=self._endpoint_bits,
             )
             self.gate = waiting.Gate(settings.holding, timeline=timeline, acts=acts)
 
@@ -155,6 +158,17 @@ class Dispatching:
     def _decide_again(self, trip: Trip, patient: bool) -> Outcome:  # noqa: FBT001 - as `Acts` calls it
         self._take_back(trip)  # nobody waits behind itself
         return self._decide(trip, patient=patient)
+
+    def _endpoint_bits(self) -> EndpointBits:
+        """As `Acts` takes it; targets are adapters."""
+        serving = self.parts.dispatcher.serving_bits
+        if self._bits is None or self._bits.version is not serving:
+            self._bits = EndpointBits(
+                of=lambda adapter: serving.of(adapter or MODEL),
+                named=serving.named,
+                version=serving,
+            )
+        return self._bits
 
     def _promise(self, trip: Trip, address: str) -> None:
         made = self.parts.dispatcher.promises.make(

@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from typing import Generic
 
+import msgspec
+
 from extproc.config.holding import Holding
 from extproc.decision import Rejection
 from extproc.holding.manners import Want
@@ -29,7 +31,7 @@ class Gate(Generic[Way]):
         self._manners = holding.manners
         self._timeline = timeline
         self._acts = acts
-        own = Acts(decide=acts.decide, waits=acts.waits, go=self._go, refuse=self._refuse)
+        own = msgspec.structs.replace(acts, go=self._go, refuse=self._refuse)
         self._turnstile = Turnstile(holding.queue, own)
         self._waiters: dict[str, Waiter] = {}
         self._soon = False
@@ -94,6 +96,7 @@ class Gate(Generic[Way]):
 
     def changed(self) -> None:
         """Something happened that may be capacity."""
+        self._turnstile.changed()
         if self.queue.count and not self._soon:
             self._soon = True
             self._timeline.after(0.0, self.pump)
@@ -101,12 +104,16 @@ class Gate(Generic[Way]):
     def charge(self, trip: Trip) -> None:
         """A trip has ended with an answer, and its tenant's turns follow."""
         tokens = self.queue.settings.output_weight * trip.work.output_tokens
-        self.queue.turns.charge(self._tenant(trip), tokens, self._timeline.now)
+        self.queue.charge(self._tenant(trip), tokens, self._timeline.now)
 
     def pump(self) -> None:
         """Let trips go on, and end those that waited too long."""
         self._soon = False
-        self._wake(self._turnstile.pump(self._timeline.now))
+        wait_s = self._turnstile.pump(self._timeline.now)
+        if wait_s == 0.0:
+            self.changed()
+        else:
+            self._wake(wait_s)
 
     def _go(self, trip: Trip, way: Way) -> None:
         del self._waiters[trip.id]

@@ -1,0 +1,123 @@
+"""Endpoint sets: which waiting requests can be served by the same endpoints, as bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import msgspec
+
+
+class EndpointBits(msgspec.Struct, frozen=True):
+    """Translates targets and addresses into bits, one bit for each endpoint of the pool.
+
+    Drivers replace it by another object when endpoints, or what they serve, change.
+
+    Attributes:
+        of: Bits of the endpoints that can serve a target; 0 where none can.
+        named: Bits of the endpoints at these addresses.
+        version: What drivers made it of, to know whether it still stands.
+    """
+
+    of: Callable[[Any], int]
+    named: Callable[[Sequence[str]], int]
+    version: object = None
+
+
+class EndpointSet:
+    """Endpoints that can serve some of the waiting requests. Compared by identity.
+
+    Attributes:
+        bits: Of these endpoints; 0 where nobody knows, or none can serve them.
+        targets: Targets that are waited for and can be served by them (count).
+    """
+
+    __slots__ = ("bits", "targets")
+
+    def __init__(self, bits: int = 0) -> None:
+        self.bits = bits
+        self.targets = 0
+
+
+class _Target:
+    """A target with its endpoint set, and the requests that wait for it (count)."""
+
+    __slots__ = ("count", "endpoints")
+
+    def __init__(self, endpoints: EndpointSet) -> None:
+        self.endpoints = endpoints
+        self.count = 0
+
+
+class EndpointSets:
+    """The endpoint set of every target that somebody waits for.
+
+    Without bits every target has a set of its own.
+    """
+
+    def __init__(self) -> None:
+        self._bits: EndpointBits | None = None
+        self._targets: dict[Hashable, _Target] = {}
+        self._by_bits: dict[int, EndpointSet] = {}
+
+    def enter(self, target: Hashable) -> EndpointSet:
+        """Count a request that begins to wait, and find its endpoint set."""
+        entry = self._targets.get(target)
+        if entry is None:
+            entry = self._targets[target] = _Target(self._find(target))
+            entry.endpoints.targets += 1
+        entry.count += 1
+        return entry.endpoints
+
+    def leave(self, target: Hashable) -> None:
+        """Forget a request that stopped waiting."""
+        entry = self._targets[target]
+        entry.count -= 1
+        if not entry.count:
+            del self._targets[target]
+            endpoints = entry.endpoints
+            endpoints.targets -= 1
+            if not endpoints.targets:
+                self._by_bits.pop(endpoints.bits, None)
+
+    def current(self, target: Hashable) -> EndpointSet:
+        """The endpoint set of a target that somebody waits for."""
+        return self._targets[target].endpoints
+
+    def adopt(self, bits: EndpointBits | None) -> bool:
+        """Go by other bits; returns whether they are other ones.
+
+        A set whose first target gets other bits goes on with these, so that few requests change
+        their set when an endpoint comes or goes.
+        """
+        if bits is self._bits:
+            return False
+        self._bits = bits
+        self._by_bits = {}
+        inherited: set[EndpointSet] = set()
+        for target, entry in self._targets.items():
+            before = entry.endpoints
+            wanted = 0 if bits is None else bits.of(target)
+            found = None if bits is None else self._by_bits.get(wanted)
+            if found is None:
+                found = EndpointSet() if before in inherited else before
+                inherited.add(found)
+                found.bits, found.targets = wanted, 0
+                if bits is not None:
+                    self._by_bits[wanted] = found
+            found.targets += 1
+            entry.endpoints = found
+        return True
+
+    def named(self, addresses: Sequence[str]) -> int:
+        """Bits of the endpoints at these addresses; 0 where nobody knows."""
+        return self._bits.named(addresses) if self._bits is not None and addresses else 0
+
+    def _find(self, target: Hashable) -> EndpointSet:
+        if self._bits is None:
+            return EndpointSet()
+        bits = self._bits.of(target)
+        found = self._by_bits.get(bits)
+        if found is None:
+            found = self._by_bits[bits] = EndpointSet(bits)
+        return found
