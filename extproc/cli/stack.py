@@ -282,7 +282,7 @@ class Stack:
     async def extproc(self, *arguments: str) -> Child:
         """Start the picker."""
         argv = [sys.executable, "-m", "extproc", "serve", *arguments]
-        return await self.start("extproc", argv, ready="extproc is ready")
+        return await self.start("extproc", argv, ready="extproc is listening")
 
     async def envoy(self, config: Mapping[str, Any], *, binary: str = "") -> Child:
         """Start Envoy with one worker per core but two at most."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -43,6 +44,9 @@ Loop = Callable[[], Awaitable[None]]
 #: Facts of discovery in Kubernetes that are as they should be.
 _QUIET = frozenset({"synced", "connected", "relisted", "not-installed"})
 
+#: Seconds between two looks whether a picker is ready for the first time.
+_LOOK_S = 0.1
+
 #: Seconds that streams have to end once they were told to.
 _RELEASE_S = 2.0
 
@@ -63,12 +67,12 @@ def run(settings: Settings, source: reload.Source) -> int:
     )
     # Ours only: gRPC and aiohttp have debug lines of their own.
     logging.getLogger("extproc").setLevel(settings.log.level.upper())
-    uvloop.run(serve(settings, source, on_ready=_announce))
+    uvloop.run(serve(settings, source, announce=_announce))
     return 0
 
 
 async def serve(
-    settings: Settings, source: reload.Source, *, on_ready: Callable[[ports.Addresses], None]
+    settings: Settings, source: reload.Source, *, announce: Callable[[str], None]
 ) -> None:
     """Serve until a signal arrives.
 
@@ -79,7 +83,8 @@ async def serve(
     Args:
         settings: The whole configuration.
         source: Where it comes from; SIGHUP and changed files make it be read again.
-        on_ready: Called once everything listens and the endpoints are known.
+        announce: Called with a line for supervisors and people: once everything listens, and once
+            this picker wants traffic for the first time.
     """
     stop: asyncio.Event = asyncio.Event()
     hurry: asyncio.Event = asyncio.Event()
@@ -103,7 +108,10 @@ async def serve(
                 tasks.create_task(supervisor.keep(name, run), name=name)
                 for name, run in running.items()
             ]
-            on_ready(addresses)
+            announce(f"extproc is listening: {addresses.told}")
+            await _ready(picker.readiness, stop)
+            if picker.readiness.ready:
+                announce(f"extproc is ready: {addresses.told}")
             await stop.wait()
             await picker.drain(hurry)
             for loop in loops:
@@ -442,6 +450,13 @@ def _stream_settings(settings: Settings) -> stream.StreamSettings:
     )
 
 
-def _announce(addresses: ports.Addresses) -> None:
-    # The line that supervisors and tests wait for.
-    print(addresses.told, flush=True)  # noqa: T201
+async def _ready(readiness: health.Readiness, stop: asyncio.Event) -> None:
+    """Wait until a picker is ready for the first time, or is to stop."""
+    while not (readiness.ready or stop.is_set()):
+        # Nothing tells when all that readiness depends on holds.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _LOOK_S)
+
+
+def _announce(line: str) -> None:
+    print(line, flush=True)  # noqa: T201

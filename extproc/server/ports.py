@@ -29,7 +29,7 @@ class Addresses(msgspec.Struct, frozen=True):
         more = f", xDS on {self.xds}" if self.xds else ""
         more += f", KEDA's scaler on {self.keda}" if self.keda else ""
         return (
-            f"extproc is ready: ext_proc on port {self.grpc}, gRPC health on {self.health}, "
+            f"ext_proc on port {self.grpc}, gRPC health on {self.health}, "
             f"pages on {self.pages}{more}"
         )
 

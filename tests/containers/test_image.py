@@ -149,7 +149,7 @@ def saying(wanted, what):
 def container(image):
     """A running picker."""
     wanted = DockerContainer(image).with_command(SERVE).with_exposed_ports(9003, 9090)
-    with saying(wanted, b"extproc is ready") as running:
+    with saying(wanted, b"extproc is listening") as running:
         yield running
 
 

@@ -22,7 +22,7 @@ _SERVE = (
     *("--drain-timeout", "0s"),
 )
 
-_READY = re.compile(r"extproc is ready: .* pages on (\d+)")
+_READY = re.compile(r"extproc is listening: .* pages on (\d+)")
 
 
 @pytest.fixture

@@ -85,6 +85,11 @@ async def metric(picker):
         return float(re.search(r"^extproc_leader (\S+)$", await answer.text(), re.MULTILINE)[1])
 
 
+async def announced(picker):
+    """Whether it printed that it is ready."""
+    return any("extproc is ready" in line for line in picker.child.last_lines)
+
+
 async def ready(pickers):
     """Those of them that are ready. Never two: a Lease has one holder."""
     found = [one for one in pickers if await one.ready()]
@@ -128,6 +133,8 @@ async def test_120_exactly_one_of_three_is_ready(api, where, three):
         assert await ready(three) == [first]
     assert sorted([await metric(one) for one in three]) == [0.0, 0.0, 1.0]
     assert await metric(first) == 1.0
+    await first.until(lambda: announced(first), bool)
+    assert [await announced(picker) for picker in three] == [picker is first for picker in three]
     spec = (await api.get(lease(where[0])))["spec"]
     assert spec["holderIdentity"]
     assert spec["leaseDurationSeconds"] == DURATION_S

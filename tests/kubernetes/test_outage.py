@@ -99,8 +99,10 @@ async def test_063_a_picker_that_starts_during_an_outage(cluster, place):
         ) as picker:
             assert not await picker.ready()
             assert await picker.pick() == ""
+            assert "extproc is ready" not in await told(picker)
             await cluster.restart()
             await picker.until(picker.ready, bool)
+            await picker.until(lambda: told(picker), lambda text: "extproc is ready" in text)
             await picker.knows(addresses(*range(PODS)))
             assert await picker.pick() in addresses(*range(PODS))
     finally:

@@ -94,7 +94,7 @@ async def picker(
     kubeconfig: Path | None,
     *arguments: str,
     config: str = "",
-    ready: str = "is ready",
+    ready: str = "is listening",
     pages: int = 0,
 ):
     """Start a picker over a cluster; it ends with the block.

@@ -16,7 +16,13 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class Hands(Protocol):
-    """Who reads and changes how many replicas are asked for."""
+    """Who reads and changes how many replicas are asked for.
+
+    Attributes:
+        scales: Whether it changes replicas itself; False where others read the number and act.
+    """
+
+    scales: bool
 
     @property
     def acts(self) -> bool:
@@ -53,6 +59,8 @@ class Told:
 
     At first that is what is there: of a target nobody here may read, nothing else is known.
     """
+
+    scales = False
 
     def __init__(self) -> None:
         self._told: int | None = None

@@ -22,6 +22,8 @@ class Hook:
         timeout_s: For the program.
     """
 
+    scales = True
+
     def __init__(self, command: Sequence[str], *, timeout_s: float) -> None:
         self._command = command
         self._timeout_s = timeout_s

@@ -116,6 +116,8 @@ class Scale:
         leads: Whether this replica holds the Lease.
     """
 
+    scales = True
+
     def __init__(self, target: Target, cluster: Cluster, leads: Callable[[], bool]) -> None:
         self._target = target
         self._cluster = cluster

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import ipaddress
 import logging
 import re
 import shutil
@@ -34,6 +35,9 @@ _AGAIN_S = 5.0
 
 #: Seconds one answer to a look may take, and bytes of it.
 _HEALTH_S, _HEALTH_BYTES = 1.0, 65536
+
+#: Largest TCP port.
+_MOST_PORT = 65535
 
 #: Last lines of an engine that are shown when it fails (count).
 _LAST_LINES = 5
@@ -66,6 +70,8 @@ class Engines:
         clock: Monotonic seconds.
         supervisor: Hears of what raises; None for one of its own.
     """
+
+    scales = True
 
     def __init__(
         self,
@@ -196,11 +202,17 @@ class Engines:
                 timeout=self._wanted.start_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
+            if ended.done():
+                return
             if not starting.done():
-                if engine.wanted and not ended.done():
+                if engine.wanted:
                     _log.warning(
                         "engine %d did not answer within %g s", engine.number, self._wanted.start_s
                     )
+                return
+            fault = starting.exception()
+            if fault is not None:
+                engine.lines.append(f"its health could not be looked at: {fault!r}")
                 return
             engine.ready = True
             _log.info("engine %d serves on %s", engine.number, engine.address)
@@ -236,15 +248,15 @@ class Engines:
         """Take in what an engine prints, and where it listens if it says so."""
         if process.stdout is None:
             return
-        where = re.compile(re.escape(self._wanted.listening) + r"(\S+:\d+)")
+        where = re.compile(re.escape(self._wanted.listening) + r"(\S+:\d+)\b")
         with contextlib.suppress(ValueError):  # a line without an end
             async for raw in process.stdout:
                 line = raw.decode("utf-8", "replace").rstrip()
                 engine.lines.append(line)
                 _log.debug("engine %d: %s", engine.number, line)
-                found = where.search(line)
-                if found and not engine.address:
-                    engine.address = found.group(1)
+                match = where.search(line)
+                if match and not engine.address:
+                    engine.address = reachable(match[1], self._wanted.host)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -267,6 +279,24 @@ class Engines:
             self._not_before = self._clock() + _AGAIN_S
         self._publish()
         self._changed.set()
+
+
+def reachable(printed: str, host: str) -> str:
+    """`ip:port` of an engine that printed where it listens; empty where that is no port.
+
+    Args:
+        printed: `host:port`, also as a URL.
+        host: Address of the endpoints. It stands in for every address (`0.0.0.0`, `[::]`) and for a
+            name such as `localhost`: an endpoint is an address that others can connect to.
+    """
+    place, _, port = printed.rpartition("/")[2].rpartition(":")
+    if not (port.isascii() and port.isdigit() and 1 <= int(port[:6]) <= _MOST_PORT):
+        return ""
+    try:
+        address = ipaddress.ip_address(place.strip("[]"))
+    except ValueError:
+        return _address(host, int(port))
+    return _address(host if address.is_unspecified else str(address), int(port))
 
 
 def _free_port(host: str) -> int:

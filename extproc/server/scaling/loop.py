@@ -204,15 +204,14 @@ class Loop:
         return failed is not None
 
     def _tell(self, desired: Desired, spec: int) -> None:
+        change = f"from {spec} to {desired.replicas} replicas"
+        if not self.hands.scales:
+            change = (
+                f"nothing is scaled, as there is no target; the number for others on /metrics goes "
+                f"{change}"
+            )
         because = f": {desired.because}" if desired.because else ""
-        _log.info(
-            "%s: from %d to %d replicas, %s%s",
-            self._named,
-            spec,
-            desired.replicas,
-            desired.why,
-            because,
-        )
+        _log.info("%s: %s, %s%s", self._named, change, desired.why, because)
 
     def _failed(self, failed: hands.Failed) -> None:
         self._charts.failures += 1

@@ -5,6 +5,7 @@ import contextlib
 import sys
 
 import aiohttp
+import pytest
 
 from extproc.autoscaling.desired import Desired, Why
 from extproc.server.scaling import launch
@@ -72,6 +73,52 @@ async def test_an_engine_may_say_itself_where_it_listens():
     """Without `{port}` the address is read from its output."""
     async with picker([sys.executable, "-c", ENGINE, "0"]) as running:
         assert (await pick(running)).startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("printed", "address"),
+    [
+        ("127.0.0.2:8000", "127.0.0.2:8000"),
+        ("0.0.0.0:8000", "127.0.0.9:8000"),
+        ("[::]:8000", "127.0.0.9:8000"),
+        ("localhost:8000", "127.0.0.9:8000"),
+        ("http://0.0.0.0:8000", "127.0.0.9:8000"),
+        ("http://[::1]:8000", "[::1]:8000"),
+        ("127.0.0.2:0", ""),
+        ("127.0.0.2:65536", ""),
+        ("127.0.0.2:" + "9" * 5000, ""),
+    ],
+)
+def test_launch_makes_an_address_that_can_be_connected_to(printed, address):
+    """Every address and a name stand for the host of the endpoints; a wrong port is none."""
+    assert launch.reachable(printed, "127.0.0.9") == address
+
+
+async def test_launch_reads_an_engine_that_listens_on_every_address():
+    """As engines print it, with words behind the port."""
+    engine = ENGINE.replace("listening on 127.0.0.1:", "listening on http://0.0.0.0:")
+    engine = engine.replace("{server.server_port}", "{server.server_port} (Press CTRL+C to quit)")
+    async with picker([sys.executable, "-c", engine, "0"]) as running:
+        assert (await pick(running)).startswith("127.0.0.1:")
+
+
+async def test_launch_starts_another_engine_where_looking_at_its_health_raises(monkeypatch, caplog):
+    """Such an engine gets no request, and the log says why it was ended."""
+    monkeypatch.setattr(launch, "_AGAIN_S", 0.1)
+    caplog.set_level("INFO", "extproc.server")
+    before = launch.Engines._answers
+
+    async def broken(self, engine):
+        if engine.number == 1:
+            raise ValueError("a port that is none")
+        await before(self, engine)
+
+    monkeypatch.setattr(launch.Engines, "_answers", broken)
+    async with picker([sys.executable, "-c", ENGINE, "{port}"]) as running:
+        await pick(running)
+        (member,) = running.picker.sites.pools()[""].members
+        assert member.endpoint.name == "engine-2"
+    assert any("a port that is none" in text for text in caplog.messages)
 
 
 async def test_an_engine_that_fails_is_replaced(monkeypatch, caplog):

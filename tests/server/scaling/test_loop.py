@@ -28,6 +28,8 @@ POLICY = {"window_s": 60.0, "interval_s": 5.0, "up": 2.0, "down": 1.0}
 class Hands:
     """Remembers what was asked for."""
 
+    scales = True
+
     def __init__(self, spec):
         self.spec = spec
         self.acts = True
@@ -192,6 +194,18 @@ async def test_no_replica_goes_before_a_window_was_watched(policy):
     place.come("127.0.0.1:1")
     await place.pass_s(min(50.0, place.loop._scaler.policy.watch_s - 5.0))
     assert place.hands.asked == []
+
+
+@pytest.mark.parametrize("scales", [True, False])
+async def test_loop_logs_a_number_for_others_as_no_change(scales, caplog):
+    """Where there is no target, the line does not read as if something was scaled."""
+    caplog.set_level("INFO", "extproc.server")
+    place = Place(min=2)
+    place.hands.scales = scales
+    place.come()
+    await place.pass_s(10.0)
+    (line,) = [text for text in caplog.messages if "from 0 to 2 replicas" in text]
+    assert ("nothing is scaled, as there is no target" in line) is not scales
 
 
 async def test_what_fails_is_tried_again_and_said_once(caplog):
