@@ -43,6 +43,11 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="also read an Envoy configuration, and say which limit cuts a wait or an answer",
     )
+    parser.add_argument(
+        "--diff",
+        metavar="FILE",
+        help="also compare with FILE, as if that was running: what is live, what needs a restart",
+    )
     parser.add_argument("--strict", action="store_true", help="exit with 1 when there are warnings")
     flags.add(parser)
     parser.set_defaults(run=run)
@@ -74,7 +79,22 @@ def run(args: argparse.Namespace) -> int:
     resolved = flags.resolve(args)
     print("\n".join(_meaning(resolved)))
     cut = _envoy(args.envoy, resolved.settings) if args.envoy else False
-    return 1 if cut or (args.strict and _warnings(resolved)) else 0
+    refused = _diff(args, resolved.settings) if args.diff else False
+    return 1 if cut or refused or (args.strict and _warnings(resolved)) else 0
+
+
+def _diff(args: argparse.Namespace, wanted: sections.Settings) -> bool:
+    """Say what differs from another file, under the same flags; whether a reload is refused."""
+    from extproc.cli import check_diff
+
+    other = {**vars(args), "config_file": args.diff, "config_text": None}
+    running = flags.resolve(argparse.Namespace(**other)).settings
+    print()
+    print("\n".join(check_diff.lines(running, wanted, where=args.diff)))
+    why = check_diff.refusal(running, wanted)
+    if why:
+        print(f"refused until the restart, if it is read again: {why}")
+    return bool(why)
 
 
 def _envoy(name: str, settings: sections.Settings) -> bool:

@@ -157,11 +157,12 @@ def from_file(path: Path, *, where: str) -> Brought:
     """
     try:
         source = path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
+        why = getattr(error, "strerror", None) or type(error).__name__
         raise ConfigError(
             where,
             wanted="a readable Python file",
-            found=f"{path}: {error.strerror or type(error).__name__}",
+            found=f"{path}: {why}",
             fix="correct the path; it is relative to the configuration file",
         ) from None
     # A name of its own for each path: annotations written as text are looked up by module name,

@@ -37,6 +37,7 @@ class Parts(msgspec.Struct, frozen=True):
         belief: Keeps the index near what engines hold.
         guards: What times and counts plugins of others; a new profile takes it over.
         profile: Filters, scorers and the picker.
+        profiles: That one, and those of single models.
         dispatcher: Routes over the fleet.
         exchange: What all exchanges have in common.
         budget: Bytes all exchanges may gather.
@@ -52,6 +53,7 @@ class Parts(msgspec.Struct, frozen=True):
     belief: beliefs.Beliefs
     guards: guard.Guards
     profile: Profile
+    profiles: profiles.Profiles
     dispatcher: dispatching.Dispatcher
     exchange: ExchangeSettings
     budget: Budget
@@ -88,7 +90,7 @@ def build(
         ConfigError: The profile cannot be built, see `profiles.resolve`.
     """
     guards = guards or _untimed()
-    profile, by_model = profiles.resolve_all(settings, where=where, guards=guards)
+    resolved = profiles.resolve_all(settings, where=where, guards=guards)
     index = PrefixIndex(settings.prefix.capacity_blocks)
     belief = beliefs.Beliefs(
         index, settings.prefix.schedule.tokens, most_blocks=settings.prefix.capacity_blocks
@@ -108,10 +110,11 @@ def build(
         index=index,
         belief=belief,
         guards=guards,
-        profile=profile,
+        profile=resolved.profile,
+        profiles=resolved,
         dispatcher=dispatching.Dispatcher(
             fleet=fleet,
-            routing=routing(settings, profile, by_model),
+            routing=routing(settings, resolved.profile, resolved.by_model),
             index=index,
             belief=belief,
             schedule=settings.prefix.schedule,
@@ -130,19 +133,26 @@ def build(
     )
 
 
-def reroute(settings: sections.Settings, *, where: str, guards: guard.Guards) -> routes.Routing:
-    """What a running dispatcher is to route by under other settings.
+def reroute(
+    settings: sections.Settings,
+    *,
+    where: str,
+    guards: guard.Guards,
+    before: profiles.Profiles | None = None,
+) -> tuple[routes.Routing, profiles.Profiles]:
+    """What a running dispatcher is to route by under other settings, and the profiles in it.
 
     Args:
         settings: The settings to come.
         where: The file or flags they came from, for errors.
         guards: Of the running picker: times and counts of plugins of others go on.
+        before: Its profiles; those whose rules are the same go on with what they remember.
 
     Raises:
         ConfigError: A profile cannot be built, see `profiles.resolve`.
     """
-    profile, by_model = profiles.resolve_all(settings, where=where, guards=guards)
-    return routing(settings, profile, by_model)
+    resolved = profiles.resolve_all(settings, where=where, guards=guards, before=before)
+    return routing(settings, resolved.profile, resolved.by_model), resolved
 
 
 def exchange(settings: sections.Settings) -> ExchangeSettings:

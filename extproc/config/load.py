@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,11 +14,16 @@ import yaml
 from extproc.config import ecosystem, pooling, sources, strict
 from extproc.config import settings as sections
 from extproc.discovery import entries as discovered
+from extproc.discovery.file import YAML_FAILURES
 from extproc.errors import ConfigError
 from extproc.protocol import gathering
 
 #: Levels a tree may have; the deepest setting stands at seven.
 _DEEPEST = 20
+
+#: Values a tree may have (count), as often as anchors repeat them: a few lines of YAML can mean
+#: billions.
+_MOST_VALUES = 500_000
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -83,6 +89,10 @@ def text_of(path: Path) -> str:
             found=f"byte {error.start} that is not",
             fix="convert the file",
         ) from None
+    except ValueError:
+        raise ConfigError(
+            repr(str(path)), wanted="a file name", found="a NUL in it", fix="correct the name"
+        ) from None
 
 
 def parse(text: str, *, where: str) -> Document:
@@ -98,7 +108,7 @@ def parse(text: str, *, where: str) -> Document:
         ConfigError: It is not one mapping, or a key stands twice.
     """
     tree = tree_of(text, where=where)
-    _refuse_unusable(tree, where=where, path=())
+    _refuse_unusable(tree, where=where, path=(), seen=itertools.count())
     if not isinstance(tree, dict):
         raise ConfigError(
             where,
@@ -123,15 +133,15 @@ def tree_of(text: str, *, where: str) -> object:
             return json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, where))
         except (ValueError, RecursionError):
             pass  # a flow mapping of YAML begins the same way; what is neither, YAML will say
-    loader = _Loader(text)
-    loader.where = where
     try:
-        return loader.get_single_data()
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # Dates and numbers that look right and cannot be are plain ValueErrors.
+        loader = _Loader(text)  # which looks for characters that YAML does not have
+        loader.where = where
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+    except YAML_FAILURES as error:
         raise _malformed(error, where) from None
-    finally:
-        loader.dispose()
 
 
 def settings(document: Document, overrides: Sequence[Override] = ()) -> sections.Settings:
@@ -155,7 +165,7 @@ def settings(document: Document, overrides: Sequence[Override] = ()) -> sections
     entries(merged.pool, where=listed)
     for at, pool in enumerate(merged.pools):
         entries(pool, where=strict.place(where, ("pools", at)))
-    _together(merged, where=f"{where} with {', '.join(flags)}" if flags else where)
+    together(merged, where=f"{where} with {', '.join(flags)}" if flags else where)
     return _anchored(merged, document.folder)
 
 
@@ -201,8 +211,16 @@ def _known_kind(document: Document) -> None:
             )
 
 
-def _together(merged: sections.Settings, *, where: str) -> None:
-    """Refuse settings that are right one by one and cannot be meant together."""
+def together(merged: sections.Settings, *, where: str) -> None:
+    """Refuse settings that are right one by one and cannot be meant together.
+
+    Args:
+        merged: All of them.
+        where: The file or flags they came from, for errors.
+
+    Raises:
+        ConfigError: Names the field that contradicts another one.
+    """
     scrape, limits = merged.scrape, merged.limits
     pooling.together(merged, where=where)
     if scrape.stale_after_s <= scrape.busy_interval_s:
@@ -239,8 +257,15 @@ def _put(tree: Mapping[str, object], path: tuple[str, ...], value: object) -> di
     return {**tree, head: inner}
 
 
-def _refuse_unusable(tree: object, *, where: str, path: strict.Path) -> None:
+def _refuse_unusable(tree: object, *, where: str, path: strict.Path, seen: Iterator[int]) -> None:
     """YAML can say .inf and .nan, and a mapping that holds itself; no setting can mean them."""
+    if next(seen) > _MOST_VALUES:
+        raise ConfigError(
+            where,
+            wanted=f"at most {_MOST_VALUES} values",
+            found="more",
+            fix="anchors refer to anchors; write the values out",
+        )
     if len(path) > _DEEPEST:
         raise ConfigError(
             where,
@@ -250,10 +275,10 @@ def _refuse_unusable(tree: object, *, where: str, path: strict.Path) -> None:
         )
     if isinstance(tree, dict):
         for key, value in tree.items():
-            _refuse_unusable(value, where=where, path=(*path, str(key)))
+            _refuse_unusable(value, where=where, path=(*path, str(key)), seen=seen)
     elif isinstance(tree, list):
         for at, value in enumerate(tree):
-            _refuse_unusable(value, where=where, path=(*path, at))
+            _refuse_unusable(value, where=where, path=(*path, at), seen=seen)
     elif isinstance(tree, float) and not math.isfinite(tree):
         raise ConfigError(
             strict.place(where, path),
@@ -283,7 +308,8 @@ def _once(pairs: list[tuple[str, object]], where: str) -> dict[str, object]:
 def _malformed(error: Exception, where: str) -> ConfigError:
     mark = getattr(error, "problem_mark", None)
     spot = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
-    problem = getattr(error, "problem", None) or str(error) or "something unreadable"
+    problem = getattr(error, "problem", None) or " ".join(str(error).split())[:200]
+    problem = problem or type(error).__name__
     return ConfigError(spot, wanted="YAML or JSON", found=problem, fix="correct the syntax there")
 
 

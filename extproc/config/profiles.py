@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -29,6 +29,34 @@ _PROVIDED_BY: Mapping[Signal, str] = {
 }
 
 
+class Profiles(msgspec.Struct, frozen=True):
+    """The profiles of one configuration.
+
+    Attributes:
+        profile: For models without one of their own.
+        by_model: Profiles of single models.
+        origins: What each was built from, by the same names; the profile of all is under None.
+    """
+
+    profile: Profile
+    by_model: Mapping[str, Profile]
+    origins: Mapping[str | None, Origin]
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Everything a profile depends on.
+
+    Attributes:
+        rules: Of the configuration.
+        outsiders: Classes of others that the rules may name; an edited file makes new ones.
+        budget_ms: What a call of one of these may take; 0 where there are none.
+    """
+
+    rules: grammar.Rules
+    outsiders: frozenset[type]
+    budget_ms: float
+
+
 def resolve(
     settings: sections.Settings, *, where: str, guards: guard.Guards | None = None
 ) -> Profile:
@@ -44,18 +72,24 @@ def resolve(
         ConfigError: An unknown strategy, kind or parameter, a plugin that needs a signal nobody
             provides, or a plugin file that cannot be used.
     """
-    return resolve_all(settings, where=where, guards=guards)[0]
+    return resolve_all(settings, where=where, guards=guards).profile
 
 
 def resolve_all(
-    settings: sections.Settings, *, where: str, guards: guard.Guards | None = None
-) -> tuple[Profile, Mapping[str, Profile]]:
+    settings: sections.Settings,
+    *,
+    where: str,
+    guards: guard.Guards | None = None,
+    before: Profiles | None = None,
+) -> Profiles:
     """The profile for all models, and those of models with rules of their own.
 
     Args:
         settings: See `resolve`.
         where: See `resolve`.
         guards: See `resolve`.
+        before: Profiles in force. One that would be built from the same is kept as it is: its plugins
+            remember sessions, turns and means that nothing else knows.
 
     Raises:
         ConfigError: See `resolve`.
@@ -64,16 +98,43 @@ def resolve_all(
     tables = extensions.tables(scheduling, where=where, guards=guards)
     signals = provided(settings)
 
-    def ruled(rules: grammar.Rules, *path: strict.Step) -> Profile:
+    origins: dict[str | None, Origin] = {}
+
+    def ruled(rules: grammar.Rules, model: str | None, *path: strict.Step) -> Profile:
         profile = _ruled(rules, path, where=where, tables=tables)
         _require(profile, signals, where=where, path=path)
+        origin = origins[model] = _origin(rules, tables, scheduling.plugin_budget_ms)
+        if before is not None and before.origins.get(model) == origin:
+            return before.profile if model is None else before.by_model[model]
+        if model is not None:
+            profile = msgspec.structs.replace(profile, name=f"{profile.name}/{model}")
         return profile
 
-    by_model = {}
-    for name, rules in scheduling.models.items():
-        profile = ruled(rules, *_SCHEDULING, "models", name)
-        by_model[name] = msgspec.structs.replace(profile, name=f"{profile.name}/{name}")
-    return ruled(scheduling, *_SCHEDULING), by_model
+    by_model = {
+        name: ruled(rules, name, *_SCHEDULING, "models", name)
+        for name, rules in scheduling.models.items()
+    }
+    return Profiles(ruled(scheduling, None, *_SCHEDULING), by_model, origins)
+
+
+def _origin(rules: grammar.Rules, tables: catalogue.Tables, budget_ms: float) -> Origin:
+    own = {name: getattr(rules, name) for name in grammar.Rules.__struct_fields__}
+    plain = grammar.Rules(**own)
+    words = set(_words(msgspec.to_builtins(plain))) if tables.outsiders else set()
+    used = frozenset(cls for cls in tables.outsiders if getattr(cls, "kind", "") in words)
+    return Origin(plain, used, budget_ms if used else 0.0)
+
+
+def _words(tree: object) -> Iterator[str]:
+    """Every text in a tree, kinds of plugins among them."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _words(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _words(value)
 
 
 def _ruled(

@@ -18,8 +18,9 @@ from extproc.errors import ConfigError
 #: The C loader reads a list of 10,000 endpoints some ten times faster; not every wheel has it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-#: What the safe loaders raise: their own errors, and bare ones on tagged nonsense (`!!int ""`).
-_BROKEN = (
+#: What the safe loaders raise: their own errors, and bare ones on tagged nonsense (`!!int ""`) and
+#: dates that cannot be. The loader of the configuration goes by the same list.
+YAML_FAILURES = (
     yaml.YAMLError,
     ArithmeticError,
     AttributeError,
@@ -78,7 +79,7 @@ def load(path: pathlib.Path, *, limit_bytes: int) -> tuple[entries.Entry, ...]:
     try:
         # Safe loaders only, so the rule against yaml.load does not apply.
         document = yaml.load(text, Loader=_LOADER)  # noqa: S506
-    except _BROKEN as error:
+    except YAML_FAILURES as error:
         raise ConfigError(
             where,
             wanted="YAML or JSON",

@@ -35,7 +35,7 @@ class Pages:
         dry_run: Decides without charging anybody.
         decisions: The last decisions.
         clock: Monotonic seconds.
-        max_body_bytes: Largest request that is explained.
+        max_body_bytes: Gives the largest request that is explained.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Pages:
         dry_run: Callable[[RawRequest, float], Outcome | Answer],
         decisions: Ring,
         clock: Callable[[], float],
-        max_body_bytes: int,
+        max_body_bytes: Callable[[], int],
     ) -> None:
         self._exposition = exposition
         self._readiness = readiness
@@ -59,7 +59,7 @@ class Pages:
 
     def application(self) -> web.Application:
         """The routes."""
-        application = web.Application(client_max_size=self._max_body_bytes)
+        application = web.Application()
         application.add_routes(
             [
                 web.get("/metrics", self.metrics),
@@ -136,7 +136,7 @@ class Pages:
             lower = name.lower()
             if lower.startswith(HEADER_PREFIX):
                 headers[lower.removeprefix(HEADER_PREFIX)] = value
-        body = await request.read()
+        body = await request.clone(client_max_size=self._max_body_bytes()).read()
         outcome = self._dry_run(RawRequest(headers, body), self._clock())
         if isinstance(outcome, Rejection):
             return _refused(outcome)

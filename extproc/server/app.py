@@ -134,6 +134,7 @@ class Picker:
         self.tallies = Tallies()
         self._about = {"pool": settings.pool.name}
         self.ring = Ring(settings.explain.decisions)
+        self._max_body_bytes = settings.limits.max_body_bytes
         self.budget = Budget(settings.limits.max_assembly_bytes)
         self._http = client.Client(
             timeout_s=settings.scrape.timeout_s,
@@ -323,14 +324,20 @@ class Picker:
         return loops
 
     def adopt(self, settings: Settings) -> None:
-        """Put other settings in force, as far as a running picker can.
+        """Put other settings in force.
+
+        Args:
+            settings: Those it was started with but for live fields, see `reloading.in_force`.
 
         Raises:
             ConfigError: A profile cannot be built; nothing was changed.
         """
-        self.sites.replanned(settings)()
-        self.servicer.shared.exchange_settings = factory.exchange(settings)
-        self.servicer.shared.settings = _stream_settings(settings)
+        replan = self.sites.replanned(settings)
+        exchange, streams = factory.exchange(settings), _stream_settings(settings)
+        replan()
+        self.servicer.shared.exchange_settings = exchange
+        self.servicer.shared.settings = streams
+        self._max_body_bytes = settings.limits.max_body_bytes
         self.ring.capacity = settings.explain.decisions
         self._about["profile"] = self.sites.profile
         logging.getLogger("extproc").setLevel(settings.log.level.upper())
@@ -341,7 +348,8 @@ class Picker:
         if reloaded.error:
             _log.error("the configuration stays as it was: %s", reloaded.error)
             return
-        _log.info("the configuration was read again")
+        changed = ", ".join(reloaded.changed) or "nothing"
+        _log.info("the configuration was read again; in force from now on: %s", changed)
         if reloaded.restart:
             _log.warning("only a restart changes %s", ", ".join(reloaded.restart))
 
@@ -399,7 +407,7 @@ class Picker:
             dry_run=lambda raw, now: self.sites.switchboard.route(raw, now).outcome,
             decisions=self.ring,
             clock=self._clock,
-            max_body_bytes=self._settings.limits.max_body_bytes,
+            max_body_bytes=lambda: self._max_body_bytes,
         )
         application = pages.application()
         application.add_routes(self._autoscaler.peers.routes())

@@ -1,8 +1,8 @@
 """Follows the configuration: reads it again when its files change or SIGHUP asks for it.
 
-A shell. Everything is read, checked and built before anything is swapped, and nothing waits between
-the two, so a request is routed by the old configuration or by the new one. What is wrong leaves the
-old one in place.
+A shell. Files are read beside the event loop; everything is checked and built before anything is
+swapped, and nothing waits between the two, so a request is routed by the old configuration or by the
+new one. What is wrong, in whatever way, leaves the old one in place.
 """
 
 from __future__ import annotations
@@ -10,28 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from extproc.config import sources
+from extproc.config import load, reloading
 from extproc.config.settings import Settings
-from extproc.dispatch import claims
 from extproc.errors import ConfigError
+from extproc.supervision import place_of
 
 #: Seconds between two looks at the files. A stat costs microseconds, and a mounted ConfigMap takes
 #: a minute to arrive.
 _LOOK_S = 1.0
-
-#: Sections that take effect at once.
-_LIVE = frozenset({"health", "scheduling", "answers", "explain", "log", "conformance"})
-
-#: Fields of other sections that take effect at once.
-_LIVE_FIELDS = {
-    "limits": frozenset({"body_idle_s", "max_body_bytes", "max_streams"}),
-    "pool": frozenset({"objectives", "rewrites"}),
-    "scrape": frozenset({"stale_after_s"}),
-}
 
 #: What identifies the content of a file without reading it; None when it is not there.
 _Stamp = tuple[int, int, int] | None
@@ -41,7 +31,7 @@ class Source(msgspec.Struct, frozen=True):
     """Where a running server's configuration comes from.
 
     Attributes:
-        files: Gives the files to watch, in the light of the settings in force.
+        files: Gives the files to watch, in the light of the settings that were read last.
         reread: Reads and checks everything again, flags included.
     """
 
@@ -54,10 +44,12 @@ class Reloaded(msgspec.Struct, frozen=True):
 
     Attributes:
         error: Why the old configuration stays; empty when the new one is in force.
-        restart: Settings that differ and only take effect after a restart.
+        changed: Fields that are other than before from now on.
+        restart: Fields that differ from what is in force, and take effect after a restart.
     """
 
     error: str = ""
+    changed: tuple[str, ...] = ()
     restart: tuple[str, ...] = ()
 
 
@@ -67,7 +59,8 @@ class Reloader:
     Args:
         source: Where it comes from.
         settings: What is in force.
-        adopt: Puts settings in force; raises ConfigError before it changes anything.
+        adopt: Puts settings in force, which differ from `settings` in live fields only; raises
+            before it changes anything.
         on_reload: Told of every attempt.
     """
 
@@ -80,8 +73,7 @@ class Reloader:
         on_reload: Callable[[Reloaded], None],
     ) -> None:
         self._source = source
-        self._settings = settings
-        self._started = settings
+        self._started = self._in_force = self._written = settings
         self._adopt = adopt
         self._on_reload = on_reload
         self._asked = asyncio.Event()
@@ -105,57 +97,38 @@ class Reloader:
             return
         self._asked.clear()
         self._stamps = stamps
+        self._on_reload(await self._reloaded())
+
+    async def _reloaded(self) -> Reloaded:
+        restart: tuple[str, ...] = ()
         try:
-            settings = self._source.reread()
-            self._adopt(settings)
+            # In a thread: a long file takes longer than a request may wait.
+            written = await asyncio.to_thread(self._source.reread)
+            restart = tuple(reloading.pending(self._started, written))
+            in_force = reloading.in_force(self._started, written)
+            load.together(in_force, where="the configuration")
+            changes = reloading.changes(self._in_force, in_force)
+            changed = tuple(change.path for change in changes)
+            self._adopt(in_force)
         except ConfigError as error:
-            self._on_reload(Reloaded(error=str(error)))
-            return
-        self._settings = settings
+            # What is new may lean on what the process does not have yet.
+            more = f" (only a restart changes {', '.join(restart)})" if restart else ""
+            return Reloaded(error=f"{error}{more}")
+        except Exception as error:  # noqa: BLE001 - somebody's file must not end what is running
+            return Reloaded(error=f"reading it raised {place_of(error)}")
+        self._in_force, self._written = in_force, written
         # Plugin files may be others now.
         self._stamps = self._look()
-        self._on_reload(Reloaded(restart=tuple(pending(self._started, settings))))
+        return Reloaded(changed=changed, restart=restart)
 
     def _look(self) -> dict[str, _Stamp]:
-        return {name: _stamp(name) for name in self._source.files(self._settings)}
-
-
-def pending(running: Settings, wanted: Settings) -> Iterator[str]:
-    """Settings that differ and cannot change while a server runs, spelled as in the file.
-
-    Args:
-        running: What the server was started with.
-        wanted: What the file says now.
-    """
-    for section in running.__struct_fields__:
-        old, new = getattr(running, section), getattr(wanted, section)
-        if section in _LIVE or old == new:
-            continue
-        if isinstance(old, tuple):
-            # Of pools their claims and rules are live, and which there are is not.
-            if list(map(_fixed, old)) != list(map(_fixed, new)):
-                yield section
-            continue
-        if not isinstance(old, msgspec.Struct):
-            yield section
-            continue
-        live = _LIVE_FIELDS.get(section, frozenset())
-        for field in old.__struct_fields__:
-            if field not in live and getattr(old, field) != getattr(new, field):
-                yield f"{section}.{field}"
-
-
-def _fixed(pool: sources.Pool) -> sources.Pool:
-    """A pool without what takes effect at once."""
-    return msgspec.structs.replace(
-        pool, match=claims.Claim(), scheduling=None, objectives={}, rewrites=()
-    )
+        return {name: _stamp(name) for name in self._source.files(self._written)}
 
 
 def _stamp(name: str) -> _Stamp:
     """Follows symbolic links: a ConfigMap is swapped by turning one around."""
     try:
         found = os.stat(name)  # noqa: PTH116 - a Path would be made for every look
-    except OSError:
+    except (OSError, ValueError):  # a name with a NUL is none
         return None
     return found.st_mtime_ns, found.st_ino, found.st_size

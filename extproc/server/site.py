@@ -77,6 +77,7 @@ class Site:
         self._shared = shared
         self._counts = shared.tallies.of(planned.name)
         self.parts = factory.build(planned.settings, on_gone=self._gone, guards=shared.guards)
+        self._profiles = self.parts.profiles
         self.profile = self.parts.profile.name
         holding = planned.settings.holding
         self.gate = (
@@ -173,11 +174,15 @@ class Site:
         Raises:
             ConfigError: A profile cannot be built; nothing was changed.
         """
-        routing = factory.reroute(
-            planned.settings, where="the configuration", guards=self._shared.guards
+        routing, profiles = factory.reroute(
+            planned.settings,
+            where="the configuration",
+            guards=self._shared.guards,
+            before=self._profiles,
         )
 
         def adopt() -> None:
+            self._profiles = profiles
             self.parts.dispatcher.adopt(routing)
             self.parts.fleet.health.settings = planned.settings.health
             self.claim = planned.claim

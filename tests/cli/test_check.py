@@ -146,3 +146,54 @@ def test_plugins_are_listed(capsys):
     kinds = {*catalogue.FILTERS, *catalogue.SCORERS, *catalogue.COSTS, *catalogue.PICKERS}
     for name in (*defaults.profiles(), *kinds):
         assert any(word.strip(",") == name for word in words)
+
+
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\npool: {endpoints: ['10.0.0.1:8000']}\n"
+
+
+def diffed(tmp_path, old, new, *flags):
+    paths = [tmp_path / "old.yaml", tmp_path / "new.yaml"]
+    for path, text in zip(paths, (old, new), strict=True):
+        path.write_text(HEAD + text)
+    return main.main(["check", str(paths[1]), "--diff", str(paths[0]), *flags])
+
+
+def test_diff_says_what_is_live_and_what_needs_a_restart(tmp_path, capsys):
+    """Every field that differs is told with both values and when it takes effect."""
+    old = "log: {level: info}\nserver: {grpc_port: 9002}\n"
+    new = "log: {level: debug}\nserver: {grpc_port: 9009}\nscheduling: {strategy: random}\n"
+    assert diffed(tmp_path, old, new) == 0
+    told = capsys.readouterr().out.splitlines()
+    at = told.index(f"compared with {tmp_path}/old.yaml, as if that was running")
+    assert told[at + 1 :] == [
+        "  needs a restart  server.grpc_port     9002 -> 9009",
+        '  live             scheduling.strategy  "adaptive" -> "random"',
+        '  live             log.level            "info" -> "debug"',
+        "2 fields in force once the file is read again, 1 field after a restart",
+    ]
+
+
+def test_diff_of_equal_files_says_so(tmp_path, capsys):
+    """Also where flags make them equal, which beat both files."""
+    assert diffed(tmp_path, "seed: 1\n", "seed: 1\n") == 0
+    assert "nothing differs" in capsys.readouterr().out
+    ports = ("server: {grpc_port: 1}\n", "server: {grpc_port: 2}\n")
+    assert diffed(tmp_path, *ports, "--grpc-port", "3") == 0
+    assert "nothing differs" in capsys.readouterr().out
+
+
+def test_diff_says_what_a_reload_would_refuse(tmp_path, capsys):
+    """A rule that needs what only a restart switches on cannot be read again before it."""
+    old = "scrape: {enabled: false}\nscheduling: {strategy: random}\n"
+    new = "scheduling: {profile: {scorers: [{kind: queue-depth, weight: 1}]}}\n"
+    assert diffed(tmp_path, old, new) == 1
+    told = capsys.readouterr().out
+    assert "needs a restart  scrape.enabled" in told
+    assert "refused until the restart, if it is read again: " in told
+    assert "waiting" in told
+
+
+def test_diff_reads_the_other_file_as_strictly(tmp_path, capsys):
+    """A mistake in it is told as one of the file itself."""
+    assert diffed(tmp_path, "nonsense: 1\n", "seed: 1\n") == 2
+    assert "old.yaml" in capsys.readouterr().err

@@ -194,7 +194,7 @@ def server():
         dry_run=parts.dispatcher.route,
         decisions=kept,
         clock=lambda: 1.0,
-        max_body_bytes=1_000_000,
+        max_body_bytes=lambda: 1_000_000,
     )
     loop = asyncio.new_event_loop()
     runner = web.AppRunner(pages.application(), access_log=None)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from extproc.config import advice, factory, load, pooling
+from extproc.config import advice, factory, load, pooling, reloading
 from extproc.config import policies as policies_told
 from extproc.config import settings as sections
 from extproc.decision import Decision
@@ -15,7 +15,6 @@ from extproc.errors import ConfigError
 from extproc.pool import policy as policies
 from extproc.pool.policy import Policy, Rule, Target
 from extproc.request import RawRequest
-from extproc.server import reload
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 POOL = """
@@ -82,11 +81,11 @@ def test_it_changes_without_a_restart():
     """What a file says now is in force from the next request on; nothing needs a restart."""
     parts = built(POOL)
     wanted = settings(POOL.replace("small", "tiny").replace("gold: 10", "gold: 3"))
-    routing = factory.reroute(wanted, where="pool.yaml", guards=parts.guards)
+    routing, _ = factory.reroute(wanted, where="pool.yaml", guards=parts.guards)
     parts.dispatcher.adopt(routing)
     made = decision(parts, "other")
     assert (made.request.priority, made.model_rewrite) == (3, "tiny")
-    assert list(reload.pending(settings(POOL), wanted)) == []
+    assert list(reloading.pending(settings(POOL), wanted)) == []
 
 
 @pytest.mark.parametrize(

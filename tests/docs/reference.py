@@ -18,7 +18,7 @@ import msgspec
 
 from extproc.autoscaling import meter
 from extproc.autoscaling.policies import adaptive, kubeai, queue_depth
-from extproc.config import autoscaling, grammar, holding, settings, sharing, sources
+from extproc.config import autoscaling, grammar, holding, reloading, settings, sharing, sources
 from extproc.dispatch import claims
 from extproc.election import settings as election
 from extproc.holding import allowance
@@ -136,6 +136,25 @@ def block() -> str:
     return "\n\n".join([*tables, "\n".join(top)])
 
 
+def reload_block() -> str:
+    """What is live and what needs a restart, by section."""
+
+    def named(section: str, names: Sequence[str]) -> str:
+        kind = settings.Settings
+        if section:
+            kind = sources.Pool if section == "pools" else type(getattr(kind(), section))
+        encoded = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
+        return ", ".join(f"`{encoded[name]}`" for name in names) or "none"
+
+    rows = ["| section | at once | after a restart |", "|---|---|---|"]
+    rows += [
+        f"| {f'`{row.section}`' if row.section else 'top level'} "
+        f"| {named(row.section, row.live)} | {named(row.section, row.restart)} |"
+        for row in reloading.TABLE
+    ]
+    return "\n".join(rows)
+
+
 def scenario_block() -> str:
     """Every field of a scenario."""
     return "\n\n".join(table(name, section) for name, section in SCENARIO)
@@ -143,7 +162,7 @@ def scenario_block() -> str:
 
 def main() -> None:
     if "--write" not in sys.argv:
-        print(textwrap.dedent(block()), scenario_block(), sep="\n\n")
+        print(textwrap.dedent(block()), reload_block(), scenario_block(), sep="\n\n")
         return
     head, _, rest = README.read_text().partition(BEGIN)
     tail = rest.partition(END)[2]

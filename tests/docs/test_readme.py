@@ -22,6 +22,11 @@ def test_the_configuration_reference_is_the_settings():
     assert reference.block() in README
 
 
+def test_the_table_of_live_fields_is_the_one_in_force():
+    """What a reload changes at once stands in the README as the code has it."""
+    assert reference.reload_block() in README
+
+
 def test_the_scenario_reference_is_the_scenario():
     """Every field a scenario may have stands in the README as in the docstrings."""
     assert reference.scenario_block() in README

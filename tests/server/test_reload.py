@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from extproc.cli import flags
-from extproc.config import load
+from extproc.config import load, reloading
 from extproc.config.grammar import Scheduling
 from extproc.config.settings import Limits, Scrape, Server, Settings
 from extproc.config.sources import Source
@@ -138,7 +138,7 @@ def test_pending_names_fields_that_cannot_change():
         scheduling=Scheduling(strategy="random"),
         seed=3,
     )
-    assert list(reload.pending(old, new)) == [
+    assert list(reloading.pending(old, new)) == [
         "server.metrics_port",
         "pool.name",
         "scrape.path",

@@ -115,7 +115,6 @@ class Autoscaler:
             here,
             leads,
             clock,
-            settings.scrape.stale_after_s,
             self._looked,
         )
         for one in pooling.planned(settings):

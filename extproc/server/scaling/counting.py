@@ -20,13 +20,11 @@ class Counting:
     Args:
         site: The pool.
         tallies: What is counted of it.
-        stale_after_s: Age in seconds from which a load counts as unknown.
     """
 
-    def __init__(self, site: Site, tallies: PoolTallies, *, stale_after_s: float) -> None:
+    def __init__(self, site: Site, tallies: PoolTallies) -> None:
         self._site = site
         self._tallies = tallies
-        self._stale_after_s = stale_after_s
         self._arrived = 0.0
         self._prompt_tokens = 0.0
         self._answered = 0
@@ -52,7 +50,8 @@ class Counting:
             now: Monotonic seconds.
         """
         pool = self._site.parts.fleet.pool
-        fresh = [one.load for one in pool.members if now - one.load.at < self._stale_after_s]
+        stale_after_s = self._site.parts.dispatcher.routing.settings.stale_after_s
+        fresh = [one.load for one in pool.members if now - one.load.at < stale_after_s]
         return Seen(
             spec=spec,
             available=available(pool),

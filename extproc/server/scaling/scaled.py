@@ -27,7 +27,6 @@ class Around(msgspec.Struct, frozen=True):
         here: Namespace of targets that name none.
         leads: Whether this replica holds the Lease.
         clock: Monotonic seconds.
-        stale_after_s: Age in seconds from which a load counts as unknown.
         looked: Called when a loop has looked.
     """
 
@@ -37,7 +36,6 @@ class Around(msgspec.Struct, frozen=True):
     here: str
     leads: Callable[[], bool]
     clock: Callable[[], float]
-    stale_after_s: float
     looked: Callable[[Loop], None]
 
     @property
@@ -71,7 +69,7 @@ class Scaled:
         self.scaling = scaling
         self.target = _placed(scaling.target, around.here)
         tallies = around.tallies.of(site.name)
-        self.counts = counting.Counting(site, tallies, stale_after_s=around.stale_after_s)
+        self.counts = counting.Counting(site, tallies)
         self.charts = Charts()
         self.loop = Loop(
             site,

@@ -97,7 +97,7 @@ class Place:
             self.site,
             Scaling(policy=policy, params=params, **{"max": 3, **scaling}),
             acting=self.hands,
-            counters=Counting(self.site, tallies.of(""), stale_after_s=6.0),
+            counters=Counting(self.site, tallies.of("")),
             peers=self.others,
             charts=self.charts,
             clock=lambda: self.now,

@@ -1,0 +1,290 @@
+"""Which fields of a configuration take effect when it is read again, and which need a restart.
+
+`TABLE` is the only place that says so: a reload, the log, `extproc check --diff` and the README are
+made from it. A field that is not live keeps the value the process was started with in every part of
+it, also in parts that are built later, such as pools that Kubernetes brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from extproc.config import sources, strict
+from extproc.config.settings import Settings
+
+
+class Row(msgspec.Struct, frozen=True):
+    """Fields of one section, with everything below them.
+
+    Attributes:
+        section: Name in `Settings`; empty for fields at the top.
+        live: In force from the next request on.
+        restart: In force after a restart.
+    """
+
+    section: str
+    live: tuple[str, ...] = ()
+    restart: tuple[str, ...] = ()
+
+
+TABLE: Final = (
+    Row("", live=("conformance",), restart=("api_version", "kind", "seed")),
+    Row(
+        "server",
+        restart=(
+            "host",
+            "grpc_port",
+            "grpc_health_port",
+            "metrics_port",
+            "secure_serving",
+            "cert_path",
+            "enable_cert_reload",
+            "health_checking",
+            "drain_timeout_s",
+        ),
+    ),
+    Row(
+        "pool",
+        live=("objectives", "rewrites"),
+        restart=(
+            "name",
+            "endpoints",
+            "endpoints_file",
+            "kubernetes",
+            "dns_refresh_s",
+            "autoscaling",
+        ),
+    ),
+    Row(
+        "pools",
+        live=("match", "scheduling", "objectives", "rewrites"),
+        restart=(
+            "name",
+            "endpoints",
+            "endpoints_file",
+            "kubernetes",
+            "dns_refresh_s",
+            "autoscaling",
+        ),
+    ),
+    Row(
+        "cluster",
+        restart=(
+            "kubeconfig",
+            "context",
+            "every_pool",
+            "namespace",
+            "policies",
+            "override_ip",
+            "leader_election",
+            "lease",
+        ),
+    ),
+    Row(
+        "scrape",
+        live=("stale_after_s",),
+        restart=(
+            "enabled",
+            "path",
+            "scheme",
+            "verify_tls",
+            "busy_interval_s",
+            "idle_interval_s",
+            "timeout_s",
+            "backoff_cap_s",
+            "max_scrapes_per_s",
+            "max_page_bytes",
+            "first_look_s",
+            "models",
+            "models_interval_s",
+        ),
+    ),
+    Row(
+        "health",
+        live=(
+            "failures",
+            "failure_share",
+            "window_s",
+            "base_s",
+            "cap_s",
+            "most_share",
+            "hang_s",
+            "slow_start_s",
+            "slow_start_floor",
+        ),
+    ),
+    Row(
+        "scheduling",
+        live=(
+            "strategy",
+            "profile",
+            "plugins",
+            "scheduling_profiles",
+            "models",
+            "fallbacks",
+            "honour_subset",
+            "unknown_model",
+            "kubeai_names",
+            "plugin_files",
+            "plugin_budget_ms",
+        ),
+    ),
+    Row("prefix", restart=("schedule", "capacity_blocks")),
+    Row(
+        "limits",
+        live=("max_body_bytes", "max_streams", "body_idle_s"),
+        restart=("max_assembly_bytes", "max_message_bytes"),
+    ),
+    Row(
+        "holding",
+        live=(
+            "timeout_s",
+            "empty_timeout_s",
+            "most_timeout_s",
+            "by_objective",
+            "timeout_header",
+            "busy_s",
+            "max_requests",
+            "max_bytes",
+            "tenant_header",
+            "by_adapter",
+            "limit",
+            "limits",
+        ),
+        # Who waits is ordered already, and what tenants attained is counted with one half-life.
+        restart=("enabled", "order", "fairness", "half_life_s"),
+    ),
+    Row(
+        "autoscaling",
+        restart=("peers", "peer_timeout_s", "state", "state_file", "save_s", "found", "keda"),
+    ),
+    Row(
+        "answers",
+        live=(
+            "marker",
+            "feedback",
+            "stream_share",
+            "restore_model",
+            "request_cost",
+            "list_models",
+        ),
+    ),
+    Row("explain", live=("decisions", "header", "scores")),
+    Row("xds", restart=("enabled", "port", "health_check", "outliers")),
+    Row("sharing", restart=("url", "stream", "flush_s", "beat_s", "silent_s", "max_entries")),
+    Row("log", live=("level",)),
+)
+
+_POOLS = next(row for row in TABLE if row.section == "pools")
+
+#: Fields whose values may hold a password.
+_SECRET = frozenset({"sharing.url"})
+
+_HIDDEN = "(not shown)"
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One difference between two configurations.
+
+    Attributes:
+        path: As it is spelled in a file; pools by their names.
+        before: The old value as text.
+        after: The new one.
+        is_live: Whether reading the file again puts it in force.
+    """
+
+    path: str
+    before: str
+    after: str
+    is_live: bool
+
+
+def in_force(started: Settings, wanted: Settings) -> Settings:
+    """What a process that was started with one configuration does once another one is read.
+
+    Args:
+        started: With what it was started.
+        wanted: What was read.
+
+    Returns:
+        `started` with the live fields of `wanted`. Of several pools those that both have change;
+        which pools there are does not.
+    """
+    values: dict[str, Any] = {}
+    for row in TABLE:
+        if not row.section:
+            values |= {name: getattr(wanted, name) for name in row.live}
+        elif row is _POOLS:
+            by_name = {pool.name: pool for pool in wanted.pools}
+            values["pools"] = tuple(
+                _merged(pool, by_name.get(pool.name, pool), row.live) for pool in started.pools
+            )
+        else:
+            old, new = getattr(started, row.section), getattr(wanted, row.section)
+            values[row.section] = _merged(old, new, row.live)
+    return msgspec.structs.replace(started, **values)
+
+
+def changes(before: Settings, after: Settings) -> Iterator[Change]:
+    """Every field that differs, in the order of `Settings`, as deep as both have the same shape."""
+    rows = {row.section: row for row in TABLE}
+    for field in msgspec.structs.fields(Settings):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if field.name == "pools":
+            yield from _pools(old, new)
+        elif field.name in rows:
+            yield from _section((field.name,), rows[field.name], old, new)
+        else:
+            yield from _leaves((field.encode_name,), old, new, field.name in rows[""].live)
+
+
+def pending(started: Settings, wanted: Settings) -> Iterator[str]:
+    """Paths of fields that differ and take effect only after a restart."""
+    return (change.path for change in changes(started, wanted) if not change.is_live)
+
+
+def _merged(old: Any, new: Any, live: tuple[str, ...]) -> Any:
+    return msgspec.structs.replace(old, **{name: getattr(new, name) for name in live})
+
+
+def _section(path: strict.Path, row: Row, old: Any, new: Any) -> Iterator[Change]:
+    for field in msgspec.structs.fields(type(old)):
+        one, other = getattr(old, field.name), getattr(new, field.name)
+        yield from _leaves((*path, field.encode_name), one, other, field.name in row.live)
+
+
+def _pools(before: tuple[sources.Pool, ...], after: tuple[sources.Pool, ...]) -> Iterator[Change]:
+    old, new = ({pool.name: pool for pool in pools} for pools in (before, after))
+    if list(old) != list(new):
+        yield Change("pools", ", ".join(old) or "none", ", ".join(new) or "none", is_live=False)
+    for name in old:
+        if name in new:
+            yield from _section((f"pools[{name}]",), _POOLS, old[name], new[name])
+
+
+def _leaves(path: strict.Path, old: Any, new: Any, is_live: bool) -> Iterator[Change]:  # noqa: FBT001
+    if old == new:
+        return
+    if isinstance(old, msgspec.Struct) and type(old) is type(new):
+        for field in msgspec.structs.fields(type(old)):
+            one, other = getattr(old, field.name), getattr(new, field.name)
+            yield from _leaves((*path, field.encode_name), one, other, is_live)
+    elif isinstance(old, Mapping) and isinstance(new, Mapping) and old and new:
+        for key in dict.fromkeys((*old, *new)):
+            one, other = old.get(key, msgspec.UNSET), new.get(key, msgspec.UNSET)
+            yield from _leaves((*path, str(key)), one, other, is_live)
+    else:
+        spelled = strict.spell(path)
+        hidden = spelled in _SECRET
+        before, after = (_HIDDEN if hidden and value else _text(value) for value in (old, new))
+        yield Change(spelled, before, after, is_live)
+
+
+def _text(value: object) -> str:
+    if value is msgspec.UNSET:
+        return "none"
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,171 @@
+"""What is live and what needs a restart: every field of the configuration, one by one."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from msgspec import inspect
+
+from extproc.config import load, reloading
+from extproc.config import settings as sections
+from extproc.config.settings import Settings
+from extproc.config.sources import Pool
+
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+ROWS = {row.section: row for row in reloading.TABLE}
+
+#: Fields of which there is one value, so that they cannot differ.
+FIXED = {"apiVersion", "kind"}
+
+
+def read(text):
+    return load.settings(load.parse(HEAD + text, where="c.yaml"))
+
+
+def other(kind, value):
+    """A value of a type that is not the given one; ranges and patterns are not looked at."""
+    match kind:
+        case inspect.UnionType():
+            rest = [one for one in kind.types if not isinstance(one, inspect.NoneType)]
+            return other(rest[0], value) if value is None or len(rest) == 1 else None
+        case inspect.BoolType():
+            return not value
+        case inspect.IntType() | inspect.FloatType():
+            return (value or 0) + 1
+        case inspect.StrType():
+            return f"{value or ''}x"
+        case inspect.LiteralType():
+            return next((one for one in kind.values if one != value), value)
+        case inspect.StructType():
+            return sample(kind)
+        case inspect.DictType():
+            return {"k": other(kind.value_type, None)}
+        case inspect.VarTupleType() | inspect.ListType():
+            return (other(kind.item_type, None),)
+        case _:
+            return "anything"
+
+
+def sample(kind):
+    required = {field.name: other(field.type, None) for field in kind.fields if field.required}
+    return kind.cls(**required)
+
+
+def leaves(kind, value, path):
+    """Every field below, with a way to change it alone: (path, changed value)."""
+    for field in inspect.type_info(kind).fields:
+        old = getattr(value, field.name)
+        at = (*path, field.encode_name)
+        if isinstance(old, msgspec.Struct):
+            for below, changed in leaves(type(old), old, at):
+                yield below, msgspec.structs.replace(value, **{field.name: changed})
+        else:
+            new = other(field.type, old)
+            yield at, msgspec.structs.replace(value, **{field.name: new})
+
+
+def every_field():
+    """Of `Settings`, and of a pool of several."""
+    started = Settings()
+    for path, changed in leaves(Settings, started, ()):
+        if path[0] not in {*FIXED, "pools"}:
+            yield ".".join(path), path[:2], started, changed
+    pool = Pool(name="a", endpoints=("10.0.0.1:8000",))
+    several = Settings(pools=(pool,))
+    for path, changed in leaves(Pool, pool, ()):
+        if path != ("name",):
+            told = "pools[a]." + ".".join(path)
+            yield told, ("pools", path[0]), several, Settings(pools=(changed,))
+
+
+FIELDS = list(every_field())
+
+
+def test_every_section_and_field_has_its_place():
+    """A field that is added without saying whether it is live does not land."""
+    missing, both = [], []
+    for field in msgspec.structs.fields(Settings):
+        value = getattr(Settings(), field.name)
+        kind = Pool if field.name == "pools" else type(value)
+        if field.name != "pools" and not isinstance(value, msgspec.Struct):
+            listed = [(field.name, ROWS[""])]
+        else:
+            row = ROWS.get(field.name, reloading.Row(field.name))
+            listed = [(one.name, row) for one in msgspec.structs.fields(kind)]
+            assert {*row.live, *row.restart} <= {one.name for one in msgspec.structs.fields(kind)}
+        for name, row in listed:
+            if name not in (*row.live, *row.restart):
+                missing.append(f"{row.section}.{name}")
+            if name in row.live and name in row.restart:
+                both.append(f"{row.section}.{name}")
+    assert (missing, both) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("told", "place", "started", "wanted"), FIELDS, ids=[told for told, *_ in FIELDS]
+)
+def test_every_field_is_live_or_waits_for_a_restart(told, place, started, wanted):
+    """A live field is taken over whole, any other changes nothing; both are named by their path."""
+    section, name = place if len(place) == 2 else ("", place[0])
+    row = ROWS.get(section) or ROWS[""]
+    encoded = {one.encode_name: one.name for one in msgspec.structs.fields(row_kind(section))}
+    is_live = encoded[name] in row.live
+    (change,) = reloading.changes(started, wanted)
+    assert change.path == told or change.path.startswith(f"{told}.")
+    assert change.is_live is is_live
+    assert reloading.in_force(started, wanted) == (wanted if is_live else started)
+    assert list(reloading.pending(started, wanted)) == ([] if is_live else [change.path])
+
+
+def row_kind(section):
+    if section == "pools":
+        return Pool
+    return type(getattr(Settings(), section)) if section else Settings
+
+
+def test_pools_are_told_apart_by_name():
+    """Which pools there are, and their order, changes with a restart; their rules at once."""
+    old = read(
+        "pools:\n- {name: a, endpoints: ['10.0.0.1:1']}\n- {name: b, endpoints: ['10.0.0.2:1']}\n"
+    )
+    new = read(
+        "pools:\n"
+        "- {name: b, endpoints: ['10.0.0.3:1'], match: {hosts: [b]}}\n"
+        "- {name: c, endpoints: ['10.0.0.2:1']}\n"
+    )
+    assert [(one.path, one.is_live) for one in reloading.changes(old, new)] == [
+        ("pools", False),
+        ("pools[b].endpoints", False),
+        ("pools[b].match.hosts", True),
+    ]
+    merged = reloading.in_force(old, new)
+    assert [pool.name for pool in merged.pools] == ["a", "b"]
+    assert merged.pools[0] == old.pools[0]
+    assert merged.pools[1].match.hosts == ("b",)
+    assert merged.pools[1].endpoints == ("10.0.0.2:1",)
+    alone = read("pool: {endpoints: ['10.0.0.9:1']}")
+    assert reloading.in_force(old, alone) == old
+
+
+def test_changes_are_told_as_deep_as_they_go():
+    """A path ends at what differs, values are short, and what may be a password is not shown."""
+    old = read(
+        "pool: {objectives: {gold: 1}}\nsharing: {url: 'redis://:secret@h:1/0'}\n"
+        "cluster: {lease: {name: a}}\n"
+    )
+    new = read(
+        "pool: {objectives: {gold: 2, free: -1}}\nsharing: {url: 'redis://:other@h:1/0'}\n"
+        "cluster: {lease: {name: b}}\nseed: 3\n"
+    )
+    told = [(one.path, one.before, one.after) for one in reloading.changes(old, new)]
+    assert told == [
+        ("pool.objectives.gold", "1", "2"),
+        ("pool.objectives.free", "none", "-1"),
+        ("cluster.lease.name", '"a"', '"b"'),
+        ("sharing.url", "(not shown)", "(not shown)"),
+        ("seed", "null", "3"),
+    ]
+    assert not list(reloading.changes(new, new))
+    long = Settings(pool=sections.sources.Source(endpoints=("10.0.0.1:8000",) * 50))
+    (change,) = reloading.changes(Settings(), long)
+    assert len(change.after) == 60
