@@ -214,11 +214,12 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         endpoint: Which one.
-        load: Its last scrape, or `UNKNOWN` when there is none or it is stale.
+        load: Its last scrape. Where there is none, or it is stale, it has the means of the other
+            candidates; `UNKNOWN` while nothing is known of any.
         age_s: Seconds since the last scrape, stale or not; infinity if never.
         in_flight: Requests this picker has open there.
         requests: Dead-reckoned requests on the engine: own now + max(0, scraped - own at scrape),
-            where scraped = running + waiting. Equals `in_flight` while the load is unknown.
+            where scraped = running + waiting. Equals `in_flight` while no load is known.
         prompt_tokens: Estimated prompt tokens of the requests this picker has open there.
         matched_tokens: Estimated leading prompt tokens of this request believed to be cached there.
         queued_tokens: Uncached prompt tokens sent there and believed not yet computed, others'
@@ -230,6 +231,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
             with counted once, and what young conversations among them will grow by.
         at_home: Whether the prompt this one goes on from went there, or where other pickers serve
             as well, all of them expect it there.
+        page: Its own page where `load` is filled in from those of others, `UNKNOWN` where that is void;
+            None where `load` is its own.
     """
 
     endpoint: Endpoint
@@ -245,3 +248,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     residency: Residency = Residency.RESIDENT
     open_tokens: float = 0.0
     at_home: bool = False
+    page: Load | None = None
+
+    @property
+    def is_imputed(self) -> bool:
+        """Whether a part of `load`, and of what follows from it, is the mean of other candidates."""
+        return self.page is not None

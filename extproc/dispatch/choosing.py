@@ -113,6 +113,7 @@ class Choice:
             now=now,
             stale_after_s=self._settings.stale_after_s,
             home=home,
+            is_patchy=pool.is_patchy,
         )
         routing = self._routing
         profile = routing.by_model.get(request.model, routing.profile)

@@ -23,7 +23,7 @@ LEAST_SHARE = 0.1
 _MOST = 0.95
 
 #: Times the fleet's hit ratio that is believed. Pickers that do not agree yet find half of what they
-#: will find; prompts that share nothing with any other soon have no home.
+#: will find; prompts that share nothing with any other have no home.
 _BOLDNESS = 2.0
 
 #: Where so many endpoints hold so much of a prompt, we know it better than others could tell.
@@ -66,6 +66,8 @@ def expected(
     if not believed:
         return matched, None
     at = home(key, members)
+    if not members[at].load.prefix_hits:
+        return matched, None  # it does not cache prefixes, or nobody knows
     if believed <= matched[at]:
         return matched, at
     told = list(matched)

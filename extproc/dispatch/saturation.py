@@ -49,8 +49,8 @@ def wait_s(candidate: Candidate, *, ceiling: float = _FULL) -> float:
     computed, p the seconds of each, i(n) the iteration with n requests that they are computed
     beside, 0 where q is; w the requests in front that wait for a place or memory, and b = o i(r) / r
     the seconds between two answers that end (o tokens of an answer, i(r) seconds of an iteration
-    with r running). All of it is our own account, corrected by scrapes; without a scrape w is 0, so
-    a late one closes nobody.
+    with r running). All of it is our own account, corrected by scrapes; an endpoint whose
+    scrape is late counts as the mean of the others, and while nobody has any w is 0.
 
     Args:
         candidate: The endpoint.

@@ -335,6 +335,7 @@ class Mirror:
             prompt_bytes=prompt_bytes,
             now=now,
         )
+        ticket.mirrored = True
         member.account.mirrored += 1
         peer.open[number] = _Charged(fact.pool, dispatcher, member.account, ticket)
 

@@ -17,8 +17,9 @@ def saturated(profile: Profile, candidates: Sequence[Candidate]) -> bool:
     """Whether every endpoint a request may go to is full.
 
     Full is what a saturation detector among the profile's filters says, one of them where there are
-    several; else `UtilizationDetector` with its defaults. An endpoint whose load nobody knows is
-    not full, so that a scraper in trouble drops nothing.
+    several; else `UtilizationDetector` with its defaults. An endpoint whose load nobody knows is as
+    full as the others; while no load is known nobody is full, so that a scraper in trouble drops
+    nothing.
 
     Args:
         profile: That would choose.

@@ -20,6 +20,7 @@ import msgspec
 
 from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Rates
 from extproc.pool import holdings
+from extproc.pool.works import Works
 
 if TYPE_CHECKING:
     from extproc.pool.recurrence import Visit
@@ -62,6 +63,7 @@ class Account:
             conversations among them will grow by; 0 while nobody needs it.
         opened: Tickets ever opened (count).
         answered: Of these, closed with an answer.
+        served: Of these, those with a prompt that this picker sent itself.
         idled: How often an answer left no open request behind (count).
         ran: Adapter or model names of requests answered since the last scrape.
         texts: Of the answered since the last comparison with the engine's counters, those with prompts of
@@ -75,6 +77,7 @@ class Account:
         written: KV tokens that requests ever sent take.
         seen: Of these, in the last scrape.
         standing: What `adapters` worked out of `adapters` and `recent`; None since they changed.
+        works: The usual work of a request, of the whole pool.
     """
 
     __slots__ = (
@@ -95,14 +98,17 @@ class Account:
         "recent",
         "seen",
         "sent",
+        "served",
         "standing",
         "texts",
         "tokens_per_s",
+        "works",
         "written",
     )
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, works: Works | None = None) -> None:
         self.endpoint = endpoint
+        self.works = works or Works()
         self.in_flight = 0
         self.mirrored = 0
         self.prompt_tokens = 0
@@ -110,6 +116,7 @@ class Account:
         self._held = holdings.Held()
         self.opened = 0
         self.answered = 0
+        self.served = 0
         self.idled = 0
         self.ran: set[str] = set()
         self.texts: dict[str, list[int]] = {}
@@ -204,10 +211,13 @@ class Account:
         """Open requests that this picker sent (count)."""
         return self.in_flight - self.mirrored
 
-    @property
-    def mean_work(self) -> float:
-        """Uncached prompt tokens of a request, mean over all ever sent; 0 before the first."""
-        return self.sent / self.opened if self.opened else 0.0
+    def count_settled(self, until: float) -> int:
+        """Open requests with a prompt that this picker sent by then (count)."""
+        count = 0
+        for ticket in self._open:
+            if ticket.at <= until:
+                count += bool(ticket.prompt_tokens) and not ticket.mirrored
+        return count
 
     def pace(self, rates: Rates, requests: float) -> None:
         """Set how fast queued work drains.
@@ -225,7 +235,7 @@ class Account:
         Args:
             sent: `sent` when the scrape was asked for.
             written: `written` then.
-            waiting: Requests queued in the engine; None when the page did not say.
+            waiting: Requests queued in the engine that must be ours; None when the page did not say.
             now: Monotonic seconds.
         """
         self.seen = written
@@ -278,6 +288,9 @@ class Account:
     def _remember(self, ticket: Ticket) -> None:
         """Note what learning wants to know of an answer; bounded, as nobody may ever ask."""
         self.answered += 1
+        if ticket.prompt_tokens:
+            self.works.add(ticket.work)
+            self.served += not ticket.mirrored
         if not self.in_flight:
             self.idled += 1
         if len(self.ran) < _MOST_RECENT:
@@ -308,6 +321,7 @@ class Ticket(msgspec.Struct, eq=False):
         refused: Whether it was answered, and not served.
         held: What it holds of the cache; None while nobody needs it.
         visit: Told when it ends; None where nobody wants to know.
+        mirrored: Whether another picker sent it.
     """
 
     _account: Account | None
@@ -323,6 +337,7 @@ class Ticket(msgspec.Struct, eq=False):
     refused: bool = False
     held: holdings.Share | None = None
     visit: Visit | None = None
+    mirrored: bool = False
 
     @property
     def cached_tokens(self) -> int:

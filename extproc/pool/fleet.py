@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from extproc.endpoint import METRICS_PORT, Endpoint, Load, Models, Rates, Totals
-from extproc.pool import condition, health
+from extproc.pool import condition, health, plausibility
 from extproc.pool import policy as policies
 from extproc.pool import rates as learning
 from extproc.pool.accounts import Account
@@ -18,6 +18,7 @@ from extproc.pool.peers import Peers
 from extproc.pool.serving import Serving
 from extproc.pool.snapshot import Member, Pool
 from extproc.pool.tokenisers import Tokenisers
+from extproc.pool.works import Works
 
 #: Scrape failures that say the endpoint cannot be reached at all.
 NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})
@@ -36,12 +37,14 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
         in_flight: Our own requests on it.
         sent: `Account.sent`.
         written: `Account.written`.
+        served: `Account.served`.
     """
 
     endpoint: Endpoint
     in_flight: int
     sent: int = 0
     written: int = 0
+    served: int = 0
 
 
 class Observed(Protocol):
@@ -97,6 +100,7 @@ class Fleet:
         self._learners = Learners()
         self._synced = False
         self._policy = policies.NONE
+        self._works = Works(self._price)
         self.tokenisers = Tokenisers()
         self.peers = Peers()
         self.health = wellbeing or health.Health(condition.Settings(), random.Random(0))
@@ -167,7 +171,7 @@ class Fleet:
         if member is None:
             return Mark(endpoint, 0)
         account = member.account
-        return Mark(endpoint, account.in_flight, account.sent, account.written)
+        return Mark(endpoint, account.in_flight, account.sent, account.written, account.served)
 
     def observe(self, mark: Mark, load: Load, now: float) -> None:
         """Take in a scrape.
@@ -184,9 +188,16 @@ class Fleet:
         self.tokenisers.scraped(account, load)
         own = max(mark.in_flight, account.in_flight)
         scraped = (load.running or 0.0) + (load.waiting or 0.0)
-        foreign = max(0.0, scraped - own)
+        progress = plausibility.advanced(member.progress, account, before=member.load, after=load)
+        flaws = plausibility.flaws(load, account, progress=progress, served=mark.served)
+        is_void = bool(flaws & plausibility.VOID)
+        foreign = 0.0 if is_void else max(0.0, scraped - own)
         self.peers.saw(own, foreign, before=member.load, after=load)
-        account.scraped(sent=mark.sent, written=mark.written, waiting=load.waiting, now=now)
+        # Who waits nobody says. Others first: what is ours drains between pages, and an engine on which
+        # we have requests must not seem to have less of a queue for it.
+        waiting = min(foreign, load.waiting or 0.0)
+        queued = None if is_void or load.waiting is None else load.waiting - waiting
+        account.scraped(sent=mark.sent, written=mark.written, waiting=queued, now=now)
         learner = self._learners.leaning(member.endpoint.incarnation, now)
         # Of the open requests; those that run are a part of them, or more where others send too.
         shared = account.shared_tokens * (load.running or 0.0) / max(1, account.in_flight)
@@ -195,7 +206,6 @@ class Fleet:
         account.ran = set()
         rates = learner.settled
         account.pace(rates, own + foreign)
-        waiting = min(foreign, max(0.0, (load.waiting or 0.0) - own))
         self._learn_adapters((load.adapters or _NONE) | (load.waiting_adapters or _NONE))
         self._swap(
             msgspec.structs.replace(
@@ -203,7 +213,10 @@ class Fleet:
                 load=load,
                 foreign=foreign,
                 rates=rates,
-                foreign_tokens=waiting * account.mean_work,
+                foreign_waiting=waiting,
+                foreign_tokens=self._works.price(waiting, load.kv_tokens),
+                flaws=flaws,
+                progress=progress,
                 failures=0,
                 failure="",
                 models=None if restart else member.models,
@@ -292,6 +305,21 @@ class Fleet:
         if member.models != models:
             self._swap(msgspec.structs.replace(member, models=models))
 
+    def _price(self) -> None:
+        """Price the work of others anew: the usual work of a request has changed."""
+        works, pool = self._works, self._pool
+        members = tuple(
+            [
+                msgspec.structs.replace(
+                    one, foreign_tokens=works.price(one.foreign_waiting, one.load.kv_tokens)
+                )
+                if one.foreign_waiting
+                else one
+                for one in pool.members
+            ]
+        )
+        self._pool = msgspec.structs.replace(pool, members=members)
+
     def _learn_adapters(self, named: frozenset[str]) -> None:
         """Remember which names are adapters; bounded, as engines list what clients made up."""
         if not named <= self._adapters and len(self._adapters) < MOST_ADAPTERS:
@@ -331,7 +359,7 @@ class Fleet:
         learner = self._learners.joined(born.incarnation)
         # Those of the first list, and of a list after an empty one, are as old as the others.
         self.health.joined(born.incarnation, now, late=bool(self._pool.members))
-        account = Account(born)
+        account = Account(born, self._works)
         account.pace(learner.rates, 0.0)
         known = self.health.condition(born.incarnation)
         return Member(endpoint=born, account=account, rates=learner.rates, condition=known)
@@ -349,6 +377,7 @@ class Fleet:
             newest=pool.newest,
             adapters=self._adapters,
             serving=pool.serving if old.serves is member.serves else _serving(members),
+            is_patchy=pool.is_patchy if old.flaws == member.flaws else _patchy(members),
         )
 
     def _publish(self, members: tuple[Member, ...]) -> None:
@@ -363,6 +392,7 @@ class Fleet:
             newest=self.health.newest,
             adapters=self._adapters,
             serving=_serving(members),
+            is_patchy=_patchy(members),
         )
 
 
@@ -376,6 +406,12 @@ def _moved(before: Totals, after: Totals) -> bool | None:
     if seen == (None, None, None):
         return None
     return seen != (before.steps, before.computed_tokens, before.decoded_tokens)
+
+
+def _patchy(members: Sequence[Member]) -> bool:
+    """Whether what is unknown of some is known of others, or not to be believed."""
+    flaws = {member.flaws for member in members}
+    return len(flaws) > 1 or any(flaw & plausibility.VOID for flaw in flaws)
 
 
 def _serving(members: Sequence[Member]) -> Serving:

@@ -16,23 +16,26 @@ _ALPHA = 0.02
 #: well pickers agree.
 _ALPHA_HITS = 0.002
 
-#: Hit ratio believed before anything was seen.
-_HIT_RATIO = 0.5
+#: Pages without a hit that the hit ratio begins with (count): some seconds of a small fleet. What
+#: nobody has seen found in a cache is not believed to be in one.
+_FIRST_PAGES = 50
 
 
 class Peers:
     """The work of others. Mutable; the fleet owns it.
 
     Attributes:
-        hit_ratio: Share of all prompt tokens that engines find in their caches, 0..1.
+        hit_ratio: Share of all prompt tokens that engines find in their caches, 0..1; the mean of all
+            pages at first, and 0 before any.
     """
 
-    __slots__ = ("_others", "_ours", "hit_ratio")
+    __slots__ = ("_others", "_ours", "_pages", "hit_ratio")
 
     def __init__(self) -> None:
         self._ours = 0.0
         self._others = 0.0
-        self.hit_ratio = _HIT_RATIO
+        self._pages = _FIRST_PAGES
+        self.hit_ratio = 0.0
 
     @property
     def share(self) -> float:
@@ -54,4 +57,6 @@ class Peers:
         asked = (after.prefix_queries or 0.0) - (before.prefix_queries or 0.0)
         found = (after.prefix_hits or 0.0) - (before.prefix_hits or 0.0)
         if before.prefix_queries is not None and asked > 0.0 <= found <= asked:
-            self.hit_ratio += _ALPHA_HITS * (found / asked - self.hit_ratio)
+            self._pages += 1
+            weight = max(_ALPHA_HITS, 1.0 / self._pages)
+            self.hit_ratio += weight * (found / asked - self.hit_ratio)

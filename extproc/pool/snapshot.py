@@ -18,6 +18,7 @@ from extproc.endpoint import (
     Rates,
     Residency,
 )
+from extproc.pool import imputing, plausibility
 from extproc.pool.accounts import Account
 from extproc.pool.adapters import residency
 from extproc.pool.condition import FINE, UNREACHABLE_AFTER, Condition, State
@@ -38,24 +39,30 @@ class Member(msgspec.Struct, frozen=True, gc=False):
         account: Our own open requests there; the one part that moves between snapshots.
         load: The last scrape.
         foreign: Requests of others at that scrape: max(0, scraped - own).
-        foreign_tokens: Uncached prompt tokens of others that queued there, estimated by ours.
+        foreign_waiting: Of these, waiting.
+        foreign_tokens: Uncached prompt tokens of those, at the usual work of a request.
         rates: How fast it is, as far as was learnt.
         failures: Consecutive connection failures of the scraper.
         failure: The last scrape's failure, empty if it succeeded.
         models: The names it listed itself; None until it has.
         condition: Whether it takes part.
+        flaws: What its last page lacks or gets wrong, bits of `plausibility`.
+        progress: Since when its engine's counters stand as they do.
     """
 
     endpoint: Endpoint
     account: Account
     load: Load = UNKNOWN
     foreign: float = 0.0
+    foreign_waiting: float = 0.0
     foreign_tokens: float = 0.0
     rates: Rates = DEFAULT_RATES
     failures: int = 0
     failure: str = ""
     models: Models | None = None
     condition: Condition = FINE
+    flaws: int = 0
+    progress: plausibility.Progress = plausibility.NO_PROGRESS
 
     @property
     def serves(self) -> Models | None:
@@ -90,6 +97,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
             all were there from the start.
         adapters: Names known to be LoRA adapters.
         serving: Who serves which model; the same object until endpoints or their models change.
+        is_patchy: Whether pages differ in what they lack, or some are void however young they are.
     """
 
     members: tuple[Member, ...]
@@ -99,6 +107,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
     newest: float = -math.inf
     adapters: frozenset[str] = frozenset()
     serving: Serving = Serving()
+    is_patchy: bool = False
 
     def find(self, address: str) -> Member | None:
         """The member at `ip:port`, if there is one."""
@@ -156,8 +165,9 @@ def candidates(
     now: float,
     stale_after_s: float,
     home: Account | None = None,
+    is_patchy: bool = False,
 ) -> list[Candidate]:
-    """Turn members into candidates.
+    """Turn members into candidates; what nobody knows of some is filled in, see `imputing`.
 
     Args:
         members: Who is in play.
@@ -168,6 +178,7 @@ def candidates(
         stale_after_s: Age in seconds from which a load counts as unknown.
         home: Of the endpoint the prompt went to that this one goes on from, or where all pickers
             expect it.
+        is_patchy: As of the pool.
     """
     oldest = now - stale_after_s
     made: list[Candidate] = []
@@ -176,8 +187,9 @@ def candidates(
     for member, matched in zip(members, matched_tokens, strict=True):
         account, load, foreign = member.account, member.load, member.foreign
         at = load.at
+        foreign_tokens = member.foreign_tokens
         if at <= oldest:
-            load, foreign = UNKNOWN, 0.0
+            load, foreign, foreign_tokens, is_patchy = UNKNOWN, 0.0, 0.0, True
         if adapter:
             # The first question of `residency`, asked here: on a busy fleet it is mostly the last.
             if adapter in account.adapters:
@@ -187,7 +199,6 @@ def candidates(
         # `Account.queued`, written out: this runs for every candidate of every request, and a
         # call to `max` takes as long as building the candidate.
         queued = account.sent - account.done - (now - account.at) * account.tokens_per_s
-        foreign_tokens = member.foreign_tokens
         own = account.in_flight
         add(
             Candidate(
@@ -206,6 +217,8 @@ def candidates(
                 account is home,
             )
         )
+    if is_patchy:
+        imputing.impute(made, members, oldest=oldest)
     return made
 
 

@@ -200,6 +200,7 @@ def _candidate(candidate: Candidate) -> Json:
         "endpoint": candidate.endpoint.address,
         "name": candidate.endpoint.name,
         "age_s": candidate.age_s if math.isfinite(candidate.age_s) else None,
+        "imputed": candidate.is_imputed,
         "engine": load.engine,
         "waiting": load.waiting,
         "running": load.running,

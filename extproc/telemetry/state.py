@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from extproc.endpoint import NO_LABELS
+from extproc.pool import plausibility
 from extproc.pool.condition import State
 from extproc.pool.snapshot import Member, Pool
 
@@ -43,6 +44,7 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         out_s: Seconds since it was left out; None when it is not.
         again_s: Seconds until a request may try it; None where only a scrape brings it back.
         ejections: Times in a row (count).
+        distrusted: Why its page is not believed: `stands-still` or `claims-too-little`; empty when it is.
         in_flight: Requests this picker has open there (count).
         prompt_tokens: Estimated prompt tokens of these.
         queued_tokens: Of these, uncached and believed not yet computed.
@@ -74,6 +76,7 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     out_s: Amount | None = None
     again_s: Amount | None = None
     ejections: Count = 0
+    distrusted: str = ""
     in_flight: Requests = 0
     prompt_tokens: Count = 0
     queued_tokens: Count = 0
@@ -130,6 +133,7 @@ def _of_member(member: Member, now: float) -> EndpointState:
         in_flight=account.in_flight,
         prompt_tokens=account.prompt_tokens,
         queued_tokens=round(account.queued(now)),
+        distrusted=plausibility.reason(member.flaws),
         foreign=member.foreign if scraped else None,
         age_s=max(0.0, now - load.at) if scraped else None,
         engine=load.engine,

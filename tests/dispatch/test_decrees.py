@@ -246,13 +246,22 @@ def shed(profile, *loads) -> bool:
     [
         ([load(5, 0.0), load(0, 0.8)], True),
         ([load(4, 0.79), load(9, 0.9)], False),
-        ([load(9, 0.9), None], False),
-        ([load(9, 0.9), load(9, 0.9, at=0.0)], False),
+        ([load(9, 0.9), None], True),
+        ([load(9, 0.9), load(0, 0.0, at=0.0)], True),
+        ([load(1, 0.1), load(9, 0.9, at=0.0)], False),
+        ([load(9, 0.9, at=0.0), None], False),
     ],
-    ids=["each is full in its way", "one has room", "one is unknown", "one is stale"],
+    ids=[
+        "each is full in its way",
+        "one has room",
+        "one is unknown",
+        "one is stale and the other full",
+        "one is stale and the other is not full",
+        "nobody is known",
+    ],
 )
 def test_what_counts_as_full(loads, dropped):
-    """All endpoints at 5 waiting or 0.8 of the KV cache; who is unknown is not full."""
+    """All endpoints at 5 waiting or 0.8 of the KV cache; unknown ones are as full as the others."""
     assert shed("adaptive", *loads) is dropped
 
 

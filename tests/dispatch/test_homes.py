@@ -14,8 +14,8 @@ from extproc.request import RawRequest
 from tests.support.house import House
 
 
-def members(count: int, *, slow: int = 0):
-    """Some members, the last of them half as fast as the others."""
+def members(count: int, *, slow: int = 0, hits: float | None = 1.0):
+    """Some members, the last of them half as fast as the others; all found prompts in their caches."""
     fleet = Fleet(on_gone=lambda _: None)
     fleet.replace([Endpoint(f"10.0.0.{n}:8000") for n in range(count)], 0.0)
     usual = Rates()
@@ -26,7 +26,11 @@ def members(count: int, *, slow: int = 0):
         context_s=2 * usual.context_s,
     )
     return [
-        msgspec.structs.replace(member, rates=half if at >= count - slow else usual)
+        msgspec.structs.replace(
+            member,
+            rates=half if at >= count - slow else usual,
+            load=Load(at=0.0, prefix_queries=9.0, prefix_hits=hits),
+        )
         for at, member in enumerate(fleet.pool.members)
     ]
 
@@ -66,6 +70,26 @@ def test_less_where_little_is_found():
     assert homes.expected("a", 1000, fleet, matched=none, peers=nobody) == (none, None)
 
 
+@pytest.mark.parametrize("hits", [None, 0.0])
+def test_a_home_needs_evidence_of_hits(hits):
+    """An engine that never found anything, or does not say, is nobody's home."""
+    fleet, known = members(4, hits=hits), [0] * 4
+    assert homes.expected("a", 1000, fleet, matched=known, peers=others()) == (known, None)
+
+
+def test_a_prompt_that_nobody_has_seen_is_not_at_home():
+    """Beside others, and before any engine found anything, no prompt is believed cached anywhere."""
+    page = Load(
+        at=0.0, engine="vllm", running=4.0, waiting=2.0, prefix_queries=9.0, prefix_hits=0.0
+    )
+    one = House({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
+    body = b'{"model": "m", "prompt": "%b", "prompt_cache_key": "a"}' % (b"and then " * 40_000)
+    chosen = one.dispatcher.route(RawRequest({":path": "/v1/completions"}, body), one.now)
+    assert one.fleet.peers.share > homes.LEAST_SHARE
+    assert chosen.matched_tokens == 0
+    assert len({round(cost, 6) for cost in chosen.priced.costs}) == 1
+
+
 def test_what_many_hold_needs_no_home():
     """Where two endpoints are known to hold a prompt, or home holds it, nothing is added."""
     fleet = members(4)
@@ -79,7 +103,8 @@ def test_what_many_hold_needs_no_home():
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_conversation_is_at_home_where_all_pickers_expect_it(monkeypatch, beside):
     """Beside others not where our own last turn of it went: caches are left to those at home."""
-    one = House({f"10.0.0.{n}:8000": Load() for n in range(4)}, profile="adaptive")
+    page = Load(at=100.0, prefix_queries=9.0, prefix_hits=9.0)
+    one = House({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
     body = b'{"model": "m", "prompt": "%b", "prompt_cache_key": "a"}' % (b"and then " * 100)
     raw = RawRequest(headers={":path": "/v1/completions"}, body=body)
     chosen = one.dispatcher.route(raw, one.now)
@@ -91,6 +116,7 @@ def test_a_conversation_is_at_home_where_all_pickers_expect_it(monkeypatch, besi
     one.dispatcher.commit(there, one.now)
     if beside:
         one.fleet.peers.saw(1.0, 3.0, before=UNKNOWN, after=UNKNOWN)
+        one.fleet.peers.hit_ratio = 0.5
     seen = []
 
     def keep(*arguments, look=snapshot.candidates, **more):

@@ -30,6 +30,18 @@ def test_three_others():
     assert peers.share < 0.01
 
 
+def test_nothing_is_found_before_it_is_seen():
+    """The hit ratio begins at nothing, and nears what pages show within some seconds of them."""
+    peers = Peers()
+    assert peers.hit_ratio == 0.0
+    for _ in range(50):
+        peers.saw(1, 0.0, before=page(100, 50), after=page(200, 100))
+    assert peers.hit_ratio == pytest.approx(0.25, abs=0.01)
+    for _ in range(300):
+        peers.saw(1, 0.0, before=page(100, 50), after=page(200, 100))
+    assert peers.hit_ratio > 0.4
+
+
 def test_hits_are_those_of_all():
     """The hit ratio follows the engines' counters, slowly, and not what is missing or went back."""
     peers = Peers()

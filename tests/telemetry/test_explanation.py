@@ -203,6 +203,7 @@ def test_pool_state_tells_what_is_known():
                 "in_flight": 3,
                 "prompt_tokens": 21,
                 "queued_tokens": 0,
+                "distrusted": "",
                 "foreign": 5.0,
                 "age_s": 2.5,
                 "engine": "",
@@ -223,6 +224,7 @@ def test_pool_state_tells_what_is_known():
                 "in_flight": 0,
                 "prompt_tokens": 0,
                 "queued_tokens": 0,
+                "distrusted": "",
                 "engine": "",
             },
         ]

@@ -63,7 +63,7 @@ class EndpointAttributeFilter(
     Attributes:
         attribute: Which number.
         algorithm: The threshold.
-        on_missing: Whether a candidate whose number is unknown passes. `Pass` is the upstream
+        on_missing: Whether a candidate whose own page lacks the number passes. `Pass` is the upstream
             default.
         fallback_on_empty: Keep all when nobody passes. False, the upstream default, refuses the
             request.
@@ -97,6 +97,13 @@ class EndpointAttributeFilter(
         kept = [
             c
             for c in candidates
-            if (unknown_passes if (value := read(c)) is None else compare(value, bound))
+            if (
+                unknown_passes if (value := read(_as_scraped(c))) is None else compare(value, bound)
+            )
         ]
         return candidates if not kept and self.fallback_on_empty else kept
+
+
+def _as_scraped(c: Candidate) -> Candidate:
+    """A candidate with nothing but its own page: what is missing is somebody's explicit choice."""
+    return c if c.page is None else msgspec.structs.replace(c, load=c.page)

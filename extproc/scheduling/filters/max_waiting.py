@@ -13,7 +13,7 @@ from extproc.scheduling.turn import Turn
 
 
 class MaxWaiting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Keeps a candidate when `waiting <= max_waiting_requests`, or when waiting is unknown.
+    """Keeps a candidate when `waiting <= max_waiting_requests`, or when waiting is unknown of all.
 
     When every candidate is over the bound it keeps none, and the client is told to come back later
     (429): a bound that gives way when it is needed is no bound. Use a scorer to merely prefer short

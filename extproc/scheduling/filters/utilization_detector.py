@@ -18,7 +18,7 @@ class UtilizationDetector(
     """Keeps a candidate when `w < Q * (1 + h)` and `u < min(1, K * (1 + h))`; all when nobody passes.
 
     w is the engine's waiting requests and u the share of KV blocks held by live requests. Unknown
-    values pass; the upstream detector takes them for full, so that a late scrape stops an endpoint.
+    values count as the mean of the known ones, and pass where none is known; the upstream detector takes them for full, so that a late scrape stops an endpoint.
 
     Attributes:
         queue_depth_threshold: Q. 5 is the upstream default.

@@ -49,7 +49,9 @@ class Condition(
 class UtilizationFilter(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
 ):
-    """Keeps a candidate when `value <= maxValue` in every condition; unknown values pass.
+    """Keeps a candidate when `value <= maxValue` in every condition.
+
+    An unknown value counts as the mean of the known ones, and passes where nobody's is known.
 
     Attributes:
         conditions: The bounds, at least one.

@@ -1,0 +1,121 @@
+"""What a metrics page lacks, and what our own account proves wrong in it.
+
+A picker cannot see through a page that hides the work of others. What it can prove is little:
+
+- Requests that were sent after a page was read and answered before the next one was asked for have
+  moved every engine's counters. A page whose counters did not move stands still.
+- Requests of ours that have been open for seconds are in the engine, running or waiting. A page that
+  shows less than half of them claims too little.
+
+Both leave room for what is true of sound engines: counters that lag, requests that generate nothing,
+clients that read slower than the engine writes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from extproc.endpoint import NO_TOTALS, UNKNOWN, Load
+from extproc.pool.accounts import Account
+
+# Bits of what is wrong with a page.
+
+#: It does not say how many requests wait.
+NO_WAITING: Final = 1
+#: It does not say how many run.
+NO_RUNNING: Final = 2
+#: It does not say how much of the KV cache is in use.
+NO_KV_USAGE: Final = 4
+#: It does not say how large the KV cache is.
+NO_KV_SIZE: Final = 8
+#: It claims too little: what it says is a lower bound.
+TOO_LITTLE: Final = 16
+#: It stands still, is too old, or never came: nothing of what it says about load counts.
+VOID: Final = 32
+
+#: Requests answered in between that a page without movement cannot explain (count). Above one,
+#: since some kinds of requests generate nothing.
+_UNEXPLAINED: Final = 3
+
+#: Seconds that counters may lag behind the answers they count. Engines publish them once in some
+#: dozens of iterations.
+_LAG_S: Final = 2.0
+
+#: Seconds after which a request that was sent is in the engine: longer than it takes to tokenise a
+#: prompt or to fetch its images.
+_SETTLED_S: Final = 5.0
+
+#: Requests open for that long from which a page can be held against them (count).
+_FEWEST_SETTLED: Final = 4
+
+
+def reason(flaws: int) -> str:
+    """Why a page is not believed: `stands-still`, `claims-too-little`; empty where it is."""
+    if flaws & VOID:
+        return "stands-still"
+    return "claims-too-little" if flaws & TOO_LITTLE else ""
+
+
+class Progress(msgspec.Struct, frozen=True, gc=False):
+    """The first of the pages on which an engine's counters stand as they do.
+
+    Attributes:
+        at: Monotonic seconds at which it was read; infinity where there are no counters.
+        served: Answers that may be counted on it: our answers until then, and our open requests.
+    """
+
+    at: float = float("inf")
+    served: int = 0
+
+
+#: No page with counters was read.
+NO_PROGRESS = Progress()
+
+
+def advanced(progress: Progress, account: Account, *, before: Load, after: Load) -> Progress:
+    """The progress after another page.
+
+    Args:
+        progress: Until then.
+        account: Our requests there.
+        before: The page until then.
+        after: The page that was just read.
+    """
+    counters = after.totals, after.prefix_queries
+    if counters == (NO_TOTALS, None):
+        return NO_PROGRESS
+    if before is not UNKNOWN and counters == (before.totals, before.prefix_queries):
+        return progress
+    return Progress(after.at, account.served + account.in_flight)
+
+
+def flaws(load: Load, account: Account, *, progress: Progress, served: int) -> int:
+    """Bits of what is wrong with a page.
+
+    Args:
+        load: The page.
+        account: Our requests there.
+        progress: With this page.
+        served: `Account.served` when the page was asked for.
+    """
+    found = 0
+    waiting, running = load.waiting, load.running
+    if waiting is None:
+        found |= NO_WAITING
+    if running is None:
+        found |= NO_RUNNING
+    if load.kv_usage is None:
+        found |= NO_KV_USAGE
+    if not load.kv_tokens:
+        found |= NO_KV_SIZE
+    if load.at - progress.at >= _LAG_S and served - progress.served >= _UNEXPLAINED:
+        found |= VOID
+    claimed = (waiting or 0.0) + (running or 0.0)
+    # The count of all that are open spares the walk: sound pages end here.
+    if not found & (NO_WAITING | NO_RUNNING) and account.in_flight > 2.0 * claimed:
+        settled = account.count_settled(load.at - _SETTLED_S)
+        if settled >= _FEWEST_SETTLED and settled > 2.0 * claimed:
+            found |= TOO_LITTLE
+    return found

@@ -1,0 +1,135 @@
+"""Pages that our own account proves wrong."""
+
+import pytest
+
+from extproc.endpoint import Endpoint, Load, Totals
+from extproc.pool.fleet import Fleet
+from extproc.pool.plausibility import NO_KV_SIZE, NO_KV_USAGE, NO_RUNNING, NO_WAITING, reason
+
+
+class Engine:
+    """A fleet of one endpoint, and what its pages say."""
+
+    def __init__(self):
+        self.fleet = Fleet(on_gone=lambda _: None)
+        self.fleet.replace([Endpoint("10.0.0.1:8000")], 0.0)
+        self.account = self.member.account
+
+    @property
+    def member(self):
+        return self.fleet.pool.members[0]
+
+    def scrape(self, now, *, generated=0.0, waiting=0.0, running=0.0, **facts):
+        totals = Totals(generated_tokens=generated)
+        load = Load(at=now, waiting=waiting, running=running, totals=totals, **facts)
+        self.fleet.observe(self.fleet.begin_scrape(self.member.endpoint), load, now)
+        return reason(self.member.flaws)
+
+    def send(self, now, *, tokens=100, mirrored=False):
+        ticket = self.account.open("m", tokens, cached_tokens=0, now=now)
+        ticket.mirrored = mirrored
+        return ticket
+
+    def serve(self, now, times=3, **facts):
+        for _ in range(times):
+            self.send(now, **facts).close(now)
+
+
+def test_a_page_stands_still_when_answers_leave_it_unmoved():
+    """Three requests sent and answered between two pages have moved any counter there is."""
+    engine = Engine()
+    engine.scrape(1.0)
+    engine.serve(2.0)
+    assert engine.scrape(4.0) == "stands-still"
+    assert engine.scrape(5.0, generated=1.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("served_at", "facts"),
+    [(2.0, {"times": 2}), (2.0, {"tokens": 0}), (2.0, {"mirrored": True}), (0.5, {})],
+    ids=["too few", "nothing generated", "another picker's", "before the page"],
+)
+def test_a_page_may_stand_still_for_other_reasons(served_at, facts):
+    """Few answers, those that generate nothing, and those that others tell of prove nothing."""
+    engine = Engine()
+    if served_at < 1.0:
+        engine.serve(served_at, **facts)
+    engine.scrape(1.0)
+    if served_at > 1.0:
+        engine.serve(served_at, **facts)
+    assert engine.scrape(9.0) == ""
+
+
+def test_a_page_may_lag():
+    """Counters that are published late are no fault for two seconds."""
+    engine = Engine()
+    engine.scrape(1.0)
+    engine.serve(2.0, times=50)
+    assert engine.scrape(2.9) == ""
+    assert engine.scrape(3.0) == "stands-still"
+
+
+def test_what_was_open_at_the_first_page_explains_as_many_answers():
+    """Requests whose tokens were all counted by then may end without another count."""
+    engine = Engine()
+    tickets = [engine.send(0.5) for _ in range(5)]
+    engine.scrape(1.0, running=5.0)
+    for ticket in tickets:
+        ticket.close(2.0)
+    assert engine.scrape(9.0) == ""
+    engine.serve(9.5)
+    assert engine.scrape(10.0) == "stands-still"
+
+
+def test_a_page_without_counters_cannot_stand_still():
+    """Where nothing moves ever, nothing follows from it."""
+    engine = Engine()
+    for now in (1.0, 9.0):
+        load = Load(at=now, waiting=0.0, running=0.0)
+        engine.fleet.observe(engine.fleet.begin_scrape(engine.member.endpoint), load, now)
+        engine.serve(now, times=9)
+    assert reason(engine.member.flaws) == ""
+
+
+@pytest.mark.parametrize(
+    ("count", "facts", "running", "said"),
+    [
+        (4, {}, 1.0, "claims-too-little"),
+        (4, {}, 2.0, ""),
+        (3, {}, 0.0, ""),
+        (9, {"tokens": 0}, 0.0, ""),
+        (9, {"mirrored": True}, 0.0, ""),
+    ],
+    ids=["proved", "half of them", "too few", "no prompts", "another picker's"],
+)
+def test_a_page_claims_too_little_when_our_own_are_not_on_it(count, facts, running, said):
+    """Requests that have been open for five seconds run or wait."""
+    engine = Engine()
+    for _ in range(count):
+        engine.send(1.0, **facts)
+    assert engine.scrape(5.9, running=running) == ""
+    assert engine.scrape(6.0, running=running) == said
+    assert engine.scrape(7.0, running=float(count)) == ""
+
+
+def test_a_page_that_stands_still_counts_for_nothing():
+    """Neither its requests nor its queue are anybody's, and it corrects no queue of ours."""
+    engine = Engine()
+    engine.scrape(1.0, running=10.0, waiting=40.0)
+    assert (engine.member.foreign, engine.member.foreign_waiting) == (50.0, 40.0)
+    engine.serve(2.0)
+    engine.scrape(4.0, running=10.0, waiting=40.0)
+    assert (engine.member.foreign, engine.member.foreign_waiting) == (0.0, 0.0)
+    assert engine.member.foreign_tokens == 0.0
+    assert engine.fleet.pool.is_patchy
+
+
+def test_what_a_page_lacks_is_noted():
+    """Each value that imputing can fill in has its bit."""
+    engine = Engine()
+    engine.scrape(1.0, kv_usage=0.5, kv_blocks=10, block_tokens=16)
+    assert engine.member.flaws == 0
+    engine.scrape(2.0)
+    assert engine.member.flaws == NO_KV_USAGE | NO_KV_SIZE
+    engine.scrape(3.0, waiting=None, running=None, kv_usage=0.5)
+    assert engine.member.flaws == NO_WAITING | NO_RUNNING | NO_KV_SIZE
