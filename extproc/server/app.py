@@ -290,13 +290,13 @@ class Picker:
 
     def _watch_figures(self) -> Iterator[WatchFigures]:
         now = self._clock()
-        for one in self._watch_statuses:
-            collection, since = one.collection, one.unsynced_since
+        for status in self._watch_statuses:
+            collection, since = status.collection, status.unsynced_since
             yield WatchFigures(
                 collection.resource.title,
                 collection.namespace,
                 collection.labels or collection.fields,
-                "synced" if one.state == watches.CONNECTED else one.state,
+                "synced" if status.state == watches.CONNECTED else status.state,
                 ["synced" if name == watches.CONNECTED else name for name in watches.STATES],
                 0.0 if since is None else now - since,
             )

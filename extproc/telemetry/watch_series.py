@@ -11,11 +11,11 @@ _LABELS = ("collection", "namespace", "selector")
 
 
 class WatchFigures(msgspec.Struct, frozen=True):
-    """Of one watched collection.
+    """Of a watched collection.
 
     Attributes:
         collection: Plural name and group, such as `pods`.
-        namespace: Only there; empty for the whole cluster.
+        namespace: Only there; empty for all of the cluster.
         selector: Labels or fields that narrow it; empty for none.
         state: How it stands now.
         states: All states there are.
@@ -42,9 +42,9 @@ def series(watches: Iterable[WatchFigures]) -> Iterator[Metric]:
         "Seconds since a watched collection was in step with the API server; 0 while it is.",
         labels=_LABELS,
     )
-    for one in watches:
-        labels = [one.collection, one.namespace, one.selector]
-        for name in one.states:
-            state.add_metric([*labels, name], float(name == one.state))
-        unsynced.add_metric(labels, one.unsynced_s)
+    for watch in watches:
+        labels = [watch.collection, watch.namespace, watch.selector]
+        for name in watch.states:
+            state.add_metric([*labels, name], float(name == watch.state))
+        unsynced.add_metric(labels, watch.unsynced_s)
     yield from (state, unsynced)

@@ -86,7 +86,7 @@ class Follower:
 
     @property
     def statuses(self) -> tuple[watches.WatchStatus, ...]:
-        """How each watch stands."""
+        """State of every watch."""
         return self._watches.statuses
 
     async def start(self) -> None:
@@ -154,11 +154,11 @@ class Follower:
             self._wake.set()
 
     def state(self, collection: Collection, kind: str, detail: str) -> None:
-        """A feed met something; what is about the server is said once for all feeds."""
-        told = self._watches.update(
+        """Take in the state of a feed; what is about the server is logged once for all feeds."""
+        facts = self._watches.update(
             collection, kind, detail, server=self._name(), now=self._clock()
         )
-        for fact, text in told:
+        for fact, text in facts:
             self.happened(fact, text)
 
     def happened(self, kind: str, detail: str) -> None:

@@ -1,4 +1,4 @@
-"""How each watched collection stands, since when, and which changes of that are worth a log line.
+"""State of every watched collection, its age, and the changes of it that are worth a log line.
 
 Pure: a feed reports what it met, `Watches` says what is new about it.
 """
@@ -12,7 +12,7 @@ import msgspec
 from extproc.discovery.kubernetes.collections import Collection
 
 #: States of a watch. `connected`: listed, and its changes arrive. The next three are about the
-#: server as a whole, the others about one collection.
+#: server itself, the others about a single collection.
 CONNECTED = "connected"
 AWAY = ("disconnected", "unauthorized", "misconfigured")
 STATES = ("unknown", CONNECTED, *AWAY, "forbidden", "not-installed", "unreadable")
@@ -50,8 +50,10 @@ class Watches:
     """
 
     def __init__(self, collections: Iterable[Collection], now: float) -> None:
-        self._statuses = {one: WatchStatus(one, "unknown", "", now) for one in collections}
-        #: The state of the server as a whole that was reported last; empty while it answers.
+        self._statuses = {
+            collection: WatchStatus(collection, "unknown", "", now) for collection in collections
+        }
+        #: The state of the server itself that was reported last; empty while it answers.
         self._away = ""
         #: Whether a fault was reported and its end was not.
         self._faulty = False
@@ -75,7 +77,7 @@ class Watches:
 
         Yields:
             Kind and detail of what is worth a log line: every change of the reason, once, and not
-            once per collection where the server as a whole is the reason.
+            once per collection where the server itself is the reason.
         """
         before = self._statuses[collection]
         since = before.unsynced_since if before.unsynced_since is not None else now
@@ -96,10 +98,10 @@ class Watches:
             yield state, detail
         yield from self._ended(state, server)
 
-    def _ended(self, state: str, server: str) -> Iterator[tuple[str, str]]:
+    def _ended(self, latest: str, server: str) -> Iterator[tuple[str, str]]:
         """What the end of a fault is worth: the server answers again, for all or for some."""
-        states = [one.state for one in self._statuses.values()]
-        if any(one in AWAY for one in states):
+        states = [status.state for status in self._statuses.values()]
+        if any(state in AWAY for state in states):
             return
         away, self._away = self._away, ""
         forbidden = [
@@ -108,7 +110,7 @@ class Watches:
             if status.state == "forbidden"
         ]
         if forbidden:
-            if away and state != "forbidden":
+            if away and latest != "forbidden":
                 yield "forbidden", f"{server} answers again, but not for {', '.join(forbidden)}"
         elif self._faulty and "unreadable" not in states:
             self._faulty = False
@@ -116,9 +118,9 @@ class Watches:
 
 
 def lines(statuses: Iterable[WatchStatus], now: float) -> Iterator[str]:
-    """For people: each watch whose pools stand still, for how long, and why."""
-    for one in statuses:
-        if one.stands and one.unsynced_since is not None:
-            why = f"{one.state}: {one.detail}" if one.detail else one.state
-            seconds = round(now - one.unsynced_since)
-            yield f"{one.collection.title} not in step for {seconds} s: {why}"
+    """For people: every watch whose pools stand still, for how long, and why."""
+    for status in statuses:
+        if status.stands and status.unsynced_since is not None:
+            why = f"{status.state}: {status.detail}" if status.detail else status.state
+            seconds = round(now - status.unsynced_since)
+            yield f"{status.collection.title} not in step for {seconds} s: {why}"

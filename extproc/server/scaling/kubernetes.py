@@ -83,11 +83,11 @@ class Cluster:
     async def write_event(
         self, about: Target, reason: str, note: str, *, warning: bool = False
     ) -> None:
-        """Write an Event; one that is lost is no harm, and the first of them is logged.
+        """Write an Event; the first that cannot be written is logged, and none is tried again.
 
         Args:
             about: The object, with everything filled in.
-            reason: In one word.
+            reason: A single word.
             note: For people.
             warning: Whether it asks for attention.
         """

@@ -65,7 +65,7 @@ def api_path(group: str, version: str, *segments: str) -> str:
         segments: What follows, such as `namespaces`, `default`, `events`.
     """
     root = ("apis", group) if group else ("api",)
-    return "".join(f"/{quote(one, safe='')}" for one in (*root, version, *segments))
+    return "".join(f"/{quote(segment, safe='')}" for segment in (*root, version, *segments))
 
 
 def target_path(target: Target) -> str:
@@ -105,9 +105,9 @@ def rivals(answer: bytes, target: Target) -> tuple[str, ...] | None:
     except msgspec.DecodeError:
         return None
     return tuple(
-        one.metadata.name
-        for one in listed
-        if (one.spec.scaleTargetRef.kind or "Deployment", one.spec.scaleTargetRef.name)
+        rival.metadata.name
+        for rival in listed
+        if (rival.spec.scaleTargetRef.kind or "Deployment", rival.spec.scaleTargetRef.name)
         == (target.kind, target.name)
     )
 

@@ -1,6 +1,6 @@
-"""Other autoscalers of one target: HorizontalPodAutoscalers and ScaledObjects that name it. A shell.
+"""Other autoscalers of a target: HorizontalPodAutoscalers and ScaledObjects that name it. A shell.
 
-Two autoscalers of one object undo each other's work, so what is not known counts as there. A list
+Two autoscalers of an object undo each other's work, so what is not known counts as there. A list
 that fails changes nothing of what was known.
 """
 
@@ -44,16 +44,16 @@ KINDS = (
 
 
 class Api(Protocol):
-    """The API server; `kubernetes.Cluster` is one."""
+    """The API server; such as `kubernetes.Cluster`."""
 
     async def send(
         self, method: str, path: str, body: objects.Object | None = None
     ) -> bytes | answers.Refused:
-        """Send one request."""
+        """Send a request."""
 
 
 class _Known:
-    """What is known of one kind: names of autoscalers, None before the first list."""
+    """What is known of a kind: names of autoscalers, None before the first list."""
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] | None = None
@@ -63,7 +63,7 @@ class _Known:
 
 
 class Rivals:
-    """Lists other autoscalers of one target.
+    """Lists other autoscalers of a target.
 
     Args:
         target: The object, with everything filled in.
@@ -78,13 +78,13 @@ class Rivals:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Kind and name of each, such as `ScaledObject vllm`; None until every kind was listed."""
-        found: list[str] = []
+        """Kind and name of all, such as `ScaledObject vllm`; None until every kind was listed."""
+        names: list[str] = []
         for kind, known in self._known.items():
             if known.names is None:
                 return None
-            found += [f"{kind.kind} {name}" for name in known.names]
-        return tuple(found)
+            names += [f"{kind.kind} {name}" for name in known.names]
+        return tuple(names)
 
     async def update(self) -> float:
         """List every kind once; returns seconds until the next time."""
@@ -97,7 +97,7 @@ class Rivals:
         return pause_s
 
     async def _list(self, kind: AutoscalerKind, known: _Known) -> bool:
-        """List one kind; whether the answer can stand for a while."""
+        """List a kind; whether the answer can stand for a while."""
         path = objects.namespaced_path(
             kind.group, kind.version, self._target.namespace, kind.plural
         )
@@ -139,7 +139,7 @@ class Rivals:
                 self._target.namespace,
                 f"{objects.title(self._target)} still counts as scaled by {known.names[0]}"
                 if known.names
-                else f"if one scales {objects.title(self._target)}, we fight it",
+                else f"an autoscaler of {objects.title(self._target)} among them works against us",
                 kind.group,
                 kind.plural,
             )

@@ -12,27 +12,27 @@ ALL = (PODS, POOLS, OBJECTIVES)
 
 
 class BoardFixture:
-    """The watches of one picker, and what was reported of them."""
+    """The watches of a picker, and what was reported of them."""
 
     def __init__(self):
         self.subject = watches.Watches(ALL, 0.0)
         self.reported = []
 
     def update(self, state, *collections, detail="", now=0.0):
-        for one in collections or ALL:
-            told = self.subject.update(one, state, detail, server="https://api", now=now)
-            self.reported += list(told)
+        for collection in collections or ALL:
+            facts = self.subject.update(collection, state, detail, server="https://api", now=now)
+            self.reported += list(facts)
 
     @property
     def kinds(self):
         return [kind for kind, _ in self.reported]
 
     def status(self, collection):
-        return next(one for one in self.subject.statuses if one.collection == collection)
+        return next(status for status in self.subject.statuses if status.collection == collection)
 
 
 def test_watches_report_an_outage_once_for_all_collections():
-    """One line when it begins, one when it is over."""
+    """A line when it begins, and another when it is over."""
     board = BoardFixture()
     board.update("connected")
     board.update("disconnected", detail="refused")
@@ -45,7 +45,7 @@ def test_watches_report_an_outage_once_for_all_collections():
 
 
 def test_watches_report_a_change_of_the_reason():
-    """A token that expires during an outage is what somebody has to know of."""
+    """A token that expires during an outage has to be in the log."""
     board = BoardFixture()
     board.update("connected")
     board.update("disconnected", detail="refused")
@@ -106,13 +106,13 @@ def test_watches_without_an_optional_kind_stand_for_nothing():
     )
 )
 def test_watches_end_on_a_true_word(steps):
-    """Whatever happens in whatever order, `connected` is only said when it is so, and then is."""
+    """Whatever happens in whatever order, `connected` is only reported when it is so, and then is."""
     board = BoardFixture()
     faults = {*watches.AWAY, "forbidden", "unreadable"}
     for collection, state in steps:
         before = len(board.reported)
         board.update(state, collection)
-        states = {one.state for one in board.subject.statuses}
+        states = {status.state for status in board.subject.statuses}
         if "connected" in board.kinds[before:]:
             assert not states & faults
         last = [kind for kind in board.kinds if kind != "not-installed"][-1:]

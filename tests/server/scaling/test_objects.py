@@ -17,7 +17,7 @@ SEGMENTS = st.text(min_size=1, max_size=20)
 def split(path):
     """The segments that a server sees, and what it would take for a query."""
     place, _, query = path.partition("?")
-    return [unquote(one) for one in place.split("/")[1:]], query.partition("#")[0]
+    return [unquote(segment) for segment in place.split("/")[1:]], query.partition("#")[0]
 
 
 @given(group=SEGMENTS, version=SEGMENTS, namespace=SEGMENTS, resource=SEGMENTS, name=SEGMENTS)
@@ -30,7 +30,7 @@ def test_target_path_keeps_every_field_in_its_segment(group, version, namespace,
 
 @given(namespace=SEGMENTS, name=SEGMENTS)
 def test_paths_of_leases_and_collections_keep_every_field_in_its_segment(namespace, name):
-    """Wherever a path of the API is made of names."""
+    """Wherever a path of the API consists of names."""
     leases = ["apis", "coordination.k8s.io", "v1", "namespaces", namespace, "leases", name]
     assert split(lease.path(namespace, name)) == (leases, "")
     pods = collections.Collection(resources.PODS, namespace)
@@ -40,18 +40,18 @@ def test_paths_of_leases_and_collections_keep_every_field_in_its_segment(namespa
 @given(namespace=SEGMENTS, name=SEGMENTS)
 def test_memory_asks_for_one_config_map(namespace, name):
     """Whatever it is called."""
-    seen = []
+    paths = []
 
     class Cluster:
         async def send(self, method, path, body=None):
-            seen.append(path)
+            paths.append(path)
             return b"{}"
 
-    kept = memory.Memory(
+    subject = memory.Memory(
         Cluster(), namespace=namespace, name=name, clock=lambda: 0.0, time=lambda: 0.0
     )
-    asyncio.run(kept.load())
-    (path,) = seen
+    asyncio.run(subject.load())
+    (path,) = paths
     assert split(path) == (["api", "v1", "namespaces", namespace, "configmaps", name], "")
 
 
