@@ -24,10 +24,12 @@ class Failed(msgspec.Struct, frozen=True):
     Attributes:
         message: Why, for people.
         outrun: Somebody else wrote first: nothing to worry about.
+        reason: `unauthorized` or `forbidden`, which people have to mend; empty for what passes.
     """
 
     message: str
     outrun: bool = False
+    reason: str = ""
 
 
 class Leases(Protocol):
@@ -103,7 +105,8 @@ class Elector:
         self._over = asyncio.Event()
         self._led = False
         self._follows = ""
-        self._failing = False
+        #: Reason of the failure that was reported last; None while nothing fails.
+        self._failing: str | None = None
 
     @property
     def leads(self) -> bool:
@@ -205,13 +208,14 @@ class Elector:
         return True
 
     def _stumbled(self, failed: Failed) -> None:
-        if not failed.outrun and not self._failing:
-            self._failing = True
+        first = self._failing is None
+        if not failed.outrun and (first or failed.reason not in {"", self._failing}):
+            self._failing = failed.reason
             self._tell("failed", failed.message)
 
     def _went_well(self) -> None:
-        if self._failing:
-            self._failing = False
+        if self._failing is not None:
+            self._failing = None
             self._tell("recovered", "the Lease can be read and written again")
 
     def _tell(self, kind: str, detail: str) -> None:

@@ -47,6 +47,7 @@ class Leases:
         self._limit_s = plan.lease.renew_s / 2.0
         self._server: api.Server | None = None
         self._stored: lease.Object | None = None
+        self._denials = answers.Denials()
 
     async def open(self) -> None:
         """Load the configuration and credentials.
@@ -68,6 +69,7 @@ class Leases:
         """What is stored; None for nothing."""
         found = await self._send("GET", lease.path(self._lease.namespace, self._lease.name))
         if isinstance(found, answers.Refused) and found.status == 404:
+            self._denials.is_missing("get", found)
             self._stored = None
             return None
         return self._taken(found)
@@ -91,7 +93,13 @@ class Leases:
             outrun = put is not None and found.status in _OUTRUN
             # A namespace that is not there answers 404 to a create.
             outrun = outrun and (found.status == 409 or bool(put and put.version))
-            return elector.Failed(self._told(found), outrun=outrun)
+            verb = "get" if put is None else "update" if put.version else "create"
+            missing = self._denials.is_missing(verb, found)
+            reason = "forbidden" if missing else "unauthorized" if found.status == 401 else ""
+            message = self._refusal(found, missing=missing)
+            return elector.Failed(message, outrun=outrun, reason=reason)
+        for verb in ("get",) if put is None else ("update", "create"):
+            self._denials.is_missing(verb, found)
         read = lease.read(found)
         if isinstance(read, lease.Unreadable):
             return elector.Failed(f"{self._where}: {read.reason}")
@@ -117,15 +125,15 @@ class Leases:
     def _where(self) -> str:
         return f"Lease {self._lease.namespace}/{self._lease.name}"
 
-    def _told(self, refused: answers.Refused) -> str:
-        told = f"{self._where}: {refused.status or 'no answer'} {refused.message}"
-        if refused.status == 403:
-            told += (
+    def _refusal(self, refused: answers.Refused, *, missing: bool) -> str:
+        text = f"{self._where}: {refused.status or 'no answer'} {refused.message}"
+        if missing:
+            text += (
                 "; add to a Role of the service account there: "
                 'apiGroups: ["coordination.k8s.io"], resources: ["leases"], '
                 'verbs: ["get", "create", "update"]'
             )
-        return told
+        return text
 
 
 def stand(

@@ -166,6 +166,40 @@ def test_a_leader_comes_back_where_nobody_took_over():
     assert kinds == ["elected", "failed", "lost", "recovered", "elected"]
 
 
+class LeasesFixture:
+    """A Lease that answers what a test sets."""
+
+    def __init__(self):
+        self.answer = None
+
+    async def look(self):
+        return self.answer
+
+
+def test_elector_reports_a_failure_whose_reason_people_have_to_mend():
+    """Once when it begins, again when it turns out to be a missing right, and not each time."""
+    facts, leases = [], LeasesFixture()
+    subject = elector.Elector(
+        "a",
+        PATIENCE,
+        leases,
+        clock=lambda: 0.0,
+        rng=random.Random(1),
+        stands=lambda: False,
+        on_fact=facts.append,
+    )
+    away = elector.Failed("no answer")
+    forbidden = elector.Failed("403; add to a Role", reason="forbidden")
+    for answer in (away, away, forbidden, forbidden, away, forbidden, None):
+        leases.answer = answer
+        asyncio.run(subject.step())
+    assert [(fact.kind, fact.detail) for fact in facts] == [
+        ("failed", "no answer"),
+        ("failed", "403; add to a Role"),
+        ("recovered", "the Lease can be read and written again"),
+    ]
+
+
 def test_one_that_cannot_do_the_work_does_not_stand():
     """It leaves a free Lease alone, and keeps one that it has."""
     one = swift()

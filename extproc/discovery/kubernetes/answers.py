@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -9,6 +10,12 @@ from typing import Protocol
 import msgspec
 
 from extproc.discovery.kubernetes.collections import Collection
+
+#: Answers 403 in a row (count) after which a right that was there before is missing.
+FINAL_DENIALS = 4
+
+#: Refusals that come after the right was checked.
+_AUTHORIZED = frozenset({404, 409})
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -25,6 +32,30 @@ class Refused(msgspec.Struct, frozen=True):
     message: str
     retry_after_s: float = 0.0
     stale: bool = False
+
+
+class Denials:
+    """Distinguishes a missing right from an API server that has just started and knows no Roles.
+
+    The right to do what was allowed before is missing from the fourth 403 in a row on, any other
+    right from the first one.
+    """
+
+    def __init__(self) -> None:
+        self._allowed: set[str] = set()
+        self._refused: Counter[str] = Counter()
+
+    def is_missing(self, verb: str, answer: bytes | Refused) -> bool:
+        """Take in an answer; whether it means that the right to `verb` is missing."""
+        if not isinstance(answer, Refused) or answer.status in _AUTHORIZED:
+            self._allowed.add(verb)
+            self._refused[verb] = 0
+            return False
+        if answer.status != 403:
+            self._refused[verb] = 0
+            return False
+        self._refused[verb] += 1
+        return verb not in self._allowed or self._refused[verb] >= FINAL_DENIALS
 
 
 class Server(Protocol):

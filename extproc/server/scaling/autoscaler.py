@@ -250,7 +250,12 @@ class Autoscaler:
         """The pool for which the same object is scaled already."""
         if one.target is None:
             return None
-        taken = (name for name, other in self._scaled.items() if other.target == one.target)
+        place = _place(one.target)
+        taken = (
+            name
+            for name, other in self._scaled.items()
+            if other.target is not None and _place(other.target) == place
+        )
         return next(taken, None)
 
     def _drop(self, name: str) -> State | None:
@@ -333,6 +338,11 @@ class Autoscaler:
         for name in pools:
             if name in self.loops:
                 self.loops[name].wake()
+
+
+def _place(target: Target) -> tuple[str, str, str, str]:
+    """What an object is, whichever version of its API a target names."""
+    return target.group, target.resource, target.namespace, target.name
 
 
 def _time() -> float:

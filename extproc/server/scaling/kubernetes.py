@@ -126,6 +126,7 @@ class Scale:
         self._rivals = rivals.Rivals(target, cluster)
         #: Why we stand down, until the leader wrote it into an Event.
         self._unsaid = ""
+        self._denials = answers.Denials()
         self._events: asyncio.Queue[tuple[str, str, bool]] = asyncio.Queue(_MOST_EVENTS)
 
     @property
@@ -140,8 +141,9 @@ class Scale:
             self._record("StandsDown", self._unsaid, warning=True)
             self._unsaid = ""
         found = await self._cluster.send("GET", f"{self._path}/scale")
+        missing = self._denials.is_missing("get", found)
         if isinstance(found, answers.Refused):
-            return Failed(self._told("read", found, "get"))
+            return Failed(self._refusal("read", found, "get" if missing else ""))
         spec = objects.replicas(found)
         return Failed(f"the scale of {self._named} cannot be read") if spec is None else spec
 
@@ -150,8 +152,9 @@ class Scale:
         found = await self._cluster.send(
             "PATCH", f"{self._path}/scale", objects.scale(desired.replicas)
         )
+        missing = self._denials.is_missing("patch", found)
         if isinstance(found, answers.Refused):
-            return Failed(self._told("changed", found, "patch"))
+            return Failed(self._refusal("changed", found, "patch" if missing else ""))
         told = f"from {spec} to {desired.replicas} replicas, {desired.why}"
         told += f": {desired.because}" if desired.because else ""
         self._record("Scaled", told)
@@ -196,12 +199,13 @@ class Scale:
     def _named(self) -> str:
         return objects.title(self._target)
 
-    def _told(self, what: str, refused: answers.Refused, verb: str) -> str:
-        told = f"the scale of {self._named} cannot be {what}: {refused.status or 'no answer'} "
-        told += refused.message
-        if refused.status == 403:
-            told += (
+    def _refusal(self, what: str, refused: answers.Refused, verb: str) -> str:
+        """A refusal for people; with the right that is missing where `verb` names it."""
+        text = f"the scale of {self._named} cannot be {what}: {refused.status or 'no answer'} "
+        text += refused.message
+        if verb:
+            text += (
                 f'; add to a Role of the service account there: apiGroups: ["{self._target.group}"], '
                 f'resources: ["{self._target.resource}/scale"], verbs: ["{verb}"]'
             )
-        return told
+        return text

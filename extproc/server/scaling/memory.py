@@ -118,16 +118,18 @@ class Memory:
         self._clock = clock
         self._time = time
         self._said = ""
+        self._denials = answers.Denials()
         self._root = objects.namespaced_path("", "v1", namespace, "configmaps")
         self._path = objects.namespaced_path("", "v1", namespace, "configmaps", name)
 
     async def load(self) -> tuple[dict[str, State], float] | None:
         """See `Keeping`."""
         found = await self._cluster.send("GET", self._path)
+        missing = self._denials.is_missing("get", found)
         if isinstance(found, answers.Refused):
             if found.status == 404:
                 return {}, 0.0
-            self._say("read", found, "get")
+            self._say("read", found, "get" if missing else "")
             return None
         self._said = ""
         return read(objects.data(found).get(_KEY, ""), self._clock(), self._time())
@@ -141,8 +143,9 @@ class Memory:
             verb = "create"
             body = objects.config_map(self._namespace, self._name, {_KEY: text})
             found = await self._cluster.send("POST", self._root, body)
+        missing = self._denials.is_missing(verb, found)
         if isinstance(found, answers.Refused):
-            self._say("written", found, verb)
+            self._say("written", found, verb if missing else "")
         else:
             self._said = ""
 
@@ -151,7 +154,7 @@ class Memory:
             f"autoscaling: ConfigMap {self._namespace}/{self._name} cannot be {what}: "
             f"{refused.status or 'no answer'} {refused.message}"
         )
-        if refused.status == 403:
+        if verb:
             told += (
                 "; add to a Role of the service account there: "
                 f'apiGroups: [""], resources: ["configmaps"], verbs: ["{verb}"]'

@@ -25,7 +25,7 @@ _RETRY_S, _RETRY_MOST_S = 1.0, 10.0
 
 #: Refusals in a row (count) after which 403 means that the right is missing, and 404 that the kind
 #: was uninstalled. An API server that has just started answers both for a moment.
-_FINAL_REFUSALS = 4
+_FINAL_REFUSALS = answers.FINAL_DENIALS
 
 
 class AutoscalerKind(msgspec.Struct, frozen=True):

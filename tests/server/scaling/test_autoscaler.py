@@ -107,6 +107,15 @@ def test_one_object_is_scaled_for_one_pool(caplog):
     assert place.scaled == ["a/y"]
 
 
+def test_autoscaler_scales_an_object_for_a_single_pool_whatever_its_version(caplog):
+    """Another version of its API names the same object."""
+    place = Place()
+    place.bring("a/x", target="g.io/v1/fleets/Fleet/vllm")
+    place.bring("a/y", target="g.io/v2/fleets/Fleet/vllm")
+    assert place.scaled == ["a/x"]
+    assert "pool a/y is not scaled: what it names is scaled for pool a/x" in caplog.text
+
+
 def test_an_annotation_that_cannot_be_read_scales_nothing(caplog):
     """It is said once, and the pool is scaled once it can be."""
     place = Place()

@@ -98,6 +98,18 @@ async def test_scale_waits_until_every_kind_was_listed(caplog):
     assert subject.acts
 
 
+async def test_scale_names_a_right_that_was_there_before_after_several_refusals():
+    """The first look of all names it at once."""
+    subject = scale(ApiFixture(scale=Refused(403, "no")))
+    assert 'resources: ["deployments/scale"]' in (await subject.look(1)).message
+    api = ApiFixture(scale=b'{"spec": {"replicas": 2}}')
+    subject = scale(api)
+    assert await subject.look(1) == 2
+    api.answers["scale"] = Refused(403, "no")
+    advised = ["add to a Role" in (await subject.look(1)).message for _ in range(4)]
+    assert advised == [False, False, False, True]
+
+
 async def test_rivals_count_a_missing_right_after_several_refusals(caplog):
     """An API server that has just started answers 403 for a moment."""
     api = ApiFixture(scaledobjects=Refused(403, "no"))
