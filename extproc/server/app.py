@@ -298,7 +298,7 @@ class Picker:
                 collection.labels or collection.fields,
                 "synced" if status.state == watches.CONNECTED else status.state,
                 ["synced" if name == watches.CONNECTED else name for name in watches.STATES],
-                0.0 if since is None else now - since,
+                now - since if status.stands and since is not None else 0.0,
             )
 
     @property

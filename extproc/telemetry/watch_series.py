@@ -19,7 +19,8 @@ class WatchFigures(msgspec.Struct, frozen=True):
         selector: Labels or fields that narrow it; empty for none.
         state: How it stands now.
         states: All states there are.
-        unsynced_s: Seconds since it was in step with the API server; 0 while it is.
+        unsynced_s: Seconds since it was in step with the API server; 0 while it is, and for an
+            optional kind that is not installed.
     """
 
     collection: str
