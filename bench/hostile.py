@@ -3,10 +3,10 @@
 python -m bench.hostile [--kinds bodies,clients,pages,files,waiting] [--requests 10000]
                         [--seconds 60] [--size 1048576] [--only NAME] [--write]
 
-Each kind of input meets a picker of its own kind of set-up: a real process, real gRPC, and a real
-Envoy where requests are sent. For each it shows the longest wait of /healthz beside that of harmless
-input of the same size, CPU per request, memory before, at its peak and after, whether the process
-lives and whether its accounts are zero afterwards. A kind ends after its requests or its seconds,
+Each kind of input meets a picker of its own: a real process, real gRPC, and a real Envoy where requests
+are sent. For each it shows the longest wait of /healthz beside that of harmless input of the same size,
+CPU per request, memory before, at its peak and after, whether the process lives and whether its accounts
+are zero afterwards. A kind ends after its requests or its seconds,
 whatever comes first. Ends with 1 where a bar is missed.
 """
 
@@ -35,8 +35,11 @@ from extproc.cli import stack
 #: that do other things are late by themselves.
 STALL_S, STALL_RATIO = 0.05, 1.5
 
-#: Memory that may stay of the second half of a kind's requests: what is flat, but for noise.
+#: Memory that may stay of the last quarter of a kind's requests: what is flat, but for noise.
 GROWTH_BYTES = 8 * MIB
+
+#: CPU for each MiB of a body beyond what a harmless one takes, in seconds.
+PARSING_S = 0.03
 
 #: Clients at a time.
 CLIENTS = 8
@@ -56,7 +59,7 @@ class Row(msgspec.Struct):
         cpu_s: CPU seconds for a request.
         before_bytes: Memory before the first request.
         peak_bytes: Memory at its peak.
-        grown_bytes: Memory after all, less memory after half of the requests.
+        grown_bytes: Memory after all, less memory after three quarters of the requests.
         is_alive: Whether the process went on.
         accounts: Accounts that did not go back to zero.
         missed: Bars that were missed.
@@ -128,44 +131,65 @@ Step = Callable[[], Awaitable[str]]
 
 
 async def measured(
-    kind: str, one: Picker, step: Step, bounds: Bounds, *, at_once: int = CLIENTS
+    kind: str, one: Picker, step: Step, bounds: Bounds, *, at_once: int = CLIENTS, first: int = 1
 ) -> Row:
-    """Do one thing again and again, and look at the picker meanwhile."""
+    """Do one thing again and again, and look at the picker meanwhile.
+
+    Args:
+        kind: Its name.
+        one: The picker.
+        step: The thing.
+        bounds: How often, and for how long.
+        at_once: How many do it at a time in the second half, in which memory is measured.
+        first: How many do it at a time in the first half, in which waits are measured: several
+            that are allowed 50 ms each make others wait for their sum.
+    """
     row = Row(kind)
     answers: collections.Counter[str] = collections.Counter()
     counted = await one.metrics()
     row.before_bytes, used_s = one.memory_bytes(), one.cpu_s()
     one.reset_peak()
-    ends = asyncio.get_running_loop().time() + bounds.seconds
+    loop = asyncio.get_running_loop()
 
-    async def client(share: int) -> None:
-        for _ in range(share):
-            if not one.is_alive or asyncio.get_running_loop().time() > ends:
-                return
-            answers[await step()] += 1
+    async def part(clients: int, share: float) -> None:
+        ends = loop.time() + share * bounds.seconds
 
-    half_bytes = 0
+        async def client() -> None:
+            for _ in range(max(1, round(share * bounds.requests / clients))):
+                if not one.is_alive or loop.time() > ends:
+                    return
+                answers[await step()] += 1
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+
     with hostile_watch.Probe(one.pages) as probe:
-        for _ in range(2):
-            half_bytes = one.memory_bytes()
-            share = max(1, bounds.requests // 2 // at_once)
-            await asyncio.gather(*(client(share) for _ in range(at_once)))
-            ends += bounds.seconds
+        await part(first, 0.5)
+        row.stall_s = hostile_watch.longest_stall_s(counted, await one.metrics())
+    await part(at_once, 0.25)
+    early_bytes = one.memory_bytes()
+    await part(at_once, 0.25)
     row.wait_s, row.peak_bytes = probe.longest_s, one.memory_bytes("VmHWM")
     row.is_alive = one.is_alive
     row.requests, row.answers = answers.total(), dict(answers)
     row.cpu_s = (one.cpu_s() - used_s) / max(1, row.requests)
     row.accounts = await one.accounts() if one.is_alive else {"ended": 1.0}
-    row.grown_bytes = one.memory_bytes() - half_bytes if one.is_alive else 0
-    row.stall_s = hostile_watch.longest_stall_s(counted, await one.metrics())
+    row.grown_bytes = one.memory_bytes() - early_bytes if one.is_alive else 0
     return row
 
 
-def judge(row: Row, quiet: Row) -> Row:
-    """Hold a row against the bars; `quiet` is what harmless input did."""
+def judge(row: Row, quiet: Row, size_bytes: int) -> Row:
+    """Hold a row against the bars.
+
+    Args:
+        row: Is changed.
+        quiet: What harmless input did.
+        size_bytes: Of its bodies; 0 where it is not about bodies.
+    """
     held_s = row.wait_s if row.stall_s is None else min(row.wait_s, row.stall_s)
     if held_s > STALL_S and held_s > STALL_RATIO * quiet.wait_s:
         row.missed.append("stall")
+    if size_bytes and row.cpu_s > quiet.cpu_s + PARSING_S * size_bytes / MIB:
+        row.missed.append("CPU")
     if row.grown_bytes > GROWTH_BYTES:
         row.missed.append("memory")
     if not row.is_alive:
@@ -198,7 +222,7 @@ async def clients(bounds: Bounds) -> AsyncIterator[Row]:
                 async def step(client: bodies.Client = client, port: int = one.port) -> str:
                     return await client(port, rng)
 
-                yield await measured(name, one, step, bounds, at_once=64)
+                yield await measured(name, one, step, bounds, at_once=64, first=64)
     if bounds.only in "distinct names":
         async with picker([lean_engine()]) as one:
             fresh = iter(bodies.names(bounds.requests + CLIENTS))
@@ -269,6 +293,7 @@ async def waiting(bounds: Bounds) -> AsyncIterator[Row]:
             lambda: bodies.send(one.port, next(fresh)),
             once,
             at_once=1_000,
+            first=1_000,
         )
 
 
@@ -291,6 +316,7 @@ def line(row: Row, quiet: Row) -> str:
         f" CPU {1000 * row.cpu_s:7.2f} ms; memory {row.before_bytes / MIB:.0f},"
         f" peak {row.peak_bytes / MIB:.0f}, grown {row.grown_bytes / MIB:+.1f} MiB;"
         f" {'MISSED ' + ', '.join(row.missed) if row.missed else 'met'}"
+        f"{f' {row.accounts}' if row.accounts else ''}"
     )
 
 
@@ -303,7 +329,7 @@ async def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--write", action="store_true", help="write bench/results/hostile.json")
     wanted = parser.parse_args()
-    bounds = Bounds(wanted.requests, wanted.seconds / 2, wanted.size, wanted.only)
+    bounds = Bounds(wanted.requests, wanted.seconds, wanted.size, wanted.only)
     harmless = bodies.harmless(bounds.size_bytes)
     async with picker([lean_engine()]) as one:
         quiet = await measured("harmless", one, lambda: bodies.send(one.port, harmless), bounds)
@@ -311,7 +337,7 @@ async def main() -> int:
     print(line(quiet, quiet), flush=True)
     for group in wanted.kinds.split(","):
         async for row in GROUPS[group](bounds):
-            rows.append(judge(row, quiet))
+            rows.append(judge(row, quiet, bounds.size_bytes if group == "bodies" else 0))
             print(line(row, quiet), flush=True)
     if wanted.write:
         figures = {"rows": [json.loads(msgspec.json.encode(row)) for row in rows]}
