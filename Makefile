@@ -22,7 +22,7 @@ KUBETOOLS_MODULE := tests/manifests/kubetools
 # Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo demo-scale test fuzz chaos hostile check format proto points bench envoys versions envtest kubetools clean
+.PHONY: help demo demo-scale test fuzz chaos hostile mutants check format proto points bench envoys versions envtest kubetools clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -59,6 +59,9 @@ chaos: $(VENV)/.dev ## A well-behaved client beside everything that goes wrong, 
 
 hostile: $(VENV)/.dev ## What hostile bodies, clients, pages and files take of a picker
 	$(BIN)/python -m bench.hostile --write $(ARGS)
+
+mutants: $(VENV)/.dev ## Change the hot packages in small ways for MINUTES (60): what does no test notice?
+	nice $(BIN)/python -m bench.mutants --minutes $(or $(MINUTES),60) --write $(ARGS)
 
 check: $(VENV)/.dev ## Format, lint, imports, types
 	$(BIN)/ruff format --check .
