@@ -29,6 +29,7 @@ from extproc.server.scaling import autoscaler, keda
 from extproc.server.sharing import line
 from extproc.server.site import Shared
 from extproc.server.sites import Sites
+from extproc.server.stalls import StallMeter
 from extproc.supervision import LoopName
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.ring import Ring
@@ -169,6 +170,7 @@ class Picker:
             notes=self._notes,
         )
         self.tallies.watches = self._watch_figures
+        self._stalls = StallMeter(self.tallies)
         self._elector = leases.stand(
             settings, able=lambda: self.readiness.able, supervisor=self.tallies.supervisor
         )
@@ -193,6 +195,7 @@ class Picker:
             )
         )
         self.servicer.shared.gates = self.sites.gates
+        self.servicer.shared.on_opened = self._stalls.wake
         self._line = line(settings.sharing, self.sites, clock)
         self._xds: xds.Discovery | None = None
         if settings.xds.enabled:
@@ -265,6 +268,7 @@ class Picker:
             ConfigError: The endpoints file cannot be read, or nobody knows where the API server is.
         """
         await self.sites.sync()
+        self._stalls.start()
         await self._autoscaler.start()
         if self._elector is not None:
             await self._elector.start()
@@ -385,6 +389,7 @@ class Picker:
 
     async def stop(self) -> None:
         """Close everything."""
+        self._stalls.stop()
         attempt = self.tallies.supervisor.attempt
         for one in self._grpc:
             await attempt("drain", one.stop(_RELEASE_S))

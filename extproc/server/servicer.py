@@ -77,6 +77,7 @@ class Servicer:
         task = _own_task()
         tallies = self.shared.tallies
         tallies.streams_open += 1
+        self.shared.on_opened()
         self._crowds.count(tallies.streams_open)
         stream = opened(self.shared)
         reads = reading.Reads(context.read, self._ends)

@@ -73,6 +73,7 @@ class Shared:
     Attributes:
         gates: Where requests wait, by pool; a pool that is not there holds none.
         closing: Whether the server is about to end.
+        on_opened: Called when a stream was opened.
         bugs: Where exceptions of ours go.
     """
 
@@ -98,6 +99,7 @@ class Shared:
         self.settings = settings
         self.gates: Mapping[str, Gate] = {}
         self.closing = False
+        self.on_opened: Callable[[], None] = _nothing
         self.bugs = Bugs(tallies.bugs, clock)
 
     @property
@@ -377,3 +379,7 @@ def opened(shared: Shared) -> Stream:
         shared.clock(),
         shared.tallies.of(shared.switchboard.usual),
     )
+
+
+def _nothing() -> None:
+    """Nothing."""

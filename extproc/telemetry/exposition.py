@@ -159,6 +159,16 @@ class Exposition(Collector):
             ("extproc_exchange_seconds", "From first event to end.", tallies.exchange_s),
             ("extproc_scrape_seconds", "Time one scrape took.", tallies.scrape_s),
             ("extproc_held_seconds", "Waits for capacity that ended well.", tallies.held_s),
+            (
+                "extproc_loop_stall_seconds",
+                "How late timers of the event loop were: how long something held it.",
+                tallies.loop_stall_s,
+            ),
+            (
+                "extproc_loop_stall_cpu_seconds",
+                "Of the same, what the event loop's own thread computed.",
+                tallies.loop_stall_cpu_s,
+            ),
         ):
             yield _histogram(name, text, distribution)
 

@@ -38,6 +38,7 @@ class Distribution:
 
 
 _ROUTE_BOUNDS_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.1)
+_STALL_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _ANSWER_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -58,6 +59,8 @@ class Tallies:
         exchange_s: From first event to end.
         scrape_s: Time of scrapes.
         held_s: How long requests waited for capacity and then went on.
+        loop_stall_s: How late timers of the event loop were.
+        loop_stall_cpu_s: Of that, what the thread of the event loop computed.
         xds: Counts of the xDS server.
         scaling: Gives what is shown of autoscaling, by pool.
         watches: Gives how the watches of Kubernetes stand.
@@ -80,6 +83,8 @@ class Tallies:
         self.exchange_s = Distribution(_ANSWER_BOUNDS_S)
         self.scrape_s = Distribution(_ANSWER_BOUNDS_S)
         self.held_s = Distribution(_ANSWER_BOUNDS_S)
+        self.loop_stall_s = Distribution(_STALL_BOUNDS_S)
+        self.loop_stall_cpu_s = Distribution(_STALL_BOUNDS_S)
         self.xds = XdsTallies()
         self.scaling: Callable[[], Mapping[str, Figures]] = dict
         self.watches: Callable[[], Iterable[WatchFigures]] = tuple
