@@ -293,6 +293,7 @@ class Autoscaler:
         while True:
             await asyncio.sleep(_REPORT_S)
             await self.report(cluster)
+            self._supervisor.works("autoscaling", _EVENTS)
 
     async def report(self, cluster: kubernetes.Cluster) -> None:
         """Write those that were not written yet."""
