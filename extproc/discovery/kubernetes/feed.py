@@ -236,9 +236,9 @@ class Feed:
             case _:
                 detail = f"{answer.status} {answer.message}"
                 self._listener.state(self.collection, "disconnected", detail)
-                if answer.status != 429 and self._version:
-                    self._stumble(detail)
-                return max(self._pause(), answer.retry_after_s)
+                stumbles = answer.status != 429 and bool(self._version)
+                pause_s = self._stumble(detail) if stumbles else self._pause()
+                return max(pause_s, answer.retry_after_s)
 
     async def _stale(self, answer: answers.Refused, generation: int) -> float:
         """The token is rotated under our feet, and the certificates now and then."""
