@@ -90,7 +90,8 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             usual engine.
         host: IP address of the endpoints. 127.0.0.1: children are on this machine.
         listening: What stands before `ip:port` in the line that an engine without `{port}` prints.
-            "listening on " is what `extproc engine` prints.
+            "listening on " is what `extproc engine` prints. `host` stands in for `0.0.0.0`, `[::]` and
+            names such as `localhost`.
         health: HTTP path that answers 200 once an engine can serve. /health is vLLM's and SGLang's.
         start_s: Seconds until an engine that does not answer is ended, and another one tried. 600:
             large models are read for minutes.

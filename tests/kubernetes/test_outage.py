@@ -100,6 +100,10 @@ async def test_063_a_picker_that_starts_during_an_outage(cluster, place):
             assert not await picker.ready()
             assert await picker.pick() == ""
             assert "extproc is ready" not in await told(picker)
+            reasons = await picker.page("/readyz")
+            assert reasons.startswith("not ready\n")
+            assert f"pods in namespace {place[0]} not in step for" in reasons
+            assert "disconnected: Cannot connect" in reasons
             await cluster.restart()
             await picker.until(picker.ready, bool)
             await picker.until(lambda: told(picker), lambda text: "extproc is ready" in text)
