@@ -30,6 +30,39 @@ class Forgetful:
         raise KeyError(decision.endpoints[0].address)
 
 
+class Attentive:
+    """A picker that takes the first, and notes what it is told."""
+
+    kind = "attentive"
+    needs = frozenset()
+
+    def __init__(self):
+        self.heard = []
+
+    def pick(self, turn, candidates, totals, *, count):
+        return [0]
+
+    def chosen(self, decision, now):
+        self.heard.append((decision, now))
+
+
+def test_an_observer_hears_every_decision_that_is_committed():
+    """With its time, once, and no exception is counted."""
+    guards = guard.Guards(lambda: 0.0, guard.Counts())
+    parts = factory.build(
+        Settings(seed=1, scheduling=Scheduling(strategy="balanced")), guards=guards
+    )
+    parts.fleet.replace([Endpoint("10.0.0.1:8000")], 1.0)
+    observer = Attentive()
+    profile = msgspec.structs.replace(parts.profile, picker=observer)
+    parts.dispatcher.adopt(factory.routing(parts.settings, profile, {}))
+    decision = parts.dispatcher.route(CHAT, 2.0)
+    assert observer.heard == []
+    parts.dispatcher.commit(decision, 2.5)
+    assert observer.heard == [(decision, 2.5)]
+    assert not guards.counts.exceptions
+
+
 def test_an_observer_that_raises_costs_neither_the_request_nor_the_books():
     """The request is charged, believed cached and completed; the exception is counted."""
     guards = guard.Guards(lambda: 0.0, guard.Counts())

@@ -58,3 +58,10 @@ def test_a_prompt_that_the_body_does_not_tell_is_kept():
     prepared = house.dispatcher.prepare_parsed(house.dispatcher.prepare(raw).request, raw)
     assert prepared.resting() is prepared
     assert prepared.prompted() is prepared.request
+
+
+def test_no_prompt_is_hashed_where_no_plugin_reads_hashes():
+    """A chain costs time in proportion to the prompt."""
+    raw = asked("a number " * 1000)
+    assert House(ALIKE, profile="least-request").dispatcher.prepare(raw).chain == ()
+    assert len(House(ALIKE, profile="balanced").dispatcher.prepare(raw).chain) > 0

@@ -78,6 +78,7 @@ def test_a_request_of_another_is_charged_and_believed_as_its_own():
     address = ticket.endpoint.address
     there, here = one.account(address), two.account(address)
     assert (here.in_flight, here.mirrored, there.mirrored) == (1, 1, 0)
+    assert (here.own, there.own) == (0, 1)
     assert (here.prompt_tokens, here.sent) == (there.prompt_tokens, there.sent)
     assert two.house.index.blocks_total == one.house.index.blocks_total > 0
     one.end(ticket)

@@ -226,3 +226,11 @@ def test_an_endpoint_of_two_pools_has_an_account_in_each():
     assert one.fleet.pool.members[0].account.in_flight == 1
     assert other.fleet.pool.members[0].account.in_flight == 0
     assert isinstance(one.fleet.pool.members[0].endpoint, Endpoint)
+
+
+def test_a_single_pool_without_a_claim_takes_models_that_its_endpoints_do_not_list():
+    """Others' claims on models change nothing of what it does with an unknown one."""
+    special, open_ = house(A, "special"), house(B, "llama")
+    switch = board(("s", special, Claim(models=("special",))), ("o", open_, Claim()))
+    assert went(switch.route(chat("special"), 1.0)) == ("s", A)
+    assert went(switch.route(chat("unheard-of"), 1.0)) == ("o", B)

@@ -88,6 +88,15 @@ def test_failures_in_a_row_eject():
     assert ward.health.ejections == {"errors": 1}
 
 
+def test_a_share_of_failures_ejects_with_the_answer_that_reaches_it():
+    """Without any row of failures: of every two requests, one is served."""
+    ward = Ward()
+    while not (wants := ward.health._records[1].wants):
+        ward.serve(1)
+        ward.fail(1, 1)
+    assert (wants, ward.state(1)) == ("errors", State.EJECTED)
+
+
 def test_one_failure_is_doubted():
     """Others come first for a second, until the next request is served, or one is sent after it."""
     ward = Ward()

@@ -180,6 +180,19 @@ def test_one_walk_answers_for_all():
     assert index.match([]) == [0, 0, 0]
 
 
+def test_endpoints_that_hold_as_much_of_a_run_keep_it_when_its_last_whole_holder_goes():
+    """The run is cut to what they hold, for each of them."""
+    index = PrefixIndex(100)
+    numbers = list(range(1, 11))
+    for key in KEYS:
+        index.record(key, numbers)
+    for key in (B, C):
+        index.retract(key, numbers, 6)
+    index.forget(A)
+    depths = index.match(numbers)
+    assert [depths[index.slot(key)] for key in (B, C)] == [6, 6]
+
+
 def test_forget_removes_everything_and_the_slot_is_used_again():
     """A new life of an address starts from nothing, in the slot of the old one."""
     index = PrefixIndex(10)
