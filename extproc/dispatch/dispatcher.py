@@ -12,6 +12,7 @@ from extproc.dispatch.choosing import Choice
 from extproc.dispatch.journal import Journal
 from extproc.dispatch.preparing import Preparation, Prepared
 from extproc.dispatch.serving_bits import ServingBits
+from extproc.endpoint import Endpoint
 from extproc.pool import snapshot
 from extproc.pool.accounts import Ticket
 from extproc.pool.fleet import Fleet
@@ -319,12 +320,13 @@ class Dispatcher:
         if self.journal is not None and ticket.endpoint is not chosen:
             self.journal.moved(ticket, blocks)
 
-    def learn(self, decision: Decision, usage: Mapping[str, int]) -> None:
+    def learn(self, decision: Decision, usage: Mapping[str, int], *, served: Endpoint) -> None:
         """Hold predictions against what the answer reports: prompt tokens, and cached ones.
 
         Args:
             decision: That was committed.
             usage: Tokens by kind, as `parsing.usage.read` gives them.
+            served: The endpoint that answered, as `Ticket.endpoint` has it.
         """
         prompt, cached = usage.get("prompt"), usage.get("cached")
         request = decision.request
@@ -332,12 +334,12 @@ class Dispatcher:
             self._fleet.tokenisers.told(
                 request.target, prompt_bytes=request.prompt_bytes, tokens=prompt
             )
-        if self._hashing and prompt and cached is not None:
+        if not self._hashing or not prompt or cached is None:
+            return
+        predicted = _predicted(decision, served)
+        if predicted is not None:
             self._belief.told(
-                decision.endpoints[0],
-                prompt_tokens=prompt,
-                predicted=min(decision.matched_tokens, prompt),
-                cached=cached,
+                served, prompt_tokens=prompt, predicted=min(predicted, prompt), cached=cached
             )
 
     def withdraw(self, ticket: Ticket, now: float) -> None:
@@ -383,3 +385,13 @@ class Dispatcher:
             except Exception:  # noqa: BLE001 - counted, and the request is decided already
                 kind = getattr(observer, "kind", type(observer).__name__)
                 self._counts.exceptions["observer", kind] += 1
+
+
+def _predicted(decision: Decision, served: Endpoint) -> int | None:
+    """Prompt tokens that a decision took to be cached on an endpoint; None where it did not look."""
+    if served is decision.endpoints[0]:
+        return decision.matched_tokens
+    for c in decision.candidates:
+        if c.endpoint.incarnation == served.incarnation and c.endpoint.address == served.address:
+            return c.matched_tokens
+    return None

@@ -43,9 +43,9 @@ _UNEXPLAINED: Final = 3
 #: dozens of iterations.
 _LAG_S: Final = 2.0
 
-#: Seconds after which a request that was sent is in the engine: longer than it takes to tokenise a
-#: prompt or to fetch its images.
-_SETTLED_S: Final = 5.0
+#: Seconds after which a request that was sent is in the engine: longer than it usually takes to
+#: tokenise a prompt or to fetch its images. Until then a page that hides work draws too much.
+_SETTLED_S: Final = 2.0
 
 #: Requests open for that long from which a page can be held against them (count).
 _FEWEST_SETTLED: Final = 4

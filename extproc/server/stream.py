@@ -350,8 +350,10 @@ class Stream(msgspec.Struct, eq=False):
 
     def _learn(self) -> None:
         """Learn from what the answer took."""
-        if self._used is not None and self._dispatcher is not None and self._recorded is not None:
-            self._dispatcher.learn(self._recorded.decision, self._used)
+        dispatcher, recorded, ticket = self._dispatcher, self._recorded, self._ticket
+        if dispatcher is None or recorded is None or ticket is None or self._used is None:
+            return
+        dispatcher.learn(recorded.decision, self._used, served=ticket.endpoint)
 
     def _charge(self) -> None:
         """Let the tenant's account follow what the answer took."""

@@ -152,3 +152,20 @@ def test_an_endpoint_that_left_meanwhile_is_none_the_worse():
         sent.told("503")
         sent.complete()
     assert house.fleet.pool.unsure == 0
+
+
+def test_usage_is_held_against_the_endpoint_that_served():
+    """Whoever was chosen: all answers are of one endpoint, and the other one's belief stays."""
+    house = House({ONE: None, TWO: None}, profile="adaptive")
+    one, two = (house.belief.of(member(house, name).endpoint) for name in (ONE, TWO))
+    chosen = set()
+    for number in range(16):
+        sent = Sent(house, chat(first=f"talk {number}"))
+        chosen.add(sent.address)
+        sent.told("200", served=ONE)
+        served = sent.ticket.endpoint
+        sent.complete()
+        house.dispatcher.learn(sent.decision, {"prompt": 400, "cached": 360}, served=served)
+    assert chosen == {ONE, TWO}
+    assert one.calibration.error < -0.5
+    assert (two.calibration.error, two.calibration.factor) == (0.0, 1.0)

@@ -21,7 +21,8 @@ def ask(house, text="", *, ids=None, model="m"):
 
 def answered(house, decision, tokens):
     ticket = house.dispatcher.commit(decision, house.now)
-    house.dispatcher.learn(decision, {"prompt": tokens, "completion": 1})
+    used = {"prompt": tokens, "completion": 1}
+    house.dispatcher.learn(decision, used, served=ticket.endpoint)
     house.dispatcher.complete(ticket, house.now)
 
 

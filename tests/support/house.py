@@ -47,6 +47,7 @@ class House:
             load = loads[member.endpoint.address]
             if load is not None:
                 self.fleet.observe(self.fleet.begin_scrape(member.endpoint), load, self.now)
+        self.belief = Beliefs(self.index, blocks.DEFAULT.tokens, most_blocks=10_000)
         chosen = defaults.profiles()[profile] if isinstance(profile, str) else profile
         self.dispatcher = Dispatcher(
             fleet=self.fleet,
@@ -56,7 +57,7 @@ class House:
                 settings=DispatchSettings(stale_after_s=60.0, fallbacks=fallbacks),
             ),
             index=self.index,
-            belief=Beliefs(self.index, blocks.DEFAULT.tokens, most_blocks=10_000),
+            belief=self.belief,
             schedule=blocks.Schedule(),
             rng=random.Random(seed),
         )

@@ -12,6 +12,10 @@ from extproc.endpoint import Candidate
 from extproc.scheduling.plugins import Signal
 from extproc.scheduling.turn import Turn
 
+#: Open requests of an endpoint that still counts as equal, as a share of the mean: as KubeAI's
+#: consistent hashing bounds loads.
+_MOST_SHARE = 1.25
+
 
 class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The highest totals in falling order; near ties by rendezvous hash.
@@ -21,7 +25,10 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     agree, and endpoints that come and go move only their own keys. The key is what stays the same
     from turn to turn of a conversation: the session hint, else the opening of its first user
     message, else the end of the prompt. A request without any of these is drawn at random, because
-    one key for all of them would send them all to one endpoint.
+    one key for all of them would send them all to one endpoint. Beside requests of others, of
+    equals that hold as much of the prompt, whoever has more than 1.25 m + 1 of this picker's open
+    requests, m their mean, is passed over: where much is there already, dozens of requests are within
+    `tie_share`, and hashes are uneven.
 
     Attributes:
         tie_share: How far below the best a total may be, as a share of the best's size. 0.05 is the
@@ -46,6 +53,8 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         best = max(totals)
         least = best - self.tie_share * abs(best)
         ties = [i for i, total in enumerate(totals) if total >= least]
+        if turn.others and len(ties) > 1:
+            ties = _in_proportion(candidates, ties, best=totals.index(best))
         if len(ties) > 1:
             ties = self._ordered(turn, candidates, ties, count=count)
         if count <= len(ties):
@@ -75,3 +84,25 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if count == 1:
             return [min(ranked)[2]]
         return [i for _, _, i in sorted(ranked)][:count]
+
+
+def _in_proportion(candidates: Sequence[Candidate], ties: list[int], *, best: int) -> list[int]:
+    """Those of `ties` that have not many more open requests than usual; the best one stays.
+
+    All of them where some hold more of the prompt than others: a conversation is not turned away from
+    its prefix.
+    """
+    there = candidates[best]
+    matched, fewest = there.matched_tokens, there.in_flight + 1
+    uneven = False
+    for i in ties:
+        c = candidates[i]
+        if c.matched_tokens != matched:
+            return ties
+        if c.in_flight > fewest:
+            uneven = True
+    if not uneven:
+        return ties
+    mean = sum([c.in_flight for c in candidates]) / len(candidates)
+    most = _MOST_SHARE * mean + 1.0
+    return [i for i in ties if i == best or candidates[i].in_flight <= most]

@@ -1,0 +1,44 @@
+"""Near ties go where hashes say, in proportion."""
+
+from collections import Counter
+
+import pytest
+
+from extproc.scheduling.pickers.rendezvous import Rendezvous
+from extproc.testing.fleet import candidate, turn
+
+
+def picks(in_flight, *, others, matched=(0, 0, 0)):
+    """Where a thousand conversations go that cost the same everywhere."""
+    fleet = [
+        candidate(f"e{n}", in_flight=count, matched_tokens=tokens)
+        for n, (count, tokens) in enumerate(zip(in_flight, matched, strict=True))
+    ]
+    found = Counter()
+    for number in range(1000):
+        asked = turn(session=f"talk {number}", others=others)
+        found[Rendezvous().pick(asked, fleet, [-1.0, -1.01, -1.02], count=1)[0]] += 1
+    return [found[n] for n in range(3)]
+
+
+def test_equals_with_many_more_requests_are_passed_over_beside_others():
+    """With 4 on average, an equal takes no more than 6 of ours."""
+    one, two, three = picks([4, 6, 2], others=0.5)
+    assert min(one, two, three) > 250
+    one, two, three = picks([3, 7, 2], others=0.5)
+    assert (two, one + three) == (0, 1000)
+
+
+def test_the_best_of_equals_is_never_passed_over():
+    """However many it has."""
+    one, two, three = picks([30, 29, 1], others=0.5)
+    assert two == 0
+    assert min(one, three) > 400
+
+
+@pytest.mark.parametrize(
+    "facts", [{"others": 0.0}, {"others": 0.5, "matched": (0, 64, 0)}], ids=["alone", "cached"]
+)
+def test_equals_are_equals_where_nobody_else_sends_or_some_hold_the_prompt(facts):
+    """Requests of ours alone make nobody unequal, and a conversation stays where it was."""
+    assert min(picks([3, 9, 2], **facts)) > 250
