@@ -34,9 +34,10 @@ class Lane:
         self._gone = 0
         self.key: Key | None = None
 
-    def add(self, rank: float, waiter: Waiter) -> None:
-        """Put a request in its place."""
+    def add(self, rank: float, waiter: Waiter) -> bool:
+        """Put a request in its place; returns whether it is first."""
         heapq.heappush(self._heap, (rank, waiter.number, waiter.place, waiter))
+        return self._heap[0][3] is waiter
 
     def head(self) -> _Entry | None:
         """The request that goes next; None when none waits."""
@@ -85,8 +86,8 @@ class Line:
         new = lane is None
         if lane is None:
             lane = self._lanes[tenant] = Lane()
-        lane.add(rank, waiter)
-        self._place(tenant, lane)
+        if lane.add(rank, waiter):
+            self._place(tenant, lane)
         return new
 
     def left(self, tenant: str) -> bool:
@@ -114,6 +115,8 @@ class Line:
                 return key
             lane.key = fresh
             heapq.heapreplace(heap, fresh)
+            if heap[0] is fresh:
+                return fresh
         return None
 
     def head(self, key: Key) -> Waiter:

@@ -272,6 +272,8 @@ class Queue:
 
     def _may_fit(self, waiter: Waiter) -> bool:
         """Whether there is room, once everybody of lower priority is displaced."""
+        if self._fits(waiter):
+            return True
         lower = [band for rank, band in self._bands.items() if rank < waiter.priority]
         return self._fits(
             waiter,

@@ -87,9 +87,33 @@ def heads(lines: Mapping[Way, Line], sweep: Sweep) -> Iterator[Waiter]:
         lines: By way; requests leave them meanwhile, and come only to what is held up.
         sweep: What is held up.
     """
+    top, groups = _beginnings(lines, sweep)
+    while top:
+        key, in_way = top[0]
+        if in_way is None:
+            found = groups[key[3]].key(lines, sweep)
+        else:
+            found = _in_way(in_way, lines, sweep)
+        if found is None:
+            heapq.heappop(top)
+            continue
+        if found[0] != key:
+            entry = (found[0], in_way)
+            heapq.heapreplace(top, entry)
+            if top[0] is not entry:
+                continue
+        yield lines[found[1]].head(found[0])
+
+
+def _beginnings(
+    lines: Mapping[Way, Line], sweep: Sweep
+) -> tuple[list[tuple[Key, Way | None]], Mapping[str, _Alone]]:
+    """A heap of the first places and their ways, and the ways in which only one tenant waits.
+
+    None for a way stands for those in which only the tenant of that place waits. Comparisons end
+    with the number, which no two requests share.
+    """
     alone: dict[str, list[tuple[float, int, Way]]] = {}
-    #: Places and ways; None for those in which only that tenant waits. Comparisons end with the
-    #: number, which no two requests share.
     top: list[tuple[Key, Way | None]] = []
     for way, line in lines.items():
         key = None if sweep.holds_up(way) else line.key()
@@ -105,18 +129,7 @@ def heads(lines: Mapping[Way, Line], sweep: Sweep) -> Iterator[Waiter]:
         if found is not None:
             top.append((found[0], None))
     heapq.heapify(top)
-    while top:
-        key, in_way = top[0]
-        if in_way is None:
-            found = groups[key[3]].key(lines, sweep)
-        else:
-            found = _in_way(in_way, lines, sweep)
-        if found is None:
-            heapq.heappop(top)
-        elif found[0] != key:
-            heapq.heapreplace(top, (found[0], in_way))
-        else:
-            yield lines[found[1]].head(key)
+    return top, groups
 
 
 def _in_way(way: Way, lines: Mapping[Way, Line], sweep: Sweep) -> tuple[Key, Way] | None:

@@ -89,6 +89,26 @@ def test_a_refund_is_given_once():
     assert [passes(one, "t", 0, 200.0) for _ in range(12)] == [True] * 10 + [False] * 2
 
 
+def test_what_was_settled_is_what_is_given_back():
+    """Whatever a request was charged with at first."""
+    one = Allowance(Limit(tokens_per_s=1.0, burst_s=100.0))
+    charge = one.take("t", 80, 0.0)
+    charge.settle(50)
+    charge.settle(30)
+    assert charge.tokens == 30
+    charge.refund()
+    assert passes(one, "t", 100, 0.0)
+    assert not passes(one, "t", 1, 0.0)
+
+
+def test_time_never_counts_twice():
+    """A clock that was read in another order fills a bucket once."""
+    one = Allowance(Limit(tokens_per_s=1.0, burst_s=100.0))
+    assert passes(one, "t", 100, 0.0)
+    for now in (50.0, 10.0, 50.0, 20.0, 50.0):
+        assert not passes(one, "t", 60, now)
+
+
 def test_no_number_of_names_fills_a_bucket_up():
     """A tenant that took all is remembered; names beyond those remembered share one account."""
     one = Allowance(Limit(requests_per_s=0.001, burst_s=0.0))

@@ -186,6 +186,9 @@ def test_headers_say_how_a_request_waits():
     assert manners.tenant({"x-gateway-inference-fairness-id": "old"}, "m") == "old"
     assert manners.tenant({}, "m") == ""
     assert Manners(by_adapter=True).tenant({}, "m") == "m"
+    long = "t" * 300
+    assert manners.tenant({"x-gateway-inference-fairness-id": long}, "m") == "t" * 256
+    assert Manners(by_adapter=True).tenant({}, long) == "t" * 256
     assert manners.timeout_s({"x-extproc-hold-ms": "1500"}) == 1.5
     for text in ("", "-1", "soon", "1" * 12):
         assert manners.timeout_s({"x-extproc-hold-ms": text}) is None

@@ -329,6 +329,8 @@ async def test_a_pump_that_fails_is_tried_again(caplog):
         return expired(now, **more)
 
     queue.expired = breaking
+    place.gate._timer.cancel()
+    place.gate._timer = None
     place.gate.pump()
     place.gate.pump()
     assert list(place.bugs.values()) == [2]
@@ -402,3 +404,122 @@ async def test_thousands_of_deadlines_end_in_turns_of_the_loop():
     assert 0 < sum(one.answer.done() for one in held) < 400
     await answered(*held)
     assert place.gate.outcomes == {"expired": 400}
+
+
+async def test_a_request_that_was_cancelled_is_not_charged():
+    """Its stream has not been told yet: nothing goes anywhere, and nothing is a bug."""
+    place = Place()
+    held = place.ask()
+    held.answer.cancel()
+    place.come(A)
+    place.gate.pump()
+    assert place.house.in_flight == 0
+    assert not place.bugs
+    place.gate.left(held, place.now)
+    assert place.house.in_flight == 0
+
+
+async def test_a_client_that_leaves_is_waited_for_by_nobody():
+    """Whatever awaits its answer ends."""
+    place = Place()
+    held = place.ask()
+    place.gate.left(held, place.now)
+    assert held.answer.cancelled()
+    place.gate.close()
+
+
+async def test_capacity_that_comes_during_a_sweep_is_for_whoever_comes_first():
+    """A sweep over many turns of the loop begins anew after its end, without another event."""
+    place = Place(A)
+    place.load(A, waiting=20, running=8, kv_usage=0.9)
+    held = [place.ask(priority=priority) for priority in range(9, 0, -1)]
+    decide, decided = place.house.dispatcher.decide, []
+
+    def slow(prepared, now, *, patient=True):
+        place.house.now += 0.002
+        decided.append(prepared)
+        return decide(prepared, now, patient=patient)
+
+    place.house.dispatcher.decide = slow
+    place.gate.pump()
+    assert decided == [one.prepared for one in held[:3]]
+    place.load(A, waiting=0, running=4, kv_usage=0.5)
+    await answered(*held)
+    assert place.gate.outcomes == {"went": 9}
+    place.gate.close()
+
+
+async def test_the_timer_is_for_the_first_deadline():
+    """A request that may wait less brings it forward, one that may wait longer does not."""
+    place = Place(empty_timeout_s=100)
+    place.ask()
+    late = place.gate._timer
+    place.ask(x_extproc_hold_ms="50000")
+    soon = place.gate._timer
+    assert late.cancelled()
+    assert soon.when() < late.when()
+    place.ask(x_extproc_hold_ms="70000")
+    assert place.gate._timer is soon
+    place.gate.close()
+    assert soon.cancelled()
+
+
+async def test_the_timer_is_set_again_when_it_was_due():
+    """As long as somebody waits."""
+    place = Place()
+    place.ask(x_extproc_hold_ms="1")
+    pumped = asyncio.Event()
+    turns, pump = [], place.gate.pump
+
+    def pumping():
+        turns.append(place.now)
+        pump()
+        if len(turns) == 3:
+            pumped.set()
+
+    place.gate.pump = pumping
+    await pumped.wait()
+    place.gate.close()
+
+
+async def test_promises_end_with_a_refusal():
+    """A request that waited too long holds nothing of the endpoint it waited for."""
+    place = Place(A, B, profile="adaptive", timeout_s=5)
+    for address in (A, B):
+        place.load(address, waiting=20, running=8, kv_usage=0.5)
+    accounts = [member.account for member in place.house.fleet.pool.members]
+    held = [place.ask(tokens=400) for _ in range(3)]
+    assert sum(account.open_tokens for account in accounts) > 1000
+    place.house.now += 6.0
+    place.gate.pump()
+    assert all(one.status == 429 for one in await answered(*held))
+    assert [account.open_tokens for account in accounts] == [0.0, 0.0]
+
+
+async def test_other_settings_are_gone_by():
+    """Limits that stay keep what was taken; headers and half-life are the new ones."""
+    limited = {"limit": Limit(requests_per_s=0.1, burst_s=10.0)}
+    place = Place(A, **limited)
+    headers = {":method": "POST", ":path": "/v1/completions", "x-team": "t"}
+    raw = RawRequest(headers, b'{"model": "m", "prompt": "x"}')
+    prepared = place.house.dispatcher.prepare(raw)
+    assert isinstance(place.gate.reserve(prepared, place.now), Reservation)
+    place.gate.adopt(Holding(enabled=True, half_life_s=1.0, **limited))
+    assert place.gate.reserve(prepared, place.now).status == 429
+    place.gate.queue.turns.charge("t", 64.0, place.now)
+    assert place.gate.queue.turns.attained("t", place.now + 2.0) == pytest.approx(16.0)
+    place.gate.adopt(Holding(enabled=True, tenant_header="X-Team", **limited))
+    assert place.gate.tenant(prepared) == "t"
+    place.gate.adopt(Holding(enabled=True))
+    assert place.gate.reserve(prepared, place.now).charge is None
+
+
+async def test_what_an_answer_used_counts_in_place_of_the_estimate():
+    """Turns follow the difference, so that the prompt counts once."""
+    place = Place(A)
+    body = b'{"model": "m", "prompt": "' + b"x" * 4000 + b'"}'
+    raw = RawRequest({":method": "POST", ":path": "/v1/completions"}, body)
+    reserved = place.gate.reserve(place.house.dispatcher.prepare(raw), place.now)
+    assert reserved.prompt_tokens == 1000
+    place.gate.used(reserved, {"prompt": 1010, "completion": 5}, place.now)
+    assert place.gate.queue.turns.attained("", place.now) == pytest.approx(20.0)
