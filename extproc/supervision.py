@@ -33,6 +33,7 @@ LoopName = Literal[
     "keda",
     "kubernetes",
     "pools",
+    "readiness",
     "reload",
     "scrape",
     "sharing",

@@ -110,11 +110,11 @@ async def serve(
                 for name, run in running.items()
             ]
             announce(f"extproc is listening: {addresses.told}")
-            await _ready(picker.readiness, stop)
+            await supervisor.keep("readiness", lambda: _ready(picker.readiness, stop))
             if picker.readiness.ready:
                 announce(f"extproc is ready: {addresses.told}")
             await stop.wait()
-            await picker.drain(hurry)
+            await supervisor.attempt("drain", picker.drain(hurry))
             for loop in loops:
                 loop.cancel()
     finally:

@@ -157,3 +157,29 @@ def test_labels_tell_where_an_endpoint_is(fleet):
     assert resources.places(fleet.pool, with_health=True) == (
         Place("10.0.0.9:8000", Health.HEALTHY, "north", "n1"),
     )
+
+
+def test_a_pool_that_makes_us_raise_hides_no_other(board, fleet, monkeypatch):
+    """The others are posted, it stays as it was, and is posted once that ends."""
+    other = Fleet(on_gone=lambda _: None)
+    other.replace([ONE], 0.0)
+    board.post({"a": fleet.pool, "b": other.pool})
+    real = resources.places
+
+    def raising(pool, **more):
+        if pool is fleet.pool:
+            raise OverflowError
+        return real(pool, **more)
+
+    before = board.snapshot[ASSIGNMENT]["a"]
+    fleet.replace([ONE], 1.0)
+    other.replace([TWO], 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(resources, "places", raising)
+        assert board.post({"a": fleet.pool, "b": other.pool})
+        assert list(board.faults) == ["a"]
+        assert board.snapshot[ASSIGNMENT]["a"] is before
+    assert board.behind({"a": fleet.pool, "b": other.pool})
+    assert board.post({"a": fleet.pool, "b": other.pool})
+    assert board.faults == {}
+    assert board.snapshot[ASSIGNMENT]["a"] != before

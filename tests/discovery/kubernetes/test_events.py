@@ -187,3 +187,23 @@ def test_deep_nesting_is_a_value():
     """The decoder gives up before the stack does."""
     line = b'{"type":"ADDED","object":{"metadata":' + b"[" * 100_000
     assert isinstance(PODS.line(line), events.Unreadable)
+
+
+def test_an_object_that_makes_the_reader_raise_is_broken_alone():
+    """In a list and in an event: the others are read, and its key and kind of error are told."""
+    reader = events.Reader(resources.PODS)
+    real = reader._value
+
+    def raising(raw):
+        if raw.metadata.name == "bad":
+            raise OverflowError("what somebody wrote")
+        return real(raw)
+
+    reader._value = raising
+    page = reader.page(making.page(making.pod("a"), making.pod("bad"), making.pod("b")))
+    assert [value.name for value in page.values] == ["a", "b"]
+    (broken,) = page.broken
+    assert (broken.name, broken.reason) == ("bad", "reading it raised OverflowError")
+    event = reader.line(making.line("MODIFIED", making.pod("bad"), "7"))
+    assert isinstance(event, events.Broken)
+    assert event.version == "7"

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from extproc.discovery.kubernetes import feed, follow, settings
+from extproc import supervision
+from extproc.discovery.kubernetes import cluster, feed, follow, settings, views
 from extproc.errors import ConfigError
 from tests.discovery.kubernetes import fake, making
 
@@ -754,5 +755,116 @@ def test_many_changes_make_few_reports(tmp_path):
             last = "10.0.1.199:8000"
             await one.until(lambda: one.pools[KEY].endpoints[-1].address == last)
             assert len(one.told) < 20
+
+    asyncio.run(scene())
+
+
+SECRET = "what somebody wrote"
+
+
+def poison(monkeypatch, place, name, hits):
+    """Let a method raise where its arguments hit, as a bug of ours that an object sets off."""
+    real = getattr(place, name)
+
+    def raising(*args, **more):
+        if hits(*args):
+            raise OverflowError(SECRET)
+        return real(*args, **more)
+
+    monkeypatch.setattr(place, name, raising)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_object_that_makes_us_raise_hides_no_other(tmp_path, monkeypatch, caplog, before):
+    """Listed at the start or brought by an event, it is counted, and what follows is told of."""
+    poison(
+        monkeypatch,
+        cluster.Cluster,
+        "put",
+        lambda _, __, key, ___: key[1] == "bad",
+    )
+
+    async def scene():
+        bad = making.pod("bad", ip="10.0.0.66")
+        listed = (bad,) if before else ()
+        async with following(tmp_path, making.pool(), making.pod("a"), *listed) as one:
+            assert one.names() == ["a"]
+            one.server.put(*(() if before else (bad,)), making.pod("b", ip="10.0.0.2"))
+            await one.until_names("a", "b")
+            assert one.subject._supervisor.failures["kubernetes"] >= 1
+
+    asyncio.run(scene())
+    assert SECRET not in caplog.text
+    assert "OverflowError" in caplog.text
+
+
+def test_a_pool_that_makes_us_raise_hides_no_other(tmp_path, monkeypatch):
+    """The others are told of, and so is it once that ends."""
+    wrong = [True]
+    poison(
+        monkeypatch,
+        views.PodView,
+        "found",
+        lambda view: wrong[0] and view.spec.selector == {"app": "bad"},
+    )
+    sources = tuple(settings.InferencePoolRef("default", name) for name in ("pool", "other"))
+
+    async def scene():
+        objects = (making.pool(app="bad"), making.pool("other"), making.pod("a"))
+        async with following(tmp_path, *objects, sources=sources) as one:
+            assert one.names(sources[1].key) == ["a"]
+            assert one.names(sources[0].key) is None
+            wrong.clear()
+            wrong.append(False)
+            one.server.put(making.pod("b", app="bad", ip="10.0.0.2"))
+            await one.until_names("b", key=sources[0].key)
+
+    asyncio.run(scene())
+
+
+def test_pools_that_could_not_be_taken_are_told_of_again(tmp_path, monkeypatch):
+    """Whoever is told may raise, at the start and later: nothing that changed is lost."""
+
+    async def scene():
+        monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
+        wrong = [2]
+        real = Scene._on_pools
+
+        def raising(self, found, removed):
+            if wrong[0]:
+                wrong[0] -= 1
+                raise OverflowError(SECRET)
+            real(self, found, removed)
+
+        monkeypatch.setattr(Scene, "_on_pools", raising)
+        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+            await one.until_names("a")
+            assert one.subject._supervisor.failures["kubernetes"] == 2
+            wrong[0] = 1
+            one.server.put(making.pod("b", ip="10.0.0.2"))
+            await one.until_names("a", "b")
+            await one.until(lambda: not one.subject._supervisor.degraded)
+
+    asyncio.run(scene())
+
+
+def test_a_feed_that_raises_stops_no_other(tmp_path, monkeypatch):
+    """Its collection is followed again after a pause, from what was known."""
+
+    async def scene():
+        monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
+        wrong = [3]
+        real = feed.Feed.step
+
+        async def raising(self):
+            if self.collection.resource.plural == "pods" and wrong[0]:
+                wrong[0] -= 1
+                raise OverflowError(SECRET)
+            return await real(self)
+
+        monkeypatch.setattr(feed.Feed, "step", raising)
+        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+            await one.until_names("a")
+            assert one.subject._supervisor.failures["kubernetes"] == 3
 
     asyncio.run(scene())

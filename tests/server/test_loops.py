@@ -1,0 +1,365 @@
+"""A running picker whose loops raise: it serves on, and says so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import re
+import types
+
+import aiohttp
+import msgspec
+import pytest
+
+from extproc import supervision
+from extproc.config.settings import Xds
+from extproc.discovery import follow
+from extproc.election import elector
+from extproc.election.settings import Settings as ElectionSettings
+from extproc.election.term import Record
+from extproc.errors import ConfigError
+from extproc.server import app, reload, sharing
+from extproc.server.ports import Addresses
+from extproc.supervision import Supervisor
+from tests.support import serving
+
+SECRET = "what a client sent"
+
+
+class Serving:
+    """`serve` in a task, and the handles that signals would turn."""
+
+    def __init__(self, monkeypatch, settings):
+        self.settings = settings
+        self.ready = asyncio.Event()
+        self.stop = self.hurry = self.addresses = self.picker = None
+        monkeypatch.setattr(app.signals, "follow", self.follow)
+        collector = types.SimpleNamespace(
+            collect=lambda: None, freeze=lambda: None, set_threshold=lambda *_: None
+        )
+        monkeypatch.setattr(app, "gc", collector)
+        monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
+        real = app.Picker
+
+        def made(settings):
+            self.picker = real(settings)
+            return self.picker
+
+        monkeypatch.setattr(app, "Picker", made)
+
+    def follow(self, stop, hurry, again):
+        self.stop, self.hurry = stop, hurry
+
+    def announce(self, line):
+        named = {what: int(port) for what, port in re.findall(r"(\w+) on (\d+)", line)}
+        self.addresses = Addresses(grpc=0, health=named["health"], pages=named["pages"])
+        if " is ready" in line:
+            self.ready.set()
+
+    async def page(self, path):
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://{serving.LOCAL}:{self.addresses.pages}{path}") as answer,
+        ):
+            return answer.status, await answer.text()
+
+    @contextlib.asynccontextmanager
+    async def running(self):
+        source = reload.Source(lambda _: [], lambda: self.settings)
+        task = asyncio.ensure_future(app.serve(self.settings, source, announce=self.announce))
+        waiting = asyncio.ensure_future(self.ready.wait())
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        try:
+            assert not task.done(), task.exception()
+            yield task
+        finally:
+            self.hurry.set()
+            self.stop.set()
+            await task
+
+
+def raising_at_first(run, ran):
+    """A loop that raises once, and then runs."""
+    raised = []
+
+    async def started():
+        if not raised:
+            raised.append(1)
+            raise LookupError(SECRET)
+        ran()
+        await run()
+
+    return started
+
+
+async def test_no_loop_ends_the_process(monkeypatch, caplog):
+    """Every loop of the composition root raises: all go on, each is counted, requests are served."""
+    ran = set()
+    loops, run = app.Picker.loops, reload.Reloader.run
+
+    def raising(picker):
+        return {
+            name: raising_at_first(one, lambda name=name: ran.add(name))
+            for name, one in loops(picker).items()
+        }
+
+    reloading = {}
+
+    async def reload_run(subject):
+        started = reloading.setdefault(
+            subject, raising_at_first(lambda: run(subject), lambda: ran.add("reload"))
+        )
+        await started()
+
+    monkeypatch.setattr(app.Picker, "loops", raising)
+    monkeypatch.setattr(reload.Reloader, "run", reload_run)
+    settings = msgspec.structs.replace(
+        serving.settings("127.0.0.11:9"), xds=Xds(enabled=True, port=0)
+    )
+    scene = Serving(monkeypatch, settings)
+    async with scene.running() as task:
+        names = {*loops(scene.picker), "reload"}
+        assert {"pools", "autoscaling", "xds", "reload"} <= names <= set(supervision.LOOPS)
+        async with asyncio.timeout(60):
+            while ran != names:
+                await asyncio.sleep(0.01)
+        assert not task.done()
+        failures = scene.picker.tallies.supervisor.failures
+        assert {name for name, count in failures.items() if count} == names
+        status, text = await scene.page("/readyz")
+        assert (status, text.splitlines()[0]) == (200, "ok")
+        assert any(line.startswith("degraded: ") for line in text.splitlines())
+        running = serving.Running(scene.picker, scene.addresses)
+        assert await running.health("") == "SERVING"
+        _, page = await scene.page("/metrics")
+        for name in names:
+            assert f'extproc_loop_failures_total{{loop="{name}"}} 1.0' in page
+            assert f'extproc_loop_degraded{{loop="{name}"}}' in page
+    assert SECRET not in caplog.text
+    assert "LookupError at test_loops.py:" in caplog.text
+
+
+async def test_a_callback_that_raises_ends_nothing(monkeypatch, caplog):
+    """A timer or a task that nobody awaits, in whatever part: one line, one count."""
+    scene = Serving(monkeypatch, serving.settings("127.0.0.11:9"))
+    async with scene.running() as task:
+        asyncio.get_running_loop().call_later(0.0, {}.__getitem__, SECRET)
+        failures = scene.picker.tallies.supervisor.failures
+        async with asyncio.timeout(60):
+            while not failures["callback"]:
+                await asyncio.sleep(0.01)
+        assert not task.done()
+    assert SECRET not in caplog.text
+    assert "loop callback failed and goes on: KeyError" in caplog.text
+    asyncio.get_running_loop().set_exception_handler(None)
+
+
+@pytest.mark.parametrize("stage", ["start", "sync"])
+async def test_a_mistake_at_the_start_ends_the_process(monkeypatch, stage):
+    """A port that is taken, a file that is wrong: on the short list of what is not survived."""
+    scene = Serving(monkeypatch, serving.settings("127.0.0.11:9"))
+
+    async def wrong(_):
+        raise ConfigError("x", wanted="a", found="b", fix="c")
+
+    scene.picker = None
+    made = app.Picker
+
+    def broken(settings):
+        picker = made(settings)
+        monkeypatch.setattr(picker, stage, lambda: wrong(None))
+        return picker
+
+    monkeypatch.setattr(app, "Picker", broken)
+    source = reload.Source(lambda _: [], lambda: scene.settings)
+    with pytest.raises(ConfigError):
+        await app.serve(scene.settings, source, announce=scene.announce)
+
+
+async def test_an_exit_ends_the_process(monkeypatch):
+    """What calls for the end of the process from within a loop gets it."""
+
+    class ExitError(BaseException):
+        """As SystemExit, which asyncio would also raise out of the test's own loop."""
+
+    async def leaving(_):
+        raise ExitError
+
+    monkeypatch.setattr(reload.Reloader, "run", leaving)
+    scene = Serving(monkeypatch, serving.settings("127.0.0.11:9"))
+    source = reload.Source(lambda _: [], lambda: scene.settings)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await app.serve(scene.settings, source, announce=scene.announce)
+    assert caught.value.subgroup(ExitError) is not None
+
+
+async def test_what_raises_in_the_drain_cuts_nothing_short(monkeypatch):
+    """Every step of the drain raises; the drain goes on to its end all the same."""
+    settings = serving.settings("127.0.0.11:9")
+    async with serving.running(settings) as running:
+        await running.sync()
+        picker = running.picker
+
+        async def wrong(*_):
+            raise OSError
+
+        monkeypatch.setattr(picker._autoscaler, "hand_over", wrong)
+        monkeypatch.setattr(picker.servicer, "release", wrong)
+        hurry = asyncio.Event()
+        hurry.set()
+        await picker.drain(hurry)
+        assert picker.readiness.draining
+        assert picker.tallies.supervisor.failures["drain"] == 2
+        monkeypatch.undo()
+
+
+class Leases:
+    """A Lease that is read as a bug of ours for a while."""
+
+    def __init__(self, wrong):
+        self.wrong = wrong
+        self.closed = False
+        self.stored = None
+
+    async def open(self):
+        """Nothing."""
+
+    async def close(self):
+        self.closed = True
+
+    async def look(self):
+        if self.wrong:
+            self.wrong -= 1
+            raise TypeError(SECRET)
+        return self.stored
+
+    async def put(self, put):
+        self.stored = Record(put.holder, put.duration_s, put.transitions, "1")
+        return self.stored
+
+
+async def test_a_candidate_that_raises_stands_again(caplog):
+    """A Lease that makes us raise is read again; the candidate leads once that ends."""
+    leases = Leases(wrong=2)
+    now = 0.0
+    supervisor = Supervisor(clock=lambda: now, rng=random.Random(1))
+    subject = elector.Elector(
+        "me",
+        ElectionSettings(),
+        leases,
+        clock=lambda: now,
+        rng=random.Random(1),
+        supervisor=supervisor,
+    )
+    for _ in range(2):
+        assert await subject._attempted() <= supervision.LONGEST_PAUSE_S
+        assert not subject.leads
+        assert supervisor.degraded == ["election"]
+    await subject._attempted()
+    assert subject.leads
+    assert supervisor.degraded == []
+    assert supervisor.failures["election"] == 2
+    assert SECRET not in caplog.text
+    assert not leases.closed
+
+
+class Line(sharing.Line):
+    """A line without a server."""
+
+    def __init__(self, sites):
+        self._supervisor = sites.supervisor
+        self._sites = sites
+        self._clock = lambda: 1.0
+        self.heard = []
+
+    def _heard(self, carried):
+        if carried == b"poison":
+            raise UnicodeDecodeError("utf-8", b"x", 0, 1, SECRET)
+        self.heard.append(carried)
+
+
+async def test_an_entry_of_the_stream_that_raises_is_passed_over(caplog):
+    """Whoever may write to the stream may write anything; what follows is heard."""
+    batches = [[(b"s", [(b"1", {b"m": b"a"}), (b"2", {b"m": b"poison"}), (b"3", {b"m": b"b"})])]]
+
+    class Reading:
+        async def xrevrange(self, stream, count):
+            return []
+
+        async def xread(self, streams, count, block):
+            if not batches:
+                raise ConnectionResetError
+            return batches.pop()
+
+    supervisor = Supervisor()
+    line = Line(types.SimpleNamespace(supervisor=supervisor))
+    line._settings = types.SimpleNamespace(stream="s")
+    line._reading = Reading()
+    line._away = set()
+    with pytest.raises(ConnectionResetError):
+        await line._listen()
+    assert line.heard == [b"a", b"b"]
+    assert supervisor.failures["sharing"] == 1
+    assert SECRET not in caplog.text
+
+
+class Followed:
+    """Discovery whose fleet raises for a while."""
+
+    def __init__(self, path):
+        self.wrong = 0
+        self.told = []
+        self.supervisor = Supervisor()
+        self.subject = follow.Discovery(
+            follow.Settings(file=str(path), poll_s=0.0, pool="p"),
+            self,
+            listed=(),
+            resolver=None,
+            clock=lambda: 1.0,
+            rng=random.Random(1),
+            supervisor=self.supervisor,
+        )
+
+    def replace(self, endpoints, now):
+        if self.wrong:
+            self.wrong -= 1
+            raise OverflowError(SECRET)
+        self.told.append([endpoint.address for endpoint in endpoints])
+
+
+async def test_a_list_that_could_not_be_told_is_told_again(tmp_path):
+    """A step that raises half-way loses nothing: the next one tells of the same list."""
+    path = tmp_path / "endpoints.yaml"
+    path.write_text("endpoints: ['10.0.0.1:8000']")
+    scene = Followed(path)
+    await scene.subject.start()
+    path.write_text("endpoints: ['10.0.0.1:8000', '10.0.0.2:8000']")
+    scene.wrong = 1
+    with pytest.raises(OverflowError):
+        await scene.subject.step()
+    await scene.subject.step()
+    assert scene.told == [["10.0.0.1:8000"], ["10.0.0.1:8000", "10.0.0.2:8000"]]
+    await scene.subject.step()
+    assert len(scene.told) == 2
+
+
+async def test_a_start_that_raises_is_made_up_for(tmp_path, caplog):
+    """Endpoints that could not be told at the start are told by the loop."""
+    path = tmp_path / "endpoints.yaml"
+    path.write_text("endpoints: ['10.0.0.1:8000']")
+    scene = Followed(path)
+    scene.wrong = 1
+    await scene.subject.start()
+    assert scene.told == []
+    assert scene.supervisor.failures["discovery"] == 1
+    await scene.subject.step()
+    assert scene.told == [["10.0.0.1:8000"]]
+    assert SECRET not in caplog.text
+
+
+@pytest.fixture(autouse=True)
+def logged(caplog):
+    caplog.set_level(logging.INFO)
