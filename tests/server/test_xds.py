@@ -10,6 +10,7 @@ import sys
 import grpc
 import pytest
 
+from extproc import supervision
 from extproc.endpoint import Endpoint, Load
 from extproc.errors import ConfigError
 from extproc.server import ports, xds
@@ -66,7 +67,9 @@ async def serving():
     xds.register(server, scene.discovery)
     port = ports.bind(server, f"{LOCAL}:0", flag="--xds-port")
     await server.start()
-    looking = asyncio.get_running_loop().create_task(scene.discovery.run())
+    subject = scene.discovery
+    kept = subject._supervisor.keep("xds", subject.run)
+    looking = asyncio.get_running_loop().create_task(kept)
     try:
         async with grpc.aio.insecure_channel(f"{LOCAL}:{port}") as scene.channel:
             yield scene
@@ -364,3 +367,52 @@ def test_without_the_types_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "envoy_data_plane", None)
     with pytest.raises(ConfigError, match=r"pip install 'extproc\[xds\]'"):
         Scene()
+
+
+def test_a_stream_that_makes_us_raise_ends_alone(monkeypatch, caplog):
+    """It ends with INTERNAL, what was said is not logged, and the others hear of changes."""
+
+    async def test():
+        async with serving() as scene:
+            well = await listening(scene)
+            real = messages.WholeSpeaker.hear
+
+            def raising(speaker, data):
+                if b"poison" in data:
+                    raise OverflowError("what an Envoy said")
+                return real(speaker, data)
+
+            monkeypatch.setattr(messages.WholeSpeaker, "hear", raising)
+            bad = scene.whole()
+            await bad.say(CLUSTER, node=core.Node(id="poison"))
+            assert await bad.call.code() is grpc.StatusCode.INTERNAL
+            scene.replace(ONE)
+            assert addresses(*await well.take(ASSIGNMENT, "engines")) == [ONE]
+            assert scene.discovery._supervisor.failures["xds"] == 1
+            assert scene.tallies.streams_open == 1
+
+    run(test())
+    assert "what an Envoy said" not in caplog.text
+
+
+def test_a_look_that_raises_is_taken_again(monkeypatch):
+    """The loop goes on after a pause, and tells of what changed meanwhile."""
+
+    async def test():
+        monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
+        async with serving() as scene:
+            subject = scene.discovery
+            real, wrong = subject.step, [2]
+
+            def raising():
+                if wrong[0]:
+                    wrong[0] -= 1
+                    raise OverflowError
+                real()
+
+            subject.step = raising
+            await listening(scene)
+            assert subject._supervisor.failures["xds"] == 2
+            assert subject._supervisor.degraded == []
+
+    run(test())

@@ -217,3 +217,70 @@ async def test_loops_run_and_end_with_their_pools(remembered):
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
+
+
+class Kept:
+    """What was kept, and cannot be read."""
+
+    async def load(self):
+        raise UnicodeDecodeError("utf-8", b"x", 0, 1, "what was kept")
+
+    async def save(self, pools):
+        raise OverflowError
+
+
+async def test_what_was_kept_and_makes_us_raise_does_not_stop_the_start(caplog):
+    """Every replica reads it: none would start."""
+    place = Place()
+    place.subject._memory, place.subject._cluster = Kept(), None
+    await place.subject.start()
+    assert place.subject._supervisor.failures["autoscaling"] == 1
+    assert "what was kept" not in caplog.text
+
+
+async def test_one_pool_that_makes_us_raise_stops_no_other(monkeypatch):
+    """Its annotations may raise, and so may its loop: the other pool is looked at."""
+    place = Place()
+    place.subject._memory = Kept()
+    place.subject._save_s = 0.001
+    real, looked = Loop.step, asyncio.Event()
+
+    async def step(loop, *, hurry=False):
+        if loop.name == "a/x":
+            raise OverflowError
+        looked.set()
+        return await real(loop, hurry=hurry)
+
+    monkeypatch.setattr(Loop, "step", step)
+    place.bring("a/x", "b/y")
+    task = asyncio.ensure_future(place.subject.run())
+    supervisor = place.subject._supervisor
+    async with asyncio.timeout(60):
+        await looked.wait()
+        while supervisor.failures["autoscaling"] < 2:
+            await asyncio.sleep(0.001)
+    assert not task.done()
+    assert supervisor.degraded == ["autoscaling"]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    rescale = Autoscaler._rescale
+
+    def raising(subject, name, site):
+        if name == "a/x":
+            raise OverflowError
+        rescale(subject, name, site)
+
+    monkeypatch.setattr(Autoscaler, "_rescale", raising)
+    place.bring("a/x", "b/y", max="2")
+    assert place.scaled == ["a/x", "b/y"]
+    place.bring("a/z")
+    assert "a/z" in place.scaled
+
+
+def test_who_is_told_of_a_look_may_raise():
+    """KEDA's streams are told of every look; what that raises does not stop the looking."""
+    place = Place()
+    place.bring("a/x")
+    place.subject.on_change = {}.__getitem__
+    place.subject._looked(place.subject.loops["a/x"])
+    assert place.subject._supervisor.failures["autoscaling"] == 1

@@ -191,3 +191,31 @@ async def test_what_is_not_known_is_not_zero():
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await strange(b"\xff")
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_call_that_makes_us_raise_ends_alone(caplog):
+    """It ends with INTERNAL, what was said is not logged, and other calls are answered."""
+    async with picker() as (running, channel):
+        supervisor = running.picker.tallies.supervisor
+        loop = running.picker._autoscaler.loops[""]
+        kind = type(loop)
+
+        class Broken(kind):
+            @property
+            def active(self):
+                raise OverflowError("what KEDA said")
+
+        await Client(channel).active()
+        loop.__class__ = Broken
+        for call in (Client(channel).active(), Client(channel).stream().read()):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert supervisor.failures["keda"] == 2
+        loop.__class__ = kind
+        assert await Client(channel).active() is False
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await Client(channel, pool="nobody").active()
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert supervisor.failures["keda"] == 2
+    assert "what KEDA said" not in caplog.text

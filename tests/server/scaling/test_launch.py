@@ -166,3 +166,28 @@ async def test_an_engine_that_goes_finishes_first(caplog):
                 while engines._engines:
                     await asyncio.sleep(0.01)
     assert not any("ended:" in said for said in caplog.messages)
+
+
+async def test_a_bug_about_one_engine_ends_no_other(monkeypatch):
+    """What looking after one of them raises is counted; the others serve, and another follows."""
+    real, wrong = launch.Engines._serve, [1]
+
+    async def serve(engines, engine, process):
+        if engine.number > 1 and wrong[0]:
+            wrong[0] -= 1
+            raise OverflowError
+        await real(engines, engine, process)
+
+    monkeypatch.setattr(launch.Engines, "_serve", serve)
+    monkeypatch.setattr(launch, "_AGAIN_S", 0.0)
+    async with picker([sys.executable, "-c", ENGINE, "{port}"], min=1) as running:
+        first = await pick(running)
+        supervisor = running.picker.tallies.supervisor
+        engines = running.picker._autoscaler.loops[""].hands
+        await engines.scale(Desired(2, Why.UP), 1)
+        async with asyncio.timeout(60):
+            while len(running.picker.sites.pools()[""].members) < 2:
+                await asyncio.sleep(0.02)
+        assert supervisor.failures["autoscaling"] >= 1
+        members = running.picker.sites.pools()[""].members
+        assert first in [member.endpoint.address for member in members]
