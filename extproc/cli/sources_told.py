@@ -6,7 +6,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from extproc.config import autoscaling, election, found_scaling, load, policies, pooling, sources
+from extproc.config import (
+    autoscaling,
+    election,
+    found_claims,
+    found_scaling,
+    load,
+    policies,
+    pooling,
+    sources,
+)
 from extproc.config.settings import Settings
 from extproc.discovery import entries, file, follow
 from extproc.dispatch import claims
@@ -18,9 +27,14 @@ def lines(settings: Settings) -> Iterator[str]:
     Raises:
         ConfigError: An endpoints file cannot be read, or an election is not possible.
     """
+    before: list[pooling.Planned] = []
     for plan in pooling.planned(settings):
         if settings.pools:
-            yield f"pool        {plan.name}, for {_claimed(plan.claim)}"
+            yield f"pool        {plan.name}, for {claims.described(plan.claim)}"
+            earlier = next((one for one in before if claims.overlap(one.claim, plan.claim)), None)
+            if earlier is not None and not plan.claim.empty:
+                yield f"            pool {earlier.name} comes first where both claim a request"
+            before += [plan] if not plan.claim.empty else []
             own = plan.settings.scheduling
             if own is not settings.scheduling:
                 yield "            scheduled by rules of its own"
@@ -35,6 +49,7 @@ def lines(settings: Settings) -> Iterator[str]:
         if cluster.every_pool == "namespace":
             place = f"namespace {cluster.namespace or 'of this process'}"
         yield f"pools       every InferencePool of {place}, as they come and go"
+        yield from found_claims.lines(cluster.claims)
         for rule in settings.autoscaling.found:
             yield from found_scaling.lines(rule)
     elected = election.plan(settings, where="cluster", environment=os.environ)
@@ -71,22 +86,6 @@ def _object(wanted: sources.Kubernetes) -> str:
     labels = ",".join(f"{key}={value}" for key, value in sorted(wanted.selector.items()))
     ports = ", ".join(map(str, wanted.ports)) or "of their annotations"
     return f"pods with {labels}, ports {ports}{place}"
-
-
-def _claimed(claim: claims.Claim) -> str:
-    if claim.empty:
-        return "models its endpoints list, and what no other pool takes"
-    parts = [
-        f"{word} {' or '.join(values)}"
-        for word, values in (
-            ("host", claim.hosts),
-            ("path", claim.paths),
-            ("header", tuple(f"{name}={value}" for name, value in claim.headers.items())),
-            ("model", claim.models),
-        )
-        if values
-    ]
-    return " and ".join(parts)
 
 
 def _entry(entry: entries.Entry) -> str:

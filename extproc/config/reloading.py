@@ -72,6 +72,7 @@ TABLE: Final = (
     ),
     Row(
         "cluster",
+        live=("claims",),
         restart=(
             "kubeconfig",
             "context",

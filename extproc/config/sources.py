@@ -9,6 +9,7 @@ import msgspec
 
 from extproc.config import bounds, grammar, policies
 from extproc.config.autoscaling import Scaling
+from extproc.config.found_claims import ClaimRule
 from extproc.discovery.kubernetes import settings as watching
 from extproc.dispatch import claims
 from extproc.election import settings as electing
@@ -128,6 +129,9 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         every_pool: Serve every InferencePool of a `namespace`, or of the whole `cluster`, as a pool
             of its own, beside those written out. `none`: only those.
         namespace: For `every_pool: namespace`. Empty: the one this process runs in.
+        claims: Which claims of such pools, stated by annotations of their InferencePools, are in
+            force: those that lie within one of these rules. None: whoever may write an
+            InferencePool cannot take requests that another pool serves.
         policies: Follow InferenceObjectives and InferenceModelRewrites in the namespaces of
             InferencePools. True; it takes rights to read them, and does nothing without the CRDs.
         override_ip: Let a pod's annotation `model-pod-ip` replace its IP, as KubeAI's
@@ -142,6 +146,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     context: str = ""
     every_pool: Literal["none", "namespace", "cluster"] = "none"
     namespace: str = ""
+    claims: tuple[ClaimRule, ...] = ()
     policies: bool = True
     override_ip: bool = False
     leader_election: bool = False

@@ -21,6 +21,7 @@ class Found(msgspec.Struct, frozen=True):
         app_protocol: How engines want to be spoken to: `http`, `kubernetes.io/h2c`, or empty when
             nobody said.
         annotations: Of the object that defines the pool.
+        created: When that object was, RFC 3339 in UTC; empty when nobody said.
     """
 
     endpoints: tuple[Endpoint, ...] = ()
@@ -28,3 +29,4 @@ class Found(msgspec.Struct, frozen=True):
     policy: policy.Policy = policy.NONE
     app_protocol: str = ""
     annotations: Mapping[str, str] = {}
+    created: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -56,6 +56,48 @@ def names(claim: Claim, model: str) -> bool:
     )
 
 
+def within(claim: Claim, limit: Claim) -> bool:
+    """Whether every request that a claim takes is one that a limit takes.
+
+    Args:
+        claim: The conditions; lower-case hosts and header names.
+        limit: The same; a kind of condition that it lacks limits nothing.
+    """
+    return (
+        _all_within(claim.hosts, limit.hosts, _host_within)
+        and _all_within(claim.paths, limit.paths, _below)
+        and _all_within(claim.models, limit.models, _model_within)
+        and all(claim.headers.get(name) == value for name, value in limit.headers.items())
+    )
+
+
+def overlap(one: Claim, other: Claim) -> bool:
+    """Whether there can be a request that both claims take."""
+    return (
+        _any_meet(one.hosts, other.hosts, _host_within)
+        and _any_meet(one.paths, other.paths, _below)
+        and _any_meet(one.models, other.models, _model_within)
+        and all(other.headers.get(name, value) == value for name, value in one.headers.items())
+    )
+
+
+def described(claim: Claim) -> str:
+    """A claim in words; an empty one is what no other pool takes."""
+    if claim.empty:
+        return "models its endpoints list, and what no other pool takes"
+    parts = (
+        f"{word} {' or '.join(values)}"
+        for word, values in (
+            ("host", claim.hosts),
+            ("path", claim.paths),
+            ("header", tuple(f"{name}={value}" for name, value in claim.headers.items())),
+            ("model", claim.models),
+        )
+        if values
+    )
+    return " and ".join(parts)
+
+
 def host_of(headers: Mapping[str, str]) -> str:
     """The host a request is for, in lower case without port."""
     host = (headers.get(":authority") or headers.get("host", "")).lower()
@@ -66,6 +108,36 @@ def host_of(headers: Mapping[str, str]) -> str:
 def path_of(headers: Mapping[str, str]) -> str:
     """The path of a request without its query."""
     return headers.get(":path", "").partition("?")[0]
+
+
+#: Whether the first pattern takes nothing that the second one does not.
+_Within = Callable[[str, str], bool]
+
+
+def _all_within(patterns: Sequence[str], limits: Sequence[str], is_within: _Within) -> bool:
+    if not limits:
+        return True
+    # No pattern is any value at all.
+    return bool(patterns) and all(
+        any(is_within(one, limit) for limit in limits) for one in patterns
+    )
+
+
+def _any_meet(ones: Sequence[str], others: Sequence[str], is_within: _Within) -> bool:
+    # Of two patterns of these kinds one holds the other, or nothing is in both.
+    return (
+        not ones
+        or not others
+        or any(is_within(one, other) or is_within(other, one) for one in ones for other in others)
+    )
+
+
+def _host_within(host: str, limit: str) -> bool:
+    return host == limit or (limit.startswith("*.") and host.endswith(limit[1:]))
+
+
+def _model_within(model: str, limit: str) -> bool:
+    return model == limit or (limit.endswith("*") and model.startswith(limit[:-1]))
 
 
 def _is(host: str, pattern: str) -> bool:

@@ -11,7 +11,6 @@ import msgspec
 from extproc.config import factory, pooling
 from extproc.discovery import follow
 from extproc.discovery.found import Found
-from extproc.dispatch.claims import Claim
 from extproc.dispatch.switchboard import Claimant
 from extproc.endpoint import Endpoint
 from extproc.scheduling import guard
@@ -19,7 +18,7 @@ from extproc.scrape import client, scraper
 from extproc.server.bugs import Bugs
 from extproc.server.gate import Gate
 from extproc.supervision import Supervisor
-from extproc.telemetry.pool_series import Cache, Watched
+from extproc.telemetry.pool_series import Cache, ClaimState, Watched
 from extproc.telemetry.tallies import Tallies
 
 _log = logging.getLogger("extproc.server")
@@ -63,6 +62,9 @@ class Site:
         exists: Whether what defines the pool is there.
         app_protocol: How its engines want to be spoken to; empty when nobody said.
         annotations: Of the object that defines it.
+        created: When that object was, RFC 3339 in UTC; empty when nobody said.
+        refused_claim: Why the claim of its annotations is ignored; empty where it is not.
+        overlaps: Name of the pool that comes first where both claim a request; empty for none.
         gate: Where its requests wait; None where they do not.
     """
 
@@ -73,6 +75,9 @@ class Site:
         self._existed = False
         self.app_protocol = ""
         self.annotations: Mapping[str, str] = {}
+        self.created = ""
+        self.refused_claim = ""
+        self.overlaps = ""
         self._settings = planned.settings
         self._shared = shared
         self._counts = shared.tallies.of(planned.name)
@@ -113,6 +118,15 @@ class Site:
         return self.exists and self.parts.fleet.synced
 
     @property
+    def claim_state(self) -> ClaimState:
+        """What became of its claim."""
+        if self.refused_claim:
+            return "refused"
+        if self.claim.empty:
+            return "none"
+        return "overlapped" if self.overlaps else "in_force"
+
+    @property
     def watched(self) -> Watched:
         """As the metrics page sees it."""
         fleet = self.parts.fleet
@@ -126,6 +140,7 @@ class Site:
             held=None if gate is None else (gate.queue.count, gate.queue.bytes),
             waits={} if gate is None else gate.outcomes,
             returning=self.parts.dispatcher.returning,
+            claim=self.claim_state,
         )
 
     async def sync(self) -> None:
@@ -158,6 +173,7 @@ class Site:
         self._existed = self._existed or found.exists
         self.app_protocol = found.app_protocol
         self.annotations = found.annotations
+        self.created = found.created
         fleet = self.parts.fleet
         fleet.replace(found.endpoints, self._shared.clock())
         fleet.decree(found.policy)
@@ -238,27 +254,3 @@ class Site:
         self._changed()
         self._counts.scrapes[fact.address, fact.outcome] += 1
         self._shared.tallies.scrape_s.add(fact.seconds)
-
-
-def claim_of(annotations: Mapping[str, str]) -> Claim:
-    """The claim that a pool's own object states, as `extproc/hosts: a.example,b.example`.
-
-    Args:
-        annotations: Of the object. `extproc/hosts`, `extproc/paths` and `extproc/models` are lists
-            with commas, `extproc/headers` is a list of name=value.
-    """
-    listed = {
-        kind: tuple(_words(annotations.get(f"extproc/{kind}", "")))
-        for kind in ("hosts", "paths", "models", "headers")
-    }
-    pairs = (word.partition("=") for word in listed["headers"])
-    return Claim(
-        hosts=tuple(host.lower() for host in listed["hosts"]),
-        paths=listed["paths"],
-        models=listed["models"],
-        headers={name.strip().lower(): value.strip() for name, _, value in pairs},
-    )
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]

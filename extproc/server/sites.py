@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from extproc.config import pooling
+from extproc.config import found_claims, pooling
 from extproc.config.settings import Settings
 from extproc.discovery.found import Found
+from extproc.dispatch import claims
 from extproc.dispatch.switchboard import Switchboard
 from extproc.errors import ConfigError
 from extproc.pool.snapshot import Pool
 from extproc.server.gate import Gate
 from extproc.server.health import H2C, SPOKEN
-from extproc.server.site import Shared, Site, claim_of
+from extproc.server.site import Shared, Site
 from extproc.supervision import Supervisor
 from extproc.telemetry.pool_series import Watched
 
@@ -144,7 +145,7 @@ class Sites:
             gone: Keys of pools that are no longer followed.
         """
         call = self._shared.supervisor.call
-        before = {name: site.claim for name, site in self.by_name.items()}
+        before = self._claims()
         for key, found in changed.items():
             # What is wrong with one pool is taken in without it; the others have their own.
             call("pools", functools.partial(self._take, key, found), of=key)
@@ -153,7 +154,7 @@ class Sites:
                 self._brought.discard(key)
                 call("pools", self.by_name.pop(key).close, of=key)
                 _log.info("pool %s is no longer served", key)
-        if before != {name: site.claim for name, site in self.by_name.items()}:
+        if before != self._claims():
             self._connect()
             self._changed.set()
         call("pools", self.on_change)
@@ -167,8 +168,11 @@ class Sites:
             ConfigError: A profile cannot be built; nothing was changed.
         """
         plans = {one.name: one for one in pooling.planned(settings)}
+        grants: dict[str, found_claims.Granted] = {}
         for name in self._brought:
-            plans[name] = pooling.brought(settings, name, self.by_name[name].claim)
+            granted = self._granted(settings, name, self.by_name[name].annotations)
+            grants[name] = granted
+            plans[name] = pooling.brought(settings, name, granted.claim)
         steps = [
             site.replanned(plans[name]) for name, site in self.by_name.items() if name in plans
         ]
@@ -177,6 +181,8 @@ class Sites:
             self._settings = settings
             for step in steps:
                 step()
+            for name, granted in grants.items():
+                self._grant(self.by_name[name], granted)
             self._connect()
 
         return adopt
@@ -188,28 +194,68 @@ class Sites:
             site.take(found)
 
     def _bring(self, key: str, found: Found) -> Site | None:
-        claim = claim_of(found.annotations)
+        granted = self._granted(self._settings, key, found.annotations)
         site = self.by_name.get(key)
         if site is not None:
-            site.claim = claim
+            self._grant(site, granted)
             return site
         try:
-            site = Site(pooling.brought(self._settings, key, claim), self._shared)
+            site = Site(pooling.brought(self._settings, key, granted.claim), self._shared)
         except ConfigError as error:  # the same settings were built at start
             _log.error("pool %s cannot be served: %s", key, error)
             return None
         self.by_name[key] = site
         self._brought.add(key)
         _log.info("pool %s is served", key)
+        self._grant(site, granted)
         return site
 
+    def _granted(
+        self, settings: Settings, key: str, annotations: Mapping[str, str]
+    ) -> found_claims.Granted:
+        return found_claims.granted(settings.cluster.claims, key, annotations)
+
+    def _grant(self, site: Site, granted: found_claims.Granted) -> None:
+        """Put a claim in force, or report why it is not, once for each reason."""
+        site.claim = granted.claim
+        if granted.refused and granted.refused != site.refused_claim:
+            _log.warning("pool %s claims nothing: %s", site.name, granted.refused)
+        site.refused_claim = granted.refused
+
+    def _claims(self) -> Mapping[str, object]:
+        """What decides over the order of pools, by name."""
+        return {name: (site.claim, site.created) for name, site in self.by_name.items()}
+
+    def _find_overlaps(self, ordered: Sequence[str]) -> None:
+        """Note for each pool that Kubernetes brought which earlier one claims requests of it."""
+        claiming = [self.by_name[name] for name in ordered if not self.by_name[name].claim.empty]
+        for at, site in enumerate(claiming):
+            if site.name not in self._brought:
+                continue
+            first = next(
+                (one for one in claiming[:at] if claims.overlap(one.claim, site.claim)), None
+            )
+            overlaps = "" if first is None else first.name
+            if overlaps and overlaps != site.overlaps:
+                _log.warning(
+                    "pool %s claims requests of pool %s, which is older or written out and takes them",
+                    site.name,
+                    overlaps,
+                )
+            site.overlaps = overlaps
+
     def _connect(self) -> None:
-        """Pools in the order they are written out, then the others by name."""
+        """Pools in the order they are written out, then the others by their age.
+
+        A name is chosen by whoever brings a pool, the time of creation is not.
+        """
         gates = {name: site.gate for name, site in self.by_name.items() if site.gate is not None}
         self.gates.clear()
         self.gates.update(gates)
-        others = sorted(self._brought)
+        # An object of unknown age is taken for the youngest.
+        others = sorted(self._brought, key=lambda name: (self.by_name[name].created or "~", name))
         ordered = [name for name in self.by_name if name not in self._brought] + others
+        self._find_overlaps(ordered)
         self.switchboard.adopt(
             [self.by_name[name].claimant for name in ordered],
             list_models=self._settings.answers.list_models,

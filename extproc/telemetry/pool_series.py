@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -26,6 +27,11 @@ class Cache(msgspec.Struct, frozen=True):
     capacity_tokens: int | None
 
 
+#: What became of the claim of a pool: there is none, it counts, an earlier pool claims some of the
+#: same requests, or annotations state one that no rule of `cluster.claims` allows.
+ClaimState = Literal["none", "in_force", "overlapped", "refused"]
+
+
 class Watched(msgspec.Struct, frozen=True):
     """One pool as the page sees it.
 
@@ -39,6 +45,7 @@ class Watched(msgspec.Struct, frozen=True):
         waits: Requests that waited, by what came of it.
         returning: Share of requests that go on from an earlier one, and conversations expected to go
             on for each open request; None where nobody learns that.
+        claim: What became of its claim.
     """
 
     pool: Pool
@@ -49,6 +56,7 @@ class Watched(msgspec.Struct, frozen=True):
     held: tuple[int, int] | None = None
     waits: Mapping[str, int] = {}
     returning: tuple[float, float] | None = None
+    claim: ClaimState = "none"
 
 
 #: A family of counters: name, help text, labels behind `pool`, and what a pool's counts give it.
@@ -231,6 +239,7 @@ def endpoints(watched: Mapping[str, Watched], now: float) -> Iterator[Metric]:
     yield from _caches(watched)
     yield from _health(watched)
     yield from _waits(watched)
+    yield from _claims(watched)
     yield from _conversations(watched)
     ratio = GaugeMetricFamily(
         "extproc_bytes_per_token", "Learnt bytes of a prompt token.", labels=["pool", "model"]
@@ -276,6 +285,17 @@ def _health(watched: Mapping[str, Watched]) -> Iterator[Metric]:
         for result, count in one.probes.items():
             probes.add_metric([pool, result], count)
     yield from (ejections, probes)
+
+
+def _claims(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+    claims = GaugeMetricFamily(
+        "extproc_pool_claim",
+        "1 for what became of the claim of a pool: none, in_force, overlapped or refused.",
+        labels=["pool", "state"],
+    )
+    for pool, one in watched.items():
+        claims.add_metric([pool, one.claim], 1)
+    yield claims
 
 
 def _waits(watched: Mapping[str, Watched]) -> Iterator[Metric]:

@@ -8,6 +8,9 @@ from extproc.config import load
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 
 
+NO_CLAIMS = "claims      none: annotations of InferencePools are ignored"
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -45,6 +48,7 @@ pools:
                 "endpoints   1 listed of pool a",
                 "            10.0.0.1:80",
                 "pool        b, for model m",
+                "            pool a comes first where both claim a request",
                 "            scheduled by rules of its own",
                 "endpoints   1 listed of pool b",
                 "            10.0.0.2:80",
@@ -54,15 +58,18 @@ pools:
         ),
         (
             "cluster: {every_pool: cluster}",
-            ["pools       every InferencePool of the cluster, as they come and go"],
+            ["pools       every InferencePool of the cluster, as they come and go", NO_CLAIMS],
         ),
         (
             "cluster: {every_pool: namespace, namespace: n}",
-            ["pools       every InferencePool of namespace n, as they come and go"],
+            ["pools       every InferencePool of namespace n, as they come and go", NO_CLAIMS],
         ),
         (
             "cluster: {every_pool: namespace}",
-            ["pools       every InferencePool of namespace of this process, as they come and go"],
+            [
+                "pools       every InferencePool of namespace of this process, as they come and go",
+                NO_CLAIMS,
+            ],
         ),
         (
             """

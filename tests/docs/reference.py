@@ -18,7 +18,16 @@ import msgspec
 
 from extproc.autoscaling import meter
 from extproc.autoscaling.policies import adaptive, kubeai, queue_depth
-from extproc.config import autoscaling, grammar, holding, reloading, settings, sharing, sources
+from extproc.config import (
+    autoscaling,
+    found_claims,
+    grammar,
+    holding,
+    reloading,
+    settings,
+    sharing,
+    sources,
+)
 from extproc.dispatch import claims
 from extproc.election import settings as election
 from extproc.holding import allowance
@@ -37,6 +46,7 @@ SECTIONS = (
     ("pools, each", sources.Pool),
     ("pools.match", claims.Claim),
     ("cluster", sources.Cluster),
+    ("cluster.claims, each", found_claims.ClaimRule),
     ("cluster.lease", election.Settings),
     ("scrape", settings.Scrape),
     ("health", condition.Settings),

@@ -37,7 +37,8 @@ async def _build(one, port):
     for name in ("alpha", "beta", "gamma"):
         await one.api.create(kube.pool(name, one.namespace, [port]))
     await one.start_picker("written", one.pools[0].picker, config=_written(one.namespace))
-    where = f"{{every_pool: namespace, namespace: {one.namespace}}}"
+    allowed = f"[{{pools: ['{one.namespace}/*']}}]"
+    where = f"{{every_pool: namespace, namespace: {one.namespace}, claims: {allowed}}}"
     await one.start_picker("brought", one.pools[1].picker, config=f"cluster: {where}")
     claims = {
         "alpha": {"extproc/hosts": "alpha.example.com, *.alpha.example.com"},

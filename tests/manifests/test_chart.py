@@ -112,6 +112,16 @@ def test_every_pool_is_asked_for_in_the_file(scope):
     assert (asked.pool_name, asked.endpoint_selector) == (None, None)
     settings = parts.resolved(tools.charted(*values), *found)
     assert (settings.cluster.every_pool, settings.log.level) == (scope, "debug")
+    assert settings.cluster.claims == ()
+
+
+def test_claims_of_pools_are_allowed_by_a_value():
+    """The list of rules goes into the picker's configuration."""
+    rule = "pool.claims[0].pools={a/*},pool.claims[0].hosts={*.a.example}"
+    values = ("--set", "pool.every=cluster", "--set", rule)
+    settings = parts.resolved(tools.charted(*values), *picker(*values))
+    (found,) = settings.cluster.claims
+    assert (found.pools, found.hosts) == (("a/*",), ("*.a.example",))
 
 
 @pytest.mark.parametrize(

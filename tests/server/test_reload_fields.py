@@ -165,6 +165,15 @@ def health(name):
     return lambda scene: getattr(scene.fleet.health.settings, name)
 
 
+def claim_of_brought(scene):
+    """What a pool that Kubernetes brings, before or after, claims by its annotations."""
+    sites = scene.picker.sites
+    pool = Found((Endpoint("10.0.0.1:1"),), annotations={"extproc/hosts": "a"})
+    if "n/p" not in sites.by_name:
+        sites.take({"n/p": pool}, ())
+    return sites.by_name["n/p"].claim.hosts, sites.by_name["n/p"].claim_state
+
+
 HOLDING = "holding: {enabled: true, %s}\n"
 
 SEVERAL_PROFILES = """scheduling:
@@ -187,6 +196,11 @@ LIVE = {
         "pool: {}",
         "pool: {rewrites: [{targets: [{model: tiny}]}]}",
         lambda scene: scene.decision().model_rewrite,
+    ),
+    "cluster.claims": (
+        "cluster: {every_pool: cluster}",
+        "cluster: {every_pool: cluster, claims: [{pools: ['n/*']}]}",
+        claim_of_brought,
     ),
     "pools.match": (
         "pools: [{name: a, endpoints: ['10.0.0.1:1']}]",

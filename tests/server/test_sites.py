@@ -8,14 +8,13 @@ import pytest
 
 from extproc.config import load
 from extproc.discovery.found import Found
-from extproc.dispatch.claims import Claim
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
 from extproc.pool import policy
 from extproc.request import RawRequest
 from extproc.scheduling.guard import Guards
 from extproc.scrape import client, scraper
-from extproc.server.site import Shared, Site, claim_of
+from extproc.server.site import Shared, Site
 from extproc.server.sites import Sites
 from extproc.telemetry.tallies import Tallies
 
@@ -123,9 +122,47 @@ async def test_nothing_is_ready_before_kubernetes_spoke():
     assert sites("cluster: {every_pool: cluster}").synced
 
 
+ANY_CLAIM = "cluster: {every_pool: cluster, claims: [{pools: ['*']}]}\n"
+
+
+async def test_annotations_claim_nothing_without_a_rule(caplog):
+    """A tenant's pool called a-... takes no request that another pool serves, and is logged once."""
+    subject = sites("cluster: {every_pool: cluster}")
+    greedy = {"extproc/models": "*"}
+    subject.take({"b/prod": found(B, created="2026-01-01T00:00:00Z")}, ())
+    evil = found(A, annotations=greedy, created="2026-02-01T00:00:00Z")
+    subject.take({"a-evil/p": evil}, ())
+    subject.take({"a-evil/p": evil}, ())
+    assert ask(subject).pool == "b/prod"
+    refused = [line for line in caplog.messages if "claims nothing" in line]
+    assert refused == [
+        "pool a-evil/p claims nothing: model * has no rule in cluster.claims",
+    ]
+    states = {name: one.claim for name, one in subject.watched().items()}
+    assert states == {"b/prod": "none", "a-evil/p": "refused"}
+
+
+async def test_the_older_pool_takes_what_two_claim(caplog):
+    """By the time of creation, which nobody chooses; a pool that is written out comes first."""
+    text = ANY_CLAIM + (f"pools: [{{name: own, endpoints: ['{C}'], match: {{hosts: [own]}}}}]\n")
+    subject = sites(text)
+    claim = {"extproc/hosts": "x,own"}
+    subject.take({"a/new": found(A, annotations=claim, created="2026-02-01T00:00:00Z")}, ())
+    assert ask(subject).pool == "a/new"
+    subject.take({"z/old": found(B, annotations=claim, created="2026-01-01T00:00:00Z")}, ())
+    assert ask(subject).pool == "z/old"
+    assert ask(subject, host="own").pool == "own"
+    states = {name: one.claim for name, one in subject.watched().items()}
+    assert states == {"own": "in_force", "a/new": "overlapped", "z/old": "overlapped"}
+    assert sum("claims requests of pool own" in line for line in caplog.messages) == 2
+    # Made anew, it is the younger one.
+    subject.take({"z/old": found(B, annotations=claim, created="2026-03-01T00:00:00Z")}, ())
+    assert ask(subject).pool == "a/new"
+
+
 async def test_pools_that_kubernetes_brings_come_and_go():
     """Each is a pool by its key, claimed by annotations, and forgotten when it is gone."""
-    subject = sites("cluster: {every_pool: cluster}\nscheduling: {strategy: random}")
+    subject = sites(ANY_CLAIM + "scheduling: {strategy: random}")
     first = {"n/p": found(A, annotations={"extproc/hosts": "A"}), "n/q": found(B)}
     subject.take(first, ())
     assert ask(subject, host="a").pool == "n/p"
@@ -190,23 +227,6 @@ async def test_rules_and_claims_are_live():
     with pytest.raises(ConfigError):
         subject.replanned(read(TWO.replace("strategy: random", "strategy: nonsense")))
     assert ask(subject, host="c").pool == "a"
-
-
-@pytest.mark.parametrize(
-    ("annotations", "claim"),
-    [
-        ({}, Claim()),
-        ({"extproc/hosts": " A.example , *.b "}, Claim(hosts=("a.example", "*.b"))),
-        (
-            {"extproc/paths": "/a,/b", "extproc/models": "m", "extproc/headers": "X-Team=a"},
-            Claim(paths=("/a", "/b"), models=("m",), headers={"x-team": "a"}),
-        ),
-        ({"extproc/hosts": ","}, Claim()),
-    ],
-)
-def test_claims_of_annotations(annotations, claim):
-    """Lists with commas; hosts and header names in lower case."""
-    assert claim_of(annotations) == claim
 
 
 async def test_one_pool_that_raises_stops_no_other(monkeypatch):

@@ -51,6 +51,7 @@ class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
         ports: Target ports in their order.
         app_protocol: As written; empty when nobody did.
         annotations: All but what kubectl leaves behind.
+        created: RFC 3339 in UTC.
     """
 
     namespace: str
@@ -60,6 +61,7 @@ class InferencePool(msgspec.Struct, frozen=True, kw_only=True):
     ports: tuple[int, ...]
     app_protocol: str = ""
     annotations: Mapping[str, str] = NO_LABELS
+    created: str = ""
 
 
 class PoolRef(msgspec.Struct, frozen=True):

@@ -236,6 +236,7 @@ def _pool(raw: _Pool) -> objects.InferencePool:
         ports=tuple(dict.fromkeys(port.number for port in spec.target_ports)),
         app_protocol=spec.app_protocol,
         annotations=_notes(raw.metadata),
+        created=raw.metadata.creation_timestamp or "",
     )
 
 
@@ -247,6 +248,7 @@ def _old_pool(raw: _OldPool) -> objects.InferencePool:
         selector=raw.spec.selector,
         ports=(raw.spec.target_port_number,),
         annotations=_notes(raw.metadata),
+        created=raw.metadata.creation_timestamp or "",
     )
 
 

@@ -21,6 +21,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         ref: How objectives and rewrites name it; None for what is no InferencePool.
         app_protocol: As written.
         annotations: Of the InferencePool.
+        created: When the InferencePool was, RFC 3339 in UTC.
     """
 
     selector: Mapping[str, str]
@@ -28,6 +29,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     ref: objects.PoolRef | None = None
     app_protocol: str = ""
     annotations: Mapping[str, str] = NO_LABELS
+    created: str = ""
 
 
 def spec_of(pool: objects.InferencePool) -> Spec:
@@ -38,6 +40,7 @@ def spec_of(pool: objects.InferencePool) -> Spec:
         ref=objects.PoolRef(pool.group, pool.name),
         app_protocol=pool.app_protocol,
         annotations=pool.annotations,
+        created=pool.created,
     )
 
 
@@ -102,6 +105,7 @@ class PodView:
             policy=self.policy,
             app_protocol=self.spec.app_protocol,
             annotations=self.spec.annotations,
+            created=self.spec.created,
         )
 
 
