@@ -55,15 +55,23 @@ def path_of(raw: RawRequest) -> str:
     return DEFAULT_PATH
 
 
-@lru_cache(maxsize=512)
-def surface_of(path: str) -> str:
-    """The surface a path names: query string cut, trailing slashes trimmed, longest suffix first.
+#: Paths that are remembered, far more than real traffic has, and their longest (characters).
+_MOST_KNOWN = 512
+_LONGEST_KNOWN = 256
 
-    Remembered for the last 512 distinct paths, which real traffic never exceeds.
-    """
+
+def surface_of(path: str) -> str:
+    """The surface a path names: query string cut, trailing slashes trimmed, longest suffix first."""
+    return _known(path) if len(path) <= _LONGEST_KNOWN else _surface_of(path)
+
+
+def _surface_of(path: str) -> str:
     segments = path.partition("?")[0].rstrip("/").split("/")
     for depth in range(min(_DEEPEST, len(segments)), 0, -1):
         surface = SURFACES.get("/".join(segments[-depth:]))
         if surface is not None:
             return surface
     return OPAQUE
+
+
+_known = lru_cache(maxsize=_MOST_KNOWN)(_surface_of)

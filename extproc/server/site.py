@@ -248,9 +248,10 @@ class Site:
         self._changed()
 
     def _scraped(self, fact: scraper.ScrapeFact) -> None:
-        if fact.listing:
-            self._counts.listings[fact.address, fact.outcome] += 1
-            return
-        self._changed()
-        self._counts.scrapes[fact.address, fact.outcome] += 1
-        self._shared.tallies.scrape_s.add(fact.seconds)
+        if not fact.listing:
+            self._changed()
+            self._shared.tallies.scrape_s.add(fact.seconds)
+        if self.parts.fleet.pool.find(fact.address) is None:
+            return  # it left meanwhile, and its series with it
+        counts = self._counts.listings if fact.listing else self._counts.scrapes
+        counts[fact.address, fact.outcome] += 1

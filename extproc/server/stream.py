@@ -25,7 +25,7 @@ from extproc.protocol.transitions import Asked, Told
 from extproc.request import RawRequest
 from extproc.server.bugs import Bugs
 from extproc.server.gate import Gate, Granted, Held, Reservation
-from extproc.telemetry import explanation
+from extproc.telemetry import explanation, pool_tallies
 from extproc.telemetry.pool_tallies import PoolTallies
 from extproc.telemetry.ring import Recorded, Ring
 from extproc.telemetry.tallies import Tallies
@@ -332,7 +332,9 @@ class Stream(msgspec.Struct, eq=False):
             return
         shared, status = self._shared, self.exchange.status
         took_s = shared.clock() - self._started_s
-        self._tallies.finished(self.address, status)
+        dispatcher, address = self._dispatcher, self.address
+        here = dispatcher is not None and dispatcher.pool.find(address) is not None
+        self._tallies.finished(address if here else pool_tallies.LEFT, status)
         shared.tallies.exchange_s.add(took_s)
         recorded = self._recorded
         if recorded is not None:

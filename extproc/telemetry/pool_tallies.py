@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Final
 
 from extproc import decision as outcomes
 from extproc.decision import Decision, Rejection
+
+#: Stands for endpoints that left while they answered: there is no end to their addresses.
+LEFT: Final = "left"
 
 
 class PoolTallies:
@@ -76,7 +80,7 @@ class PoolTallies:
         """The stream of a routed request ended.
 
         Args:
-            address: The endpoint it was routed to.
+            address: The endpoint it was routed to; `LEFT` where it is no longer in the pool.
             status: HTTP status of the answer, empty if none was seen.
         """
         if status:

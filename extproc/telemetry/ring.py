@@ -1,7 +1,8 @@
 """The last decisions, by request id: what `extproc explain --id` and /debug/decisions read.
 
 Bounded twice: by decisions, and by the candidates they hold, since a decision over two hundred
-endpoints is two hundred times as large as one over one. Prompts and block hashes are not kept.
+endpoints is two hundred times as large as one over one. An endpoint that a subset hint names counts
+as a candidate, for there is no end to those. Prompts and block hashes are not kept.
 """
 
 from __future__ import annotations
@@ -74,14 +75,14 @@ class Ring:
             return recorded
         old = self._kept.pop(request_id, None)
         if old is not None:
-            self._candidates -= len(old.decision.candidates)
+            self._candidates -= _weight(old.decision)
         self._kept[request_id] = recorded
-        self._candidates += len(slim.candidates)
+        self._candidates += _weight(slim)
         while len(self._kept) > self.capacity or (
             self._candidates > self._most and len(self._kept) > 1
         ):
             _, gone = self._kept.popitem(last=False)
-            self._candidates -= len(gone.decision.candidates)
+            self._candidates -= _weight(gone.decision)
         return recorded
 
     def find(self, request_id: str) -> Recorded | None:
@@ -92,3 +93,8 @@ class Ring:
         """The last decisions, newest first."""
         for _, recorded in zip(range(count), reversed(self._kept.values()), strict=False):
             yield recorded
+
+
+def _weight(decision: Decision) -> int:
+    subset = decision.request.subset
+    return len(decision.candidates) + (len(subset) if subset else 0)

@@ -9,12 +9,14 @@ from collections import Counter
 import pytest
 
 from extproc.dispatch.switchboard import Claimant, Switchboard
+from extproc.endpoint import Endpoint
 from extproc.protocol.events import BodyMode, Event, Hints, Kind, Modes
 from extproc.protocol.gathering import Budget
 from extproc.protocol.replies import Continue, Refuse
 from extproc.protocol.settings import ExchangeSettings
 from extproc.server import stream as streams
 from extproc.server.bugs import Bugs
+from extproc.telemetry.pool_tallies import LEFT
 from extproc.telemetry.ring import Ring
 from extproc.telemetry.tallies import Tallies
 from tests.support.house import House
@@ -199,3 +201,21 @@ def test_bugs_bound_the_places_they_tell_apart():
         bugs.note(type(f"Bug{number}", (Exception,), {})())
     assert len(counts) == 101
     assert counts.total() == 300
+
+
+def test_stream_that_outlives_its_endpoint_leaves_no_series():
+    """Pods come and go under addresses without end: their last answers count under one name."""
+    scene = StreamFixture()
+    for number in range(50):
+        address = f"10.0.1.{number}:8000"
+        scene.house.fleet.replace([Endpoint(address)], scene.house.now)
+        answered, _ = scene.begin(HEADERS, BODY, *answer(10))
+        silent, _ = scene.begin(HEADERS, BODY)
+        scene.house.fleet.replace([], scene.house.now)
+        scene.tallies.of("").forget(address)
+        answered.finish()
+        silent.finish()
+    counted = scene.tallies.of("")
+    assert counted.responses == {(LEFT, "200"): 50}
+    assert counted.unanswered == {LEFT: 50}
+    assert not counted.picks

@@ -145,12 +145,13 @@ class Peers:
                     found[address] = self._peers.get(address) or _Peer(address)
         for name in unresolved - self._unresolved:
             _log.warning("autoscaling: peers %s cannot be resolved: nothing is scaled down", name)
+        for address in self._peers.keys() - found.keys():
+            self._asking.forget(_asking(address))
+            self._pushing.forget(_asking(address))
         self._peers, self._unresolved = found, frozenset(unresolved)
 
     async def _ask(self, address: str) -> None:
-        host, port = _split(address)
-        where = client.target(host, port, path=PATH, accept="application/json")
-        answer = await self._asking.get(where)
+        answer = await self._asking.get(_asking(address))
         peer = self._peers.get(address)
         if peer is None:
             return
@@ -169,6 +170,11 @@ class Peers:
         peer.told = told
         if told is not None:
             peer.name = told.picker
+
+
+def _asking(address: str) -> client.Target:
+    host, port = _split(address)
+    return client.target(host, port, path=PATH, accept="application/json")
 
 
 def _posting(address: str, body: bytes) -> client.Target:

@@ -1,0 +1,310 @@
+"""What the picker's memory does over many requests, honest ones and hostile ones.
+
+    python -m bench.soak [--requests 1000000] [--part core ...] [--trace] [--write]
+
+Parts are `core`, `wire` and `hostile`. `core` drives the real stream core of a whole picker with
+simulated time: messages are decoded, decided, answered and closed as the server does it, without
+gRPC. `wire` drives a real `extproc serve` over real gRPC streams, a twentieth of the requests. Both
+send chats as honest clients do: every request has its own id, user and session, half of them go on
+with a conversation, and there are more models than anything remembers. `hostile` sends 10,000
+requests of every kind in `bench.soak_kinds` through the core, once honest ones have filled what is
+remembered. Memory is what the process has resident; slopes are fits over the last half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import gc
+import json
+import os
+import time
+import tracemalloc
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from statistics import linear_regression
+from typing import Any
+
+from bench import rig, soak_kinds
+from bench import soak_messages as messages
+from extproc.config.holding import Holding
+from extproc.config.settings import Explain, Server, Settings
+from extproc.config.sources import Source
+from extproc.endpoint import Load, Totals
+from extproc.server import memory
+from extproc.server.app import Picker
+from extproc.server.stream import Stream, opened
+from extproc.wire import codec
+
+MIB = 1 << 20
+PARTS = ("core", "wire", "hostile")
+
+#: Requests that are open at once, conversations that may go on, and models that are named.
+OPEN = 64
+TALKS = 2000
+MODELS = 500
+
+#: Simulated seconds between requests and between scrapes.
+PAUSE_S = 0.005
+SCRAPE_S = 0.2
+
+#: Bar: MiB per 100,000 requests over the last half.
+FLAT = 1.0
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """Memory of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class Chats:
+    """Honest traffic: the messages of one request after the other.
+
+    Args:
+        rng: All chance.
+    """
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._system = self._text(2048)
+        self._talks: deque[list[dict[str, str]]] = deque(maxlen=TALKS)
+        self.number = 0
+
+    def _text(self, length: int) -> str:
+        return base64.b64encode(self._rng.randbytes(length)).decode()[:length]
+
+    def request(self) -> tuple[bytes, bytes]:
+        """The headers and the body of the next request."""
+        rng, number = self._rng, self.number
+        self.number += 1
+        if self._talks and rng.random() < 0.5:
+            talk = rng.choice(self._talks)
+            talk.append({"role": "assistant", "content": self._text(rng.randrange(50, 800))})
+        else:
+            talk = [{"role": "system", "content": self._system}]
+            self._talks.append(talk)
+        talk.append({"role": "user", "content": self._text(rng.randrange(50, 2000))})
+        if len(talk) > 12:
+            self._talks.remove(talk)
+        body = {
+            "model": f"model-{rng.randrange(MODELS)}",
+            "messages": talk,
+            "user": f"user-{number}",
+            "max_tokens": 64,
+        }
+        headers = {
+            ":method": "POST",
+            ":path": "/v1/chat/completions",
+            "content-type": "application/json",
+            "x-request-id": f"{rng.getrandbits(128):032x}",
+            "x-session-id": f"session-{number}",
+        }
+        return messages.headers(headers), messages.body(json.dumps(body).encode())
+
+    def answer(self, prompt_bytes: int) -> tuple[bytes, bytes]:
+        """The headers and the body of an answer, with its usage."""
+        prompt = prompt_bytes // 4
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": 64,
+            "prompt_tokens_details": {"cached_tokens": prompt // 2},
+        }
+        body = {"choices": [{"message": {"content": "x" * 200}}], "usage": usage}
+        headers = {":status": "200", "content-type": "application/json"}
+        return (
+            messages.headers(headers, response=True),
+            messages.body(json.dumps(body).encode(), response=True),
+        )
+
+
+class Core:
+    """A whole picker under simulated time, without gRPC.
+
+    Args:
+        settings: Its configuration.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.now = 1000.0
+        self.picker = Picker(settings, clock=lambda: self.now)
+        self.shared = self.picker.servicer.shared
+        self._scraped = self.now
+        self._finished = 0
+        self._tokens = 0
+
+    @property
+    def fleet(self) -> Any:
+        """The only pool's endpoints."""
+        (site,) = self.picker.sites.by_name.values()
+        return site.parts.fleet
+
+    def say(self, stream: Stream, *messages: bytes) -> None:
+        """Let a stream take messages, and encode its answers."""
+        for message in messages:
+            for reply in stream.turn(codec.decode(message)):
+                codec.encode(reply)
+
+    def open(self, *messages: bytes) -> Stream:
+        """Begin a stream."""
+        stream = opened(self.shared)
+        self.say(stream, *messages)
+        return stream
+
+    def count(self, prompt_bytes: int) -> None:
+        """An answer ended, as an engine counts it."""
+        self._finished += 1
+        self._tokens += prompt_bytes // 4
+
+    def passes(self, seconds: float) -> None:
+        """Let time pass, and scrapes be taken in."""
+        self.now += seconds
+        if self.now - self._scraped < SCRAPE_S:
+            return
+        self._scraped = self.now
+        fleet = self.fleet
+        share = len(fleet.pool.members)
+        for member in fleet.pool.members:
+            load = Load(
+                at=self.now,
+                engine="vllm",
+                waiting=0.0,
+                running=float(member.account.in_flight),
+                kv_usage=0.5,
+                prefix_queries=float(self._tokens // share),
+                prefix_hits=float(self._tokens // share // 2),
+                kv_blocks=30_000,
+                block_tokens=16,
+                totals=Totals(
+                    finished=float(self._finished // share),
+                    finished_prompt_tokens=float(self._tokens // share),
+                ),
+            )
+            fleet.observe(fleet.begin_scrape(member.endpoint), load, self.now)
+
+
+def settings(*, engines: int = 8, holding: bool = True, decisions: int = 1000) -> Settings:
+    """A picker over so many engines."""
+    endpoints = tuple(f"10.0.0.{number}:8000" for number in range(engines))
+    return Settings(
+        server=Server(
+            host="127.0.0.1", secure_serving=False, grpc_port=0, grpc_health_port=0, metrics_port=0
+        ),
+        pool=Source(endpoints=endpoints),
+        holding=Holding(enabled=holding),
+        explain=Explain(decisions=decisions),
+        seed=1,
+    )
+
+
+def chats(core: Core, rng: Random) -> Iterator[None]:
+    """Honest requests, one a step; `OPEN` of them are open at once."""
+    source = Chats(rng)
+    running: deque[tuple[Stream, int]] = deque()
+    while True:
+        headers, body = source.request()
+        running.append((core.open(headers, body), len(body)))
+        core.passes(PAUSE_S)
+        if len(running) > OPEN:
+            stream, size = running.popleft()
+            if rng.random() < 0.98:
+                core.say(stream, *source.answer(size))
+                core.count(size)
+            stream.finish()
+        yield
+
+
+async def core(requests: int, *, trace: bool, steps: int = 20) -> dict[str, Any]:
+    """Honest chats through the stream core."""
+    driven = Core(settings())
+    await driven.picker.sync()
+    rounds = chats(driven, Random(1))
+    trim = memory.trimmer()
+    points = []
+    before = None
+    if trace:
+        tracemalloc.start(12)
+    began = time.process_time()
+    for step in range(steps):
+        for _ in range(requests // steps):
+            next(rounds)
+        trim()
+        points.append(((step + 1) * (requests // steps), resident_bytes() / MIB))
+        print(f"{points[-1][0]:>9} requests  {points[-1][1]:7.1f} MiB", flush=True)
+        if trace and step == steps // 2:
+            before = tracemalloc.take_snapshot()
+    if before is not None:
+        for line in tracemalloc.take_snapshot().compare_to(before, "lineno")[:25]:
+            print(line)
+    return {
+        **judged(points),
+        "cpu_us_per_request": round((time.process_time() - began) / requests * 1e6),
+    }
+
+
+async def hostile(requests: int, *, count: int = 10_000) -> dict[str, Any]:
+    """Requests of every hostile kind, after honest ones filled what is remembered."""
+    driven = Core(settings())
+    await driven.picker.sync()
+    rounds = chats(driven, Random(1))
+    for _ in range(requests):
+        next(rounds)
+    trim = memory.trimmer()
+    grown = {}
+    for kind in soak_kinds.KINDS:
+        trim()
+        before = resident_bytes()
+        attack(driven, kind, count)
+        trim()
+        grown[kind] = round((resident_bytes() - before) / MIB, 1)
+        print(f"{kind:>24}  {grown[kind]:+7.1f} MiB", flush=True)
+    return {"requests_before": requests, "requests_of_each": count, "grown_mib": grown}
+
+
+def attack(driven: Core, kind: str, count: int, *, start: int = 0) -> None:
+    """Send so many requests of a hostile kind, one after the other."""
+    for _, one in zip(range(count), soak_kinds.numbers(kind, start), strict=False):
+        stream = driven.open(*one.request)
+        driven.passes(PAUSE_S)
+        if stream.picked:
+            driven.say(stream, *one.answer)
+        stream.finish()
+
+
+def judged(points: list[tuple[int, float]]) -> dict[str, Any]:
+    """Memory along the way, and its slope over the last half."""
+    late = points[len(points) // 2 :]
+    slope = linear_regression([at for at, _ in late], [mib for _, mib in late]).slope
+    return {
+        "requests": points[-1][0],
+        "mib": {str(at): round(mib, 1) for at, mib in points},
+        "mib_per_100k": round(slope * 100_000, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=1_000_000)
+    parser.add_argument("--part", action="append", choices=PARTS)
+    parser.add_argument("--trace", action="store_true", help="say what grows; five times slower")
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    figures = {}
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)  # as the server does
+    for part in args.part or PARTS:
+        if part == "core":
+            figures["core"] = asyncio.run(core(args.requests, trace=args.trace))
+        if part == "hostile":
+            figures["hostile"] = asyncio.run(hostile(args.requests // 10))
+    print(json.dumps(figures, indent=2))
+    if args.write:
+        rig.write("soak", "python -m bench.soak --write", figures)
+
+
+if __name__ == "__main__":
+    main()
