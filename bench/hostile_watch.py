@@ -31,8 +31,9 @@ _PROBE_LIMIT_S = 60.0
 #: Seconds in which accounts go back to zero.
 _SETTLED_S = 60.0
 
-#: The histogram of how long the picker's event loop was held.
-_STALLS = "extproc_loop_stall_seconds"
+#: The histogram of how long the picker's event loop was held, in CPU time: others on the machine do
+#: not count.
+_STALLS = "extproc_loop_stall_cpu_seconds"
 
 MIB = 1 << 20
 

@@ -84,3 +84,13 @@ def test_headers_of_answers_read_alike_again(length: int):
     data = talk.response_headers({":status": "200", "server": "x" * length}).encode(None)
     agree(data)
     agree(data)
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 16_383, 16_384, 2_097_151, 2_097_152, 3_000_000])
+def test_bodies_of_any_size_are_read_by_hand(monkeypatch, size):
+    """A length takes a byte for every 7 bits; the general parser would copy the body."""
+    data = talk.request_body(b"x" * size, ends=True).encode(talk.DUPLEX)
+    expected = general.read(data)
+    monkeypatch.setattr(general, "read", lambda _: pytest.fail("the general parser was called"))
+    assert frames.read(data) == expected
+    assert len(expected.body) == size
