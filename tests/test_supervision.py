@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import logging
 import random
+from pathlib import Path
 
 import pytest
 
@@ -251,3 +253,48 @@ def test_loops_are_named_in_one_place():
     assert len(set(LOOPS)) == len(LOOPS)
     assert list(Supervisor().failures) == list(LOOPS)
     assert place_of(ValueError()) == "ValueError at an unknown place"
+
+
+#: Tasks that end with what started them, which is supervised or serves one stream.
+SHORT = {
+    "server/xds.py": "a stream's reader",
+    "server/scaling/kubernetes.py": "Events of one target, beside the look for its rivals",
+}
+
+
+def unsupervised(tree):
+    """Lines at which a task is made of something else than `keep` or `attempt`."""
+
+    def is_kept(node):
+        called = node.func if isinstance(node, ast.Call) else None
+        name = getattr(called, "attr", getattr(called, "id", ""))
+        return name in {"keep", "attempt"}
+
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        kept = {
+            target.id
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign) and is_kept(node.value)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "create_task":
+                made = node.args[0]
+                if not is_kept(made) and getattr(made, "id", "") not in kept:
+                    yield node.lineno
+
+
+def test_every_task_is_supervised():
+    """A loop that is started some other way could end the process, or end without a word."""
+    root = Path(supervision.__file__).parent
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if not name.startswith(("sim/", "cli/")):
+            lines = list(unsupervised(ast.parse(path.read_text())))
+            if lines:
+                found[name] = lines
+    assert {name: len(lines) for name, lines in found.items()} == dict.fromkeys(SHORT, 1)
