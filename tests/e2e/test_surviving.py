@@ -1,0 +1,97 @@
+"""A real picker that is shown what once ended it: files, and the page of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+
+import aiohttp
+
+from extproc.cli import stack
+
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+PAGE = (
+    "# TYPE vllm:num_requests_waiting gauge\n"
+    'vllm:num_requests_waiting{{model_name="m"}} 0\n'
+    "# TYPE vllm:cache_config_info gauge\n"
+    'vllm:cache_config_info{{block_size="{0}",num_gpu_blocks="{0}"}} 1\n'
+)
+ARGUMENTS = ("--secure-serving=false", "--grpc-port=0", "--grpc-health-port=0", "--metrics-port=0")
+
+
+class Engine:
+    """Answers every request with one page."""
+
+    def __init__(self):
+        self.number = "16"
+        self.asked = 0
+
+    async def serve(self, reader, writer):
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                await reader.readuntil(b"\r\n\r\n")
+                self.asked += 1
+                body = PAGE.format(self.number).encode()
+                head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n"
+                writer.write(head.encode() + body)
+                await writer.drain()
+        writer.close()
+
+
+async def until(holds):
+    """Wait until what is looked at holds."""
+    async with asyncio.timeout(50):
+        while not await holds():
+            await asyncio.sleep(0.05)
+
+
+async def test_no_file_and_no_page_ends_the_process(tmp_path):
+    """Each is a line and a count; the process stays, and what comes after is read."""
+    config = tmp_path / "c.yaml"
+    config.write_text(HEAD)
+    engine = Engine()
+    async with (
+        stack.stack() as children,
+        await asyncio.start_server(engine.serve, "127.0.0.1", 0) as listener,
+        aiohttp.ClientSession() as session,
+    ):
+        port = listener.sockets[0].getsockname()[1]
+        child = await children.extproc(
+            "--config-file", str(config), "--endpoints", f"127.0.0.1:{port}", *ARGUMENTS
+        )
+        (pages,) = re.findall(r"pages on (\d+)", child.ready_line)
+
+        async def metric(name):
+            async with session.get(f"http://127.0.0.1:{pages}/metrics") as answer:
+                page = await answer.text()
+            found = re.search(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
+            return float(found.group(1)) if found else 0.0
+
+        for count, text in enumerate(("log: {level: \0}\n", 'x: !!int ""\n', "x: !!timestamp x\n")):
+            config.write_text(HEAD + text)
+            child.process.send_signal(signal.SIGHUP)
+
+            async def refused(count=count):
+                errors = await metric('extproc_config_reloads_total{result="error"}')
+                return errors > count
+
+            await until(refused)
+        config.write_text(HEAD + "log: {level: debug}\n")
+        child.process.send_signal(signal.SIGHUP)
+
+        async def mended():
+            return await metric('extproc_config_reloads_total{result="ok"}') > 0
+
+        await until(mended)
+        engine.number = "1e300"
+        asked = engine.asked
+
+        async def scraped():
+            return engine.asked > asked + 2
+
+        await until(scraped)
+        assert child.process.returncode is None
+        assert await metric("extproc_config_reload_failed") == 0.0
+        assert await metric("extproc_loop_stall_seconds_count") > 0.0
