@@ -99,6 +99,21 @@ def test_a_dead_engine_is_found_out_by_scraping():
     assert {desk.send(trip(f"r{n}")).site for n in range(6)} == {1}
 
 
+@pytest.mark.parametrize("gone_s", [5.0, 60.0])
+@pytest.mark.parametrize("strategy", ["round-robin", "adaptive"])
+def test_an_engine_that_comes_back_has_traffic_within_two_seconds(gone_s, strategy):
+    """However long a scraper found nobody listening, and whatever failed meanwhile."""
+    desk = Desk(strategy=strategy)
+    desk.until(1.0)
+    desk.sites[0].stop()
+    for n in range(6):
+        desk.send(trip(f"lost {n}"))
+    desk.until(1.0 + gone_s)
+    desk.sites[0].start()
+    desk.until(3.1 + gone_s)
+    assert 0 in {desk.send(trip(f"r{n}")).site for n in range(12)}
+
+
 def test_listing_again_does_not_scrape_twice():
     """An endpoint that left and came back has one scrape loop."""
     desk = Desk(busy_interval_s=0.2, idle_interval_s=2.0)
