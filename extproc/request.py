@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
@@ -10,6 +12,45 @@ import msgspec
 #: 32k to 128k vocabulary; it only scales estimates, never what is sent. It stands until a model's
 #: own ratio is learnt.
 BYTES_PER_TOKEN = 4
+
+
+#: Longest name of a model or an adapter (bytes of UTF-8): adapters are often named by their path. A
+#: request with a longer one is refused.
+MAX_NAME_BYTES: Final = 512
+
+#: Longest request id, session and tenant that is remembered (bytes of UTF-8).
+MAX_ID_BYTES: Final = 256
+
+#: Characters of a shortened id that stand as they were.
+_HEAD = 191
+
+
+def shorten_id(text: str) -> str:
+    """An id as it is remembered: itself, or its beginning and a digest when it is too long.
+
+    A cut alone would make one tenant of two whose ids differ behind it.
+
+    Args:
+        text: A request id, a session or a tenant, as a client or a gateway wrote it.
+
+    Returns:
+        At most `MAX_ID_BYTES` bytes; two different ids stay different.
+    """
+    size = len(text)
+    if 4 * size <= MAX_ID_BYTES or (size <= MAX_ID_BYTES and text.isascii()):
+        return text
+    written = text.encode("utf-8", "surrogatepass")
+    if len(written) <= MAX_ID_BYTES:
+        return text
+    head = written[:_HEAD].decode("utf-8", "ignore")
+    return f"{head}~{hashlib.sha256(written).hexdigest()}"
+
+
+def is_long_name(name: str) -> bool:
+    """Whether a name of a model or an adapter is longer than `MAX_NAME_BYTES`."""
+    if 4 * len(name) <= MAX_NAME_BYTES:
+        return False
+    return len(name.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES
 
 
 class RawRequest(msgspec.Struct, frozen=True, gc=False):

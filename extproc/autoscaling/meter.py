@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
@@ -13,6 +13,14 @@ from extproc.autoscaling.demand import Demand
 from extproc.endpoint import DEFAULT_RATES, Rates
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+#: Largest number of requests at one time, and largest total: sums over all pickers stay finite, and
+#: a float counts by one up to 2**53.
+MAX_REQUESTS: Final = 10_000_000
+MAX_TOTAL: Final = 2.0**53
+
+_Requests = Annotated[int, msgspec.Meta(ge=0, le=MAX_REQUESTS)]
+_Total = Annotated[float, msgspec.Meta(ge=0, le=MAX_TOTAL)]
 
 #: Share of what was known of answers that one more answer leaves; some fifty count.
 _KEEP = 0.98
@@ -31,6 +39,8 @@ _NEW = 0.5
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """What one picker counts of one target: JSON between pickers. Totals are since it began.
 
+    Numbers out of their ranges are refused where they are decoded.
+
     Attributes:
         held: Requests that wait in it.
         in_flight: Requests it sent to endpoints and that have not ended.
@@ -40,12 +50,12 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
         answer_tokens: Tokens of the answers (total).
     """
 
-    held: int = 0
-    in_flight: int = 0
-    arrived: float = 0.0
-    prompt_tokens: float = 0.0
-    answered: float = 0.0
-    answer_tokens: float = 0.0
+    held: _Requests = 0
+    in_flight: _Requests = 0
+    arrived: _Total = 0.0
+    prompt_tokens: _Total = 0.0
+    answered: _Total = 0.0
+    answer_tokens: _Total = 0.0
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):

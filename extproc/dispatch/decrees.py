@@ -59,6 +59,11 @@ class Decrees:
         """Models that requests may name because a rule puts others in their place."""
         return frozenset(self._exact)
 
+    @property
+    def supplies(self) -> bool:
+        """Whether a rule is for every request, also for one that names no model."""
+        return self._generic is not None
+
     def ranked(self, request: Request, headers: Mapping[str, str]) -> Request:
         """The request with the priority of the objective it names; as it is where it names none.
 

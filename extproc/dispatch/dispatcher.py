@@ -93,6 +93,11 @@ class Dispatcher:
         return self._preparation.names
 
     @property
+    def supplies_model(self) -> bool:
+        """Whether a rewrite names the model of requests that name none."""
+        return self._preparation.supplies_model
+
+    @property
     def routing(self) -> routes.Routing:
         """What requests are routed by now."""
         return self._routing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Final
+from urllib.parse import unquote
 
 import msgspec
 
@@ -41,7 +42,8 @@ def asked(path: str) -> str | None:
     path = path.rstrip("/")
     if path == PATH:
         return ""
-    return path.removeprefix(PATH + "/") if path.startswith(PATH + "/") else None
+    # The OpenAI SDK writes a slash in a name as %2F.
+    return unquote(path.removeprefix(PATH + "/")) if path.startswith(PATH + "/") else None
 
 
 def answer(dispatchers: Sequence[Dispatcher], name: str) -> Answer | None:

@@ -81,6 +81,11 @@ class Preparation:
         """Models that requests may name because rewrites put others in their place."""
         return self._decreed.names
 
+    @property
+    def supplies_model(self) -> bool:
+        """Whether a rewrite is for every request, also for one that names no model."""
+        return self._decreed.supplies
+
     def of(self, raw: RawRequest) -> Prepared | Rejection:
         """Prepare a request, or say what is wrong with it."""
         request = parser.parse(raw)

@@ -9,12 +9,14 @@ says which of its requests are open, and a picker that falls silent has none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Final
 
 import msgspec
 
 from extproc.decision import Decision
 from extproc.dispatch.dispatcher import Dispatcher
 from extproc.pool.accounts import Account, Ticket
+from extproc.prefix.blocks import HASH_MASK
 
 #: Facts that wait to be carried (count), some 10 s of a busy picker. The oldest are dropped first:
 #: what is open is said again and again.
@@ -26,6 +28,16 @@ MOST_OPEN = 50_000
 
 #: Pickers that are listened to (count).
 MOST_PICKERS = 256
+
+#: Longest message that is decoded (bytes): 500 requests with prompts of a million tokens have 5 MB.
+MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+_Block = Annotated[int, msgspec.Meta(ge=0, le=HASH_MASK)]
+_Name = Annotated[str, msgspec.Meta(max_length=512)]
+_PickerName = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
@@ -41,13 +53,13 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
         blocks: The prompt's chain of block hashes, root first.
     """
 
-    number: int
-    pool: str
-    address: str
-    target: str
-    prompt_tokens: int
-    prompt_bytes: int
-    blocks: Sequence[int]
+    number: _Number
+    pool: _Name
+    address: _Name
+    target: _Name
+    prompt_tokens: _Tokens
+    prompt_bytes: _Bytes
+    blocks: Sequence[_Block]
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag="e", gc=False):
@@ -59,7 +71,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="e", gc=False):
         ran: Whether its prompt may be cached where it was sent; False when it was refused there.
     """
 
-    number: int
+    number: _Number
     answered: bool
     ran: bool = True
 
@@ -74,9 +86,9 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag="o", gc=False):
             lists.
     """
 
-    until: int
-    numbers: Sequence[int]
-    serial: int = 0
+    until: _Number
+    numbers: Sequence[_Number]
+    serial: _Number = 0
 
 
 class Left(msgspec.Struct, frozen=True, array_like=True, tag="l", gc=False):
@@ -94,7 +106,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
         facts: What it says.
     """
 
-    picker: str
+    picker: _PickerName
     facts: Sequence[Fact]
 
 
@@ -107,10 +119,15 @@ def encode(message: Message) -> bytes:
 
 
 def decode(carried: bytes) -> Message | None:
-    """What was carried; None where it cannot be read, as from another version."""
+    """What was carried; None where it cannot be read, as from another version.
+
+    Nor is a message with a number or a name out of range: none of it is believed.
+    """
+    if len(carried) > MAX_MESSAGE_BYTES:
+        return None
     try:
         return _decoder.decode(carried)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 

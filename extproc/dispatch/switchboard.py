@@ -128,12 +128,8 @@ class Switchboard:
             return self._by(fitting[0], raw, now)
         request = parser.parse(raw)
         if isinstance(request, Rejection):
-            # A pool whose rewrites are for every request may name the model that is missing.
-            unnamed = [one for one in fitting if not one.claim.models]
-            for one in (*unnamed, *self._open):
-                if not isinstance(one.dispatcher.prepare(raw), Rejection):
-                    return self._by(one, raw, now)
-            return Routed(request)
+            pool = self._supplying(request, raw, fitting)
+            return Routed(request) if pool is None else self._by(pool, raw, now)
         model = envelope.model_header(raw.headers) or request.target
         for one in fitting:
             if not one.claim.models or claims.names(one.claim, model):
@@ -149,6 +145,21 @@ class Switchboard:
             known = frozenset().union(*(listing.names(one.dispatcher) for one in hinted))
             return Routed(outcomes.model_not_found(model, known) if model and known else _nobody())
         return self._by(next(one for rank, one in ranked if rank is best), raw, now, request)
+
+    def _supplying(
+        self, refused: Rejection, raw: RawRequest, fitting: Sequence[Claimant]
+    ) -> Claimant | None:
+        """The pool whose rewrites for every request name the model that is missing.
+
+        Any other refusal stands in every pool, so that no body is read again for each of them.
+        """
+        if refused is not envelope.NO_MODEL:
+            return None
+        for pool in (*(pool for pool in fitting if not pool.claim.models), *self._open):
+            dispatcher = pool.dispatcher
+            if dispatcher.supplies_model and not isinstance(dispatcher.prepare(raw), Rejection):
+                return pool
+        return None
 
     def _by(
         self, one: Claimant, raw: RawRequest, now: float, request: Request | None = None

@@ -7,11 +7,10 @@ from collections.abc import Hashable, Mapping
 
 import msgspec
 
+from extproc.request import shorten_id
+
 #: Digits of the longest number that is read from a header.
 _LONGEST = 11
-
-#: Characters of a tenant's name that count: names are remembered, and clients may choose them.
-LONGEST_TENANT = 256
 
 
 class Want(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -57,7 +56,7 @@ class Manners(msgspec.Struct, frozen=True, kw_only=True):
     slo_headers: tuple[str, ...] = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 
     def tenant(self, headers: Mapping[str, str], served_by: str) -> str:
-        """Who sent a request, cut to `LONGEST_TENANT`; empty where nobody says.
+        """Who sent a request, shortened to 256 bytes; empty where nobody says.
 
         Args:
             headers: Of the request, names in lower case.
@@ -65,8 +64,8 @@ class Manners(msgspec.Struct, frozen=True, kw_only=True):
         """
         for name in self.tenant_headers:
             if headers.get(name):
-                return headers[name][:LONGEST_TENANT]
-        return served_by[:LONGEST_TENANT] if self.by_adapter else ""
+                return shorten_id(headers[name])
+        return shorten_id(served_by) if self.by_adapter else ""
 
     def timeout_s(self, headers: Mapping[str, str]) -> float | None:
         """The longest wait a request asks for."""

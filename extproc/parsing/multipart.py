@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from extproc.parsing import inputs, opaque, session
-from extproc.request import RawRequest, Request
+from extproc.parsing import inputs, opaque
+from extproc.request import RawRequest, Request, shorten_id
 
 #: A form has a handful of fields; whatever follows the last of so many parts is not read.
 MOST_PARTS: Final = 64
@@ -51,7 +51,7 @@ def _parse(raw: RawRequest, api: str) -> Request:
         prompt=prompt.content,
         prompt_tokens=prompt.tokens,
         stream=fields.get("stream", "").lower() in {"true", "1"},
-        session=known.session or fields.get("user", "")[: session.LONGEST],
+        session=known.session or shorten_id(fields.get("user", "")),
         subset=raw.subset,
         prompt_bytes=prompt.text_bytes,
     )

@@ -21,6 +21,10 @@ LARGEST_BYTES: Final = 1 << 20
 #: Methods that carry a prompt; without `:method` the data plane did not say.
 _POSTING = frozenset({"", "POST", "PUT", "PATCH"})
 
+#: Largest size of a cut body that its `content-length` is believed for (bytes): who claims more
+#: must not make an endpoint look busy.
+MAX_LENGTH: Final = 64 << 20
+
 _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){0,1024}")')
 _STREAM = re.compile(rb'"stream"\s*:\s*true')
 
@@ -93,7 +97,7 @@ def parse_truncated(raw: RawRequest, api: str) -> Request:
     model = _unquoted(found[1]) if found else ""
     whole = raw.headers.get("content-length", "")
     length = int(whole) if whole.isdecimal() and len(whole) < 16 else 0
-    length = max(length, len(raw.body))
+    length = max(min(length, MAX_LENGTH), len(raw.body))
     return Request(
         api,
         model=model or envelope.model_header(raw.headers),

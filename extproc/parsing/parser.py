@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Final
 
+from extproc import decision
 from extproc.decision import Rejection
 from extproc.parsing import (
     anthropic,
@@ -19,7 +21,7 @@ from extproc.parsing import (
     responses,
     vllm_grpc,
 )
-from extproc.request import RawRequest, Request
+from extproc.request import MAX_NAME_BYTES, RawRequest, Request, is_long_name
 
 #: Surface (a value of `paths.SURFACES`) to the function that reads it.
 PARSERS: Mapping[str, Callable[[RawRequest], Request | Rejection]] = {
@@ -45,6 +47,12 @@ PARSERS: Mapping[str, Callable[[RawRequest], Request | Rejection]] = {
     "grpc_embed": vllm_grpc.parse_embed,
 }
 
+#: The answer to a model or adapter name that nobody would remember.
+LONG_NAME: Final = decision.bad_request(
+    f"wanted a model or adapter name of at most {MAX_NAME_BYTES} bytes; found a longer one; "
+    "correct the name"
+)
+
 #: Surfaces whose parser makes the best of a cut body: it refuses nothing and wants no prompt.
 TOTAL = frozenset({"transcriptions", "translations", "count_tokens", "tokenize"})
 
@@ -57,11 +65,25 @@ def parse(raw: RawRequest) -> Request | Rejection:
 
     Returns:
         The request, `opaque` when there is no body or the path is not in the table (`grpc` when it
-        is a gRPC method); or a
-        rejection with status 400 (EPP protocol report 1.6) on a path that is.
+        is a gRPC method); or a rejection with status 400 (EPP protocol report 1.6) on a path that
+        is, and on every path for a model or adapter name that is too long.
     """
     if opaque.is_bodiless(raw):
-        return opaque.bare(raw, paths.OPAQUE)
+        return _named(opaque.bare(raw, paths.OPAQUE), raw)
+    read = _read(raw)
+    return read if isinstance(read, Rejection) else _named(read, raw)
+
+
+def _named(request: Request, raw: RawRequest) -> Request | Rejection:
+    """The request, unless one of the names it carries is longer than any name is."""
+    for name in (request.model, request.adapter, envelope.model_header(raw.headers)):
+        if is_long_name(name):
+            return LONG_NAME
+    return request
+
+
+def _read(raw: RawRequest) -> Request | Rejection:
+    """Read a request with a body."""
     api = paths.surface_of(paths.path_of(raw))
     reader = PARSERS.get(api)
     if reader is None and raw.headers.get("content-type", "").startswith("application/grpc"):

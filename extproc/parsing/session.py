@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from extproc.request import shorten_id
+
 HEADERS = (
     "x-session-id",
     "x-session-token",
@@ -30,9 +32,6 @@ HEADERS = (
 
 _NAMES = frozenset(HEADERS)
 
-#: A hint is kept as a key by whoever remembers sessions; nobody needs a longer one.
-LONGEST = 256
-
 
 def of_headers(headers: Mapping[str, str]) -> str:
     """The hint in the headers; empty when there is none."""
@@ -41,7 +40,7 @@ def of_headers(headers: Mapping[str, str]) -> str:
     for name in HEADERS:
         value = headers.get(name)
         if value:
-            return value[:LONGEST]
+            return shorten_id(value)
     return ""
 
 
@@ -53,7 +52,7 @@ def of_body(headers: Mapping[str, str], body: Any) -> str:
         body: An `envelope.Envelope`, whose fields may be of any type.
 
     Returns:
-        At most `LONGEST` characters; empty when there is no hint.
+        At most `request.MAX_ID_BYTES` bytes; empty when there is no hint.
     """
     if not (
         body.prompt_cache_key
@@ -79,5 +78,5 @@ def of_body(headers: Mapping[str, str], body: Any) -> str:
         body.previous_response_id,
     ):
         if type(hint) is str and hint:
-            return hint[:LONGEST]
+            return shorten_id(hint)
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -13,24 +13,25 @@ _MOST_BYTES = 2048
 #: Usage objects looked at from the end: Anthropic splits its usage over two events.
 _MOST_OBJECTS = 4
 
+#: Most tokens of one kind that one answer can have used; a report of more counts as none.
+MAX_TOKENS: Final = 2**31 - 1
+
 _MARK = b'"usage"'
 
 #: What `read` tells apart.
 Kind = Literal["prompt", "completion", "cached"]
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    cache_read_input_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
+    """Typed `Any`, so that one field of an unexpected type does not hide the others."""
+
+    prompt_tokens: Any = None
+    completion_tokens: Any = None
+    input_tokens: Any = None
+    output_tokens: Any = None
+    cache_read_input_tokens: Any = None
+    prompt_tokens_details: Any = None
+    input_tokens_details: Any = None
 
 
 _decoder = msgspec.json.Decoder(_Usage)
@@ -46,7 +47,8 @@ def read(tail: bytes) -> Mapping[str, int]:
         tail: The end of the answer's body.
 
     Returns:
-        The kinds that were reported; empty when the answer reports none or is no JSON.
+        The kinds that were reported, each from 0 to `MAX_TOKENS`; empty when the answer reports
+        none or is no JSON.
     """
     found: dict[str, int] = {}
     end = len(tail)
@@ -78,12 +80,16 @@ def _object(tail: bytes, at: int) -> Mapping[str, int]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
     details = usage.prompt_tokens_details or usage.input_tokens_details
-    cached = details.cached_tokens if details else usage.cache_read_input_tokens
+    cached = details.get("cached_tokens") if type(details) is dict else None
     kinds = {
         "prompt": usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens,
         "completion": (
             usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
         ),
-        "cached": cached,
+        "cached": cached if details else usage.cache_read_input_tokens,
     }
-    return {kind: tokens for kind, tokens in kinds.items() if tokens is not None and tokens >= 0}
+    return {kind: tokens for kind, tokens in kinds.items() if _is_count(tokens)}
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_TOKENS

@@ -9,7 +9,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from extproc.protocol.events import BodyMode, Event, Kind, Modes
-from extproc.protocol.headers import RESPONSE_MARKER, SERVED_HEADER, changed_length
+from extproc.protocol.headers import (
+    RESPONSE_MARKER,
+    SERVED_HEADER,
+    changed_length,
+    is_length,
+)
 from extproc.protocol.replies import (
     Answered,
     Chunk,
@@ -124,7 +129,7 @@ def feedback_mode(
     if "text/event-stream" in headers.get("content-type", ""):
         return BodyMode.STREAMED if watch_stream else None
     length = headers.get("content-length", "")
-    if length.isascii() and length.isdigit() and int(length) <= WHOLE_ANSWER_BYTES:
+    if is_length(length) and int(length) <= WHOLE_ANSWER_BYTES:
         return BodyMode.BUFFERED
     return BodyMode.STREAMED if watch_stream else None
 

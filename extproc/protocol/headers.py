@@ -76,9 +76,14 @@ def changed_length(told: str, grown: int) -> tuple[tuple[str, str], ...]:
         told: The length before, as its header says it.
         grown: Bytes it has more now, or less.
     """
-    if not (told.isascii() and told.isdigit()):
+    if not is_length(told):
         return ()
     return (("content-length", str(int(told) + grown)),)
+
+
+def is_length(value: str) -> bool:
+    """Whether a `content-length` is a number of at most 15 digits, a petabyte."""
+    return len(value) <= 15 and value.isascii() and value.isdigit()
 
 
 def tokens(value: str) -> tuple[str, ...]:

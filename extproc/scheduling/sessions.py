@@ -17,14 +17,12 @@ import msgspec
 
 from extproc.decision import Decision
 from extproc.endpoint import Candidate, Endpoint
+from extproc.request import shorten_id
 from extproc.scheduling.turn import Turn
 
 #: Sessions remembered, the longest unused forgotten first. 65536 are some 10 MB; the bound is
 #: against names that clients make up.
 MOST_SESSIONS = 65536
-
-#: Longest session name that is remembered; what lies beyond does not tell sessions apart.
-LONGEST_NAME = 256
 
 Strategy = Literal["encoded_endpoint_header", "session_id"]
 
@@ -176,7 +174,7 @@ def keys(turn: Turn, sources: Sequence[Source]) -> Mapping[str, str]:
         header = source.header.lower()
         session = turn.headers.get(header, "") if header else turn.request.session
         if session:
-            return {_key(sources): session[:LONGEST_NAME]}
+            return {_key(sources): shorten_id(session)}
     return {}
 
 

@@ -12,15 +12,13 @@ from typing import Any, Final
 import msgspec
 
 from extproc.endpoint import Models
+from extproc.request import is_long_name
 
 #: Where OpenAI's API has the list, and so every engine that speaks it.
 PATH: Final = "/v1/models"
 
 #: Names taken from one engine (count); far more adapters than one serves.
 MOST_NAMES: Final = 4096
-
-#: Characters of the longest name taken; adapters are often named by their path.
-LONGEST_NAME: Final = 512
 
 #: Longest page read. A card of vLLM has about 500 bytes.
 LARGEST_BYTES: Final = MOST_NAMES * 512
@@ -47,7 +45,8 @@ def read(page: bytes) -> Models | None:
         page: The body of the answer to `GET /v1/models`.
 
     Returns:
-        None when it is no such page, lists nothing, or lists more or longer names than are taken.
+        None when it is no such page, lists nothing, or lists more than `MOST_NAMES` names or one
+        that no request may carry (`request.MAX_NAME_BYTES`).
     """
     if len(page) > LARGEST_BYTES:
         return None
@@ -57,7 +56,7 @@ def read(page: bytes) -> Models | None:
         return None
     if not cards or len(cards) > MOST_NAMES:
         return None
-    if any(not 0 < len(card.id) <= LONGEST_NAME for card in cards):
+    if any(not card.id or is_long_name(card.id) for card in cards):
         return None
     adapters = frozenset(card.id for card in cards if _is_adapter(card))
     return Models(frozenset(card.id for card in cards) - adapters, adapters)

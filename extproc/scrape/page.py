@@ -4,6 +4,9 @@ A page is some 50 kB, of which ten lines matter, so the scanner searches for tho
 splits the page. Families may come in any order. All lines of a family form one group (Prometheus
 text format), so a search ends with the group; a page on which a family is declared more than once
 (several ranks' pages joined by a proxy) breaks that rule and is searched to the end.
+
+A number out of its range reads as one that is not there: ranges are far beyond any engine, and so
+small that sums and products of many endpoints stay exact integers and finite floats.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import TypedDict
+from typing import Final, TypedDict
 
 import msgspec
 
@@ -30,7 +33,7 @@ _SAMPLE = re.compile(
 _PAIR = re.compile(rb'(?<![A-Za-z0-9_])([A-Za-z_][A-Za-z0-9_]*+)\s*+=\s*+"((?:[^"\\]++|\\.)*+)"')
 _ESCAPE = re.compile(rb"\\(.)")
 _NUMBER = re.compile(rb"[-+.0-9a-zA-Z]++\Z")
-_COMMENT = re.compile(rb"\n[ \t]*+(?:#[^\n]*+)?(?=\n|\Z)")
+_COMMENTS = re.compile(rb"(?:\n[ \t]*+(?:#[^\n]*+)?(?=\n|\Z))*+")
 _NAME = re.compile(rb"\s*+[A-Za-z_:][A-Za-z0-9_:]*+(?=[{ \t])")
 _DECLARED = b"\n# TYPE "
 _DECLARED_OR_HELP = (b"\n# HELP ", _DECLARED)
@@ -41,6 +44,28 @@ _ROUNDING = 1e-6
 
 #: Longest label text worth remembering; longer ones are read afresh each time.
 _REMEMBERED_BYTES = 4096
+
+#: Largest number of requests in one engine (count). Engines batch hundreds and queue thousands.
+MAX_REQUESTS: Final = 10_000_000.0
+#: Largest counter and sum of seconds: beyond 2**53 a float no longer counts by one.
+MAX_TOTAL: Final = 2.0**53
+#: Most KV blocks of an engine, and tokens of one block: 2**30 blocks of one token are a terabyte.
+MAX_KV_BLOCKS: Final = 2**30
+MAX_BLOCK_TOKENS: Final = 2**20
+#: Most LoRA adapters on a device.
+MAX_ADAPTER_SLOTS: Final = 65_536
+#: Latest time an engine can have started: the end of the year 9999 (Unix seconds).
+MAX_STARTED_AT: Final = 253_402_300_799.0
+#: Longest adapter name, and names in one label; longer or further ones are left out.
+MAX_NAME_BYTES: Final = 512
+MAX_NAMES: Final = 4096
+#: Longest labels that are read (bytes): a thousand adapters with long names.
+MAX_LABEL_BYTES: Final = 65_536
+#: Lines of wanted names that are read of one page (count). A family that goes beyond it reads as
+#: absent, so a page of 4 MiB takes tens of milliseconds at most, whatever it holds.
+MAX_SAMPLES: Final = 16_384
+#: Bytes of comments at the start of a page, beyond which an unknown page is not looked into.
+_COMMENT_BYTES = 65_536
 
 #: Labels as they stand on the page, and the value; not a number when it is garbage.
 _Sample = tuple[bytes, float]
@@ -61,7 +86,7 @@ def read(page: bytes, now: float, *, engine_type: str = "") -> Load | Unreadable
 
     Counts of several series (data-parallel ranks, models) are summed, shares averaged. A series
     that is missing gives None for its field and leaves the others alone; so does a series of which
-    any sample is no finite number in range.
+    any sample is no finite number in range, and a sum that is out of it.
 
     Args:
         page: The page in Prometheus text format; any bytes are safe.
@@ -82,15 +107,15 @@ def read(page: bytes, now: float, *, engine_type: str = "") -> Load | Unreadable
         at=now,
         engine=engine.kind,
         started_at=_newest(families.samples(engines.STARTED)),
-        running=_total(families.numbers(engine.running)),
-        waiting=_total(families.numbers(engine.waiting)),
+        running=_total(families.numbers(engine.running), most=MAX_REQUESTS),
+        waiting=_total(families.numbers(engine.waiting), most=MAX_REQUESTS),
         kv_usage=_mean_share(families.numbers(engine.kv_usage)),
         prefix_queries=_total(families.numbers(engine.prefix_queries)),
         prefix_hits=_total(families.numbers(engine.prefix_hits)),
         totals=_totals(families, engine),
         **_adapters(families.samples(engine.adapters)),
-        kv_blocks=_whole(_total(families.numbers(engine.kv_blocks))),
-        block_tokens=_whole(_agreed(families.numbers(engine.block_tokens))),
+        kv_blocks=_whole(_total(families.numbers(engine.kv_blocks)), most=MAX_KV_BLOCKS),
+        block_tokens=_whole(_agreed(families.numbers(engine.block_tokens)), most=MAX_BLOCK_TOKENS),
     )
 
 
@@ -122,10 +147,9 @@ def _joined(text: bytes, engine: engines.Engine) -> bool:
 
 def _stranger(text: bytes, now: float) -> Load | Unreadable:
     """Tells a page of an unknown engine from what is no metrics page at all."""
-    at = 0
-    while comment := _COMMENT.match(text, at):
-        at = comment.end()
-    if at >= len(text):
+    comments = _COMMENTS.match(text, 0, _COMMENT_BYTES)
+    at = comments.end() if comments else 0
+    if at >= min(len(text), _COMMENT_BYTES):
         return Unreadable("no samples")
     name = _NAME.match(text, at)
     if name is None or _SAMPLE.match(text, name.end()) is None:
@@ -143,6 +167,7 @@ class _Families:
         self._grouped = _DECLARED in text
         self._cursor = 0
         self._found: dict[bytes, list[_Sample]] = {}
+        self._left = MAX_SAMPLES
 
     def samples(self, name: bytes) -> list[_Sample]:
         """Every sample of one family, in page order; empty when the page has none."""
@@ -176,6 +201,9 @@ class _Families:
         at = text.find(needle, begin, end)
         while at >= 0:
             after = at + len(needle)
+            self._left -= 1
+            if self._left < 0:
+                return []
             if text[after : after + 1] in _AFTER_NAME:
                 if not found and self._grouped:
                     self._cursor = at
@@ -207,7 +235,9 @@ def _sample(rest: bytes) -> _Sample:
 
 def _labels(text: bytes) -> dict[bytes, bytes]:
     """The labels of one sample, their values as on the page, escapes included."""
-    return _remembered(text) if len(text) <= _REMEMBERED_BYTES else dict(_PAIR.findall(text))
+    if len(text) <= _REMEMBERED_BYTES:
+        return _remembered(text)
+    return dict(_PAIR.findall(text)) if len(text) <= MAX_LABEL_BYTES else {}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -237,14 +267,14 @@ def _number(text: bytes) -> float:
         return math.nan
 
 
-def _total(numbers: Sequence[float]) -> float | None:
-    """The sum; None when there is nothing to add or any addend is no count."""
+def _total(numbers: Sequence[float], *, most: float = MAX_TOTAL) -> float | None:
+    """The sum; None when there is nothing to add, or an addend or the sum is out of range."""
     total = 0.0
     for number in numbers:
-        if not 0 <= number < math.inf:
+        if not 0 <= number <= most:
             return None
         total += number
-    return total if numbers and total < math.inf else None
+    return total if numbers and total <= most else None
 
 
 def _mean_share(numbers: Sequence[float]) -> float | None:
@@ -259,12 +289,14 @@ def _agreed(numbers: Sequence[float]) -> float | None:
     return numbers[0] if numbers and all(number == numbers[0] for number in numbers) else None
 
 
-def _whole(number: float | None) -> int | None:
-    return int(number) if number is not None and number.is_integer() else None
+def _whole(number: float | None, *, most: int) -> int | None:
+    if number is None or not 0 <= number <= most or not number.is_integer():
+        return None
+    return int(number)
 
 
 def _newest(samples: Sequence[_Sample]) -> float | None:
-    return max((value for _, value in samples if 0 <= value < math.inf), default=None)
+    return max((value for _, value in samples if 0 <= value <= MAX_STARTED_AT), default=None)
 
 
 class _Adapters(TypedDict, total=False):
@@ -289,12 +321,17 @@ def _adapters(samples: Sequence[_Sample]) -> _Adapters:
     return {
         "adapters": _names(labels.get(b"running_lora_adapters")),
         "waiting_adapters": _names(labels.get(b"waiting_lora_adapters")),
-        "adapter_slots": _whole(_total([_number(labels.get(b"max_lora", b""))])),
+        "adapter_slots": _whole(
+            _total([_number(labels.get(b"max_lora", b""))]), most=MAX_ADAPTER_SLOTS
+        ),
     }
 
 
 def _names(value: bytes | None) -> frozenset[str] | None:
     if value is None:
         return None
-    names = _plain(value).decode("utf-8", "replace").split(",")
-    return frozenset(name for name in map(str.strip, names) if name)
+    names = _plain(value).split(b",", MAX_NAMES)[:MAX_NAMES]
+    known = [
+        name.decode("utf-8", "replace").strip() for name in names if len(name) <= MAX_NAME_BYTES
+    ]
+    return frozenset(name for name in known if name)

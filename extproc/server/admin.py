@@ -111,7 +111,7 @@ class Pages:
     async def decisions(self, request: web.Request) -> web.Response:
         """The last decisions, newest first; `?limit=` of them, 50 unless told."""
         asked = request.query.get("limit", "50")
-        limit = int(asked) if asked.isascii() and asked.isdigit() else 50
+        limit = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 10 else 50
         now = self._clock()
         return web.json_response(
             {"decisions": [explanation.summary(one, now) for one in self._decisions.latest(limit)]}

@@ -13,10 +13,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from extproc.decision import Decision
-
-#: Characters of a request id that count: clients choose it, and the ring must stay small.
-_LONGEST_ID = 256
-
+from extproc.request import shorten_id
 
 #: Of answers nobody read.
 NO_USAGE: Mapping[str, int] = {}
@@ -67,7 +64,7 @@ class Ring:
             decision: As committed.
             now: Monotonic seconds.
         """
-        request_id = request_id[:_LONGEST_ID]
+        request_id = shorten_id(request_id)
         request = msgspec.structs.replace(decision.request, prompt=b"")
         slim = msgspec.structs.replace(decision, request=request, blocks=())
         recorded = Recorded(request_id, now, slim)
@@ -87,7 +84,7 @@ class Ring:
 
     def find(self, request_id: str) -> Recorded | None:
         """The decision about a request, if it is still kept."""
-        return self._kept.get(request_id[:_LONGEST_ID])
+        return self._kept.get(shorten_id(request_id))
 
     def latest(self, count: int) -> Iterator[Recorded]:
         """The last decisions, newest first."""

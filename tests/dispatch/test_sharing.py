@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from extproc.decision import Decision
 from extproc.dispatch import sharing
+from extproc.prefix.blocks import HASH_MASK
 from extproc.request import RawRequest
 from tests.support.house import House
 
@@ -243,7 +244,7 @@ def test_an_endpoint_in_another_life_owes_nothing_to_the_one_before():
 
 def test_every_fact_comes_out_as_it_was_put_in():
     """Encoding loses nothing, and a request of a hundred blocks takes about a kilobyte."""
-    sent = sharing.Sent(1, "p", ONE, "m", 100, 400, [2**64 - 1 - n for n in range(100)])
+    sent = sharing.Sent(1, "p", ONE, "m", 100, 400, [HASH_MASK - n for n in range(100)])
     facts = [
         sent,
         sharing.Ended(1, answered=True, ran=False),
@@ -307,3 +308,46 @@ def test_any_loss_and_any_order_end_with_nothing_open(seed, loss, doubles, far):
         say(side, one)
     assert side.open == side.mirrored == side.mirror.open == 0
     assert all(m.account.prompt_tokens == 0 for m in side.house.fleet.pool.members)
+
+
+_WILD = st.one_of(
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    st.none(),
+    st.booleans(),
+    st.just("x" * 5000),
+    st.lists(st.integers(-5, 2**64 - 1), max_size=4),
+)
+_WILD_FACTS = st.tuples(st.sampled_from("seol?"), *[_WILD] * 7).map(list)
+
+
+@given(st.lists(_WILD_FACTS, max_size=4), _WILD)
+def test_no_values_in_a_message_make_taking_it_fail(facts, picker):
+    """Wild numbers, names and types are ignored, or leave accounts that are still in range."""
+    side = Side("me")
+    message = sharing.decode(msgspec.msgpack.encode([picker, facts]))
+    if message is not None:
+        side.mirror.take(message, 1.0)
+    side.mirror.drop_silent(100.0)
+    assert side.mirror.open == 0
+
+
+@pytest.mark.parametrize(
+    "carried",
+    [
+        b"\x92\xa1\xff\x90",
+        b"\x91" * 100_000,
+        sharing.encode(sharing.Message("o", [sharing.Sent(1, "", ONE, "m", 1, 4, [5, -6])])),
+        sharing.encode(sharing.Message("o", [sharing.Sent(1, "", ONE, "m", -5, 4, [])])),
+        sharing.encode(sharing.Message("o", [sharing.Sent(1, "", ONE, "m", 2**63, 4, [])])),
+        sharing.encode(sharing.Message("o", [sharing.Sent(1, "", ONE, "m" * 513, 1, 4, [])])),
+        sharing.encode(sharing.Message("o" * 257, [])),
+        sharing.encode(sharing.Message("o", [sharing.Open(2**64 - 1, [1])])),
+        b"\xc1" * (sharing.MAX_MESSAGE_BYTES + 1),
+    ],
+)
+def test_a_message_out_of_range_is_not_believed(carried):
+    """Invalid UTF-8, endless nesting, numbers and names beyond their ranges, and sheer length."""
+    assert sharing.decode(carried) is None

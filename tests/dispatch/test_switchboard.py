@@ -201,7 +201,13 @@ def test_the_list_is_an_engine_s_own_for_one_pool_and_while_nothing_is_known():
 
 @pytest.mark.parametrize(
     ("path", "asked"),
-    [("/v1/models", ""), ("/v1/models/", ""), ("/v1/models/a/b", "a/b"), ("/v1/modelsx", None)],
+    [
+        ("/v1/models", ""),
+        ("/v1/models/", ""),
+        ("/v1/models/a/b", "a/b"),
+        ("/v1/models/a%2Fb", "a/b"),
+        ("/v1/modelsx", None),
+    ],
 )
 def test_paths_of_the_list(path, asked):
     """The list, one of its entries, or something else."""

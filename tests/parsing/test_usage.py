@@ -1,5 +1,7 @@
 """Usage at the end of answers."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,6 +42,11 @@ OPENAI = b'{"usage":{"prompt_tokens":7,"completion_tokens":10,"total_tokens":17'
         (b'{"usage":' + b'{"a":' * 5000, {}),
         (b'{"usage":{"a":' + b"[" * 1000 + b"]" * 1000 + b"}}", {}),
         (b"", {}),
+        (b'{"usage":{"prompt_tokens":7,"completion_tokens":' + b"9" * 400 + b"}}", {"prompt": 7}),
+        (b'{"usage":{"prompt_tokens":7,"completion_tokens":"8"}}', {"prompt": 7}),
+        (b'{"usage":{"prompt_tokens":true,"completion_tokens":8}}', {"completion": 8}),
+        (b'{"usage":{"prompt_tokens":7.5,"completion_tokens":1e300}}', {}),
+        (b'{"usage":{"prompt_tokens":7,"prompt_tokens_details":[1]}}', {"prompt": 7}),
     ],
 )
 def test_usage_is_read_from_the_end(tail, expected):
@@ -51,3 +58,21 @@ def test_usage_is_read_from_the_end(tail, expected):
 def test_no_bytes_make_reading_fail(garbage):
     """Reading is total."""
     assert set(usage.read(b'{"usage":{' + garbage)) <= {"prompt", "completion", "cached"}
+
+
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**400), 10**400)
+    | st.floats()
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(usage._Usage.__struct_fields__), _VALUES))
+def test_any_values_are_counts_in_range_or_left_out(report):
+    """Numbers of any size and values of any type never reach a counter."""
+    tail = json.dumps({"usage": report}).encode()
+    assert all(0 <= tokens <= usage.MAX_TOKENS for tokens in usage.read(tail).values())

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.endpoint import Models
+from extproc.request import MAX_NAME_BYTES
 from extproc.scrape import listing
 
 
@@ -64,7 +65,7 @@ def test_an_empty_list_says_nothing():
     "content",
     [
         page(*({"id": f"m{n}"} for n in range(listing.MOST_NAMES + 1))),
-        page({"id": "m" * (listing.LONGEST_NAME + 1)}),
+        page({"id": "m" * (MAX_NAME_BYTES + 1)}),
         page({"id": "m"}) + b" " * listing.LARGEST_BYTES,
     ],
 )

@@ -368,3 +368,68 @@ def test_the_table_names_each_engine_once():
 def test_a_page_made_to_be_slow_is_not(body):
     """Time grows with the length of a page, not with its square: these would take minutes."""
     assert isinstance(page.read(body, 7.0), Load | page.Unreadable)
+
+
+_NUMBERS = st.one_of(
+    st.floats(allow_nan=True, allow_infinity=True).map(str),
+    st.integers(-(10**400), 10**400).map(str),
+    st.sampled_from(["1e308", "1e300", "-1", "NaN", "+Inf", "-Inf", "9" * 400, "1_0", "0x1", ""]),
+)
+
+
+@hypothesis.given(st.lists(_NUMBERS, min_size=8, max_size=8))
+@hypothesis.settings(max_examples=examples(300), deadline=None)
+def test_numbers_of_any_size_read_as_bounded_ones_or_none(numbers):
+    """Whatever numbers a page holds, what is read can be summed and multiplied over a fleet."""
+    a, b, c, d, e, f, g, h = numbers
+    load = read(
+        f"vllm:num_requests_waiting {a}",
+        f"vllm:num_requests_running {b}",
+        f"vllm:prefix_cache_queries_total {c}",
+        f"vllm:kv_cache_usage_perc {d}",
+        f'vllm:cache_config_info{{block_size="{e}",num_gpu_blocks="{f}"}} 1',
+        f'vllm:lora_requests_info{{max_lora="{g}"}} 5',
+        f"process_start_time_seconds {h}",
+    )
+    ranges = (
+        (load.waiting, page.MAX_REQUESTS),
+        (load.running, page.MAX_REQUESTS),
+        (load.prefix_queries, page.MAX_TOTAL),
+        (load.kv_usage, 1.0),
+        (load.block_tokens, page.MAX_BLOCK_TOKENS),
+        (load.kv_blocks, page.MAX_KV_BLOCKS),
+        (load.adapter_slots, page.MAX_ADAPTER_SLOTS),
+        (load.started_at, page.MAX_STARTED_AT),
+    )
+    assert all(value is None or 0 <= value <= most for value, most in ranges)
+    assert load.kv_tokens is None or float(load.kv_tokens) <= 2.0**50
+
+
+def test_a_sum_beyond_its_range_is_unknown():
+    """Two ranks within the range that are beyond it together count as no number."""
+    half = page.MAX_REQUESTS * 0.75
+    load = read(
+        f'vllm:num_requests_waiting{{engine="0"}} {half}',
+        f'vllm:num_requests_waiting{{engine="1"}} {half}',
+    )
+    assert load.waiting is None
+
+
+def test_long_and_numerous_adapter_names_are_left_out():
+    """An adapter name has at most 512 bytes, and a label at most 4096 names."""
+    load = read('vllm:lora_requests_info{running_lora_adapters="a,' + "b" * 513 + '"} 1')
+    assert load.adapters == {"a"}
+    names = ",".join(map(str, range(5000)))
+    load = read(f'vllm:lora_requests_info{{running_lora_adapters="{names}"}} 1')
+    assert load.adapters is not None
+    assert len(load.adapters) == page.MAX_NAMES
+
+
+def test_a_family_of_too_many_samples_is_unknown():
+    """The lines that are read of one page are counted, so its size bounds the work."""
+    line = b'vllm:num_requests_waiting{engine="0"} 1\n'
+    within = page.read(line * page.MAX_SAMPLES, 7.0)
+    beyond = page.read(line * (page.MAX_SAMPLES + 1), 7.0)
+    assert isinstance(within, Load)
+    assert isinstance(beyond, Load)
+    assert (within.waiting, beyond.waiting) == (float(page.MAX_SAMPLES), None)

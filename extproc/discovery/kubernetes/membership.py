@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from extproc.discovery.kubernetes import objects
 from extproc.endpoint import Endpoint, Models
@@ -10,6 +11,9 @@ from extproc.endpoint import Endpoint, Models
 #: KubeAI's labels: the model a pod serves, and one per adapter it has loaded.
 MODEL_LABEL = "model"
 ADAPTER_PREFIX = "adapter.kubeai.org/"
+
+#: The largest TCP port.
+MAX_PORT: Final = 65_535
 
 
 def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
@@ -60,8 +64,9 @@ def _active(annotation: str | None, ports: Sequence[int]) -> Iterable[int]:
 
 
 def _number(text: str) -> int:
-    """A port; 0 for anything else."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= 5 else 0
+    """A port from 1 to 65535; 0 for anything else."""
+    port = int(text) if text.isascii() and text.isdigit() and len(text) <= 5 else 0
+    return port if port <= MAX_PORT else 0
 
 
 def _models(pod: objects.Pod) -> Models | None:

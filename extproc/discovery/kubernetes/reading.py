@@ -16,6 +16,7 @@ import msgspec
 from extproc.discovery.kubernetes import objects, resources, settings
 from extproc.endpoint import NO_LABELS
 from extproc.pool import policy
+from extproc.request import MAX_NAME_BYTES
 
 #: What msgspec raises on bytes that are no such object: no JSON or another type, text that is no
 #: UTF-8, and nesting without end.
@@ -32,7 +33,7 @@ _ENDED = frozenset({"Succeeded", "Failed"})
 _PortNumber = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 _Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 _Weight = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
-_Name = Annotated[str, msgspec.Meta(min_length=1)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
 
 
 class Meta(msgspec.Struct, gc=False, rename="camel"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
@@ -20,6 +20,13 @@ _log = logging.getLogger("extproc.server")
 _KEY = "pools.json"
 
 
+#: Seconds on a clock: up to the year 9999.
+_Moment = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+
+#: What decoding raises on text that holds no states.
+_BROKEN = (msgspec.DecodeError, UnicodeError, RecursionError)
+
+
 class Stored(msgspec.Struct, frozen=True):
     """What stands in the ConfigMap; JSON.
 
@@ -30,8 +37,8 @@ class Stored(msgspec.Struct, frozen=True):
         pools: States by name of the pool.
     """
 
-    at: float
-    time: float
+    at: _Moment
+    time: _Moment
     pools: Mapping[str, msgspec.Raw]
 
 
@@ -175,12 +182,12 @@ def read(text: str, now: float, time: float) -> tuple[dict[str, State], float]:
     found: dict[str, State] = {}
     try:
         stored = msgspec.json.decode(text or "{}", type=Stored)
-    except msgspec.DecodeError:
+    except _BROKEN:
         return found, 0.0
     for name, raw in stored.pools.items():
         try:
             found[name] = msgspec.json.decode(raw, type=State)
-        except msgspec.DecodeError:
+        except _BROKEN:
             continue
     # A clock that was set back must not make what was seen lie in the future.
     return found, now - stored.at - max(0.0, time - stored.time)

@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
@@ -24,6 +25,16 @@ PATH = "/internal/load"
 #: Longest page (bytes): a thousand pools.
 _MOST_BYTES = 1 << 20
 
+#: Seconds that the system's resolver may take for one name; its own limit is 5 s per server.
+_RESOLVE_TIMEOUT_S = 5.0
+
+#: Most addresses of one name that are asked, far more than replicas of one picker.
+_MOST_ADDRESSES = 256
+
+#: What decoding raises on bytes that are no such page: no JSON or numbers out of range, text that
+#: is no UTF-8, and nesting without end.
+_BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 
 class Told(msgspec.Struct, frozen=True):
     """What one picker counts; JSON.
@@ -33,8 +44,22 @@ class Told(msgspec.Struct, frozen=True):
         pools: By name of the pool.
     """
 
-    picker: str
-    pools: Mapping[str, Counters]
+    picker: Annotated[str, msgspec.Meta(max_length=256)]
+    pools: Annotated[
+        Mapping[Annotated[str, msgspec.Meta(max_length=512)], Counters],
+        msgspec.Meta(max_length=4096),
+    ]
+
+
+_TOLD = msgspec.json.Decoder(Told)
+
+
+def read_told(page: bytes) -> Told | None:
+    """What another picker counts; None for any other bytes, or with a number out of its range."""
+    try:
+        return _TOLD.decode(page)
+    except _BROKEN:
+        return None
 
 
 class _Peer:
@@ -122,9 +147,8 @@ class Peers:
         return web.Response(body=body, content_type="application/json")
 
     async def _hear(self, request: web.Request) -> web.Response:
-        try:
-            told = msgspec.json.decode(await request.read(), type=Told)
-        except msgspec.DecodeError:
+        told = read_told(await request.read())
+        if told is None:
             return web.Response(status=400, text="not what pickers tell each other\n")
         known = [peer for peer in self._peers.values() if peer.name == told.picker]
         for peer in known:
@@ -158,8 +182,7 @@ class Peers:
         why = answer.reason if isinstance(answer, client.Failed) else ""
         told: Told | None = None
         if isinstance(answer, bytes):
-            with contextlib.suppress(msgspec.DecodeError):
-                told = msgspec.json.decode(answer, type=Told)
+            told = read_told(answer)
             why = "" if told else "unreadable"
         if told is not None and told.picker == self.identity:
             self._ourselves.add(address)
@@ -199,13 +222,15 @@ def _split(written: str) -> tuple[str, int]:
 
 
 async def _addresses(host: str, port: int) -> list[str]:
-    """Every `ip:port` of a host; none where it cannot be resolved."""
+    """Every `ip:port` of a host; none where it cannot be resolved within `_RESOLVE_TIMEOUT_S`."""
     with contextlib.suppress(ValueError):
         ip = ipaddress.ip_address(host)
         return [f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"]
+    loop = asyncio.get_running_loop()
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
+        async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError, UnicodeError):
         return []
-    hosts = dict.fromkeys(str(one[4][0]) for one in found)
+    hosts = dict.fromkeys(str(answer[4][0]) for answer in found[:_MOST_ADDRESSES])
     return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in hosts]

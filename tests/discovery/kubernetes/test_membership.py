@@ -166,3 +166,13 @@ def test_what_a_service_says_of_its_protocol_is_passed_on():
     one = objects.Slice(namespace="d", name="s", service="e", family="IPv4", ports=(port,))
     assert membership.app_protocol([one], "http") == "kubernetes.io/h2c"
     assert membership.app_protocol([one], "other") == ""
+
+
+@pytest.mark.parametrize(
+    ("port", "found"),
+    [("65535", 65535), ("65536", 0), ("99999", 0), ("0", 0), ("-1", 0), ("٣", 0), ("9" * 400, 0)],
+)
+def test_a_port_that_is_none_makes_no_endpoint(port, found):
+    """KubeAI's annotation is free text: only 1 to 65535 is a port."""
+    one = objects.Pod(namespace="n", name="p", uid="u", ip="127.0.0.1", ready=True, model_port=port)
+    assert addresses(membership.of_pod(one, ())) == ([f"127.0.0.1:{found}"] if found else [])

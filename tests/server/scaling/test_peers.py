@@ -10,7 +10,8 @@ from aiohttp import web
 from extproc.autoscaling.meter import Counters
 from extproc.cli import stack
 from extproc.errors import ConfigError
-from extproc.server.scaling.peers import PATH, Peers, Told
+from extproc.server.scaling import peers
+from extproc.server.scaling.peers import PATH, Peers, Told, read_told
 
 
 @contextlib.asynccontextmanager
@@ -111,3 +112,46 @@ def test_addresses_need_a_port(written):
     """Anything else is refused at start."""
     with pytest.raises(ConfigError, match=r"autoscaling\.peers"):
         Peers("a", [written], timeout_s=60.0, own=dict)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"",
+        b'{"picker":"\xff","pools":{}}',
+        b'{"picker":"x","pools":' + b'{"a":' * 100_000,
+        b'{"picker":"x","pools":{"p":{"held":-1}}}',
+        b'{"picker":"x","pools":{"p":{"held":' + b"9" * 400 + b"}}}",
+        b'{"picker":"x","pools":{"p":{"arrived":1e300}}}',
+        b'{"picker":"x","pools":{"p":{"arrived":NaN}}}',
+        b'{"picker":"x","pools":{"p":{"arrived":"5"}}}',
+        b'{"picker":"' + b"x" * 257 + b'","pools":{}}',
+    ],
+)
+def test_what_no_picker_counts_is_unreadable(page):
+    """Other bytes, endless nesting, wrong types and numbers beyond their ranges."""
+    assert read_told(page) is None
+
+
+async def test_an_address_that_is_no_name_is_unresolved():
+    """A name that cannot be written for a resolver is one that does not resolve."""
+    one = Peers("a", ["a..b:9090"], timeout_s=60.0, own=dict)
+    assert await one.read("p") == {"a..b:9090": None}
+
+
+async def test_connections_to_peers_that_left_are_closed(monkeypatch):
+    """A rollout leaves nothing behind: what no name stands for any longer is forgotten."""
+    async with picker("b") as other:
+        addresses = [f"127.0.0.1:{other.port}"]
+
+        async def resolved(host, port):
+            return list(addresses)
+
+        monkeypatch.setattr(peers, "_addresses", resolved)
+        one = Peers("a", ["others:9090"], timeout_s=60.0, own=dict)
+        await one.read("p")
+        assert len(one._asking._kept) == 1
+        addresses.clear()
+        await one.read("p")
+        assert len(one._asking._kept) == 0
+        one.close()
