@@ -168,6 +168,16 @@ def test_retry_after_is_the_queue_s_own_estimate():
     assert made.full(300.0).retry_after_s == 60
 
 
+def test_what_goes_on_is_counted_in_the_pace():
+    """A pump that lets two go is what the next estimate knows."""
+    made = queue(*(waiter(name) for name in "abc"))
+    assert made.pace.per_s(1.0) == 0.0
+    assert order(made, most=2) == "ab"
+    other = Pace()
+    other.went(2, 1.0)
+    assert made.pace.per_s(2.0) == other.per_s(2.0) > 0.0
+
+
 def test_slow_engines_have_a_pace_too():
     """One request in twenty seconds is seen as such, whenever one asks."""
     pace = Pace()

@@ -159,6 +159,7 @@ def test_vllm_generate_with_pictures():
         {"mm_hashes": {"image": 1}, "mm_placeholders": {"image": [1]}},
         {"mm_hashes": {"image": [1]}, "mm_placeholders": {"image": [1]}},
         {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [{"offset": "x"}]}},
+        {"mm_hashes": {"i": ["a"]}, "mm_placeholders": {"i": [{"offset": 0, "length": "x"}]}},
         {"mm_hashes": {"i": ["a"]}, "mm_placeholders": {"i": [{"offset": 9, "length": 9}]}},
         {"mm_hashes": {"i": ["a"]}, "mm_placeholders": {"i": [{"offset": -1, "length": 1}]}},
         {"mm_hashes": {"i": ["a"]}, "mm_placeholders": {"i": [{"offset": 0, "length": -5}]}},

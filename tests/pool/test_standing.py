@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoint import Endpoint, Load
+from extproc.endpoint import Endpoint, Load, Residency
 from extproc.pool.accounts import Account
 from extproc.pool.adapters import residency
 
@@ -21,6 +21,21 @@ steps = st.one_of(
     loads.map(lambda load: ("scrape", load)),
     st.frozensets(names).map(lambda known: ("learn", known)),
 )
+
+
+def test_what_an_open_request_changes_is_seen_at_once():
+    """The only slot is free, taken while a request is open, and free again."""
+    account, load, known = (
+        Account(Endpoint("10.0.0.1:8000")),
+        Load(adapter_slots=1),
+        frozenset("ab"),
+    )
+    assert residency("a", account, load, known) is Residency.ROOM
+    ticket = account.open("b", 1, cached_tokens=0, now=0.0)
+    assert residency("a", account, load, known) is Residency.FULL
+    ticket.close(0.0)
+    assert residency("a", account, load, known) is Residency.EVICTABLE
+    assert residency("b", account, load, known) is Residency.IDLE
 
 
 @given(st.lists(steps, max_size=30))

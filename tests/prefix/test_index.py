@@ -5,6 +5,7 @@ import tracemalloc
 from array import array
 from collections import OrderedDict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -191,6 +192,22 @@ def test_endpoints_that_hold_as_much_of_a_run_keep_it_when_its_last_whole_holder
     index.forget(A)
     depths = index.match(numbers)
     assert [depths[index.slot(key)] for key in (B, C)] == [6, 6]
+
+
+@pytest.mark.parametrize("branch", [4, 6, 8])
+def test_a_run_that_is_cut_leaves_its_holders_what_they_held(branch):
+    """Wherever another chain branches off: before, at, or behind the end of what one holds."""
+    index = PrefixIndex(100)
+    numbers = list(range(1, 11))
+    index.record(A, numbers)
+    index.record(B, numbers)
+    index.retract(B, numbers, 6)
+    branched = [*numbers[:branch], 99]
+    index.record(C, branched)
+    assert [index.match(numbers)[index.slot(key)] for key in KEYS] == [10, 6, branch]
+    expected = [branch, min(6, branch), branch + 1]
+    assert [index.match(branched)[index.slot(key)] for key in KEYS] == expected
+    assert [index.held(key) for key in KEYS] == [10, 6, branch + 1]
 
 
 def test_forget_removes_everything_and_the_slot_is_used_again():
