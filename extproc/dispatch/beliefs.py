@@ -146,9 +146,9 @@ class Beliefs:
             self._resize(endpoint, belief, rates)
 
     def told(self, endpoint: Endpoint, *, prompt_tokens: int, predicted: int, cached: int) -> None:
-        """An answer said how much of its prompt was found; of one that left nothing is kept."""
-        belief = self._of.get(key(endpoint))
-        if belief is not None and belief.calibration.told(prompt_tokens, predicted, cached):
+        """An answer of an endpoint of the pool said how much of its prompt was found."""
+        belief = self.of(endpoint)
+        if belief.calibration.told(prompt_tokens, predicted, cached):
             self._resize(endpoint, belief, DEFAULT_RATES)
 
     def forget(self, endpoint: Endpoint) -> None:

@@ -341,6 +341,9 @@ class Dispatcher:
             )
         if not self._hashing or not prompt or cached is None:
             return
+        member = self._fleet.pool.find(served.address)
+        if member is None or member.endpoint.incarnation != served.incarnation:
+            return  # it left, and its belief with it: a late answer makes no new one
         predicted = _predicted(decision, served)
         if predicted is not None:
             self._belief.told(

@@ -193,14 +193,3 @@ def test_an_endpoint_that_left_is_forgotten():
     town.forget(SPOT)
     assert index.keys() == ()
     assert town.of(SPOT) is not first
-
-
-def test_a_late_answer_makes_no_belief_of_an_endpoint_that_left():
-    """Usage that is read after its endpoint left, life after life, leaves nothing behind."""
-    town = Town(engines=1)
-    (member,) = town.parts.fleet.pool.members
-    town.parts.belief.forget(member.endpoint)
-    town.parts.belief.told(member.endpoint, prompt_tokens=1000, predicted=0, cached=500)
-    fresh = town.parts.belief.of(member.endpoint)
-    assert fresh.calibration.error == 0.0
-    assert fresh.requests == 0

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from extproc.decision import Decision
+from extproc.endpoint import Endpoint
 from extproc.pool.accounts import Ticket
 from extproc.pool.condition import State
 from extproc.pool.snapshot import Member
@@ -169,3 +170,20 @@ def test_usage_is_held_against_the_endpoint_that_served():
     assert chosen == {ONE, TWO}
     assert one.calibration.error < -0.5
     assert (two.calibration.error, two.calibration.factor) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_late_answer_makes_no_belief_of_an_endpoint_that_left(back: bool):  # noqa: FBT001
+    """Usage that is read after its endpoint left leaves nothing behind, whoever has its address now."""
+    house = House({ONE: None}, profile="adaptive")
+    sent = Sent(house)
+    endpoint = sent.ticket.endpoint
+    known = house.belief.of(endpoint)
+    assert known.requests == 1
+    house.fleet.replace([Endpoint(ONE, uid="another")] if back else [], house.now)
+    sent.complete()
+    for _ in range(8):
+        house.dispatcher.learn(sent.decision, {"prompt": 400, "cached": 360}, served=endpoint)
+    if back:
+        assert house.belief.of(member(house, ONE).endpoint).calibration.error == 0.0
+    assert house.belief.of(endpoint).calibration.error == 0.0

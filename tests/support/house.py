@@ -41,13 +41,13 @@ class House:
     ) -> None:
         self.now = 100.0
         self.index = PrefixIndex(1 << 16)
-        self.fleet = Fleet(on_gone=lambda _: None)
+        self.belief = Beliefs(self.index, blocks.DEFAULT.tokens, most_blocks=10_000)
+        self.fleet = Fleet(on_gone=self.belief.forget)
         self.fleet.replace([Endpoint(address) for address in loads], self.now)
         for member in self.fleet.pool.members:
             load = loads[member.endpoint.address]
             if load is not None:
                 self.fleet.observe(self.fleet.begin_scrape(member.endpoint), load, self.now)
-        self.belief = Beliefs(self.index, blocks.DEFAULT.tokens, most_blocks=10_000)
         chosen = defaults.profiles()[profile] if isinstance(profile, str) else profile
         self.dispatcher = Dispatcher(
             fleet=self.fleet,
