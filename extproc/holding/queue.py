@@ -16,6 +16,9 @@ from extproc.holding.sweep import Sweep
 from extproc.holding.turns import Turns
 from extproc.holding.waiter import Settings, Waiter
 
+#: Requests that are sorted anew between two looks at the budget (count): some 0.2 ms.
+_BATCH = 32
+
 
 class Joined(msgspec.Struct, frozen=True):
     """A request waits.
@@ -83,6 +86,8 @@ class Queue:
         self._bands: dict[int, Band] = {}
         self._deadlines: list[tuple[float, int, Waiter]] = []
         self._sweep: Sweep | None = None
+        #: Requests whose endpoint set may be another one since bits were adopted.
+        self._unsorted: list[Waiter] = []
 
     @property
     def sweeps(self) -> bool:
@@ -96,13 +101,9 @@ class Queue:
 
     def adopt_bits(self, bits: EndpointBits | None) -> None:
         """Go by other endpoints, or other models of them: requests may wait for others then."""
-        if not self.sets.adopt(bits):
-            return
-        self._sweep = None
-        for waiter in list(self):
-            endpoints = self.sets.current(waiter.target)
-            if endpoints is not waiter.endpoints:
-                self._bands[waiter.priority].move(waiter, (endpoints, waiter.toward))
+        if self.sets.adopt(bits):
+            self._sweep = None
+            self._unsorted = list(self)
 
     def join(self, waiter: Waiter, now: float) -> Joined | Rejection:
         """Begin to wait.
@@ -177,6 +178,8 @@ class Queue:
         Returns:
             Whether everybody was looked at.
         """
+        if not self._sort(enough):
+            return False
         sweep = self._sweep or Sweep()
         self._sweep = None
         went = 0
@@ -194,6 +197,19 @@ class Queue:
         finally:
             if went:
                 self.pace.went(went, now)
+        return True
+
+    def _sort(self, enough: Callable[[], bool]) -> bool:
+        """Let requests wait where their endpoint set is now; returns whether all do."""
+        unsorted = self._unsorted
+        while unsorted:
+            if enough():
+                return False
+            for waiter in unsorted[-_BATCH:]:
+                endpoints = self.sets.current(waiter.target) if waiter.waits else waiter.endpoints
+                if endpoints is not waiter.endpoints:
+                    self._bands[waiter.priority].move(waiter, (endpoints, waiter.toward))
+            del unsorted[-_BATCH:]
         return True
 
     def _look(self, go: Callable[[Waiter], Look], waiter: Waiter, sweep: Sweep, now: float) -> bool:

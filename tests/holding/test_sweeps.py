@@ -239,6 +239,57 @@ def test_endpoints_that_come_serve_whom_they_can():
     assert len(queue.sets._by_bits) == 1
 
 
+def test_requests_are_sorted_anew_within_the_budget():
+    """When what endpoints serve changes, calls that may do little still get to the end."""
+    queue = crowd(500, targets=50)
+    queue.adopt_bits(EndpointBits(of=lambda target: 1 + target % 3, named=bits_of))
+    gone = list(queue)[::7]
+    for one in gone:
+        queue.leave(one)
+    looks, calls = [], 1
+    while not queue.pump(lambda one: looks.append(one) or Blocked(), 0.0, enough=enough_after(2)):
+        calls += 1
+        assert calls < 20
+    assert calls > 5
+    assert len(looks) == 3
+    assert {one.endpoints.bits for one in queue} == {1, 2, 3}
+    assert all(one.endpoints is queue.sets.current(one.target) for one in queue)
+
+
+@pytest.mark.parametrize("tenants", [1, 2, 3])
+def test_requests_of_many_targets_go_as_they_came(tenants):
+    """However their targets and tenants alternate, where tenants do not take turns."""
+    queue = crowd(24, tenants=tenants, targets=4, settings=Settings(fairness="none"))
+    went = []
+    queue.pump(lambda one: went.append(one.arrived) or Gone.WENT, 0.0)
+    assert went == list(range(24))
+
+
+@pytest.mark.parametrize("blocked", [Blocked(busy=1), Blocked(toward="a"), Blocked()])
+def test_what_holds_up_one_priority_holds_up_no_other(blocked):
+    """Endpoints may have a place for one and not for the other."""
+    queue = Queue(Settings())
+    queue.adopt_bits(EndpointBits(of=lambda _: 1, named=bits_of))
+    for priority in (2, 1, 0):
+        for _ in range(2):
+            one = Waiter(arrived=0.0, deadline=math.inf, priority=priority)
+            queue.join(one, 0.0)
+            queue.turn(one, "a")
+    looks = []
+    queue.pump(lambda one: looks.append(one.priority) or blocked, 0.0)
+    assert looks == [2, 1, 0]
+
+
+def test_of_equals_the_last_that_came_leaves():
+    """Whoever came before keeps its place."""
+    queue = Queue(Settings(max_requests=3, order="edf"))
+    equal = [Waiter(arrived=0.0, deadline=5.0) for _ in range(3)]
+    for one in equal:
+        queue.join(one, 0.0)
+    joined = queue.join(Waiter(arrived=0.0, deadline=5.0, priority=1), 0.0)
+    assert joined.displaced == (equal[2],)
+
+
 def test_a_refused_request_is_not_served():
     """It neither costs its tenant a turn nor counts as one that went on."""
     queue = Queue(Settings())
@@ -336,6 +387,23 @@ def test_displacing_many_is_not_quadratic(tenants):
     assert cost(4000) < 6 * cost(1000)
 
 
+def test_the_last_of_the_busiest_tenant_leaves():
+    """Again and again, also for requests that came after others had to leave."""
+    queue = crowd(9, tenants=2, settings=Settings(max_requests=9, order="edf"))
+
+    def displaced():
+        (gone,) = queue.join(Waiter(arrived=0.0, deadline=1e9, priority=1), 0.0).displaced
+        return gone.tenant, 1e9 - gone.deadline
+
+    # Deadlines come down, so the last of a tenant is the one that came first.
+    assert [displaced(), displaced()] == [("t0", 0), ("t1", 1)]
+    for tenant, at in (("t1", -5), ("t1", 20)):
+        queue.leave(next(one for one in queue if one.priority))
+        late = Waiter(arrived=0.0, deadline=1e9 - at, tenant=tenant)
+        assert isinstance(queue.join(late, 0.0), Joined)
+    assert [displaced(), displaced(), displaced()] == [("t1", -5), ("t0", 2), ("t1", 3)]
+
+
 def test_a_join_that_is_refused_changes_nothing():
     """Whoever waits is not moved, nothing is left behind, and it costs little."""
     queue = crowd(500, settings=Settings(max_bytes=1000))
@@ -389,6 +457,7 @@ def test_heaps_follow_what_waits():
             queue.charge(one.tenant, -1.0, 0.0)
             queue.charge(one.tenant, 1.0, 0.0)
     queue.join(Waiter(arrived=0.0, deadline=1e9, priority=1), 0.0)
+    assert sum(len(band._lines) for band in queue._bands.values()) <= queue.count
     entries = sum(
         len(line._heap) + sum(len(lane._heap) for lane in line._lanes.values())
         for band in queue._bands.values()
