@@ -4,7 +4,7 @@
 
 Parts are `core`, `wire` and `hostile`. `core` drives the real stream core of a whole picker with
 simulated time: messages are decoded, decided, answered and closed as the server does it, without
-gRPC. `wire` drives a real `extproc serve` over real gRPC streams, a twentieth of the requests. Both
+gRPC. `wire` drives a real `extproc serve` over real gRPC streams, a fifth of the requests. Both
 send chats as honest clients do: every request has its own id, user and session, half of them go on
 with a conversation, and there are more models than anything remembers. `hostile` sends 10,000
 requests of every kind in `bench.soak_kinds` through the core, once honest ones have filled what is
@@ -28,8 +28,11 @@ from random import Random
 from statistics import linear_regression
 from typing import Any
 
+import grpc
+
 from bench import rig, soak_kinds
 from bench import soak_messages as messages
+from extproc.cli import stack
 from extproc.config.holding import Holding
 from extproc.config.settings import Explain, Server, Settings
 from extproc.config.sources import Source
@@ -218,8 +221,8 @@ def chats(core: Core, rng: Random) -> Iterator[None]:
 
 
 async def core(requests: int, *, trace: bool, steps: int = 20) -> dict[str, Any]:
-    """Honest chats through the stream core."""
-    driven = Core(settings())
+    """Honest chats through the stream core; nothing waits, because no time passes for it."""
+    driven = Core(settings(holding=False))
     await driven.picker.sync()
     rounds = chats(driven, Random(1))
     trim = memory.trimmer()
@@ -243,6 +246,43 @@ async def core(requests: int, *, trace: bool, steps: int = 20) -> dict[str, Any]
         **judged(points),
         "cpu_us_per_request": round((time.process_time() - began) / requests * 1e6),
     }
+
+
+async def wire(requests: int, *, steps: int = 20) -> dict[str, Any]:
+    """Honest chats through a real picker over real gRPC; its engines are simulated, and only scraped."""
+    async with stack.stack() as children:
+        engines = [(await children.engine())[1] for _ in range(2)]
+        port = stack.free_port()
+        server = await children.extproc(
+            *("--endpoints", ",".join(engines), "--host", "127.0.0.1", "--secure-serving=false"),
+            *("--grpc-port", str(port), "--grpc-health-port", "0", "--metrics-port", "0"),
+        )
+        source = Chats(Random(1))
+        points = []
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.stream_stream(f"/{codec.SERVICE}/{codec.METHOD}")
+            for step in range(steps):
+                left = iter(range(requests // steps))
+                await asyncio.gather(*(_client(call, source, left) for _ in range(OPEN)))
+                mib = resident_bytes(server.process.pid) / MIB
+                points.append(((step + 1) * (requests // steps), mib))
+                print(f"{points[-1][0]:>9} requests  {mib:7.1f} MiB", flush=True)
+    return judged(points)
+
+
+async def _client(call: Any, source: Chats, left: Iterator[int]) -> None:
+    """Send one request after the other while some are left, each to the end of its answer."""
+    for _ in left:
+        headers, body = source.request()
+        stream = call()
+        await stream.write(headers)
+        await stream.write(body)
+        await stream.read()
+        for message in source.answer(len(body)):
+            await stream.write(message)
+        await stream.done_writing()
+        while await stream.read() is not grpc.aio.EOF:
+            pass
 
 
 async def hostile(requests: int, *, count: int = 10_000) -> dict[str, Any]:
@@ -299,6 +339,8 @@ def main() -> None:
     for part in args.part or PARTS:
         if part == "core":
             figures["core"] = asyncio.run(core(args.requests, trace=args.trace))
+        if part == "wire":
+            figures["wire"] = asyncio.run(wire(args.requests // 5))
         if part == "hostile":
             figures["hostile"] = asyncio.run(hostile(args.requests // 10))
     print(json.dumps(figures, indent=2))
