@@ -22,7 +22,7 @@ KUBETOOLS_MODULE := tests/manifests/kubetools
 # Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo demo-scale test fuzz chaos hostile mutants check format proto points bench envoys versions envtest kubetools clean
+.PHONY: help demo demo-scale test fuzz chaos hostile soak mutants check format proto points bench envoys versions envtest kubetools clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -56,6 +56,9 @@ fuzz: $(VENV)/.dev ## Search for MINUTES (10) with random examples of another se
 
 chaos: $(VENV)/.dev ## A well-behaved client beside everything that goes wrong, for MINUTES (10)
 	$(BIN)/python -m bench.chaos --minutes $(or $(MINUTES),10) --write $(ARGS)
+
+soak: $(VENV)/.dev ## What a million requests leave in memory, and 10,000 of every hostile kind
+	$(BIN)/python -m bench.soak --write $(ARGS)
 
 hostile: $(VENV)/.dev ## What hostile bodies, clients, pages and files take of a picker
 	$(BIN)/python -m bench.hostile --write $(ARGS)

@@ -19,6 +19,7 @@ import base64
 import gc
 import json
 import os
+import sys
 import time
 import tracemalloc
 from collections import deque
@@ -345,7 +346,7 @@ def main() -> None:
             figures["hostile"] = asyncio.run(hostile(args.requests // 10))
     print(json.dumps(figures, indent=2))
     if args.write:
-        rig.write("soak", "python -m bench.soak --write", figures)
+        rig.write("soak", " ".join(["python -m bench.soak", *sys.argv[1:]]), figures)
 
 
 if __name__ == "__main__":
