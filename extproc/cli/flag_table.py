@@ -110,6 +110,13 @@ FLAGS: Sequence[Flag] = (
         "BOOL",
     ),
     Flag(
+        "allow-unsupported",
+        ("scheduling", "allow_unsupported"),
+        _boolean,
+        "start although the file asks for what is missing here, such as prefill of its own",
+        "BOOL",
+    ),
+    Flag(
         "fallback-endpoints",
         ("scheduling", "fallbacks"),
         _whole,

@@ -94,17 +94,22 @@ FLAGS: Sequence[Compatible] = (
         refused=True,
         say="set the environment variable GRPC_SSL_CIPHER_SUITES",
     ),
-)
-
-#: Flags upstream has removed; it refuses to start with them, and what they did cannot be guessed.
-REMOVED = frozenset(
-    {
-        "total-queued-requests-metric",
-        "total-running-requests-metric",
-        "kv-cache-usage-percentage-metric",
-        "lora-info-metric",
-        "cache-info-metric",
-    }
+    *(
+        Compatible(
+            name,
+            frozenset(),
+            refused=False,
+            say="engines are recognised by the names of their own metrics; it is deprecated "
+            "upstream, too: remove it",
+        )
+        for name in (
+            "total-queued-requests-metric",
+            "total-running-requests-metric",
+            "kv-cache-usage-percentage-metric",
+            "lora-info-metric",
+            "cache-info-metric",
+        )
+    ),
 )
 
 #: Log flags of Go programs that do not have `log` or `zap` in their name.
@@ -166,13 +171,6 @@ def _logs(name: str) -> bool:
 
 
 def _no_such(word: str, name: str, known: Sequence[str]) -> ConfigError:
-    if name in REMOVED:
-        return ConfigError(
-            f"--{name}",
-            wanted="flags that still exist",
-            found="one that upstream has removed",
-            fix="remove it; engines are recognised by the names of their own metrics",
-        )
     if not word.startswith("-"):
         return ConfigError(
             word, wanted="flags only", found="a word that belongs to none", fix="remove it"

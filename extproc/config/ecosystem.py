@@ -24,6 +24,11 @@ from extproc.scheduling import catalogue
 VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
 KIND = "EndpointPickerConfig"
 
+_WAITING = "{} is not acted on: requests go to engines at once, or wait as `holding` of an ExtProcConfig says"
+
+#: Handlers that pick several endpoints for one request, where there are several profiles.
+_SPLITTING = frozenset({"disagg-profile-handler", "pd-profile-handler"})
+
 #: Top-level keys, and what becomes of those that are taken without effect.
 _KEYS: Mapping[str, str] = {
     "apiVersion": "",
@@ -35,8 +40,8 @@ _KEYS: Mapping[str, str] = {
     "dataLayer": "",
     "requestHandler": "",
     "parser": "parser is deprecated and not needed: every surface is parsed",
-    "flowControl": "flowControl is not acted on: requests are not queued here",
-    "saturationDetector": "saturationDetector is not acted on: requests are not queued here",
+    "flowControl": _WAITING.format("flowControl"),
+    "saturationDetector": _WAITING.format("saturationDetector"),
 }
 
 #: Handlers that choose among profiles: type to the parameters that name the one that routes here,
@@ -86,6 +91,9 @@ def translated(tree: Mapping[str, object], *, where: str) -> tuple[dict[str, obj
             )
         if _KEYS[key] and value:
             warnings.append(_KEYS[key])
+    gates = tree.get("featureGates")
+    if isinstance(gates, list) and "flowControl" in gates:
+        warnings.append(_WAITING.format("feature gate flowControl"))
     scheduling: dict[str, object] = {
         key: tree[key] for key in ("plugins", "schedulingProfiles") if tree.get(key) is not None
     }
@@ -141,8 +149,39 @@ def remarks(plugins: Sequence[grammar.NamedPlugin]) -> Iterator[str]:
     """What is worth saying of plugins that are read: old names, and work that is not done."""
     for plugin in plugins:
         known = TYPES.get(plugin.type)
+        name = plugin.name or plugin.type
         if known is not None and known.status in ("deprecated", "unsupported"):
-            yield f"plugin {plugin.name or plugin.type}: {known.note}"
+            yield f"plugin {name}: {known.note}"
+        if known is not None and plugin.parameters.get("insecureSkipVerify") is False:
+            yield (
+                f"plugin {name}: insecureSkipVerify: false is not acted on; set scrape.verify_tls "
+                "of an ExtProcConfig where engines are scraped over https"
+            )
+
+
+def check_supported(rules: grammar.Rules, path: strict.Path, *, where: str) -> None:
+    """Refuse what a deployment is built around and nothing of ours does.
+
+    Args:
+        rules: How requests are routed.
+        path: Where the rules stand in the file.
+        where: The file, for errors.
+
+    Raises:
+        ConfigError: Requests are to be split over several engines.
+    """
+    profiles = [one.name for one in rules.scheduling_profiles]
+    for index, plugin in enumerate(rules.plugins):
+        if plugin.type in _SPLITTING and len(profiles) > 1:
+            others = ", ".join(name for name in profiles if name != _decoding(plugin))
+            raise ConfigError(
+                strict.place(where, (*path, "plugins", index, "type")),
+                wanted="one endpoint for a request",
+                found=f"{plugin.type} with profiles {', '.join(profiles)}: prefill, decode and "
+                f"encode are not split here, so engines of {others} would idle",
+                fix="route to engines that do all of it with one profile, or accept that decode "
+                "engines do their own prefill with --allow-unsupported",
+            )
 
 
 #: Names an error lists (count): those of one file, not every type there is.

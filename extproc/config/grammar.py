@@ -130,6 +130,9 @@ class Scheduling(Rules, frozen=True, forbid_unknown_fields=True, kw_only=True):
             and their weights. None: all of them, in order.
         models: Rules of single models, by the name in the request; of `model_adapter`, by the
             model. None: all are routed alike.
+        allow_unsupported: Go on where plugins ask for what is missing here and a deployment is
+            built around, such as prefill engines of their own. False: it would look as if it
+            worked, with engines that idle.
         fallbacks: Further endpoints named after the chosen one (count). 0, because only a data
             plane with an override-host policy can use them.
         honour_subset: Keep to the endpoints a gateway allows (EPP protocol 004, subset hint). True,
@@ -149,6 +152,7 @@ class Scheduling(Rules, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """
 
     models: Mapping[str, Rules] = {}
+    allow_unsupported: bool = False
     fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
     honour_subset: bool = True
     unknown_model: Literal["pass", "reject"] = "pass"

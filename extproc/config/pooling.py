@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from extproc.config import autoscaling, found_scaling, sources, strict
+from extproc.config import autoscaling, ecosystem, found_scaling, grammar, sources, strict
 from extproc.config import settings as sections
 from extproc.dispatch import claims
 from extproc.errors import ConfigError
@@ -98,6 +98,8 @@ def together(settings: sections.Settings, *, where: str) -> None:
         if pool.kubernetes is not None:
             _one_object(pool.kubernetes, strict.place(where, (*path, "kubernetes")))
     _found(settings, where)
+    if not settings.scheduling.allow_unsupported:
+        _supported(settings, where)
     if settings.pools and given(settings.pool):
         raise ConfigError(
             strict.place(where, ("pools",)),
@@ -122,6 +124,22 @@ def together(settings: sections.Settings, *, where: str) -> None:
                 found="none of them",
                 fix="say where its endpoints come from",
             )
+
+
+def _supported(settings: sections.Settings, where: str) -> None:
+    """Refuse rules, of all requests, pools or models, that ask for what is missing here."""
+    scheduled: list[tuple[strict.Path, grammar.Scheduling]] = [
+        (("scheduling",), settings.scheduling)
+    ]
+    scheduled += [
+        (("pools", at, "scheduling"), pool.scheduling)
+        for at, pool in enumerate(settings.pools)
+        if pool.scheduling is not None and not pool.scheduling.allow_unsupported
+    ]
+    for path, rules in scheduled:
+        ecosystem.check_supported(rules, path, where=where)
+        for model, own in rules.models.items():
+            ecosystem.check_supported(own, (*path, "models", model), where=where)
 
 
 def _found(settings: sections.Settings, where: str) -> None:

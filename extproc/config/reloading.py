@@ -132,6 +132,7 @@ TABLE: Final = (
             "plugin_files",
             "plugin_budget_ms",
         ),
+        restart=("allow_unsupported",),
     ),
     Row("prefix", restart=("schedule", "capacity_blocks")),
     Row(

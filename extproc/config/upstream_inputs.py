@@ -11,11 +11,11 @@ _PRODUCERS = (
         "the prefix index of ours does it; its bounds are set in the section prefix",
         *upstream_type.INDEX_PARAMETERS,
     ),
-    upstream_type.implied(
+    upstream_type.unsupported(
         "producer",
         "precise-prefix-cache-producer",
-        "the prefix index of ours stands in; it reads no KV events and corrects itself by what "
-        "engines report",
+        "no KV events are read: the prefix index of ours stands in, which believes what was routed "
+        "and corrects itself by what engines report",
         "tokenProcessorConfig",
         "indexerConfig",
         "kvEventsConfig",
@@ -34,11 +34,11 @@ _PRODUCERS = (
         "prefixMatchInfoProducerName",
         "syncCrossReplicaState",
     ),
-    upstream_type.implied(
+    upstream_type.unsupported(
         "producer",
         "token-producer",
-        "prompt lengths are estimated at 4 bytes a token, and prompts are hashed as bytes; no "
-        "tokenizer is asked",
+        "no tokenizer is asked: prompt lengths are estimated at 4 bytes a token until the ratio of "
+        "a model is learnt, and prompts are hashed as bytes",
         "backend",
         "modelName",
         "vllm",

@@ -56,6 +56,11 @@ def find(name: str) -> Attribute:
     """
     found = ATTRIBUTES.get(name)
     if found is None:
+        if name.lower().startswith("gpu"):
+            raise ValueError(
+                f"wanted an attribute of {', '.join(ATTRIBUTES)}; found {name}, which "
+                "dcgm-data-source and dcgm-extractor would measure: GPU metrics are not scraped"
+            )
         near = get_close_matches(name, ATTRIBUTES, n=1, cutoff=0.0)[0]
         raise ValueError(
             f"wanted an attribute of {', '.join(ATTRIBUTES)} (nearest: {near}); found {name}"

@@ -72,6 +72,7 @@ class Pages:
                 web.get("/debug/decisions/{id}", self.decision),
             ]
         )
+        application.on_response_prepare.append(_hide_server)
         return application
 
     async def metrics(self, _: web.Request) -> web.Response:
@@ -145,6 +146,11 @@ class Pages:
                 status=outcome.status, body=outcome.body, content_type="application/json"
             )
         return web.json_response(explanation.explain(outcome))
+
+
+async def _hide_server(_: web.Request, response: web.StreamResponse) -> None:
+    """Name no software and version to whoever asks."""
+    response.headers.pop("Server", None)
 
 
 def _refused(rejection: Rejection) -> web.Response:

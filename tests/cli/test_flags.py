@@ -3,7 +3,7 @@ from operator import attrgetter
 
 import pytest
 
-from extproc.cli import flag_table, flags, upstream
+from extproc.cli import flag_table, flags
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
 
@@ -41,6 +41,7 @@ REACHES = [
         "cluster.leader_election",
         True,
     ),
+    ("allow-unsupported", ["--allow-unsupported"], "scheduling.allow_unsupported", True),
     ("fallback-endpoints", ["--fallback-endpoints", "2"], "scheduling.fallbacks", 2),
     (
         "disable-endpoint-subset-filter",
@@ -161,12 +162,38 @@ def test_flag_is_refused_with_what_to_do(name):
     assert fix in raised.value.fix
 
 
-@pytest.mark.parametrize("name", sorted(upstream.REMOVED))
-def test_removed_flag_is_refused(name):
-    """A flag upstream has removed is refused and not taken for a log flag or a typing error."""
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("total-queued-requests-metric", "vllm:num_requests_waiting"),
+        ("total-running-requests-metric", "vllm:num_requests_running"),
+        ("kv-cache-usage-percentage-metric", "sglang:token_usage"),
+        ("lora-info-metric", ""),
+        ("cache-info-metric", "vllm:cache_config_info"),
+    ],
+)
+def test_deprecated_metric_flags_are_taken_with_a_warning(name, value):
+    """A Deployment that sets one starts; engines are recognised by their own metrics."""
+    resolved = resolve(ENDPOINTS, f"--{name}={value}")
+    (warning,) = resolved.warnings
+    assert warning.startswith(f"--{name} has no effect: engines are recognised")
+
+
+def test_prefill_of_its_own_is_refused_unless_allowed():
+    """A split deployment would route to decode engines alone, and look as if it worked."""
+    text = (
+        "{apiVersion: llm-d.ai/v1alpha1, kind: EndpointPickerConfig, plugins: "
+        "[{type: disagg-profile-handler}, {type: decode-filter}, {type: prefill-filter}, "
+        "{type: max-score-picker}], schedulingProfiles: "
+        "[{name: prefill, plugins: [{pluginRef: prefill-filter}]}, "
+        "{name: decode, plugins: [{pluginRef: decode-filter}]}]}"
+    )
     with pytest.raises(ConfigError) as raised:
-        resolve(ENDPOINTS, f"--{name}", "vllm:x")
-    assert "removed" in raised.value.found
+        resolve(ENDPOINTS, "--config-text", text)
+    assert "engines of prefill would idle" in raised.value.found
+    assert "--allow-unsupported" in raised.value.fix
+    resolved = resolve(ENDPOINTS, "--config-text", text, "--allow-unsupported")
+    assert resolved.settings.scheduling.allow_unsupported
 
 
 #: A usual command line of the upstream picker.

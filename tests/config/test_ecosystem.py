@@ -46,7 +46,9 @@ def indented(text):
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
 def test_published_configurations_load_and_route(path):
     """Every sample loads as it stands, routes over three endpoints, and is never degraded."""
-    parts = factory.build(load.settings(load.read(path)), where=str(path))
+    # Of the disaggregated one only the decode profile routes, which has to be allowed.
+    allowed = load.Override(("scheduling", "allow_unsupported"), value=True, flag="--flag")
+    parts = factory.build(load.settings(load.read(path), [allowed]), where=str(path))
     labels = {"llm-d.ai/role": "decode", "zone": "a"}
     parts.fleet.replace([Endpoint(f"10.0.0.{i}:8000", labels=labels) for i in range(3)], 0.0)
     outcome = parts.dispatcher.route(CHAT, 1.0)
@@ -87,7 +89,40 @@ def test_what_is_not_acted_on_is_told():
         THEIRS + "flowControl: {maxRequests: 5}\nplugins: [{type: always-disagg-pd-decider}]\n"
     )
     assert any("flowControl is not acted on" in warning for warning in warnings)
+    _, warnings = read(THEIRS + "featureGates: [flowControl]\nsaturationDetector: {x: 1}\n")
+    assert [warning.partition(" is not acted on")[0] for warning in warnings] == [
+        "saturationDetector",
+        "feature gate flowControl",
+    ]
+    assert not any("queued here" in warning for warning in warnings)
     assert any("always-disagg-pd-decider" in told for told in advice.advice(settings))
+
+
+@pytest.mark.parametrize(
+    ("plugin", "text"),
+    [
+        ("type: precise-prefix-cache-producer", "no KV events are read"),
+        ("type: token-producer", "no tokenizer is asked"),
+        (
+            "type: metrics-data-source, parameters: {insecureSkipVerify: false}",
+            "set scrape.verify_tls",
+        ),
+    ],
+)
+def test_what_stands_in_for_a_plugin_is_a_warning(plugin, text):
+    """A file that relies on KV events, tokenizers or certificates does not start without a word."""
+    settings, _ = read(THEIRS + f"plugins: [{{{plugin}}}, {{type: max-score-picker}}]\n")
+    assert any(text in told for told in advice.advice(settings))
+
+
+def test_gpu_attributes_name_what_would_measure_them():
+    """The attribute alone does not say which plugins are missing."""
+    scorer = "{type: endpoint-attribute-scorer, parameters: {attributeKey: GPUUtilization, "
+    scorer += "algorithm: {type: linear_lower_is_better}}}"
+    settings, _ = read(THEIRS + f"plugins: [{scorer}, {{type: max-score-picker}}]\n")
+    with pytest.raises(ConfigError) as raised:
+        profiles.resolve(settings, where="x")
+    assert "dcgm-data-source" in str(raised.value)
 
 
 def test_an_old_plugin_name_is_mapped_with_a_warning():
