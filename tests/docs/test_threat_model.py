@@ -1,0 +1,24 @@
+"""Every row of the threat model names a test that exists."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/threat-model.md").read_text()
+ROWS = [line for line in PAGE.splitlines() if line.startswith("| ")][1:]
+
+
+def test_every_row_names_a_test_that_exists():
+    """A row without a test is a hope."""
+    assert len(ROWS) >= 20
+    for row in ROWS:
+        named = re.search(r"`(tests/[\w/]+\.py)::(test_\w+)` \|$", row)
+        assert named, row
+        text = (ROOT / named[1]).read_text()
+        assert re.search(rf"^(async )?def {named[2]}\(", text, re.MULTILINE), named[0]
+
+
+def test_security_page_and_readme_lead_to_the_model():
+    """Whoever looks for it finds it."""
+    assert "docs/threat-model.md" in (ROOT / "SECURITY.md").read_text()
+    assert "docs/threat-model.md" in (ROOT / "README.md").read_text()
