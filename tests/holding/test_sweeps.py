@@ -434,6 +434,16 @@ def test_letting_many_go_is_not_quadratic(tenants, targets):
     assert cost(4000) < 6 * cost(1000)
 
 
+def test_targets_of_one_tenant_cost_much_the_same():
+    """Its turn moves all of its requests alike, however many ways they wait."""
+
+    def cost(targets):
+        queue = crowd(2000, targets=targets)
+        return operations(lambda: queue.pump(lambda _: Gone.WENT, 0.0))
+
+    assert cost(1000) < 3 * cost(10)
+
+
 @pytest.mark.parametrize(("tenants", "targets"), [(1, 1), (4000, 1)])
 def test_a_pump_in_vain_costs_little(tenants, targets):
     """However many wait for the same."""
@@ -445,8 +455,8 @@ def test_heaps_follow_what_waits():
     """Turns, moves and leaving leave no more entries behind than requests wait."""
     queue = crowd(2000, tenants=3)
     queue.adopt_bits(EndpointBits(of=lambda _: 1, named=bits_of))
-    for one in list(queue)[10:]:
-        for toward in ("a", "b", ""):
+    for at, one in enumerate(list(queue)[10:]):
+        for toward in ("a", f"endpoint {at}", ""):
             queue.turn(one, toward)
         queue.leave(one)
     left = list(queue)
