@@ -49,6 +49,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME=VALUE",
         help="a header of the request; repeatable",
     )
+    add("--token-file", metavar="FILE", help="with the token of --server (server.admin_token_file)")
     add("--config-file", metavar="FILE", help="configuration to decide with, for --state")
     add("--strategy", metavar="NAME", help="strategy to decide with, for --state")
     add("--json", action="store_true", help="print JSON instead of tables")
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
                 found="both",
                 fix="remove them; a server decides with its own configuration",
             )
-        told = _ask(args.server, args.path, headers, body)
+        told = _ask(args.server, args.path, headers, body, authorization=_authorization(args))
     else:
         told = explanation.explain(_imagine(args, headers, body))
     _print(told, told_as=table.render_table(told), as_json=args.json)
@@ -98,7 +99,7 @@ def _recall(args: argparse.Namespace) -> dict[str, Any]:
             fix="a server keeps the requests it routed; say extproc explain --server URL --id ID",
         )
     url = f"{_base(args.server)}/debug/decisions/{urllib.parse.quote(args.id, safe='')}"
-    told = _fetch(urllib.request.Request(url))  # noqa: S310 - _base made it http or https
+    told = _fetch(urllib.request.Request(url, headers=_authorization(args)))  # noqa: S310 - _base made it http or https
     if told["outcome"] == "rejection" and told["status"] == 404:
         raise ConfigError(
             "--id", wanted="a request routed lately", found=told["message"], fix="check the id"
@@ -147,10 +148,25 @@ def _headers(words: list[str]) -> dict[str, str]:
     return headers
 
 
-def _ask(server: str, path: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+def _authorization(args: argparse.Namespace) -> dict[str, str]:
+    """The header with the token, where one was named."""
+    if not args.token_file:
+        return {}
+    return {"authorization": f"Bearer {_bytes_of(args.token_file).decode('latin-1').strip()}"}
+
+
+def _ask(
+    server: str,
+    path: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    *,
+    authorization: Mapping[str, str],
+) -> dict[str, Any]:
     """Ask a running server for a dry run."""
     url = f"{_base(server)}/debug/explain"
     sent = {"x-explain-path": path, "content-type": "application/octet-stream"}
+    sent |= authorization
     sent |= {f"x-explain-header-{name}": value for name, value in headers.items()}
     # The scheme was made http or https above.
     return _fetch(

@@ -44,6 +44,7 @@ TABLE: Final = (
             "enable_cert_reload",
             "health_checking",
             "drain_timeout_s",
+            "admin_token_file",
         ),
     ),
     Row(

@@ -73,6 +73,9 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             checks go to the port it routes to, and answering them costs nothing.
         drain_timeout_s: Seconds between SIGTERM and the end of the last stream. 30 is the default
             grace period of a pod.
+        admin_token_file: File with a token that /debug and /internal pages of `metrics_port` want
+            as `Authorization: Bearer`; replicas that ask each other need the same. Empty: none, as
+            network policies keep that port to monitoring and pickers.
     """
 
     host: str = ""
@@ -84,6 +87,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     enable_cert_reload: bool = True
     health_checking: bool = True
     drain_timeout_s: bounds.Seconds = 30.0
+    admin_token_file: str = ""
 
     def grpc_address(self, port: int) -> str:
         """The `host:port` gRPC binds to."""

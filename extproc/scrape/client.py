@@ -43,7 +43,7 @@ class Failed(msgspec.Struct, frozen=True):
 PROMETHEUS = "text/plain;version=0.0.4"
 
 
-def target(host: str, port: int, *, path: str, accept: str = PROMETHEUS) -> Target:
+def target(host: str, port: int, *, path: str, accept: str = PROMETHEUS, more: str = "") -> Target:
     """Writes the request for one page. No compression: unpacking costs more than loopback or LAN."""
     authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return Target(
@@ -51,7 +51,7 @@ def target(host: str, port: int, *, path: str, accept: str = PROMETHEUS) -> Targ
         port,
         (
             f"GET {path} HTTP/1.1\r\nhost: {authority}\r\nuser-agent: extproc\r\n"
-            f"accept: {accept}\r\naccept-encoding: identity\r\n\r\n"
+            f"accept: {accept}\r\naccept-encoding: identity\r\n{more}\r\n"
         ).encode(),
     )
 

@@ -15,6 +15,7 @@ from extproc.decision import Answer, Outcome, Rejection
 from extproc.pool.snapshot import Pool
 from extproc.protocol import refusal
 from extproc.request import RawRequest
+from extproc.server import admin_token
 from extproc.server.health import Readiness
 from extproc.telemetry import explanation
 from extproc.telemetry.exposition import Exposition
@@ -35,6 +36,7 @@ class Pages:
         dry_run: Decides without charging anybody.
         decisions: The last decisions.
         clock: Monotonic seconds.
+        token: What debug pages and those of other pickers want; empty wants nothing.
         max_body_bytes: Gives the largest request that is explained.
     """
 
@@ -47,6 +49,7 @@ class Pages:
         dry_run: Callable[[RawRequest, float], Outcome | Answer],
         decisions: Ring,
         clock: Callable[[], float],
+        token: str = "",
         max_body_bytes: Callable[[], int],
     ) -> None:
         self._exposition = exposition
@@ -55,11 +58,12 @@ class Pages:
         self._dry_run = dry_run
         self._decisions = decisions
         self._clock = clock
+        self._token = token
         self._max_body_bytes = max_body_bytes
 
     def application(self) -> web.Application:
         """The routes."""
-        application = web.Application()
+        application = web.Application(middlewares=[admin_token.guard(self._token)])
         application.add_routes(
             [
                 web.get("/metrics", self.metrics),

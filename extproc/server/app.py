@@ -24,7 +24,18 @@ from extproc.discovery.kubernetes import watches
 from extproc.protocol.gathering import Budget
 from extproc.scheduling import guard
 from extproc.scrape import client, scraper
-from extproc.server import admin, health, leases, ports, reload, servicer, signals, stream, xds
+from extproc.server import (
+    admin,
+    admin_token,
+    health,
+    leases,
+    ports,
+    reload,
+    servicer,
+    signals,
+    stream,
+    xds,
+)
 from extproc.server.scaling import autoscaler, keda
 from extproc.server.sharing import line
 from extproc.server.site import Shared
@@ -412,6 +423,7 @@ class Picker:
             dry_run=lambda raw, now: self.sites.switchboard.route(raw, now).outcome,
             decisions=self.ring,
             clock=self._clock,
+            token=admin_token.read(server.admin_token_file),
             max_body_bytes=lambda: self._max_body_bytes,
         )
         application = pages.application()

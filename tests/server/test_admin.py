@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from extproc.cli import stack
+import pytest
+
+from extproc.cli import main, stack
 from extproc.config import load
-from extproc.server import app
+from extproc.errors import ConfigError
+from extproc.server import admin_token, app
 from tests.e2e import http1
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
@@ -30,3 +33,52 @@ def test_pages_name_no_software():
             await picker._pages.cleanup()
 
     asyncio.run(test())
+
+
+def test_a_token_guards_debug_pages_and_those_of_peers(tmp_path):
+    """Metrics and probes stay open; the rest wants the token, which pickers send each other."""
+
+    async def test() -> None:
+        file = tmp_path / "token"
+        file.write_text("s3cret\n")
+        port = stack.free_port()
+        server = (
+            f"server: {{host: 127.0.0.1, metrics_port: {port}, admin_token_file: {file}}}\n"
+            f"autoscaling: {{peers: ['127.0.0.1:{port}']}}\n"
+        )
+        settings = load.settings(load.parse(HEAD + server, where="f.yaml"))
+        picker = app.Picker(settings)
+        await picker._start_pages(settings.server)
+        token = [("authorization", "Bearer s3cret")]
+        try:
+            for path, bare in (("/healthz", 200), ("/metrics", 200), ("/debug/pools", 401)):
+                assert (await http1.ask(port, path)).status == bare
+                assert (await http1.ask(port, path, headers=token)).status == 200
+            for path in ("/internal/load", "/debug/decisions", "/debug/nothing"):
+                wrong = [("authorization", "Bearer s3cre")]
+                assert (await http1.ask(port, path, headers=wrong)).status == 401
+            peers = picker._autoscaler.peers
+            await peers.read("")
+            # It reached itself, which it leaves out; without the token it would be unknown.
+            assert peers.last("") == {}
+            url = f"http://127.0.0.1:{port}"
+            words = ["explain", "--server", url, "--id", "none", "--token-file"]
+            denied = await asyncio.to_thread(main.main, [*words[:-1]])
+            found = await asyncio.to_thread(main.main, [*words, str(file)])
+            assert (bool(denied), bool(found)) == (True, True)
+        finally:
+            await picker._pages.cleanup()
+            peers.close()
+
+    asyncio.run(test())
+
+
+def test_a_token_file_without_a_token_is_refused(tmp_path):
+    """Nobody believes in a guard that is not there."""
+    for text in ("", " \n"):
+        (tmp_path / "token").write_text(text)
+        with pytest.raises(ConfigError):
+            admin_token.read(str(tmp_path / "token"))
+    with pytest.raises(ConfigError):
+        admin_token.read(str(tmp_path / "missing"))
+    assert admin_token.read("") == ""

@@ -23,6 +23,7 @@ from extproc.config.autoscaling import Target
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes import settings as watching
 from extproc.errors import ConfigError
+from extproc.server import admin_token
 from extproc.server.scaling import kubernetes, memory
 from extproc.server.scaling.loop import Loop, State
 from extproc.server.scaling.peers import Peers
@@ -86,7 +87,13 @@ class Autoscaler:
         self.on_change: Callable[[Loop], None] = lambda _: None
         self.on_gone: Callable[[Loop], None] = lambda _: None
         identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
-        self.peers = Peers(identity, shared.peers, timeout_s=shared.peer_timeout_s, own=self._own)
+        self.peers = Peers(
+            identity,
+            shared.peers,
+            timeout_s=shared.peer_timeout_s,
+            own=self._own,
+            token=admin_token.read(settings.server.admin_token_file),
+        )
         self.peers.woken = self._woken
         self.loops: dict[str, Loop] = {}
         self._scaled: dict[str, Scaled] = {}

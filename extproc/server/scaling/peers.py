@@ -83,6 +83,7 @@ class Peers:
         written: `host:port` of their pages; a name stands for every address it resolves to.
         timeout_s: For one answer.
         own: Gives what this picker counts, by pool.
+        token: What their pages want; empty sends none.
 
     Raises:
         ConfigError: An address cannot be read.
@@ -98,8 +99,10 @@ class Peers:
         *,
         timeout_s: float,
         own: Callable[[], Mapping[str, Counters]],
+        token: str = "",
     ) -> None:
         self.identity = identity
+        self._authorization = f"authorization: Bearer {token}\r\n" if token else ""
         self.woken: Callable[[Iterable[str]], None] = lambda _: None
         self._written = [_split(one) for one in written]
         self._own = own
@@ -130,7 +133,10 @@ class Peers:
             return
         body = msgspec.json.encode(Told(self.identity, self._own()))
         await asyncio.gather(
-            *(self._pushing.get(_posting(address, body)) for address in addresses),
+            *(
+                self._pushing.get(_posting(address, body, self._authorization))
+                for address in addresses
+            ),
         )
 
     def close(self) -> None:
@@ -170,12 +176,12 @@ class Peers:
         for name in unresolved - self._unresolved:
             _log.warning("autoscaling: peers %s cannot be resolved: nothing is scaled down", name)
         for address in self._peers.keys() - found.keys():
-            self._asking.forget(_asking(address))
-            self._pushing.forget(_asking(address))
+            self._asking.forget(_asking(address, self._authorization))
+            self._pushing.forget(_asking(address, self._authorization))
         self._peers, self._unresolved = found, frozenset(unresolved)
 
     async def _ask(self, address: str) -> None:
-        answer = await self._asking.get(_asking(address))
+        answer = await self._asking.get(_asking(address, self._authorization))
         peer = self._peers.get(address)
         if peer is None:
             return
@@ -195,15 +201,15 @@ class Peers:
             peer.name = told.picker
 
 
-def _asking(address: str) -> client.Target:
+def _asking(address: str, authorization: str) -> client.Target:
     host, port = _split(address)
-    return client.target(host, port, path=PATH, accept="application/json")
+    return client.target(host, port, path=PATH, accept="application/json", more=authorization)
 
 
-def _posting(address: str, body: bytes) -> client.Target:
+def _posting(address: str, body: bytes, authorization: str) -> client.Target:
     host, port = _split(address)
     head = (
-        f"POST {PATH} HTTP/1.1\r\nhost: {address}\r\nuser-agent: extproc\r\n"
+        f"POST {PATH} HTTP/1.1\r\nhost: {address}\r\nuser-agent: extproc\r\n{authorization}"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     return client.Target(host, port, head.encode() + body)
