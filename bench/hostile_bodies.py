@@ -1,200 +1,157 @@
-"""Hostile requests and clients, for bench.hostile and bench.chaos.
+"""Measure what hostile bodies cost to parse: CPU per MiB and memory per byte; ends 1 over a bar.
 
-Each kind of body is one that costs a parser more than its size, or that a parser might trip over.
-Each kind of client takes a port on loopback and does what no well-behaved client does.
+Each body is as long as `--mib`, on every surface that could read it. CPU is process time, the least of
+three runs; memory is the peak that tracemalloc sees beside the body.
+
+    python bench/hostile_bodies.py [--mib 4]
 """
 
-from __future__ import annotations
+import argparse
+import struct
+import sys
+import time
+import tracemalloc
 
-import asyncio
-import contextlib
-import json
-import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from extproc.parsing import parser
+from extproc.request import RawRequest
 
-import msgspec
+MAX_MS_PER_MIB = 30.0
+MAX_TIMES_SIZE = 4.0
+#: Memory that any body may take (bytes): a few thousand values.
+FLOOR_BYTES = 2 * 1024 * 1024
 
-from tests.e2e import http1
-
-CHAT = "/v1/chat/completions"
-TEXT = "/v1/completions"
-UPLOAD = "/v1/audio/transcriptions"
-
-#: Longest header value that Envoy takes with its default limit of 60 KiB for all headers.
-_HEADER_BYTES = 50 * 1024
-
-#: A message that nothing is wrong with, and the field that holds it alone.
-_MESSAGE = {"role": "user", "content": "x"}
-_SHORT = b'"messages":[%b],' % json.dumps(_MESSAGE).encode()
-
-#: Seconds that any one hostile request may take before its client gives up.
-PATIENCE_S = 30.0
-
-
-class Request(msgspec.Struct, frozen=True):
-    """One request as a client sends it.
-
-    Attributes:
-        path: Request path.
-        body: Sent with its length.
-        headers: Further headers.
-    """
-
-    path: str
-    body: bytes
-    headers: Sequence[tuple[str, str]] = ()
-
-
-def harmless(size_bytes: int) -> Request:
-    """A chat with one long message of plain words."""
-    text = "the quick brown fox jumps over the lazy dog " * (size_bytes // 44 + 1)
-    return Request(CHAT, _chat([{"role": "user", "content": text[:size_bytes]}]))
-
-
-def hostile(size_bytes: int) -> dict[str, Request]:
-    """One request of each kind, by name.
-
-    Args:
-        size_bytes: About the size of each body.
-    """
-    return {
-        "messages of {}": _of(CHAT, b'"messages":[', b"{}", size_bytes),
-        "parts of {}": _of(CHAT, b'"messages":[{"role":"user","content":[', b"{}", size_bytes, 2),
-        "metadata of {}": _of(CHAT, _SHORT + b'"metadata":[', b"{}", size_bytes),
-        "metadata of keys": _keys(size_bytes),
-        "prompt of numbers": _of(TEXT, b'"prompt":[', b"1", size_bytes),
-        "prompt of lists": _of(TEXT, b'"prompt":[', b"[1]", size_bytes),
-        "tools of {}": _of(CHAT, _SHORT + b'"tools":[', b"{}", size_bytes),
-        "backslashes": Request(CHAT, b'{"model":"m","messages":"' + b"\\" * size_bytes),
-        "surrogates": Request(CHAT, _chat("\\ud800" * (size_bytes // 6), raw=True)),
-        "deep lists": Request(CHAT, b'{"messages":' + b"[" * size_bytes),
-        "deep objects": Request(CHAT, b'{"a":' * (size_bytes // 5)),
-        "many multipart parts": _multipart(size_bytes),
-        "long model name": Request(TEXT, _json(model="m" * size_bytes, prompt="x")),
-        "long adapter name": Request(TEXT, _json(model="m", lora_path="a" * size_bytes)),
-        "long session": Request(TEXT, _json(model="m", prompt="x", user="u" * size_bytes)),
-        "long headers": _headers(),
-        "numbers of any size": Request(TEXT, _numbers()),
-        "wrong types": Request(CHAT, b'{"model":[1],"messages":{"role":[]},"user":{"a":1}}'),
-        "invalid UTF-8": Request(TEXT, b'{"model":"m","prompt":"' + b"\xff\xfe" * 500 + b'"}'),
-        "NUL bytes": Request(CHAT, b"\0" * size_bytes),
-        "no JSON": Request(CHAT, random.Random(1).randbytes(size_bytes)),
-    }
-
-
-def names(count: int) -> Sequence[Request]:
-    """Requests of which each names another model and another session."""
-    return [
-        Request(TEXT, _json(model=f"model-{at}-" + "n" * 400, prompt="x", user=f"user-{at}"))
-        for at in range(count)
-    ]
-
-
-async def send(port: int, request: Request) -> str:
-    """Send a request to its end; the status, or what went wrong."""
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            answer = await http1.ask(port, request.path, request.body, headers=request.headers)
-    except TimeoutError:
-        return "timeout"
-    except (OSError, AssertionError, asyncio.IncompleteReadError):
-        return "closed"
-    return str(answer.status)
-
-
-#: A client on a port; returns the status, or what became of it.
-Client = Callable[[int, random.Random], Awaitable[str]]
-
-
-async def stall(port: int, rng: random.Random) -> str:
-    """Send half of a large body, and then nothing."""
-    size = rng.choice((2_000, 200_000, 2_000_000))
-    return await _partly(port, size, size // 2, hold_s=rng.uniform(1.0, 4.0))
-
-
-async def drip(port: int, rng: random.Random) -> str:
-    """Send a body of a few bytes, a byte now and then."""
-    with contextlib.suppress(OSError):
-        async with http1.calling(port) as call:
-            await call.start("POST", TEXT, [], chunked=True)
-            for _ in range(rng.randint(5, 40)):
-                await call.chunk(b"{")
-                await asyncio.sleep(0.05)
-            call.cut()
-    return "cut"
-
-
-async def vanish(port: int, rng: random.Random) -> str:
-    """Reset the connection anywhere: in the head, in the body, or while the answer comes."""
-    body = harmless(rng.choice((100, 10_000, 500_000))).body
-    return await _partly(port, len(body), rng.choice((0, len(body) // 3, len(body))), body=body)
-
-
-async def flood_headers(port: int, rng: random.Random) -> str:
-    """Send headers as long as Envoy lets them be, of every name that means something."""
-    del rng
-    return await send(port, _headers())
-
-
-#: Every kind of client that is not just a body.
-CLIENTS: Mapping[str, Client] = {
-    "stalled uploads": stall,
-    "dripping uploads": drip,
-    "vanished clients": vanish,
-    "long headers": flood_headers,
+SURFACES = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/embeddings": "input",
+    "/v1/responses": "input",
+    "/v1/messages": "messages",
+    "/v1/rerank": "documents",
+    "/v1/score": "text_2",
+    "/pooling": "input",
+    "/generate": "text",
+    "/inference/v1/generate": "token_ids",
+    "/v1/conversations": "items",
+    "/tokenize": "prompt",
+    "/invocations": "prompt",
 }
 
 
-async def _partly(
-    port: int, size: int, sent: int, *, body: bytes = b"", hold_s: float = 0.0
-) -> str:
-    """Send part of a body, wait, and reset the connection."""
-    with contextlib.suppress(OSError):
-        async with http1.calling(port) as call:
-            await call.start("POST", CHAT, [("content-length", str(size))])
-            if sent:
-                await call.send((body or b'{"model":"m","x":"' + b"x" * size)[:sent])
-            await asyncio.sleep(hold_s)
-            call.cut()
-    return "cut"
+def filled(head, unit, tail, size):
+    """JSON of a size, of one unit again and again."""
+    return head + unit * ((size - len(head) - len(tail)) // len(unit)) + tail
 
 
-def _json(**fields: object) -> bytes:
-    return json.dumps(fields).encode()
+def values(size):
+    """Name and JSON value."""
+    yield "objects", filled(b"[", b"{},", b"{}]", size)
+    yield "arrays", filled(b"[", b"[],", b"[]]", size)
+    yield "arrays of one", filled(b"[", b"[1],", b"[1]]", size)
+    yield "short strings", filled(b"[", b'"ab",', b'"ab"]', size)
+    yield "empty strings", filled(b"[", b'"",', b'""]', size)
+    yield "token ids", filled(b"[", b"1,", b"1]", size)
+    yield "larger token ids", filled(b"[", b"1000,", b"1000]", size)
+    yield "floats", filled(b"[", b"1.5,", b"1.5]", size)
+    yield "huge numbers", filled(b"[", b"9" * 300 + b",", b"1]", size)
+    yield "nested", filled(b"[", b"[" * 500 + b"]" * 500 + b",", b"[]]", size)
+    yield "nested deep", b"[" * (size // 2) + b"]" * (size // 2)
+    yield "messages", filled(b"[", b'{"role":"user"},', b"{}]", size)
+    yield "contents", filled(b"[", b'{"role":"user","content":[{},{}]},', b"{}]", size)
+    part = filled(b"[", b"{},", b"{}]", 40_000)
+    yield "parts", filled(b"[", b'{"role":"user","content":' + part + b"},", b"{}]", size)
+    yield (
+        "text parts",
+        filled(b'[{"role":"user","content":[', b'{"type":"text","text":""},', b"{}]}]", size),
+    )
+    yield "text", filled(b'"', b"a", b'"', size)
+    yield "wide text", filled(b'"', b"a", "😀".encode() + b'"', size)
+    yield "wide escaped text", filled(b'"', b"\\n", b'\\ud83d\\ude00"', size)
+    yield "escaped unicode", filled(b'"', b"\\u4e2d", b'"', size)
+    yield (
+        "message of wide text",
+        (b'[{"role":"user","content":' + filled(b'"', b"a", "😀".encode() + b'"', size) + b"}]"),
+    )
+    keys = b"".join(b'"%07x":1,' % at for at in range(size // 12))
+    yield "many keys", b"[{" + keys + b'"a":1}]'
+    yield "equal keys", filled(b"[{", b'"a":1,', b'"a":1}]', size)
+    yield "lone surrogates", filled(b'"', b"\\ud83d", b'"', size)
 
 
-def _chat(content: object, *, raw: bool = False) -> bytes:
-    if raw:
-        start = b'{"model":"m","messages":[{"role":"user","content":"'
-        return start + str(content).encode() + b'"}]}'
-    return _json(model="m", messages=content, max_tokens=16)
+def bodies(size):
+    """Name, path and body."""
+    for path, field in SURFACES.items():
+        for name, value in values(size):
+            yield (
+                f"{path} {field} of {name}",
+                path,
+                b'{"model":"m","%b":%b}' % (field.encode(), value),
+            )
+    for field in ("metadata", "user", "sampling_params", "cache_salt", "tools", "model"):
+        for name, value in values(size):
+            body = b'{"model":"m","messages":[{"content":"a"}],"%b":%b}' % (field.encode(), value)
+            yield f"{field} of {name}", "/v1/chat/completions", body
+    yield "backslashes", "/v1/chat/completions", b'{"a":"' + b"\\" * size
+    yield "quotes", "/v1/chat/completions", b'"' * size
+    yield "spaces", "/v1/chat/completions", b" " * size
+    yield "form of parts", "/v1/audio/transcriptions", b"--b\r\n\r\n\r\n" * (size // 9)
+    for name, run in (("ids", b"\x01"), ("long ids", b"\xff\xff\x01")):
+        ids = run * (size // len(run))
+        yield f"gRPC {name}", "/vllm.grpc.engine.VllmEngine/Generate", grpc(2, sized(2, ids))
+    empty = b"\x12\x00" * (size // 2)
+    yield "gRPC fields", "/vllm.grpc.engine.VllmEngine/Generate", grpc(2, empty)
 
 
-def _of(path: str, start: bytes, item: bytes, size_bytes: int, depth: int = 1) -> Request:
-    """A body that repeats an item; `depth` lists are open at its end, the last in an object."""
-    items = b",".join([item] * (size_bytes // (len(item) + 1)))
-    return Request(path, b'{"model":"m",' + start + items + b"]" + b"}]" * (depth - 1) + b"}")
+def sized(number, value):
+    """A protobuf field."""
+    size, head = len(value), bytearray([number << 3 | 2])
+    while size > 127:
+        head.append(size & 127 | 128)
+        size >>= 7
+    head.append(size)
+    return bytes(head) + value
 
 
-def _keys(size_bytes: int) -> Request:
-    metadata = {f"k{at}": at for at in range(size_bytes // 18)}
-    return Request(CHAT, _json(model="m", messages=[_MESSAGE], metadata=metadata))
+def grpc(number, value):
+    """A gRPC frame of one field."""
+    message = sized(number, value)
+    return struct.pack(">BI", 0, len(message)) + message
 
 
-def _multipart(size_bytes: int) -> Request:
-    part = b'--b\r\ncontent-disposition: form-data; name="x"\r\n\r\nv\r\n'
-    body = part * (size_bytes // len(part)) + b"--b--\r\n"
-    return Request(UPLOAD, body, [("content-type", "multipart/form-data; boundary=b")])
+def cpu_s(raw):
+    """Process time of one parse."""
+    begun = time.process_time()
+    parser.parse(raw)
+    return time.process_time() - begun
 
 
-def _headers() -> Request:
-    part = "h" * (_HEADER_BYTES // 5)
-    named = ("x-session-id", "x-request-id", "x-llm-d-model-name-rewrite", "traceparent", "x-any")
-    return Request(TEXT, _json(model="m", prompt="x"), [(name, part) for name in named])
+def peak_bytes(raw):
+    """Most memory that one parse takes beside the body."""
+    tracemalloc.start()
+    outcome = parser.parse(raw)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    del outcome
+    return peak
 
 
-def _numbers() -> bytes:
-    huge = b"9" * 4000
-    fields = (b"max_tokens", b"max_completion_tokens", b"priority", b"n", b"seed", b"temperature")
-    inside = b",".join(b'"%b":%b' % (name, huge) for name in fields)
-    return b'{"model":"m","prompt":[%b,1e308,-1],"top_p":1e308,%b}' % (huge, inside)
+def main():
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--mib", type=float, default=4.0)
+    size = int(options.parse_args().mib * 1024 * 1024)
+    over = 0
+    print(f"{'body':64} {'MiB':>6} {'ms/MiB':>7} {'x size':>7}")
+    for name, path, body in bodies(size):
+        headers = {":path": path, ":method": "POST", "content-type": "multipart/x; boundary=b"}
+        raw = RawRequest(headers, body)
+        mib = len(body) / 2**20
+        cpu = min(cpu_s(raw) for _ in range(3)) * 1000 / mib
+        times = max(0, peak_bytes(raw) - FLOOR_BYTES) / len(body)
+        marks = "*" * (cpu > MAX_MS_PER_MIB) + "#" * (times > MAX_TIMES_SIZE)
+        over += bool(marks)
+        print(f"{name:64} {mib:6.1f} {cpu:7.2f} {times:7.2f} {marks}", flush=True)
+    print(f"{over} bodies over {MAX_MS_PER_MIB:.0f} ms per MiB (*) or {MAX_TIMES_SIZE:.0f} x (#)")
+    sys.exit(over > 0)
+
+
+if __name__ == "__main__":
+    main()

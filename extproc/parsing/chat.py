@@ -104,6 +104,8 @@ def _add_message(fields: list[bytes], turn: Message) -> None:
 
 def loose_prompt(messages: object) -> inputs.Prompt | None:
     """A conversation that was decoded without a type; None when it is not one."""
+    if type(messages) is msgspec.Raw:
+        return inputs.framed(framing.MESSAGE + framing.item(messages))
     if type(messages) is not list or not messages:
         return None
     turns = [turn for turn in messages if type(turn) is dict]

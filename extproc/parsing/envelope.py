@@ -14,7 +14,7 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import inputs, session
+from extproc.parsing import bounded, inputs, session
 from extproc.request import RawRequest, Request
 
 #: Headers that name the model to be served, where the body names none (EPP protocol report 1.6).
@@ -30,10 +30,16 @@ _NOT_UTF8 = "JSON is malformed: invalid UTF-8"
 #: More tokens than any engine generates: keeps arithmetic on a client's number within floats.
 _MOST_TOKENS: Final = 2**31 - 1
 
-#: An escaped backslash, a surrogate pair, or a lone surrogate (the last group).
-_SURROGATES = re.compile(
-    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+#: All up to a lone surrogate: plain bytes, escapes, surrogate pairs. Possessive, so that no input
+#: makes it try again.
+_PAIRED = re.compile(
+    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])"
+    rb"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+",
+    re.DOTALL,
 )
+_LONE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+#: Lone surrogates that are mended in one body (count): each is a character cut in two.
+_MOST_MENDED: Final = 4096
 
 
 class Envelope(msgspec.Struct, gc=False):
@@ -87,7 +93,7 @@ def decode_loose(
 ) -> Body | Rejection:
     """Like `decode`, for surfaces on which a model is optional."""
     try:
-        return decoder.decode(raw.body)
+        return bounded.decode(decoder, raw.body)
     except msgspec.ValidationError as error:
         return _misused(raw, error, wanted=wanted)
     except msgspec.DecodeError as error:
@@ -106,15 +112,26 @@ def mend_surrogates(body: bytes) -> bytes:
     r"""Replace lone surrogates, which JSON permits and Unicode does not, by U+FFFD.
 
     JavaScript clients that cut a string inside an emoji send them as `\ud83d`; json.loads in the
-    engines accepts them.
+    engines accepts them. A body with more than `_MOST_MENDED` of them stays as it is.
     """
-    return _SURROGATES.sub(lambda found: b"\\ufffd" if found[1] else found[0], body)
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return body
+    mended = bytearray(body)
+    at = 0
+    for _ in range(_MOST_MENDED):
+        paired = _PAIRED.match(body, at)
+        lone = paired and _LONE.match(body, paired.end())
+        if not lone:
+            return bytes(mended) if at else body
+        at = lone.end()
+        mended[at - 4 : at] = b"fffd"
+    return body
 
 
 def _misused(raw: RawRequest, error: msgspec.ValidationError, *, wanted: str) -> Rejection:
     """Tell a body that is no object from one whose prompt field is of the wrong type."""
     try:
-        body = _ENVELOPE.decode(raw.body)
+        body = bounded.decode(_ENVELOPE, raw.body)
     except (ValueError, RecursionError):
         return not_json(str(error))
     return decision.bad_request(wanted) if model_of(body, raw.headers) else NO_MODEL

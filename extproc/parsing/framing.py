@@ -24,6 +24,8 @@ from typing import Any
 import mmh3
 import msgspec
 
+from extproc.parsing.tokens import Packed
+
 SALT = b"\xf8"
 OPTION = b"\xf9"
 REASONING = b"\xfa"
@@ -34,7 +36,7 @@ TEXT = b"\xfe"
 MESSAGE = b"\xff"
 
 #: Content parts that are nothing but text, whatever else is in them.
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 #: Keys under which a part holds base64.
 _BLOB_KEYS = frozenset({"data", "file_data", "image_embeds", "b64_json"})
 #: Strings shorter than this are cheaper to keep than to digest.
@@ -60,11 +62,15 @@ def as_bytes(value: object) -> bytes:
     """Text as UTF-8, nothing as nothing, anything else as JSON."""
     if type(value) is str:
         return value.encode()
+    if type(value) is bytes:
+        return value
     return b"" if value is None else msgspec.json.encode(value)
 
 
 def salt(value: object) -> bytes:
     """The cache salt field; empty when there is no salt."""
+    if type(value) is bytes:
+        return SALT + value
     return SALT + value.encode() if type(value) is str and value else b""
 
 
@@ -86,6 +92,8 @@ def content(value: object) -> bytes:
     """Message content: a string, a list of parts, one part, or nothing."""
     if type(value) is str:
         return TEXT + value.encode()
+    if type(value) is bytes:
+        return TEXT + value
     if type(value) is list:
         return b"".join([_part(part) for part in value])
     return b"" if value is None else _part(value)
@@ -94,15 +102,23 @@ def content(value: object) -> bytes:
 def _part(part: object) -> bytes:
     if type(part) is str:
         return TEXT + part.encode()
+    if type(part) is bytes:
+        return TEXT + part
     if type(part) is dict:
         kind, text = part.get("type"), part.get("text")
-        if type(text) is str and type(kind) is str and kind in _TEXT_PARTS:
+        if type(text) is bytes:
+            return TEXT + text
+        if type(text) is str and type(kind) is str and kind in TEXT_PARTS:
             return TEXT + text.encode()
     return item(part)
 
 
 def item(part: object) -> bytes:
-    """A part that is not text, as one field."""
+    """A part that is not text, as one field; JSON that was not built stays as it is written."""
+    if type(part) is msgspec.Raw:
+        return PART + bytes(part)
+    if type(part) is Packed:
+        return PART + mmh3.mmh3_x64_128_digest(part.ids)
     return PART + msgspec.json.encode(_settled(part, _DEEPEST))
 
 

@@ -44,13 +44,16 @@ def parse(raw: RawRequest) -> Request | Rejection:
     if isinstance(body, Rejection):
         return body
     ids = body.token_ids
-    packed = tokens.pack(ids) if type(ids) is list and ids else None
+    if type(ids) is tokens.Packed:
+        packed: bytes | None = ids.ids
+    else:
+        packed = tokens.pack(ids) if type(ids) is list and ids else None
     if packed is None:
         return decision.bad_request(_NO_TOKENS)
     placeholders = _placeholders(body.features)
     if placeholders:
         packed = tokens.stamp(packed, placeholders)
-    prompt = inputs.salted(inputs.Prompt(packed, len(ids)), body.cache_salt)
+    prompt = inputs.salted(inputs.Prompt(packed, len(packed) // tokens.WIDTH), body.cache_salt)
     return envelope.request("generate", raw, body, prompt=prompt)
 
 

@@ -7,12 +7,18 @@ eight bytes (1), a length and so many bytes (2), or four bytes (5).
 
 from __future__ import annotations
 
+from typing import Final
+
 HEADER_BYTES = 5
 
 #: (field number, value): a varint or fixed number as int, anything with a length as bytes.
 Field = tuple[int, int | bytes]
 
 _FIXED = {1: 8, 5: 4}
+
+#: Fields of one message that are read (count); a message with more is malformed. Token ids are one
+#: field, since proto3 packs them.
+MAX_FIELDS: Final = 4096
 
 
 def message_of(body: bytes) -> bytes | None:
@@ -24,10 +30,16 @@ def message_of(body: bytes) -> bytes | None:
 
 
 def fields_of(message: bytes) -> list[Field] | None:
-    """The fields of a message in wire order; None when it is malformed or uses groups."""
+    """The fields of a message in wire order.
+
+    Returns:
+        None when it is malformed, uses groups or has more than `MAX_FIELDS`.
+    """
     fields: list[Field] = []
     at, end = 0, len(message)
     while at < end:
+        if len(fields) == MAX_FIELDS:
+            return None
         key, at = _varint(message, at)
         if at < 0 or key >> 3 == 0:
             return None

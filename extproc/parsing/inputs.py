@@ -46,7 +46,11 @@ def prompt_of(value: object) -> Prompt | None:
     """
     if type(value) is str:
         return framed(value.encode())
-    if type(value) is dict:
+    if type(value) is tokens.Packed:
+        return Prompt(value.ids, len(value.ids) // tokens.WIDTH)
+    if type(value) is bytes:
+        return framed(value)
+    if type(value) is dict or type(value) is msgspec.Raw:
         return framed(framing.item(value))
     if type(value) is not list or not value:
         return None
@@ -55,14 +59,20 @@ def prompt_of(value: object) -> Prompt | None:
         packed = tokens.pack(value)
         if packed is not None:
             return Prompt(packed, len(value))
-    elif type(first) is list:
-        batch = [tokens.pack(ids) if type(ids) is list else None for ids in value]
+    elif type(first) is list or type(first) is tokens.Packed:
+        batch = [_packed(ids) for ids in value]
         rows = [row for row in batch if row is not None]
         if len(rows) == len(batch):
             return Prompt(tokens.SEPARATOR.join(rows), sum(map(len, rows)) // tokens.WIDTH)
     # The first text has no marker before it: alone or first in a batch, it is the same prefix.
     content = framing.content(value)
     return framed(content.removeprefix(framing.TEXT))
+
+
+def _packed(ids: object) -> bytes | None:
+    if type(ids) is tokens.Packed:
+        return ids.ids
+    return tokens.pack(ids) if type(ids) is list else None
 
 
 def salted(prompt: Prompt, salt: object) -> Prompt:

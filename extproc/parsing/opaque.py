@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from extproc.parsing import chat, envelope, inputs, session
+from extproc.parsing import bounded, chat, envelope, inputs, session
 from extproc.request import RawRequest, Request
 
 #: Larger bodies on unknown paths are not looked into: uploads, not prompts.
@@ -82,7 +82,7 @@ def _decoded(decoder: msgspec.json.Decoder[envelope.Body], raw: RawRequest) -> e
     if len(raw.body) > LARGEST_BYTES or not raw.body[:64].lstrip().startswith(b"{"):
         return None
     try:
-        return decoder.decode(raw.body)
+        return bounded.decode(decoder, raw.body)
     except (ValueError, RecursionError):
         return None
 

@@ -31,6 +31,9 @@ class ItemsBody(envelope.Envelope, gc=False):
     items: Any = None
 
 
+#: A list, or one of too many items.
+_LISTS = frozenset({list, msgspec.Raw})
+
 _DECODER = msgspec.json.Decoder(Body)
 _ITEMS_DECODER = msgspec.json.Decoder(ItemsBody)
 
@@ -60,7 +63,7 @@ def parse_conversation(raw: RawRequest) -> Request | Rejection:
     body = envelope.decode(_ITEMS_DECODER, raw, wanted=_NO_ITEMS)
     if isinstance(body, Rejection):
         return body
-    history = _history(body.items) if type(body.items) is list else None
+    history = _history(body.items) if type(body.items) in _LISTS else None
     if history is None:
         return decision.bad_request(_NO_ITEMS)
     return envelope.request("conversations", raw, body, prompt=inputs.framed(history))
@@ -70,6 +73,10 @@ def _history(value: object) -> bytes | None:
     """A string is one user message; of a list each member is a message or another item."""
     if type(value) is str:
         return framing.MESSAGE + b"user" + framing.TEXT + value.encode()
+    if type(value) is bytes:
+        return framing.MESSAGE + b"user" + framing.TEXT + value
+    if type(value) is msgspec.Raw:
+        return framing.MESSAGE + framing.item(value)
     if type(value) is not list:
         return None
     return b"".join(

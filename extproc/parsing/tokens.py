@@ -2,17 +2,86 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import mmh3
+import msgspec
 
 #: Bytes per packed token.
 WIDTH = 4
 #: Between two tokenised prompts of a batch. No vocabulary has a token 2**32 - 1.
 SEPARATOR = b"\xff\xff\xff\xff"
+
+
+#: Bytes of JSON or of varints that are decoded at once; each id takes up to 40 until it is packed.
+_CHUNK_BYTES: Final = 32 * 1024
+#: Longest JSON number that is an id, with white space around it (bytes).
+_LONGEST_ID: Final = 64
+
+_IDS = msgspec.json.Decoder(list[int])
+
+
+class Packed(msgspec.Struct, frozen=True, gc=False):
+    """Token ids that were packed while they were decoded.
+
+    Attributes:
+        ids: Four little-endian bytes per id.
+    """
+
+    ids: bytes
+
+
+def scan(json: bytes) -> Packed | None:
+    """Pack a JSON array of token ids, a chunk at a time; None for any other JSON.
+
+    Args:
+        json: An array, from its opening to its closing bracket.
+    """
+    packed = io.BytesIO()
+    at, end = 1, len(json) - 1
+    while at < end:
+        stop = end
+        if end - at > _CHUNK_BYTES:
+            stop = json.find(b",", at + _CHUNK_BYTES, min(end, at + _CHUNK_BYTES + _LONGEST_ID))
+            if stop < 0:
+                return None
+        try:
+            row = pack(_IDS.decode(b"[%b]" % json[at:stop]))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        if not row:
+            return None
+        packed.write(row)
+        at = stop + 1
+    # This hands over the buffer, while `tobytes` of an array would copy it.
+    return Packed(packed.getvalue()) if packed.tell() else None
+
+
+def pack_id(value: int) -> bytes:
+    """One id, cut to 32 bits as protobuf parsers do."""
+    return (value & 0xFFFFFFFF).to_bytes(WIDTH, "little")
+
+
+def pack_varints(packed: bytes) -> bytes | None:
+    """Pack a protobuf field of uint32 values, a chunk at a time; None as of `unpack_varints`."""
+    rows = io.BytesIO()
+    at = 0
+    while at < len(packed):
+        stop = min(at + _CHUNK_BYTES, len(packed))
+        # A value has ten bytes at most, and ends with the first below 0x80.
+        while stop < len(packed) and packed[stop - 1] >= 0x80 and stop < at + _CHUNK_BYTES + 10:
+            stop += 1
+        values = unpack_varints(packed[at:stop])
+        row = None if values is None else pack(values)
+        if row is None:
+            return None
+        rows.write(row)
+        at = stop
+    return rows.getvalue()
 
 
 def pack(ids: Sequence[Any]) -> bytes | None:

@@ -38,6 +38,9 @@ _HASHES: Final = 6
 _OFFSET: Final = 1
 _LENGTH: Final = 2
 
+#: Longest message with the place of a multimodal item that is read (bytes): two numbers.
+_LONGEST_SPAN: Final = 32
+
 
 def parse_generate(raw: RawRequest) -> Request | Rejection:
     """Read a Generate call; 400 for a bad frame or a message without input."""
@@ -83,16 +86,16 @@ def _fields(raw: RawRequest) -> list[grpc_frame.Field] | None:
 
 def _tokenized(message: object) -> inputs.Prompt | None:
     fields = grpc_frame.fields_of(message) if isinstance(message, bytes) else None
-    ids: list[int] = []
+    rows: list[bytes] = []
     for number, value in fields or ():
         if number != _INPUT_IDS:
             continue
-        run = [value & 0xFFFFFFFF] if isinstance(value, int) else tokens.unpack_varints(value)
-        if run is None:
+        row = tokens.pack_varints(value) if isinstance(value, bytes) else tokens.pack_id(value)
+        if row is None:
             return None
-        ids += run
-    packed = tokens.pack(ids)
-    return inputs.Prompt(packed, len(ids)) if packed else None
+        rows.append(row)
+    packed = rows[0] if len(rows) == 1 else b"".join(rows)
+    return inputs.Prompt(packed, len(packed) // tokens.WIDTH) if packed else None
 
 
 def _max_tokens(message: object) -> int | None:
@@ -107,7 +110,7 @@ def _placeholders(message: bytes) -> list[tuple[int, int, str]]:
     hashes: list[str] = []
     for number, value in grpc_frame.fields_of(message) or ():
         if number == _PLACEHOLDERS and isinstance(value, bytes):
-            span = dict(grpc_frame.fields_of(value) or ())
+            span = dict(grpc_frame.fields_of(value[:_LONGEST_SPAN]) or ())
             offset, length = span.get(_OFFSET, 0), span.get(_LENGTH, 0)
             if isinstance(offset, int) and isinstance(length, int):
                 spans.append((offset, length))

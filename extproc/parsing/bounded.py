@@ -1,0 +1,270 @@
+"""JSON bodies read within bounds: work and memory grow with the bytes, whatever they hold.
+
+Two bytes of JSON can make an object of a hundred. So a body is decoded at once only where it cannot
+hold many values. Any other one is decoded field by field: long texts become UTF-8 without ever being
+one `str`, lists of token ids become bytes, and what has more values than the rest of the budget stays
+JSON, as the client wrote it. Equal beginnings stay equal, so such a body still finds its prefix.
+
+What surfaces get in place of a decoded value:
+
+| type | what it stands for |
+|---|---|
+| `bytes` | a long text, as UTF-8 |
+| `tokens.Packed` | a list of token ids |
+| `msgspec.Raw` | JSON that has too many values to be built |
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from extproc.parsing import framing, tokens
+
+Decoded = TypeVar("Decoded", bound=msgspec.Struct)
+
+#: Values that are built of any body (count); 135 bytes each where they are smallest.
+MAX_VALUES: Final = 4096
+#: Bytes of a body that allow for one value more. Prose has a comma in 80 bytes.
+_BYTES_PER_VALUE: Final = 128
+#: Elements of one array that are looked at (count): messages, parts, documents, members of a batch.
+#: An array of more stays JSON.
+MAX_ELEMENTS: Final = 4096
+#: Longest text with characters beyond ASCII that becomes one `str`, of 4 bytes for each of them.
+_WIDE_BYTES: Final = 256 * 1024
+#: Bytes of a text that are decoded at once.
+_CHUNK_BYTES: Final = 64 * 1024
+#: Arrays and objects in one another that are looked into; below, JSON stays as it is.
+_DEEPEST: Final = 4
+
+_OPENING_QUOTE = 0x22
+_OPENING_BRACKET = 0x5B
+_OPENING_BRACE = 0x7B
+
+#: Whole characters and escapes of a JSON string; possessive, so that no input makes it try again.
+_WHOLE = re.compile(rb"(?:[^\\]++|\\[^u]|\\u[0-9a-fA-F]{4})*+", re.DOTALL)
+_HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
+
+_ABSENT = framing.ABSENT
+_DECODE = msgspec.json.Decoder().decode
+_TEXT = msgspec.json.Decoder(str).decode
+
+
+def _leading(count: int) -> Any:
+    """A decoder of the first elements of an array; the others are skipped, and not built."""
+    names = [(f"element_{at}", msgspec.Raw, _ABSENT) for at in range(count)]
+    return msgspec.json.Decoder(msgspec.defstruct("_First", names, array_like=True, gc=False))
+
+
+#: For short arrays, since the longer one takes tens of microseconds for any.
+_FEW = 64
+_FIRST_FEW, _FIRST = _leading(_FEW + 1), _leading(MAX_ELEMENTS + 1)
+#: Elements of the budget that the longer one takes besides those it finds (count).
+_LONG_ARRAY = 256
+
+
+class _Object(msgspec.Struct, gc=False):
+    """What an object in a history is told by."""
+
+    type: msgspec.Raw = _ABSENT
+    text: msgspec.Raw = _ABSENT
+    role: msgspec.Raw = _ABSENT
+    content: msgspec.Raw = _ABSENT
+
+
+_OBJECT = msgspec.json.Decoder(_Object).decode
+
+
+def num_values(json: bytes, most: int) -> int:
+    """More values than JSON text has, strings included; counting stops soon after `most`."""
+    counted = 0
+    for at in range(0, len(json), _CHUNK_BYTES):
+        stop = at + _CHUNK_BYTES
+        counted += json.count(b",", at, stop) + json.count(b"{", at, stop)
+        counted += json.count(b"[", at, stop)
+        if counted > most:
+            break
+    return counted
+
+
+def is_light(body: bytes) -> bool:
+    """Whether a body can be decoded at once."""
+    if _is_wide(body):
+        return False
+    most = _budget(body)
+    return num_values(body, most) <= most
+
+
+def _budget(body: bytes) -> int:
+    return MAX_VALUES + len(body) // _BYTES_PER_VALUE
+
+
+def _is_wide(json: bytes) -> bool:
+    return len(json) > _WIDE_BYTES and (not json.isascii() or b"\\u" in json)
+
+
+def decode(decoder: msgspec.json.Decoder[Decoded], body: bytes) -> Decoded:
+    """Decode a body into the struct of a surface.
+
+    Args:
+        decoder: Of the struct.
+        body: JSON, of any content.
+
+    Raises:
+        msgspec.DecodeError: The body is no JSON, or a typed field is of another type.
+        UnicodeDecodeError: A text is no UTF-8.
+        RecursionError: It nests too deep.
+    """
+    if is_light(body):
+        return decoder.decode(body)
+    found: Decoded = _Reading(body).struct(decoder.type, body)
+    return found
+
+
+class _Reading:
+    """The decoding of one body, and what is left of its budget of values."""
+
+    def __init__(self, body: bytes) -> None:
+        self._left = _budget(body)
+        self._elements_left = 2 * MAX_ELEMENTS + self._left
+
+    def struct(self, kind: Any, json: bytes | msgspec.Raw) -> Any:
+        """A struct of a surface from its object."""
+        twin, elements = _twin(kind)
+        raws = twin.decode(json)
+        built = {}
+        for field in kind.__struct_fields__:
+            raw = getattr(raws, field)
+            if raw is _ABSENT:
+                continue
+            if field in elements:
+                built[field] = self._structs(elements[field], raw)
+            else:
+                built[field] = raw if field in _raw_fields(kind) else self.value(raw, _DEEPEST)
+        return kind(**built)
+
+    def _structs(self, kind: Any, raw: msgspec.Raw) -> list[Any] | None:
+        """Messages; of too many, one whose content is all of them, as JSON."""
+        first = bytes(memoryview(raw)[:1])
+        if first == b"n":
+            return None
+        if first != b"[":
+            raise msgspec.ValidationError("Expected `array | null`")
+        found = self._elements(raw)
+        return [kind(content=raw)] if found is None else [self.struct(kind, one) for one in found]
+
+    def value(self, raw: msgspec.Raw, depth: int) -> Any:
+        """A value of any type, as the table of the module has it."""
+        first = memoryview(raw)[0]
+        if first == _OPENING_QUOTE:
+            return _text(raw)
+        if first not in (_OPENING_BRACKET, _OPENING_BRACE):
+            return _DECODE(raw)
+        json = bytes(raw)
+        if first == _OPENING_BRACKET and (packed := tokens.scan(json)) is not None:
+            return packed
+        if not _is_wide(json) and (cost := num_values(json, self._left)) <= self._left:
+            self._left -= cost
+            return _DECODE(json)
+        del json
+        if not depth:
+            return raw
+        if first == _OPENING_BRACE:
+            return self._object(raw, depth - 1)
+        found = self._elements(raw)
+        if found is None:
+            return raw
+        # An array in an array is a member of a batch: token ids, or nothing worth a look.
+        return [
+            self.value(element, depth - 1 if memoryview(element)[0] == _OPENING_BRACE else 0)
+            for element in found
+        ]
+
+    def _elements(self, raw: msgspec.Raw) -> list[msgspec.Raw] | None:
+        """The elements of an array; None when there are too many in it or in the body."""
+        for decoder, cost in ((_FIRST_FEW, 1), (_FIRST, _LONG_ARRAY)):
+            if self._elements_left <= 0:
+                return None
+            first = decoder.decode(raw)
+            found: list[msgspec.Raw] = []
+            for field in first.__struct_fields__:
+                element = getattr(first, field)
+                if element is _ABSENT:
+                    self._elements_left -= len(found) + cost
+                    return found
+                found.append(element)
+            self._elements_left -= len(found) + cost
+        return None
+
+    def _object(self, raw: msgspec.Raw, depth: int) -> Any:
+        parts = _OBJECT(raw)
+        if parts.role is not _ABSENT and parts.content is not _ABSENT:
+            content = self.value(parts.content, depth)
+            return {"role": self.value(parts.role, 0), "content": content}
+        if parts.text is not _ABSENT and parts.type is not _ABSENT:
+            kind = self.value(parts.type, 0)
+            if type(kind) is str and kind in framing.TEXT_PARTS:
+                return {"type": kind, "text": self.value(parts.text, 0)}
+        return raw
+
+
+def _text(raw: msgspec.Raw) -> str | bytes:
+    """A string: as such while it is short, else as UTF-8, decoded in chunks."""
+    json = bytes(raw)
+    if len(json) <= _CHUNK_BYTES:
+        return _TEXT(json)
+    if json.isascii() and b"\\u" not in json:
+        return json[1:-1] if b"\\" not in json else _TEXT(json).encode()
+    pieces: list[bytes] = []
+    at, end = 1, len(json) - 1
+    while at < end:
+        stop = _chunk_end(json, at, end)
+        pieces.append(_TEXT(b'"%b"' % json[at:stop]).encode())
+        at = stop
+    return b"".join(pieces)
+
+
+def _chunk_end(json: bytes, at: int, end: int) -> int:
+    """Where a chunk of a string ends: between two characters, and not inside a surrogate pair."""
+    if end - at <= _CHUNK_BYTES:
+        return end
+    limit = at + _CHUNK_BYTES
+    whole = _WHOLE.match(json, at, limit)
+    stop = whole.end() if whole else limit
+    while stop > limit - 4 and json[stop] & 0xC0 == 0x80:
+        stop -= 1
+    pair = _HIGH_SURROGATE.search(json, max(at, stop - 6), stop)
+    stop = pair.start() if pair else stop
+    return stop if stop > at else end
+
+
+@functools.cache
+def _twin(kind: Any) -> tuple[msgspec.json.Decoder[Any], dict[str, Any]]:
+    """A decoder that leaves every field of a struct as JSON, and its fields that list structs."""
+    fields = msgspec.structs.fields(kind)
+    twin = msgspec.defstruct(
+        f"_{kind.__name__}", [(field.name, msgspec.Raw, _ABSENT) for field in fields], gc=False
+    )
+    return msgspec.json.Decoder(twin), {
+        field.name: element for field in fields if (element := _element(field.type)) is not None
+    }
+
+
+@functools.cache
+def _raw_fields(kind: Any) -> frozenset[str]:
+    """Fields that a surface takes as JSON anyway."""
+    return frozenset(
+        field.name for field in msgspec.structs.fields(kind) if field.type is msgspec.Raw
+    )
+
+
+def _element(kind: Any) -> Any:
+    """The struct of a field `list[struct] | None`; None for any other field."""
+    for member in getattr(kind, "__args__", ()):
+        for element in getattr(member, "__args__", ()):
+            if isinstance(element, type) and issubclass(element, msgspec.Struct):
+                return element
+    return None
