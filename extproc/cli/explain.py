@@ -52,6 +52,7 @@ def add_parser(subparsers: Any) -> None:
     add("--token-file", metavar="FILE", help="with the token of --server (server.admin_token_file)")
     add("--config-file", metavar="FILE", help="configuration to decide with, for --state")
     add("--strategy", metavar="NAME", help="strategy to decide with, for --state")
+    add("--allow-unsupported", action="store_true", help="as in serve, for --config-file")
     add("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
@@ -114,13 +115,16 @@ def _imagine(args: argparse.Namespace, headers: Mapping[str, str], body: bytes) 
     from extproc.telemetry.state import PoolState
 
     document = load.read(Path(args.config_file)) if args.config_file else load.EMPTY
-    overrides = []
+    overrides: list[load.Override] = []
     if args.strategy:
         overrides = [
             load.Override(("scheduling", "strategy"), args.strategy, "--strategy"),
             load.Override(("scheduling", "profile"), None, "--strategy"),
             load.Override(("scheduling", "plugins"), [], "--strategy"),
         ]
+    if args.allow_unsupported:
+        path = ("scheduling", "allow_unsupported")
+        overrides.append(load.Override(path, value=True, flag="--allow-unsupported"))
     tree = load.tree_of(load.text_of(Path(args.state)), where=args.state)
     pool = strict.convert(tree, PoolState, where=args.state)
     raw = RawRequest({":method": "POST", ":path": args.path, **headers}, body)

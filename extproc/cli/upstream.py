@@ -99,8 +99,8 @@ FLAGS: Sequence[Compatible] = (
             name,
             frozenset(),
             refused=False,
-            say="engines are recognised by the names of their own metrics; it is deprecated "
-            "upstream, too: remove it",
+            say="engines are recognised by the metrics they export, and another name is not "
+            "looked for; it is deprecated upstream, too: remove it",
         )
         for name in (
             "total-queued-requests-metric",

@@ -180,7 +180,8 @@ def check_supported(rules: grammar.Rules, path: strict.Path, *, where: str) -> N
                 found=f"{plugin.type} with profiles {', '.join(profiles)}: prefill, decode and "
                 f"encode are not split here, so engines of {others} would idle",
                 fix="route to engines that do all of it with one profile, or accept that decode "
-                "engines do their own prefill with --allow-unsupported",
+                "engines do their own prefill with --allow-unsupported "
+                "(scheduling.allow_unsupported)",
             )
 
 

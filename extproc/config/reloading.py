@@ -132,8 +132,8 @@ TABLE: Final = (
             "kubeai_names",
             "plugin_files",
             "plugin_budget_ms",
+            "allow_unsupported",
         ),
-        restart=("allow_unsupported",),
     ),
     Row("prefix", restart=("schedule", "capacity_blocks")),
     Row(

@@ -45,18 +45,18 @@ request: chat, model sql, about 426 prompt tokens
 profile: strict
 
 CANDIDATE AGE s WAITING RUNNING KV IN FLIGHT REQUESTS CACHED QUEUED ADAPTERS
-10.0.0.1:8000 0.50 3 12 0.40 5 15 0 0 sql
+10.0.0.1:8000 0.50 3 12 0.40 5 15 0 1500 sql
 10.0.0.2:8000 0.00 0 2 0.10 0 2 0 0 -
-10.0.0.3:8000 ? ? ? ? 1 1 0 0 ?
+10.0.0.3:8000 ? 2 7 0.25 1 7 0 750 ?
 
 FILTER LEFT DROPPED
 max-waiting 2 10.0.0.1:8000
 
 SCORE queue-depth x2 in-flight x1 TOTAL RANK
-10.0.0.3:8000 1.000 = 2.000 1.000 = 1.000 3.000 1
-10.0.0.2:8000 1.000 = 2.000 0.900 = 0.900 2.900 2
+10.0.0.2:8000 1.000 = 2.000 1.000 = 1.000 3.000 1
+10.0.0.3:8000 0.000 = 0.000 0.667 = 0.667 0.667 2
 
-chosen by max-score: 10.0.0.3:8000, then 10.0.0.2:8000; runner-up: 10.0.0.2:8000
+chosen by max-score: 10.0.0.2:8000, then 10.0.0.3:8000; runner-up: 10.0.0.3:8000
 """
 
 

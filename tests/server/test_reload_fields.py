@@ -33,6 +33,13 @@ class First(msgspec.Struct, frozen=True):
 """
 
 
+#: Rules that split prefill from decode.
+SPLIT = (
+    "scheduling: {allow_unsupported: true, plugins: [{type: disagg-profile-handler}], "
+    "schedulingProfiles: [{name: prefill}, {name: decode}]}"
+)
+
+
 def read(text):
     return load.settings(load.parse(HEAD + text, where="c.yaml"))
 
@@ -299,6 +306,11 @@ LIVE = {
         "scheduling: {plugin_files: [FILE], profile: {picker: {kind: first}}}",
         "scheduling: {plugin_files: [FILE], plugin_budget_ms: 9, profile: {picker: {kind: first}}}",
         lambda scene: scene.site.parts.dispatcher.routing.profile.picker._guards.limits.budget_s,
+    ),
+    "scheduling.allow_unsupported": (
+        "scheduling: {profile: {picker: {kind: random}}}",
+        SPLIT,
+        picker_of,
     ),
     "limits.max_body_bytes": (
         "limits: {max_body_bytes: 1000}",
