@@ -73,9 +73,10 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             checks go to the port it routes to, and answering them costs nothing.
         drain_timeout_s: Seconds between SIGTERM and the end of the last stream. 30 is the default
             grace period of a pod.
-        admin_token_file: File with a token that /debug and /internal pages of `metrics_port` want
-            as `Authorization: Bearer`; replicas that ask each other need the same. Empty: none, as
-            network policies keep that port to monitoring and pickers.
+        admin_token_file: File with a token that all pages of `metrics_port` but /metrics, /healthz
+            and /readyz want as `Authorization: Bearer`; replicas that ask each other need the same.
+            Empty: those pages are for the machine (pod) of the picker itself, and /internal for the
+            addresses of `autoscaling.peers` too.
     """
 
     host: str = ""

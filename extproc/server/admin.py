@@ -7,6 +7,7 @@ pool as JSON, `/debug/pools` all of them; `POST /debug/explain` a dry run: the d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 from aiohttp import web
@@ -15,7 +16,7 @@ from extproc.decision import Answer, Outcome, Rejection
 from extproc.pool.snapshot import Pool
 from extproc.protocol import refusal
 from extproc.request import RawRequest
-from extproc.server import admin_token
+from extproc.server.admin_access import AdminAccess
 from extproc.server.health import Readiness
 from extproc.telemetry import explanation
 from extproc.telemetry.exposition import Exposition
@@ -36,7 +37,7 @@ class Pages:
         dry_run: Decides without charging anybody.
         decisions: The last decisions.
         clock: Monotonic seconds.
-        token: What debug pages and those of other pickers want; empty wants nothing.
+        access: Decides who gets which page.
         max_body_bytes: Gives the largest request that is explained.
     """
 
@@ -49,7 +50,7 @@ class Pages:
         dry_run: Callable[[RawRequest, float], Outcome | Answer],
         decisions: Ring,
         clock: Callable[[], float],
-        token: str = "",
+        access: AdminAccess,
         max_body_bytes: Callable[[], int],
     ) -> None:
         self._exposition = exposition
@@ -58,12 +59,12 @@ class Pages:
         self._dry_run = dry_run
         self._decisions = decisions
         self._clock = clock
-        self._token = token
+        self._access = access
         self._max_body_bytes = max_body_bytes
 
     def application(self) -> web.Application:
         """The routes."""
-        application = web.Application(middlewares=[admin_token.guard(self._token)])
+        application = web.Application(middlewares=[self._access.middleware()])
         application.add_routes(
             [
                 web.get("/metrics", self.metrics),
@@ -76,7 +77,6 @@ class Pages:
                 web.get("/debug/decisions/{id}", self.decision),
             ]
         )
-        application.on_response_prepare.append(_hide_server)
         return application
 
     async def metrics(self, _: web.Request) -> web.Response:
@@ -152,9 +152,22 @@ class Pages:
         return web.json_response(explanation.explain(outcome))
 
 
-async def _hide_server(_: web.Request, response: web.StreamResponse) -> None:
-    """Name no software and version to whoever asks."""
-    response.headers.pop("Server", None)
+class _Request(web.Request):
+    """Takes the name and version of the software out of its answer."""
+
+    async def _prepare_hook(self, response: web.StreamResponse) -> None:
+        await super()._prepare_hook(response)
+        response.headers.pop("Server", None)
+
+
+def hide_software(runner: web.AppRunner) -> None:
+    """Have no answer of a runner that is set up name the software.
+
+    The signal `on_response_prepare` does not see answers to what is no HTTP.
+    """
+    if runner.server is not None:
+        make = runner.app._make_request  # noqa: SLF001 - aiohttp has no public hook for all answers
+        runner.server.request_factory = functools.partial(make, _cls=_Request)
 
 
 def _refused(rejection: Rejection) -> web.Response:

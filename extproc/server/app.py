@@ -26,7 +26,7 @@ from extproc.scheduling import guard
 from extproc.scrape import client, scraper
 from extproc.server import (
     admin,
-    admin_token,
+    admin_access,
     health,
     leases,
     ports,
@@ -423,13 +423,16 @@ class Picker:
             dry_run=lambda raw, now: self.sites.switchboard.route(raw, now).outcome,
             decisions=self.ring,
             clock=self._clock,
-            token=admin_token.read(server.admin_token_file),
+            access=admin_access.AdminAccess(
+                admin_access.read_token(server.admin_token_file), self._autoscaler.peers.is_peer
+            ),
             max_body_bytes=lambda: self._max_body_bytes,
         )
         application = pages.application()
         application.add_routes(self._autoscaler.peers.routes())
         self._pages = web.AppRunner(application, access_log=None)
         await self._pages.setup()
+        admin.hide_software(self._pages)
         try:
             await web.TCPSite(self._pages, server.host or None, server.metrics_port).start()
         except OSError as error:

@@ -13,7 +13,7 @@ from extproc.config import factory
 from extproc.config import settings as sections
 from extproc.endpoint import Endpoint
 from extproc.request import RawRequest
-from extproc.server import admin, health
+from extproc.server import admin, admin_access, health
 from extproc.telemetry import exposition, pool_series, ring, tallies
 
 SECRET = "the-secret-prompt"
@@ -169,6 +169,11 @@ def test_wrong_flags_are_status_2(words, files, capsys):
     assert "wanted" in capsys.readouterr().err
 
 
+async def nobody(_):
+    """No address is that of another picker."""
+    return False
+
+
 @pytest.fixture
 def server():
     """The pages of a picker with one busy endpoint, on a free port; yields `host:port`."""
@@ -194,6 +199,7 @@ def server():
         dry_run=parts.dispatcher.route,
         decisions=kept,
         clock=lambda: 1.0,
+        access=admin_access.AdminAccess("", nobody),
         max_body_bytes=lambda: 1_000_000,
     )
     loop = asyncio.new_event_loop()

@@ -9,14 +9,14 @@ import pytest
 from extproc.cli import main, stack
 from extproc.config import load
 from extproc.errors import ConfigError
-from extproc.server import admin_token, app
+from extproc.server import admin_access, app
 from tests.e2e import http1
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 
 
 def test_pages_name_no_software():
-    """No answer, be it a page, a 404 or a refusal, has a Server header."""
+    """No answer, be it a page, a 404 or one to what is no HTTP, has a Server header."""
 
     async def test() -> None:
         port = stack.free_port()
@@ -29,6 +29,12 @@ def test_pages_name_no_software():
                 answer = await http1.ask(port, path)
                 assert answer.status == status
                 assert answer.head.all("server") == []
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"no HTTP\r\n\r\n")
+            answer = await reader.read()
+            writer.close()
+            assert answer.startswith(b"HTTP/1.0 400 ")
+            assert b"server:" not in answer.lower()
         finally:
             await picker._pages.cleanup()
 
@@ -78,7 +84,42 @@ def test_a_token_file_without_a_token_is_refused(tmp_path):
     for text in ("", " \n"):
         (tmp_path / "token").write_text(text)
         with pytest.raises(ConfigError):
-            admin_token.read(str(tmp_path / "token"))
+            admin_access.read_token(str(tmp_path / "token"))
     with pytest.raises(ConfigError):
-        admin_token.read(str(tmp_path / "missing"))
-    assert admin_token.read("") == ""
+        admin_access.read_token(str(tmp_path / "missing"))
+    assert admin_access.read_token("") == ""
+
+
+PAGES = ["/debug/pools", "/debug/explain", "/debug/decisions/x", "/internal/load", "/else"]
+
+
+def refusal(path, *, remote, token="", authorization=""):
+    async def is_peer(address):
+        return address == "10.0.0.7"
+
+    access = admin_access.AdminAccess(token, is_peer)
+    refused = asyncio.run(access.refusal(path, remote=remote, authorization=authorization))
+    return None if refused is None else refused[0]
+
+
+@pytest.mark.parametrize("remote", ["10.0.0.7", "::ffff:10.0.0.7", "10.0.0.8", "fd00::1", ""])
+def test_access_without_a_token_is_for_this_machine_and_peers(remote):
+    """Others read metrics and probes, and peers what pickers exchange."""
+    for path in ("/metrics", "/healthz", "/readyz"):
+        assert refusal(path, remote=remote) is None
+    for path in PAGES:
+        assert refusal(path, remote="127.0.0.1") is None
+        assert refusal(path, remote="::1") is None
+        assert refusal(path, remote="::ffff:127.0.0.1") is None
+        is_exchange = path == "/internal/load" and remote.endswith("10.0.0.7")
+        assert refusal(path, remote=remote) == (None if is_exchange else 403)
+
+
+@pytest.mark.parametrize("remote", ["127.0.0.1", "10.0.0.7", "10.0.0.8"])
+def test_access_with_a_token_is_for_whoever_has_it(remote):
+    """No address stands in for it."""
+    for path in PAGES:
+        assert refusal(path, remote=remote, token="s3cret") == 401
+        assert refusal(path, remote=remote, token="s3cret", authorization="Bearer \udcff") == 401
+        bearer = "Bearer s3cret"
+        assert refusal(path, remote=remote, token="s3cret", authorization=bearer) is None

@@ -23,7 +23,7 @@ from extproc.config.autoscaling import Target
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes import settings as watching
 from extproc.errors import ConfigError
-from extproc.server import admin_token
+from extproc.server import admin_access
 from extproc.server.scaling import kubernetes, memory
 from extproc.server.scaling.loop import Loop, State
 from extproc.server.scaling.peers import Peers
@@ -92,7 +92,7 @@ class Autoscaler:
             shared.peers,
             timeout_s=shared.peer_timeout_s,
             own=self._own,
-            token=admin_token.read(settings.server.admin_token_file),
+            token=admin_access.read_token(settings.server.admin_token_file),
         )
         self.peers.woken = self._woken
         self.loops: dict[str, Loop] = {}

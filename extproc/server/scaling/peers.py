@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated
@@ -16,6 +17,7 @@ from aiohttp import web
 from extproc.autoscaling.meter import Counters
 from extproc.errors import ConfigError
 from extproc.scrape import client
+from extproc.server.admin_access import normalize_address
 
 _log = logging.getLogger("extproc.server")
 
@@ -27,6 +29,9 @@ _MOST_BYTES = 1 << 20
 
 #: Seconds that the system's resolver may take for one name; its own limit is 5 s per server.
 _RESOLVE_TIMEOUT_S = 5.0
+
+#: Seconds between two looks for an address that is not known yet.
+_RESOLVE_PAUSE_S = 1.0
 
 #: Most addresses of one name that are asked, far more than replicas of one picker.
 _MOST_ADDRESSES = 256
@@ -111,6 +116,9 @@ class Peers:
         self._peers: dict[str, _Peer] = {}
         self._ourselves: set[str] = set()
         self._unresolved: frozenset[str] = frozenset()
+        #: IP addresses of each written name, and when they were looked up for a client.
+        self._hosts = [frozenset[str]() for _ in written]
+        self._hosts_at = -math.inf
 
     def last(self, pool: str) -> dict[str, Counters | None]:
         """What was read last, without asking."""
@@ -125,6 +133,19 @@ class Peers:
             await self._resolve()
             await asyncio.gather(*map(self._ask, list(self._peers)))
         return self.last(pool)
+
+    async def is_peer(self, host: str) -> bool:
+        """Whether another picker has this address; names are resolved again for a new one.
+
+        Args:
+            host: IP address, as `admin_access.normalize_address` writes it.
+        """
+        now = asyncio.get_running_loop().time()
+        if not self._has(host) and now - self._hosts_at >= _RESOLVE_PAUSE_S:
+            # Before the first await, so that a burst of strangers costs one look.
+            self._hosts_at = now
+            self._keep_hosts([await _addresses(*one) for one in self._written])
+        return self._has(host)
 
     async def push(self) -> None:
         """Tell all of them, so that whoever may act does so now."""
@@ -166,8 +187,10 @@ class Peers:
     async def _resolve(self) -> None:
         found: dict[str, _Peer] = {}
         unresolved = set()
+        resolved = []
         for host, port in self._written:
             addresses = await _addresses(host, port)
+            resolved.append(addresses)
             if not addresses:
                 unresolved.add(f"{host}:{port}")
             for address in addresses:
@@ -179,6 +202,18 @@ class Peers:
             self._asking.forget(_asking(address, self._authorization))
             self._pushing.forget(_asking(address, self._authorization))
         self._peers, self._unresolved = found, frozenset(unresolved)
+        self._keep_hosts(resolved)
+
+    def _has(self, host: str) -> bool:
+        return any(host in hosts for hosts in self._hosts)
+
+    def _keep_hosts(self, resolved: Sequence[Sequence[str]]) -> None:
+        """Take over which addresses peers have; a name that has none keeps those of before."""
+        hosts = [
+            frozenset(normalize_address(_split(address)[0]) for address in addresses)
+            for addresses in resolved
+        ]
+        self._hosts = [new or old for new, old in zip(hosts, self._hosts, strict=True)]
 
     async def _ask(self, address: str) -> None:
         answer = await self._asking.get(_asking(address, self._authorization))

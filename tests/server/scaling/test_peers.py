@@ -155,3 +155,30 @@ async def test_connections_to_peers_that_left_are_closed(monkeypatch):
         await one.read("p")
         assert len(one._asking._kept) == 0
         one.close()
+
+
+async def test_addresses_of_peers_are_looked_up_for_a_new_one(monkeypatch):
+    """Once a second at most, and a name that has none for a moment keeps those of before."""
+    answers = [["10.0.0.1:9090", "[fd00::2]:9090"]]
+    looks = []
+
+    async def addresses(host, port):
+        looks.append((host, port))
+        return answers[0]
+
+    monkeypatch.setattr(peers, "_addresses", addresses)
+    one = Peers("a", ["others:9090"], timeout_s=60.0, own=dict)
+    assert await one.is_peer("10.0.0.1")
+    assert await one.is_peer("fd00::2")
+    for _ in range(100):
+        assert not await one.is_peer("10.0.0.9")
+    assert looks == [("others", 9090)]
+    answers[0] = []
+    await one._resolve()
+    assert await one.is_peer("10.0.0.1")
+    answers[0] = ["10.0.0.9:9090"]
+    await one._resolve()
+    assert await one.is_peer("10.0.0.9")
+    assert not await one.is_peer("10.0.0.1")
+    one.close()
+    assert not await Peers("b", [], timeout_s=60.0, own=dict).is_peer("10.0.0.1")

@@ -1,0 +1,124 @@
+"""Access to the pages of the metrics port: who may read debug pages and speak as another picker.
+
+`/metrics`, `/healthz` and `/readyz` are open, as Prometheus and probes expect. Everything else wants
+the bearer token of `server.admin_token_file`; without a token it is for this machine, and what
+pickers exchange is for the addresses of `autoscaling.peers` as well.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from extproc.errors import ConfigError
+
+_OPEN = frozenset({"/metrics", "/healthz", "/readyz"})
+
+#: Beginning of the paths by which pickers exchange what they count.
+_INTERNAL = "/internal/"
+
+
+def read_token(path: str) -> str:
+    """The token of a file, without blanks around it; empty for no file.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds no token.
+    """
+    if not path:
+        return ""
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        token, found = "", str(error)
+    else:
+        found = "a file without a token"
+    if not token or not token.isprintable():
+        raise ConfigError(
+            "server.admin_token_file",
+            wanted="a file with a token of printable ASCII",
+            found=found,
+            fix="write one, such as the output of `openssl rand -hex 32`, or leave it out",
+        )
+    return token
+
+
+def normalize_address(host: str) -> str:
+    """An IP address in its shortest form, IPv4 within IPv6 as IPv4; other text as it is."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address)
+
+
+class AdminAccess:
+    """Decides who gets a page.
+
+    Args:
+        token: Empty where none is configured.
+        is_peer: Whether an address is that of another picker.
+    """
+
+    def __init__(self, token: str, is_peer: Callable[[str], Awaitable[bool]]) -> None:
+        self._token = token
+        self._is_peer = is_peer
+
+    async def refusal(
+        self, path: str, *, remote: str, authorization: str
+    ) -> tuple[int, str] | None:
+        """Status and reason for which a page is refused; None where it is not.
+
+        Args:
+            path: Of the page, decoded.
+            remote: IP address of the client.
+            authorization: Header of that name; empty where there is none.
+        """
+        if path in _OPEN:
+            return None
+        if self._token:
+            sent, wanted = authorization.encode(errors="replace"), f"Bearer {self._token}".encode()
+            if hmac.compare_digest(sent, wanted):
+                return None
+            return 401, "wanted the token of server.admin_token_file"
+        address = normalize_address(remote)
+        if _is_loopback(address):
+            return None
+        if path.startswith(_INTERNAL) and await self._is_peer(address):
+            return None
+        return 403, (
+            "without server.admin_token_file this page is for the machine of the picker"
+            + (" and autoscaling.peers" if path.startswith(_INTERNAL) else "")
+        )
+
+    def middleware(self) -> Middleware:
+        """The same for a web application."""
+
+        @web.middleware
+        async def check(
+            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+        ) -> web.StreamResponse:
+            refused = await self.refusal(
+                request.path,
+                remote=request.remote or "",
+                authorization=request.headers.get("authorization", ""),
+            )
+            if refused is None:
+                return await handler(request)
+            status, reason = refused
+            headers = {"www-authenticate": "Bearer"} if status == 401 else None
+            return web.Response(status=status, text=f"{reason}\n", headers=headers)
+
+        return check
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
