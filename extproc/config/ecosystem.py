@@ -26,6 +26,9 @@ KIND = "EndpointPickerConfig"
 
 _WAITING = "{} is not acted on: requests go to engines at once, or wait as `holding` of an ExtProcConfig says"
 
+#: Parameters of data sources that name files with certificates.
+_CERTIFICATES = ("caCertPath", "clientCertPath", "clientKeyPath")
+
 #: Handlers that pick several endpoints for one request, where there are several profiles.
 _SPLITTING = frozenset({"disagg-profile-handler", "pd-profile-handler"})
 
@@ -156,6 +159,13 @@ def remarks(plugins: Sequence[grammar.NamedPlugin]) -> Iterator[str]:
             yield (
                 f"plugin {name}: insecureSkipVerify: false is not acted on; set scrape.verify_tls "
                 "of an ExtProcConfig where engines are scraped over https"
+            )
+        certificates = [key for key in _CERTIFICATES if plugin.parameters.get(key)]
+        if known is not None and certificates:
+            yield (
+                f"plugin {name}: {', '.join(certificates)} are not read: engines are scraped "
+                "without a client certificate, and checked against the system's authorities with "
+                "scrape.verify_tls"
             )
 
 

@@ -185,7 +185,7 @@ _DATA = (
     ),
 )
 
-_NO_QUEUE = "requests are not queued by this file"
+_NO_QUEUE = "it orders nothing: requests wait as `holding` of an ExtProcConfig says"
 
 _CONTROL = (
     upstream_type.built("detector", "concurrency-detector", "inFlightLoadProducerName"),
@@ -212,7 +212,8 @@ _CONTROL = (
     upstream_type.unsupported(
         "admitter",
         "probabilistic-admitter",
-        "requests have no priority yet: everybody is admitted",
+        "nobody is refused by chance: priorities of objectives and `holding` of an ExtProcConfig decide "
+        "who waits and who is dropped",
         "queueDepthThreshold",
         "kvCacheUtilThreshold",
         "power",
@@ -234,7 +235,7 @@ _CONTROL = (
     upstream_type.unsupported(
         "hook",
         "models-responder",
-        "GET /v1/models is answered by one of the engines",
+        "GET /v1/models is answered as answers.list_models of an ExtProcConfig says",
     ),
     upstream_type.implied(
         "hook",

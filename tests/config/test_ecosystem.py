@@ -107,6 +107,12 @@ def test_what_is_not_acted_on_is_told():
             "type: metrics-data-source, parameters: {insecureSkipVerify: false}",
             "set scrape.verify_tls",
         ),
+        (
+            "type: metrics-data-source, parameters: {caCertPath: /ca, clientKeyPath: /key}",
+            "caCertPath, clientKeyPath are not read",
+        ),
+        ("type: fcfs-ordering-policy", "requests wait as `holding`"),
+        ("type: probabilistic-admitter", "priorities of objectives"),
     ],
 )
 def test_what_stands_in_for_a_plugin_is_a_warning(plugin, text):

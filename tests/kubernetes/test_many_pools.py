@@ -37,8 +37,16 @@ async def _build(one, port):
     for name in ("alpha", "beta", "gamma"):
         await one.api.create(kube.pool(name, one.namespace, [port]))
     await one.start_picker("written", one.pools[0].picker, config=_written(one.namespace))
-    allowed = f"[{{pools: ['{one.namespace}/*']}}]"
-    where = f"{{every_pool: namespace, namespace: {one.namespace}, claims: {allowed}}}"
+    allowed = ", ".join(
+        f"{{pools: ['{one.namespace}/{name}'], {limit}}}"
+        for name, limit in (
+            ("alpha", "hosts: ['{name}.example.com', '*.{name}.example.com']"),
+            ("beta", "headers: {x-tier: batch}"),
+            ("gamma", "models: [special, another]"),
+            ("delta", "models: [new]"),
+        )
+    )
+    where = f"{{every_pool: namespace, namespace: {one.namespace}, claims: [{allowed}]}}"
     await one.start_picker("brought", one.pools[1].picker, config=f"cluster: {where}")
     claims = {
         "alpha": {"extproc/hosts": "alpha.example.com, *.alpha.example.com"},
@@ -111,6 +119,27 @@ async def test_pools_come_and_go(stand, port):
     await stand.until(
         lambda answer: answer.status == 404, "any.example.com", "/v1/completions", **how
     )
+
+
+async def test_annotations_beyond_the_rules_take_no_requests(stand, port):
+    """A pool that comes first by name, and claims what others serve, is ignored and reported."""
+    how = {"through": "brought", "body": asking("special")}
+    for name in ("a-first", "delta"):
+        pool = kube.pool("delta", stand.namespace, [port])
+        pool["metadata"]["name"] = name
+        pool["metadata"]["annotations"] = {
+            "extproc/models": "*",
+            "extproc/hosts": "any.example.com,alpha.example.com",
+        }
+        refused = stand.pickers["brought"].child.line(f"/{name} claims nothing")
+        await stand.api.create(pool)
+        await refused
+        answers = await stand.many(20, 4, "any.example.com", "/v1/completions", **how)
+        assert all(map(of("gamma"), answers))
+        host = {**how, "body": asking("m")}
+        answers = await stand.many(20, 4, "alpha.example.com", "/v1/completions", **host)
+        assert all(map(of("alpha"), answers))
+        await stand.api.delete(pool)
 
 
 async def test_065_a_deleted_pool_and_only_that_pool(stand, port):
