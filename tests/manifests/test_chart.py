@@ -124,6 +124,19 @@ def test_claims_of_pools_are_allowed_by_a_value():
     assert (found.pools, found.hosts) == (("a/*",), ("*.a.example",))
 
 
+def test_a_token_of_a_secret_guards_debug_pages():
+    """The Secret is mounted where the configuration names its file."""
+    values = ("--set", "adminToken.secretName=debug,config.server.enable_cert_reload=false")
+    documents = tools.charted(*values)
+    pod = parts.only(documents, "Deployment")["spec"]["template"]["spec"]
+    (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "admin"]
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "admin"]
+    assert volume["secret"]["secretName"] == "debug"
+    settings = parts.resolved(documents, *picker(*values))
+    assert settings.server.admin_token_file == f"{mount['mountPath']}/token"
+    assert not settings.server.enable_cert_reload
+
+
 @pytest.mark.parametrize(
     ("values", "peers"),
     [
