@@ -30,6 +30,9 @@ Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 MAX_VALUES: Final = 4096
 #: Bytes of a body that allow for one value more. Prose has a comma in 80 bytes.
 _BYTES_PER_VALUE: Final = 128
+#: Longest body that is decoded without counting first (bytes). One of empty objects takes 6 MiB and
+#: some 15 ms, and counting would take longer than decoding an ordinary one.
+_SHORT_BYTES: Final = 64 * 1024
 #: Elements of one array that are looked at (count): messages, parts, documents, members of a batch.
 #: An array of more stays JSON.
 MAX_ELEMENTS: Final = 4096
@@ -39,6 +42,9 @@ _WIDE_BYTES: Final = 256 * 1024
 _CHUNK_BYTES: Final = 64 * 1024
 #: Arrays and objects in one another that are looked into; below, JSON stays as it is.
 _DEEPEST: Final = 4
+
+#: All bytes but those that stand before or between values.
+_UNCOUNTED = bytes(set(range(256)) - set(b",{["))
 
 _OPENING_QUOTE = 0x22
 _OPENING_BRACKET = 0x5B
@@ -82,16 +88,16 @@ def num_values(json: bytes, most: int) -> int:
     """More values than JSON text has, strings included; counting stops soon after `most`."""
     counted = 0
     for at in range(0, len(json), _CHUNK_BYTES):
-        stop = at + _CHUNK_BYTES
-        counted += json.count(b",", at, stop) + json.count(b"{", at, stop)
-        counted += json.count(b"[", at, stop)
+        counted += len(json[at : at + _CHUNK_BYTES].translate(None, _UNCOUNTED))
         if counted > most:
             break
     return counted
 
 
 def is_light(body: bytes) -> bool:
-    """Whether a body can be decoded at once."""
+    """Whether a body can be decoded at once; a short one can, since it cannot hold much."""
+    if len(body) <= _SHORT_BYTES:
+        return True
     if _is_wide(body):
         return False
     most = _budget(body)
