@@ -166,26 +166,26 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """What one client, or all of them, may take.
 
     Attributes:
-        max_body_bytes: Largest request body (bytes); above it 413. 64 MiB fit a prompt of a
-            million tokens with a few images.
+        max_body_bytes: Largest request body (bytes); above it 413. 32 MiB are what Anthropic's API
+            takes: a prompt of a million tokens with a few dozen images.
         max_streams: Open exchanges above which requests are refused with 429 (count). 10000 are
             what one process holds in about 1 GiB.
         max_assembly_bytes: Bytes of bodies being assembled at once. A body above 64 KiB has at most
             a quarter of what others leave of it, and 429 beyond; smaller ones always get in. 512 MiB
-            are eight of the largest or 5000 of 100 kB, and leave room in a 1 GiB container.
+            are 5000 of 100 kB, and leave room in a 1 GiB container.
         body_idle_s: Seconds in which more of a request body must come; else 408. 60 is what most
             proxies wait. A body that Envoy buffers comes in one piece, and counts from its headers.
             One that takes longer must come at 16 KiB/s, and while bodies on their way take half of
             `max_streams` or `max_assembly_bytes`, a tenth of the time is left to them.
-        max_message_bytes: Largest gRPC message (bytes). 68 MiB: a buffered body comes in one
+        max_message_bytes: Largest gRPC message (bytes). 36 MiB: a buffered body comes in one
             message, with headers and attributes around it.
     """
 
-    max_body_bytes: bounds.Positive = 64 * _MIB
+    max_body_bytes: bounds.Positive = 32 * _MIB
     max_streams: bounds.Positive = 10_000
     max_assembly_bytes: bounds.Positive = 512 * _MIB
     body_idle_s: bounds.PositiveSeconds = 60.0
-    max_message_bytes: bounds.Positive = 68 * _MIB
+    max_message_bytes: bounds.Positive = 36 * _MIB
 
 
 class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -28,23 +28,29 @@ Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 
 #: Values that are built of any body (count); 135 bytes each where they are smallest.
 MAX_VALUES: Final = 4096
-#: Bytes of a body that allow for one value more. Prose has a comma in 80 bytes.
-_BYTES_PER_VALUE: Final = 128
+#: Bytes of a body that allow for one value more: under three times its size. Prose has a comma in 80.
+_BYTES_PER_VALUE: Final = 48
 #: Longest body that is decoded without counting first (bytes). One of empty objects takes 6 MiB and
 #: some 15 ms, and counting would take longer than decoding an ordinary one.
 _SHORT_BYTES: Final = 64 * 1024
 #: Elements of one array that are looked at (count): messages, parts, documents, members of a batch.
 #: An array of more stays JSON.
 MAX_ELEMENTS: Final = 4096
-#: Longest text with characters beyond ASCII that becomes one `str`, of 4 bytes for each of them.
+#: Longest text with a character beyond U+FFFF that becomes one `str`, of 4 bytes for each of its
+#: characters. Escapes are looked for in longer ones only, since that takes as long as decoding.
 _WIDE_BYTES: Final = 256 * 1024
+_WIDE_ESCAPED_BYTES: Final = 1024 * 1024
+#: First bytes of characters beyond U+FFFF in UTF-8.
+_WIDE_LEADS = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")
 #: Bytes of a text that are decoded at once.
 _CHUNK_BYTES: Final = 64 * 1024
 #: Arrays and objects in one another that are looked into; below, JSON stays as it is.
 _DEEPEST: Final = 4
 
-#: All bytes but those that stand before or between values.
-_UNCOUNTED = bytes(set(range(256)) - set(b",{["))
+#: What stands before or between values.
+_MARKS = (b",", b"{", b"[")
+#: Bytes for each mark, above which marks are rare.
+_RARE_BYTES: Final = 40
 
 _OPENING_QUOTE = 0x22
 _OPENING_BRACKET = 0x5B
@@ -86,11 +92,16 @@ _OBJECT = msgspec.json.Decoder(_Object).decode
 
 def num_values(json: bytes, most: int) -> int:
     """More values than JSON text has, strings included; counting stops soon after `most`."""
-    counted = 0
+    counted, is_dense = 0, False
     for at in range(0, len(json), _CHUNK_BYTES):
-        counted += len(json[at : at + _CHUNK_BYTES].translate(None, _UNCOUNTED))
+        chunk = json[at : at + _CHUNK_BYTES]
+        before = counted
+        for mark in _MARKS:
+            # Replacing jumps from mark to mark, three times as fast as counting where they are rare.
+            counted += chunk.count(mark) if is_dense else len(chunk) - len(chunk.replace(mark, b""))
         if counted > most:
             break
+        is_dense = (counted - before) * _RARE_BYTES > len(chunk)
     return counted
 
 
@@ -109,7 +120,11 @@ def _budget(body: bytes) -> int:
 
 
 def _is_wide(json: bytes) -> bool:
-    return len(json) > _WIDE_BYTES and (not json.isascii() or b"\\u" in json)
+    if len(json) <= _WIDE_BYTES:
+        return False
+    if any(lead in json for lead in _WIDE_LEADS):
+        return True
+    return len(json) > _WIDE_ESCAPED_BYTES and b"\\u" in json
 
 
 def decode(decoder: msgspec.json.Decoder[Decoded], body: bytes) -> Decoded:

@@ -42,7 +42,7 @@ def test_check_tells_what_a_file_means(tmp_path, capsys):
         "signals     prefix, waiting",
         "models      asked for every 30 s; one nobody lists goes to all",
         "model_adapter names are read as adapters",
-        "bodies 64 MiB",
+        "bodies 32 MiB",
     ):
         assert fact in told
     assert "warning" not in told

@@ -13,7 +13,7 @@ from extproc.cli import stack
 from tests.e2e import http1, http2, installation
 
 MIB = 1 << 20
-LIMIT = 64 * MIB
+LIMIT = 32 * MIB
 SIZES = [0, 1, 61_999, 62_000, 62_001, MIB - 1, MIB, 8 * MIB, 20 * MIB, LIMIT]
 
 #: Sizes of the pieces of a chunked body; none divides or is divided by what Envoy reads at once.
