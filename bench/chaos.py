@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from bench import chaos_site, rig, steady_client
-from bench import hostile_bodies as bodies
+from bench import hostile_requests as bodies
 from bench.chaos_site import Engine, Site
 from bench.hostile_watch import MIB
 from extproc.dispatch import sharing
@@ -134,7 +134,7 @@ class Chaos:
             self.answers[f"{name}: {status}"] += 1
 
     async def _names(self) -> None:
-        for request in bodies.names(100_000):
+        for request in bodies.names():
             if not await self._until(0.2):
                 return
             self.answers[f"new name: {await bodies.send(self.site.picker.port, request)}"] += 1

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import msgspec
 
-from bench import hostile_bodies as bodies
 from bench import hostile_engine, hostile_watch
+from bench import hostile_requests as bodies
 from bench.hostile_watch import MIB, Picker
 from bench.rig import ROOT, write
 from extproc.cli import stack
@@ -228,7 +228,7 @@ async def clients(bounds: Bounds) -> AsyncIterator[Row]:
                 yield await measured(name, one, step, bounds, at_once=64, first=64)
     if bounds.only in "distinct names":
         async with picker([lean_engine()]) as one:
-            fresh = iter(bodies.names(bounds.requests + CLIENTS))
+            fresh = bodies.names()
             yield await measured(
                 "distinct names", one, lambda: bodies.send(one.port, next(fresh)), bounds
             )
@@ -288,15 +288,15 @@ async def waiting(bounds: Bounds) -> AsyncIterator[Row]:
         return
     text = HEAD + "holding: {enabled: true, timeout_s: 20, busy_s: 0.001}\n"
     async with picker([lying_engine("half")] * 2, "--config-text", text) as one:
-        fresh = iter(bodies.names(2_000))
-        once = msgspec.structs.replace(bounds, requests=2_000)
+        fresh = bodies.names()
+        once = msgspec.structs.replace(bounds, requests=4_000)
         yield await measured(
             "waiting models",
             one,
             lambda: bodies.send(one.port, next(fresh)),
             once,
-            at_once=1_000,
-            first=1_000,
+            at_once=2_000,
+            first=2_000,
         )
 
 
