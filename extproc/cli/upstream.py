@@ -35,7 +35,7 @@ class Compatible(msgspec.Struct, frozen=True):
 
 _EMPTY = frozenset({""})
 _OFF = frozenset({"false", "False", "FALSE", "f", "F", "0"})
-_NO_AUTH = "the metrics port has no authentication; guard it with a NetworkPolicy"
+_NO_AUTH = "/metrics has no authentication; guard its port with a NetworkPolicy"
 
 FLAGS: Sequence[Compatible] = (
     Compatible(

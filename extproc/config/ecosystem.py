@@ -29,8 +29,15 @@ _WAITING = "{} is not acted on: requests go to engines at once, or wait as `hold
 #: Parameters of data sources that name files with certificates.
 _CERTIFICATES = ("caCertPath", "clientCertPath", "clientKeyPath")
 
-#: Handlers that pick several endpoints for one request, where there are several profiles.
-_SPLITTING = frozenset({"disagg-profile-handler", "pd-profile-handler"})
+_NOT_SPLIT = "prefill, decode and encode are not split here"
+
+#: Handlers that use several profiles, for the steps of a request or by what a header names, and
+#: what is missing here.
+_SPLITTING: Mapping[str, str] = {
+    "disagg-profile-handler": _NOT_SPLIT,
+    "pd-profile-handler": _NOT_SPLIT,
+    "header-profile-handler": "no header chooses a profile here",
+}
 
 #: Top-level keys, and what becomes of those that are taken without effect.
 _KEYS: Mapping[str, str] = {
@@ -187,10 +194,10 @@ def check_supported(rules: grammar.Rules, path: strict.Path, *, where: str) -> N
             raise ConfigError(
                 strict.place(where, (*path, "plugins", index, "type")),
                 wanted="one endpoint for a request",
-                found=f"{plugin.type} with profiles {', '.join(profiles)}: prefill, decode and "
-                f"encode are not split here, so engines of {others} would idle",
-                fix="route to engines that do all of it with one profile, or accept that decode "
-                "engines do their own prefill with --allow-unsupported "
+                found=f"{plugin.type} with profiles {', '.join(profiles)}: "
+                f"{_SPLITTING[plugin.type]}, so engines of {others} would idle",
+                fix="route to engines that do all of it with one profile, or accept that engines "
+                f"of {_decoding(plugin)} do all of it with --allow-unsupported "
                 "(scheduling.allow_unsupported)",
             )
 

@@ -179,11 +179,14 @@ def test_deprecated_metric_flags_are_taken_with_a_warning(name, value):
     assert warning.startswith(f"--{name} has no effect: engines are recognised")
 
 
-def test_prefill_of_its_own_is_refused_unless_allowed():
+@pytest.mark.parametrize(
+    "handler", ["disagg-profile-handler", "pd-profile-handler", "header-profile-handler"]
+)
+def test_prefill_of_its_own_is_refused_unless_allowed(handler):
     """A split deployment would route to decode engines alone, and look as if it worked."""
     text = (
         "{apiVersion: llm-d.ai/v1alpha1, kind: EndpointPickerConfig, plugins: "
-        "[{type: disagg-profile-handler}, {type: decode-filter}, {type: prefill-filter}, "
+        f"[{{type: {handler}}}, {{type: decode-filter}}, {{type: prefill-filter}}, "
         "{type: max-score-picker}], schedulingProfiles: "
         "[{name: prefill, plugins: [{pluginRef: prefill-filter}]}, "
         "{name: decode, plugins: [{pluginRef: decode-filter}]}]}"
