@@ -24,7 +24,10 @@ from extproc.scheduling import catalogue
 VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
 KIND = "EndpointPickerConfig"
 
-_WAITING = "{} is not acted on: requests go to engines at once, or wait as `holding` of an ExtProcConfig says"
+_WAITING = (
+    "{} is not acted on: requests go to engines at once; for them to wait, write an ExtProcConfig "
+    "with these plugins under `scheduling` and `holding: {{enabled: true}}`"
+)
 
 #: Parameters of data sources that name files with certificates.
 _CERTIFICATES = ("caCertPath", "clientCertPath", "clientKeyPath")
