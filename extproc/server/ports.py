@@ -41,13 +41,16 @@ class Keepalive(msgspec.Struct, frozen=True):
     sent, and for ever where nothing was: the streams stay open, and their requests in flight.
 
     Attributes:
-        time_s: Between what was read last and a ping. 20 keeps idle connections through load
-            balancers and NAT, which forget them after a minute or more; Envoy answers pings itself.
-        timeout_s: Between a ping and the end of a connection that did not answer.
+        time_s: Between what was read last and a ping. 10 leaves `timeout_s` its share of the half
+            minute in which a lost node is noticed; Envoy answers pings itself, and load balancers
+            and NAT forget idle connections after a minute or more.
+        timeout_s: Between a ping and the end of a connection that did not answer. 20 is gRPC's own:
+            a peer that is starved of processor time answers late, and the end of its connection is
+            the end of all requests on it.
     """
 
-    time_s: float = 20.0
-    timeout_s: float = 10.0
+    time_s: float = 10.0
+    timeout_s: float = 20.0
 
 
 _KEEPALIVE = Keepalive()

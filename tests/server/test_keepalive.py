@@ -86,3 +86,8 @@ def test_keepalive_notices_a_lost_node_within_half_a_minute():
     """What is in flight on a node that is gone is given back while it still matters."""
     keepalive = ports.Keepalive()
     assert keepalive.time_s + keepalive.timeout_s <= 30.0
+
+
+def test_keepalive_waits_for_a_starved_peer():
+    """A peer that gets no processor time for seconds keeps its connection and its requests."""
+    assert ports.Keepalive().timeout_s >= 20.0

@@ -128,10 +128,16 @@ async def test_servicer_answers_a_bug_with_500(monkeypatch, kind):
     """Until the response began the client hears of it, and the stream ends with OK."""
     fail_at(monkeypatch, kind)
     house = House({talk.ONE: None})
+    script = {
+        Kind.REQUEST_HEADERS: talk.request_headers(),
+        Kind.REQUEST_BODY: talk.request_body(BODY, ends=True),
+        Kind.RESPONSE_HEADERS: talk.response_headers(),
+    }
+    # The stream ends with the answer, and gRPC refuses to send what comes later.
+    messages = list(script.values())[: list(script).index(kind) + 1]
     async with serving.serving(house) as scene:
         stream = scene.stream()
-        script = [talk.request_headers(), talk.request_body(BODY, ends=True)]
-        await stream.say(*script, talk.response_headers())
+        await stream.say(*messages)
         said = [one for one in await stream.rest() if one.status]
         assert [one.status for one in said] == [500]
         assert said[0].error["error"]["code"] == 500
@@ -153,3 +159,22 @@ async def test_servicer_ends_a_stream_with_internal_once_the_response_began(monk
         assert await stream.call.code() is grpc.StatusCode.INTERNAL
         await scene.idle()
         assert house.in_flight == 0
+
+
+async def test_servicer_turns_away_what_exceeds_max_streams_and_nothing_else():
+    """With as many streams as are allowed all are served; the next gets 429 until a place is free."""
+    house = House({talk.ONE: None})
+    async with serving.serving(house, max_streams=2) as scene:
+        first, _ = await open_streams(scene, 2)
+        crowded = scene.stream()
+        await crowded.say(talk.request_headers(ends=True))
+        assert [said.status for said in await crowded.rest()] == [429]
+        assert await crowded.call.code() is grpc.StatusCode.OK
+        assert house.in_flight == 2
+        tallies = scene.servicer.shared.tallies
+        assert tallies.of("").rejections == {(429, "rejected-saturated"): 1}
+        assert await first.end() is grpc.StatusCode.OK
+        while tallies.streams_open > 1:
+            await asyncio.sleep(0)
+        (after,) = await open_streams(scene, 1)
+        assert await after.end() is grpc.StatusCode.OK
