@@ -104,6 +104,24 @@ def test_a_file_that_vanishes_leaves_the_old_one(scene):
     assert scene.picker.tallies.reloads == {"error": 1}
 
 
+def test_reloader_reads_again_what_changed_while_it_was_read(scene):
+    """A second write that comes during the reading of the first is not lost."""
+    read = scene.read
+
+    def read_and_change():
+        scene.reloader._source = reload.Source(lambda _: [str(scene.path)], read)
+        settings = read()
+        scene.path.write_text(HEAD + "scheduling: {strategy: least-request}\n")
+        return settings
+
+    scene.reloader._source = reload.Source(lambda _: [str(scene.path)], read_and_change)
+    scene.path.write_text(HEAD + "scheduling: {strategy: round-robin}\n")
+    asyncio.run(scene.reloader.step())
+    assert scene.routed() == "round-robin"
+    asyncio.run(scene.reloader.step())
+    assert scene.routed() == "least-request"
+
+
 def test_a_turned_link_is_a_change(tmp_path):
     """Kubernetes swaps a mounted ConfigMap by turning a symbolic link around."""
     for name, strategy in (("one", "random"), ("two", "round-robin")):
