@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
                 found="both",
                 fix="remove them; a server decides with its own configuration",
             )
-        told = _ask(args.server, args.path, headers, body, authorization=_authorization(args))
+        told = _ask(args.server, args.path, headers, body, token=_token(args))
     else:
         told = explanation.explain(_imagine(args, headers, body))
     _print(told, told_as=table.render_table(told), as_json=args.json)
@@ -100,7 +100,7 @@ def _recall(args: argparse.Namespace) -> dict[str, Any]:
             fix="a server keeps the requests it routed; say extproc explain --server URL --id ID",
         )
     url = f"{_base(args.server)}/debug/decisions/{urllib.parse.quote(args.id, safe='')}"
-    told = _fetch(urllib.request.Request(url, headers=_authorization(args)))  # noqa: S310 - _base made it http or https
+    told = _fetch(urllib.request.Request(url), token=_token(args))  # noqa: S310 - _base made it http or https
     if told["outcome"] == "rejection" and told["status"] == 404:
         raise ConfigError(
             "--id", wanted="a request routed lately", found=told["message"], fix="check the id"
@@ -152,11 +152,11 @@ def _headers(words: list[str]) -> dict[str, str]:
     return headers
 
 
-def _authorization(args: argparse.Namespace) -> dict[str, str]:
-    """The header with the token, where one was named."""
-    if not args.token_file:
-        return {}
-    return {"authorization": f"Bearer {_bytes_of(args.token_file).decode('latin-1').strip()}"}
+def _token(args: argparse.Namespace) -> str:
+    """The token of --token-file; empty where the flag is not used."""
+    from extproc.server import admin_access
+
+    return admin_access.read_token(args.token_file or "", where="--token-file")
 
 
 def _ask(
@@ -165,17 +165,15 @@ def _ask(
     headers: Mapping[str, str],
     body: bytes,
     *,
-    authorization: Mapping[str, str],
+    token: str,
 ) -> dict[str, Any]:
     """Ask a running server for a dry run."""
     url = f"{_base(server)}/debug/explain"
     sent = {"x-explain-path": path, "content-type": "application/octet-stream"}
-    sent |= authorization
     sent |= {f"x-explain-header-{name}": value for name, value in headers.items()}
     # The scheme was made http or https above.
-    return _fetch(
-        urllib.request.Request(url, data=body, headers=sent, method="POST")  # noqa: S310
-    )
+    request = urllib.request.Request(url, data=body, headers=sent, method="POST")  # noqa: S310
+    return _fetch(request, token=token)
 
 
 def _base(server: str) -> str:
@@ -185,8 +183,11 @@ def _base(server: str) -> str:
     return server.rstrip("/")
 
 
-def _fetch(request: urllib.request.Request) -> dict[str, Any]:
+def _fetch(request: urllib.request.Request, *, token: str) -> dict[str, Any]:
     url = request.full_url
+    if token:
+        # Not for the server of a redirect, which may be any.
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
             told: dict[str, Any] = json.load(answer)
@@ -204,6 +205,13 @@ def _fetch(request: urllib.request.Request) -> dict[str, Any]:
 
 def _refusal(url: str, refused: urllib.error.HTTPError) -> dict[str, Any]:
     """A refusal comes with the status and body the client would get."""
+    if refused.code in (401, 403):
+        raise UnreachableError(
+            wanted=f"a decision from {url}",
+            found=f"status {refused.code}: its pages are not open to this machine",
+            fix="name the file of its server.admin_token_file with --token-file, or go to it "
+            "through `kubectl port-forward` if it has no token",
+        )
     try:
         message = json.load(refused)["error"]["message"]
     except (ValueError, KeyError, TypeError):

@@ -23,8 +23,12 @@ _OPEN = frozenset({"/metrics", "/healthz", "/readyz"})
 _INTERNAL = "/internal/"
 
 
-def read_token(path: str) -> str:
+def read_token(path: str, *, where: str = "server.admin_token_file") -> str:
     """The token of a file, without blanks around it; empty for no file.
+
+    Args:
+        path: Of the file; empty for none.
+        where: The field or flag that names it, for errors.
 
     Raises:
         ConfigError: The file cannot be read, or holds no token.
@@ -39,7 +43,7 @@ def read_token(path: str) -> str:
         found = "a file without a token"
     if not token or not token.isprintable():
         raise ConfigError(
-            "server.admin_token_file",
+            where,
             wanted="a file with a token of printable ASCII",
             found=found,
             fix="write one, such as the output of `openssl rand -hex 32`, or leave it out",

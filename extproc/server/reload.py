@@ -118,9 +118,7 @@ class Reloader:
             return Reloaded(error=f"reading it raised {place_of(error)}")
         self._in_force, self._written = in_force, written
         # Plugin files may be others now. What changed while it was read is read at the next look.
-        self._stamps = {
-            name: self._stamps.get(name, stamp) for name, stamp in self._look().items()
-        }
+        self._stamps = {name: self._stamps.get(name, stamp) for name, stamp in self._look().items()}
         return Reloaded(changed=changed, restart=restart)
 
     def _look(self) -> dict[str, _Stamp]:

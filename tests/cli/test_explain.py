@@ -258,6 +258,18 @@ def test_nobody_listens(files, capsys):
     assert "--metrics-port" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["", "s3cret\nsecond line", "s3cret \u00e9"])
+def test_explain_refuses_a_token_file_without_quoting_it(text, server, tmp_path, capsys):
+    """What is no token is status 2, and a secret does not end up in logs of a terminal."""
+    path = tmp_path / "token"
+    path.write_text(text)
+    words = ["explain", "--server", server, "--id", "id/1", "--token-file", str(path)]
+    assert main.main(words) == 2
+    told = capsys.readouterr().err
+    assert "--token-file: wanted" in told
+    assert "s3cret" not in told
+
+
 def test_something_else_listens(server, files, capsys):
     """A server that is no picker is a failure, status 1."""
     assert main.main(["explain", files["body"], "--server", f"{server}/metrics"]) == 1

@@ -41,7 +41,7 @@ def test_pages_name_no_software():
     asyncio.run(test())
 
 
-def test_a_token_guards_debug_pages_and_those_of_peers(tmp_path):
+def test_a_token_guards_debug_pages_and_those_of_peers(tmp_path, capsys):
     """Metrics and probes stay open; the rest wants the token, which pickers send each other."""
 
     async def test() -> None:
@@ -69,9 +69,10 @@ def test_a_token_guards_debug_pages_and_those_of_peers(tmp_path):
             assert peers.last("") == {}
             url = f"http://127.0.0.1:{port}"
             words = ["explain", "--server", url, "--id", "none", "--token-file"]
-            denied = await asyncio.to_thread(main.main, [*words[:-1]])
-            found = await asyncio.to_thread(main.main, [*words, str(file)])
-            assert (bool(denied), bool(found)) == (True, True)
+            assert await asyncio.to_thread(main.main, words[:-1]) == 1
+            assert "--token-file" in capsys.readouterr().err
+            assert await asyncio.to_thread(main.main, [*words, str(file)]) == 2
+            assert "no decision of that request id" in capsys.readouterr().err
         finally:
             await picker._pages.cleanup()
             peers.close()
