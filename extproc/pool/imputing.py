@@ -7,7 +7,7 @@ mean where that is more. While nothing is known of anybody, own requests are all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -58,49 +58,70 @@ def impute(candidates: list[Candidate], members: Sequence[Member], *, oldest: fl
         oldest: Monotonic seconds; a page from then or before is void.
     """
     flaws = [plausibility.VOID if member.load.at <= oldest else member.flaws for member in members]
-    means = _means(candidates, members, flaws)
-    for at, flaw in enumerate(flaws):
-        if flaw:
-            candidates[at] = _filled(candidates[at], members[at], flaw, means)
+    sound = [n for n, flaw in enumerate(flaws) if not flaw & _UNSOUND]
+    if not sound:
+        for n, flaw in enumerate(flaws):
+            if flaw & plausibility.VOID and candidates[n].load is not UNKNOWN:
+                candidates[n] = msgspec.structs.replace(candidates[n], load=UNKNOWN)
+        return
+    means = _means(candidates, members, flaws, sound)
+    fillable = _fillable(means)
+    for n, flaw in enumerate(flaws):
+        if flaw & fillable:
+            candidates[n] = _filled(candidates[n], members[n], flaw, means)
 
 
 def _means(
-    candidates: Sequence[Candidate], members: Sequence[Member], flaws: Sequence[int]
+    candidates: Sequence[Candidate],
+    members: Sequence[Member],
+    flaws: Sequence[int],
+    sound: Sequence[int],
 ) -> _Means:
-    """The means that some flaw calls for; walks over all candidates for no other."""
-    lacking = 0
-    for flaw in flaws:
-        lacking |= flaw
-    void = lacking & _UNSOUND
-    judged = list(zip(candidates, flaws, strict=True))
+    """The means over candidates whose pages are sound; those that no flaw calls for are None.
 
-    def over(
-        read: Callable[[Candidate], float | None], lacks: int, *, unless: int = 0
-    ) -> float | None:
-        if not (void or lacking & lacks):
-            return None
-        unfit = _UNSOUND | unless
-        return _mean(
-            value for c, flaw in judged if not flaw & unfit and (value := read(c)) is not None
-        )
+    Written out with lists: this runs for every request while some page is flawed.
 
-    sound: list[Member] = []
-    if lacking & _NO_REQUESTS:
-        sound = [m for m, flaw in zip(members, flaws, strict=True) if not flaw & _NO_REQUESTS]
+    Args:
+        candidates: As of `impute`.
+        members: Of the same endpoints.
+        flaws: Of their pages.
+        sound: Positions of those whose pages are a measure for others.
+    """
+    loads = [members[n].load for n in sound]
+    # The size of the cache is a product, and most engines name theirs.
+    sizes: list[float] = []
+    if not all(m.load.kv_tokens for m, flaw in zip(members, flaws, strict=True) if flaw):
+        sizes = [size for load in loads if (size := load.kv_tokens)]
+    counted = [members[n] for n in sound if not flaws[n] & _NO_REQUESTS]
     return _Means(
-        waiting=over(lambda c: c.load.waiting, plausibility.NO_WAITING),
-        running=over(lambda c: c.load.running, plausibility.NO_RUNNING),
-        kv_usage=over(lambda c: c.load.kv_usage, plausibility.NO_KV_USAGE),
-        unseen_tokens=over(lambda c: c.unseen_tokens, 0, unless=plausibility.NO_KV_USAGE),
-        kv_tokens=over(lambda c: c.load.kv_tokens or None, plausibility.NO_KV_SIZE),
-        foreign=_mean(member.foreign for member in sound),
-        foreign_waiting=_mean(member.foreign_waiting for member in sound),
+        waiting=_mean([value for load in loads if (value := load.waiting) is not None]),
+        running=_mean([value for load in loads if (value := load.running) is not None]),
+        kv_usage=_mean([value for load in loads if (value := load.kv_usage) is not None]),
+        unseen_tokens=_mean(
+            [candidates[n].unseen_tokens for n in sound if not flaws[n] & plausibility.NO_KV_USAGE]
+        ),
+        kv_tokens=_mean(sizes),
+        foreign=_mean([member.foreign for member in counted]),
+        foreign_waiting=_mean([member.foreign_waiting for member in counted]),
     )
 
 
-def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
+def _mean(known: Sequence[float]) -> float | None:
     return sum(known) / len(known) if known else None
+
+
+def _fillable(means: _Means) -> int:
+    """Bits of the flaws that the means mend: what every page lacks stays unknown."""
+    bits = _UNSOUND
+    for bit, mean in (
+        (plausibility.NO_WAITING, means.waiting),
+        (plausibility.NO_RUNNING, means.running),
+        (plausibility.NO_KV_USAGE, means.kv_usage),
+        (plausibility.NO_KV_SIZE, means.kv_tokens),
+    ):
+        if mean is not None:
+            bits |= bit
+    return bits
 
 
 def _filled(c: Candidate, member: Member, flaw: int, means: _Means) -> Candidate:

@@ -97,6 +97,15 @@ def test_pages_that_all_lack_the_same_stay_as_they_are():
     assert [c.load for c in candidates(fleet)] == [bare, bare]
 
 
+def test_what_every_page_lacks_is_imputed_to_none():
+    """A stale page beside pages that do not name the cache's size leaves those as they are."""
+    bare = change(FULL, kv_blocks=None, block_tokens=None)
+    one, two, three = candidates(fleet_of(bare, bare, None))
+    assert one.page is two.page is None
+    assert one.load is two.load
+    assert (three.load.waiting, three.load.kv_tokens) == (4.0, None)
+
+
 def test_a_page_that_claims_too_little_counts_as_the_mean_where_that_is_more():
     """It stays a lower bound, and is no measure for others."""
     fleet = fleet_of(None, FULL, None)
