@@ -81,6 +81,7 @@ class Account:
     """
 
     __slots__ = (
+        "__weakref__",
         "_held",
         "_open",
         "adapters",

@@ -8,6 +8,7 @@ conversation whose prefix is lost can still be told from one that is new.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -28,12 +29,12 @@ class Visit(msgspec.Struct, eq=False):
     """The latest prompt of a conversation.
 
     Attributes:
-        account: Of the endpoint it was sent to.
+        account: Of the endpoint it was sent to; weak, so that endpoints that left are freed.
         at: When, monotonic seconds.
         ended: When its request was over; infinity while it is open.
     """
 
-    account: Account
+    account: weakref.ref[Account]
     at: float
     ended: float = math.inf
 
@@ -63,13 +64,13 @@ class Recurrence:
         return len(self._went)
 
     def home(self, chain: Sequence[int]) -> Account | None:
-        """Where the latest prompt went that this one goes on from; None if it is new.
+        """Where the latest prompt went that this one goes on from; None if new or freed.
 
         Args:
             chain: The prompt's block hashes, root first.
         """
         latest = self._latest(chain)
-        return None if latest is None else latest.account
+        return None if latest is None else latest.account()
 
     def growth(self, prompt_tokens: int) -> float:
         """Tokens a conversation will grow by: young ones grow to the size of the others.
@@ -117,7 +118,7 @@ class Recurrence:
             # Of the same turns, so that neither runs ahead while engines fill.
             self._interval_s += _ALPHA * (now - latest.at - self._interval_s)
             self._open_s += _ALPHA * (min(latest.ended, now) - latest.at - self._open_s)
-        visit = went[chain[-1]] = Visit(account, now)
+        visit = went[chain[-1]] = Visit(weakref.ref(account), now)
         went.move_to_end(chain[-1])
         if len(went) > self._most:
             went.popitem(last=False)

@@ -2,6 +2,7 @@
 
 import math
 import random
+import weakref
 
 import pytest
 
@@ -160,3 +161,18 @@ def test_what_a_prompt_will_grow_by_counts_until_another_goes_on_from_it():
     first.close(1.0)
     again.close(1.0)
     assert account.open_tokens == 0
+
+
+def test_an_endpoint_that_left_is_freed_at_once():
+    """What it was sent still counts as an earlier turn, and nobody is its home."""
+    known, account = Recurrence(), Account(Endpoint("10.0.0.3:8000"))
+    left = weakref.ref(account)
+    ticket = account.open("m", 100, cached_tokens=0, now=0.0)
+    ticket.visit = known.sent([1], account, prompt_tokens=100, now=0.0)
+    ticket.close(1.0)
+    del account, ticket
+    assert left() is None
+    assert known.home([1, 2]) is None
+    share = known.share
+    known.sent([1, 2], HERE, prompt_tokens=100, now=2.0)
+    assert known.share > share
