@@ -192,7 +192,8 @@ class Fleet:
         flaws = plausibility.flaws(load, account, progress=progress, served=mark.served)
         is_void = bool(flaws & plausibility.VOID)
         foreign = 0.0 if is_void else max(0.0, scraped - own)
-        self.peers.saw(own, foreign, before=member.load, after=load)
+        if not is_void:
+            self.peers.saw(own, foreign, before=member.load, after=load)
         # Who waits nobody says. Others first: what is ours drains between pages, and an engine on which
         # we have requests must not seem to have less of a queue for it.
         waiting = min(foreign, load.waiting or 0.0)

@@ -117,10 +117,13 @@ def test_a_page_that_stands_still_counts_for_nothing():
     engine = Engine()
     engine.scrape(1.0, running=10.0, waiting=40.0)
     assert (engine.member.foreign, engine.member.foreign_waiting) == (50.0, 40.0)
+    assert engine.fleet.peers.share == 1.0
     engine.serve(2.0)
+    engine.send(3.0)
     engine.scrape(4.0, running=10.0, waiting=40.0)
     assert (engine.member.foreign, engine.member.foreign_waiting) == (0.0, 0.0)
     assert engine.member.foreign_tokens == 0.0
+    assert engine.fleet.peers.share == 1.0, "nor do ours count for more"
     assert engine.fleet.pool.is_patchy
 
 
