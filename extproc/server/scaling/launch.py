@@ -20,7 +20,7 @@ from extproc.scrape import client
 from extproc.server.scaling.hands import Failed
 from extproc.server.scaling.leash import leashed
 from extproc.server.site import Site
-from extproc.supervision import Supervisor
+from extproc.supervision import Supervisor, place_of
 
 _log = logging.getLogger("extproc.server")
 
@@ -38,6 +38,9 @@ _HEALTH_S, _HEALTH_BYTES = 1.0, 65536
 
 #: Largest TCP port.
 _MOST_PORT = 65535
+
+#: Its digits (count): `int` raises on thousands of them.
+_MOST_PORT_DIGITS = 5
 
 #: Last lines of an engine that are shown when it fails (count).
 _LAST_LINES = 5
@@ -212,7 +215,7 @@ class Engines:
                 return
             fault = starting.exception()
             if fault is not None:
-                engine.lines.append(f"its health could not be looked at: {fault!r}")
+                engine.lines.append(f"its health could not be looked at: {place_of(fault)}")
                 return
             engine.ready = True
             _log.info("engine %d serves on %s", engine.number, engine.address)
@@ -290,7 +293,9 @@ def reachable(printed: str, host: str) -> str:
             name such as `localhost`: an endpoint is an address that others can connect to.
     """
     place, _, port = printed.rpartition("/")[2].rpartition(":")
-    if not (port.isascii() and port.isdigit() and 1 <= int(port[:6]) <= _MOST_PORT):
+    if not (port.isascii() and port.isdigit() and len(port) <= _MOST_PORT_DIGITS):
+        return ""
+    if not 1 <= int(port) <= _MOST_PORT:
         return ""
     try:
         address = ipaddress.ip_address(place.strip("[]"))
