@@ -15,6 +15,7 @@ from extproc.discovery.kubernetes import settings as watching
 from extproc.errors import ConfigError
 from extproc.server.scaling import objects, rivals
 from extproc.server.scaling.hands import Failed
+from extproc.supervision import Supervisor
 
 if TYPE_CHECKING:
     from extproc.discovery.kubernetes import api
@@ -114,14 +115,22 @@ class Scale:
         target: What is scaled, with everything filled in.
         cluster: How it is reached.
         leads: Whether this replica holds the Lease.
+        supervisor: Counts Events that raise; None for one of its own.
     """
 
     scales = True
 
-    def __init__(self, target: Target, cluster: Cluster, leads: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        cluster: Cluster,
+        leads: Callable[[], bool],
+        supervisor: Supervisor | None = None,
+    ) -> None:
         self._target = target
         self._cluster = cluster
         self._leads = leads
+        self._supervisor = supervisor or Supervisor()
         self._path = objects.target_path(target)
         self._rivals = rivals.Rivals(target, cluster)
         #: Why we stand down, until the leader wrote it into an Event.
@@ -193,7 +202,9 @@ class Scale:
     async def _write_events(self) -> None:
         while True:
             reason, note, warning = await self._events.get()
-            await self._cluster.write_event(self._target, reason, note, warning=warning)
+            event = self._cluster.write_event(self._target, reason, note, warning=warning)
+            # What it raises must not begin the look for others anew.
+            await self._supervisor.attempt("autoscaling", event, of=f"event about {self._named}")
 
     @property
     def _named(self) -> str:

@@ -112,7 +112,7 @@ class Scaled:
 
     def _hands(self, scaling: Scaling, around: Around) -> hands.Hands:
         if self.target is not None and around.cluster is not None:
-            return kubernetes.Scale(self.target, around.cluster, around.leads)
+            return kubernetes.Scale(self.target, around.cluster, around.leads, around.supervisor)
         if scaling.launch is not None:
             return launch.Engines(
                 scaling.launch, self.site, clock=around.clock, supervisor=around.supervisor

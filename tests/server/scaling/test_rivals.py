@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
+from extproc.autoscaling.desired import Desired
 from extproc.config.autoscaling import Target
 from extproc.discovery.kubernetes.answers import Refused
 from extproc.server.scaling import kubernetes, rivals
+from extproc.supervision import Supervisor
 
 HPA, SCALED_OBJECT = rivals.KINDS
 TARGET = Target(name="vllm", namespace="n").filled
@@ -135,3 +138,28 @@ async def test_rivals_count_an_uninstalled_kind_after_several_refusals():
         assert not subject.acts
     await subject.look_for_others()
     assert subject.acts
+
+
+async def test_scale_writes_events_after_one_that_raised():
+    """An Event that raises is counted, and the look for rivals is not begun anew."""
+    reasons, written = [], asyncio.Event()
+
+    class Broken(ApiFixture):
+        async def write_event(self, about, reason, note, *, warning=False):
+            reasons.append(reason)
+            if len(reasons) == 1:
+                raise ValueError(note)
+            written.set()
+
+    api, supervisor = Broken(scale=b"{}"), Supervisor()
+    subject = kubernetes.Scale(TARGET, api, lambda: True, supervisor)
+    async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(subject.run())
+        for replicas in (2, 3):
+            assert await subject.scale(Desired(replicas, "load"), 1) is None
+        await written.wait()
+        running.cancel()
+    assert reasons == ["Scaled", "Scaled"]
+    assert supervisor.failures["autoscaling"] == 1
+    lists = [path for method, path in api.paths if method == "GET"]
+    assert len(lists) == len(rivals.KINDS)
