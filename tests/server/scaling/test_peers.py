@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 
 import aiohttp
@@ -131,6 +132,20 @@ def test_addresses_need_a_port(written):
 def test_what_no_picker_counts_is_unreadable(page):
     """Other bytes, endless nesting, wrong types and numbers beyond their ranges."""
     assert read_told(page) is None
+
+
+async def test_a_name_whose_servers_never_answer_is_unresolved(monkeypatch):
+    """The look ends after its own limit: the resolver's can be minutes."""
+
+    async def silent(*_, **__):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(peers, "_RESOLVE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
+    one = Peers("a", ["extproc-peers:9090"], timeout_s=60.0, own=dict)
+    async with asyncio.timeout(60.0):
+        assert await one.read("p") == {"extproc-peers:9090": None}
+        assert not await one.is_peer("127.0.0.1")
 
 
 async def test_an_address_that_is_no_name_is_unresolved():
