@@ -193,33 +193,40 @@ class Picker:
             self._keda = keda.Scaler(self._autoscaler.loops)
             self._autoscaler.on_change = self._keda.told
             self._autoscaler.on_gone = self._keda.gone
-        self.servicer = servicer.Servicer(
-            stream.Shared(
-                switchboard=self.sites.switchboard,
-                exchange_settings=factory.exchange(settings),
-                budget=self.budget,
-                tallies=self.tallies,
-                clock=clock,
-                rng=random.Random(settings.seed),
-                ring=self.ring,
-                settings=_stream_settings(settings),
-            )
-        )
-        self.servicer.shared.gates = self.sites.gates
-        self.servicer.shared.on_opened = self._stalls.wake
+        self.servicer = self._build_servicer()
         self._line = line(settings.sharing, self.sites, clock)
-        self._xds: xds.Discovery | None = None
-        if settings.xds.enabled:
-            self._xds = xds.Discovery(
-                self.sites.pools,
-                h2c=lambda: self.sites.h2c,
-                synced=lambda: self.sites.synced,
-                traits=Traits(settings.xds.health_check, settings.xds.outliers),
-                tallies=self.tallies.xds,
-                supervisor=self.tallies.supervisor,
-            )
+        self._xds = self._build_xds()
         self._grpc: list[grpc.aio.Server] = []
         self._pages: web.AppRunner | None = None
+
+    def _build_servicer(self) -> servicer.Servicer:
+        shared = stream.Shared(
+            switchboard=self.sites.switchboard,
+            exchange_settings=factory.exchange(self._settings),
+            budget=self.budget,
+            tallies=self.tallies,
+            clock=self._clock,
+            rng=random.Random(self._settings.seed),
+            ring=self.ring,
+            settings=_stream_settings(self._settings),
+        )
+        shared.gates = self.sites.gates
+        shared.on_opened = self._stalls.wake
+        return servicer.Servicer(shared)
+
+    def _build_xds(self) -> xds.Discovery | None:
+        """The xDS server; None where none is configured."""
+        settings = self._settings.xds
+        if not settings.enabled:
+            return None
+        return xds.Discovery(
+            self.sites.pools,
+            h2c=lambda: self.sites.h2c,
+            synced=lambda: self.sites.synced,
+            traits=Traits(settings.health_check, settings.outliers),
+            tallies=self.tallies.xds,
+            supervisor=self.tallies.supervisor,
+        )
 
     async def start(self) -> ports.Addresses:
         """Listen on all ports; not ready before `sync`.
