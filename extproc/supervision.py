@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import time
 from collections import Counter
@@ -57,7 +58,7 @@ REPEAT_S: Final = 600.0
 #: Places of failures that are remembered (count); there are not nearly as many in the code.
 _MOST_PLACES = 512
 
-_ROOT = str(Path(__file__).parent)
+_ROOT = f"{Path(__file__).parent}{os.sep}"
 
 _log = logging.getLogger("extproc.supervision")
 
@@ -211,7 +212,12 @@ class Supervisor:
 
 
 def place_of(error: BaseException) -> str:
-    """Type, file and line of an exception; never its message, which may quote a request.
+    """Type, file and line of an exception; never its message, which may quote a request."""
+    return "{} at {}".format(*origin_of(error))
+
+
+def origin_of(error: BaseException) -> tuple[str, str]:
+    """Type of an exception, and its file and line; of a group those of its first exception.
 
     The line is the innermost one of this package, or of whatever there is if none is.
     """
@@ -222,7 +228,7 @@ def place_of(error: BaseException) -> str:
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if file.startswith(_ROOT) and file != __file__:
-            own = f"extproc{file.removeprefix(_ROOT)}:{trace.tb_lineno}"
+            own = f"extproc/{file.removeprefix(_ROOT)}:{trace.tb_lineno}"
         found = f"{Path(file).name}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return f"{type(error).__name__} at {own or found or 'an unknown place'}"
+    return type(error).__name__, own or found or "an unknown place"

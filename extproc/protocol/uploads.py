@@ -23,7 +23,7 @@ class Progress(msgspec.Struct, frozen=True):
 
     Attributes:
         began: When it was first looked at, monotonic seconds.
-        moved: When it was first seen at this size.
+        moved: When it was first looked at with this size.
         size_bytes: What had come.
     """
 
@@ -36,7 +36,7 @@ class Uploads(Generic[Key]):
     """Follows request bodies from look to look, so that a message on its way costs nothing."""
 
     def __init__(self) -> None:
-        self._seen: dict[Key, Progress] = {}
+        self._progress: dict[Key, Progress] = {}
 
     def look(
         self,
@@ -58,8 +58,8 @@ class Uploads(Generic[Key]):
         """
         if len(arriving) > most_streams / 2 or sum(arriving.values()) > most_bytes / 2:
             idle_s *= HURRIED
-        before = self._seen
-        seen = self._seen = {}
+        before = self._progress
+        progress = self._progress = {}
         stalled = []
         for key, size_bytes in arriving.items():
             known = before.get(key)
@@ -71,5 +71,5 @@ class Uploads(Generic[Key]):
             if now - known.moved >= idle_s or now - known.began >= slowest_s:
                 stalled.append(key)
             else:
-                seen[key] = known
+                progress[key] = known
         return stalled

@@ -7,6 +7,8 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 
+from extproc.supervision import origin_of
+
 _log = logging.getLogger("extproc.server")
 
 #: Seconds between two log entries about one place: a client may run into a bug with every request.
@@ -34,9 +36,7 @@ class Bugs:
 
     def note(self, error: BaseException) -> None:
         """Count an exception, and log where it came from."""
-        frames = traceback.extract_tb(error.__traceback__)
-        file = frames[-1].filename.replace("\\", "/").rpartition("/extproc/")[2] if frames else ""
-        key = type(error).__name__, f"{file}:{frames[-1].name}" if frames else ""
+        key = origin_of(error)
         if key not in self._counts and len(self._counts) >= _MOST_PLACES:
             key = _OTHER
         self._counts[key] += 1
@@ -44,5 +44,6 @@ class Bugs:
         if now - self._logged.get(key, -_AGAIN_S) < _AGAIN_S:
             return
         self._logged[key] = now
+        frames = traceback.extract_tb(error.__traceback__)
         places = (f"  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames)
         _log.error("a request ran into a bug: %s\n%s", key[0], "\n".join(places))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from extproc.protocol.events import BodyMode, Event, Hints, Kind, Modes
 from extproc.protocol.gathering import Budget
 from extproc.protocol.replies import Continue, Refuse
 from extproc.protocol.settings import ExchangeSettings
+from extproc.server import ports
 from extproc.server import stream as streams
 from extproc.server.bugs import Bugs
 from extproc.telemetry.pool_tallies import LEFT
@@ -191,6 +193,17 @@ def test_bugs_are_logged_once_a_minute_without_their_message(caplog):
     assert len(caplog.records) == 2
     assert "text of a request" not in caplog.text
     assert list(counts.values()) == [4]
+
+
+def test_bugs_count_by_the_line_of_ours_that_led_there():
+    """A library that raises for many callers is no place, and its path says where we run."""
+    counts: Counter[tuple[str, str]] = Counter()
+    with pytest.raises(BrokenError) as caught:
+        ports.bind(SimpleNamespace(add_insecure_port=broken), "127.0.0.1:0", flag="--grpc-port")
+    Bugs(counts, lambda: 0.0).note(caught.value)
+    ((kind, place),) = counts
+    assert kind == "BrokenError"
+    assert place.startswith("extproc/server/ports.py:")
 
 
 def test_bugs_bound_the_places_they_tell_apart():
