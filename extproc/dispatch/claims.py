@@ -81,6 +81,12 @@ def overlap(one: Claim, other: Claim) -> bool:
     )
 
 
+def num_comparisons(one: Claim, other: Claim) -> int:
+    """Comparisons of conditions that `overlap` makes at most, and a call of it counts as 1."""
+    pairs = ((one.hosts, other.hosts), (one.paths, other.paths), (one.models, other.models))
+    return 1 + sum(len(left) * len(right) for left, right in pairs)
+
+
 def described(claim: Claim) -> str:
     """A claim in words; an empty one is what no other pool takes."""
     if claim.empty:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
 from extproc.config import found_claims, pooling
 from extproc.config.settings import Settings
@@ -19,6 +21,11 @@ from extproc.server.health import H2C, SPOKEN
 from extproc.server.site import Shared, Site
 from extproc.supervision import Supervisor
 from extproc.telemetry.pool_series import Watched
+
+#: Comparisons of conditions when pools are connected (count), a few tens of milliseconds of the event
+#: loop: a hundred pools with a host each need half of it, and with 64 hosts each a thousand times
+#: more.
+_MAX_COMPARISONS: Final = 20_000
 
 _log = logging.getLogger("extproc.server")
 
@@ -227,15 +234,24 @@ class Sites:
         return {name: (site.claim, site.created) for name, site in self.by_name.items()}
 
     def _find_overlaps(self, ordered: Sequence[str]) -> None:
-        """Note for each pool that Kubernetes brought which earlier one claims requests of it."""
+        """Note for each pool that Kubernetes brought which earlier one claims requests of it.
+
+        Beyond `_MAX_COMPARISONS` the youngest pools are not compared: which pool takes a request
+        does not depend on it.
+        """
         claiming = [self.by_name[name] for name in ordered if not self.by_name[name].claim.empty]
+        left = _MAX_COMPARISONS
         for at, site in enumerate(claiming):
             if site.name not in self._brought:
                 continue
-            first = next(
-                (one for one in claiming[:at] if claims.overlap(one.claim, site.claim)), None
-            )
-            overlaps = "" if first is None else first.name
+            overlaps = ""
+            for earlier in itertools.islice(claiming, at):
+                left -= claims.num_comparisons(earlier.claim, site.claim)
+                if left < 0:
+                    break
+                if claims.overlap(earlier.claim, site.claim):
+                    overlaps = earlier.name
+                    break
             if overlaps and overlaps != site.overlaps:
                 _log.warning(
                     "pool %s claims requests of pool %s, which is older or written out and takes them",

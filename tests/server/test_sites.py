@@ -8,6 +8,7 @@ import pytest
 
 from extproc.config import load
 from extproc.discovery.found import Found
+from extproc.dispatch import claims
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
 from extproc.pool import policy
@@ -158,6 +159,33 @@ async def test_the_older_pool_takes_what_two_claim(caplog):
     # Made anew, it is the younger one.
     subject.take({"z/old": found(B, annotations=claim, created="2026-03-01T00:00:00Z")}, ())
     assert ask(subject).pool == "a/new"
+
+
+async def test_claims_are_compared_in_bounded_work(monkeypatch):
+    """Many pools with many conditions hold the event loop for milliseconds, and all are served."""
+    num_calls = 0
+    overlap = claims.overlap
+
+    def counted(one, other):
+        nonlocal num_calls
+        num_calls += claims.num_comparisons(one, other)
+        return overlap(one, other)
+
+    monkeypatch.setattr(claims, "overlap", counted)
+    brought = {}
+    for number in range(30):
+        hosts = [f"h{at}.p{number}" for at in range(64)]
+        # The third claims a host of the first, and the last one of the second.
+        hosts[0] = {2: "h1.p0", 29: "h1.p1"}.get(number, hosts[0])
+        brought[f"n/p{number:02}"] = found(A, annotations={"extproc/hosts": ",".join(hosts)})
+    subject = sites(ANY_CLAIM)
+    subject.take(brought, ())
+    assert 0 < num_calls <= 20_000
+    states = {name: one.claim for name, one in subject.watched().items()}
+    assert states.pop("n/p02") == "overlapped"
+    assert set(states.values()) == {"in_force"}
+    assert ask(subject, host="h1.p1").pool == "n/p01"
+    assert ask(subject, host="h1.p29").pool == "n/p29"
 
 
 async def test_pools_that_kubernetes_brings_come_and_go():
