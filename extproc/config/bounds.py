@@ -6,6 +6,8 @@ from typing import Annotated
 
 import msgspec
 
+from extproc.request import MAX_NAME_BYTES
+
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -15,3 +17,5 @@ PositiveMilliseconds = Annotated[float, msgspec.Meta(gt=0)]
 PositiveRate = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
+#: Name of a model, an adapter or an objective; requests with longer ones are refused.
+BoundedName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]

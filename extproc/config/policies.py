@@ -24,7 +24,7 @@ class RewriteTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             where somebody has one those without are not drawn.
     """
 
-    model: bounds.Name
+    model: bounds.BoundedName
     weight: Weight | None = None
 
 
@@ -36,7 +36,7 @@ class Rewrite(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         targets: Who is drawn from, at least one.
     """
 
-    models: tuple[bounds.Name, ...] = ()
+    models: tuple[bounds.BoundedName, ...] = ()
     targets: Annotated[tuple[RewriteTarget, ...], msgspec.Meta(min_length=1)]
 
 

@@ -86,7 +86,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     endpoints_file: str = ""
     kubernetes: Kubernetes | None = None
     dns_refresh_s: bounds.PositiveSeconds = 30.0
-    objectives: Mapping[bounds.Name, policies.Priority] = {}
+    objectives: Mapping[bounds.BoundedName, policies.Priority] = {}
     rewrites: tuple[policies.Rewrite, ...] = ()
     autoscaling: Scaling | None = None
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
+from typing import Final
 
 from extproc.discovery import resolved
+
+#: Addresses of one name that are taken (count); an answer of DNS has room for some 4000.
+MAX_ADDRESSES: Final = 4096
 
 
 class Resolver:
@@ -32,4 +36,8 @@ class Resolver:
                 found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         except (OSError, TimeoutError, UnicodeError):
             return ()
-        return tuple(str(answer[4][0]) for answer in found)
+        addresses = {str(answer[4][0]) for answer in found}
+        if len(addresses) > MAX_ADDRESSES:
+            # Name servers rotate what they answer: the same ones stay, in whatever order.
+            return tuple(sorted(addresses)[:MAX_ADDRESSES])
+        return tuple(addresses)

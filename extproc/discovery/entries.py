@@ -11,6 +11,7 @@ import difflib
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import msgspec
 
@@ -18,6 +19,13 @@ from extproc.endpoint import NO_LABELS
 from extproc.errors import ConfigError
 
 _KEYS = ("address", "host", "port", "name", "namespace", "labels")
+#: Endpoints of one list (count).
+MAX_ENDPOINTS: Final = 16_384
+#: Longest name, namespace, key and value of a label (characters). Kubernetes has 253, 63, 317, 63.
+MAX_TEXT: Final = 512
+#: Labels of one endpoint (count). An anchor of YAML can repeat them for every endpoint of the list.
+MAX_LABELS: Final = 256
+
 _HOST_NAME = re.compile(
     r"(?=.{1,253}\Z)(?:[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9])?\.)*"
     r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.?"
@@ -65,6 +73,9 @@ def from_document(document: object, *, where: str) -> tuple[Entry, ...]:
     listed = document.get("endpoints")
     if not isinstance(listed, list):
         raise _wrong(f"{where}: endpoints", "a list", listed, "write one endpoint per item")
+    if len(listed) > MAX_ENDPOINTS:
+        wanted = f"at most {MAX_ENDPOINTS} endpoints"
+        raise _wrong(f"{where}: endpoints", wanted, len(listed), "split the pool")
     return _distinct(
         [(f"{where}: endpoints[{at}]", item) for at, item in enumerate(listed)],
     )
@@ -164,10 +175,15 @@ def _labels(value: object, where: str) -> dict[str, str]:
         return {}
     if not isinstance(value, Mapping):
         raise _wrong(where, "a mapping of strings", value, "write key: value lines")
+    if len(value) > MAX_LABELS:
+        raise _wrong(where, f"at most {MAX_LABELS} labels", len(value), "remove some")
     for key, text in value.items():
+        if isinstance(key, str) and len(key) > MAX_TEXT:
+            raise _wrong(where, f"keys of at most {MAX_TEXT} characters", key, "shorten it")
+        path = f"{where}.{key}" if isinstance(key, str) else where
         if not isinstance(key, str) or not isinstance(text, str):
-            path = f"{where}.{key}" if isinstance(key, str) else where
             raise _wrong(path, "a string", text, "put it in quotes")
+        _check_length(text, path)
     return dict(value)
 
 
@@ -176,7 +192,13 @@ def _text(value: object, where: str) -> str:
         return ""
     if not isinstance(value, str):
         raise _wrong(where, "a string", value, "put it in quotes")
+    _check_length(value, where)
     return value
+
+
+def _check_length(text: str, where: str) -> None:
+    if len(text) > MAX_TEXT:
+        raise _wrong(where, f"at most {MAX_TEXT} characters", text, "shorten it")
 
 
 def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -40,7 +40,7 @@ def names(listed: Sequence[entries.Entry]) -> tuple[str, ...]:
 
 
 def merge(listed: Sequence[entries.Entry], fresh: Answers, *, last: Answers) -> Resolution:
-    """Turns entries into endpoints, one per address.
+    """Turns entries into endpoints, one per address, up to `entries.MAX_ENDPOINTS`.
 
     Args:
         listed: The entries.
@@ -60,6 +60,8 @@ def merge(listed: Sequence[entries.Entry], fresh: Answers, *, last: Answers) -> 
     endpoints: dict[str, Endpoint] = {}
     for entry in listed:
         for ip in (entry.host,) if entry.literal else answers.get(entry.host, ()):
+            if len(endpoints) == entries.MAX_ENDPOINTS:
+                break
             address = f"[{ip}]:{entry.port}" if ":" in ip else f"{ip}:{entry.port}"
             name = entry.name if entry.literal else f"{entry.name or entry.host}@{ip}"
             endpoints.setdefault(address, Endpoint(address, name=name, labels=entry.labels))

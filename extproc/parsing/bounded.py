@@ -17,6 +17,7 @@ What surfaces get in place of a decoded value:
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from typing import Any, Final, TypeVar
 
@@ -46,18 +47,22 @@ _WIDE_LEADS = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")
 _CHUNK_BYTES: Final = 64 * 1024
 #: Arrays and objects in one another that are looked into; below, JSON stays as it is.
 _DEEPEST: Final = 4
+#: Arrays that begin in one another. Going through them takes ten times as long as through others.
+_DEEP = b"[" * 64
 
 #: What stands before or between values.
 _MARKS = (b",", b"{", b"[")
 #: Bytes for each mark, above which marks are rare.
 _RARE_BYTES: Final = 40
+#: Bytes that show how dense the marks of the first chunk are.
+_HEAD_BYTES: Final = 512
 
 _OPENING_QUOTE = 0x22
 _OPENING_BRACKET = 0x5B
 _OPENING_BRACE = 0x7B
 
-#: Whole characters and escapes of a JSON string; possessive, so that no input makes it try again.
-_WHOLE = re.compile(rb"(?:[^\\]++|\\[^u]|\\u[0-9a-fA-F]{4})*+", re.DOTALL)
+#: Bytes of the longest escape of a JSON string: a backslash, `u` and four digits.
+_ESCAPE_BYTES: Final = 6
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
 
 _ABSENT = framing.ABSENT
@@ -76,6 +81,13 @@ _FEW = 64
 _FIRST_FEW, _FIRST = _leading(_FEW + 1), _leading(MAX_ELEMENTS + 1)
 #: Elements of the budget that the longer one takes besides those it finds (count).
 _LONG_ARRAY = 256
+#: Arrays of which the longer one is tried at once (bytes), so that they are gone through once.
+_LONG_ARRAY_BYTES: Final = 16 * 1024
+_ATTEMPTS = ((_FIRST_FEW, 1), (_FIRST, _LONG_ARRAY))
+
+
+def _is_there(raw: msgspec.Raw) -> bool:
+    return raw is not _ABSENT
 
 
 class _Object(msgspec.Struct, gc=False):
@@ -92,7 +104,8 @@ _OBJECT = msgspec.json.Decoder(_Object).decode
 
 def num_values(json: bytes, most: int) -> int:
     """More values than JSON text has, strings included; counting stops soon after `most`."""
-    counted, is_dense = 0, False
+    head = json[:_HEAD_BYTES]
+    counted, is_dense = 0, sum(map(head.count, _MARKS)) * _RARE_BYTES > len(head)
     for at in range(0, len(json), _CHUNK_BYTES):
         chunk = json[at : at + _CHUNK_BYTES]
         before = counted
@@ -205,19 +218,21 @@ class _Reading:
         ]
 
     def _elements(self, raw: msgspec.Raw) -> list[msgspec.Raw] | None:
-        """The elements of an array; None when there are too many in it or in the body."""
-        for decoder, cost in ((_FIRST_FEW, 1), (_FIRST, _LONG_ARRAY)):
+        """The elements of an array; None when they are too many in it or in the body, or too deep."""
+        if _DEEP in bytes(raw):
+            return None
+        is_long = len(memoryview(raw)) > _LONG_ARRAY_BYTES
+        for decoder, cost in ((_FIRST, _LONG_ARRAY),) if is_long else _ATTEMPTS:
             if self._elements_left <= 0:
                 return None
             first = decoder.decode(raw)
-            found: list[msgspec.Raw] = []
-            for field in first.__struct_fields__:
-                element = getattr(first, field)
-                if element is _ABSENT:
-                    self._elements_left -= len(found) + cost
-                    return found
-                found.append(element)
+            names = first.__struct_fields__
+            if getattr(first, names[-1]) is not _ABSENT:
+                self._elements_left -= len(names) + cost
+                continue
+            found = list(itertools.takewhile(_is_there, map(first.__getattribute__, names)))
             self._elements_left -= len(found) + cost
+            return found
         return None
 
     def _object(self, raw: msgspec.Raw, depth: int) -> Any:
@@ -252,14 +267,35 @@ def _chunk_end(json: bytes, at: int, end: int) -> int:
     """Where a chunk of a string ends: between two characters, and not inside a surrogate pair."""
     if end - at <= _CHUNK_BYTES:
         return end
-    limit = at + _CHUNK_BYTES
-    whole = _WHOLE.match(json, at, limit)
-    stop = whole.end() if whole else limit
+    stop = at + _CHUNK_BYTES
+    if begun := _open_escape(json, at, stop):
+        stop = begun
+    limit = stop
     while stop > limit - 4 and json[stop] & 0xC0 == 0x80:
         stop -= 1
-    pair = _HIGH_SURROGATE.search(json, max(at, stop - 6), stop)
-    stop = pair.start() if pair else stop
+    pair = _HIGH_SURROGATE.search(json, max(at, stop - _ESCAPE_BYTES), stop)
+    if pair and _open_escape(json, at, pair.start() + 1):
+        stop = pair.start()
     return stop if stop > at else end
+
+
+def _open_escape(json: bytes, at: int, stop: int) -> int:
+    """Where the escape begins that goes on at `stop`; 0 when none does.
+
+    Args:
+        json: Holds a string.
+        at: Where a part of it begins, with no escape open.
+        stop: Where it is to be cut.
+    """
+    last = json.rfind(b"\\", max(at, stop - _ESCAPE_BYTES + 1), stop)
+    if last < 0:
+        return 0
+    run = json[at : last + 1]
+    # Of a run of backslashes each second one is escaped by the one before.
+    if (len(run) - len(run.rstrip(b"\\"))) % 2 == 0:
+        return 0
+    length = _ESCAPE_BYTES if json[last + 1 : last + 2] == b"u" else 2
+    return last if last + length > stop else 0
 
 
 @functools.cache

@@ -14,8 +14,8 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import bounded, inputs, session
-from extproc.request import RawRequest, Request
+from extproc.parsing import bounded, framing, inputs, session
+from extproc.request import MAX_NAME_BYTES, RawRequest, Request
 
 #: Headers that name the model to be served, where the body names none (EPP protocol report 1.6).
 MODEL_HEADERS = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
@@ -164,10 +164,15 @@ def model_of(body: Envelope, headers: Mapping[str, str]) -> str:
 
 def request(api: str, raw: RawRequest, body: Envelope, *, prompt: inputs.Prompt) -> Request:
     """Put the parsed parts together."""
+    adapter = body.lora_path
+    if type(adapter) is not str:
+        adapter, prompt = (
+            _adapter_of_batch(adapter, prompt) if adapter is not None else ("", prompt)
+        )
     return Request(
         api,
         model=model_of(body, raw.headers),
-        adapter=body.lora_path if type(body.lora_path) is str else "",
+        adapter=adapter,
         prompt=prompt.content,
         prompt_tokens=prompt.tokens,
         stream=body.stream is True,
@@ -176,6 +181,23 @@ def request(api: str, raw: RawRequest, body: Envelope, *, prompt: inputs.Prompt)
         subset=raw.subset,
         prompt_bytes=prompt.text_bytes,
     )
+
+
+def _adapter_of_batch(value: Any, prompt: inputs.Prompt) -> tuple[str, inputs.Prompt]:
+    """The adapter that `lora_path` stands for where it is no text, and the prompt under it.
+
+    SGLang takes a name, or none, for each prompt of a batch. Where they differ, the batch goes by
+    the first name, and its prompt is salted with all of them: what an engine cached under other
+    adapters is of no use to it.
+    """
+    if type(value) is bytes:  # a text that is too long for any name
+        return value[: 2 * MAX_NAME_BYTES].decode("utf-8", "ignore"), prompt
+    names = [name or "" for name in value] if type(value) is list else [value or ""]
+    first = names[0] if names else ""
+    if type(first) is str and names.count(first) == len(names):
+        return first, prompt
+    name = next((name for name in names if type(name) is str and name), "")
+    return name, inputs.salted(prompt, framing.item(value))
 
 
 def _max_tokens(body: Envelope) -> int | None:

@@ -21,6 +21,15 @@ SEPARATOR = b"\xff\xff\xff\xff"
 _CHUNK_BYTES: Final = 32 * 1024
 #: Longest JSON number that is an id, with white space around it (bytes).
 _LONGEST_ID: Final = 64
+#: Chunks of a field that hold values of more bytes than a uint32 takes, and are read in a loop (count).
+_MAX_LOOPED_CHUNKS: Final = 4
+
+_HIGH_BYTES = bytes(range(0x80, 0x100))
+#: Bytes of the longest uint32 as a varint.
+_VARINT_BYTES: Final = 5
+#: What seven bits, the nth of a varint, add to the nth byte of its value, and to the one below.
+_LOWERED = [bytes((b & 0x7F) >> at for b in range(256)) for at in range(WIDTH)]
+_RAISED = [bytes((b << (7 - at)) & 0xFF for b in range(256)) for at in range(WIDTH)]
 
 _IDS = msgspec.json.Decoder(list[int])
 
@@ -67,21 +76,65 @@ def pack_id(value: int) -> bytes:
 
 
 def pack_varints(packed: bytes) -> bytes | None:
-    """Pack a protobuf field of uint32 values, a chunk at a time; None as of `unpack_varints`."""
+    """Pack a protobuf field of uint32 values, a chunk at a time; None as of `unpack_varints`.
+
+    Values of more bytes than a uint32 takes are read in `_MAX_LOOPED_CHUNKS` chunks at most, since
+    that is slow and no encoder writes them; None beyond.
+    """
     rows = io.BytesIO()
-    at = 0
+    at, num_looped = 0, 0
     while at < len(packed):
         stop = min(at + _CHUNK_BYTES, len(packed))
         # A value has ten bytes at most, and ends with the first below 0x80.
         while stop < len(packed) and packed[stop - 1] >= 0x80 and stop < at + _CHUNK_BYTES + 10:
             stop += 1
-        values = unpack_varints(packed[at:stop])
-        row = None if values is None else pack(values)
-        if row is None:
+        chunk = packed[at:stop]
+        if chunk[-1] >= 0x80:
             return None
+        row = _pack_short(chunk)
+        if row is None:
+            num_looped += 1
+            values = unpack_varints(chunk) if num_looped <= _MAX_LOOPED_CHUNKS else None
+            row = None if values is None else pack(values)
+            if row is None:
+                return None
         rows.write(row)
         at = stop
     return rows.getvalue()
+
+
+def _pack_short(chunk: bytes) -> bytes | bytearray | None:
+    """Pack varints of up to five bytes; None where a longer one is among them.
+
+    All bytes are taken as one large number. Shifts and masks move the second, third, ... byte of
+    every varint to the place of its first, and `translate` drops the other places: a tenth of the
+    time that a loop takes.
+    """
+    if chunk.isascii():
+        row = bytearray(WIDTH * len(chunk))
+        row[::WIDTH] = chunk
+        return row
+    size = len(chunk)
+    text = int.from_bytes(chunk, "little")
+    highs = text & int.from_bytes(b"\x80" * size, "little")
+    payload, goes_on = text ^ highs, highs - (highs >> 7)
+    # A varint begins where the byte before does not go on.
+    others = highs << 8
+    reached = goes_on & ~(others - (others >> 7))
+    planes = [(payload | others).to_bytes(size, "little").translate(None, _HIGH_BYTES)]
+    while reached:
+        if len(planes) == _VARINT_BYTES:
+            return None
+        lane = (payload >> (8 * len(planes))) & reached
+        planes.append((lane | others).to_bytes(size, "little").translate(None, _HIGH_BYTES))
+        reached &= goes_on >> (8 * (len(planes) - 1))
+    row = bytearray(WIDTH * len(planes[0]))
+    for at, plane in enumerate(planes[:WIDTH]):
+        value = int.from_bytes(plane.translate(_LOWERED[at]), "little")
+        if at + 1 < len(planes):
+            value |= int.from_bytes(planes[at + 1].translate(_RAISED[at]), "little")
+        row[at::WIDTH] = value.to_bytes(len(plane), "little")
+    return row
 
 
 def pack(ids: Sequence[Any]) -> bytes | None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from extproc.request import RawRequest
+
+#: Endpoints that a subset hint may name (count).
+MAX_MEMBERS: Final = 16_384
 
 DESTINATION = "x-gateway-destination-endpoint"
 SCORES = "x-gateway-destination-endpoint-scores"
@@ -87,6 +91,6 @@ def is_length(value: str) -> bool:
 
 
 def tokens(value: str) -> tuple[str, ...]:
-    """The members of a comma-separated value, trimmed; empty ones are none."""
-    stripped = [token.strip() for token in value.split(",")]
+    """The first `MAX_MEMBERS` members of a comma-separated value, trimmed; empty ones are none."""
+    stripped = [token.strip() for token in value.split(",", MAX_MEMBERS)[:MAX_MEMBERS]]
     return tuple(token for token in stripped if token)

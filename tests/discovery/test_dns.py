@@ -11,6 +11,10 @@ class Loop(asyncio.SelectorEventLoop):
             await asyncio.Event().wait()
         if host == "fails.example":
             raise OSError("no such name")
+        if host == "many.example":
+            self.rotated = getattr(self, "rotated", 0) + 1000
+            at = [(place + self.rotated) % 9000 for place in range(9000)]
+            return [(2, 1, 6, "", (f"10.0.{n // 250}.{n % 250}", 0)) for n in at]
         return [(2, 1, 6, "", ("10.0.0.1", 0)), (10, 1, 6, "", ("fd00::1", 0, 0, 0))]
 
 
@@ -21,7 +25,17 @@ def resolve(*names):
 
 def test_a_and_aaaa_answers_are_taken():
     """Addresses of both families are returned as text."""
-    assert resolve("engines.example") == {"engines.example": ("10.0.0.1", "fd00::1")}
+    assert set(resolve("engines.example")["engines.example"]) == {"10.0.0.1", "fd00::1"}
+
+
+def test_addresses_of_a_name_are_counted():
+    """Of a huge answer the same addresses are taken every time, however it is rotated."""
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        resolver = dns.Resolver()
+        first = runner.run(resolver.resolve(["many.example"]))
+        second = runner.run(resolver.resolve(["many.example"]))
+    assert first == second
+    assert len(first["many.example"]) == dns.MAX_ADDRESSES
 
 
 def test_a_name_that_fails_or_hangs_harms_no_other():

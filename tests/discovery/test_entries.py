@@ -138,3 +138,28 @@ def test_any_place_is_read_or_refused(value):
         entries.from_document({"endpoints": [value]}, where="f")
     except ConfigError as error:
         assert error.where == "f: endpoints[0]"  # noqa: PT017 - raising is optional here
+
+
+@pytest.mark.parametrize(
+    ("item", "wanted"),
+    [
+        ({"name": "n" * 513}, "at most 512 characters"),
+        ({"namespace": "n" * 513}, "at most 512 characters"),
+        ({"labels": {"k" * 513: "v"}}, "keys of at most 512 characters"),
+        ({"labels": {"k": "v" * 513}}, "at most 512 characters"),
+        ({"labels": {str(at): "v" for at in range(257)}}, "at most 256 labels"),
+    ],
+)
+def test_names_and_labels_are_bounded(item, wanted):
+    """Longer names and more labels than any cluster has are an error that quotes little of them."""
+    with pytest.raises(ConfigError) as caught:
+        document({"address": "10.0.0.1", "port": 8000, **item})
+    assert f"wanted {wanted}" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_endpoints_are_counted():
+    """A list has a bound on its endpoints, so that anchors of YAML cannot make a huge one."""
+    one = {"address": "10.0.0.1", "port": 8000}
+    with pytest.raises(ConfigError, match="at most 16384 endpoints; found 16385"):
+        document(*[one] * 16_385)

@@ -92,3 +92,15 @@ def test_no_series_of_failures_empties_a_name(rounds):
         assert set(last) == seen
         assert all(last.values())
         assert len(set(addresses(result))) == len(result.endpoints)
+
+
+def test_endpoints_of_all_names_are_counted():
+    """However many addresses names answer, a pool has as many endpoints as a list may have."""
+    answers = {
+        f"engine-{at}.example": tuple(f"10.{at}.{n // 250}.{n % 250}" for n in range(4000))
+        for at in range(5)
+    }
+    listed = [entries.Entry(name, 8000) for name in answers]
+    merged = resolved.merge(listed, answers, last={})
+    assert len(merged.endpoints) == entries.MAX_ENDPOINTS
+    assert merged.endpoints == resolved.merge(listed, answers, last={}).endpoints

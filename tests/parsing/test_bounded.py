@@ -29,7 +29,7 @@ def test_memory_of_a_hostile_body_is_bounded(name, path, body):
     parser.parse(raw)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    times = 8 if name == "gRPC ids" else 4
+    times = hostile_bodies.MAX_TIMES.get(name, hostile_bodies.MAX_TIMES_SIZE)
     assert peak <= times * len(body) + hostile_bodies.FLOOR_BYTES
 
 

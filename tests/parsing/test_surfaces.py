@@ -195,3 +195,36 @@ def test_sglang_generate_wants_json():
     """What is not a JSON object is refused there too."""
     message = asking.refused("/generate", b"hello")
     assert message.startswith("error unmarshaling request bodyMap: ")
+
+
+@pytest.mark.parametrize(
+    ("lora_path", "adapter"),
+    [(["sql", "sql"], "sql"), (["sql"], "sql"), ([None, ""], ""), ([], ""), (False, "")],
+)
+def test_native_batch_of_an_adapter_goes_by_it(lora_path, adapter):
+    """A batch whose prompts share an adapter has the blocks that a request for it alone has."""
+    body = {"text": ["hi", "ho"], "lora_path": lora_path}
+    request = asking.parsed("/generate", body)
+    alone = asking.parsed("/generate", {"text": ["hi", "ho"], "lora_path": adapter})
+    assert (request.adapter, request.prompt) == (adapter, alone.prompt)
+
+
+@pytest.mark.parametrize("lora_path", [["sql", None], [None, "sql"], ["sql", "web"], {"sql": 1}, 7])
+@pytest.mark.parametrize("prompts", [{"text": ["hi", "ho"]}, {"input_ids": [[1, 2], [3]]}])
+def test_native_batch_of_several_adapters_shares_no_block(lora_path, prompts):
+    """Its prompt begins like that of no batch under other adapters, and keeps whole tokens."""
+    mixed = asking.parsed("/generate", {**prompts, "lora_path": lora_path})
+    named = [] if not isinstance(lora_path, list) else [name for name in lora_path if name]
+    assert mixed.adapter == (named[0] if named else "")
+    other = asking.parsed("/generate", {**prompts, "lora_path": ["web", "sql"]})
+    base = asking.parsed("/generate", prompts)
+    assert mixed.prompt[:8] != base.prompt[:8]
+    assert not other.prompt.startswith(mixed.prompt[:16])
+    assert mixed.prompt.endswith(base.prompt)
+    assert (len(mixed.prompt) - len(base.prompt)) % 4 == 0
+
+
+def test_native_adapter_of_a_long_text_is_refused():
+    """A name of more than 64 KiB is refused as a shorter one is, and not taken for none."""
+    body = {"text": "a" * 300_000 + "\U0001f600", "lora_path": "a" * 100_000}
+    assert "adapter name of at most 512 bytes" in asking.refused("/generate", body)

@@ -34,13 +34,15 @@ _PortNumber = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 _Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 _Weight = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
+#: The API server takes no longer name of any object.
+_ObjectName = Annotated[str, msgspec.Meta(max_length=253)]
 
 
 class Meta(msgspec.Struct, gc=False, rename="camel"):
     """What every object has."""
 
-    name: str = ""
-    namespace: str = ""
+    name: _ObjectName = ""
+    namespace: _ObjectName = ""
     uid: str = ""
     resource_version: str = ""
     creation_timestamp: str | None = None
