@@ -7,7 +7,7 @@ are busy, so that a pump looks in vain. Rows are what is waited for: one model, 
 requests, as many made-up models, adapters that each half of the endpoints lists differently, and as
 many subset hints as there are. `sweep` is the CPU time until everybody was looked at, over as many
 turns of the event loop as that takes, `turn` the longest of them; `displace` is one large request
-of higher priority that makes a quarter of them leave.
+of higher priority that makes as many of them leave as one may.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from extproc.config import factory
 from extproc.config.holding import Holding
 from extproc.config.settings import Settings
 from extproc.endpoint import Endpoint, Load, Models
+from extproc.holding.queue import MOST_DISPLACED
 from extproc.request import RawRequest
 from extproc.server.bugs import Bugs
 from extproc.server.gate import Gate, Held
@@ -103,7 +104,7 @@ def displace(count: int) -> str:
     place = Place()
     place.hold(count, "one")
     queue = place.gate.queue
-    share = queue.bytes // 4
+    share = queue.bytes // count * min(count - 1, MOST_DISPLACED - 1)
     holding = Holding(enabled=True, max_requests=20_000, max_bytes=queue.bytes)
     place.gate.adopt(holding)
     body = json.dumps({"model": "m", "prompt": "x" * share}).encode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 from extproc.holding.crowding import Crowding
 from extproc.holding.lane import Line
@@ -74,9 +74,9 @@ class Band:
         for way in self._ways.get(tenant, ()):
             self._lines[way].refresh(tenant)
 
-    def last(self) -> Waiter | None:
-        """Who would go last: of the tenant with most waiting, the last of its order."""
-        return self._crowding.last()
+    def lasts(self) -> Generator[Waiter]:
+        """Requests in the order in which they are displaced; see `Crowding.lasts`."""
+        return self._crowding.lasts()
 
     def __iter__(self) -> Iterator[Waiter]:
         for line in self._lines.values():

@@ -1,9 +1,10 @@
-"""Which tenant has most requests waiting, and which of them goes last."""
+"""Which tenant has most requests waiting, and which of them go last."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Generator, Iterable
 
 from extproc.holding.waiter import Waiter
 
@@ -48,19 +49,37 @@ class Crowding:
         elif not self._counts.get(tenant):
             self._last.pop(tenant, None)
 
-    def last(self) -> Waiter | None:
-        """Of the tenant with most waiting, the last of its order; None where none waits."""
-        if not self._most:
-            return None
-        tenant = next(iter(self._by_count[self._most]))
+    def lasts(self) -> Generator[Waiter]:
+        """Requests in the order in which they are displaced, while nothing changes.
+
+        The next is always of the tenant with most waiting less those before, the last of its order.
+        Close the iterator before any request comes or leaves.
+        """
+        taken: list[tuple[list[_Entry], _Entry]] = []
+        reduced: list[str] = []
+        try:
+            for count in range(self._most, 0, -1):
+                crowded = itertools.chain(self._by_count.get(count, ()), reduced)
+                reduced = []
+                for tenant in crowded:
+                    heap = self._sorted(tenant)
+                    while not heap[0][2].waits:
+                        heapq.heappop(heap)
+                    entry = heapq.heappop(heap)
+                    taken.append((heap, entry))
+                    reduced.append(tenant)
+                    yield entry[2]
+        finally:
+            for heap, entry in taken:
+                heapq.heappush(heap, entry)
+
+    def _sorted(self, tenant: str) -> list[_Entry]:
         heap = self._last.get(tenant)
         if heap is None:
             heap = [(-rank, -waiter.number, waiter) for rank, waiter in self._waiting(tenant)]
             heapq.heapify(heap)
             self._last[tenant] = heap
-        while not heap[0][2].waits:
-            heapq.heappop(heap)
-        return heap[0][2]
+        return heap
 
     def _count(self, tenant: str, change: int) -> None:
         before = self._counts.get(tenant, 0)
