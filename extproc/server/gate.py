@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -26,6 +27,12 @@ from extproc.server.bugs import Bugs
 #: (seconds): no other stream is served meanwhile.
 _MOST_LOOKS = 128
 _MOST_S = 0.005
+
+#: After a pump others have the loop for as long as it took, so that pumps that follow each other take
+#: half of it at most. Rests below the first are not worth a timer, as other streams are served in
+#: each turn; the second is for clocks that leap (seconds).
+_LEAST_REST_S = 0.001
+_MOST_REST_S = 0.05
 
 #: Seconds until the pump is tried again after an exception of its own.
 _RETRY_S = 1.0
@@ -109,6 +116,7 @@ class Gate:
         self._manners = holding.manners
         self._clock = clock
         self._soon = False
+        self._rests_until = -math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._bits: EndpointBits | None = None
         self._bugs = bugs
@@ -241,18 +249,28 @@ class Gate:
         self._pump_soon()
 
     def _pump_soon(self) -> None:
-        if self.queue.count and not self._soon:
-            self._soon = True
-            asyncio.get_running_loop().call_soon(self.pump)
+        """Pump in the next turn of the loop, or when the rest after the last pump is over."""
+        if not self.queue.count or self._soon:
+            return
+        self._soon = True
+        loop = asyncio.get_running_loop()
+        rest_s = self._rests_until - self._clock()
+        if rest_s < _LEAST_REST_S:
+            loop.call_soon(self.pump)
+        else:
+            loop.call_later(rest_s, self.pump)
 
     def pump(self) -> None:
         """Let requests go on, and end those that waited too long; never raises."""
         self._soon = False
+        begun = self._clock()
         try:
-            wait_s = self._turnstile.pump(self._clock())
+            wait_s = self._turnstile.pump(begun)
         except Exception as error:  # noqa: BLE001 - those who wait must not wait for ever
             self._bugs.note(error)
             wait_s = _RETRY_S
+        ended = self._clock()
+        self._rests_until = ended + min(ended - begun, _MOST_REST_S)
         if wait_s == 0.0:
             self._pump_soon()
         else:
@@ -314,7 +332,7 @@ class Gate:
 
     def _due(self) -> None:
         self._timer = None
-        self.pump()
+        self._pump_soon()
 
 
 def _refuse(held: Held, why: Rejection) -> None:

@@ -15,6 +15,7 @@ from extproc.request import RawRequest
 from extproc.server.bugs import Bugs
 from extproc.server.gate import Gate, Granted, Held, Reservation
 from tests.support.house import House
+from tests.support.virtual_loop import VirtualLoop
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 
@@ -428,25 +429,148 @@ async def test_a_client_that_leaves_is_waited_for_by_nobody():
     place.gate.close()
 
 
-async def test_capacity_that_comes_during_a_sweep_is_for_whoever_comes_first():
+class Computing(Place):
+    """A gate on virtual time before a busy endpoint, whose looks at requests take some of it.
+
+    Args:
+        loop: What it runs on.
+        look_s: Seconds of a look at a request that waits.
+        held: Requests that wait (count); each has a priority of its own, so all are looked at.
+
+    Attributes:
+        looks: Looks at requests (count).
+        held: The requests.
+    """
+
+    def __init__(self, loop, *, look_s, held):
+        self.loop, self.look_s, self.looks = loop, look_s, 0
+        super().__init__(A)
+        self.load(A, waiting=20, running=8, kv_usage=0.9)
+        self.held = [self.ask(priority=at, x_extproc_hold_ms="900000") for at in range(held, 0, -1)]
+        decide = self.house.dispatcher.decide
+
+        def slow(prepared, now, *, patient=True):
+            self.looks += 1
+            loop.compute(self.look_s)
+            return decide(prepared, now, patient=patient)
+
+        self.house.dispatcher.decide = slow
+
+    @property
+    def now(self):
+        return self.loop.time()
+
+    @property
+    def pumped_s(self):
+        """Seconds that looks took."""
+        return self.looks * self.look_s
+
+    async def compute(self, until, *, turn_s):
+        """Use every turn of the loop for so many seconds; returns their sum."""
+        computed_s = 0.0
+        while not until():
+            self.loop.compute(turn_s)
+            computed_s += turn_s
+            await asyncio.sleep(0)
+        return computed_s
+
+
+def in_virtual_time(test):
+    """Run a coroutine function of a loop on virtual time."""
+    loop = VirtualLoop(100.0)
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(test(loop))
+
+
+def test_capacity_that_comes_during_a_sweep_is_for_whoever_comes_first():
     """A sweep over many turns of the loop begins anew after its end, without another event."""
-    place = Place(A)
-    place.load(A, waiting=20, running=8, kv_usage=0.9)
-    held = [place.ask(priority=priority) for priority in range(9, 0, -1)]
-    decide, decided = place.house.dispatcher.decide, []
 
-    def slow(prepared, now, *, patient=True):
-        place.house.now += 0.002
-        decided.append(prepared)
-        return decide(prepared, now, patient=patient)
+    async def test(loop):
+        place = Computing(loop, look_s=0.002, held=9)
+        place.gate.pump()
+        assert place.looks == 3
+        place.load(A, waiting=0, running=4, kv_usage=0.5)
+        await asyncio.gather(*(one.answer for one in place.held))
+        assert place.gate.outcomes == {"went": 9}
+        place.gate.close()
 
-    place.house.dispatcher.decide = slow
-    place.gate.pump()
-    assert decided == [one.prepared for one in held[:3]]
-    place.load(A, waiting=0, running=4, kv_usage=0.5)
-    await answered(*held)
-    assert place.gate.outcomes == {"went": 9}
-    place.gate.close()
+    in_virtual_time(test)
+
+
+def test_a_sweep_of_many_turns_leaves_half_of_the_time_to_others():
+    """Others have as much time as looks take, although each of their turns is short."""
+
+    async def test(loop):
+        place = Computing(loop, look_s=0.001, held=200)
+        place.gate.changed()
+        others_s = await place.compute(lambda: place.looks >= 200, turn_s=0.0001)
+        # After the last slice of 5 ms nobody has rested yet.
+        assert place.pumped_s - 0.006 <= others_s <= place.pumped_s + 0.001
+        place.gate.close()
+
+    in_virtual_time(test)
+
+
+def test_events_without_end_leave_half_of_the_time_to_others():
+    """Each event asks for a sweep, which takes less than a turn may: they wait for the rest."""
+
+    async def test(loop):
+        place = Computing(loop, look_s=0.001, held=4)
+
+        def is_over():
+            place.gate.changed()
+            return loop.time() > 101.0
+
+        others_s = await place.compute(is_over, turn_s=0.0001)
+        assert 0.4 < place.pumped_s < 0.51
+        assert others_s > 0.49
+        place.gate.close()
+
+    in_virtual_time(test)
+
+
+def test_timers_leave_half_of_the_time_to_others():
+    """An endpoint that is believed free each moment is no reason to look without a rest."""
+
+    async def test(loop):
+        place = Computing(loop, look_s=0.001, held=20)
+        place.gate._turnstile.next_s = lambda soonest_s, now: 0.002
+        place.gate.changed()
+        await asyncio.sleep(1.0)
+        assert 0.3 < place.pumped_s < 0.52
+        place.gate.close()
+
+    in_virtual_time(test)
+
+
+def test_a_short_pump_is_followed_at_once():
+    """Requests that are looked at in less than a millisecond wait for no timer."""
+
+    async def test(loop):
+        place = Computing(loop, look_s=0.0001, held=2)
+        for sweeps in range(1, 5):
+            place.gate.changed()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert place.looks == 2 * sweeps
+        place.gate.close()
+
+    in_virtual_time(test)
+
+
+def test_a_clock_that_leaps_does_not_stop_the_pump():
+    """Whatever a pump seems to have taken, the next one comes in a moment."""
+
+    async def test(loop):
+        place = Computing(loop, look_s=10.0, held=2)
+        place.gate.pump()
+        assert place.looks == 1
+        place.look_s = 0.0
+        await asyncio.sleep(0.06)
+        assert place.looks == 2
+        place.gate.close()
+
+    in_virtual_time(test)
 
 
 async def test_the_timer_is_for_the_first_deadline():
