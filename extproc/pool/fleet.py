@@ -223,14 +223,7 @@ class Fleet:
                 models=None if restart else member.models,
             )
         )
-        self.health.reached(
-            member.endpoint.incarnation,
-            now,
-            restarted=restart,
-            moved=_moved(member.load.totals, load.totals),
-            idle=not account.in_flight or not scraped,
-        )
-        self._follow()
+        self._note_page(member, load, now, restarted=restart)
         self._on_observed(
             member.endpoint,
             before=member.load,
@@ -320,6 +313,24 @@ class Fleet:
             ]
         )
         self._pool = msgspec.structs.replace(pool, members=members)
+
+    def _note_page(self, member: Member, load: Load, now: float, *, restarted: bool) -> None:
+        """Update the health of an endpoint that served a metrics page.
+
+        Args:
+            member: With the load until then.
+            load: The page.
+            now: Monotonic seconds.
+            restarted: Whether the engine is another process now.
+        """
+        self.health.reached(
+            member.endpoint.incarnation,
+            now,
+            restarted=restarted,
+            moved=_moved(member.load.totals, load.totals),
+            idle=not member.account.in_flight or not (load.running or load.waiting),
+        )
+        self._follow()
 
     def _learn_adapters(self, named: frozenset[str]) -> None:
         """Remember which names are adapters; bounded, as engines list what clients made up."""

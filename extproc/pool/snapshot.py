@@ -176,13 +176,11 @@ def candidates(
         adapters: Names known to be adapters.
         now: Monotonic seconds.
         stale_after_s: Age in seconds from which a load counts as unknown.
-        home: Of the endpoint the prompt went to that this one goes on from, or where all pickers
-            expect it.
+        home: Of the endpoint where the prompt is expected to go on; None where there is none.
         is_patchy: As of the pool.
     """
     oldest = now - stale_after_s
     made: list[Candidate] = []
-    add = made.append
     place = resident = Residency.RESIDENT
     for member, matched in zip(members, matched_tokens, strict=True):
         account, load, foreign = member.account, member.load, member.foreign
@@ -192,21 +190,18 @@ def candidates(
             load, foreign, foreign_tokens, is_patchy = UNKNOWN, 0.0, 0.0, True
         if adapter:
             # The first question of `residency`, asked here: on a busy fleet it is mostly the last.
-            if adapter in account.adapters:
-                place = resident
-            else:
-                place = residency(adapter, account, load, adapters)
+            in_use = adapter in account.adapters
+            place = resident if in_use else residency(adapter, account, load, adapters)
         # `Account.queued`, written out: this runs for every candidate of every request, and a
         # call to `max` takes as long as building the candidate.
         queued = account.sent - account.done - (now - account.at) * account.tokens_per_s
-        own = account.in_flight
-        add(
+        made.append(
             Candidate(
                 member.endpoint,
                 load,
                 now - at,
-                own,
-                own + foreign,
+                account.in_flight,
+                account.in_flight + foreign,
                 account.prompt_tokens,
                 matched,
                 queued + foreign_tokens if queued > 0.0 else foreign_tokens,
