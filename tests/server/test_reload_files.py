@@ -1,0 +1,194 @@
+"""Files that are read again: what is refused, and what is remembered across a reload."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from extproc.config import load
+from extproc.decision import Decision
+from extproc.errors import ConfigError
+from extproc.server import reload
+from tests.support.reloading import ADDRESSES, HEAD, PLUGIN, Scene, read
+
+
+@pytest.fixture(autouse=True)
+def level():
+    """A reload sets the level of our logger, which is the process's."""
+    ours = logging.getLogger("extproc")
+    before = ours.level
+    ours.setLevel(logging.INFO)
+    yield
+    ours.setLevel(before)
+
+
+class Following:
+    """A reloader over a file, and what it does."""
+
+    def __init__(self, path, text):
+        path.write_text(HEAD + text)
+        self.path = path
+        self.adopted, self.told = [], []
+        self.subject = reload.Reloader(
+            reload.Source(lambda _: [str(path)], lambda: load.settings(load.read(path))),
+            load.settings(load.read(path)),
+            adopt=self.adopt,
+            on_reload=self.told.append,
+        )
+
+    def adopt(self, settings):
+        self.adopted.append(settings)
+
+    def write(self, text):
+        self.path.write_text(HEAD + text)
+        asyncio.run(self.subject.step())
+        return self.told[-1]
+
+
+def test_what_needs_a_restart_is_not_adopted(tmp_path):
+    """Live fields are put in force and named; the others are named until they are as they were."""
+    scene = Following(tmp_path / "c.yaml", "log: {level: info}\n")
+    told = scene.write("log: {level: debug}\nserver: {grpc_port: 5}\nholding: {enabled: true}\n")
+    assert told.changed == ("log.level",)
+    assert told.restart == ("server.grpc_port", "holding.enabled")
+    (adopted,) = scene.adopted
+    assert (adopted.log.level, adopted.server.grpc_port) == ("debug", 9002)
+    assert not adopted.holding.enabled
+    told = scene.write("log: {level: debug}\nserver: {grpc_port: 5}\n\n")
+    assert (told.changed, told.restart) == ((), ("server.grpc_port",))
+    told = scene.write("log: {level: info}\n\n\n")
+    assert (told.changed, told.restart) == (("log.level",), ())
+
+
+def test_live_fields_that_lean_on_a_restart_are_refused(tmp_path):
+    """Nothing is put in force that does not go together with what is running; the error says so."""
+    scene = Following(tmp_path / "c.yaml", "limits: {max_assembly_bytes: 6000000000}\n")
+    told = scene.write("limits: {max_assembly_bytes: 24000000000, max_body_bytes: 2000000000}\n")
+    assert "max_assembly_bytes" in told.error
+    assert "only a restart changes limits.max_assembly_bytes" in told.error
+    assert scene.adopted == []
+
+
+NONSENSE = [
+    "log: {level: \0}\n",
+    'x: !!int ""\n',
+    'x: !!timestamp "x"\n',
+    'x: !!float ""\n',
+    "x: !!bool maybe\n",
+    "x: 2001-99-99\n",
+    "x: !!binary é\n",
+    "? {a: b}\n: c\n",
+    "x: *nobody\n",
+    "x: &x [*x]\n",
+    "a: &a [1,1,1,1,1,1,1,1,1]\n"
+    + "".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}' if n else '*a'] * 9)}]\n" for n in range(9)),
+    "[" * 5000,
+    "\ud800",
+]
+
+
+@pytest.mark.parametrize("text", NONSENSE, ids=range(len(NONSENSE)))
+def test_no_file_ends_what_is_running(tmp_path, text):
+    """Whatever is written, it is an error of the reload, and a mended file heals it."""
+    scene = Following(tmp_path / "c.yaml", "log: {level: info}\n")
+    scene.path.write_bytes((HEAD + text).encode("utf-8", "surrogatepass"))
+    asyncio.run(scene.subject.step())
+    assert scene.told[-1].error
+    assert "\n" not in scene.told[-1].error
+    with pytest.raises(ConfigError):
+        load.settings(load.read(scene.path))
+    assert scene.write("log: {level: debug}\n").changed == ("log.level",)
+
+
+def test_a_plugin_file_without_a_possible_name_is_refused():
+    """A NUL in a name is a mistake in the configuration, not a bug of ours."""
+    with pytest.raises(ConfigError, match="a readable Python file"):
+        Scene(read('scheduling: {plugin_files: ["a\\0b"]}'))
+
+
+def test_a_reader_that_raises_is_an_error_of_the_reload(tmp_path, monkeypatch):
+    """Also what nobody thought of: its place is told, not what it said."""
+    scene = Following(tmp_path / "c.yaml", "log: {level: info}\n")
+
+    def raising(_):
+        raise MemoryError("a secret")
+
+    monkeypatch.setattr(load, "read", raising)
+    told = scene.write("log: {level: debug}\n")
+    assert told.error.startswith("reading it raised MemoryError at ")
+    assert "secret" not in told.error
+
+
+SESSIONS = """
+log: {level: %s}
+scheduling:
+  plugin_files: [FILE]
+  profile:
+    filters: [{kind: session-affinity-filter, params: {strategy: session_id}}]
+    picker: {kind: %s}
+  models: {other: {strategy: round-robin}}
+"""
+
+
+def test_memory_survives_a_reload_whose_rules_are_equal(tmp_path):
+    """Sessions, turns and means of plugins are those of before; other rules begin anew."""
+    file = tmp_path / "first.py"
+    file.write_text(PLUGIN)
+
+    def settings(level, picker):
+        return read((SESSIONS % (level, picker)).replace("FILE", str(file)))
+
+    scene = Scene(settings("info", "random"))
+    dispatcher = scene.site.parts.dispatcher
+
+    def asks():
+        chosen = []
+        for name in range(40):
+            made = scene.decision(x_session_id=f"s{name}")
+            assert isinstance(made, Decision)
+            dispatcher.complete(dispatcher.commit(made, scene.now), scene.now)
+            chosen.append(made.endpoints[0].address)
+        return chosen
+
+    first = asks()
+    profiles = dispatcher.routing.profile, dispatcher.routing.by_model["other"]
+    scene.read_again(settings("debug", "random"))
+    assert asks() == first
+    file.write_text(PLUGIN + "# not named by any rule\n")
+    scene.read_again(settings("info", "random"))
+    assert asks() == first
+    assert (dispatcher.routing.profile, dispatcher.routing.by_model["other"]) == profiles
+    assert dispatcher.routing.profile is profiles[0]
+    scene.read_again(settings("info", "rendezvous"))
+    assert dispatcher.routing.profile is not profiles[0]
+    assert dispatcher.routing.by_model["other"] is profiles[1]
+
+
+def test_an_edited_plugin_begins_anew(tmp_path):
+    """Rules that name a plugin whose file is another one are other rules."""
+    file = tmp_path / "first.py"
+    file.write_text(PLUGIN)
+    settings = read(
+        f"scheduling: {{plugin_files: ['{file}'], profile: {{picker: {{kind: first}}}}}}"
+    )
+    scene = Scene(settings)
+    before = scene.site.parts.dispatcher.routing.profile
+    scene.read_again(settings)
+    assert scene.site.parts.dispatcher.routing.profile is before
+    file.write_text(PLUGIN.replace("[0]", "[1]"))
+    scene.read_again(settings)
+    assert scene.site.parts.dispatcher.routing.profile is not before
+    assert scene.decision().endpoints[0].address == ADDRESSES[1]
+
+
+def test_learnt_rates_survive_every_reload():
+    """What is learnt of endpoints belongs to the fleet, whatever the rules are."""
+    scene = Scene(read("scheduling: {strategy: adaptive}"))
+    rates = [member.rates for member in scene.fleet.pool.members]
+    scene.observe(3.0)
+    members = scene.fleet.pool.members
+    scene.read_again(read("scheduling: {strategy: random}"))
+    assert scene.fleet.pool.members is members
+    assert len(rates) == len(members)

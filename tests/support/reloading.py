@@ -1,0 +1,108 @@
+"""A picker of three endpoints whose configuration is read again, at one moment."""
+
+from __future__ import annotations
+
+import json
+
+from extproc.config import load, reloading
+from extproc.decision import Rejection
+from extproc.endpoint import Endpoint, Load, Models
+from extproc.pool.condition import Verdict
+from extproc.protocol.events import BodyMode, Event, Kind, Modes
+from extproc.request import RawRequest
+from extproc.server import app
+from extproc.server import stream as streams
+
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\nseed: 1\n"
+ADDRESSES = ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000")
+
+PLUGIN = """
+import msgspec
+from typing import ClassVar
+class First(msgspec.Struct, frozen=True):
+    kind: ClassVar[str] = "first"
+    needs: ClassVar[frozenset] = frozenset()
+    def pick(self, turn, candidates, totals, *, count):
+        return [0]
+"""
+
+
+def read(text):
+    return load.settings(load.parse(HEAD + text, where="c.yaml"))
+
+
+class Scene:
+    """A picker with three endpoints at one moment."""
+
+    def __init__(self, settings):
+        self.now = 100.0
+        self.started = settings
+        self.picker = app.Picker(settings, clock=lambda: self.now)
+        for site in self.picker.sites.by_name.values():
+            site.parts.fleet.replace([Endpoint(one) for one in ADDRESSES], self.now)
+
+    def read_again(self, settings):
+        self.picker.adopt(reloading.in_force(self.started, settings))
+
+    @property
+    def site(self):
+        return next(iter(self.picker.sites.by_name.values()))
+
+    @property
+    def fleet(self):
+        return self.site.parts.fleet
+
+    @property
+    def shared(self):
+        return self.picker.servicer.shared
+
+    @property
+    def gate(self):
+        return self.picker.sites.gates[""]
+
+    def raw(self, model="m", subset=None, **headers):
+        body = json.dumps({"model": model, "prompt": "x"}).encode()
+        named = {name.replace("_", "-"): text for name, text in headers.items()}
+        all_headers = {":method": "POST", ":path": "/v1/completions", **named}
+        return RawRequest(all_headers, body, subset=subset)
+
+    def route(self, **request):
+        return self.picker.sites.switchboard.route(self.raw(**request), self.now)
+
+    def decision(self, **request):
+        return self.route(**request).outcome
+
+    def prepared(self, **request):
+        return self.site.parts.dispatcher.prepare(self.raw(**request))
+
+    def list_models(self, *models, adapters=()):
+        for member in self.fleet.pool.members:
+            listed = Models(bases=frozenset(models), adapters=frozenset(adapters))
+            self.fleet.observe_models(member.endpoint, listed)
+
+    def observe(self, waiting):
+        for member in self.fleet.pool.members:
+            seen = Load(at=self.now, engine="vllm", waiting=waiting, running=1.0, kv_usage=0.5)
+            self.fleet.observe(self.fleet.begin_scrape(member.endpoint), seen, self.now)
+
+    def answers(self, body=b'{"model":"m","prompt":"x"}'):
+        """What a stream answers to a request."""
+        stream = streams.opened(self.shared)
+        headers = {":method": "POST", ":path": "/v1/completions"}
+        modes = Modes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE)
+        list(stream.turn(Event(Kind.REQUEST_HEADERS, headers, modes=modes)))
+        replies = list(stream.turn(Event(Kind.REQUEST_BODY, body=body, end_of_stream=True)))
+        stream.finish()
+        return [(type(one).__name__, getattr(one, "status", None)) for one in replies]
+
+    def fail(self, times):
+        """Whether one endpoint is left out after so many failures in a row."""
+        endpoint = self.fleet.pool.members[0].endpoint
+        for _ in range(times):
+            self.fleet.told(endpoint, Verdict.FAILED, sent_at=self.now, now=self.now)
+        return self.fleet.pool.members[0].condition.state.name
+
+    def held(self, **request):
+        """A request that waits, or why it may not."""
+        prepared = self.prepared(**request)
+        return self.gate.hold(prepared, Rejection(429, "busy", reason="x", waits_s=1.0), self.now)
