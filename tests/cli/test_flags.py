@@ -75,7 +75,7 @@ REACHES = [
         "limits.max_message_bytes",
         70 * 1024 * 1024,
     ),
-    ("grpc-max-recv-msg-size", ["--grpc-max-recv-msg-size="], "limits.max_message_bytes", 68 << 20),
+    ("grpc-max-recv-msg-size", ["--grpc-max-recv-msg-size="], "limits.max_message_bytes", 36 << 20),
     ("conformance-testing", ["--conformance-testing=true"], "conformance", True),
     ("seed", ["--seed", "5"], "seed", 5),
     ("v", ["-v", "4"], "log.level", "debug"),
