@@ -26,7 +26,7 @@ from extproc.sim import (
     surfaces,
 )
 
-#: Bodies the server takes; far above the 64 MiB that data planes are tested with.
+#: Bodies the server takes; far above the 32 MiB that data planes are tested with.
 _MAX_BODY_BYTES = 1 << 28
 _VERSION = "0.32.0"
 #: Requests in flight get this long when the server stops; aiohttp reads 0 as for ever.
