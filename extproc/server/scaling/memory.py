@@ -23,9 +23,6 @@ _KEY = "pools.json"
 #: Seconds on a clock: up to the year 9999.
 _Moment = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 
-#: What decoding raises on text that holds no states.
-_BROKEN = (msgspec.DecodeError, UnicodeError, RecursionError)
-
 
 class Stored(msgspec.Struct, frozen=True):
     """What stands in the ConfigMap; JSON.
@@ -182,12 +179,12 @@ def read(text: str, now: float, time: float) -> tuple[dict[str, State], float]:
     found: dict[str, State] = {}
     try:
         stored = msgspec.json.decode(text or "{}", type=Stored)
-    except _BROKEN:
+    except objects.DECODE_FAILURES:
         return found, 0.0
     for name, raw in stored.pools.items():
         try:
             found[name] = msgspec.json.decode(raw, type=State)
-        except _BROKEN:
+        except objects.DECODE_FAILURES:
             continue
     # A clock that was set back must not make what was seen lie in the future.
     return found, now - stored.at - max(0.0, time - stored.time)

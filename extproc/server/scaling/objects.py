@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import datetime as dt
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
 import msgspec
 
 from extproc.config.autoscaling import Target
+
+#: What decoding raises on what is no such object: no JSON or another type, text that is no UTF-8, and
+#: nesting without end.
+DECODE_FAILURES: Final = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 #: An object as it stands in JSON.
 Object = dict[str, Any]
@@ -89,7 +93,7 @@ def replicas(answer: bytes) -> int | None:
     """Replicas that a Scale asks for; None where it is none."""
     try:
         return msgspec.json.decode(answer, type=_Scale).spec.replicas
-    except msgspec.DecodeError:
+    except DECODE_FAILURES:
         return None
 
 
@@ -102,7 +106,7 @@ def rivals(answer: bytes, target: Target) -> tuple[str, ...] | None:
     """Names of the autoscalers in a list that scale the target; None where it is no list."""
     try:
         listed = msgspec.json.decode(answer, type=_Rivals).items or ()
-    except msgspec.DecodeError:
+    except DECODE_FAILURES:
         return None
     return tuple(
         rival.metadata.name
@@ -165,5 +169,5 @@ def data(answer: bytes) -> dict[str, str]:
     """What a ConfigMap holds; nothing where it is none."""
     try:
         return msgspec.json.decode(answer, type=_Map).data or {}
-    except msgspec.DecodeError:
+    except DECODE_FAILURES:
         return {}

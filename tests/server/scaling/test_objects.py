@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from urllib.parse import unquote
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,3 +63,13 @@ def test_rivals_of_what_is_no_list_are_unknown():
     assert objects.rivals(b'{"items": null}', target) == ()
     assert objects.rivals(b'{"kind": "Status"}', target) is None
     assert objects.rivals(b"[", target) is None
+
+
+@pytest.mark.parametrize(
+    "answer", [b'{"x": ' * 100_000, b'{"items": [{"metadata": {"name": "\xff"}}]}']
+)
+def test_answers_that_cannot_be_decoded_hold_nothing(answer):
+    """Nesting without end and text that is no UTF-8 are no list, no Scale and no ConfigMap."""
+    assert objects.rivals(answer, Target(name="vllm", namespace="n").filled) is None
+    assert objects.replicas(answer.replace(b"items", b"spec")) is None
+    assert objects.data(b'{"data": {"a": "\xff"}}') == objects.data(answer) == {}
