@@ -45,6 +45,8 @@ _WIDE_ESCAPED_BYTES: Final = 1024 * 1024
 _WIDE_LEADS = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")
 #: Bytes of a text that are decoded at once.
 _CHUNK_BYTES: Final = 64 * 1024
+#: Values of JSON that is decoded at once as long as the budget lasts (count).
+_CHEAP: Final = 64
 #: Arrays and objects in one another that are looked into; below, JSON stays as it is.
 _DEEPEST: Final = 4
 #: Arrays that begin in one another. Going through them takes ten times as long as through others.
@@ -54,8 +56,8 @@ _DEEP = b"[" * 64
 _MARKS = (b",", b"{", b"[")
 #: Bytes for each mark, above which marks are rare.
 _RARE_BYTES: Final = 40
-#: Bytes that show how dense the marks of the first chunk are.
-_HEAD_BYTES: Final = 512
+#: Bytes in its middle that show how dense the marks of the first chunk are.
+_SAMPLE_BYTES: Final = 512
 
 _OPENING_QUOTE = 0x22
 _OPENING_BRACKET = 0x5B
@@ -104,8 +106,9 @@ _OBJECT = msgspec.json.Decoder(_Object).decode
 
 def num_values(json: bytes, most: int) -> int:
     """More values than JSON text has, strings included; counting stops soon after `most`."""
-    head = json[:_HEAD_BYTES]
-    counted, is_dense = 0, sum(map(head.count, _MARKS)) * _RARE_BYTES > len(head)
+    middle = min(len(json), _CHUNK_BYTES) // 2
+    sample = json[middle : middle + _SAMPLE_BYTES]
+    counted, is_dense = 0, sum(map(sample.count, _MARKS)) * _RARE_BYTES > len(sample)
     for at in range(0, len(json), _CHUNK_BYTES):
         chunk = json[at : at + _CHUNK_BYTES]
         before = counted
@@ -200,20 +203,29 @@ class _Reading:
         json = bytes(raw)
         if first == _OPENING_BRACKET and (packed := tokens.scan(json)) is not None:
             return packed
-        if not _is_wide(json) and (cost := num_values(json, self._left)) <= self._left:
-            self._left -= cost
-            return _DECODE(json)
-        del json
-        if not depth:
+        is_wide = _is_wide(json)
+        cost = num_values(json, self._left)
+        # Marks in texts are no values: what has many is looked into before it is paid for.
+        if depth and (is_wide or cost > min(self._left, _CHEAP)):
+            read: dict[str, Any] | list[Any] | None
+            if first == _OPENING_BRACE:
+                read = self._object(raw, depth - 1)
+            else:
+                read = self._array(raw, depth - 1)
+            if read is not None:
+                return read
+        if is_wide or cost > self._left:
             return raw
-        if first == _OPENING_BRACE:
-            return self._object(raw, depth - 1)
+        self._left -= cost
+        return _DECODE(json)
+
+    def _array(self, raw: msgspec.Raw, depth: int) -> list[Any] | None:
         found = self._elements(raw)
         if found is None:
-            return raw
+            return None
         # An array in an array is a member of a batch: token ids, or nothing worth a look.
         return [
-            self.value(element, depth - 1 if memoryview(element)[0] == _OPENING_BRACE else 0)
+            self.value(element, depth if memoryview(element)[0] == _OPENING_BRACE else 0)
             for element in found
         ]
 
@@ -235,7 +247,8 @@ class _Reading:
             return found
         return None
 
-    def _object(self, raw: msgspec.Raw, depth: int) -> Any:
+    def _object(self, raw: msgspec.Raw, depth: int) -> dict[str, Any] | None:
+        """A message or a part of text; None for any other object."""
         parts = _OBJECT(raw)
         if parts.role is not _ABSENT and parts.content is not _ABSENT:
             content = self.value(parts.content, depth)
@@ -244,7 +257,7 @@ class _Reading:
             kind = self.value(parts.type, 0)
             if type(kind) is str and kind in framing.TEXT_PARTS:
                 return {"type": kind, "text": self.value(parts.text, 0)}
-        return raw
+        return None
 
 
 def _text(raw: msgspec.Raw) -> str | bytes:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -41,22 +40,13 @@ _QUOTE, _OBJECT, _ARRAY = b'"{['
 
 _Matcher = Callable[[bytes, int, int], "re.Match[bytes] | None"]
 
-
-@lru_cache(maxsize=256)
-def _patterns(asked: str) -> tuple[tuple[bytes, ...], _Matcher, _Matcher]:
-    """How a name is written, and what finds it behind its key, and in a usual document.
-
-    The last one takes members without depth, up to the model, in one step.
-    """
-    # As most engines write it, and as those that keep to ASCII do.
-    names = tuple({msgspec.json.encode(asked), json.dumps(asked).encode()})
-    name = b"(" + b"|".join(map(re.escape, names)) + b")"
-    value = rb'"model"[ \t\r\n]{0,16}+:[ \t\r\n]{0,16}+' + name
-    flat = (
-        rb'(?:data: ?+)?+\{ ?+(?:(?!"model")"[^"\\]*+": ?+(?:"[^"\\]*+"|[-+.\w]++), ?+)*+'
-        rb'"model": ?+' + name
-    )
-    return names, re.compile(value).match, re.compile(flat).match
+#: What stands before the name, and before that of a usual document: members without depth, up to
+#: the model, in one step. Names are no part of a pattern, since clients choose them, and compiling
+#: one takes milliseconds.
+_before: _Matcher = re.compile(rb'"model"[ \t\r\n]{0,16}+:[ \t\r\n]{0,16}+').match
+_before_flat: _Matcher = re.compile(
+    rb'(?:data: ?+)?+\{ ?+(?:(?!"model")"[^"\\]*+": ?+(?:"[^"\\]*+"|[-+.\w]++), ?+)*+"model": ?+'
+).match
 
 
 class Restorer:
@@ -72,7 +62,6 @@ class Restorer:
         "_depth",
         "_escaped",
         "_events",
-        "_flat",
         "_fresh",
         "_held",
         "_inside",
@@ -80,12 +69,12 @@ class Restorer:
         "_names",
         "_over",
         "_told",
-        "_value",
         "_wrapped",
     )
 
     def __init__(self, asked: str, told: str, *, events: bool) -> None:
-        self._names, self._value, self._flat = _patterns(asked)
+        # As most engines write it, and as those that keep to ASCII do.
+        self._names = tuple({msgspec.json.encode(asked), json.dumps(asked).encode()})
         self._told = msgspec.json.encode(told)
         self._events = events
         self._held = b""
@@ -145,7 +134,7 @@ class Restorer:
         start = at
         if self._fresh:
             self._fresh = False
-            start = self._change(self._flat(text, at, end), text, start, changed)
+            start = self._change(_before_flat, text, at, end, start=start, changed=changed)
         while not self._over:
             if self._inside:
                 at = self._through_string(text, at, end)
@@ -157,7 +146,7 @@ class Restorer:
             at = token.start()
             if text[at] == _QUOTE:
                 if self._depth == 1 or (self._depth == 2 and self._wrapped):
-                    start = self._change(self._value(text, at, end), text, start, changed)
+                    start = self._change(_before, text, at, end, start=start, changed=changed)
                     if self._over:
                         break
                     if not complete and self._undecided(text[at:end]):
@@ -173,14 +162,26 @@ class Restorer:
         return end
 
     def _change(
-        self, value: re.Match[bytes] | None, text: bytes, start: int, changed: list[bytes]
+        self,
+        before: _Matcher,
+        text: bytes,
+        at: int,
+        end: int,
+        *,
+        start: int,
+        changed: list[bytes],
     ) -> int:
-        """Put the client's name where a match has the engine's; the end of what was taken."""
-        if value is None:
+        """Put the client's name where the engine's follows; the end of what was taken."""
+        found = before(text, at, end)
+        if found is None:
             return start
-        changed += (text[start : value.start(1)], self._told)
-        self._over = True
-        return value.end()
+        name_at = found.end()
+        for name in self._names:
+            if text.startswith(name, name_at, end):
+                changed += (text[start:name_at], self._told)
+                self._over = True
+                return name_at + len(name)
+        return start
 
     def _turn(self, bracket: int) -> None:
         """A bracket outside of strings."""

@@ -181,3 +181,16 @@ def test_only_the_model_changes(tree: object, *, behind: bool):
     document = {"a": tree, "model": "big-v2"} if behind else {"model": "big-v2", "a": tree}
     body = json.dumps(document).encode()
     assert json.loads(whole(JSON, body)) == {**document, "model": "big"}
+
+
+def test_a_new_name_compiles_no_pattern(monkeypatch):
+    """Clients choose names, so that what is compiled for one is work that they choose."""
+
+    def refuse(*_):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr("re.compile", refuse)
+    for name in ("a" * 512, "中" * 170, '"\\' * 256, "(.*)+"):
+        changed = restoring.Restorer(name, "told", events=False)
+        body = json.dumps({"id": 1, "model": name, "x": name}).encode()
+        assert json.loads(changed.pass_on(body, last=True)) == {"id": 1, "model": "told", "x": name}

@@ -1,0 +1,142 @@
+"""The work on a body is bounded by counts, and no conversation loses its prefix as it grows."""
+
+import json
+from typing import ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import hostile_bodies
+from extproc.parsing import bounded, parser
+from extproc.prefix import blocks
+from extproc.request import RawRequest, Request
+
+_SIZE = 1 << 18
+_CASES = [
+    (name, path, body)
+    for name, path, body in hostile_bodies.bodies(_SIZE)
+    if not name.startswith(("gRPC", "form", "/v1/score", "/v1/embeddings", "user", "model"))
+]
+
+
+class CountingReading(bounded._Reading):
+    """A reading that counts the values it decodes and the elements it looks at."""
+
+    all: ClassVar[list] = []
+
+    def __init__(self, body):
+        super().__init__(body)
+        self.size = len(body)
+        self.num_calls = 0
+        self.granted = (self._left, self._elements_left)
+        self.all.append(self)
+
+    def value(self, raw, depth):
+        self.num_calls += 1
+        return super().value(raw, depth)
+
+    @property
+    def spent(self):
+        """Values and elements that were taken of the budget."""
+        return self.granted[0] - self._left, self.granted[1] - self._elements_left
+
+
+@pytest.mark.parametrize(("name", "path", "body"), _CASES, ids=[name for name, *_ in _CASES])
+def test_work_on_a_hostile_body_is_counted(name, path, body, monkeypatch):
+    """Values that are built, and elements that are looked at, stay within a share of the bytes."""
+    monkeypatch.setattr(bounded, "_Reading", CountingReading)
+    monkeypatch.setattr(CountingReading, "all", [])
+    headers = {":path": path, ":method": "POST", "content-type": "multipart/x; boundary=b"}
+    parser.parse(RawRequest(headers, body))
+    assert len(CountingReading.all) <= 3  # the body, once mended, and its envelope for the error
+    for reading in CountingReading.all:
+        values, elements = reading.spent
+        share = bounded.MAX_VALUES + reading.size // 48
+        # The last array may go one array beyond; then no other is looked at.
+        assert values <= share
+        assert elements <= 3 * bounded.MAX_ELEMENTS + share + 512
+        assert reading.num_calls <= 3 * elements + 64
+
+
+_PROSE = "Some prose with a comma, as people write it, and code: f(a, [1, 2]) {\\n}. "
+_TOOLS = [
+    {"type": "function", "function": {"name": f"tool{at}", "description": _PROSE * 3}}
+    for at in range(8)
+]
+
+
+def _chain(messages, *, ascii_only, tools):
+    body = {"model": "m", **({"tools": _TOOLS} if tools else {}), "messages": messages}
+    written = json.dumps(body, ensure_ascii=ascii_only).encode()
+    request = parser.parse(
+        RawRequest({":path": "/v1/chat/completions", ":method": "POST"}, written)
+    )
+    assert isinstance(request, Request)
+    return len(written), request.prompt, blocks.chain(request.prompt, b"")
+
+
+def _content(kind, text):
+    if kind == "text":
+        return text
+    if kind == "parts":
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 200}}
+        return [{"type": "text", "text": text}, image]
+    raise ValueError(kind)
+
+
+@given(
+    kinds=st.lists(st.sampled_from(["text", "parts"]), min_size=1, max_size=3),
+    unit=st.sampled_from(
+        [_PROSE, "中文文本" * 12, "Прошу прощения, ", "so 😀 good, ", 'a "\\ b\n']
+    ),
+    ascii_only=st.booleans(),
+    tools=st.booleans(),
+    longest=st.sampled_from([100_000, 400_000, 1_500_000]),
+)
+def test_a_conversation_that_grows_keeps_its_blocks(kinds, unit, ascii_only, tools, longest):
+    """Each turn extends the prompt of the one before, past the sizes at which reading changes."""
+    messages, size, before, chain = [], 0, b"", []
+    step = max(12_000, longest // 12)
+    while size < longest:
+        kind = kinds[len(messages) % len(kinds)]
+        messages.append({"role": "user", "content": _content(kind, unit * (step // len(unit)))})
+        messages.append({"role": "assistant", "content": "Well, yes."})
+        size, prompt, grown = _chain(messages, ascii_only=ascii_only, tools=tools)
+        assert prompt.startswith(before)
+        assert grown[: len(chain)] == chain
+        before, chain = prompt, grown
+
+
+@given(
+    unit=st.sampled_from([_PROSE, "中文文本" * 12, "so 😀 good, ", 'a "\\ b\n']),
+    ascii_only=st.booleans(),
+    turns=st.integers(1, 40),
+)
+def test_blocks_are_those_of_decoding_at_once(unit, ascii_only, turns):
+    """A long ordinary body has the blocks it has when all of it is decoded in one step."""
+    parts = [{"type": "text", "text": unit * 60}, {"type": "input_audio", "data": "B" * 100}]
+    messages = [
+        {"role": "user", "content": parts if at % 3 == 1 else unit * 300} for at in range(turns)
+    ]
+    messages[0]["tool_calls"] = [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]
+    slowly = _chain(messages, ascii_only=ascii_only, tools=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounded, "is_light", lambda _: True)
+        at_once = _chain(messages, ascii_only=ascii_only, tools=True)
+        patch.setattr(bounded, "is_light", lambda _: False)
+        always = _chain(messages, ascii_only=ascii_only, tools=True)
+    assert slowly == at_once == always
+
+
+@pytest.mark.parametrize(
+    "escape", ["\\\\ud83d", "\\\\\\\\ud83d", "\\ud83d\\ude00", "\\\\", "\\u4e2d"]
+)
+@pytest.mark.parametrize("shift", range(14))
+def test_a_text_is_not_cut_inside_of_an_escape(escape, shift):
+    """Wherever a chunk ends, backslashes that are escaped themselves begin no escape."""
+    text = '"' + "a" * shift + escape * 60_000 + '\\ud83d\\ude00"'
+    body = b'{"model":"m","prompt":%b}' % text.encode()
+    read = parser.parse(RawRequest({":path": "/v1/completions", ":method": "POST"}, body))
+    assert isinstance(read, Request)
+    assert read.prompt == json.loads(text).encode()
