@@ -32,6 +32,10 @@ _WRAPPERS: Final = frozenset({b'"response"', b'"message"'})
 #: Bytes of a key that are kept, to tell a wrapper.
 _LONGEST_KEY: Final = 12
 
+#: Brackets and strings of one document that are looked at (count). Engines write the name among the
+#: first dozen members; beyond it an answer stays as it is, and costs nothing more.
+_MOST_TOKENS: Final = 16_384
+
 _token = re.compile(rb'["{}\[\]]').search
 _named = re.compile(rb'"model"[ \t\r\n]{0,16}+:').match
 
@@ -66,6 +70,7 @@ class Restorer:
         "_held",
         "_inside",
         "_key",
+        "_left",
         "_names",
         "_over",
         "_told",
@@ -116,6 +121,7 @@ class Restorer:
         self._depth = 0
         self._fresh = True
         self._inside = self._escaped = self._wrapped = self._over = False
+        self._left = _MOST_TOKENS
         self._key = b""
 
     def _walk(self, text: bytes, at: int, end: int, *, complete: bool, changed: list[bytes]) -> int:
@@ -140,7 +146,7 @@ class Restorer:
                 at = self._through_string(text, at, end)
                 if self._inside:
                     break
-            token = _token(text, at, end)
+            token = self._next_token(text, at, end)
             if token is None:
                 break
             at = token.start()
@@ -160,6 +166,12 @@ class Restorer:
             at += 1
         changed.append(text[start:end])
         return end
+
+    def _next_token(self, text: bytes, at: int, end: int) -> re.Match[bytes] | None:
+        """The next bracket or quote, while the document has not had too many."""
+        self._left -= 1
+        self._over = self._left < 0
+        return None if self._over else _token(text, at, end)
 
     def _change(
         self,

@@ -194,3 +194,14 @@ def test_a_new_name_compiles_no_pattern(monkeypatch):
         changed = restoring.Restorer(name, "told", events=False)
         body = json.dumps({"id": 1, "model": name, "x": name}).encode()
         assert json.loads(changed.pass_on(body, last=True)) == {"id": 1, "model": "told", "x": name}
+
+
+def test_restorer_leaves_a_document_after_many_members():
+    """An answer of keys without end costs bounded work, and what follows stays as it is."""
+    keys = b"".join(b'"%d":[],' % at for at in range(20_000))
+    body = b"{" + keys + b'"model":"big-v2"}'
+    assert whole(JSON, body) == body
+    few = b'{"a":[],"model":"big-v2"}'
+    assert whole(SSE, few + b"\n" + body + b"\n" + few) == whole(
+        SSE, few
+    ) + b"\n" + body + b"\n" + whole(SSE, few)
