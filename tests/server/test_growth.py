@@ -13,9 +13,6 @@ from bench import soak, soak_kinds
 #: conversations, its blocks in the prefix index, a session, a tenant.
 LEFT_BYTES = 3000
 
-#: Kinds that are refused where names are read, and cost what their bodies do until then.
-REFUSED = {"long models", "long models, 404", "long adapters", "long rewrites"}
-
 #: Requests before the first look and between looks.
 FIRST, MORE = 20, 60
 
@@ -33,7 +30,7 @@ async def grown(step):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in soak_kinds.KINDS if kind not in REFUSED])
+@pytest.mark.parametrize("kind", soak_kinds.KINDS)
 async def test_hostile_requests_leave_nothing(kind):
     """Whatever clients put into requests is forgotten with them."""
     core = soak.Core(soak.settings(engines=2, decisions=10))
