@@ -30,6 +30,16 @@ class Row(msgspec.Struct, frozen=True):
     restart: tuple[str, ...] = ()
 
 
+#: Fields that say where the endpoints of a pool come from.
+_SOURCE: Final = (
+    "name",
+    "endpoints",
+    "endpoints_file",
+    "kubernetes",
+    "dns_refresh_s",
+    "autoscaling",
+)
+
 TABLE: Final = (
     Row("", live=("conformance",), restart=("api_version", "kind", "seed")),
     Row(
@@ -50,26 +60,12 @@ TABLE: Final = (
     Row(
         "pool",
         live=("objectives", "rewrites"),
-        restart=(
-            "name",
-            "endpoints",
-            "endpoints_file",
-            "kubernetes",
-            "dns_refresh_s",
-            "autoscaling",
-        ),
+        restart=_SOURCE,
     ),
     Row(
         "pools",
         live=("match", "scheduling", "objectives", "rewrites"),
-        restart=(
-            "name",
-            "endpoints",
-            "endpoints_file",
-            "kubernetes",
-            "dns_refresh_s",
-            "autoscaling",
-        ),
+        restart=_SOURCE,
     ),
     Row(
         "cluster",

@@ -106,14 +106,27 @@ async def test_the_picker_removes_them_in_every_mode(trusting, listeners, usual,
     assert not present & set(names)
 
 
+async def stalled_upload(port):
+    """The status line that ends a request whose body stops after a byte."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /v1/x HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
+    await writer.drain()
+    status = await reader.readline()
+    writer.close()
+    return status
+
+
 async def test_request_timeout_ends_a_stalled_upload_and_spares_waits_and_answers(tmp_path):
     """A body that stops coming is 408; requests wait, and answers take, longer than that."""
 
     def change(config):
         installation.manager(config)["request_timeout"] = "1s"
 
+    asked, released = asyncio.Event(), asyncio.Event()
+
     async def slow(_, peer):
-        await asyncio.sleep(2.0)
+        asked.set()
+        await released.wait()
         await peer.say(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
 
     listed = tmp_path / "endpoints.yaml"
@@ -135,14 +148,15 @@ async def test_request_timeout_ends_a_stalled_upload_and_spares_waits_and_answer
         ) as place,
     ):
         engine.plays["/slow"] = slow
-        reader, writer = await asyncio.open_connection("127.0.0.1", place.port)
-        writer.write(b"POST /v1/x HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
-        await writer.drain()
-        assert b"408" in await reader.readline()
-        writer.close()
+        assert b"408" in await stalled_upload(place.port)
         # Twice as long as the time-out, and then 503, for there is no engine.
         assert (await http1.ask(place.port, PATH, CHAT)).status == 503
         listed.write_text(f"endpoints: ['{engine.address}']\n")
         up = f'extproc_endpoint_up{{endpoint="{engine.address}"}}'
         await place.until(lambda found: up in found)
-        assert (await http1.ask(place.port, "/slow", CHAT)).status == 200
+        answer = asyncio.ensure_future(http1.ask(place.port, "/slow", CHAT))
+        await asked.wait()
+        # An upload that begins later and is cut shows that the answer takes longer than the time-out.
+        assert b"408" in await stalled_upload(place.port)
+        released.set()
+        assert (await answer).status == 200
