@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from extproc.cli import stack, workload
+from extproc.cli import envoy_files, stack, workload
 from extproc.endpoint import Load
 from extproc.errors import ConfigError
 from extproc.scrape import page
@@ -67,7 +67,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--keep", action="store_true", help="leave it running until Ctrl-C")
     parser.add_argument(
         "--envoy-config",
-        default="envoy/original-dst.yaml",
+        default="original-dst",
+        metavar="NAME|FILE",
         help="the Envoy configuration to run (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=1, help="of the conversations (%(default)s)")
@@ -79,25 +80,13 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
 
     try:
-        template = _template(args.envoy_config)
+        template = envoy_files.find(args.envoy_config, where="--envoy-config")
         return uvloop.run(_demo(template, keep=args.keep, seed=args.seed))
     except ConfigError as error:
         print(f"extproc demo: {error}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 0
-
-
-def _template(name: str) -> Path:
-    template = Path(name)
-    if not template.is_file():
-        raise ConfigError(
-            "--envoy-config",
-            wanted="an Envoy configuration",
-            found=f"no file {template}",
-            fix="run the demo from the repository, or name a file of its folder envoy/",
-        )
-    return template
 
 
 async def _demo(template: Path, *, keep: bool, seed: int) -> int:

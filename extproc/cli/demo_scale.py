@@ -21,8 +21,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from extproc.cli import scale_charts, stack
-from extproc.errors import ConfigError
+from extproc.cli import envoy_files, scale_charts, stack
 
 _MODEL = "demo-model"
 _MOST = 4
@@ -72,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
         description=__doc__,
     )
     add = parser.add_argument
-    add("--envoy-config", default="envoy/original-dst.yaml", help="to run (%(default)s)")
+    add("--envoy-config", default="original-dst", metavar="NAME|FILE", help="to run (%(default)s)")
     add("--plot", default=".cache/demo-scale.png", help="file for the charts (%(default)s)")
     add("--short", action="store_true", help="a fifth of the load, scaled sooner")
     parser.set_defaults(run=run)
@@ -82,14 +81,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo; returns the exit status."""
     import uvloop
 
-    template = Path(args.envoy_config)
-    if not template.is_file():
-        raise ConfigError(
-            "--envoy-config",
-            wanted="an Envoy configuration",
-            found=f"no file {template}",
-            fix="run the demo from the repository, or name a file of its folder envoy/",
-        )
+    template = envoy_files.find(args.envoy_config, where="--envoy-config")
     try:
         return uvloop.run(_demo(template, Path(args.plot), short=args.short))
     except (KeyboardInterrupt, asyncio.CancelledError):

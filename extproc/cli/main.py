@@ -26,6 +26,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "check": ("extproc.cli.check", "read a configuration and say what it means"),
     "explain": ("extproc.cli.explain", "say which endpoint a request would get, and why"),
     "simulate": ("extproc.cli.simulate", "compare strategies on a simulated fleet"),
+    "envoy-config": (
+        "extproc.cli.envoy_config",
+        "list the shipped Envoy configurations, or print one",
+    ),
     "plugin": ("extproc.cli.plugin", "print a plugin template, or test a plugin file"),
     "version": ("extproc.cli.version", "print the version"),
 }

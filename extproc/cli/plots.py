@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from extproc import distribution
 from extproc.errors import ConfigError
 from extproc.sim.virtual.report import Column, Report, Run
 
@@ -43,7 +44,7 @@ def require() -> None:
             "--plots",
             wanted="matplotlib",
             found="it is not installed",
-            fix="install the extra: pip install 'extproc[plots]'",
+            fix=f"install the extra: {distribution.install_command('plots')}",
         )
 
 

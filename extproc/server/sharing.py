@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from extproc import distribution
 from extproc.config.sharing import Sharing
 from extproc.dispatch import sharing
 from extproc.dispatch.dispatcher import Dispatcher
@@ -216,7 +217,7 @@ def _client(settings: Sharing) -> Redis:
             "sharing.url",
             wanted="the Python package redis",
             found="it is not installed",
-            fix="install extproc with the extra `sharing`, or leave sharing.url empty",
+            fix=f"{distribution.install_command('sharing')}, or leave sharing.url empty",
         ) from None
     try:
         return client.Redis.from_url(

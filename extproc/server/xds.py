@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from extproc import distribution
 from extproc.errors import ConfigError
 from extproc.pool.snapshot import Pool
 from extproc.supervision import Supervisor
@@ -116,7 +117,7 @@ class Discovery:
                 "xds.enabled",
                 wanted="the types of Envoy's xDS (envoy-data-plane)",
                 found="no such package",
-                fix="pip install 'extproc[xds]', or set xds.enabled to false",
+                fix=f"{distribution.install_command('xds')}, or set xds.enabled to false",
             )
         # Here and not above: a second and 50 MB that only those pay who serve xDS.
         board = importlib.import_module("extproc.xds.board")

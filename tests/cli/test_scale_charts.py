@@ -45,5 +45,5 @@ def test_without_matplotlib_there_is_a_hint(tmp_path, monkeypatch):
     """And no file."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     told = scale_charts.written(chart(), tmp_path / "charts.png")
-    assert told == "For a plot: pip install 'extproc[plots]'"
+    assert told == "For a plot: pip install 'extproc-epp[plots]'"
     assert not list(tmp_path.iterdir())

@@ -322,7 +322,7 @@ def test_without_matplotlib_the_extra_is_named(small, monkeypatch, capsys):
     """Before anything runs."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main.main(["simulate", str(small), "--plots", "nowhere"]) == 2
-    assert "pip install 'extproc[plots]'" in capsys.readouterr().err
+    assert "pip install 'extproc-epp[plots]'" in capsys.readouterr().err
 
 
 def test_the_example_is_in_order():

@@ -365,7 +365,7 @@ def test_differences():
 def test_without_the_types_it_says_what_to_install(monkeypatch):
     """The extra is named, before anything listens."""
     monkeypatch.setitem(sys.modules, "envoy_data_plane", None)
-    with pytest.raises(ConfigError, match=r"pip install 'extproc\[xds\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'extproc-epp\[xds\]'"):
         Scene()
 
 
