@@ -339,7 +339,7 @@ async def main(given: argparse.Namespace) -> None:
 
 
 def block(result: Mapping[str, Any]) -> str:
-    """A result as the README shows it: real figures, and in brackets their ratio to offline ones."""
+    """A result as `docs/benchmarks` shows it: real figures, and their ratio to offline ones."""
     lines = [
         "| workload | strategy | req/s | TTFT mean, ms | offline | p99, ms | TPOT, ms | hit ratio |",
         "|---|---|---|---|---|---|---|---|",

@@ -200,7 +200,7 @@ def measure(parts: Sequence[str] = PARTS, *, seeds: int = 5, jobs: int = 2) -> d
 
 
 def block(result: dict[str, Any]) -> str:
-    """A result as the README shows it."""
+    """A result as `docs/benchmarks` shows it."""
     lines = ["| | alone | without holding | with holding | ratio |", "|---|---|---|---|---|"]
     told = (
         ("tenants", "a tenant beside one that sends 10 x as much, together 2 x the capacity", 95),

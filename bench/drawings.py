@@ -1,6 +1,6 @@
 """Plots of the pages, made from `bench/results`: columns, and how far weights reach.
 
-    python -m bench.drawings        # rewrites bench/pages/*.svg
+    python -m bench.drawings        # rewrites docs/benchmarks/*.svg
 
 Each says of which results and by which drawing code it was made, and a test holds that against what
 is there now; matplotlib is pinned in constraints.txt.

@@ -1,4 +1,4 @@
-"""The tables of `bench/pages` and of the README, made from `bench/results/proof`.
+"""Tables of simulated results in `docs/benchmarks`, generated from `bench/results/proof`.
 
     python -m bench.pages           # rewrites the blocks
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench import bars, frontier, published, rig
 
-PAGES = Path(__file__).resolve().parent / "pages"
+PAGES = rig.ROOT / "docs" / "benchmarks"
 
 Row = dict[str, list[float | None]]
 
@@ -195,8 +195,8 @@ def filled(text: str) -> str:
 
 
 def paths() -> list[Path]:
-    """The README and every page."""
-    return [rig.ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
+    """Every page of benchmarks."""
+    return sorted(PAGES.glob("*.md"))
 
 
 def main() -> None:

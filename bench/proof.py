@@ -1,4 +1,4 @@
-"""Every scenario of `bench/scenarios` through the simulator, kept for the pages and the README.
+"""Every scenario of `bench/scenarios` through the simulator, kept for `docs/benchmarks`.
 
     python -m bench.proof [--only NAME ...] [--columns NAME ...] [--seeds N] [--jobs N] [--write]
 
@@ -51,7 +51,7 @@ KEPT = (
 
 
 def names() -> list[str]:
-    """Every scenario but the example of the README."""
+    """Every scenario but the example of the guide."""
     return sorted(path.stem for path in SCENARIOS.glob("*.yaml") if path.stem != "example")
 
 

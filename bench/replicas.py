@@ -215,7 +215,7 @@ async def real(rounds: int, kinds: Sequence[tuple[int, bool]]) -> list[dict[str,
 
 
 def block(result: Mapping[str, Any]) -> str:
-    """Simulated runs as the README shows them."""
+    """Simulated runs as `docs/benchmarks` shows them."""
     lines = [
         "| workload | pickers | told after | hit ratio | to one picker | TTFT p99, s | to one picker |",
         "|---|---|---|---|---|---|---|",
@@ -234,7 +234,7 @@ def block(result: Mapping[str, Any]) -> str:
 
 
 def real_block(result: Mapping[str, Any]) -> str:
-    """Real runs as the README shows them."""
+    """Real runs as `docs/benchmarks` shows them."""
     if "real" not in result:
         return "Nothing measured yet."
     lines = [

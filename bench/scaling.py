@@ -93,7 +93,7 @@ def measure(name: str, *, seeds: int, jobs: int) -> dict[str, dict[str, float]]:
 
 
 def block(result: Mapping[str, Any]) -> str:
-    """A result as the README shows it."""
+    """A result as `docs/benchmarks` shows it."""
     profiles = result["profiles"]
     lines = [
         "| 2 replicas at most | published policy | `adaptive` | `queue-depth`, 1, 0.5, 30 s |",

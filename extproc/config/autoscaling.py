@@ -156,7 +156,7 @@ class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How pools that Kubernetes brings are scaled. Their own annotations may say more, see README.
+    """How pools that Kubernetes brings are scaled. Their own annotations may say more, see docs/guides/autoscaling.
 
     Attributes:
         pools: Which, as patterns of `namespace/name` with `*` and `?`; the first rule that fits

@@ -1,7 +1,7 @@
 """Which fields of a configuration take effect when it is read again, and which need a restart.
 
-`TABLE` is the only place that says so: a reload, the log, `extproc check --diff` and the README are
-made from it. A field that is not live keeps the value the process was started with in every part of
+`TABLE` is the only place that says so: a reload, the log, `extproc check --diff` and the
+documentation are made from it. A field that is not live keeps the value the process was started with in every part of
 it, also in parts that are built later, such as pools that Kubernetes brings.
 """
 

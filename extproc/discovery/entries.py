@@ -66,7 +66,9 @@ def from_document(document: object, *, where: str) -> tuple[Entry, ...]:
         ConfigError: With the path of the value that is wrong.
     """
     if not isinstance(document, Mapping):
-        raise _wrong(where, "a mapping with a list `endpoints`", document, "see the README")
+        raise _wrong(
+            where, "a mapping with a list `endpoints`", document, "write endpoints: [10.0.0.1:8000]"
+        )
     for key in document:
         if key != "endpoints":
             raise _unknown(where, key, ("endpoints",))

@@ -29,7 +29,7 @@ def test_every_bar_has_its_scenario_and_columns():
 
 @pytest.mark.parametrize("path", pages.paths(), ids=lambda path: path.name)
 def test_pages_are_the_results(path):
-    """Tables of the README and of every page are what `bench/results/proof` holds."""
+    """Tables of every page are what `bench/results/proof` holds."""
     text = path.read_text(encoding="utf-8")
     assert text == pages.filled(text), "run python -m bench.pages"
 

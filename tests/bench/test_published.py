@@ -1,6 +1,6 @@
 """The simulator against what was published, and the default strategy against the best of it.
 
-Few seeds, to be quick; `bench.proof` runs more, and `bench/pages` says what was fitted.
+Few seeds, to be quick; `bench.proof` runs more, and `docs/benchmarks` says what was fitted.
 """
 
 from functools import cache

@@ -1,6 +1,6 @@
 """Autoscaling simulated: what was published is reproduced, and what the default policy makes of it.
 
-Few seeds, to be quick; the README has more.
+Few seeds, to be quick; `docs/benchmarks/autoscaling.md` has more.
 """
 
 from functools import cache

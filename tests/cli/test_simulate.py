@@ -326,5 +326,5 @@ def test_without_matplotlib_the_extra_is_named(small, monkeypatch, capsys):
 
 
 def test_the_example_is_in_order():
-    """What the README shows can be run."""
+    """The scenario that the guide shows can be run."""
     assert len(planned(EXAMPLE).columns) == 5

@@ -135,13 +135,13 @@ def test_a_node_that_is_its_own_successor_is_an_error():
     assert "at most 100 nodes" in refused({"root": node})
 
 
-def test_the_tree_of_the_readme_is_read():
-    """What the README shows loads, alias and all, and is written back in short."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    blocks = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+def test_the_documented_tree_is_read():
+    """The tree that the page of scheduling shows loads, alias and all, and is written back in short."""
+    page = (Path(__file__).parents[2] / "docs/concepts/scheduling.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     text = next(block for block in blocks if "kind: tree" in block)
-    settings = load.settings(load.parse(text, where="README.md"))
-    tree = profiles.resolve(settings, where="README.md").filters[0]
+    settings = load.settings(load.parse(text, where="scheduling.md"))
+    tree = profiles.resolve(settings, where="scheduling.md").filters[0]
     assert repr(tree.root) == (
         "adapter-active (yes queue-range (then kv-range), "
         "no can-accept-adapter (then queue-range (then kv-range)))"

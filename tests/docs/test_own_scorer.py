@@ -1,4 +1,4 @@
-"""The section "Write your own scorer" of the README, done as it says."""
+"""The guide `docs/guides/write-a-scorer.md`, followed step by step."""
 
 import re
 import sys
@@ -13,10 +13,9 @@ from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.request import RawRequest
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-SECTION = README.partition("## Write your own scorer\n")[2].partition("\n## ")[0]
+PAGE = (Path(__file__).parents[2] / "docs/guides/write-a-scorer.md").read_text()
 SCORER, CONFIG, TEST = re.findall(
-    r"^```(?:python|yaml)\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL
+    r"^```(?:python|yaml)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
 )
 
 

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from bench import readme as results
-from extproc.autoscaling import catalogue as policies
 from extproc.scheduling import catalogue, defaults
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_series import Cache, Watched
@@ -32,56 +30,9 @@ def test_the_scenario_reference_is_the_scenario():
     assert reference.scenario_block() in README
 
 
-def test_the_example_scenario_is_the_file():
-    """What the README shows is what it says it runs."""
-    path = Path(__file__).parents[2] / "bench/scenarios/example.yaml"
-    assert f"```yaml\n{path.read_text()}```" in README
-
-
 def test_the_bad_input_table_is_what_comes_back():
     """Every row of bad input is sent, and the README says what came back."""
     assert bad_input.block() in README
-
-
-def test_the_numbers_are_the_results():
-    """The table of bars is made from the committed results."""
-    assert results.block() in README
-
-
-def test_the_table_of_real_engines_is_the_result():
-    """Real and simulated hit ratios are made from the committed result."""
-    assert results.real_block() in README
-
-
-def test_the_table_of_agreement_is_the_result():
-    """Real runs beside offline ones are shown as they were measured."""
-    assert results.agreement_block() in README
-
-
-def test_the_table_of_replicas_is_the_result():
-    """Several pickers beside one are shown as they were run."""
-    assert results.replicas_block() in README
-
-
-def test_the_table_of_pickers_behind_a_real_envoy_is_the_result():
-    """By themselves and talking, they are shown as they were measured."""
-    assert results.sharing_block() in README
-
-
-def test_the_tables_of_capacity_are_the_result():
-    """Tenants, priorities, and what holding costs where nobody asks for turns."""
-    assert results.capacity_block() in README
-
-
-def test_the_tables_of_autoscaling_are_the_result():
-    """Policies beside each other are shown as they were simulated."""
-    assert results.scaling_block() in README
-
-
-@pytest.mark.parametrize("kind", policies.POLICIES)
-def test_every_policy_has_a_row(kind):
-    """Each autoscaling policy is explained."""
-    assert f"| `{kind}` |" in README
 
 
 KINDS = [

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/threat-model.md").read_text()
+PAGE = (ROOT / "docs/operations/threat-model.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ")][1:]
 
 
@@ -20,8 +20,8 @@ def test_every_row_names_a_test_that_exists():
 
 def test_security_page_and_readme_lead_to_the_model():
     """Whoever looks for it finds it."""
-    assert "docs/threat-model.md" in (ROOT / "SECURITY.md").read_text()
-    assert "docs/threat-model.md" in (ROOT / "README.md").read_text()
+    assert "docs/operations/threat-model.md" in (ROOT / "SECURITY.md").read_text()
+    assert "docs/operations/threat-model.md" in (ROOT / "README.md").read_text()
 
 
 def test_every_party_has_a_row():

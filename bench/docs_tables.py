@@ -1,22 +1,17 @@
-"""The numbers in the README, made from `bench/results`.
+"""Tables of measured results in `docs/benchmarks`, generated from `bench/results`.
 
-    python -m bench.readme          # rewrites the block in README.md
+    python -m bench.docs_tables     # rewrites the blocks between the markers
 
-A test holds the block against the results, so that neither can be changed alone.
+A test compares every block with the results, so that neither can be changed alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
 from bench import agreement, capacity, replicas, rig, run, scaling
 from bench.real_vllm import report
-
-BEGIN, END = "<!-- results -->\n", "\n<!-- /results -->"
-REAL_BEGIN, REAL_END = "<!-- real vllm -->\n", "\n<!-- /real vllm -->"
-AGREEMENT_BEGIN, AGREEMENT_END = "<!-- agreement -->\n", "\n<!-- /agreement -->"
-SCALING_BEGIN, SCALING_END = "<!-- scaling -->\n", "\n<!-- /scaling -->"
-CAPACITY_BEGIN, CAPACITY_END = "<!-- capacity -->\n", "\n<!-- /capacity -->"
-SHARING_BEGIN, SHARING_END = "<!-- sharing -->\n", "\n<!-- /sharing -->"
-REPLICAS_BEGIN, REPLICAS_END = "<!-- replicas -->\n", "\n<!-- /replicas -->"
 
 
 def block() -> str:
@@ -93,22 +88,37 @@ def scaling_block() -> str:
     return scaling.block(run.read("scaling"))
 
 
+@dataclass(frozen=True)
+class Block:
+    """One generated block: the page it belongs to, relative to `docs/`, and its text."""
+
+    page: str
+    text: Callable[[], str]
+
+
+#: Generated blocks by the name of their markers.
+BLOCKS: Mapping[str, Block] = {
+    "results": Block("benchmarks/index.md", block),
+    "real vllm": Block("benchmarks/real-engines.md", real_block),
+    "agreement": Block("benchmarks/real-engines.md", agreement_block),
+    "replicas": Block("benchmarks/replicas.md", replicas_block),
+    "sharing": Block("benchmarks/replicas.md", sharing_block),
+    "capacity": Block("benchmarks/capacity.md", capacity_block),
+    "scaling": Block("benchmarks/autoscaling.md", scaling_block),
+}
+
+
+def render(name: str) -> str:
+    """A block with its markers, as it must stand in its page."""
+    return f"<!-- {name} -->\n{BLOCKS[name].text()}\n<!-- /{name} -->"
+
+
 def main() -> None:
-    path = rig.ROOT / "README.md"
-    text = path.read_text()
-    for begin, made, end in (
-        (BEGIN, block(), END),
-        (REAL_BEGIN, real_block(), REAL_END),
-        (AGREEMENT_BEGIN, agreement_block(), AGREEMENT_END),
-        (REPLICAS_BEGIN, replicas_block(), REPLICAS_END),
-        (SHARING_BEGIN, sharing_block(), SHARING_END),
-        (CAPACITY_BEGIN, capacity_block(), CAPACITY_END),
-        (SCALING_BEGIN, scaling_block(), SCALING_END),
-    ):
-        head, _, rest = text.partition(begin)
-        tail = rest.partition(end)[2]
-        text = head + begin + made + end + tail
-    path.write_text(text)
+    for name, entry in BLOCKS.items():
+        path = rig.ROOT / "docs" / entry.page
+        head, _, rest = path.read_text().partition(f"<!-- {name} -->\n")
+        tail = rest.partition(f"\n<!-- /{name} -->")[2]
+        path.write_text(head + render(name) + tail)
 
 
 if __name__ == "__main__":
