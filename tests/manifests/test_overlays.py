@@ -58,6 +58,12 @@ def test_rights_are_what_is_needed_and_no_more(documents, folder):
     assert rules.granted(documents) == {**rules.ALLOWED, **more}
 
 
+@pytest.mark.parametrize("rendered", [*FOLDERS, SHARED, SCALERS, KEDA], ids=lambda path: path.name)
+def test_kustomize_warns_of_nothing(rendered):
+    """No manifest uses what kustomize is about to drop."""
+    assert tools.warnings(rendered) == ""
+
+
 def followed(documents):
     """What the picker of these objects follows in the cluster."""
     ((pod, container),) = parts.pickers(documents)
@@ -184,7 +190,7 @@ def test_pickers_that_scale_a_whole_cluster_write_no_more_than_replicas():
     parts.only(documents, "Service", peer.partition(":")[0])
 
 
-def place(folder, *components, namespace=""):
+def place(folder, *components, namespace="", names=True):
     """A kustomization of the base with components, in a namespace of its own."""
     folder.mkdir()
     described = {
@@ -195,11 +201,13 @@ def place(folder, *components, namespace=""):
         "components": [
             os.path.relpath(tools.MANIFESTS / "components" / one, folder) for one in components
         ],
+        "transformers": [os.path.relpath(NAMES, folder)] if names else [],
     }
     (folder / "kustomization.yaml").write_text(json.dumps(described))
     return folder
 
 
+NAMES = tools.MANIFESTS / "components/cluster-wide/names"
 CLUSTER_WIDE = ("cluster-wide", "cluster-wide-engine-autoscaling")
 
 
@@ -232,6 +240,15 @@ def test_cluster_wide_components_say_what_they_need(tmp_path, components, namesp
     """One after the other, and a namespace for the names: without them nothing is rendered."""
     folder = place(tmp_path / "one", *components, namespace=namespace)
     assert reason in tools.refusal(folder)
+
+
+def test_cluster_wide_names_without_their_namespace_can_not_be_applied(tmp_path):
+    """The API server takes no % in names of RBAC: nobody shares rights for want of a transformer."""
+    folder = place(tmp_path / "one", *CLUSTER_WIDE, namespace="one", names=False)
+    documents = tools.kustomized(folder)
+    names = [one["metadata"]["name"] for one in documents if one["kind"].startswith("Cluster")]
+    assert len(names) == 4
+    assert all("%" in name for name in names)
 
 
 def test_pickers_that_keda_asks_get_no_rights_and_answer_for_its_object():

@@ -63,6 +63,13 @@ def kustomized(folder: Path) -> Sequence[Document]:
     return documents(_run([*command, str(folder)]))
 
 
+def warnings(folder: Path) -> str:
+    """What kustomize complains of while it renders a folder."""
+    command = [*need("kustomize build", "kubectl kustomize"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_RENDER_S, check=True)
+    return done.stderr
+
+
 def refusal(folder: Path) -> str:
     """Why kustomize renders nothing of a folder."""
     command = [*need("kustomize build", "kubectl kustomize"), str(folder)]
