@@ -44,7 +44,8 @@ class DiscoveryFact(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: `replaced` (the fleet has a new list), `file-broken` (the old list stays),
-            `name-kept` (a name stands on its last answer) or `name-missing` (it has no endpoint).
+            `name-kept` (a name stands on its last answer), `name-missing` (it has no endpoint),
+            `truncated` (there are more addresses than a pool may have) or `complete` (no longer).
         detail: What exactly.
         endpoints: Endpoints now.
     """
@@ -112,6 +113,12 @@ class Discovery:
         self._told: tuple[Endpoint, ...] | None = None
         self._answers: resolved.Answers = {}
         self._troubled: frozenset[str] = frozenset()
+        self._left_out = 0
+
+    @property
+    def left_out(self) -> int:
+        """Addresses of the list that are no endpoints, as a pool may not have as many (count)."""
+        return self._left_out
 
     async def start(self) -> None:
         """Loads everything and tells the fleet.
@@ -183,6 +190,7 @@ class Discovery:
             self._fleet.replace(result.endpoints, self._clock())
             self._told = result.endpoints
             self._note("replaced", f"{len(listed)} entries")
+        self._note_left_out(result.left_out)
         self._unresolved = False
 
     def _note_names(self, result: resolved.Resolution) -> None:
@@ -192,6 +200,15 @@ class Discovery:
                 if name not in self._troubled:
                     self._note(kind, name)
         self._troubled = frozenset(result.kept + result.missing)
+
+    def _note_left_out(self, left_out: int) -> None:
+        """Says so once when addresses begin to be left out, and once when none is any more."""
+        before, self._left_out = self._left_out, left_out
+        if left_out and not before:
+            wanted = f"wanted at most {entries.MAX_ENDPOINTS} addresses; split the pool"
+            self._note("truncated", f"{left_out} addresses are left out; {wanted}")
+        elif before and not left_out:
+            self._note("complete", "no address is left out any more")
 
     def _note(self, kind: str, detail: str) -> None:
         self._on_fact(DiscoveryFact(kind, detail, len(self._told or ())))

@@ -26,12 +26,14 @@ class Resolution(msgspec.Struct, frozen=True):
         answers: The answer in use of every name that ever had one and is still listed.
         kept: Names that did not resolve and stand on an earlier answer.
         missing: Names that did not resolve and never have; they have no endpoint.
+        left_out: Addresses beyond `entries.MAX_ENDPOINTS`, which are no endpoints (count).
     """
 
     endpoints: tuple[Endpoint, ...]
     answers: Answers
     kept: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    left_out: int = 0
 
 
 def names(listed: Sequence[entries.Entry]) -> tuple[str, ...]:
@@ -58,14 +60,22 @@ def merge(listed: Sequence[entries.Entry], fresh: Answers, *, last: Answers) -> 
         else:
             missing.append(name)
     endpoints: dict[str, Endpoint] = {}
+    left_out = 0
     for entry in listed:
-        for ip in (entry.host,) if entry.literal else answers.get(entry.host, ()):
-            if len(endpoints) == entries.MAX_ENDPOINTS:
-                break
+        ips = (entry.host,) if entry.literal else answers.get(entry.host, ())
+        if len(endpoints) == entries.MAX_ENDPOINTS:
+            left_out += len(ips)
+            continue
+        for ip in ips:
             address = f"[{ip}]:{entry.port}" if ":" in ip else f"{ip}:{entry.port}"
+            if address in endpoints:
+                continue
+            if len(endpoints) == entries.MAX_ENDPOINTS:
+                left_out += 1
+                continue
             name = entry.name if entry.literal else f"{entry.name or entry.host}@{ip}"
-            endpoints.setdefault(address, Endpoint(address, name=name, labels=entry.labels))
-    return Resolution(tuple(endpoints.values()), answers, tuple(kept), tuple(missing))
+            endpoints[address] = Endpoint(address, name=name, labels=entry.labels)
+    return Resolution(tuple(endpoints.values()), answers, tuple(kept), tuple(missing), left_out)
 
 
 def _order(ip: str) -> tuple[int, int, str]:

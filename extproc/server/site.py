@@ -23,6 +23,9 @@ from extproc.telemetry.tallies import Tallies
 
 _log = logging.getLogger("extproc.server")
 
+#: Facts of discovery that are as they should be.
+_QUIET = frozenset({"replaced", "complete"})
+
 
 class Shared(msgspec.Struct, frozen=True):
     """What all sites have in common.
@@ -141,6 +144,7 @@ class Site:
             waits={} if gate is None else gate.outcomes,
             returning=self.parts.dispatcher.returning,
             claim=self.claim_state,
+            addresses_left_out=0 if self._discovery is None else self._discovery.left_out,
         )
 
     async def sync(self) -> None:
@@ -242,7 +246,7 @@ class Site:
         self._counts.forget(endpoint.address)
 
     def _discovered(self, fact: follow.DiscoveryFact) -> None:
-        level = logging.INFO if fact.kind == "replaced" else logging.WARNING
+        level = logging.INFO if fact.kind in _QUIET else logging.WARNING
         named = f"pool {self.name}: " if self.name else ""
         _log.log(level, "%s%s: %s, %d endpoints", named, fact.kind, fact.detail, fact.endpoints)
         self._changed()

@@ -46,6 +46,7 @@ class Watched(msgspec.Struct, frozen=True):
         returning: Share of requests that go on from an earlier one, and conversations expected to go
             on for each open request; None where nobody learns that.
         claim: What became of its claim.
+        addresses_left_out: Addresses from flags, files and DNS beyond the bound of a pool (count).
     """
 
     pool: Pool
@@ -57,6 +58,7 @@ class Watched(msgspec.Struct, frozen=True):
     waits: Mapping[str, int] = {}
     returning: tuple[float, float] | None = None
     claim: ClaimState = "none"
+    addresses_left_out: int = 0
 
 
 #: A family of counters: name, help text, labels behind `pool`, and what a pool's counts give it.
@@ -240,6 +242,7 @@ def endpoints(watched: Mapping[str, Watched], now: float) -> Iterator[Metric]:
     yield from _health(watched)
     yield from _waits(watched)
     yield from _claims(watched)
+    yield from _addresses_left_out(watched)
     yield from _conversations(watched)
     ratio = GaugeMetricFamily(
         "extproc_bytes_per_token", "Learnt bytes of a prompt token.", labels=["pool", "model"]
@@ -296,6 +299,17 @@ def _claims(watched: Mapping[str, Watched]) -> Iterator[Metric]:
     for pool, one in watched.items():
         claims.add_metric([pool, one.claim], 1)
     yield claims
+
+
+def _addresses_left_out(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+    left_out = GaugeMetricFamily(
+        "extproc_discovery_addresses_left_out",
+        "Addresses from flags, files and DNS beyond those that a pool may have.",
+        labels=["pool"],
+    )
+    for pool, one in watched.items():
+        left_out.add_metric([pool], one.addresses_left_out)
+    yield left_out
 
 
 def _waits(watched: Mapping[str, Watched]) -> Iterator[Metric]:

@@ -172,6 +172,31 @@ def test_a_name_that_fails_is_said_once_and_asked_sooner():
     asyncio.run(scene())
 
 
+def test_addresses_beyond_the_bound_are_logged_once_and_when_they_fit_again():
+    """A pool that is cut says how many addresses it lacks, and when it lacks none."""
+
+    async def scene():
+        many = {
+            f"engines-{at}": tuple(f"10.{at}.{n // 250}.{n % 250}" for n in range(4000))
+            for at in range(5)
+        }
+        scene = Scene(",".join(f"{name}:1" for name in many), **many)
+        await scene.subject.start()
+        assert scene.kinds() == ["replaced", "truncated"]
+        assert "3616 addresses are left out" in scene.facts[1].detail
+        assert scene.subject.left_out == 3616
+        scene.resolver.answers["engines-0"] = many["engines-0"][:3999]
+        await scene.step(40.0)
+        assert scene.kinds().count("truncated") == 1
+        assert scene.subject.left_out == 3615
+        scene.resolver.answers["engines-0"] = many["engines-0"][:1]
+        await scene.step(80.0)
+        assert scene.kinds() == ["replaced", "truncated", "replaced", "replaced", "complete"]
+        assert scene.subject.left_out == 0
+
+    asyncio.run(scene())
+
+
 def test_the_loop_steps_until_cancelled(tmp_path):
     """`run` looks again and again, and ends when cancelled."""
 

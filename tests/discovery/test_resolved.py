@@ -103,4 +103,5 @@ def test_endpoints_of_all_names_are_counted():
     listed = [entries.Entry(name, 8000) for name in answers]
     merged = resolved.merge(listed, answers, last={})
     assert len(merged.endpoints) == entries.MAX_ENDPOINTS
+    assert merged.left_out == 20_000 - entries.MAX_ENDPOINTS
     assert merged.endpoints == resolved.merge(listed, answers, last={}).endpoints

@@ -54,3 +54,13 @@ def test_who_is_out_and_how_often():
     shown = page(house)
     assert shown["extproc_endpoint_ejected", ONE] == 0.0
     assert shown["extproc_probes_total", "ok"] == 1.0
+
+
+def test_addresses_left_out_are_shown():
+    """A pool that is cut at the bound of its size can be alerted on."""
+    house = House({ONE: None})
+    watched = Watched(house.fleet.pool, lambda _: Cache(0.0, 0.0, None), addresses_left_out=3616)
+    exposition = Exposition(
+        Tallies(), lambda: {"p": watched}, clock=lambda: house.now, gauges={}, about={}
+    )
+    assert b'extproc_discovery_addresses_left_out{pool="p"} 3616.0' in exposition.render()
