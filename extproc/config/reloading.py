@@ -44,6 +44,7 @@ TABLE: Final = (
     Row("", live=("conformance",), restart=("api_version", "kind", "seed")),
     Row(
         "server",
+        live=("admin_token_file",),
         restart=(
             "host",
             "grpc_port",
@@ -54,7 +55,6 @@ TABLE: Final = (
             "enable_cert_reload",
             "health_checking",
             "drain_timeout_s",
-            "admin_token_file",
         ),
     ),
     Row(

@@ -74,9 +74,9 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         drain_timeout_s: Seconds between SIGTERM and the end of the last stream. 30 is the default
             grace period of a pod.
         admin_token_file: File with a token that all pages of `metrics_port` but /metrics, /healthz
-            and /readyz want as `Authorization: Bearer`; replicas that ask each other need the same.
-            Empty: those pages are for the machine (pod) of the picker itself, and /internal for the
-            addresses of `autoscaling.peers` too.
+            and /readyz want as `Authorization: Bearer`, read again when it changes; replicas that
+            ask each other need the same. Empty: those pages are for the machine (pod) of the picker
+            itself, and /internal for the addresses of `autoscaling.peers` too.
     """
 
     host: str = ""

@@ -61,15 +61,62 @@ def normalize_address(host: str) -> str:
     return str(mapped or address)
 
 
+class AdminToken:
+    """The bearer token of `server.admin_token_file`, read again when the file changes.
+
+    A file that cannot be read any more leaves the token in force: no mistake opens a page.
+
+    Args:
+        path: Of the file; empty for none.
+        on_reload: Called with what happened: `reloaded`, or why not.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds no token.
+
+    Attributes:
+        path: Of the file.
+    """
+
+    def __init__(self, path: str, *, on_reload: Callable[[str], None]) -> None:
+        self.path = path
+        self._on_reload = on_reload
+        self._stamp = self._look()
+        self._token = read_token(path)
+
+    def current(self) -> str:
+        """The token in force, at the cost of one stat; empty for no file."""
+        stamp = self._look()
+        if stamp != self._stamp:
+            # Taken before reading: what is written during the read makes another change.
+            self._stamp = stamp
+            try:
+                self._token = read_token(self.path)
+            except ConfigError as error:
+                self._on_reload(str(error))
+            else:
+                self._on_reload("reloaded")
+        return self._token
+
+    def _look(self) -> tuple[int, int, int] | None:
+        """What tells one state of the file from another; None where there is no file."""
+        if not self.path:
+            return None
+        try:
+            stat = Path(self.path).stat()
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
 class AdminAccess:
     """Decides who gets a page.
 
     Args:
-        token: Empty where none is configured.
+        token: Gives the token in force; empty where none is configured.
         is_peer: Whether an address is that of another picker.
     """
 
-    def __init__(self, token: str, is_peer: Callable[[str], Awaitable[bool]]) -> None:
+    def __init__(self, token: Callable[[], str], is_peer: Callable[[str], Awaitable[bool]]) -> None:
         self._token = token
         self._is_peer = is_peer
 
@@ -85,8 +132,9 @@ class AdminAccess:
         """
         if path in _OPEN:
             return None
-        if self._token:
-            sent, wanted = authorization.encode(errors="replace"), f"Bearer {self._token}".encode()
+        token = self._token()
+        if token:
+            sent, wanted = authorization.encode(errors="replace"), f"Bearer {token}".encode()
             if hmac.compare_digest(sent, wanted):
                 return None
             return 401, "wanted the token of server.admin_token_file"

@@ -185,8 +185,14 @@ class Picker:
         self._elector = leases.stand(
             settings, able=lambda: self.readiness.able, supervisor=self.tallies.supervisor
         )
+        self._admin_token = _admin_token(settings)
         self._autoscaler = autoscaler.Autoscaler(
-            settings, self.sites, self.tallies, leads=lambda: self._leads, clock=clock
+            settings,
+            self.sites,
+            self.tallies,
+            leads=lambda: self._leads,
+            clock=clock,
+            token=self._current_token,
         )
         self._keda: keda.Scaler | None = None
         if settings.autoscaling.keda.enabled:
@@ -352,11 +358,16 @@ class Picker:
             settings: Those it was started with but for live fields, see `reloading.in_force`.
 
         Raises:
-            ConfigError: A profile cannot be built; nothing was changed.
+            ConfigError: A profile cannot be built, or there is no admin token in its file; nothing was
+            changed.
         """
         replan = self.sites.replanned(settings)
+        token = self._admin_token
+        if settings.server.admin_token_file != token.path:
+            token = _admin_token(settings)
         exchange, streams = factory.exchange(settings), _stream_settings(settings)
         replan()
+        self._admin_token = token
         self.servicer.shared.exchange_settings = exchange
         self.servicer.shared.settings = streams
         self._max_body_bytes = settings.limits.max_body_bytes
@@ -430,9 +441,7 @@ class Picker:
             dry_run=lambda raw, now: self.sites.switchboard.route(raw, now).outcome,
             decisions=self.ring,
             clock=self._clock,
-            access=admin_access.AdminAccess(
-                admin_access.read_token(server.admin_token_file), self._autoscaler.peers.is_peer
-            ),
+            access=admin_access.AdminAccess(self._current_token, self._autoscaler.peers.is_peer),
             max_body_bytes=lambda: self._max_body_bytes,
         )
         application = pages.application()
@@ -446,6 +455,10 @@ class Picker:
             why = error.strerror or ""
             raise ports.taken("--metrics-port", server.metrics_port, why=why) from error
         return int(self._pages.addresses[0][1])
+
+    def _current_token(self) -> str:
+        """What debug pages want now; empty for no token."""
+        return self._admin_token.current()
 
     def _gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         sites = self.sites.by_name
@@ -468,6 +481,13 @@ class Picker:
                 lambda: sum(site.parts.index.bytes_estimate() for site in sites.values()),
             ),
         }
+
+
+def _admin_token(settings: Settings) -> admin_access.AdminToken:
+    return admin_access.AdminToken(
+        settings.server.admin_token_file,
+        on_reload=lambda what: _log.info("server.admin_token_file: %s", what),
+    )
 
 
 def _followed(fact: DiscoveryFact) -> None:

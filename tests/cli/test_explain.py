@@ -199,7 +199,7 @@ def server():
         dry_run=parts.dispatcher.route,
         decisions=kept,
         clock=lambda: 1.0,
-        access=admin_access.AdminAccess("", nobody),
+        access=admin_access.AdminAccess(str, nobody),
         max_body_bytes=lambda: 1_000_000,
     )
     loop = asyncio.new_event_loop()

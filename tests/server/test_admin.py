@@ -91,6 +91,46 @@ def test_a_token_file_without_a_token_is_refused(tmp_path):
     assert admin_access.read_token("") == ""
 
 
+def test_a_token_file_is_read_again_when_it_changes(tmp_path):
+    """A renewed Secret is in force at the next request; one that cannot be read opens nothing."""
+    file, told = tmp_path / "token", []
+    file.write_text("first")
+    token = admin_access.AdminToken(str(file), on_reload=told.append)
+    assert (token.current(), told) == ("first", [])
+    draft = tmp_path / "draft"
+    draft.write_text("second\n")
+    draft.rename(file)
+    assert (token.current(), token.current(), told) == ("second", "second", ["reloaded"])
+    draft.write_text("")
+    draft.rename(file)
+    assert (token.current(), token.current()) == ("second", "second")
+    file.unlink()
+    assert token.current() == "second"
+    assert [len(told), "without a token" in told[1], "No such file" in told[2]] == [3, True, True]
+    file.write_text("third")
+    assert token.current() == "third"
+
+
+def test_a_configuration_without_its_token_file_is_refused(tmp_path):
+    """A reload that names a file without a token changes nothing."""
+
+    async def test() -> None:
+        file = tmp_path / "token"
+        file.write_text("s3cret")
+        written = [
+            load.settings(
+                load.parse(f"{HEAD}server: {{admin_token_file: {path}}}\n", where="f.yaml")
+            )
+            for path in (file, tmp_path / "missing")
+        ]
+        picker = app.Picker(written[0])
+        with pytest.raises(ConfigError):
+            picker.adopt(written[1])
+        assert picker._current_token() == "s3cret"
+
+    asyncio.run(test())
+
+
 PAGES = ["/debug/pools", "/debug/explain", "/debug/decisions/x", "/internal/load", "/else"]
 
 
@@ -98,7 +138,7 @@ def refusal(path, *, remote, token="", authorization=""):
     async def is_peer(address):
         return address == "10.0.0.7"
 
-    access = admin_access.AdminAccess(token, is_peer)
+    access = admin_access.AdminAccess(lambda: token, is_peer)
     refused = asyncio.run(access.refusal(path, remote=remote, authorization=authorization))
     return None if refused is None else refused[0]
 

@@ -94,6 +94,11 @@ LIVE = {
         "conformance: true",
         lambda scene: scene.shared.exchange_settings.conformance,
     ),
+    "server.admin_token_file": (
+        "server: {}",
+        "server: {admin_token_file: FILE}",
+        lambda scene: scene.picker._current_token(),
+    ),
     "pool.objectives": (
         "pool: {objectives: {gold: 1}}",
         "pool: {objectives: {gold: 5}}",
@@ -357,7 +362,7 @@ def test_every_live_field_is_looked_at():
 def test_a_live_field_is_in_force_at_once(field, tmp_path):
     """What is read again does what a picker does that was started with it, and not what was."""
     file = tmp_path / "first.py"
-    file.write_text(PLUGIN)
+    file.write_text("s3cret" if field == "server.admin_token_file" else PLUGIN)
     before, after = (read(text.replace("FILE", str(file)) + "\n") for text in LIVE[field][:2])
     look = LIVE[field][2]
 

@@ -23,7 +23,6 @@ from extproc.config.autoscaling import Target
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes import settings as watching
 from extproc.errors import ConfigError
-from extproc.server import admin_access
 from extproc.server.scaling import kubernetes, memory
 from extproc.server.scaling.loop import Loop, State
 from extproc.server.scaling.peers import Peers
@@ -57,6 +56,7 @@ class Autoscaler:
         tallies: Where facts go.
         leads: Whether this replica holds the Lease.
         clock: Monotonic seconds.
+        token: Gives what pages of other pickers want; empty for nothing.
 
     Raises:
         ConfigError: A policy or an address of a peer cannot be read.
@@ -76,6 +76,7 @@ class Autoscaler:
         *,
         leads: Callable[[], bool],
         clock: Callable[[], float],
+        token: Callable[[], str],
     ) -> None:
         shared = settings.autoscaling
         self._rules = shared.found if settings.cluster.every_pool != "none" else ()
@@ -92,7 +93,7 @@ class Autoscaler:
             shared.peers,
             timeout_s=shared.peer_timeout_s,
             own=self._own,
-            token=admin_access.read_token(settings.server.admin_token_file),
+            token=token,
         )
         self.peers.woken = self._woken
         self.loops: dict[str, Loop] = {}

@@ -88,7 +88,7 @@ class Peers:
         written: `host:port` of their pages; a name stands for every address it resolves to.
         timeout_s: For one answer.
         own: Gives what this picker counts, by pool.
-        token: What their pages want; empty sends none.
+        token: Gives what their pages want; empty sends none.
 
     Raises:
         ConfigError: An address cannot be read.
@@ -104,10 +104,10 @@ class Peers:
         *,
         timeout_s: float,
         own: Callable[[], Mapping[str, Counters]],
-        token: str = "",
+        token: Callable[[], str] = str,
     ) -> None:
         self.identity = identity
-        self._authorization = f"authorization: Bearer {token}\r\n" if token else ""
+        self._token = token
         self.woken: Callable[[Iterable[str]], None] = lambda _: None
         self._written = [_split(one) for one in written]
         self._own = own
@@ -153,11 +153,9 @@ class Peers:
         if not addresses:
             return
         body = msgspec.json.encode(Told(self.identity, self._own()))
+        authorization = self._authorization
         await asyncio.gather(
-            *(
-                self._pushing.get(_posting(address, body, self._authorization))
-                for address in addresses
-            ),
+            *(self._pushing.get(_posting(address, body, authorization)) for address in addresses),
         )
 
     def close(self) -> None:
@@ -199,10 +197,16 @@ class Peers:
         for name in unresolved - self._unresolved:
             _log.warning("autoscaling: peers %s cannot be resolved: nothing is scaled down", name)
         for address in self._peers.keys() - found.keys():
-            self._asking.forget(_asking(address, self._authorization))
-            self._pushing.forget(_asking(address, self._authorization))
+            self._asking.forget(_asking(address, ""))
+            self._pushing.forget(_asking(address, ""))
         self._peers, self._unresolved = found, frozenset(unresolved)
         self._keep_hosts(resolved)
+
+    @property
+    def _authorization(self) -> str:
+        """The header with the token, as a line; empty without one."""
+        token = self._token()
+        return f"authorization: Bearer {token}\r\n" if token else ""
 
     def _has(self, host: str) -> bool:
         return any(host in hosts for hosts in self._hosts)

@@ -36,7 +36,12 @@ class Place:
         shared = Shared(tallies, guards, http, scraper.Census(), lambda: self.now)
         self.sites = Sites(settings, shared, written={}, heard=lambda: self.listed)
         self.subject = Autoscaler(
-            settings, self.sites, tallies, leads=lambda: True, clock=lambda: self.now
+            settings,
+            self.sites,
+            tallies,
+            leads=lambda: True,
+            clock=lambda: self.now,
+            token=str,
         )
         self.gone = []
         self.subject.on_gone = lambda loop: self.gone.append(loop.name)
