@@ -1,4 +1,4 @@
-"""What was published, as read from the pages; seeds report 1.1 to 1.4 says how they were measured."""
+"""Published figures; docs/spec/prior-systems.md says how they were measured."""
 
 from __future__ import annotations
 

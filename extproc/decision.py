@@ -247,7 +247,7 @@ MODEL_NOT_FOUND = "model_not_found"
 MOST_NAMES = 20
 LONGEST_NAME = 128
 
-#: The upstream error vocabulary (EPP protocol report 1.8): status to code name.
+#: The upstream error vocabulary (docs/spec/protocol.md#error-statuses): status to code name.
 CODES: Mapping[int, str] = {
     400: "BadRequest",
     401: "Unauthorized",
@@ -336,7 +336,10 @@ def busy(
 
 
 def shed() -> Rejection:
-    """Every endpoint is full, and the request is one that may be dropped: 429 (EPP checklist 72)."""
+    """Every endpoint is full, and the request is one that may be dropped: 429.
+
+    Source: docs/reference/protocol-conformance.md#point-72.
+    """
     return Rejection(
         429,
         "system saturated, sheddable request dropped",

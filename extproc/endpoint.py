@@ -155,9 +155,9 @@ class Rates(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """How fast one engine is: `step_s + prefill_s * P + decode_s * B + context_s * K` seconds a step.
 
     P is the prompt tokens computed in an iteration, B the sequences that decode, K the tokens of
-    context they have together (engines report 5.1). The defaults lie
-    between the machines of engines report 5.4 (an A100 with an 8B model); they stand until the
-    engine's own counters say otherwise.
+    context they have together (docs/spec/engines.md#iteration-time). The defaults lie between the
+    machines of docs/spec/engines.md#machine-parameters (an A100 with an 8B model); they stand until
+    the engine's own counters say otherwise.
 
     Attributes:
         step_s: Seconds every iteration takes, mostly reading the weights.
@@ -191,8 +191,8 @@ DEFAULT_RATES = Rates()
 class Residency(IntEnum):
     """Whether the adapter a request asks for is on an endpoint's device; higher is better.
 
-    From our own account, because an engine's labels show neither queued nor idle adapters (engines
-    report 1.5).
+    From our own account, because an engine's labels show neither queued nor idle adapters
+    (docs/spec/engines.md#lora-info).
     """
 
     #: Every slot is in use by adapters with open requests.

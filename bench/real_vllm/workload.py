@@ -10,7 +10,8 @@ import msgspec
 
 from bench.real_vllm import tiny
 
-#: Tokens every prompt of a group begins with, and tokens of its own (engines report 1.7).
+#: Tokens every prompt of a group begins with, and tokens of its own
+#: (docs/spec/engines.md#prefix-hits-of-real-engines).
 SHARED_TOKENS = 512
 OWN_TOKENS = 40
 #: Requests of each group.

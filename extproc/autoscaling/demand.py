@@ -52,7 +52,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def requests(self) -> float:
-        """Requests that wait or run, also those that came past the pickers (seeds report 5.5)."""
+        """Requests that wait or run, also those that came past the pickers."""
         return self.held + max(float(self.in_flight), self.waiting + self.running)
 
 

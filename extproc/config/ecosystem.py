@@ -111,7 +111,7 @@ def translated(tree: Mapping[str, object], *, where: str) -> tuple[dict[str, obj
         key: tree[key] for key in ("plugins", "schedulingProfiles") if tree.get(key) is not None
     }
     if not scheduling.get("plugins"):
-        # Upstream's own default when nothing is configured (llm-d report 1.3).
+        # Upstream's own default when nothing is configured (docs/spec/protocol.md#default-profile).
         scheduling = {"strategy": "weighted"}
     ours: dict[str, object] = {
         "apiVersion": sections.API_VERSION,

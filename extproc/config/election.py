@@ -77,7 +77,10 @@ def plan(settings: sections.Settings, *, where: str, environment: Mapping[str, s
 
 
 def _name(settings: sections.Settings, followed: cluster.Plan | None, here: str) -> str:
-    """As the upstream picker calls it, where there is one pool (EPP protocol report 7.4)."""
+    """As the upstream picker calls it, where there is one pool.
+
+    Source: docs/spec/protocol.md#flags-and-defaults.
+    """
     sources = followed.watching.sources if followed is not None else ()
     if len(settings.pools) > 1 or len(sources) > 1:
         return f"epp-{here}-pools.llm-d.ai"

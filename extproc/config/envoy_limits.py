@@ -2,7 +2,7 @@
 
 Reads the static part of an Envoy file, or a dump of its configuration: every HTTP connection
 manager with an ext_proc filter, its routes, and the clusters they name. Defaults are Envoy's
-(envoy report, "Cluster" and "Large bodies"; seeds report 5.4).
+(docs/spec/envoy.md#time-limits, docs/spec/envoy.md#large-bodies).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from extproc.scheduling.plugins import Filter
 #: file that make a node its own successor.
 LARGEST = 100
 
-#: Filter names of the first gateway (seeds report 2.4) and our kinds.
+#: Filter names of the first gateway (docs/spec/prior-systems.md#single-strategies) and our kinds.
 KINDS: Mapping[str, str] = {
     "affinity_lora": "adapter-active",
     "can_accept_new_lora": "can-accept-adapter",

@@ -16,7 +16,8 @@ class Found(msgspec.Struct, frozen=True):
     Attributes:
         endpoints: All of it, each address once.
         exists: Whether the object that defines the pool is there; without it there are no
-            endpoints, and requests are answered with 503 (EPP checklist 65).
+            endpoints, and requests are answered with 503
+            (docs/reference/protocol-conformance.md#point-65).
         policy: Priorities and rewrites.
         app_protocol: How engines want to be spoken to: `http`, `kubernetes.io/h2c`, or empty when
             nobody said.

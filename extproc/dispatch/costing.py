@@ -1,4 +1,7 @@
-"""What an answer cost, told to the data plane with its last message (EPP protocol report 1.3)."""
+"""What an answer cost, told to the data plane with its last message.
+
+Source: docs/spec/protocol.md#header-names.
+"""
 
 from __future__ import annotations
 

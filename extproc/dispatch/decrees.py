@@ -16,8 +16,8 @@ from extproc.pool import policy as policies
 from extproc.pool.policy import Policy, Rule, Target
 from extproc.request import RawRequest, Request
 
-#: Headers that name an InferenceObjective; the first one that is there counts (EPP protocol report
-#: 1.3).
+#: Headers that name an InferenceObjective; the first one that is there counts
+#: (docs/spec/protocol.md#header-names).
 OBJECTIVE_HEADERS: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 
 
@@ -25,7 +25,7 @@ class Decrees:
     """Reads a pool's policy for one request after the other.
 
     Of several rules for a model an exact one counts before one without models, and of these the
-    first (EPP protocol report 3.4; the policy has them in order of age).
+    first (docs/spec/protocol.md#inferencemodelrewrite; the policy has them in order of age).
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ def chosen(targets: Sequence[Target], share: float) -> Target:
     """One of a rule's targets.
 
     Where some have a weight, only those are drawn, in proportion; where none has, or they sum up to
-    0, all are drawn alike (EPP protocol report 1.6).
+    0, all are drawn alike (docs/spec/protocol.md#model-rewrite).
 
     Args:
         targets: At least one.

@@ -24,7 +24,7 @@ from extproc.scheduling import guard
 from extproc.scheduling.plugins import Signal
 
 #: Surfaces whose answers say nothing a picker could use; their streams end after the pick
-#: (EPP protocol report 1.7, "skip response processing").
+#: (docs/spec/protocol.md#response-flow).
 UNWATCHED = frozenset({"count_tokens", "grpc"})
 
 

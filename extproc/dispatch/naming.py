@@ -37,9 +37,9 @@ def of(
 ) -> Renamed | None:
     """Find out what is asked for.
 
-    A rewrite's target, or else a gateway's header, names the model in place of the body (EPP
-    protocol report 1.6). Then the name may be SGLang's `model:adapter`, or KubeAI's
-    `model_adapter`.
+    A rewrite's target, or else a gateway's header, names the model in place of the body
+    (docs/spec/protocol.md#model-rewrite). Then the name may be SGLang's `model:adapter`, or
+    KubeAI's `model_adapter`.
 
     Args:
         request: As parsed.

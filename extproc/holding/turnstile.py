@@ -267,7 +267,10 @@ class Turnstile(Generic[Item, Way]):
         return item
 
     def _expired(self, why: Rejection, now: float) -> Rejection:
-        """503 where there is no endpoint, 429 where all are busy (EPP protocol report 1.8)."""
+        """503 where there is no endpoint, 429 where all are busy.
+
+        Source: docs/spec/protocol.md#error-statuses.
+        """
         if why.status == 503:
             return self._estimated(why, now)
         told = msgspec.structs.replace(

@@ -6,10 +6,10 @@ its partial typed decode, the framing of a prompt into stable bytes (`framing`, 
 another model name would go (`rewriting`). Nothing here decides who serves, or keeps state between
 two requests.
 
-Who drives it: `dispatch`, through `parser.parse(raw)`, once per request whose body is complete.
-The answer is a `Request`, or a `Rejection` with status 400 and one of the texts of the EPP
-protocol report 1.6, without the code prefix that the wire layer adds. `parse` is total: no bytes
-make it raise.
+Who drives it: `dispatch`, through `parser.parse(raw)`, once per request whose body is complete. The
+answer is a `Request`, or a `Rejection` with status 400 and one of the texts of
+docs/spec/protocol.md#request-flow, without the code prefix that the wire layer adds. `parse` is
+total: no bytes make it raise.
 
 Rules of the room:
 

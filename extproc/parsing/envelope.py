@@ -17,7 +17,8 @@ from extproc.decision import Rejection
 from extproc.parsing import bounded, framing, inputs, session
 from extproc.request import MAX_NAME_BYTES, RawRequest, Request
 
-#: Headers that name the model to be served, where the body names none (EPP protocol report 1.6).
+#: Headers that name the model to be served, where the body names none
+#: (docs/spec/protocol.md#model-rewrite).
 MODEL_HEADERS = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 
 NO_MODEL: Final = decision.bad_request("model not found in request body")

@@ -22,9 +22,9 @@ LONGEST_BYTES = 4 * 4096
 def of(request: Request) -> str:
     """The text parts of the first user message, or the prompt of a completion.
 
-    KubeAI's rule (seeds report 3.1): chat takes the first message with role user and ignores
-    system prompt, images and tools; completions take the prompt, of a list its first element;
-    embeddings, rerank and audio have none.
+    KubeAI's rule (docs/spec/prior-systems.md#prefixhash): chat takes the first message with role
+    user and ignores system prompt, images and tools; completions take the prompt, of a list its
+    first element; embeddings, rerank and audio have none.
 
     Args:
         request: A parsed request.

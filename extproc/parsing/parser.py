@@ -65,8 +65,8 @@ def parse(raw: RawRequest) -> Request | Rejection:
 
     Returns:
         The request, `opaque` when there is no body or the path is not in the table (`grpc` when it
-        is a gRPC method); or a rejection with status 400 (EPP protocol report 1.6) on a path that
-        is, and on every path for a model or adapter name that is too long.
+        is a gRPC method); or a rejection with status 400 (docs/spec/protocol.md#request-flow) on a
+        path that is, and on every path for a model or adapter name that is too long.
     """
     if opaque.is_bodiless(raw):
         return _named(opaque.bare(raw, paths.OPAQUE), raw)

@@ -1,4 +1,7 @@
-"""From request path to surface: a literal table of path suffixes (EPP protocol report 1.6)."""
+"""From request path to surface: a literal table of path suffixes.
+
+Source: docs/spec/protocol.md#request-paths.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from extproc.request import RawRequest
 #: Any path that is not in the table.
 OPAQUE = "opaque"
 
-#: A gRPC method that is not in the table: routed as it is, its answer not looked at (EPP protocol
-#: report 1.7).
+#: A gRPC method that is not in the table: routed as it is, its answer not looked at
+#: (docs/spec/protocol.md#response-flow).
 GRPC = "grpc"
 
 #: Path suffix, in whole segments, to surface (`Request.api`). The longest suffix wins.

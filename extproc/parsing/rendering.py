@@ -2,7 +2,7 @@
 
 They leave nothing in a prefix cache, so their prompt is empty: an index that learned from them
 would believe in blocks no engine holds. The render surfaces refuse what the surfaces they render
-for refuse; the other two are raw (EPP protocol report 1.6, count_tokens).
+for refuse; the other two are raw (docs/spec/protocol.md#request-paths, count_tokens).
 """
 
 from __future__ import annotations

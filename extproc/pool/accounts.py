@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 _MOST_RECENT = 64
 
 #: Tokens of one engine iteration (`max_num_batched_tokens`): vLLM's default on cards below 70 GB
-#: (engines report 5.1). It only says how often a prefill pays for the decodes beside it.
+#: (docs/spec/engines.md#iteration-time). It only says how often a prefill pays for the decodes
+#: beside it.
 _BUDGET_TOKENS = 2048
 
 

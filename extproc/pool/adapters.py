@@ -1,8 +1,8 @@
 """Whether an adapter is on an endpoint's device, from our own account and what was scraped.
 
 An engine's labels list adapters with running requests only: one that waits for a slot and one that
-idles in a slot are both absent (engines report 1.5). So our open requests say which are in use, and
-our latest ones which probably still sit in a slot, as many as there are slots.
+idles in a slot are both absent (docs/spec/engines.md#lora-info). So our open requests say which are
+in use, and our latest ones which probably still sit in a slot, as many as there are slots.
 """
 
 from __future__ import annotations

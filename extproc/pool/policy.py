@@ -20,7 +20,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """One rule of an InferenceModelRewrite (EPP protocol report 3.4).
+    """One rule of an InferenceModelRewrite (docs/spec/protocol.md#inferencemodelrewrite).
 
     Attributes:
         models: Names it is for; empty is every request.

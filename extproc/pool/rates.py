@@ -1,8 +1,8 @@
 """How fast an engine is, learnt from its own counters.
 
-An iteration takes `a + b P + c B + d K` seconds (engines report 5.1): P prompt tokens computed, B
-sequences that decode, K tokens of context they have together. Some also bring an adapter onto the
-device, which takes l. Between two scrapes of a busy engine that adds up to
+An iteration takes `a + b P + c B + d K` seconds (docs/spec/engines.md#iteration-time): P prompt
+tokens computed, B sequences that decode, K tokens of context they have together. Some also bring an
+adapter onto the device, which takes l. Between two scrapes of a busy engine that adds up to
 
     elapsed = a S + b P + c G + d K S + l L
 

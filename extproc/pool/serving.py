@@ -71,7 +71,7 @@ class Serving:
             return self._work_out(model, adapter)
 
     def alias(self, name: str) -> Alias | None:
-        """Read a name as KubeAI's `model_adapter` (seeds report 5).
+        """Read a name as KubeAI's `model_adapter` (docs/spec/prior-systems.md#adapter-names).
 
         It is one if nobody lists it as it stands, and somebody lists the part before an underscore
         as a base model and the part behind it as an adapter; the first such underscore counts.

@@ -220,7 +220,7 @@ class Exchange(msgspec.Struct):
     def _open(self, event: Event, modes: Modes) -> Iterable[Reply]:
         headers = self._headers = event.headers
         if self._settings.conformance and SELECTION in headers:
-            # Beats the metadata hint (EPP protocol report 5).
+            # Beats the metadata hint (docs/spec/protocol.md#gateway-conformance-tests).
             self._selected = True
             self._subset = tokens(headers[SELECTION])
         self._debts.headers = True
@@ -259,7 +259,7 @@ class Exchange(msgspec.Struct):
         self.pending = RawRequest(self._headers, body, truncated, self._subset)
 
     def _abandon(self) -> None:
-        """The response began first; the request is never answered (EPP protocol report, S12)."""
+        """The response began first; the request is never answered."""
         if self.asked is _GATHERING or self.asked is _DECIDING:
             self.asked = Asked.ABANDONED
             self.pending = None

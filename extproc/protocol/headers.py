@@ -1,4 +1,4 @@
-"""Header names of the contract (EPP protocol report 1.3)."""
+"""Header names of the contract (docs/spec/protocol.md#header-names)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def control_headers(headers: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def edited_length(raw: RawRequest, body: bytes) -> tuple[tuple[str, str], ...]:
-    """The `content-length` of an edited body (EPP protocol report 1.6), as a header to set.
+    """The `content-length` of an edited body, as a header to set (docs/spec/protocol.md#request-flow).
 
     Of a body that BUFFERED_PARTIAL cut the rest follows; without a length of the whole there is
     nothing to correct.

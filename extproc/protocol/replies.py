@@ -11,7 +11,7 @@ from extproc.protocol.events import BodyMode, Kind
 Headers = tuple[tuple[str, str], ...]
 
 #: Largest body piece in one message. Envoy advises at most 64 KiB; the reference picker uses this
-#: number (EPP protocol report 1.4).
+#: number (docs/spec/protocol.md#full-duplex-rules).
 CHUNK_BYTES = 62000
 
 

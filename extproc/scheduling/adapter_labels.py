@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from extproc.endpoint import Candidate
 from extproc.scheduling.turn import Turn
 
-#: Before the name of an adapter that is loaded (seeds report 3.3).
+#: Before the name of an adapter that is loaded (docs/spec/prior-systems.md#adapter-names).
 PREFIX = "adapter.kubeai.org/"
 
 

@@ -14,8 +14,9 @@ three points.
   much as a third of the prompt.
 - lora-affinity 6: where the adapter is loaded beats where there is room by 1.2 points, about the
   load of 4 requests on an idle endpoint, and beats full slots by 6, so an adapter is forced into a
-  full endpoint only when its holders drown. It must outweigh a KV difference of one half (EPP
-  checklist 118). It is the same for everybody when the base model is asked for.
+  full endpoint only when its holders drown. It must outweigh a KV difference of one half
+  (docs/reference/protocol-conformance.md#point-118). It is the same for everybody when the base
+  model is asked for.
 
 The weights of `weighted` are those the upstream picker takes when it is told nothing: queue 2, KV 2
 and prefix 3, since with 1 each two load signals outvote a cached prompt.
@@ -89,7 +90,7 @@ def profiles() -> Mapping[str, Profile]:
 
 
 def _gateway() -> tuple[Profile, ...]:
-    """The strategies of the first llm-instance-gateway (seeds report 2.3 and 2.4)."""
+    """The strategies of the first llm-instance-gateway (docs/spec/prior-systems.md#filter-tree)."""
     queue, kv = TopK(by="waiting", k=1), TopK(by="kv_usage", k=1)
     affinity = KeepLoraAffinity(max_waiting_requests=math.inf)
     return (
@@ -103,7 +104,7 @@ def _gateway() -> tuple[Profile, ...]:
 
 
 def _kubeai() -> tuple[Profile, ...]:
-    """The strategies of KubeAI (seeds report 3.1 and 3.2)."""
+    """The strategies of KubeAI (docs/spec/prior-systems.md#kubeai)."""
     return (
         Profile("least-load", (AdapterCapable(),), (), LeastRequest(full_scan=True)),
         Profile("prefix-hash", (), (), PrefixHash()),

@@ -26,7 +26,7 @@ from extproc.scheduling.turn import Turn
 
 
 class FilterChain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """The tree of seeds report 2.3.
+    """The tree of docs/spec/prior-systems.md#filter-tree.
 
     Critical requests: candidates with `waiting < below_waiting_requests`, among these the holders
     of the adapter, or else those with a slot for it, or else all; then queue range and KV range.

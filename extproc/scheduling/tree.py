@@ -46,7 +46,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Tree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Walks from `root` to an end of the tree (seeds report 2.2).
+    """Walks from `root` to an end of the tree (docs/spec/prior-systems.md#tree-semantics).
 
     A filter succeeds when it leaves at least one candidate. Then what it left goes on to the next
     node; when it fails, what came in goes on. Where there is no next node the walk ends with what
@@ -90,7 +90,7 @@ class Tree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             error: Exception | None = None
             try:
                 kept = node.filter.keep(turn, candidates)
-            except Exception as raised:  # noqa: BLE001 - seeds report 2.2: an error is a failure
+            except Exception as raised:  # noqa: BLE001 - an error takes the failure branch
                 kept, error = (), raised
             way, below = node.next(left_anybody=bool(kept))
             if error is not None and below is None:

@@ -1,8 +1,9 @@
 """A /v1/models page to the names an engine answers to: pure.
 
 vLLM lists its base model under every served name and, with `parent` set to the base model, each
-LoRA adapter it can serve, loaded or not (engines report 1.4). Other engines list the base model.
-A list that cannot be read whole is no list: who is missing from it would be kept from traffic.
+LoRA adapter it can serve, loaded or not (docs/spec/engines.md#models-page). Other engines list the
+base model. A list that cannot be read whole is no list: who is missing from it would be kept from
+traffic.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from extproc.wire import codec
 #: Always serving while the process answers (EPP protocol 004, health).
 LIVENESS = "liveness"
 
-#: Names with the whole answer; the others are not told of missing metrics (EPP protocol report 7.2).
+#: Names with the whole answer; the others are not told of missing metrics
+#: (docs/spec/protocol.md#health-service).
 READINESS = frozenset({"", "readiness", codec.SERVICE})
 
 #: HTTP/2 in plain text, as InferencePools and Services write it.
@@ -119,8 +120,8 @@ class Readiness:
 class Health:
     """Check and List; Watch is left unimplemented, as in the reference picker.
 
-    The table of EPP protocol report 7.2, with one difference: `liveness` is always serving, as EPP
-    protocol 004 demands, also without an election.
+    The table of docs/spec/protocol.md#health-service, with one difference: `liveness` is always
+    serving, as EPP protocol 004 demands, also without an election.
     """
 
     def __init__(self, readiness: Readiness) -> None:

@@ -20,7 +20,10 @@ _VALID_DAYS = 3650
 
 
 def self_signed() -> grpc.ServerCredentials:
-    """A certificate made now, for data planes that do not verify (EPP protocol report 7.3)."""
+    """A certificate made now, for data planes that do not verify.
+
+    Source: docs/spec/protocol.md#serving-certificate.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, "Inference Ext")])
     now = dt.datetime.now(dt.UTC)

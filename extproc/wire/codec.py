@@ -141,7 +141,7 @@ def _route(reply: Route) -> bytes:
         common = response.request_body.response
     else:
         common = response.request_headers.response
-    # Takes effect only together with a header mutation (EPP protocol report 1.4).
+    # Takes effect only together with a header mutation (docs/spec/protocol.md#full-duplex-rules).
     common.clear_route_cache = True
     _set(common.header_mutation, ((DESTINATION, reply.destination), *reply.set_headers))
     common.header_mutation.remove_headers.extend(reply.remove_headers)

@@ -1,4 +1,4 @@
-"""KubeAI's autoscaler, number by number (seeds report 3.6)."""
+"""KubeAI's autoscaler, number by number (docs/spec/prior-systems.md#autoscaler)."""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""The queue-depth trigger: formula, window, steps, zero (seeds report 4.1 and 4.2)."""
+"""The queue-depth trigger: formula, window, steps, zero.
+
+Source: docs/spec/prior-systems.md#queue-depth-trigger.
+"""
 
 import pytest
 

@@ -47,7 +47,7 @@ def test_a_tail_makes_text_of_other_density():
 
 
 def test_the_ideal_is_the_one_of_the_report():
-    """Engines report 1.7: 11/12 of 512/552 is 0.850."""
+    """11/12 of 512/552 is 0.850 (docs/spec/engines.md#prefix-hits-of-real-engines)."""
     assert workload.ideal(552, 32) == pytest.approx(0.850, abs=1e-3)
 
 

@@ -9,7 +9,6 @@ from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.pool_series import Cache, Watched
 from extproc.telemetry.tallies import Tallies
 from tests.docs import bad_input, reference
-from tests.protocol import table as points
 from tests.support.house import House
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -57,11 +56,6 @@ def test_every_plugin_has_a_row(kind, word):
 def test_every_strategy_has_a_row(name):
     """Each one-word strategy is explained."""
     assert f"| `{name}` |" in README
-
-
-def test_the_table_of_points_is_current():
-    """Every point of the contract stands in the README, held by tests or with the reason why not."""
-    assert points.written(README) == README
 
 
 def test_every_metric_has_a_row():

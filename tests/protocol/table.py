@@ -1,10 +1,9 @@
-"""The table of points met: `python -m tests.protocol.table`; `--write` puts a short one into README."""
+"""The table of points met: `python -m tests.protocol.table` prints it with the tests of each point."""
 
 from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -12,8 +11,6 @@ from pathlib import Path
 from tests.protocol.points import POINTS, SECTIONS, Status
 
 TESTS = Path(__file__).parent.parent
-README = TESTS.parent / "README.md"
-BEGIN, END = "<!-- points -->\n", "\n<!-- /points -->"
 
 _NAME = re.compile(r"test_(\d{3})_")
 
@@ -55,21 +52,18 @@ def lines() -> Iterator[str]:
                 yield f"| {point.number} | {point.mark} | {point.text} | {where} |"
 
 
-def short() -> str:
-    """One row for each point: whether tests hold it, or why there is none."""
+def reference_block() -> str:
+    """Rows of points with their anchors: whether tests hold one, or why there is none."""
     tests = found()
-    rows = ["| # | mark | point | |", "|---|---|---|---|"]
-    for point in POINTS:
-        held = "tested" if point.number in tests else point.status.value
-        rows.append(f"| {point.number} | {point.mark} | {point.text} | {held} |")
-    return "\n".join(rows)
-
-
-def written(text: str) -> str:
-    """A README with the short table in its place."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    return f"{before}{begin}{short()}{end}{after}"
+    rows = []
+    for letter, title in SECTIONS.items():
+        rows += [f"\n### {letter}. {title}\n", "| # | mark | point | |", "|---|---|---|---|"]
+        for point in POINTS:
+            if point.section == letter:
+                held = "tested" if point.number in tests else point.status.value
+                number = f'<a id="point-{point.number}"></a>{point.number}'
+                rows.append(f"| {number} | {point.mark} | {point.text} | {held} |")
+    return "\n".join(rows).strip()
 
 
 def _functions(path: Path) -> Iterator[str]:
@@ -79,7 +73,4 @@ def _functions(path: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    if "--write" in sys.argv:
-        README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
-    else:
-        print("\n".join(lines()))
+    print("\n".join(lines()))

@@ -1,4 +1,4 @@
-"""The filter chain against seeds report 2.3 written out as plain conditions."""
+"""The filter chain against docs/spec/prior-systems.md#filter-tree as plain conditions."""
 
 from random import Random
 

@@ -80,7 +80,7 @@ PLACES = Places()
 
 
 def straightforward(ring, loads, adapters, adapter, text, floor):
-    """KubeAI's choice as seeds report 3.1 tells it, by looking at every place there is.
+    """KubeAI's choice (docs/spec/prior-systems.md#prefixhash), by a scan of all places.
 
     Args:
         ring: Every place and its name, sorted.

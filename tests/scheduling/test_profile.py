@@ -84,7 +84,10 @@ def test_nobody_in_play_is_503():
 
 
 def test_nobody_left_is_429():
-    """EPP checklist 73: filters that remove everybody refuse the request."""
+    """Filters that remove all endpoints refuse the request.
+
+    Source: docs/reference/protocol-conformance.md#point-73.
+    """
     assert run(filters=[MaxWaiting(max_waiting_requests=1), Says(RuntimeError())]) == saturated()
 
 

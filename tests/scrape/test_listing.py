@@ -14,7 +14,10 @@ def page(*cards):
 
 
 def test_vllm_lists_base_and_adapters():
-    """Cards with a parent are adapters, the others names of the base model (engines report 1.4)."""
+    """Cards with a parent are adapters, the others names of the base model.
+
+    Source: docs/spec/engines.md#models-page.
+    """
     card = {"object": "model", "created": 1, "owned_by": "vllm", "permission": [{"id": "p"}]}
     found = listing.read(
         page(

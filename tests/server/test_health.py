@@ -1,4 +1,7 @@
-"""The table of health names (EPP protocol report 7.2), and the first look at endpoints."""
+"""The table of health names and the first look at endpoints.
+
+Source: docs/spec/protocol.md#health-service.
+"""
 
 from __future__ import annotations
 

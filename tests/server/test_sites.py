@@ -96,7 +96,10 @@ pools:
 
 
 async def test_a_picker_whose_only_pool_is_gone_is_not_ready():
-    """EPP checklist 65."""
+    """A picker whose only pool was deleted is not ready.
+
+    Source: docs/reference/protocol-conformance.md#point-65.
+    """
     subject = sites("pool: {kubernetes: {inference_pool: p, namespace: n}}", written={"n/p": ""})
     subject.take({"n/p": found(A)}, ())
     assert subject.synced

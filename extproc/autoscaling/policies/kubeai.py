@@ -36,7 +36,9 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class KubeAI(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`ceil(average / target_requests)`; up at once, down after some ticks (seeds report 3.6).
+    """`ceil(average / target_requests)`; up at once, down after some ticks.
+
+    Source: docs/spec/prior-systems.md#autoscaler.
 
     `average` is the plain mean of the last `ceil(window_s / interval_s)` samples of active requests,
     those before the first tick being 0. More replicas, or as many, are taken at once, which also

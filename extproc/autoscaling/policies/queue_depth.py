@@ -34,13 +34,15 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class QueueDepth(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """More replicas while `depth > up`, fewer while `depth < down` (seeds report 4.1).
+    """More replicas while `depth > up`, fewer while `depth < down`.
+
+    Source: docs/spec/prior-systems.md#queue-depth-trigger.
 
     `depth = requests / max(1, available + starting)`: those that wait and those that run, over the
     window. Counting replicas that are starting keeps the queue that called for them from calling
     again. One change per window, so that the next one sees what the last one did; the last replica
     goes when the depth was 0 for the whole window. What the published pages leave open is decided
-    so (seeds report 4.2), or a parameter.
+    so (docs/spec/prior-systems.md#open-points-of-the-trigger), or a parameter.
 
     Attributes:
         up: Depth above which there are more. 5, as in the published runs; there is no published

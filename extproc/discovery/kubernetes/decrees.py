@@ -13,7 +13,7 @@ def policy_of(
     objectives: Iterable[objects.Objective],
     rewrites: Iterable[objects.Rewrite],
 ) -> policy.Policy:
-    """What is decreed for one pool (EPP protocol report 3.3 and 3.4).
+    """What is decreed for one pool (docs/spec/protocol.md#inferenceobjective).
 
     Args:
         pool: Whose.

@@ -29,7 +29,8 @@ def of_pod(
     Args:
         pod: Which one.
         ports: Target ports in their order: with several, each is a rank of its own, called
-            `<pod>-rank-<index>` (EPP protocol report 1.9). None: the pod names its port.
+            `<pod>-rank-<index>` (docs/spec/protocol.md#endpoints-of-a-pod). None: the pod names its
+            port.
         override_ip: Whether `model-pod-ip` may replace the IP.
     """
     ip = pod.model_ip if override_ip and pod.model_ip else pod.ip
@@ -57,7 +58,10 @@ def of_pod(
 
 
 def _active(annotation: str | None, ports: Sequence[int]) -> Iterable[int]:
-    """Ports in use; what is no target port is ignored (EPP checklist 62)."""
+    """Ports in use; what is no target port is ignored.
+
+    Source: docs/reference/protocol-conformance.md#point-62.
+    """
     if annotation is None:
         return ports
     return {_number(text.strip()) for text in annotation.split(",")}

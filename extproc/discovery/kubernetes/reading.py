@@ -203,7 +203,10 @@ class _Slice(msgspec.Struct, rename="camel"):
 
 
 def pod(raw: _Pod) -> objects.Pod:
-    """A pod; see `objects.Pod` for what counts as ready (EPP checklist 60)."""
+    """A pod; see `objects.Pod` for what counts as ready.
+
+    Source: docs/reference/protocol-conformance.md#point-60.
+    """
     meta, status = raw.metadata, raw.status
     ready = (
         meta.deletion_timestamp is None

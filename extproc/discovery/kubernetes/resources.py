@@ -40,8 +40,8 @@ OLD_OBJECTIVES = Resource(_OLD, "v1alpha2", "inferenceobjectives", optional=True
 REWRITES = Resource(_NEW, "v1alpha2", "inferencemodelrewrites", optional=True)
 OLD_REWRITES = Resource(_OLD, "v1alpha2", "inferencemodelrewrites", optional=True)
 
-#: Those that make a policy; the first of a kind that is installed counts, alone (EPP protocol
-#: report 3.3 and 3.4).
+#: Those that make a policy; the first of a kind that is installed counts, alone
+#: (docs/spec/protocol.md#inferenceobjective).
 DECREES = ((OBJECTIVES, OLD_OBJECTIVES), (REWRITES, OLD_REWRITES))
 
 #: By API group of an InferencePool.

@@ -10,7 +10,7 @@ import msgspec
 POOL_GROUP = "inference.networking.k8s.io"
 OLD_POOL_GROUP = "inference.networking.x-k8s.io"
 
-#: Most target ports of a pool (EPP protocol report 3.1).
+#: Most target ports of a pool (docs/spec/protocol.md#inferencepool).
 MOST_PORTS = 8
 
 

@@ -120,8 +120,8 @@ class EstimatedTime(
       conversations whose users read or think for each open request: what they go on from has to stay
       as well.
 
-    The form of an iteration is that of engines report 5.1. What nobody knows costs nothing, for
-    everybody alike.
+    The form of an iteration is that of docs/spec/engines.md#iteration-time. What nobody knows costs
+    nothing, for everybody alike.
 
     Attributes:
         own_share: Seconds of a slower answer that weigh as much as one second of a later first

@@ -16,10 +16,10 @@ from extproc.scheduling.turn import Turn
 class AdapterActive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Keeps the candidates whose batch holds the requested adapter; nobody when none does.
 
-    The "LoRA affinity" of seeds report 2.3, for the nodes of a tree, where nobody left means the
-    failure branch. On its own in a profile it refuses every request whose adapter is nowhere, the
-    base model's among them: `lora-affinity` is the filter that lets everybody pass then. While no
-    engine says which adapters it holds, everybody stays.
+    The "LoRA affinity" of docs/spec/prior-systems.md#filter-tree, for the nodes of a tree, where
+    nobody left means the failure branch. On its own in a profile it refuses every request whose
+    adapter is nowhere, the base model's among them: `lora-affinity` is the filter that lets
+    everybody pass then. While no engine says which adapters it holds, everybody stays.
     """
 
     kind: ClassVar[str] = "adapter-active"

@@ -17,8 +17,8 @@ class AdapterCapable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Keeps the candidates with the label `adapter.kubeai.org/NAME` of the requested adapter.
 
     Everybody for the base model, and where no candidate carries such a label; nobody when others
-    are labelled and this adapter is nowhere, because an engine without it answers 404 (seeds
-    report 3.3).
+    are labelled and this adapter is nowhere, because an engine without it answers 404
+    (docs/spec/prior-systems.md#adapter-names).
     """
 
     kind: ClassVar[str] = "adapter-capable"

@@ -16,8 +16,9 @@ from extproc.scheduling.turn import Turn
 class CanAcceptAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Keeps a candidate when `active < slots`, adapters in its batch against adapters that fit.
 
-    The "can accept new LoRA" of seeds report 2.3. An engine that does not say has the mean room of
-    those that do; while no engine says, everybody stays. An engine without LoRA has no slots.
+    The "can accept new LoRA" of docs/spec/prior-systems.md#filter-tree. An engine that does not say
+    has the mean room of those that do; while no engine says, everybody stays. An engine without
+    LoRA has no slots.
     """
 
     kind: ClassVar[str] = "can-accept-adapter"

@@ -16,8 +16,9 @@ from extproc.scheduling.turn import Turn
 class KvRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Keeps a candidate when `u <= low + (high - low) / n`.
 
-    u is KV usage, low and high the extremes and n the number of the candidates that came in (seeds
-    report 2.3, "least KV cache"). An unknown usage counts as the mean of the known ones.
+    u is KV usage, low and high the extremes and n the number of the candidates that came in
+    (docs/spec/prior-systems.md#filter-tree, "least KV cache"). An unknown usage counts as the mean
+    of the known ones.
     """
 
     kind: ClassVar[str] = "kv-range"

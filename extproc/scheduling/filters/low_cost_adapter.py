@@ -16,8 +16,8 @@ from extproc.scheduling.turn import Turn
 class LowCostAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Keeps a candidate when its batch holds the requested adapter, or `active < slots`.
 
-    The "low-cost LoRA" of seeds report 2.3: weak affinity, which spreads an adapter while there are
-    slots for it. Unknown as in `can-accept-adapter`.
+    The "low-cost LoRA" of docs/spec/prior-systems.md#filter-tree: weak affinity, which spreads an
+    adapter while there are slots for it. Unknown as in `can-accept-adapter`.
     """
 
     kind: ClassVar[str] = "low-cost-adapter"

@@ -21,7 +21,8 @@ class LowLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     Attributes:
         below_waiting_requests: The first length that is too long. 50 is the bound of the first
-            gateway's filter tree (seeds report 2.3), 128 that of its later one.
+            gateway's filter tree (docs/spec/prior-systems.md#filter-tree), 128 that of its later
+            one.
     """
 
     kind: ClassVar[str] = "low-latency"

@@ -16,10 +16,10 @@ from extproc.scheduling.turn import Turn
 class QueueRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Keeps a candidate when `w <= low + (high - low) // n`.
 
-    w is waiting requests, low and high the extremes and n the number of the candidates that came
-    in (seeds report 2.3, "least queuing"). The division is of whole numbers, so with small spans
-    only the shortest queues stay: of 0, 3 and 10 the limit 3 keeps 0 and 3, of 0 and 3 the limit 1
-    keeps 0. An unknown queue counts as the mean of the known ones.
+    w is waiting requests, low and high the extremes and n the number of the candidates that came in
+    (docs/spec/prior-systems.md#filter-tree, "least queuing"). The division is of whole numbers, so
+    with small spans only the shortest queues stay: of 0, 3 and 10 the limit 3 keeps 0 and 3, of 0
+    and 3 the limit 1 keeps 0. An unknown queue counts as the mean of the known ones.
     """
 
     kind: ClassVar[str] = "queue-range"

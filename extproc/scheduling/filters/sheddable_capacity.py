@@ -21,7 +21,7 @@ class SheddableCapacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
     Attributes:
         max_waiting_requests: Longest queue that is not yet full use. 5 is the bound of the first
-            gateway's filter tree (seeds report 2.3).
+            gateway's filter tree (docs/spec/prior-systems.md#filter-tree).
         max_kv_usage: Highest KV usage, 0..1. 0.8 is its bound there; above, requests that run soon
             push each other out.
     """

@@ -22,8 +22,8 @@ class TopK(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     Attributes:
         by: The value: waiting requests, or KV usage.
         k: How many. 3 is the default of the filter of that name in the gateway's downstream branch
-            (seeds report 2.4): a few, so that pickers with the same stale scrape do not all send to
-            one endpoint.
+            (docs/spec/prior-systems.md#single-strategies): a few, so that pickers with the same
+            stale scrape do not all send to one endpoint.
     """
 
     kind: ClassVar[str] = "top-k"

@@ -25,7 +25,7 @@ _MOST = 4096
 
 
 class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """Consistent hashing with bounded loads (seeds report 3.1).
+    """Consistent hashing with bounded loads (docs/spec/prior-systems.md#prefixhash).
 
     Every endpoint stands on a ring `replication` times, at the xxhash64 of its name and a decimal
     index. The key is the xxhash64 of the adapter and the first `prefix_chars` characters of the

@@ -12,7 +12,7 @@ from extproc.autoscaling.window import Window
 from extproc.telemetry.scaling_series import Figures
 
 #: Seconds that the rate of requests is taken over, as in the charts of the queue-depth policy's
-#: origin (seeds report 4).
+#: origin (docs/spec/prior-systems.md#wallaroo).
 RATE_S = 180.0
 
 #: Seconds below which a rate says little.

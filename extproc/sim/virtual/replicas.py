@@ -229,7 +229,8 @@ class Replicas:
     def _match(self) -> None:
         """As many replicas as the spec says; those that leave are not among them."""
         here = [n for n, kind in enumerate(self._is) if kind in {_Is.STARTING, _Is.UP}]
-        # Not ready first, then the youngest, as a ReplicaSet does (seeds report 3.6).
+        # Not ready first, then the youngest, as a ReplicaSet does
+        # (docs/spec/prior-systems.md#autoscaler).
         here.sort(key=lambda n: (self._is[n] is _Is.STARTING, self._born[n]))
         for n in here[self._spec :]:
             self._leave(n)

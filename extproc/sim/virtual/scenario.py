@@ -100,7 +100,7 @@ class Picking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         scrape_s: Seconds between scrapes of an endpoint, busy or idle. None: as the configuration
             says.
         delay_s: Seconds from the moment a page was true to the moment it is taken in. 5 ms is what
-            vLLM takes for its page (engines report 1.5).
+            vLLM takes for its page.
         told_max_tokens: Whether requests carry `max_tokens`, and with it the true length of their
             answers, as those of `vllm bench serve` do. False: people rarely know it.
     """

@@ -117,7 +117,7 @@ class Site:
             kv_usage=engine.kv_usage,
             kv_blocks=engine.profile.blocks,
             block_tokens=engine.profile.block_tokens,
-            # vLLM fills both labels from one set (engines report 1.5).
+            # vLLM fills both labels from one set (docs/spec/engines.md#lora-info).
             adapters=running,
             waiting_adapters=running,
             adapter_slots=None if self._active is None else self.profile.max_loras,

@@ -113,7 +113,7 @@ def test_only_pools_that_changed_are_told_of():
 
 
 def test_a_pod_of_another_namespace_is_not_a_member():
-    """Selectors look at their own namespace (EPP checklist 60)."""
+    """Selectors look at their own namespace (docs/reference/protocol-conformance.md#point-60)."""
     world = World(settings.Everything())
     world.put(making.pool(), making.pod("a", "elsewhere"))
     assert world.addresses() == []
@@ -207,7 +207,7 @@ def test_what_a_pool_says_of_itself_is_passed_on():
 
 
 def test_only_objectives_of_the_pool_count():
-    """By name and group, and of its namespace (EPP checklist 82)."""
+    """By name and group, and of its namespace (docs/reference/protocol-conformance.md#point-82)."""
     world = World()
     world.put(
         making.pool(),
@@ -232,7 +232,10 @@ def test_the_group_of_a_reference_may_be_left_out():
 
 
 def test_older_rewrites_come_first():
-    """Then by name, and in the order of the list (EPP checklist 83)."""
+    """Then by name, and in the order of the list.
+
+    Source: docs/reference/protocol-conformance.md#point-83.
+    """
     world = World()
     new = making.rewrite("a", rules=[(["3"], {"x": 1})], created="2026-01-03T00:00:00Z")
     old = making.rewrite("b", rules=[(["1"], {"x": 1}), (["2"], {"x": 1})])
@@ -244,7 +247,7 @@ def test_older_rewrites_come_first():
 
 
 def test_where_both_groups_are_installed_the_new_one_counts_alone():
-    """Even if it has no objects (EPP checklist 88)."""
+    """Even if it has no objects (docs/reference/protocol-conformance.md#point-88)."""
     world = World(listed=False)
     for one in world.subject.collections:
         if one.resource == resources.OBJECTIVES:

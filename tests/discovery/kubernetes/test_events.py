@@ -66,13 +66,16 @@ def test_a_pod_is_read():
     ],
 )
 def test_a_pod_is_not_ready(facts):
-    """Neither unready nor deleted nor ended ones are endpoints (EPP checklist 60)."""
+    """Neither unready nor deleted nor ended ones are endpoints.
+
+    Source: docs/reference/protocol-conformance.md#point-60.
+    """
     found = PODS.line(making.line("MODIFIED", making.pod(**facts)))
     assert found.value.ready is False
 
 
 def test_062_the_older_annotation_of_active_ports_counts_without_the_newer():
-    """The new key beats the legacy one (EPP checklist 62)."""
+    """The new key beats the legacy one (docs/reference/protocol-conformance.md#point-62)."""
     old, new = "inference.networking.k8s.io/active-ports", "llm-d.ai/active-ports"
     read = [
         PODS.line(making.line("ADDED", making.pod(annotations=notes))).value.active_ports

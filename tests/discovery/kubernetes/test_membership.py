@@ -26,7 +26,10 @@ def test_one_port_is_called_like_the_pod():
 
 
 def test_every_port_is_a_rank():
-    """Pods times ports, in the order of the ports (EPP checklist 61)."""
+    """Pods times ports, in the order of the ports.
+
+    Source: docs/reference/protocol-conformance.md#point-61.
+    """
     found = membership.of_pod(pod(name="a"), (8001, 8000))
     assert [(one.name, one.address) for one in found] == [
         ("a-rank-0", "10.0.0.1:8001"),
@@ -48,7 +51,10 @@ def test_every_port_is_a_rank():
     ],
 )
 def test_062_active_ports_limit_ranks(annotation, ports):
-    """Names stay those of the target ports; unknown ports are ignored (EPP checklist 62)."""
+    """Names stay those of the target ports; unknown ports are ignored.
+
+    Source: docs/reference/protocol-conformance.md#point-62.
+    """
     one = pod(name="a", annotations={"llm-d.ai/active-ports": annotation})
     found = membership.of_pod(one, (8000, 8001, 8002))
     assert addresses(found) == [f"10.0.0.1:{port}" for port in ports]
@@ -67,7 +73,10 @@ def test_a_pod_without_an_address_is_no_endpoint(ip):
 
 
 def test_a_pod_of_kubeai_names_its_port_and_models():
-    """The model is the base, every adapter label an adapter (seeds report 3.3)."""
+    """The model is the base, every adapter label an adapter.
+
+    Source: docs/spec/prior-systems.md#adapter-names.
+    """
     labels = {"model": "llama", "adapter.kubeai.org/sql": "hash", "adapter.kubeai.org/wiki": "h"}
     one = pod(labels=labels, annotations={"model-pod-port": "8000"})
     (found,) = membership.of_pod(one, ())

@@ -1,4 +1,6 @@
-"""The gateway suite's behaviours about what is missing or refused (EPP protocol report 4.2).
+"""The gateway suite's behaviours about what is missing or refused.
+
+Source: docs/spec/protocol.md#gateway-conformance-tests.
 
 Conditions in the status of routes and pools are a gateway controller's to write. What is left to an
 endpoint picker: it serves a pool that is there and no other, tells by its readiness whether there

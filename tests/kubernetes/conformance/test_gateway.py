@@ -1,4 +1,6 @@
-"""The gateway suite's behaviours with traffic (EPP protocol report 4.2), re-created.
+"""The gateway suite's behaviours with traffic, re-created.
+
+Source: docs/spec/protocol.md#gateway-conformance-tests.
 
 Pods are objects whose addresses are loopback addresses, with servers behind; the gateways are a
 real Envoy; every pool has a picker of its own, which knows the pool's name and nothing else.
