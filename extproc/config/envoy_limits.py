@@ -46,8 +46,8 @@ _STEERING = frozenset(
     }
 )
 
-#: Headers that say whose a request is and how much it counts.
-_TURNS = frozenset({*Manners().tenant_headers, *OBJECTIVE_HEADERS})
+#: Headers that say whose a request is, how much it counts and how soon it wants its first token.
+_TURNS = frozenset({*Manners().tenant_headers, *OBJECTIVE_HEADERS, *Manners().slo_headers})
 
 #: Body modes in which Envoy waits for each answer no longer than `message_timeout`.
 _TIMED = frozenset({"NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL"})
@@ -202,10 +202,10 @@ def _clients(manager: Tree, *, place: str) -> Iterator[Finding]:
     turns = sorted(_TURNS - removed)
     if turns:
         yield Finding(
-            "fine", place, f"clients are trusted to say who they are: {', '.join(turns)} pass"
+            "fine", place, f"clients are trusted to say whose turn it is: {', '.join(turns)} pass"
         )
     else:
-        yield Finding("fine", place, "clients cannot name tenants and objectives")
+        yield Finding("fine", place, "clients cannot say whose turn it is")
 
 
 def _routes(

@@ -194,9 +194,11 @@ def test_trusted_clients_are_named():
         read = envoy_limits.read(tree, HOLDING, where="envoy.yaml")
         return [one.text for one in read if "clients" in one.text]
 
-    assert shown() == ["clients cannot name tenants and objectives"]
+    assert shown() == ["clients cannot say whose turn it is"]
     mutations(tree).remove({"remove": "x-llm-d-inference-objective"})
-    assert shown() == ["clients are trusted to say who they are: x-llm-d-inference-objective pass"]
+    assert shown() == [
+        "clients are trusted to say whose turn it is: x-llm-d-inference-objective pass"
+    ]
 
 
 def test_failing_open_in_full_duplex_is_named():

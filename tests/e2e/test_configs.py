@@ -31,6 +31,8 @@ TURNS = {
     "x-gateway-inference-fairness-id",
     "x-llm-d-inference-objective",
     "x-gateway-inference-objective",
+    "x-llm-d-slo-ttft-ms",
+    "x-slo-ttft-ms",
 }
 
 

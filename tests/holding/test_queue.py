@@ -63,6 +63,31 @@ def test_orders_within_a_tenant(way, expected):
     assert order(made) == expected
 
 
+def test_times_asked_for_order_requests_of_one_tenant_alone():
+    """Deadlines and times to first token of one tenant change no turn of another tenant or band."""
+    for way in ("edf", "slo"):
+        for fairness in ("least-served", "round-robin"):
+            plain = [
+                waiter(name, tenant=name, arrived=at, tokens=9) for at, name in enumerate("ab")
+            ]
+            first = waiter("h", tenant="h", priority=1, arrived=9)
+            hasty = [
+                waiter(name, tenant="b", arrived=at + 2, tokens=9, deadline=20 - at, slo_s=0.001)
+                for at, name in enumerate("xy")
+            ]
+            went = order(queue(*plain, *hasty, first, order=way, fairness=fairness))
+            assert went[0] == "h"
+            assert went.index("a") < 3  # one turn of each tenant
+
+
+def test_what_a_request_asks_for_changes_no_turn_by_arrival():
+    """By arrival nobody comes earlier for a deadline or a time to first token."""
+    waiters = [
+        waiter(name, arrived=at, deadline=50 - at, slo_s=9.0 - at) for at, name in enumerate("abcd")
+    ]
+    assert order(queue(*waiters, order="fcfs")) == "abcd"
+
+
 def test_higher_priorities_go_first():
     """Bands are strict: a later request of higher priority overtakes."""
     made = queue(waiter("a"), waiter("b", priority=5, arrived=1), waiter("c", priority=-1))
