@@ -6,14 +6,16 @@ It takes the flags of `serve`, so that the arguments of a Deployment can be chec
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from extproc.cli import flags, sources_told
-from extproc.config import advice, load, strict
+from extproc.cli import check_diff, flags, sources_told
+from extproc.config import advice, all_errors, envoy_limits, load, reloading, sources, strict
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
 from extproc.scheduling import catalogue, defaults
@@ -48,6 +50,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="also compare with FILE, as if that was running: what is live, what needs a restart",
     )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when there are warnings")
     flags.add(parser)
     parser.set_defaults(run=run)
@@ -67,6 +70,20 @@ def run(args: argparse.Namespace) -> int:
 
         print(schema.text(), end="")
         return 0
+    _name_file(args)
+    report = _examine(args)
+    if args.json:
+        print(json.dumps(report.to_json(), indent=2))
+    elif report.errors:
+        for error in report.errors:
+            print(f"extproc: {error}", file=sys.stderr)
+    else:
+        print("\n".join(report.to_lines()))
+    return report.status(strict_warnings=args.strict)
+
+
+def _name_file(args: argparse.Namespace) -> None:
+    """Take FILE for --config-file."""
     if args.file:
         if args.config_file:
             raise ConfigError(
@@ -76,58 +93,164 @@ def run(args: argparse.Namespace) -> int:
                 fix="name it once",
             )
         args.config_file = args.file
-    resolved = flags.resolve(args)
-    print("\n".join(_meaning(resolved)))
-    cut = _envoy(args.envoy, resolved.settings) if args.envoy else False
-    refused = _diff(args, resolved.settings) if args.diff else False
-    return 1 if cut or refused or (args.strict and _warnings(resolved)) else 0
 
 
-def _diff(args: argparse.Namespace, wanted: sections.Settings) -> bool:
-    """Say what differs from another file, under the same flags; whether a reload is refused."""
-    from extproc.cli import check_diff
+def _examine(args: argparse.Namespace) -> CheckReport:
+    """Read everything that the words name, and go on after errors."""
+    from extproc.server import preflight
 
+    try:
+        document = flags.read_document(args)
+    except ConfigError as error:
+        return CheckReport(args.config_file or "--config-text", errors=(error,))
+    resolved, problems = all_errors.collect(document, lambda read: flags.resolve(args, read))
+    errors = list(problems)
+    if resolved is None:
+        return CheckReport(document.where, errors=tuple(errors))
+    settings = resolved.settings
+    errors += preflight.find_problems(settings)
+    report = CheckReport(
+        document.where,
+        resolved=resolved,
+        warnings=(*resolved.warnings, *advice.advice(settings)),
+        notes=tuple(preflight.find_taken_ports(settings)),
+    )
+    try:
+        report = msgspec.structs.replace(report, meaning=tuple(_meaning(resolved)))
+        if args.envoy:
+            report = msgspec.structs.replace(report, envoy=_read_envoy(args.envoy, settings))
+        if args.diff:
+            report = msgspec.structs.replace(report, diff=_compare(args, settings))
+    except ConfigError as error:
+        errors.append(error)
+    return msgspec.structs.replace(report, errors=tuple(errors))
+
+
+def _compare(args: argparse.Namespace, wanted: sections.Settings) -> check_diff.Comparison:
+    """Compare with another file, under the same flags."""
     other = {**vars(args), "config_file": args.diff, "config_text": None}
     running = flags.resolve(argparse.Namespace(**other)).settings
-    print()
-    print("\n".join(check_diff.lines(running, wanted, where=args.diff)))
-    why = check_diff.refusal(running, wanted)
-    if why:
-        print(f"refused until the restart, if it is read again: {why}")
-    return bool(why)
+    return check_diff.compare(running, wanted, where=args.diff)
 
 
-def _envoy(name: str, settings: sections.Settings) -> bool:
-    """Say what an Envoy configuration does; whether it cuts anything."""
-    from extproc.config import envoy_limits
+def _read_envoy(name: str, settings: sections.Settings) -> EnvoyReport:
+    """What an Envoy configuration does to requests and answers."""
+    tree = load.tree_of(load.text_of(Path(name)), where=name)
+    findings = tuple(envoy_limits.read(tree, settings, where=name))
+    return EnvoyReport(name, envoy_limits.longest_hold_s(settings), findings)
 
-    path = Path(name)
-    tree = load.tree_of(load.text_of(path), where=name)
-    hold_s = envoy_limits.longest_hold_s(settings)
-    held = f"requests may wait {hold_s:g} s" if hold_s else "requests do not wait"
-    print(f"\n{name}, where {held}")
-    found = list(envoy_limits.read(tree, settings, where=name))
-    for one in found:
-        print(f"{one.grave:<8}{one.place}: {one.text}")
-    return any(one.grave == "cut" for one in found)
+
+class EnvoyReport(msgspec.Struct, frozen=True):
+    """What an Envoy configuration does.
+
+    Attributes:
+        file: Its name.
+        longest_hold_s: How long a request may wait before it is routed (seconds).
+        findings: In the order of the file.
+    """
+
+    file: str
+    longest_hold_s: float
+    findings: tuple[envoy_limits.Finding, ...]
+
+    def to_lines(self) -> Iterator[str]:
+        """Findings, one in a line."""
+        hold_s = self.longest_hold_s
+        held = f"requests may wait {hold_s:g} s" if hold_s else "requests do not wait"
+        yield f"{self.file}, where {held}"
+        for finding in self.findings:
+            yield f"{finding.grave:<8}{finding.place}: {finding.text}"
+
+
+class CheckReport(msgspec.Struct, frozen=True):
+    """What `extproc check` comes to.
+
+    Attributes:
+        where: The file, or the command line.
+        errors: Everything for which `serve` would not start; the rest is empty where the file
+            cannot be read at all.
+        resolved: Settings and profile; None where there are none.
+        warnings: What may surprise.
+        notes: What is so on this machine and may be otherwise on another one.
+        meaning: The settings in words.
+        envoy: Of `--envoy`.
+        diff: Of `--diff`.
+    """
+
+    where: str
+    errors: tuple[ConfigError, ...] = ()
+    resolved: flags.Resolved | None = None
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    meaning: tuple[str, ...] = ()
+    envoy: EnvoyReport | None = None
+    diff: check_diff.Comparison | None = None
+
+    def status(self, *, strict_warnings: bool) -> int:
+        """The exit status."""
+        if self.errors:
+            return 2
+        cut = self.envoy and any(finding.grave == "cut" for finding in self.envoy.findings)
+        refused = self.diff and self.diff.refusal
+        return 1 if cut or refused or (strict_warnings and self.warnings) else 0
+
+    def to_lines(self) -> Iterator[str]:
+        """The report for people."""
+        yield f"{self.where} is in order"
+        yield ""
+        yield from self.meaning
+        if self.warnings or self.notes:
+            yield ""
+        yield from (f"warning: {warning}" for warning in self.warnings)
+        yield from (f"note: {note}" for note in self.notes)
+        for part in (self.envoy, self.diff):
+            if part is not None:
+                yield ""
+                yield from part.to_lines()
+
+    def to_json(self) -> Mapping[str, object]:
+        """The report for programs."""
+        settings = self.resolved.settings if self.resolved else None
+        profile = self.resolved.profile if self.resolved else None
+        return {
+            "file": str(self.where),
+            "ok": not self.errors,
+            "errors": [
+                {"where": error.where, "expected": error.wanted, "got": error.found}
+                | {"fix": error.fix}
+                for error in self.errors
+            ],
+            "warnings": list(self.warnings),
+            "notes": list(self.notes),
+            "changed": [
+                {"path": change.path, "default": change.before, "value": change.after}
+                for change in (_changed(settings) if settings else ())
+            ],
+            "profile": profile.name if profile else None,
+            "signals": sorted(signal.value for signal in profile.needs) if profile else [],
+            "envoy": msgspec.to_builtins(self.envoy),
+            "diff": msgspec.to_builtins(self.diff),
+        }
 
 
 def _meaning(resolved: flags.Resolved) -> Iterator[str]:
     settings = resolved.settings
-    yield f"{resolved.where} is in order"
-    yield ""
     yield from _server(settings.server, settings.xds)
     yield from sources_told.lines(settings)
     yield from _scheduling(settings, resolved.profile)
     yield from _limits(settings)
-    warnings = _warnings(resolved)
-    if warnings:
-        yield ""
-        yield from (f"warning: {warning}" for warning in warnings)
+    changes = _changed(settings)
+    if changes:
+        yield "changed     from the defaults"
+    width = max((len(change.path) for change in changes), default=0)
+    for change in changes:
+        yield f"  {change.path:<{width}}  {change.after} (default {change.before})"
 
 
-def _warnings(resolved: flags.Resolved) -> tuple[str, ...]:
-    return (*resolved.warnings, *advice.advice(resolved.settings))
+def _changed(settings: sections.Settings) -> Sequence[reloading.Change]:
+    """Every field that is not as it would be without a file and flags."""
+    default = sections.Settings(pools=tuple(sources.Pool(name=it.name) for it in settings.pools))
+    return list(reloading.changes(default, settings))
 
 
 def _server(server: sections.Server, xds: sections.Xds) -> Iterator[str]:

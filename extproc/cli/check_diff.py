@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+
+import msgspec
 
 from extproc.config import load, profiles, reloading
 from extproc.config.settings import Settings
@@ -11,32 +13,52 @@ from extproc.errors import ConfigError
 _LIVE, _RESTART = "live", "needs a restart"
 
 
-def lines(running: Settings, wanted: Settings, *, where: str) -> Sequence[str]:
+class Comparison(msgspec.Struct, frozen=True):
     """What a process does that runs one configuration and reads another one again.
 
+    Attributes:
+        file: The file of the configuration that runs.
+        changes: Every field that differs.
+        refusal: Why reading the other one would be refused; empty if it would not be.
+    """
+
+    file: str
+    changes: tuple[reloading.Change, ...]
+    refusal: str
+
+    def to_lines(self) -> Iterator[str]:
+        """The comparison for people."""
+        if not self.changes:
+            yield f"nothing differs from {self.file}"
+            return
+        longest = max(len(change.path) for change in self.changes)
+        yield f"compared with {self.file}, as if that was running"
+        for change in self.changes:
+            effect = _LIVE if change.is_live else _RESTART
+            yield (
+                f"  {effect:<{len(_RESTART)}}  {change.path:<{longest}}  "
+                f"{change.before} -> {change.after}"
+            )
+        num_live = sum(change.is_live for change in self.changes)
+        num_restart = len(self.changes) - num_live
+        yield (
+            f"{_fields(num_live)} in force once the file is read again, "
+            f"{_fields(num_restart)} after a restart"
+        )
+        if self.refusal:
+            yield f"refused until the restart, if it is read again: {self.refusal}"
+
+
+def compare(running: Settings, wanted: Settings, *, where: str) -> Comparison:
+    """Compare two configurations.
+
     Args:
-        running: What it was started with.
+        running: What a process was started with.
         wanted: What it reads.
         where: The file of `running`, for people.
     """
-    changes = list(reloading.changes(running, wanted))
-    if not changes:
-        return [f"nothing differs from {where}"]
-    longest = max(len(change.path) for change in changes)
-    found = [f"compared with {where}, as if that was running"]
-    for change in changes:
-        effect = _LIVE if change.is_live else _RESTART
-        found.append(
-            f"  {effect:<{len(_RESTART)}}  {change.path:<{longest}}  "
-            f"{change.before} -> {change.after}"
-        )
-    num_live = sum(change.is_live for change in changes)
-    num_restart = len(changes) - num_live
-    found.append(
-        f"{_fields(num_live)} in force once the file is read again, "
-        f"{_fields(num_restart)} after a restart"
-    )
-    return found
+    changes = tuple(reloading.changes(running, wanted))
+    return Comparison(where, changes, refusal(running, wanted))
 
 
 def refusal(running: Settings, wanted: Settings) -> str:

@@ -66,18 +66,19 @@ def add(parser: argparse.ArgumentParser) -> None:
         _add(theirs, other.name, boolean=other.boolean, metavar="VALUE", help=other.say)
 
 
-def resolve(args: argparse.Namespace) -> Resolved:
+def resolve(args: argparse.Namespace, document: load.Document | None = None) -> Resolved:
     """Settings from parsed flags.
 
     Args:
         args: From a parser that `add` prepared, with what it did not know in `unknown_flags`.
+        document: The configuration; None reads the one that the flags name.
 
     Raises:
         ConfigError: A flag or a file is wrong, or asks for what does not exist.
     """
     warnings = list(upstream.verdicts(args))
     warnings += upstream.unknown(args.unknown_flags, known=known())
-    document = _document(args)
+    document = document or read_document(args)
     warnings += document.warnings
     in_cluster = cluster_flags.overrides(args, document.tree)
     overrides = [*_endpoints(args), *in_cluster, *_settings(args)]
@@ -112,7 +113,12 @@ def _add(group: argparse._ArgumentGroup, name: str, *, boolean: bool = False, **
     group.add_argument(f"-{name}", dest=dest, default=argparse.SUPPRESS, **bare, **more)  # type: ignore[arg-type]  # the same
 
 
-def _document(args: argparse.Namespace) -> load.Document:
+def read_document(args: argparse.Namespace) -> load.Document:
+    """The configuration that flags name, as it was written.
+
+    Raises:
+        ConfigError: It cannot be read, or two are named.
+    """
     file, text = args.config_file, args.config_text
     if file and text:
         raise ConfigError(

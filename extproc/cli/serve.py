@@ -41,7 +41,13 @@ def run(args: argparse.Namespace) -> int:
         )
     for warning in (*resolved.warnings, *advice.advice(resolved.settings)):
         print(f"extproc: warning: {warning}", file=sys.stderr)
-    from extproc.server import runtime
+    from extproc.server import preflight, runtime
+
+    problems = preflight.find_problems(settings)
+    for problem in problems:
+        print(f"extproc: {problem}", file=sys.stderr)
+    if problems:
+        return 2
 
     runtime.choose()
     from extproc.server import app, reload

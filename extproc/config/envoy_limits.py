@@ -107,8 +107,31 @@ def read(tree: object, settings: sections.Settings, *, where: str) -> Iterator[F
     limits = [one for one in envoy_tree.walk(tree) if "per_connection_buffer_limit_bytes" in one]
     yield from _buffers(limits, managers, settings)
     named = {name for manager in managers for name in envoy_tree.route_clusters(manager)}
+    if not envoy_tree.has_cluster_discovery(tree):
+        yield from _missing_clusters(sorted({*named, *_picker_clusters(managers)} - set(clusters)))
     for name in sorted(named & set(clusters)):
         yield from _engines(name, clusters[name], where=where)
+
+
+def _picker_clusters(managers: list[Tree]) -> Iterator[str]:
+    """Clusters that the ext_proc filters of connection managers name."""
+    for manager in managers:
+        for processor in envoy_tree.walk(manager):
+            if envoy_tree.is_a(processor, _PROCESSOR):
+                service = processor.get("grpc_service") or {}
+                name = (service.get("envoy_grpc") or {}).get("cluster_name")
+                if name:
+                    yield str(name)
+
+
+def _missing_clusters(names: list[str]) -> Iterator[Finding]:
+    for name in names:
+        yield Finding(
+            "cut",
+            f"cluster {name}",
+            "no cluster has this name, and there is no cds_config that could bring it: what goes "
+            "there is answered with 503; add it",
+        )
 
 
 def longest_hold_s(settings: sections.Settings) -> float:
@@ -253,6 +276,20 @@ def _processor(
             place,
             f"grpc_service.timeout is {whole_s:g} s: the stream to the picker ends then, and with "
             "it the account of the request; remove it",
+        )
+    if envoy_tree.mode(processor, "request_body_mode") == "NONE":
+        yield Finding(
+            "warning",
+            place,
+            "request_body_mode is NONE: the picker sees neither model nor prompt; write BUFFERED "
+            "or FULL_DUPLEX_STREAMED",
+        )
+    if envoy_tree.mode(processor, "response_header_mode") == "SKIP":
+        yield Finding(
+            "warning",
+            place,
+            "response_header_mode is SKIP: the picker sees no status, so failing endpoints stay in "
+            "use; write SEND",
         )
     duplex = "FULL_DUPLEX_STREAMED"
     for way in ("request", "response"):

@@ -60,7 +60,7 @@ def route_clusters(manager: Tree) -> Iterator[str]:
 
 def mode(processor: Tree, name: str) -> str:
     """A processing mode of an ext_proc filter, Envoy's default where none is written."""
-    usual = "SKIP" if "trailer" in name else "NONE"
+    usual = "SKIP" if "trailer" in name else "SEND" if "header" in name else "NONE"
     return str((processor.get("processing_mode") or {}).get(name, usual))
 
 
@@ -92,6 +92,11 @@ def is_a(one: Tree, kind: str) -> bool:
 def cluster_name(one: Tree) -> str:
     """The name of a cluster; empty for what is none."""
     return str(one["name"]) if "name" in one and _CLUSTERS & set(one) else ""
+
+
+def has_cluster_discovery(tree: object) -> bool:
+    """Whether clusters may come over xDS."""
+    return any("cds_config" in part or "dynamic_active_clusters" in part for part in walk(tree))
 
 
 def walk(tree: object) -> Iterator[Tree]:

@@ -146,6 +146,9 @@ def _split(text: str, where: str) -> tuple[str, str | None]:
         if bracketed is None or not isinstance(_ip(bracketed[1]), ipaddress.IPv6Address):
             raise _wrong(where, "an IPv6 address in the brackets", text, "write [fd00::1]:8000")
         return bracketed[1], bracketed[2]
+    scheme, slashes, rest = text.partition("://")
+    if slashes:
+        raise _wrong(where, _FORMS, text, f"leave out {scheme}:// and write {rest}")
     if text.count(":") > 1:
         if _ip(text) is None:
             raise _wrong(where, _FORMS, text, "put IPv6 in brackets")

@@ -145,11 +145,13 @@ def find(table: Mapping[str, type[Found]], kind: str, *, where: str) -> type[Fou
     """
     found = table.get(kind)
     if found is None:
-        near = get_close_matches(kind, table, n=1, cutoff=0.0)
+        near = get_close_matches(kind, table, n=1, cutoff=0.75)
         raise ConfigError(
             where,
             wanted=f"one of {', '.join(sorted(table))}",
             found=kind,
-            fix=f"did you mean {near[0]}?" if near else "add the kind to the catalogue",
+            fix=f"did you mean {near[0]}?"
+            if near
+            else "`extproc check --plugins` lists them; a file of your own is named in plugin_files",
         )
     return found

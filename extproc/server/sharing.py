@@ -201,6 +201,16 @@ def line(settings: Sharing, sites: Sites, clock: Callable[[], float]) -> Line | 
     return Line(settings, sites, clock) if settings.url else None
 
 
+def require(settings: Sharing) -> None:
+    """Refuse settings that ask for sharing without its extra, or with an address that is no URL.
+
+    Raises:
+        ConfigError: The client is not installed, or the URL is none.
+    """
+    if settings.url:
+        _client(settings)  # which connects when it is used
+
+
 def _wanted() -> bool:
     """Whether nobody asked this task to end: the client may swallow that while it connects."""
     task = asyncio.current_task()

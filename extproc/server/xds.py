@@ -84,6 +84,21 @@ class _Stream:
             self.inbox.put_nowait(None)
 
 
+def require() -> None:
+    """Refuse to serve xDS without its extra.
+
+    Raises:
+        ConfigError: The types of Envoy are not installed.
+    """
+    if importlib.util.find_spec("envoy_data_plane") is None:
+        raise ConfigError(
+            "xds.enabled",
+            wanted="the types of Envoy's xDS (envoy-data-plane)",
+            found="no such package",
+            fix=f"{distribution.install_command('xds')}, or set xds.enabled to false",
+        )
+
+
 class Discovery:
     """Serves aggregated discovery.
 
@@ -112,13 +127,7 @@ class Discovery:
         tallies: XdsTallies,
         supervisor: Supervisor | None = None,
     ) -> None:
-        if importlib.util.find_spec("envoy_data_plane") is None:
-            raise ConfigError(
-                "xds.enabled",
-                wanted="the types of Envoy's xDS (envoy-data-plane)",
-                found="no such package",
-                fix=f"{distribution.install_command('xds')}, or set xds.enabled to false",
-            )
+        require()
         # Here and not above: a second and 50 MB that only those pay who serve xDS.
         board = importlib.import_module("extproc.xds.board")
         self._messages = importlib.import_module("extproc.xds.messages")

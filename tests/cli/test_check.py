@@ -1,3 +1,7 @@
+import json
+import re
+import socket
+
 import pytest
 
 from extproc.cli import main
@@ -197,3 +201,93 @@ def test_diff_reads_the_other_file_as_strictly(tmp_path, capsys):
     """A mistake in it is told as one of the file itself."""
     assert diffed(tmp_path, "nonsense: 1\n", "seed: 1\n") == 2
     assert "old.yaml" in capsys.readouterr().err
+
+
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+
+
+def checked(text, capsys, *words):
+    """Status, and standard output and error, of a check of a text."""
+    status = main.main(["check", "--config-text", HEAD + text, *words])
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("explain: {decisions: 7}", "explain.decisions  7 (default 1000)"),
+        ("answers: {feedback: false}", "answers.feedback  false (default true)"),
+        ("holding: {enabled: true}", "holding.enabled  true (default false)"),
+        ("health: {failures: 9}", "health.failures  9 (default 3)"),
+        ("log: {level: debug}", 'log.level  "debug" (default "info")'),
+        ("sharing: {url: 'redis://:secret@h:1'}", 'sharing.url  (not shown) (default "")'),
+        ("autoscaling: {peers: ['h:1']}", 'autoscaling.peers  ["h:1"] (default [])'),
+        ("pools: [{name: a, endpoints: ['10.0.0.1:1']}]", "pools[a].endpoints"),
+    ],
+)
+def test_check_names_every_field_that_is_changed(text, line, capsys):
+    """No section of a file passes without a line."""
+    status, out, err = checked(text, capsys)
+    assert (status, err) == (0, "")
+    assert line in re.sub(r" {2,}", "  ", out)
+    assert "secret" not in out
+
+
+def test_check_shows_all_errors_at_once(capsys):
+    """An error does not hide the next one, and places are those of the file."""
+    text = (
+        "pool: {endpoints: ['http://10.0.0.1:80', '10.0.0.1', '10.0.0.2:80']}\n"
+        "server: {grpc_port: '1'}\n"
+        "limit: {}\n"
+        "scheduling: {profile: {scorers: [{kind: a}, {kind: queue-depth, weight: x}, {kind: b}]}}"
+    )
+    status, out, err = checked(text, capsys)
+    assert (status, out) == (2, "")
+    places = [line.removeprefix("extproc: --config-text: ") for line in err.splitlines()]
+    assert sorted(place.partition(":")[0] for place in places) == [
+        "limit",
+        "pool.endpoints[0]",
+        "pool.endpoints[1]",
+        "scheduling.profile.scorers[0].kind",
+        "scheduling.profile.scorers[1].weight",
+        "scheduling.profile.scorers[2].kind",
+        "server.grpc_port",
+    ]
+    assert "leave out http:// and write 10.0.0.1:80" in err
+
+
+@pytest.mark.parametrize("command", ["check", "serve"])
+def test_what_this_machine_lacks_is_refused_before_serving(command, tmp_path, monkeypatch, capsys):
+    """Extras and files are looked at by `check` and `serve` alike, all of them."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    text = HEAD + f"server: {{cert_path: {tmp_path}, admin_token_file: {tmp_path}/token}}"
+    words = ["--endpoints", "10.0.0.1:1", "--xds", "--config-text", text]
+    assert main.main([command, *words]) == 2
+    err = capsys.readouterr().err
+    for fact in ("pip install 'extproc-epp[xds]'", "tls.crt and tls.key", "admin_token_file"):
+        assert fact in err
+
+
+def test_check_notes_a_port_that_is_taken(capsys):
+    """It may be free where the file is for, so it is no error."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        text = f"server: {{host: 127.0.0.1, metrics_port: {port}}}"
+        status, out, _ = checked(text, capsys)
+    assert status == 0
+    assert f"note: --metrics-port: something on this machine listens on port {port}" in out
+
+
+def test_check_prints_json(capsys):
+    """Programs read the same report."""
+    status, out, _ = checked("log: {level: debug}", capsys, "--json")
+    report = json.loads(out)
+    assert (status, report["ok"], report["errors"]) == (0, True, [])
+    assert report["changed"] == [{"path": "log.level", "default": '"info"', "value": '"debug"'}]
+    assert report["profile"] == "adaptive"
+    status, out, _ = checked("log: {level: loud}", capsys, "--json")
+    (error,) = json.loads(out)["errors"]
+    assert (status, error["where"]) == (2, "--config-text: log.level")
+    assert main.main(["check", "no-such-file", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["errors"][0]["where"] == "no-such-file"

@@ -93,6 +93,10 @@ CUTS = {
         ),
         "above limits.max_message_bytes",
     ),
+    "no cluster of pickers": (
+        lambda tree: tree["static_resources"]["clusters"].remove(cluster(tree, "extproc")),
+        "no cluster has this name",
+    ),
     "trailers": (
         lambda tree: processor(tree)["processing_mode"].update(
             request_body_mode="FULL_DUPLEX_STREAMED"
@@ -142,6 +146,14 @@ WARNINGS = {
     "route duration": (
         lambda tree: route(tree).update(max_stream_duration={"max_stream_duration": "60s"}),
         "max_stream_duration is 60 s",
+    ),
+    "no bodies": (
+        lambda tree: processor(tree)["processing_mode"].update(request_body_mode="NONE"),
+        "request_body_mode is NONE",
+    ),
+    "no status": (
+        lambda tree: processor(tree)["processing_mode"].update(response_header_mode="SKIP"),
+        "response_header_mode is SKIP",
     ),
     "response trailers": (
         lambda tree: processor(tree)["processing_mode"].update(response_trailer_mode="SKIP"),

@@ -48,7 +48,7 @@ def test_the_forms_of_an_endpoint(item, entry):
         ("fd00::1::2:80", "endpoints[1]", "brackets"),
         ("[10.0.0.1]:80", "endpoints[1]", "IPv6 address in the brackets"),
         ("10.0.0.256:80", "endpoints[1]", "an IP address or a host name"),
-        ("http://a:80", "endpoints[1]", "brackets"),
+        ("http://a:80", "endpoints[1]", "leave out http:// and write a:80"),
         ("a b:80", "endpoints[1]", "a host name"),
         ("a:0", "endpoints[1]", "a port from 1 to 65535"),
         ("a:65536", "endpoints[1]", "a port from 1 to 65535"),

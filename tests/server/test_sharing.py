@@ -267,5 +267,5 @@ async def test_a_missing_client_is_named(monkeypatch):
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match="extra `sharing`"):
+    with pytest.raises(ConfigError, match=r"pip install 'extproc-epp\[sharing\]'"):
         sharing.line(Sharing(url="redis://x"), sites(), time.monotonic)

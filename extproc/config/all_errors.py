@@ -1,0 +1,113 @@
+"""Every error of a configuration in one pass, where reading it stops at the first.
+
+What is wrong is taken out and the rest is read again. A value that is taken out has its default
+from then on, so the other errors are the same as if it had been mended.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from extproc.config import strict
+from extproc.config.load import Document
+from extproc.errors import ConfigError
+
+#: Errors that are shown (count); a file with more is another kind of file.
+_MOST_ERRORS = 20
+
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+
+Read = TypeVar("Read")
+
+
+def collect(
+    document: Document, read: Callable[[Document], Read]
+) -> tuple[Read | None, Sequence[ConfigError]]:
+    """Read a configuration, and go on after errors as far as they can be told apart.
+
+    Args:
+        document: As it was written.
+        read: Reads one, and raises ConfigError at the first error.
+
+    Returns:
+        What `read` makes of it without the wrong values, None where the last error has no place in
+        the file; and the errors.
+    """
+    errors: list[ConfigError] = []
+    removed: list[strict.Path] = []
+    while len(errors) < _MOST_ERRORS:
+        try:
+            return read(document), errors
+        except ConfigError as error:
+            path = _path_of(error, document)
+            original = _original(path, removed)
+            if path and original in removed:  # its default is as wrong as the value was
+                return None, errors
+            if not _is_consequence(error, original, removed):
+                head = document.where
+                spelled = f"{head}: {strict.spell(original)}" if path else error.where
+                errors.append(_at(error, spelled))
+            tree = _without(document.tree, path) if path else None
+            if tree is None:
+                return None, errors
+            removed.append(original)
+            document = msgspec.structs.replace(document, tree=tree)
+    return None, errors
+
+
+def _path_of(error: ConfigError, document: Document) -> strict.Path:
+    """Where in the tree of a file an error is; empty for none that is known."""
+    head = f"{document.where}: "
+    if isinstance(document.where, strict.Flat) or not error.where.startswith(head):
+        return ()
+    steps: list[strict.Step] = []
+    for key, index in _STEP.findall(error.where.removeprefix(head).replace(": ", ".")):
+        steps.append(int(index) if index else key)
+    return tuple(steps)
+
+
+def _original(path: strict.Path, removed: Sequence[strict.Path]) -> strict.Path:
+    """The same place in the file as it was written, with the items of lists that are gone."""
+    steps: strict.Path = ()
+    for step in path:
+        if isinstance(step, int):
+            gone = {place[-1] for place in removed if place[:-1] == steps}
+            index = -1
+            for _ in range(step + 1):
+                index += 1
+                while index in gone:
+                    index += 1
+            steps = (*steps, index)
+        else:
+            steps = (*steps, step)
+    return steps
+
+
+def _is_consequence(error: ConfigError, path: strict.Path, removed: Sequence[strict.Path]) -> bool:
+    """Whether a key is missing only because its wrong value was taken out."""
+    return error.wanted.startswith("the key ") and any(
+        place[:-1] == path and error.wanted.startswith(f"the key {place[-1]}") for place in removed
+    )
+
+
+def _at(error: ConfigError, where: str) -> ConfigError:
+    return ConfigError(where, wanted=error.wanted, found=error.found, fix=error.fix)
+
+
+def _without(tree: object, path: strict.Path) -> dict[str, object] | None:
+    """A copy of a tree without one value; None where no value stands there."""
+    whole = copy.deepcopy(tree)
+    below: object = whole
+    *steps, last = path
+    try:
+        for step in steps:
+            below = below[step]  # type: ignore[index]  # what it is not raises below
+        del below[last]  # type: ignore[attr-defined]  # the same
+    except (KeyError, IndexError, TypeError):
+        return None
+    return whole if isinstance(whole, dict) else None
