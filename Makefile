@@ -22,7 +22,7 @@ KUBETOOLS_MODULE := tests/manifests/kubetools
 # Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo demo-scale test fuzz chaos hostile soak mutants check format proto reference points bench envoys versions envtest kubetools clean
+.PHONY: help demo demo-scale test fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -78,6 +78,9 @@ format: $(VENV)/.dev ## Format and fix what can be fixed
 
 proto: $(VENV)/.dev ## Compile proto/ into extproc/wire/pb
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=extproc/wire/pb --pyi_out=extproc/wire/pb proto/ext_proc.proto proto/keda.proto
+
+docs: $(VENV)/.dev ## Build the documentation into build/docs/html; a broken link or anchor fails
+	$(BIN)/python -m tests.docs.site
 
 reference: $(VENV)/.dev ## Write the generated parts of docs/ anew
 	$(BIN)/python -m tests.docs.generate
