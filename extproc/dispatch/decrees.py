@@ -107,12 +107,11 @@ class Decrees:
             None where it stays refused.
         """
         rule = self._generic
-        if refused is not envelope.NO_MODEL or rule is None:
+        if refused != envelope.NO_MODEL or rule is None:
             return None
         # As if the gateway had named one: what else is wrong with it still counts.
-        headers = {**raw.headers, envelope.MODEL_HEADERS[0]: rule.targets[0].model}
-        request = parser.parse(msgspec.structs.replace(raw, headers=headers))
-        if isinstance(request, Rejection):
+        request = parser.parse_supplied(raw, rule.targets[0].model)
+        if request is None or isinstance(request, Rejection):
             return None
         return msgspec.structs.replace(request, model=_drawn(rule, request.session, rng))
 

@@ -10,7 +10,7 @@ import msgspec
 from extproc.decision import Rejection
 from extproc.dispatch import decrees, naming
 from extproc.dispatch import routing as routes
-from extproc.parsing import parser
+from extproc.parsing import parser, preparsed
 from extproc.pool.fleet import Fleet
 from extproc.prefix import blocks
 from extproc.request import RawRequest, Request
@@ -43,7 +43,7 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
         replace = msgspec.structs.replace
         request = replace(self.request, prompt=b"")
         asked = request if self.asked is self.request else replace(self.asked, prompt=b"")
-        return replace(self, request=request, asked=asked)
+        return replace(self, request=request, asked=asked, raw=preparsed.rest(self.raw))
 
     def prompted(self) -> Request:
         """The request with its prompt, parsed anew if need be."""

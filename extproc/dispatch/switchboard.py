@@ -153,7 +153,7 @@ class Switchboard:
 
         Any other refusal stands in every pool, so that no body is read again for each of them.
         """
-        if refused is not envelope.NO_MODEL:
+        if refused != envelope.NO_MODEL:
             return None
         for pool in (*(pool for pool in fitting if not pool.claim.models), *self._open):
             dispatcher = pool.dispatcher

@@ -18,6 +18,9 @@ _USER = framing.MESSAGE + b"user"
 #: prefix anybody may configure.
 LONGEST_BYTES = 4 * 4096
 
+#: Characters of which no text takes more than `LONGEST_BYTES`.
+_PART_CHARACTERS = LONGEST_BYTES // 4
+
 
 def of(request: Request) -> str:
     """The text parts of the first user message, or the prompt of a completion.
@@ -50,6 +53,18 @@ def of(request: Request) -> str:
         text += _text(prompt, at + 1, following if following >= 0 else end)
         at = following
     return text[:LONGEST_BYTES]
+
+
+def reduced(request: Request) -> bytes:
+    """The shortest prompt with the opening of a request; empty for a request without one."""
+    text = of(request)
+    if not text:
+        return b""
+    if request.api == "completions":
+        return text.encode()
+    # Parts, since of one text no more than `LONGEST_BYTES` are read; the marker behind is their end.
+    parts = (text[at : at + _PART_CHARACTERS] for at in range(0, len(text), _PART_CHARACTERS))
+    return b"".join((_USER, *(framing.TEXT + part.encode() for part in parts), framing.MESSAGE))
 
 
 def unread(_: Request) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
+import msgspec
+
 from extproc import decision
 from extproc.decision import Rejection
 from extproc.parsing import (
@@ -16,6 +18,7 @@ from extproc.parsing import (
     multipart,
     opaque,
     paths,
+    preparsed,
     ranking,
     rendering,
     responses,
@@ -68,10 +71,29 @@ def parse(raw: RawRequest) -> Request | Rejection:
         is a gRPC method); or a rejection with status 400 (docs/spec/protocol.md#request-flow) on a
         path that is, and on every path for a model or adapter name that is too long.
     """
+    if type(raw) is preparsed.PreparsedRequest:
+        return raw.outcome
     if opaque.is_bodiless(raw):
         return _named(opaque.bare(raw, paths.OPAQUE), raw)
     read = _read(raw)
     return read if isinstance(read, Rejection) else _named(read, raw)
+
+
+def parse_supplied(raw: RawRequest, model: str) -> Request | Rejection | None:
+    """Read a request that names no model as if a header had named one.
+
+    Args:
+        raw: A request that `parse` refuses with `envelope.NO_MODEL`.
+        model: Its model.
+
+    Returns:
+        As of `parse`; None where its body was read before, and something else is wrong with it.
+    """
+    if type(raw) is preparsed.PreparsedRequest:
+        supplied = raw.supplied
+        return None if supplied is None else msgspec.structs.replace(supplied, model=model)
+    headers = {**raw.headers, envelope.MODEL_HEADERS[0]: model}
+    return parse(msgspec.structs.replace(raw, headers=headers))
 
 
 def _named(request: Request, raw: RawRequest) -> Request | Rejection:

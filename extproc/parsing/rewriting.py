@@ -16,7 +16,8 @@ from typing import Any, Final
 import msgspec
 
 from extproc.decision import Splice
-from extproc.parsing import multipart, paths
+from extproc.parsing import multipart, paths, preparsed
+from extproc.parsing.preparsed import ModelPlace
 from extproc.request import RawRequest
 
 #: Places that are tried before the body is walked through (count). Usually the first is right.
@@ -53,21 +54,26 @@ def splice(raw: RawRequest, model: str) -> Splice | None:
         None where the body was not shown, is neither a JSON object nor a form, was cut before the
         name, or where its `model` is no string.
     """
+    place = raw.place if type(raw) is preparsed.PreparsedRequest else find_place(raw)
+    return None if place is None else place.fill(model)
+
+
+def find_place(raw: RawRequest) -> ModelPlace | None:
+    """Where in a body another model name goes; None as of `splice`."""
     content_type = raw.headers.get("content-type", "")
     if not raw.body or content_type.startswith("application/grpc"):
         return None
     if paths.surface_of(paths.path_of(raw)) in {"transcriptions", "translations"}:
         span = multipart.model_span(raw)
         if span is not None:
-            # A line break would end the value, and a cut form may go on with it.
-            broken = "\r" in model or "\n" in model or (raw.truncated and span[1] == len(raw.body))
-            return None if broken else Splice(*span, model.encode())
-    name = msgspec.json.encode(model)
-    tried = None if raw.truncated else _tried(raw.body, name)
-    return tried or _walked(raw.body, name, whole=not raw.truncated)
+            # A cut form may go on with the value.
+            is_cut = raw.truncated and span[1] == len(raw.body)
+            return None if is_cut else ModelPlace(*span, is_form=True)
+    tried = None if raw.truncated else _tried(raw.body)
+    return tried or _walked(raw.body, whole=not raw.truncated)
 
 
-def _tried(body: bytes, name: bytes) -> Splice | None:
+def _tried(body: bytes) -> ModelPlace | None:
     """Change what looks like the value, and see whether a decoder reads the change.
 
     A decoder and a copy take a tenth of the time of the walk.
@@ -85,7 +91,7 @@ def _tried(body: bytes, name: bytes) -> Splice | None:
         colon = _COLON.match(body, at + len(_KEY))
         value = colon and _STRING.match(body, colon.end())
         if value and _model_of(Splice(*value.span(), written).apply(body)) == other:
-            return Splice(*value.span(), name)
+            return ModelPlace(*value.span())
     return None
 
 
@@ -97,7 +103,7 @@ def _model_of(body: bytes) -> str | None:
     return model if type(model) is str else None
 
 
-def _walked(body: bytes, name: bytes, *, whole: bool) -> Splice | None:
+def _walked(body: bytes, *, whole: bool) -> ModelPlace | None:
     """Find the value by its depth; also in a cut body, and where the key is escaped or missing."""
     opened = _OPENED.match(body)
     if opened is None:
@@ -127,13 +133,12 @@ def _walked(body: bytes, name: bytes, *, whole: bool) -> Splice | None:
     else:
         return None
     if span is not None:
-        return Splice(*span, name)
+        return ModelPlace(*span)
     if found or not whole:
         return None
     start = opened.end()
-    return Splice(
-        start, start, _KEY + b":" + name + (b"" if body[start : start + 1] == b"}" else b",")
-    )
+    after = b"" if body[start : start + 1] == b"}" else b","
+    return ModelPlace(start, start, before=_KEY + b":", after=after)
 
 
 def _is_model(string: bytes) -> bool:

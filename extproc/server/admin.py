@@ -8,7 +8,7 @@ pool as JSON, `/debug/pools` all of them; `POST /debug/explain` a dry run: the d
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
@@ -47,7 +47,7 @@ class Pages:
         exposition: Exposition,
         readiness: Readiness,
         pools: Callable[[], Mapping[str, Pool]],
-        dry_run: Callable[[RawRequest, float], Outcome | Answer],
+        dry_run: Callable[[RawRequest], Awaitable[Outcome | Answer]],
         decisions: Ring,
         clock: Callable[[], float],
         access: AdminAccess,
@@ -142,7 +142,7 @@ class Pages:
             if lower.startswith(HEADER_PREFIX):
                 headers[lower.removeprefix(HEADER_PREFIX)] = value
         body = await request.clone(client_max_size=self._max_body_bytes()).read()
-        outcome = self._dry_run(RawRequest(headers, body), self._clock())
+        outcome = await self._dry_run(RawRequest(headers, body))
         if isinstance(outcome, Rejection):
             return _refused(outcome)
         if isinstance(outcome, Answer):

@@ -18,10 +18,12 @@ from aiohttp import web
 
 from extproc.config import cluster, factory
 from extproc.config.settings import Server, Settings
+from extproc.decision import Answer, Outcome, Rejection
 from extproc.discovery.follow import DiscoveryFact
 from extproc.discovery.kubernetes import follow as following
 from extproc.discovery.kubernetes import watches
 from extproc.protocol.gathering import Budget
+from extproc.request import RawRequest
 from extproc.scheduling import guard
 from extproc.scrape import client, scraper
 from extproc.server import (
@@ -36,6 +38,7 @@ from extproc.server import (
     stream,
     xds,
 )
+from extproc.server.large_bodies import LargeBodies
 from extproc.server.scaling import autoscaler, keda
 from extproc.server.sharing import line
 from extproc.server.site import Shared
@@ -199,6 +202,9 @@ class Picker:
             self._keda = keda.Scaler(self._autoscaler.loops)
             self._autoscaler.on_change = self._keda.told
             self._autoscaler.on_gone = self._keda.gone
+        self._large_bodies = LargeBodies(
+            self.tallies, max_prompt_bytes=lambda: self.sites.max_prompt_bytes
+        )
         self.servicer = self._build_servicer()
         self._line = line(settings.sharing, self.sites, clock)
         self._xds = self._build_xds()
@@ -217,6 +223,7 @@ class Picker:
             settings=_stream_settings(self._settings),
         )
         shared.gates = self.sites.gates
+        shared.large_bodies = self._large_bodies
         shared.on_opened = self._stalls.wake
         return servicer.Servicer(shared)
 
@@ -425,6 +432,7 @@ class Picker:
         if self._pages is not None:
             await attempt("drain", self._pages.cleanup())
         self._http.close()
+        await attempt("drain", self._large_bodies.close())
         await attempt("drain", self._autoscaler.close())
 
     async def _start_pages(self, server: Server) -> int:
@@ -438,7 +446,7 @@ class Picker:
             ),
             readiness=self.readiness,
             pools=self.sites.pools,
-            dry_run=lambda raw, now: self.sites.switchboard.route(raw, now).outcome,
+            dry_run=self._dry_run,
             decisions=self.ring,
             clock=self._clock,
             access=admin_access.AdminAccess(self._current_token, self._autoscaler.peers.is_peer),
@@ -459,6 +467,13 @@ class Picker:
     def _current_token(self) -> str:
         """What debug pages want now; empty for no token."""
         return self._admin_token.current()
+
+    async def _dry_run(self, raw: RawRequest) -> Outcome | Answer:
+        """Decide without charging anybody; raises as `LargeBodies.read`."""
+        read = await self._large_bodies.read_if_large(raw)
+        if isinstance(read, Rejection):
+            return read
+        return self.sites.switchboard.route(read, self._clock()).outcome
 
     def _gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         sites = self.sites.by_name

@@ -93,8 +93,8 @@ class Servicer:
                 # No await beyond this point, until the answers are written.
                 for reply in turn(event):
                     await context.write(codec.encode(reply))
-                if stream.held is not None:
-                    await _resume(stream, context)
+                if stream.unread is not None or stream.held is not None:
+                    await self._finish_turn(stream, context)
             await self._refusal(task)
             end = "ok"
         except asyncio.CancelledError:
@@ -127,6 +127,27 @@ class Servicer:
         if not replies:
             await context.abort(grpc.StatusCode.INTERNAL, "the picker ran into a bug")
         await _write(context, replies)
+
+    async def _finish_turn(self, stream: Stream, context: Context) -> None:
+        """Wait for what a turn has to wait for, and answer."""
+        await self._read_body(stream, context)
+        await _resume(stream, context)
+
+    async def _read_body(self, stream: Stream, context: Context) -> None:
+        """Have a large body read, and answer its request."""
+        raw, large_bodies = stream.unread, self.shared.large_bodies
+        if raw is None or large_bodies is None:
+            return
+        try:
+            read = await large_bodies.read(raw)
+        except Exception as error:  # noqa: BLE001 - counted and logged, and the request is answered
+            replies = stream.take_unread(error)
+        else:
+            replies = stream.take_read(read)
+            del read
+        del raw  # its prompt must not wait for the peer
+        for reply in replies:
+            await context.write(codec.encode(reply))
 
     async def follow_uploads(self) -> None:
         """Refuse requests whose body stops arriving, until cancelled."""

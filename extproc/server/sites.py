@@ -111,6 +111,12 @@ class Sites:
         """Names of the scheduling profiles in force, each once."""
         return ",".join(dict.fromkeys(site.profile for site in self.by_name.values()))
 
+    @property
+    def max_prompt_bytes(self) -> int:
+        """How much of a prompt any pool hashes."""
+        schedules = [site.parts.settings.prefix.schedule for site in self.by_name.values()]
+        return max((schedule.limit_bytes for schedule in schedules), default=0)
+
     def pools(self) -> Mapping[str, Pool]:
         """The current pools by name."""
         return {name: site.parts.fleet.pool for name, site in self.by_name.items()}

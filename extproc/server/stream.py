@@ -13,7 +13,7 @@ from extproc.decision import Answer, Decision, Outcome, Rejection
 from extproc.dispatch import costing
 from extproc.dispatch.dispatcher import Dispatcher
 from extproc.dispatch.preparing import Prepared
-from extproc.dispatch.switchboard import Switchboard
+from extproc.dispatch.switchboard import Routed, Switchboard
 from extproc.parsing import usage
 from extproc.pool.accounts import Ticket
 from extproc.protocol.events import Event, Kind
@@ -25,6 +25,7 @@ from extproc.protocol.transitions import Asked, Told
 from extproc.request import RawRequest
 from extproc.server.bugs import Bugs
 from extproc.server.gate import Gate, Granted, Held, Reservation
+from extproc.server.large_bodies import INLINE_BYTES, LargeBodies
 from extproc.telemetry import explanation, pool_tallies
 from extproc.telemetry.pool_tallies import PoolTallies
 from extproc.telemetry.ring import Recorded, Ring
@@ -72,6 +73,7 @@ class Shared:
 
     Attributes:
         gates: Where requests wait, by pool; a pool that is not there holds none.
+        large_bodies: Reads large bodies; None reads them on the event loop.
         closing: Whether the server is about to end.
         on_opened: Called when a stream was opened.
         bugs: Where exceptions of ours go.
@@ -98,6 +100,7 @@ class Shared:
         self.ring = ring
         self.settings = settings
         self.gates: Mapping[str, Gate] = {}
+        self.large_bodies: LargeBodies | None = None
         self.closing = False
         self.on_opened: Callable[[], None] = _nothing
         self.bugs = Bugs(tallies.bugs, clock)
@@ -121,6 +124,7 @@ class Stream(msgspec.Struct, eq=False):
     Attributes:
         exchange: What was said so far.
         held: Where the request waits; None while it does not.
+        unread: The request while its large body is to be read elsewhere; None while none is.
         address: The endpoint it was sent to, `ip:port`; empty before that.
         over: Whether nothing more is to be said.
     """
@@ -130,6 +134,7 @@ class Stream(msgspec.Struct, eq=False):
     _started_s: float
     _tallies: PoolTallies
     held: Held | None = None
+    unread: RawRequest | None = None
     address: str = ""
     over: bool = False
     _picked_s: float = 0.0
@@ -150,8 +155,12 @@ class Stream(msgspec.Struct, eq=False):
         """One event in, answers out. Synchronous: a turn sees one pool from start to end."""
         exchange = self.exchange
         replies = exchange.receive(event)
-        if exchange.pending is not None:
-            return self._decide(exchange, exchange.pending)
+        pending = exchange.pending
+        if pending is not None:
+            if len(pending.body) > INLINE_BYTES and self._shared.large_bodies is not None:
+                self.unread = pending
+                return ()
+            return self._decide(pending)
         if event.kind is _RESPONSE_HEADERS:
             if self._ticket is not None:
                 shared = self._shared
@@ -196,15 +205,36 @@ class Stream(msgspec.Struct, eq=False):
         if self._reservation is not None:
             self._reservation.refund()
 
-    def _decide(self, exchange: Exchange, raw: RawRequest) -> Iterable[Reply]:
+    def take_read(self, read: RawRequest | Rejection) -> Iterable[Reply]:
+        """A large body was read, or cannot be: the answers to the request. Synchronous as a turn."""
+        self.unread = None
+        return (self._reject(read),) if isinstance(read, Rejection) else self._decide(read)
+
+    def take_unread(self, error: Exception) -> Iterable[Reply]:
+        """Reading a large body failed: it is sent somewhere, as what meets a bug."""
+        raw, self.unread = self.unread, None
+        if raw is None:
+            raise RuntimeError("no body is read elsewhere; call once after `unread` was set")
+        return self._rescue(raw, self._shared.clock(), error)
+
+    def _decide(self, raw: RawRequest) -> Iterable[Reply]:
         shared = self._shared
         now = shared.clock()
         try:
             routed = shared.switchboard.route(raw, now)
-        except Exception as error:  # noqa: BLE001  see below
-            # One request's failure never touches another, and this one still gets an answer.
-            shared.bugs.note(error)
-            routed = shared.switchboard.rescue(raw, now, why=type(error).__name__)
+        except Exception as error:  # noqa: BLE001 - see `_rescue`
+            return self._rescue(raw, now, error)
+        return self._take(routed, raw, now)
+
+    def _rescue(self, raw: RawRequest, now: float, error: Exception) -> Iterable[Reply]:
+        """One request's failure never touches another, and this one still gets an answer."""
+        shared = self._shared
+        shared.bugs.note(error)
+        routed = shared.switchboard.rescue(raw, now, why=type(error).__name__)
+        return self._take(routed, raw, now)
+
+    def _take(self, routed: Routed, raw: RawRequest, now: float) -> Iterable[Reply]:
+        shared, exchange = self._shared, self.exchange
         outcome = routed.outcome
         if isinstance(outcome, Answer):
             shared.tallies.answers += 1

@@ -65,6 +65,7 @@ class Exposition(Collector):
         yield from watch_series.series(self._tallies.watches())
         yield from self._plugins()
         yield from self._bugs()
+        yield from self._large_bodies()
         yield from self._configuration()
         yield from self._loops()
         yield from self._distributions()
@@ -151,6 +152,16 @@ class Exposition(Collector):
             family.add_metric(key, count)
         yield family
 
+    def _large_bodies(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "extproc_large_bodies",
+            "Request bodies for the process that reads large ones, by what came of them.",
+            labels=["result"],
+        )
+        for result, count in self._tallies.large_bodies.items():
+            family.add_metric([result], count)
+        yield family
+
     def _distributions(self) -> Iterator[Metric]:
         tallies = self._tallies
         for name, text, distribution in (
@@ -159,6 +170,11 @@ class Exposition(Collector):
             ("extproc_exchange_seconds", "From first event to end.", tallies.exchange_s),
             ("extproc_scrape_seconds", "Time one scrape took.", tallies.scrape_s),
             ("extproc_held_seconds", "Waits for capacity that ended well.", tallies.held_s),
+            (
+                "extproc_large_body_seconds",
+                "Time large request bodies waited and were read.",
+                tallies.large_body_s,
+            ),
             (
                 "extproc_loop_stall_seconds",
                 "How late timers of the event loop were: how long something held it.",

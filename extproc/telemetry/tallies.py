@@ -59,6 +59,9 @@ class Tallies:
         exchange_s: From first event to end.
         scrape_s: Time of scrapes.
         held_s: How long requests waited for capacity and then went on.
+        large_bodies: Bodies for the process that reads large ones, by what came of them: `read`,
+            `failed`, `refused`.
+        large_body_s: How long they waited and were read.
         loop_stall_s: How late timers of the event loop were.
         loop_stall_cpu_s: Of that, what the thread of the event loop computed.
         xds: Counts of the xDS server.
@@ -83,6 +86,8 @@ class Tallies:
         self.exchange_s = Distribution(_ANSWER_BOUNDS_S)
         self.scrape_s = Distribution(_ANSWER_BOUNDS_S)
         self.held_s = Distribution(_ANSWER_BOUNDS_S)
+        self.large_bodies: Counter[str] = Counter()
+        self.large_body_s = Distribution(_ANSWER_BOUNDS_S)
         self.loop_stall_s = Distribution(_STALL_BOUNDS_S)
         self.loop_stall_cpu_s = Distribution(_STALL_BOUNDS_S)
         self.xds = XdsTallies()

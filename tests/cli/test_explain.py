@@ -184,6 +184,10 @@ def server():
     raw = RawRequest({":method": "POST", ":path": "/v1/chat/completions"}, BODY.encode())
     decision = parts.dispatcher.route(raw, 0.5)
     kept.add("id/1", decision, 0.5).status = "200"
+
+    async def dry_run(raw):
+        return parts.dispatcher.route(raw, 1.0)
+
     pages = admin.Pages(
         exposition=exposition.Exposition(
             tallies.Tallies(),
@@ -196,7 +200,7 @@ def server():
         ),
         readiness=health.Readiness(lambda: True),
         pools=lambda: {"": parts.fleet.pool},
-        dry_run=parts.dispatcher.route,
+        dry_run=dry_run,
         decisions=kept,
         clock=lambda: 1.0,
         access=admin_access.AdminAccess(str, nobody),

@@ -1,0 +1,65 @@
+"""Reading a body apart from its request, as another process does.
+
+What comes back is small: of the prompt only what is hashed, and the place for another model name in
+place of a search through the body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from extproc.decision import Rejection
+from extproc.parsing import envelope, opening, parser, preparsed, rewriting
+from extproc.request import RawRequest, Request
+
+
+class ParseJob(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A request without its body.
+
+    Attributes:
+        headers: See `RawRequest`.
+        truncated: See `RawRequest`.
+        subset: See `RawRequest`.
+        max_prompt_bytes: Bytes of a prompt that are hashed.
+    """
+
+    headers: Mapping[str, str]
+    truncated: bool
+    subset: tuple[str, ...] | None
+    max_prompt_bytes: int
+
+
+def describe(raw: RawRequest, *, max_prompt_bytes: int) -> ParseJob:
+    """The job of reading a request's body; arguments as of `ParseJob`."""
+    return ParseJob(raw.headers, raw.truncated, raw.subset, max_prompt_bytes)
+
+
+def run(job: ParseJob, body: bytes) -> preparsed.ParseResult:
+    """Read a body.
+
+    Args:
+        job: The request around it.
+        body: The body.
+
+    Returns:
+        What `parser.parse` and `rewriting.find_place` find, with the prompt cut to what is read of it.
+    """
+    raw = RawRequest(job.headers, body, job.truncated, job.subset)
+    place = rewriting.find_place(raw)
+    outcome = parser.parse(raw)
+    if isinstance(outcome, Request):
+        return preparsed.ParseResult(_cut(outcome, job.max_prompt_bytes), "", None, place)
+    supplied = parser.parse_supplied(raw, "supplied") if outcome == envelope.NO_MODEL else None
+    if supplied is None or isinstance(supplied, Rejection):
+        return preparsed.ParseResult(None, outcome.message, None, place)
+    return preparsed.ParseResult(None, outcome.message, _cut(supplied, job.max_prompt_bytes), place)
+
+
+def _cut(request: Request, max_prompt_bytes: int) -> Request:
+    """With the prompt up to where it is hashed, or all of it where a conversation opens behind that."""
+    if len(request.prompt) <= max_prompt_bytes:
+        return request
+    cut = msgspec.structs.replace(request, prompt=request.prompt[:max_prompt_bytes])
+    return cut if opening.of(cut) == opening.of(request) else request

@@ -1,0 +1,96 @@
+"""Requests whose body was read before: `parser` and `rewriting` answer from what was found in it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from extproc import decision
+from extproc.decision import Rejection, Splice
+from extproc.parsing import opening
+from extproc.request import RawRequest, Request
+
+
+class ModelPlace(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Where in a body another model name goes.
+
+    Attributes:
+        start: Offset of the first byte that is replaced.
+        stop: Offset behind the last one; equal to `start` where the name is added.
+        before: What stands before a name that is added.
+        after: What stands behind it.
+        is_form: Whether it is a field of a form, where a name is plain text; else it is JSON.
+    """
+
+    start: int
+    stop: int
+    before: bytes = b""
+    after: bytes = b""
+    is_form: bool = False
+
+    def fill(self, model: str) -> Splice | None:
+        """Put a name in; None for one that ends a field of a form with a line break."""
+        if not self.is_form:
+            content = self.before + msgspec.json.encode(model) + self.after
+        elif "\r" in model or "\n" in model:
+            return None
+        else:
+            content = model.encode()
+        return Splice(self.start, self.stop, content)
+
+
+class ParseResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What was found in a body.
+
+    Attributes:
+        request: The request; None where it is refused.
+        refusal: What `decision.bad_request` says of it; empty where it is not refused.
+        supplied: The request as if a header had named its model, where nothing names one and nothing
+            else is wrong with it; None elsewhere.
+        place: Where another model name goes; None where none can.
+    """
+
+    request: Request | None
+    refusal: str
+    supplied: Request | None
+    place: ModelPlace | None
+
+
+class PreparsedRequest(RawRequest, frozen=True, gc=False):
+    """A request whose body was read before.
+
+    Attributes:
+        outcome: What `parser.parse` answers.
+        supplied: See `ParseResult`.
+        place: See `ParseResult`.
+    """
+
+    outcome: Request | Rejection = decision.bad_request("")
+    supplied: Request | None = None
+    place: ModelPlace | None = None
+
+
+def attach(raw: RawRequest, result: ParseResult) -> PreparsedRequest:
+    """A request with what was found in its body.
+
+    Args:
+        raw: The request.
+        result: Of its body.
+    """
+    outcome = result.request or decision.bad_request(result.refusal)
+    return PreparsedRequest(
+        raw.headers,
+        raw.body,
+        raw.truncated,
+        raw.subset,
+        outcome=outcome,
+        supplied=result.supplied,
+        place=result.place,
+    )
+
+
+def rest(raw: RawRequest) -> RawRequest:
+    """A request as it waits: of a prompt that was read before only the opening is left."""
+    if type(raw) is not PreparsedRequest or not isinstance(raw.outcome, Request):
+        return raw
+    outcome = msgspec.structs.replace(raw.outcome, prompt=opening.reduced(raw.outcome))
+    return msgspec.structs.replace(raw, outcome=outcome)

@@ -1,0 +1,238 @@
+"""Large bodies are read by another process, since reading one takes longer than the loop may be held.
+
+One process, started with the first large body and ended after a while without any. One body is read at
+a time, in the order in which they came; those that wait are bounded by their bytes. A thread hands
+bodies over, with its calls into the kernel outside of the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import msgspec
+
+from extproc.decision import Rejection
+from extproc.parsing import parse_job, preparsed
+from extproc.request import RawRequest
+from extproc.server import parser_worker
+from extproc.telemetry.tallies import Tallies
+
+#: Largest body that is read on the event loop (bytes). At 30 ms for a MiB at worst that leaves time
+#: for the rest of a turn.
+INLINE_BYTES: Final = 1024 * 1024
+
+#: Bodies that wait to be read (bytes): four of the largest by default, some seconds at worst. A body is
+#: never refused where none waits.
+MAX_WAITING_BYTES: Final = 128 * 1024 * 1024
+
+#: Seconds for one body, after which its process is ended: it limits its CPU time by itself, so that only
+#: a process that stands still takes as long.
+_LIMIT_S: Final = 60.0
+
+#: Seconds without a large body after which the process is ended.
+_IDLE_S: Final = 60.0
+
+#: The process.
+COMMAND: Final = (sys.executable, "-m", "extproc.server.parser_worker")
+
+_DECODER = msgspec.msgpack.Decoder(preparsed.ParseResult)
+_encode = msgspec.msgpack.Encoder().encode
+
+_CROWDED: Final = Rejection(
+    429,
+    "too many large request bodies wait to be read",
+    reason="rejected-saturated",
+    retry_after_s=1,
+)
+
+
+class ParserDiedError(Exception):
+    """The process that read a body ended before it was done."""
+
+
+class ParserProcess:
+    """A process that reads bodies, started when there is one to read. Its calls block.
+
+    Args:
+        command: Starts it.
+    """
+
+    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def read(self, job: parse_job.ParseJob, body: bytes) -> preparsed.ParseResult:
+        """Have a body read.
+
+        Raises:
+            ParserDiedError: The process ended before it was done. The next call starts another one.
+        """
+        process = self._running()
+        try:
+            return _exchange(process, _encode(job), body)
+        except (OSError, EOFError, msgspec.DecodeError) as error:
+            self.end()
+            raise ParserDiedError("the process that reads large bodies ended") from error
+
+    def kill(self) -> None:
+        """End it at once, also while another thread waits for it."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def end(self) -> None:
+        """End it and wait for its end; again changes nothing."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # what it did not take is of no use
+                    pipe.close()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        process = self._process
+        if process is not None and process.poll() is None:
+            return process
+        self.end()
+        try:
+            process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ParserDiedError("no process can be started to read large bodies") from error
+        self._process = process
+        return process
+
+
+def _exchange(process: subprocess.Popen[bytes], job: bytes, body: bytes) -> preparsed.ParseResult:
+    """Send a job and its body, and receive the result.
+
+    Raises:
+        OSError: The process is gone.
+        EOFError: It went away.
+        msgspec.DecodeError: What it sent is no result.
+    """
+    jobs, results = process.stdin, process.stdout
+    if jobs is None or results is None:
+        raise RuntimeError("a parser process is started with pipes")
+    jobs.write(parser_worker.JOB_HEAD.pack(len(job), len(body)))
+    jobs.write(job)
+    jobs.write(body)
+    jobs.flush()
+    head = results.read(parser_worker.RESULT_HEAD.size)
+    if len(head) < parser_worker.RESULT_HEAD.size:
+        raise EOFError
+    (size,) = parser_worker.RESULT_HEAD.unpack(head)
+    result = results.read(size)
+    if len(result) < size:
+        raise EOFError
+    return _DECODER.decode(result)
+
+
+class LargeBodies:
+    """Reads large bodies beside the event loop.
+
+    Args:
+        tallies: Where they are counted.
+        max_prompt_bytes: Gives how much of a prompt is hashed.
+        process: Reads them.
+    """
+
+    def __init__(
+        self,
+        tallies: Tallies,
+        *,
+        max_prompt_bytes: Callable[[], int],
+        process: ParserProcess | None = None,
+    ) -> None:
+        self._tallies = tallies
+        self._counts = tallies.large_bodies
+        self._max_prompt_bytes = max_prompt_bytes
+        self._process = ParserProcess() if process is None else process
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="large-bodies")
+        self._turn = asyncio.Lock()
+        self._waiting_bytes = 0
+        self._idle: asyncio.TimerHandle | None = None
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of bodies that are read or wait for it."""
+        return self._waiting_bytes
+
+    async def read(self, raw: RawRequest) -> RawRequest | Rejection:
+        """Read a request's body.
+
+        Returns:
+            The request with what was found; 429 where too many bodies wait.
+
+        Raises:
+            ParserDiedError: Its reading failed.
+        """
+        size = len(raw.body)
+        if self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
+            self._counts["refused"] += 1
+            return _CROWDED
+        self._waiting_bytes += size
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        try:
+            async with self._turn:
+                result = await self._read_now(raw)
+        except ParserDiedError:
+            self._counts["failed"] += 1
+            raise
+        finally:
+            self._waiting_bytes -= size
+        self._counts["read"] += 1
+        self._tallies.large_body_s.add(loop.time() - begun)
+        return preparsed.attach(raw, result)
+
+    async def read_if_large(self, raw: RawRequest) -> RawRequest | Rejection:
+        """Read a request's body where that takes long; see `read`."""
+        return await self.read(raw) if len(raw.body) > INLINE_BYTES else raw
+
+    async def _read_now(self, raw: RawRequest) -> preparsed.ParseResult:
+        loop = asyncio.get_running_loop()
+        if self._idle is not None:
+            self._idle.cancel()
+        job = parse_job.describe(raw, max_prompt_bytes=self._max_prompt_bytes())
+        reading = loop.run_in_executor(self._thread, self._process.read, job, raw.body)
+        watchdog = loop.call_later(_LIMIT_S, self._process.kill)
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            # The thread holds the body until it is through: its bytes are given back only then.
+            await asyncio.wait([reading])
+            raise
+        finally:
+            watchdog.cancel()
+            self._idle = loop.call_later(_IDLE_S, self._retire)
+
+    def _retire(self) -> None:
+        """End the process, behind whatever the thread does now; the next body starts another one."""
+        self._thread.submit(self._process.end)
+
+    async def close(self) -> None:
+        """End the process and the thread."""
+        if self._idle is not None:
+            self._idle.cancel()
+        self._process.kill()
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._process.end)
+        self._thread.shutdown()

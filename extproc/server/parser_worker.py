@@ -1,0 +1,82 @@
+"""The process that reads large bodies: jobs on its standard input, results on its standard output.
+
+A job is its length, the length of its body, itself and the body; a result is its length and itself.
+It ends with its input, so also with the picker, however that ends. Signals to a group of processes
+are not for it: a picker that drains still needs it. A body that takes more time or memory than any may
+ends it, and the picker goes on with another one.
+
+    python -m extproc.server.parser_worker
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+import struct
+import sys
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import msgspec
+
+from extproc.parsing import parse_job
+
+#: Lengths of a job and of its body; length of a result.
+JOB_HEAD: Final = struct.Struct("<QQ")
+RESULT_HEAD: Final = struct.Struct("<Q")
+
+#: CPU seconds for any body, and for each MiB of it: several times what the most hostile one takes.
+_CPU_S: Final = 2.0
+_CPU_S_PER_MIB: Final = 0.2
+
+#: Memory for any body (bytes), and for each byte of it: twice what the most hostile one takes.
+_MEMORY_BYTES: Final = 64 * 1024 * 1024
+_MEMORY_PER_BYTE: Final = 8
+
+_DECODER = msgspec.msgpack.Decoder(parse_job.ParseJob)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def serve(jobs: BinaryIO, results: BinaryIO) -> None:
+    """Do jobs until there are no more.
+
+    Args:
+        jobs: Where they come from.
+        results: Where their results go.
+    """
+    while len(head := jobs.read(JOB_HEAD.size)) == JOB_HEAD.size:
+        job_bytes, body_bytes = JOB_HEAD.unpack(head)
+        job = jobs.read(job_bytes)
+        limit(body_bytes)
+        body = jobs.read(body_bytes)
+        if len(body) < body_bytes:
+            return
+        result = _encode(parse_job.run(_DECODER.decode(job), body))
+        del body
+        results.write(RESULT_HEAD.pack(len(result)))
+        results.write(result)
+        results.flush()
+        del result
+
+
+def limit(body_bytes: int) -> None:
+    """Have the kernel end this process if a body takes more than any may."""
+    mib = body_bytes / (1 << 20)
+    signal.setitimer(signal.ITIMER_PROF, _CPU_S + _CPU_S_PER_MIB * mib)
+    with contextlib.suppress(OSError, ValueError):  # no such file elsewhere, or a lower hard limit
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        most = pages * resource.getpagesize() + _MEMORY_BYTES + _MEMORY_PER_BYTE * body_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def main() -> None:
+    """Serve standard input; a picker that went away is no error."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(BrokenPipeError):
+        serve(sys.stdin.buffer, sys.stdout.buffer)
+
+
+if __name__ == "__main__":
+    main()

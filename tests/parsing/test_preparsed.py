@@ -1,0 +1,104 @@
+"""A body that was read in another process: everything reads it as one that was read here."""
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench import hostile_bodies
+from extproc.parsing import envelope, opening, parse_job, parser, preparsed, rewriting
+from extproc.request import RawRequest, Request
+from tests.parsing import asking
+from tests.parsing.test_opening import pieces
+from tests.parsing.test_properties import METHODS, PATHS, bodies
+from tests.support.chance import examples
+
+LIMIT = 4 << 20
+
+
+def preparse(raw, *, max_prompt_bytes=LIMIT):
+    """A request as it comes back from another process."""
+    job = parse_job.describe(raw, max_prompt_bytes=max_prompt_bytes)
+    job = msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=parse_job.ParseJob)
+    result = msgspec.msgpack.encode(parse_job.run(job, raw.body))
+    read = preparsed.attach(raw, msgspec.msgpack.decode(result, type=preparsed.ParseResult))
+    assert type(read) is preparsed.PreparsedRequest
+    assert (read.headers, read.body, read.subset) == (raw.headers, raw.body, raw.subset)
+    return read
+
+
+def check(raw):
+    """What is read there is what is read here."""
+    read = preparse(raw)
+    outcome = parser.parse(raw)
+    assert parser.parse(read) == outcome
+    for model in ("new", 'q"\n'):
+        assert rewriting.splice(read, model) == rewriting.splice(raw, model)
+    if not isinstance(outcome, Request) and outcome == envelope.NO_MODEL:
+        supplied = parser.parse_supplied(raw, "other")
+        found = parser.parse_supplied(read, "other")
+        assert found == (supplied if isinstance(supplied, Request) else None)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(PATHS, METHODS, bodies, st.booleans(), st.booleans())
+def test_any_json_reads_alike(path, method, body, truncated, with_model):
+    """Fields of any type on any path give the same request, refusal and place of the model."""
+    headers = {":method": method, ":path": path, "x-session-id": "s"}
+    written = json.dumps({**body, "model": "m"} if with_model else body).encode()
+    check(RawRequest(headers, written, truncated, ("10.0.0.1",)))
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(PATHS, st.binary(max_size=200), st.booleans())
+def test_any_bytes_read_alike(path, body, truncated):
+    """Bytes that are no JSON, too."""
+    check(RawRequest({":path": path, "content-type": "multipart/x; boundary=b"}, body, truncated))
+
+
+_HOSTILE = list(hostile_bodies.bodies(20_000))
+
+
+@pytest.mark.parametrize(("name", "path", "body"), _HOSTILE, ids=[name for name, *_ in _HOSTILE])
+def test_hostile_bodies_read_alike(name, path, body):
+    """Every body that was made to be slow."""
+    headers = {":path": path, ":method": "POST", "content-type": "multipart/x; boundary=b"}
+    check(RawRequest(headers, body))
+
+
+def test_a_form_reads_alike():
+    """The model of a form has another place than that of JSON, and no line breaks."""
+    part = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhisper\r\n--b--\r\n'
+    check(
+        asking.post(
+            "/v1/audio/transcriptions", part, content_type="multipart/form-data; boundary=b"
+        )
+    )
+
+
+def test_of_a_long_prompt_only_what_is_hashed_comes_back():
+    """And all of it where the conversation opens behind that."""
+    near = asking.post(asking.CHAT, {"model": "m", "messages": [asking.user("x" * 9000)]})
+    assert len(preparse(near, max_prompt_bytes=1000).outcome.prompt) > 1000
+    near = asking.post(asking.CHAT, {"model": "m", "messages": [asking.user("x" * 90_000)]})
+    read = preparse(near, max_prompt_bytes=40_000)
+    assert read.outcome.prompt == parser.parse(near).prompt[:40_000]
+    assert read.outcome.prompt_bytes == parser.parse(near).prompt_bytes
+    system = {"role": "system", "content": "s" * 50_000}
+    far = asking.post(asking.CHAT, {"model": "m", "messages": [system, asking.user("x")]})
+    assert preparse(far, max_prompt_bytes=40_000).outcome == parser.parse(far)
+
+
+@given(
+    prompt=st.lists(pieces, max_size=12).map(b"".join),
+    api=st.sampled_from(["chat", "completions", "messages"]),
+)
+def test_a_request_at_rest_has_its_opening(prompt, api):
+    """Whatever the prompt is, what is left of it while it waits is short and opens alike."""
+    request = Request(api=api, prompt=prompt)
+    raw = preparsed.attach(RawRequest({}), preparsed.ParseResult(request, "", None, None))
+    rested = parser.parse(preparsed.rest(raw))
+    assert opening.of(rested) == opening.of(request)
+    assert len(rested.prompt) <= 5 * opening.LONGEST_BYTES

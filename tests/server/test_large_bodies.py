@@ -1,0 +1,357 @@
+"""Large bodies are read by another process: what it finds, and what happens when it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+
+import grpc
+import pytest
+
+from extproc.decision import Rejection
+from extproc.parsing import parse_job, parser, preparsed, rewriting
+from extproc.prefix import blocks
+from extproc.request import RawRequest
+from extproc.server import large_bodies, parser_worker
+from extproc.telemetry.tallies import Tallies
+from tests.support import conversation as talk
+from tests.support import serving
+from tests.support.house import House
+
+LIMIT = blocks.DEFAULT.limit_bytes
+TEXT = json.dumps({"model": "m", "prompt": "some text, " * 120_000}).encode()
+RAW = RawRequest({":method": "POST", ":path": "/v1/completions"}, TEXT)
+CHAT = json.dumps(
+    {"model": "m", "messages": [{"role": "user", "content": "x" * 1_200_000}]}
+).encode()
+LIMIT_S = 60.0
+
+
+@contextlib.asynccontextmanager
+async def reading(process=None, tallies=None):
+    """Large bodies, with their tallies."""
+    tallies = tallies or Tallies()
+    bodies = large_bodies.LargeBodies(tallies, max_prompt_bytes=lambda: LIMIT, process=process)
+    try:
+        yield bodies, tallies
+    finally:
+        await bodies.close()
+
+
+class SlowProcess:
+    """Reads each body when the test says so; `die` is for those that it does not survive."""
+
+    def __init__(self):
+        self.started, self.go = threading.Semaphore(0), threading.Semaphore(0)
+        self.done = []
+        self.die = False
+        self.ends = 0
+
+    def read(self, job, body):
+        self.started.release()
+        assert self.go.acquire(timeout=LIMIT_S)
+        if self.die:
+            raise large_bodies.ParserDiedError
+        self.done.append(body)
+        return parse_job.run(job, body)
+
+    def kill(self):
+        self.go.release(100)
+
+    def end(self):
+        self.ends += 1
+
+    async def begun(self):
+        """Once a body is being read."""
+        assert await asyncio.to_thread(self.started.acquire, timeout=LIMIT_S)
+
+
+def process_ended(pid):
+    """Wait until a process is gone."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], LIMIT_S)[0])
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("body", [TEXT, CHAT, TEXT[:-1], b"\0" * 2_000_000], ids=len)
+async def test_another_process_reads_what_we_would(body):
+    """A request, a refusal, and where the name of the model stands."""
+    raw = RawRequest({":method": "POST", ":path": "/v1/completions", "x-session-id": "s"}, body)
+    async with reading() as (bodies, tallies):
+        read = await bodies.read(raw)
+        assert type(read) is preparsed.PreparsedRequest
+        assert parser.parse(read) == parser.parse(raw)
+        assert rewriting.splice(read, "new") == rewriting.splice(raw, "new")
+        assert (tallies.large_bodies, bodies.waiting_bytes) == ({"read": 1}, 0)
+
+
+async def test_one_process_reads_body_after_body():
+    """It is started with the first, and gone after `close`."""
+    process = large_bodies.ParserProcess()
+    async with reading(process) as (bodies, _):
+        assert process.pid is None
+        await bodies.read(RAW)
+        pid = process.pid
+        await asyncio.gather(bodies.read(RAW), bodies.read(RAW))
+        assert process.pid == pid
+    assert process_ended(pid)
+
+
+async def test_an_idle_process_is_ended(monkeypatch):
+    """And the next body starts another one."""
+    monkeypatch.setattr(large_bodies, "_IDLE_S", 0.0)
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Process(large_bodies.ParserProcess):
+        def end(self):
+            had_one = self.pid is not None
+            super().end()
+            if had_one:
+                loop.call_soon_threadsafe(ended.set)
+
+    process = Process()
+    async with reading(process) as (bodies, _):
+        await bodies.read(RAW)
+        await ended.wait()
+        assert process.pid is None
+        assert parser.parse(await bodies.read(RAW)) == parser.parse(RAW)
+
+
+async def test_a_process_that_dies_fails_its_body_and_no_other():
+    """Killed while it is idle it is replaced; a command that reads nothing fails every body."""
+    process = large_bodies.ParserProcess()
+    async with reading(process) as (bodies, tallies):
+        await bodies.read(RAW)
+        pid = process.pid
+        os.kill(pid, signal.SIGKILL)
+        assert process_ended(pid)
+        assert parser.parse(await bodies.read(RAW)) == parser.parse(RAW)
+        assert process.pid != pid
+    for command in (sys.executable, "-c", "pass"), ("/does/not/exist",):
+        async with reading(large_bodies.ParserProcess(command)) as (bodies, tallies):
+            for _ in range(2):
+                with pytest.raises(large_bodies.ParserDiedError):
+                    await bodies.read(RAW)
+            assert (tallies.large_bodies, bodies.waiting_bytes) == ({"failed": 2}, 0)
+
+
+async def test_a_process_that_stands_still_is_killed(monkeypatch):
+    """A body is never waited for without end."""
+    monkeypatch.setattr(large_bodies, "_LIMIT_S", 0.0)
+    command = (sys.executable, "-c", "import signal; signal.pause()")
+    async with reading(large_bodies.ParserProcess(command)) as (bodies, _):
+        # The first kill may come before the process is there.
+        monkeypatch.setattr(bodies, "_process", EagerProcess(bodies._process))
+        with pytest.raises(large_bodies.ParserDiedError):
+            await bodies.read(RAW)
+
+
+class EagerProcess:
+    """A process that is there before it has anything to do."""
+
+    def __init__(self, process):
+        process._running()
+        self.read, self.kill, self.end = process.read, process.kill, process.end
+
+
+async def test_bodies_are_read_in_order_and_given_up_with_their_client():
+    """Who leaves while waiting is not read; who leaves while being read is waited for."""
+    process = SlowProcess()
+    async with reading(process) as (bodies, tallies):
+        raws = [RawRequest(RAW.headers, b'{"n":%d}' % at) for at in range(4)]
+        tasks = [asyncio.ensure_future(bodies.read(raw)) for raw in raws]
+        await process.begun()
+        tasks[0].cancel()
+        tasks[2].cancel()
+        await asyncio.wait([tasks[2]])
+        assert tasks[2].cancelled()
+        assert not tasks[0].done()
+        assert bodies.waiting_bytes == sum(len(raws[at].body) for at in (0, 1, 3))
+        process.go.release(3)
+        await asyncio.wait(tasks)
+        assert [task.cancelled() for task in tasks] == [True, False, True, False]
+        assert process.done == [raws[at].body for at in (0, 1, 3)]
+        assert (tallies.large_bodies, bodies.waiting_bytes) == ({"read": 2}, 0)
+
+
+async def test_bodies_that_wait_are_bounded(monkeypatch):
+    """Beyond the bound a body is refused with 429; one alone never is."""
+    monkeypatch.setattr(large_bodies, "MAX_WAITING_BYTES", 2 * len(TEXT))
+    process = SlowProcess()
+    async with reading(process) as (bodies, tallies):
+        tasks = [asyncio.ensure_future(bodies.read(RAW)) for _ in range(2)]
+        await process.begun()
+        refused = await bodies.read(RAW)
+        assert isinstance(refused, Rejection)
+        assert (refused.status, refused.retry_after_s) == (429, 1)
+        process.go.release(2)
+        await asyncio.wait(tasks)
+        monkeypatch.setattr(large_bodies, "MAX_WAITING_BYTES", 1)
+        process.go.release()
+        assert isinstance(await bodies.read(RAW), RawRequest)
+        assert tallies.large_bodies == {"read": 3, "refused": 1}
+
+
+def test_the_process_ends_with_a_picker_that_is_killed():
+    """No orphan stays, and signals to a whole group leave it to the picker."""
+    code = (
+        "from extproc.parsing import parse_job\n"
+        "from extproc.request import RawRequest\n"
+        "from extproc.server.large_bodies import ParserProcess\n"
+        "process = ParserProcess()\n"
+        "job = parse_job.describe(RawRequest({}), max_prompt_bytes=0)\n"
+        "process.read(job, b'{}')\n"
+        "import os, signal\n"
+        "os.kill(process.pid, signal.SIGTERM)\n"
+        "os.kill(process.pid, signal.SIGINT)\n"
+        "process.read(job, b'{}')\n"
+        "print(process.pid, flush=True)\n"
+        "signal.pause()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as picker:
+        pid = int(picker.stdout.readline())
+        picker.kill()
+    assert process_ended(pid)
+
+
+@pytest.mark.parametrize(
+    ("code", "ended"),
+    [
+        ("parser_worker._CPU_S = 0.01; parser_worker.limit(0)\nwhile True: pass", -signal.SIGPROF),
+        ("parser_worker.limit(1000)\nbytearray(1 << 32)", 1),
+    ],
+    ids=["time", "memory"],
+)
+def test_no_body_takes_more_than_any_may(code, ended):
+    """The kernel ends a process that computes too long, and refuses memory beyond the limit."""
+    begin = "from extproc.server import parser_worker\n"
+    done = subprocess.run(
+        [sys.executable, "-c", begin + code], stderr=subprocess.DEVNULL, check=False
+    )
+    assert done.returncode == ended
+
+
+def test_limits_leave_room_for_what_is_hostile():
+    """What ends the process is several times the bars of bench/hostile_bodies.py."""
+    assert parser_worker._CPU_S_PER_MIB >= 5 * 0.03
+    assert parser_worker._MEMORY_PER_BYTE >= 1 + 4 + 1
+
+
+@contextlib.asynccontextmanager
+async def serving_large(process=None):
+    """A servicer with a process for large bodies, before one endpoint."""
+    house = House({talk.ONE: None})
+    async with serving.serving(house, max_body_bytes=8 << 20) as scene:
+        shared = scene.servicer.shared
+        async with reading(process, shared.tallies) as (bodies, _):
+            shared.large_bodies = bodies
+            yield scene, house
+
+
+async def send_large(scene, body=TEXT):
+    """A stream that sent a request with a large body in pieces."""
+    stream = scene.stream()
+    await stream.say(talk.request_headers({**talk.PLAIN, ":path": "/v1/completions"}))
+    for at in range(0, len(body), 60_000):
+        piece = body[at : at + 60_000]
+        await stream.say(talk.request_body(piece, ends=at + len(piece) == len(body)))
+    return stream
+
+
+async def hear_body(stream):
+    """The endpoint, and the body that goes on."""
+    (route,) = await stream.hear()
+    pieces = []
+    while True:
+        (said,) = await stream.hear()
+        pieces.append(said.body)
+        if said.ends:
+            return route, b"".join(pieces)
+
+
+async def test_stream_reads_a_large_body_and_hands_it_on():
+    """Byte for byte, with its prompt believed cached, and small bodies are read here meanwhile."""
+    process = SlowProcess()
+    async with serving_large(process) as (scene, house):
+        large = await send_large(scene)
+        await process.begun()
+        small = scene.stream()
+        await small.say(talk.request_headers(), talk.request_body(b'{"model":"m"}', ends=True))
+        (refused,) = await small.hear()
+        assert refused.status == 400
+        process.go.release()
+        route, body = await hear_body(large)
+        assert (route.headers["x-gateway-destination-endpoint"], body) == (talk.ONE, TEXT)
+        assert house.index.blocks_total == len(blocks.chain(parser.parse(RAW).prompt, b""))
+        assert await large.end() is grpc.StatusCode.OK
+        await scene.idle()
+        assert (house.in_flight, scene.servicer.shared.budget.held_bytes) == (0, 0)
+
+
+async def test_stream_refuses_a_large_body_that_is_wrong():
+    """With the same words as a small one."""
+    async with serving_large() as (scene, _):
+        body = b'{"model":"m","prompt":' + b" " * 2_000_000
+        stream = await send_large(scene, body)
+        (said,) = await stream.hear()
+        assert said.status == 400
+        refused = parser.parse(RawRequest(RAW.headers, body))
+        assert said.error["error"]["message"].endswith(refused.message)
+
+
+async def test_stream_sends_a_body_that_ends_its_process_somewhere():
+    """As what meets a bug: counted, and routed without a look at the body."""
+    process = SlowProcess()
+    process.die = True
+    async with serving_large(process) as (scene, house):
+        stream = await send_large(scene)
+        process.go.release()
+        route, body = await hear_body(stream)
+        assert (route.headers["x-gateway-destination-endpoint"], body) == (talk.ONE, TEXT)
+        assert scene.servicer.shared.tallies.bugs.total() == 1
+        assert scene.servicer.shared.tallies.large_bodies == {"failed": 1}
+        await stream.end()
+        await scene.idle()
+        assert house.in_flight == 0
+
+
+async def test_stream_gives_back_a_large_body_whose_client_left():
+    """Once the process is through with it; its request is sent nowhere."""
+    process = SlowProcess()
+    async with serving_large(process) as (scene, house):
+        budget = scene.servicer.shared.budget
+        stream = await send_large(scene)
+        await process.begun()
+        assert budget.held_bytes == len(TEXT)
+        stream.call.cancel()
+        process.go.release()
+        await scene.idle()
+        assert (budget.held_bytes, house.in_flight) == (0, 0)
+        assert scene.servicer.shared.tallies.streams == {"cancelled": 1}
+
+
+async def test_stream_that_drains_waits_for_its_large_body():
+    """It ends once its request is decided, not before."""
+    process = SlowProcess()
+    async with serving_large(process) as (scene, _):
+        stream = await send_large(scene)
+        await process.begun()
+        released = asyncio.ensure_future(scene.servicer.release(LIMIT_S, apart_s=0.0))
+        process.go.release()
+        _, body = await hear_body(stream)
+        assert body == TEXT
+        await released
+        assert await stream.call.code() is grpc.StatusCode.OK
