@@ -36,7 +36,7 @@ from extproc.prefix import blocks
 from extproc.sim.virtual import client, lengths, scenario, workloads
 from extproc.xds import traits
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / "docs/reference/index.md"
 BEGIN, END = "<!-- scenario -->\n", "\n<!-- /scenario -->"
 
 SECTIONS = (

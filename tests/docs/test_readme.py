@@ -11,7 +11,7 @@ from extproc.telemetry.tallies import Tallies
 from tests.docs import bad_input, reference
 from tests.support.house import House
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+README = (Path(__file__).parents[2] / "docs/reference/index.md").read_text()
 
 
 def test_the_configuration_reference_is_the_settings():

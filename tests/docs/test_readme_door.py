@@ -1,0 +1,83 @@
+"""The README: its length, its figures, its plot and its example."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import bars, trace_plot
+from tests.docs import explain_example
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "bench/results"
+
+
+def _read(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def _column(scenario, column, figure):
+    return bars.result(scenario)["columns"][column][figure][0]
+
+
+def _hits(strategy):
+    return _read("real_vllm")["real"][strategy]["24 groups"]["hit_ratio"]
+
+
+def _tenants(case):
+    return _read("capacity")["tenants"][case]["small"]["ttft_p95_s"]
+
+
+def _least_hits_of_four():
+    rows = [row for rows in _read("replicas")["simulated"].values() for row in rows]
+    four = [row for row in rows if row["pickers"] == 4 and row["told_after_s"] is not None]
+    return min(row["ratio"]["hit_ratio"][0] for row in four)
+
+
+#: What the README says, by the recorded result that it comes from.
+FIGURES = {
+    "hits, adaptive": lambda: f"hit ratio was {_hits('adaptive'):.2f}",
+    "hits, round robin": lambda: f"round robin {_hits('round-robin'):.2f}",
+    "hits, prefix hash": lambda: f"prefix hashing {_hits('prefix-hash'):.2f}",
+    "ttft, adaptive": lambda: (
+        f"after {_column('mooncake-70', 'adaptive', 'ttft_mean_s') * 1e3:.0f} ms on average"
+    ),
+    "ttft, weighted": lambda: (
+        f"scorers after {_column('mooncake-70', 'weighted 2/2/3', 'ttft_mean_s') * 1e3:.0f} ms"
+    ),
+    "failed": lambda: f"dead, {_column('failing', 'adaptive', 'failed'):.0f} of about 4,700",
+    "failed, off": lambda: f"ejection {_column('failing', 'adaptive, off', 'failed'):.0f} ",
+    "tenant": lambda: f"is {_tenants('holding'):.2f} s, without",
+    "tenant, off": lambda: f"flow control {_tenants('adaptive'):.2f} s",
+    "replicas": lambda: f"{_least_hits_of_four() * 100:.0f} % of the prefix hits",
+    "loss": lambda: (
+        f"({_column('mooncake-70', 'adaptive', 'tpot_mean_s') * 1e3:.1f} against "
+        f"{_column('mooncake-70', 'lmetric', 'tpot_mean_s') * 1e3:.1f} ms)"
+    ),
+    "cpu": lambda: f"{_read('overhead')['fds']['extproc_cpu_us'] / 1e3:.1f} ms of CPU",
+    "cpu ratio": lambda: f"{_read('overhead')['fds']['cpu_ratio_median']:.2f} times a gRPC server",
+}
+
+
+def test_the_readme_is_short():
+    """At most 200 lines: everything else is in `docs/`."""
+    assert len(README.splitlines()) <= 200
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_the_recorded_one(name):
+    """Each figure of the README is in `bench/results`."""
+    assert FIGURES[name]() in README
+
+
+def test_the_plot_is_of_the_results():
+    """The plot was drawn from the committed results, by the code that is there."""
+    assert trace_plot.digest() in trace_plot.PATH.read_text(), "run python -m bench.trace_plot"
+
+
+@pytest.mark.parametrize("path", explain_example.PAGES, ids=lambda path: path.name)
+def test_the_explain_example_is_what_is_printed(path):
+    """The block shows the output of its command."""
+    expected = explain_example.render()
+    assert expected in path.read_text(), "run python -m tests.docs.explain_example --write"
