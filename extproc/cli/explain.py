@@ -2,18 +2,28 @@
 
 The request is a JSON body from a file or standard input. What is known of the endpoints comes from
 a running server (--server), or from a file (--state) in the form in which /debug/pool shows it.
-With --id a server tells of a request it routed lately.
+With --id, --last, --slowest or --failed a server explains a request that it routed lately.
+
+    extproc explain request.json
+    extproc explain --id chatcmpl-6a1e9e9c
+    extproc explain --last --legend
+
+Exit status: 0 an endpoint is chosen, 1 the server does not answer or routed no such request,
+2 wrong flags or files, 3 the request would be refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import sys
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +33,25 @@ from extproc.errors import ConfigError, ExtprocError
 _TIMEOUT_S = 10.0
 
 
+#: Where a server is, unless a flag says otherwise.
+_SERVER = "http://127.0.0.1:9090"
+
+#: Seconds between two looks of --watch.
+_WATCH_S = 2.0
+
+#: As many past decisions as there may be.
+_ALL = 999_999_999
+
+#: Exit status of a request that would be refused.
+_REFUSED = 3
+
+
 class UnreachableError(ExtprocError):
-    """The server that was asked does not answer."""
+    """The server does not answer."""
+
+
+class NotRecordedError(ExtprocError):
+    """The server does not know the request."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,14 +60,36 @@ def add_parser(subparsers: Any) -> None:
         "explain",
         help="say which endpoint a request would get, and why",
         description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("request", nargs="?", default="-", metavar="FILE", help="JSON body; - is standard input")
-    source = parser.add_mutually_exclusive_group(required=True)
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("--state", metavar="FILE", help="YAML or JSON file with endpoints")
-    source.add_argument("--server", metavar="URL", help="pages of a server, http://127.0.0.1:9090")
-    add("--id", metavar="ID", help="x-request-id of a request that --server routed lately")
+    source.add_argument(
+        "--server", metavar="URL", help=f"metrics port of a server (default: {_SERVER})"
+    )
+    past = parser.add_mutually_exclusive_group()
+    past.add_argument(
+        "--id",
+        metavar="ID",
+        help="explain a request that was routed: its x-request-id, or the id in the answer's body",
+    )
+    past.add_argument("--last", action="store_true", help="the same for the newest request")
+    past.add_argument("--slowest", action="store_true", help="the same for the slowest request")
+    past.add_argument(
+        "--failed", action="store_true", help="the same for the newest without a status below 400"
+    )
+    add(
+        "--watch",
+        nargs="?",
+        type=_interval_s,
+        const=_WATCH_S,
+        metavar="SECONDS",
+        help=f"explain again and again, until Ctrl-C; every {_WATCH_S:g} s unless set",
+    )
+    add("--legend", action="store_true", help="also print what the columns mean")
     add("--path", default="/v1/chat/completions", help="HTTP path (%(default)s)")
     add(
         "--header",
@@ -58,60 +107,147 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain; returns the exit status: 0 also when the answer is a refusal.
+    """Explain; returns the exit status, see the head of this module.
 
     Raises:
         ConfigError: A file or flag is wrong.
         UnreachableError: The server does not answer.
     """
-    from extproc.telemetry import explanation, table
-
-    if args.id:
-        told = _recall(args)
-        _print(told, told_as=table.render_past(told), as_json=args.json)
-        return 0
-    body = sys.stdin.buffer.read() if args.request == "-" else _bytes_of(args.request)
-    headers = _headers(args.header)
-    if args.server:
-        if args.config_file or args.strategy:
+    server = "" if args.state else _base(args.server or _SERVER)
+    explain: Callable[[], dict[str, Any]]
+    if args.id or args.last or args.slowest or args.failed:
+        _refuse_request(args)
+        explain = functools.partial(_recall, args, server)
+    else:
+        if server and (args.config_file or args.strategy):
             raise ConfigError(
                 "--server",
                 wanted="--config-file and --strategy with --state only",
                 found="both",
                 fix="remove them; a server decides with its own configuration",
             )
-        told = _ask(args.server, args.path, headers, body, token=_token(args))
+        body, headers = _read_request(args.request), _headers(args.header)
+        explain = functools.partial(_decide, args, server, headers, body)
+    if args.watch is None:
+        return _show(args, explain())
+    return watch(lambda: _show(args, explain()), every_s=args.watch, wait=threading.Event().wait)
+
+
+def watch(show: Callable[[], int], *, every_s: float, wait: Callable[[float], object]) -> int:
+    """Show again and again, on a terminal always at its top, until Ctrl-C.
+
+    Args:
+        show: Prints one explanation.
+        every_s: Seconds between two.
+        wait: Waits for some seconds.
+    """
+    clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
+    while True:
+        print(clear, end="")
+        try:
+            show()
+        except UnreachableError as error:  # it may come back
+            print(f"extproc: {error}", file=sys.stderr)
+        sys.stdout.flush()
+        try:
+            wait(every_s)
+        except KeyboardInterrupt:
+            return 0
+
+
+def _show(args: argparse.Namespace, told: dict[str, Any]) -> int:
+    """Print an explanation; returns the exit status."""
+    from extproc.telemetry import table
+
+    if args.json:
+        print(json.dumps(told, indent=2))
     else:
-        told = explanation.explain(_imagine(args, headers, body))
-    _print(told, told_as=table.render_table(told), as_json=args.json)
-    return 0
+        print(table.render_past(told) if "id" in told else table.render_table(told), end="")
+        if args.legend:
+            print(f"\n{table.render_legend()}", end="")
+    return _REFUSED if told["outcome"] == "rejection" else 0
 
 
-def _print(told: Mapping[str, Any], *, told_as: str, as_json: bool) -> None:
-    print(json.dumps(told, indent=2) + "\n" if as_json else told_as, end="")
+def _decide(
+    args: argparse.Namespace, server: str, headers: Mapping[str, str], body: bytes
+) -> dict[str, Any]:
+    """What would be decided now."""
+    if server:
+        return _ask(server, args.path, headers, body, token=_token(args))
+    return _imagine(args, headers, body)
 
 
-def _recall(args: argparse.Namespace) -> dict[str, Any]:
-    if not args.server or args.request != "-":
+def _refuse_request(args: argparse.Namespace) -> None:
+    """Refuse a request or a state beside a request of the past."""
+    if args.state or args.request != "-":
         raise ConfigError(
-            "--id",
+            "--id, --last, --slowest, --failed",
             wanted="--server and no request",
-            found="a request" if args.server else "no --server",
-            fix="a server keeps the requests it routed; say extproc explain --server URL --id ID",
+            found="--state" if args.state else "a request",
+            fix="a server keeps the requests it routed; write extproc explain --server URL --id ID",
         )
-    url = f"{_base(args.server)}/debug/decisions/{urllib.parse.quote(args.id, safe='')}"
-    told = _fetch(urllib.request.Request(url), token=_token(args))  # noqa: S310 - _base made it http or https
+
+
+def _recall(args: argparse.Namespace, server: str) -> dict[str, Any]:
+    """A request of the past."""
+    request_id = args.id or _choose(args, server)
+    told = _get(f"{server}/debug/decisions/{urllib.parse.quote(request_id, safe='')}", args)
     if told["outcome"] == "rejection" and told["status"] == 404:
-        raise ConfigError(
-            "--id", wanted="a request routed lately", found=told["message"], fix="check the id"
+        raise NotRecordedError(
+            wanted=f"a request that was routed lately as {request_id}",
+            found=told["message"],
+            fix="`extproc explain --last` shows the newest",
         )
     return told
 
 
-def _imagine(args: argparse.Namespace, headers: Mapping[str, str], body: bytes) -> Any:
+def _choose(args: argparse.Namespace, server: str) -> str:
+    """The id of the last, the slowest or the last failed request."""
+    listed = _get(f"{server}/debug/decisions?limit={_ALL}", args)["decisions"]
+    if args.failed:
+        listed = [one for one in listed if not "200" <= (one["status"] or "") < "400"]
+        listed = [one for one in listed if one["seconds"] is not None]
+    if args.slowest:
+        listed = sorted(listed, key=lambda one: -(one["seconds"] or 0.0))
+    if not listed:
+        raise NotRecordedError(
+            wanted="a failed request" if args.failed else "a request that was routed",
+            found="none among those that are kept",
+            fix="send one, or raise explain.decisions if it was long ago",
+        )
+    return str(listed[0]["id"])
+
+
+def _get(url: str, args: argparse.Namespace) -> dict[str, Any]:
+    return _fetch(urllib.request.Request(url), token=_token(args))  # noqa: S310 - _base made it http or https
+
+
+def _read_request(name: str) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ConfigError: The file cannot be read, or nothing comes from standard input.
+    """
+    if name != "-":
+        return _bytes_of(name)
+    if sys.stdin.isatty():
+        print("Reading the request from the terminal; Ctrl-D ends it.", file=sys.stderr)
+    body = sys.stdin.buffer.read()
+    if not body.strip():
+        raise ConfigError(
+            "standard input",
+            wanted="the JSON body of a request",
+            found="nothing",
+            fix="name a file, or write: echo '{\"model\": ...}' | extproc explain",
+        )
+    return body
+
+
+def _imagine(args: argparse.Namespace, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
     from extproc.cli import imagined
-    from extproc.config import load, strict
+    from extproc.config import load, profiles, strict
     from extproc.request import RawRequest
+    from extproc.telemetry import explanation
     from extproc.telemetry.state import PoolState
 
     document = load.read(Path(args.config_file)) if args.config_file else load.EMPTY
@@ -128,7 +264,20 @@ def _imagine(args: argparse.Namespace, headers: Mapping[str, str], body: bytes) 
     tree = load.tree_of(load.text_of(Path(args.state)), where=args.state)
     pool = strict.convert(tree, PoolState, where=args.state)
     raw = RawRequest({":method": "POST", ":path": args.path, **headers}, body)
-    return imagined.decide(load.settings(document, overrides), pool, raw, where=args.state)
+    settings = load.settings(document, overrides)
+    profiles.resolve(settings, where="--strategy" if args.strategy else document.where)
+    outcome = imagined.decide(settings, pool, raw, where=args.state)
+    return explanation.explain(outcome, health=explanation.health(pool))
+
+
+def _interval_s(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0.0 or not math.isfinite(seconds):
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
+    return seconds
 
 
 def _bytes_of(name: str) -> bytes:
@@ -168,11 +317,10 @@ def _ask(
     token: str,
 ) -> dict[str, Any]:
     """Ask a running server for a dry run."""
-    url = f"{_base(server)}/debug/explain"
+    url = f"{server}/debug/explain"
     sent = {"x-explain-path": path, "content-type": "application/octet-stream"}
     sent |= {f"x-explain-header-{name}": value for name, value in headers.items()}
-    # The scheme was made http or https above.
-    request = urllib.request.Request(url, data=body, headers=sent, method="POST")  # noqa: S310
+    request = urllib.request.Request(url, data=body, headers=sent, method="POST")  # noqa: S310 - _base made it http or https
     return _fetch(request, token=token)
 
 

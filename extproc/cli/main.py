@@ -1,7 +1,8 @@
 """`extproc`: one command line, a module for each command.
 
 A command module has `add_parser(subparsers)` and `run(args) -> int`, and is imported only when it
-is the one asked for. Exit status: 0 done, 1 failed while running, 2 wrong flags or configuration.
+is the one asked for. Exit status: 0 done, 1 failed while running, 2 wrong flags or configuration;
+further ones are those of a command.
 """
 
 from __future__ import annotations

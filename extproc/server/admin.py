@@ -18,7 +18,7 @@ from extproc.protocol import refusal
 from extproc.request import RawRequest
 from extproc.server.admin_access import AdminAccess
 from extproc.server.health import Readiness
-from extproc.telemetry import explanation
+from extproc.telemetry import explanation, state
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.ring import Ring
 
@@ -149,7 +149,9 @@ class Pages:
             return web.Response(
                 status=outcome.status, body=outcome.body, content_type="application/json"
             )
-        return web.json_response(explanation.explain(outcome))
+        pool = self._pools().get(outcome.pool)
+        health = None if pool is None else explanation.health(state.of_pool(pool, self._clock()))
+        return web.json_response(explanation.explain(outcome, health=health))
 
 
 class _Request(web.Request):

@@ -13,12 +13,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import grpc
+import msgspec
 import uvloop
 from aiohttp import web
 
 from extproc.config import cluster, factory
 from extproc.config.settings import Server, Settings
-from extproc.decision import Answer, Outcome, Rejection
+from extproc.decision import Answer, Decision, Outcome, Rejection
 from extproc.discovery.follow import DiscoveryFact
 from extproc.discovery.kubernetes import follow as following
 from extproc.discovery.kubernetes import watches
@@ -322,6 +323,7 @@ class Picker:
         if degraded:
             yield f"degraded: {', '.join(degraded)}"
         yield from watches.lines(self._watch_statuses, self._clock())
+        yield from health.lines(self.sites.pools())
 
     def _watch_figures(self) -> Iterator[WatchFigures]:
         now = self._clock()
@@ -473,7 +475,10 @@ class Picker:
         read = await self._large_bodies.read_if_large(raw)
         if isinstance(read, Rejection):
             return read
-        return self.sites.switchboard.route(read, self._clock()).outcome
+        routed = self.sites.switchboard.route(read, self._clock())
+        if isinstance(routed.outcome, Decision):
+            return msgspec.structs.replace(routed.outcome, pool=routed.pool)
+        return routed.outcome
 
     def _gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         sites = self.sites.by_name

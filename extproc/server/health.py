@@ -68,6 +68,14 @@ def _looked_at(pools: Iterable[Pool]) -> Iterable[bool]:
             yield bool(member.failure) or math.isfinite(member.load.at)
 
 
+def lines(pools: Mapping[str, Pool]) -> Iterable[str]:
+    """Pools whose endpoints all fail: a picker is ready then, because nobody else is better off."""
+    for name, pool in pools.items():
+        if pool.members and all(member.out for member in pool.members):
+            of = f" of pool {name}" if name else ""
+            yield f"0 of {len(pool.members)} endpoints{of} take part: all are failing"
+
+
 class Readiness:
     """Whether this picker wants traffic.
 

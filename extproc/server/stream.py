@@ -305,7 +305,7 @@ class Stream(msgspec.Struct, eq=False):
         shared, dispatcher = self._shared, self._dispatcher
         if dispatcher is None:
             raise RuntimeError("a decision without the dispatcher that took it")
-        self._recorded = shared.ring.add(request_id, decision, now)
+        self._recorded = shared.ring.add(request_id, decision, now, pool=shared.switchboard.usual)
         self._ticket = ticket or dispatcher.commit(decision, now)
         self.address = decision.endpoints[0].address
         self._picked_s = shared.clock()

@@ -47,11 +47,27 @@ def pool_state(pool: Pool, now: float) -> Json:
     return told
 
 
-def explain(outcome: Outcome) -> Json:
+def health(pool: state.PoolState) -> Json:
+    """How each endpoint of a pool is, by address: state, cause, and for how long (seconds)."""
+    return {
+        endpoint.address: {
+            "state": endpoint.health,
+            "cause": endpoint.cause or endpoint.failure,
+            "for_s": endpoint.out_s,
+        }
+        for endpoint in pool.endpoints
+    }
+
+
+def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
     """An outcome and its reasons.
 
+    Args:
+        outcome: What was decided.
+        health: From `health`, of the moment of the decision; None when nobody knows.
+
     Returns:
-        For a decision the keys outcome, pool, request, profile, picker, degraded, endpoints, runner_up,
+        For a decision the keys outcome, pool, health, request, profile, picker, degraded, endpoints, runner_up,
         candidates, left_out, put_aside, unlisted, model_rewrite, filters, scorers, cost and finalists; for a
         rejection outcome, status, message, reason and retry_after_s.
     """
@@ -64,6 +80,7 @@ def explain(outcome: Outcome) -> Json:
     return {
         "outcome": "decision",
         "pool": outcome.pool,
+        "health": health,
         "request": _request(outcome.request),
         "profile": outcome.profile,
         "picker": outcome.picker,

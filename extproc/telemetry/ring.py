@@ -7,6 +7,7 @@ as a candidate, for there is no end to those. Prompts and block hashes are not k
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
@@ -14,6 +15,12 @@ import msgspec
 
 from extproc.decision import Decision
 from extproc.request import shorten_id
+
+#: What engines put in front of the request id, by API, to make the id of an answer.
+_ENGINE_PREFIX = re.compile(r"^(chatcmpl|cmpl|resp|msg|embd|pool|score|rerank|classify)[-_]")
+
+#: What they append for one of several prompts.
+_CHOICE_SUFFIX = re.compile(r"-\d{1,4}$")
 
 #: Of answers nobody read.
 NO_USAGE: Mapping[str, int] = {}
@@ -56,17 +63,20 @@ class Ring:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, request_id: str, decision: Decision, now: float) -> Recorded:
+    def add(self, request_id: str, decision: Decision, now: float, *, pool: str = "") -> Recorded:
         """Keep a decision; of one id the last one counts.
 
         Args:
             request_id: As the client or the data plane named it.
             decision: As committed.
             now: Monotonic seconds.
+            pool: Name of the pool, where the decision does not name it.
         """
         request_id = shorten_id(request_id)
         request = msgspec.structs.replace(decision.request, prompt=b"")
-        slim = msgspec.structs.replace(decision, request=request, blocks=())
+        slim = msgspec.structs.replace(
+            decision, request=request, blocks=(), pool=decision.pool or pool
+        )
         recorded = Recorded(request_id, now, slim)
         if not self.capacity:
             return recorded
@@ -83,13 +93,30 @@ class Ring:
         return recorded
 
     def find(self, request_id: str) -> Recorded | None:
-        """The decision about a request, if it is still kept."""
-        return self._kept.get(shorten_id(request_id))
+        """The decision about a request, if it is still kept.
+
+        Args:
+            request_id: The `x-request-id`, or the id in the body of the answer that an engine makes
+                of it, such as `chatcmpl-` and the request id.
+        """
+        for name in _spellings(request_id):
+            recorded = self._kept.get(shorten_id(name))
+            if recorded is not None:
+                return recorded
+        return None
 
     def latest(self, count: int) -> Iterator[Recorded]:
         """The last decisions, newest first."""
         for _, recorded in zip(range(count), reversed(self._kept.values()), strict=False):
             yield recorded
+
+
+def _spellings(request_id: str) -> Iterator[str]:
+    """Request ids that an id may stand for, the most literal first."""
+    yield request_id
+    bare = _ENGINE_PREFIX.sub("", request_id)
+    yield bare
+    yield _CHOICE_SUFFIX.sub("", bare)
 
 
 def _weight(decision: Decision) -> int:

@@ -6,6 +6,35 @@ from collections.abc import Sequence
 
 from extproc.telemetry.explanation import Json
 
+#: States of endpoints that are tried only where no other is left.
+_FAILING = frozenset({"ejected", "probing", "down"})
+
+#: What columns mean.
+_LEGEND = {
+    "CANDIDATE": "endpoint that could be chosen, ip:port",
+    "HEALTH": "ok, or doubted, ejected, probing, down: for how long and why",
+    "AGE s": "seconds since its metrics were read",
+    "WAITING": "requests in the engine's queue",
+    "RUNNING": "requests in the engine's batch",
+    "KV": "share of its KV cache blocks in use, 0 to 1",
+    "IN FLIGHT": "requests this picker has open there",
+    "REQUESTS": "all requests there: scraped ones, and ours sent since",
+    "CACHED": "prompt tokens of this request believed in its prefix cache",
+    "QUEUED": "prompt tokens sent there and not yet computed",
+    "ADAPTERS": "LoRA adapters in its batch; - is none, ? is unknown",
+    "FILTER": "step that drops endpoints; LEFT is how many remain",
+    "SCORE": "finalist; a column for each scorer: score = weight * score",
+    "COST": "finalist; a column for each part of the estimated cost",
+    "TOTAL": "sum of the columns: the highest score or the lowest cost is best",
+    "ORDER": "1 is the chosen endpoint, 2 the first fallback; empty is not named",
+}
+
+
+def render_legend() -> str:
+    """The meaning of every column, one in a line."""
+    width = max(map(len, _LEGEND))
+    return "".join(f"{name:<{width}}  {text}\n" for name, text in _LEGEND.items())
+
 
 def render_table(explanation: Json) -> str:
     """An explanation for a terminal.
@@ -15,7 +44,10 @@ def render_table(explanation: Json) -> str:
     """
     if explanation["outcome"] == "rejection":
         return _refused(explanation)
-    sections = [_asked(explanation), _in_play(explanation["candidates"])]
+    health = explanation.get("health")
+    sections = [_asked(explanation), _in_play(explanation["candidates"], health)]
+    if health and all(one["state"] in _FAILING for one in health.values()):
+        sections.append("all endpoints are failing; the least bad is tried")
     if explanation["filters"]:
         sections.append(_steps(explanation["filters"]))
     if explanation["scorers"]:
@@ -75,12 +107,13 @@ def _asked(explanation: Json) -> str:
     return "\n".join([*lines, f"profile: {explanation['profile']}"])
 
 
-def _in_play(candidates: Sequence[Json]) -> str:
-    head = (
+def _in_play(candidates: Sequence[Json], health: Json | None) -> str:
+    """Candidates, and with known health the endpoints that are not because of it."""
+    head: tuple[str, ...] = (
         *("CANDIDATE", "AGE s", "WAITING", "RUNNING", "KV", "IN FLIGHT", "REQUESTS", "CACHED"),
         *("QUEUED", "ADAPTERS"),
     )
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             candidate["endpoint"],
             _number(candidate["age_s"], 2),
@@ -95,7 +128,26 @@ def _in_play(candidates: Sequence[Json]) -> str:
         )
         for candidate in candidates
     ]
+    if health:
+        shown = {candidate["endpoint"] for candidate in candidates}
+        rows += [
+            (address, *("-" for _ in head[1:]))
+            for address, one in health.items()
+            if address not in shown and one["state"] != "in"
+        ]
+        head = (head[0], "HEALTH", *head[1:])
+        rows = [(row[0], _condition(health.get(row[0])), *row[1:]) for row in rows]
     return _aligned(head, rows)
+
+
+def _condition(health: Json | None) -> str:
+    """How an endpoint is, why, and for how long."""
+    if health is None:
+        return "?"
+    if health["state"] == "in":
+        return "ok"
+    since = "" if health["for_s"] is None else f" for {health['for_s']:.0f} s"
+    return f"{health['state']}{since}{': ' if health['cause'] else ''}{health['cause']}"
 
 
 def _steps(filters: Sequence[Json]) -> str:
@@ -120,7 +172,7 @@ def _branch(branch: Json) -> tuple[str, str, str]:
 
 def _scores(explanation: Json) -> str:
     scorers = explanation["scorers"]
-    head = ("SCORE", *(f"{one['name']} x{one['weight']:g}" for one in scorers), "TOTAL", "RANK")
+    head = ("SCORE", *(f"{one['name']} x{one['weight']:g}" for one in scorers), "TOTAL", "ORDER")
     ordered = sorted(explanation["finalists"], key=lambda finalist: -finalist["total"])
     rows = [
         (
@@ -140,7 +192,7 @@ def _scores(explanation: Json) -> str:
 def _costs(explanation: Json) -> str:
     cost = explanation["cost"]
     unit = f" {cost['unit']}" if cost["unit"] else ""
-    head = (f"COST{unit}", *cost["terms"], "TOTAL", "RANK")
+    head = (f"COST{unit}", *cost["terms"], "TOTAL", "ORDER")
     ordered = sorted(explanation["finalists"], key=lambda finalist: finalist["cost"])
     rows = [
         (

@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 from aiohttp import web
 
-from extproc.cli import main
+from extproc.cli import explain, main
 from extproc.config import factory
 from extproc.config import settings as sections
 from extproc.endpoint import Endpoint
@@ -44,15 +44,15 @@ TABLES = """\
 request: chat, model sql, about 426 prompt tokens
 profile: strict
 
-CANDIDATE AGE s WAITING RUNNING KV IN FLIGHT REQUESTS CACHED QUEUED ADAPTERS
-10.0.0.1:8000 0.50 3 12 0.40 5 15 0 1500 sql
-10.0.0.2:8000 0.00 0 2 0.10 0 2 0 0 -
-10.0.0.3:8000 ? 2 7 0.25 1 7 0 750 ?
+CANDIDATE HEALTH AGE s WAITING RUNNING KV IN FLIGHT REQUESTS CACHED QUEUED ADAPTERS
+10.0.0.1:8000 ok 0.50 3 12 0.40 5 15 0 1500 sql
+10.0.0.2:8000 ok 0.00 0 2 0.10 0 2 0 0 -
+10.0.0.3:8000 ok ? 2 7 0.25 1 7 0 750 ?
 
 FILTER LEFT DROPPED
 max-waiting 2 10.0.0.1:8000
 
-SCORE queue-depth x2 in-flight x1 TOTAL RANK
+SCORE queue-depth x2 in-flight x1 TOTAL ORDER
 10.0.0.2:8000 1.000 = 2.000 1.000 = 1.000 3.000 1
 10.0.0.3:8000 0.000 = 0.000 0.667 = 0.667 0.667 2
 
@@ -70,8 +70,8 @@ def files(tmp_path):
     return paths
 
 
-def told_by(capsys, *words):
-    assert main.main(["explain", *words]) == 0
+def told_by(capsys, *words, status=0):
+    assert main.main(["explain", *words]) == status
     told = capsys.readouterr().out
     assert SECRET not in told
     return told
@@ -132,7 +132,8 @@ def test_refusal_is_told(body, state, said, tmp_path, capsys):
     """A request that would be refused is an answer like any other."""
     (tmp_path / "body").write_text(body)
     (tmp_path / "state").write_text(state)
-    assert said in told_by(capsys, str(tmp_path / "body"), "--state", str(tmp_path / "state"))
+    words = [str(tmp_path / "body"), "--state", str(tmp_path / "state")]
+    assert said in told_by(capsys, *words, status=3)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +184,8 @@ def server():
     kept = ring.Ring(10)
     raw = RawRequest({":method": "POST", ":path": "/v1/chat/completions"}, BODY.encode())
     decision = parts.dispatcher.route(raw, 0.5)
+    kept.add("id/0", decision, 0.2)
+    kept.find("id/0").status, kept.find("id/0").seconds = "503", 4.0
     kept.add("id/1", decision, 0.5).status = "200"
 
     async def dry_run(raw):
@@ -234,7 +237,7 @@ def test_running_server_refuses(server, tmp_path, capsys):
     """A refusal of the server is told as the client would get it."""
     body = tmp_path / "body"
     body.write_text("{")
-    assert "refused with 400" in told_by(capsys, str(body), "--server", server)
+    assert "refused with 400" in told_by(capsys, str(body), "--server", server, status=3)
 
 
 def test_a_past_request_is_told_by_its_id(server, capsys):
@@ -242,15 +245,17 @@ def test_a_past_request_is_told_by_its_id(server, capsys):
     told = told_by(capsys, "--server", server, "--id", "id/1")
     assert told.startswith("request id/1: 0.5 s ago, status 200, still open\n")
     assert "chosen by" in told
-    assert main.main(["explain", "--server", server, "--id", "nobody"]) == 2
-    assert "no decision of that request id among the last 1" in capsys.readouterr().err
+    for name in ("chatcmpl-id/1", "cmpl-id/1-0"):
+        assert "request id/1:" in told_by(capsys, "--server", server, "--id", name)
+    assert main.main(["explain", "--server", server, "--id", "nobody"]) == 1
+    assert "no decision of that request id among the last 2" in capsys.readouterr().err
     assert main.main(["explain", "--state", "x", "--id", "nobody"]) == 2
     assert "wanted --server" in capsys.readouterr().err
 
 
 def test_last_decisions_are_listed(server):
     """/debug/decisions lists the last decisions, newest first, each in a line."""
-    with urllib.request.urlopen(f"http://{server}/debug/decisions?limit=5", timeout=60) as page:
+    with urllib.request.urlopen(f"http://{server}/debug/decisions?limit=1", timeout=60) as page:
         (one,) = json.load(page)["decisions"]
     assert (one["id"], one["status"]) == ("id/1", "200")
     assert one["why"].startswith("adaptive; chose=10.0.0.")
@@ -278,3 +283,68 @@ def test_something_else_listens(server, files, capsys):
     """A server that is no picker is a failure, status 1."""
     assert main.main(["explain", files["body"], "--server", f"{server}/metrics"]) == 1
     assert "status 404" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "name"), [("--last", "id/1"), ("--slowest", "id/0"), ("--failed", "id/0")]
+)
+def test_a_past_request_is_chosen(flag, name, server, capsys):
+    """The newest, the slowest and the last failed request need no id."""
+    assert told_by(capsys, "--server", server, flag).startswith(f"request {name}: ")
+
+
+HEALTH = """
+endpoints:
+  - {address: "10.0.0.1:8000", health: ejected, cause: errors, out_s: 4}
+  - {address: "10.0.0.2:8000"}
+"""
+
+
+def test_health_is_shown_with_cause_and_time(files, tmp_path, capsys):
+    """An endpoint that is left out has a line, and a pool that fails as a whole is named."""
+    state = tmp_path / "health"
+    state.write_text(HEALTH)
+    told = told_by(capsys, files["body"], "--state", str(state), "--legend")
+    assert "10.0.0.1:8000 ejected for 4 s: errors" in re.sub(" +", " ", told)
+    assert "ORDER      1 is the chosen endpoint" in told
+    assert "all endpoints" not in told
+    state.write_text(HEALTH.replace('.2:8000"', '.2:8000", health: ejected, cause: hung'))
+    told = told_by(capsys, files["body"], "--state", str(state))
+    assert "10.0.0.2:8000 ejected: hung" in re.sub(" +", " ", told)
+    assert "all endpoints are failing; the least bad is tried" in told
+
+
+def test_nothing_on_standard_input_is_status_2(files, capsys, monkeypatch):
+    """No request is not a request without a model."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b" ")))
+    assert main.main(["explain", "--state", files["state"]]) == 2
+    assert "standard input" in capsys.readouterr().err
+
+
+def test_a_misspelled_strategy_is_blamed_on_its_flag(files, capsys):
+    """The error names what the user wrote."""
+    words = ["explain", files["body"], "--state", files["state"], "--strategy", "adaptve"]
+    assert main.main(words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("extproc: --strategy: ")
+    assert "did you mean adaptive?" in told
+
+
+def test_watch_shows_until_it_is_interrupted(capsys):
+    """A server that is away for a moment does not end it."""
+    rounds = []
+
+    def show():
+        rounds.append(1)
+        if len(rounds) == 1:
+            raise explain.UnreachableError(wanted="a", found="b", fix="c")
+        return 0
+
+    def wait(seconds):
+        assert seconds == 3.0
+        if len(rounds) == 2:
+            raise KeyboardInterrupt
+
+    assert explain.watch(show, every_s=3.0, wait=wait) == 0
+    assert len(rounds) == 2
+    assert "extproc: " in capsys.readouterr().err
