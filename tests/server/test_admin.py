@@ -73,7 +73,6 @@ def test_a_token_guards_debug_pages_and_those_of_peers(tmp_path, capsys):
             assert "--token-file" in capsys.readouterr().err
             assert await asyncio.to_thread(main.main, [*words, str(file)]) == 1
             assert "no decision of that request id" in capsys.readouterr().err
-            assert "no decision of that request id" in capsys.readouterr().err
         finally:
             await picker._pages.cleanup()
             peers.close()
