@@ -162,7 +162,7 @@ async def measured(
 
         await asyncio.gather(*(client() for _ in range(clients)))
 
-    with hostile_watch.Probe(one.pages) as probe:
+    async with hostile_watch.Probe(one.pages) as probe:
         await part(first, 0.5)
         row.stall_s = hostile_watch.longest_stall_s(counted, await one.metrics())
     await part(at_once, 0.25)

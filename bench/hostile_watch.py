@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
-import socket
-import threading
-import time
+import sys
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
+from bench import healthz_probe
 from extproc.cli import stack
 from tests.e2e import http1
 
@@ -24,9 +24,8 @@ ACCOUNTS = (
     "extproc_held_requests",
 )
 
-#: Seconds between two probes, and the longest wait of one.
-_PROBE_S = 0.005
-_PROBE_LIMIT_S = 60.0
+#: Longest wait for the page of metrics.
+_METRICS_LIMIT_S = 60.0
 
 #: Seconds in which accounts go back to zero.
 _SETTLED_S = 60.0
@@ -80,7 +79,7 @@ class Picker(msgspec.Struct, frozen=True):
     async def metrics(self) -> dict[str, float]:
         """Its metrics by name and labels; empty where it does not answer."""
         try:
-            async with asyncio.timeout(_PROBE_LIMIT_S):
+            async with asyncio.timeout(_METRICS_LIMIT_S):
                 page = (await http1.ask(self.pages, "/metrics")).body.decode()
         except (OSError, TimeoutError, AssertionError, asyncio.IncompleteReadError):
             return {}
@@ -120,43 +119,32 @@ def longest_stall_s(before: dict[str, float], after: dict[str, float]) -> float 
 
 
 class Probe:
-    """Asks for /healthz again and again, in a thread of its own, and keeps the longest wait.
+    """Probes /healthz from a process of its own, and keeps the longest wait.
 
     Args:
         port: Of the picker's pages.
 
     Attributes:
-        longest_s: The longest wait for an answer, in seconds.
-        failures: Probes without an answer (count).
+        longest_s: The longest wait for an answer, in seconds; known once the block is left.
+        failures: Probes without an answer (count); known once the block is left.
     """
 
     def __init__(self, port: int) -> None:
         self.longest_s = 0.0
         self.failures = 0
         self._port = port
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, healthz_probe.__file__, str(self._port)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert self._process.stdout is not None
+        assert await self._process.stdout.readline() == b"ready\n"
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        request = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
-        while not self._stop.is_set():
-            try:
-                with socket.create_connection(("127.0.0.1", self._port), _PROBE_LIMIT_S) as one:
-                    while not self._stop.is_set():
-                        begun = time.perf_counter()
-                        one.sendall(request)
-                        if not one.recv(4096):
-                            break
-                        self.longest_s = max(self.longest_s, time.perf_counter() - begun)
-                        self._stop.wait(_PROBE_S)
-            except OSError:
-                self.failures += 1
-                self._stop.wait(0.2)
+    async def __aexit__(self, *_: object) -> None:
+        output, _ = await self._process.communicate(b"")  # ends its input
+        figures = json.loads(output)
+        self.longest_s, self.failures = figures["longest_s"], figures["failures"]
