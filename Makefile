@@ -19,10 +19,13 @@ ENVTEST_PROGRAMS := $(ENVTEST)/etcd $(ENVTEST)/kube-apiserver
 KUBETOOLS := .cache/tools
 KUBETOOLS_MODULE := tests/manifests/kubetools
 
+# Files with tests marked `proof`; each worker of a run imports all files that it is given.
+PROOFS = $(shell grep -rl --include='*.py' 'mark[.]proof' tests)
+
 # Hundreds of processes start: they keep what they compile, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo demo-scale test fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools clean
+.PHONY: help demo demo-scale test proof fuzz chaos hostile soak mutants check format proto docs reference points bench envoys versions envtest kubetools clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -48,7 +51,10 @@ demo-scale: $(VENV)/.dev ## Envoy, extproc and no engine: from zero to some and 
 	@$(BIN)/python -m extproc demo-scale
 
 test: $(VENV)/.dev ## All tests that need nothing else
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m 'not versions' $(ARGS)
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m 'not versions and not proof' $(ARGS)
+
+proof: $(VENV)/.dev ## The published tables, and long simulations of the default strategy
+	$(BIN)/python -m pytest -q -n auto --dist loadfile -m proof $(PROOFS) $(ARGS)
 
 fuzz: $(VENV)/.dev ## Search for MINUTES (10) with random examples of another seed each time
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \

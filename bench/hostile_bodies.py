@@ -81,15 +81,16 @@ def values(size):
 
 def bodies(size):
     """Name, path and body."""
+    named = list(values(size))
     for path, field in SURFACES.items():
-        for name, value in values(size):
+        for name, value in named:
             yield (
                 f"{path} {field} of {name}",
                 path,
                 b'{"model":"m","%b":%b}' % (field.encode(), value),
             )
     for field in ("metadata", "user", "sampling_params", "cache_salt", "tools", "model"):
-        for name, value in values(size):
+        for name, value in named:
             body = b'{"model":"m","messages":[{"content":"a"}],"%b":%b}' % (field.encode(), value)
             yield f"{field} of {name}", "/v1/chat/completions", body
     yield "backslashes", "/v1/chat/completions", b'{"a":"' + b"\\" * size

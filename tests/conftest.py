@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 import signal
@@ -14,8 +15,9 @@ import pytest
 
 HERE = Path(__file__).parent
 
-#: Workers for each core: tests of whole installations wait for half of their time.
-PER_CORE = 2
+#: Workers for each core: tests of whole installations wait for half of their time, the others do
+#: not, and each worker takes 15 s of a core to import and collect all tests.
+PER_CORE = 1.5
 
 #: More would not make it faster: the longest file is what is waited for.
 MOST = 8
@@ -116,7 +118,7 @@ def pytest_xdist_auto_num_workers(config):
     """Of `-n auto`."""
     linux = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
-    return min(PER_CORE * cores, MOST)
+    return min(math.ceil(PER_CORE * cores), MOST)
 
 
 @pytest.hookimpl(trylast=True)  # after hypothesis marked what tries examples

@@ -13,6 +13,8 @@ import pytest
 from bench import proof, published
 from extproc.cli import simulation
 
+pytestmark = pytest.mark.proof
+
 SCENARIOS = Path(proof.SCENARIOS)
 
 #: Conversations of scenarios that nobody published, where a fifth shows the same.

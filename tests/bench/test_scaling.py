@@ -13,6 +13,8 @@ import pytest
 from bench import proof, published, scaling
 from extproc.cli import simulation
 
+pytestmark = pytest.mark.proof
+
 SCENARIOS = Path(proof.SCENARIOS)
 SEEDS = (1, 2, 3)
 

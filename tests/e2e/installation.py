@@ -99,7 +99,7 @@ class Installation:
         try:
             async with asyncio.timeout(_VISIBLE_S):
                 while not holds(found := await self.metrics()):
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.1)
         except TimeoutError:
             shown = {key: value for key, value in found.items() if "_bucket" not in key}
             raise AssertionError(f"it did not become so; at last: {shown}") from None

@@ -97,14 +97,14 @@ async def test_005_health(place, name):
     """The health port answers in plain text for every name that probes use."""
     async with asyncio.timeout(60):  # the first look at engines may be under way
         while await health(f"127.0.0.1:{place.health}", name) != "SERVING":
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
 
 
 async def test_131_envoy_finds_extproc_healthy(place):
     """Envoy's own health check of the ext_proc port passes."""
     async with asyncio.timeout(60):  # the first one may be under way, or late on a busy machine
         while not (stats := await place.stats()).get("cluster.extproc.health_check.success"):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
     assert stats.get("cluster.extproc.health_check.healthy") == 1
     assert stats.get("cluster.extproc.membership_healthy") == 1
 

@@ -121,7 +121,7 @@ class Site:
         """Wait until Envoy finds so many pickers healthy; there is no event for it."""
         async with asyncio.timeout(_VISIBLE_S):
             while await self.stat("cluster.extproc.membership_healthy") != count:
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.1)
 
     async def metric(self, which: int, name: str) -> float:
         """The sum of a picker's metric over its labels."""
@@ -134,7 +134,7 @@ class Site:
         other = await self.metric(1 - which, "extproc_streams_open")
         async with asyncio.timeout(_VISIBLE_S):
             while await self.stat("cluster.extproc.upstream_rq_active") != other:
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.1)
 
     async def restart(self, which: int) -> None:
         """Have a picker drain and end, and start another one in its place."""

@@ -68,7 +68,7 @@ class Keeper:
                 gone = self._engines.pop()
                 self._list()
                 await gone.stop()
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
 
     async def _engine(self):
         argv = [sys.executable, "-m", "extproc", "engine", "--port", "0", "--speed", "4"]
@@ -149,7 +149,7 @@ class Place:
         try:
             async with asyncio.timeout(_VISIBLE_S):
                 while (found := await ask()) != wanted:
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.1)
         except TimeoutError:
             raise AssertionError(f"{found}, not {wanted}; asked: {self.keeper.told}") from None
 

@@ -44,7 +44,7 @@ async def until(holds):
     """Wait until what is looked at holds."""
     async with asyncio.timeout(50):
         while not await holds():
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
 
 
 async def test_no_file_and_no_page_ends_the_process(tmp_path):

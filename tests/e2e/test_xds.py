@@ -86,7 +86,7 @@ class Site:
 
     async def stats(self, part: str = "cluster.engines.") -> dict[str, int]:
         """Envoy's counters and gauges of the engines' cluster, by the rest of the name."""
-        page = (await http1.ask(self.ports.admin, "/stats")).body.decode()
+        page = (await http1.ask(self.ports.admin, f"/stats?filter=^{part}")).body.decode()
         split = [line.partition(": ") for line in page.splitlines()]
         return {
             name.removeprefix(part): int(value)
@@ -100,7 +100,7 @@ class Site:
         try:
             async with asyncio.timeout(_VISIBLE_S):
                 while not holds(found := await self.stats(part)):
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.1)
         except TimeoutError:
             shown = {name: value for name, value in found.items() if value}
             raise AssertionError(f"it did not become so; at last: {shown}") from None
@@ -128,7 +128,7 @@ class Site:
                         for name in names
                         if name.startswith("extproc_endpoint_up{")
                     }
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.1)
         await self.until(lambda found: found.get("membership_total") == len(addresses))
 
     async def metrics(self, at: int) -> dict[str, float]:

@@ -128,4 +128,4 @@ async def until_allowed(api, namespace):
     """The server takes a moment to know a new binding."""
     async with asyncio.timeout(30.0):
         while not await may_list_pods(api, namespace):
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.1)

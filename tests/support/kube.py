@@ -136,7 +136,7 @@ class Api:
             for one in definitions:
                 while not await self._served(one):
                     # The server establishes a definition in its own time.
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.1)
 
     async def undefine(self, definitions: Sequence[Object]) -> None:
         """Delete definitions with all their objects, and wait until they are gone."""
@@ -147,7 +147,7 @@ class Api:
         async with asyncio.timeout(_LIMIT_S):
             for one in definitions:
                 while await self._exists(one):
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.1)
 
     async def namespace(self, prefix: str = "test") -> str:
         """Create a namespace of one's own; returns its name."""

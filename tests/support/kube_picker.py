@@ -83,7 +83,7 @@ class Picker:
         try:
             async with asyncio.timeout(_SEEN_S):
                 while not holds(found := await ask()):
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.1)
         except TimeoutError:
             raise AssertionError(f"it did not become so within {_SEEN_S} s: {found}") from None
         return found

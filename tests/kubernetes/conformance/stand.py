@@ -266,7 +266,7 @@ class Stand:
             async with asyncio.timeout(_SEEN_S):
                 while not holds(answer := await self.ask(*arguments, **how)):
                     seen[answer.status] += 1
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.1)
         except TimeoutError:
             raise AssertionError(f"not within {_SEEN_S} s; statuses: {dict(seen)}") from None
         return answer
