@@ -16,7 +16,7 @@ import pytest
 HERE = Path(__file__).parent
 
 #: Workers for each core: tests of whole installations wait for half of their time, the others do
-#: not, and each worker takes 15 s of a core to import and collect all tests.
+#: not, and each worker imports and collects all tests.
 PER_CORE = 1.5
 
 #: More would not make it faster: the longest file is what is waited for.
