@@ -480,25 +480,18 @@ class Picker:
             return msgspec.structs.replace(routed.outcome, pool=routed.pool)
         return routed.outcome
 
-    def _gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
+    def _gauges(self) -> dict[str, Callable[[], float]]:
         sites = self.sites.by_name
-        elected = {
-            "extproc_leader": ("1 while this replica holds the Lease.", lambda: float(self._leads))
-        }
+        leader = {"extproc_leader": lambda: float(self._leads)}
         return {
-            **(elected if self._elector is not None else {}),
+            **(leader if self._elector is not None else {}),
             **(self._line.gauges() if self._line is not None else {}),
-            "extproc_gathered_bytes": (
-                "Bytes of request bodies held.",
-                lambda: self.budget.held_bytes,
+            "extproc_gathered_bytes": lambda: self.budget.held_bytes,
+            "extproc_prefix_blocks": lambda: sum(
+                site.parts.index.blocks_total for site in sites.values()
             ),
-            "extproc_prefix_blocks": (
-                "Prefix blocks believed held by endpoints.",
-                lambda: sum(site.parts.index.blocks_total for site in sites.values()),
-            ),
-            "extproc_prefix_index_bytes": (
-                "Estimated memory of the prefix index.",
-                lambda: sum(site.parts.index.bytes_estimate() for site in sites.values()),
+            "extproc_prefix_index_bytes": lambda: sum(
+                site.parts.index.bytes_estimate() for site in sites.values()
             ),
         }
 

@@ -178,17 +178,11 @@ class Line:
         site = self._sites.by_name.get(pool)
         return None if site is None else site.parts.dispatcher
 
-    def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
-        """What the metrics page shows of it."""
+    def gauges(self) -> dict[str, Callable[[], float]]:
+        """Readers of what the metrics page shows of it, by name."""
         return {
-            "extproc_sharing_pickers": (
-                "Other pickers that tell of their requests.",
-                lambda: float(self.mirror.pickers),
-            ),
-            "extproc_sharing_open": (
-                "Open requests of other pickers in the accounts.",
-                lambda: float(self.mirror.open),
-            ),
+            "extproc_sharing_pickers": lambda: float(self.mirror.pickers),
+            "extproc_sharing_open": lambda: float(self.mirror.open),
         }
 
 

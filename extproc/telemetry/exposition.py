@@ -18,6 +18,16 @@ from extproc.supervision import LOOPS
 from extproc.telemetry import pool_series, scaling_series, watch_series, xds_series
 from extproc.telemetry.tallies import Distribution, Tallies
 
+#: Gauges of the process whose values other packages read: name to help text.
+PROCESS_GAUGES: Mapping[str, str] = {
+    "extproc_leader": "1 while this replica holds the Lease; with `cluster.leader_election`.",
+    "extproc_sharing_pickers": "Other pickers that share their requests; with `sharing.url`.",
+    "extproc_sharing_open": "Open requests of other pickers in the accounts; with `sharing.url`.",
+    "extproc_gathered_bytes": "Bytes of request bodies held.",
+    "extproc_prefix_blocks": "Prefix blocks believed held by endpoints.",
+    "extproc_prefix_index_bytes": "Estimated memory of the prefix index.",
+}
+
 
 class Exposition(Collector):
     """Renders on demand.
@@ -26,7 +36,7 @@ class Exposition(Collector):
         tallies: What was counted.
         pools: Gives the pools by name.
         clock: Monotonic seconds, for ages.
-        gauges: Further gauges by name: (help text, reader).
+        gauges: Readers of `PROCESS_GAUGES`, by name.
         about: Labels of `extproc_info`: which pool and profile this is.
     """
 
@@ -36,7 +46,7 @@ class Exposition(Collector):
         pools: Callable[[], Mapping[str, pool_series.Watched]],
         *,
         clock: Callable[[], float],
-        gauges: Mapping[str, tuple[str, Callable[[], float]]],
+        gauges: Mapping[str, Callable[[], float]],
         about: Mapping[str, str],
     ) -> None:
         self._tallies = tallies
@@ -70,8 +80,8 @@ class Exposition(Collector):
         yield from self._loops()
         yield from self._distributions()
         yield from pool_series.endpoints(self._pools(), self._clock())
-        for name, (text, read) in self._gauges.items():
-            yield GaugeMetricFamily(name, text, value=read())
+        for name, read in self._gauges.items():
+            yield GaugeMetricFamily(name, PROCESS_GAUGES[name], value=read())
 
     def _streams(self) -> Iterator[Metric]:
         tallies = self._tallies
@@ -146,7 +156,9 @@ class Exposition(Collector):
 
     def _bugs(self) -> Iterator[Metric]:
         family = CounterMetricFamily(
-            "extproc_bugs", "Exceptions that streams ran into.", labels=["type", "place"]
+            "extproc_bugs",
+            "Exceptions that streams ran into; the log names the place, once a minute.",
+            labels=["type", "place"],
         )
         for key, count in self._tallies.bugs.items():
             family.add_metric(key, count)
@@ -177,12 +189,12 @@ class Exposition(Collector):
             ),
             (
                 "extproc_loop_stall_seconds",
-                "How late timers of the event loop were: how long something held it.",
+                "How late timers of the event loop were: how long something held up all other requests.",
                 tallies.loop_stall_s,
             ),
             (
                 "extproc_loop_stall_cpu_seconds",
-                "Of the same, what the event loop's own thread computed.",
+                "Of the same, CPU time of the event loop's thread; the rest is a blocking call or a busy machine.",
                 tallies.loop_stall_cpu_s,
             ),
         ):

@@ -133,7 +133,7 @@ _COUNTERS: tuple[_Row, ...] = (
     ),
     (
         "extproc_unlisted_models",
-        "Requests for models that no endpoint lists.",
+        "Requests for models that no endpoint lists, routed or refused.",
         (),
         lambda one: [([], one.unlisted)],
     ),
@@ -182,7 +182,7 @@ _GAUGES: tuple[_Gauge, ...] = (
     ),
     (
         "extproc_endpoint_prefill_seconds_per_token",
-        "Learnt prefill time.",
+        "Learnt seconds for each uncached prompt token.",
         lambda one, _: one.rates.prefill_s,
     ),
     (
@@ -245,7 +245,9 @@ def endpoints(watched: Mapping[str, Watched], now: float) -> Iterator[Metric]:
     yield from _addresses_left_out(watched)
     yield from _conversations(watched)
     ratio = GaugeMetricFamily(
-        "extproc_bytes_per_token", "Learnt bytes of a prompt token.", labels=["pool", "model"]
+        "extproc_bytes_per_token",
+        "Learnt bytes of a prompt token, of the models that engines answered for.",
+        labels=["pool", "model"],
     )
     for pool, one in watched.items():
         for model, value in one.bytes_per_token.items():
@@ -261,7 +263,7 @@ def _conversations(watched: Mapping[str, Watched]) -> Iterator[Metric]:
     )
     away = GaugeMetricFamily(
         "extproc_conversations_away",
-        "Learnt conversations that will go on, for each open request.",
+        "Learnt conversations that will go on and have no request open, for each open request.",
         labels=["pool"],
     )
     for pool, one in watched.items():

@@ -58,7 +58,9 @@ def series(pools: Mapping[str, Figures]) -> Iterator[Metric]:
         labels=["pool", "state"],
     )
     changes = CounterMetricFamily(
-        "extproc_scaling_changes", "Times another number was asked for.", labels=["pool", "why"]
+        "extproc_scaling_changes",
+        "Times another number was asked for, by reason.",
+        labels=["pool", "why"],
     )
     failures = CounterMetricFamily(
         "extproc_scaling_failures",

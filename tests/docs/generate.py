@@ -11,6 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from tests.docs import (
+    bad_input,
+    cli_reference,
+    helm_reference,
+    http_reference,
+    metrics_reference,
+    plugin_reference,
+    reference,
+)
 from tests.protocol import table
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +27,18 @@ DOCS = ROOT / "docs"
 
 #: Name of a block to the function that makes its text.
 BLOCKS: Mapping[str, Callable[[], str]] = {
+    "bad input": bad_input.block,
+    "cli": cli_reference.block,
+    "configuration": reference.configuration_block,
+    "helm values": helm_reference.block,
+    "http endpoints": http_reference.block,
+    "metrics": metrics_reference.block,
+    "plugin api": plugin_reference.api_block,
+    "plugins": plugin_reference.plugins_block,
     "points": table.reference_block,
+    "reload": reference.reload_block,
+    "scenario": reference.scenario_block,
+    "strategies": plugin_reference.strategies_block,
 }
 
 

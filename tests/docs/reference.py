@@ -1,18 +1,12 @@
-"""The references of the README, made from the docstrings of the settings and of scenarios.
-
-    python -m tests.docs.reference [--write]
-
-prints the blocks, or puts that of scenarios into the README; a test holds the README against both.
-"""
+"""Tables of configuration and scenario fields, from the structs and their docstrings."""
 
 from __future__ import annotations
 
 import inspect
 import re
-import sys
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -35,9 +29,6 @@ from extproc.pool import condition
 from extproc.prefix import blocks
 from extproc.sim.virtual import client, lengths, scenario, workloads
 from extproc.xds import traits
-
-README = Path(__file__).parents[2] / "docs/reference/index.md"
-BEGIN, END = "<!-- scenario -->\n", "\n<!-- /scenario -->"
 
 SECTIONS = (
     ("server", settings.Server),
@@ -115,10 +106,72 @@ def shown(value: object) -> str:
     return "`" + msgspec.json.encode(value).decode() + "`"
 
 
+def constraint(schema: Mapping[str, Any]) -> str:
+    """A JSON Schema as a few words: type, range or choices."""
+    if "anyOf" in schema:
+        choices = [constraint(one) for one in schema["anyOf"] if one.get("type") != "null"]
+        return " or ".join(dict.fromkeys(choices))
+    if "enum" in schema:
+        return ", ".join(f"`{choice}`" for choice in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if schema.get("type") in ("integer", "number"):
+        return schema["type"] + "".join(_range(schema))
+    if schema.get("type") == "array":
+        inner = schema.get("items")
+        return f"list of {constraint(inner)}" if inner else "list"
+    if "type" not in schema:
+        return "object" if "$ref" in schema else "any"
+    return {"object": "map", "string": "text"}.get(schema["type"], schema["type"])
+
+
+def _range(schema: Mapping[str, Any]) -> Iterator[str]:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is not None and high is not None:
+        yield f", {low} to {high}"
+    elif low is not None:
+        yield f" >= {low}"
+    elif high is not None:
+        yield f" <= {high}"
+    if "exclusiveMinimum" in schema:
+        yield f" > {schema['exclusiveMinimum']}"
+    if "exclusiveMaximum" in schema:
+        yield f" < {schema['exclusiveMaximum']}"
+
+
+def properties(section: type[msgspec.Struct]) -> Mapping[str, Any]:
+    """The fields of a struct as JSON Schemas, by their names in YAML."""
+    (schema,), components = msgspec.json.schema_components(
+        [section], schema_hook=lambda _: {"description": "any"}, ref_template="{name}"
+    )
+    return components[schema["$ref"]]["properties"]
+
+
+def linked(text: str) -> str:
+    """Text of a docstring with citations of pages as links."""
+    return re.sub(r"\bdocs/([\w/.-]+\.md(?:#[\w-]+)?)", _as_link, text)
+
+
+def _as_link(match: re.Match[str]) -> str:
+    page, _, anchor = match[1].partition("#")
+    title = (anchor or Path(page).stem).replace("-", " ")
+    return f"[{title}](../{match[1]})"
+
+
+def cell(text: str) -> str:
+    """Text of a docstring in a cell of a table."""
+    return linked(" ".join(text.split())).replace("|", "\\|")
+
+
 def table(name: str, section: type[msgspec.Struct]) -> str:
-    """One section as a Markdown table."""
-    rows = [f"**{name}**", "", "| field | default | meaning and reason |", "|---|---|---|"]
-    texts = attributes(section)
+    """A heading and a table with a row for each field."""
+    rows = [
+        f"### {name}",
+        "",
+        "| field | type | default | meaning and reason |",
+        "|---|---|---|---|",
+    ]
+    texts, shapes = attributes(section), properties(section)
     for field in msgspec.structs.fields(section):
         if field.required:
             default = "required"
@@ -126,24 +179,25 @@ def table(name: str, section: type[msgspec.Struct]) -> str:
             default = shown(field.default_factory())
         else:
             default = shown(field.default)
-        text = texts[field.name].replace("|", "\\|")
-        rows.append(f"| `{field.encode_name}` | {default} | {text} |")
+        shape = constraint(shapes[field.encode_name])
+        rows.append(
+            f"| `{field.encode_name}` | {cell(shape)} | {default} | {cell(texts[field.name])} |"
+        )
     return "\n".join(rows)
 
 
-def block() -> str:
-    """All sections."""
-    tables = [table(name, section) for name, section in SECTIONS]
+def configuration_block() -> str:
+    """All sections of a configuration."""
     texts = attributes(settings.Settings)
     top = [
-        "**top level**",
+        "### top level",
         "",
-        "| field | default | meaning and reason |",
-        "|---|---|---|",
-        f"| `conformance` | `false` | {texts['conformance']} |",
-        f"| `seed` | `null` | {texts['seed']} |",
+        "| field | type | default | meaning and reason |",
+        "|---|---|---|---|",
+        f"| `conformance` | boolean | `false` | {cell(texts['conformance'])} |",
+        f"| `seed` | integer | `null` | {cell(texts['seed'])} |",
     ]
-    return "\n\n".join([*tables, "\n".join(top)])
+    return "\n\n".join(["\n".join(top), *(table(name, section) for name, section in SECTIONS)])
 
 
 def reload_block() -> str:
@@ -168,16 +222,3 @@ def reload_block() -> str:
 def scenario_block() -> str:
     """Every field of a scenario."""
     return "\n\n".join(table(name, section) for name, section in SCENARIO)
-
-
-def main() -> None:
-    if "--write" not in sys.argv:
-        print(textwrap.dedent(block()), reload_block(), scenario_block(), sep="\n\n")
-        return
-    head, _, rest = README.read_text().partition(BEGIN)
-    tail = rest.partition(END)[2]
-    README.write_text(head + BEGIN + scenario_block() + END + tail)
-
-
-if __name__ == "__main__":
-    main()

@@ -147,7 +147,7 @@ async def test_two_pickers_see_each_others_requests_in_flight(server):
             lambda: one.in_flight() == two.in_flight() and sum(two.in_flight().values()) == 3
         )
         await until(lambda: two.in_flight("b") == {"127.0.0.13:9": 1})
-        gauges = {name: read() for name, (_, read) in two.line.gauges().items()}
+        gauges = {name: read() for name, read in two.line.gauges().items()}
         assert gauges == {"extproc_sharing_pickers": 1.0, "extproc_sharing_open": 3.0}
         owners = [(one, "a"), (one, "a"), (one, "b"), (two, "a")]
         for ticket, (owner, pool) in zip(tickets, owners, strict=True):

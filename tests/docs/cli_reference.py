@@ -1,0 +1,70 @@
+"""The reference of the command line, from the parsers of its commands."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator
+
+from extproc.cli import main
+from tests.docs import reference
+
+
+def block() -> str:
+    """All commands with their flags."""
+    parts = ["\n".join(_commands())]
+    for name, (module, summary) in main.COMMANDS.items():
+        parser = _parser(name, module)
+        parts += [f"## {name}", (parser.description or f"`extproc {name}`: {summary}.").strip()]
+        parts += _groups(parser)
+    return "\n\n".join(parts)
+
+
+def _commands() -> Iterator[str]:
+    yield "| command | what it does |"
+    yield "|---|---|"
+    for name, (_, summary) in main.COMMANDS.items():
+        yield f"| [`extproc {name}`](#{name}) | {summary} |"
+
+
+def _parser(name: str, module: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="extproc", allow_abbrev=False)
+    commands = parser.add_subparsers()
+    importlib.import_module(module).add_parser(commands)
+    return commands.choices[name]
+
+
+def _groups(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[str]:
+    for group in parser._action_groups:
+        actions = [action for action in group._group_actions if _is_shown(action)]
+        rows = [
+            _row(action) for action in actions if not isinstance(action, argparse._SubParsersAction)
+        ]
+        if rows:
+            yield f"**{prefix}{group.title or 'flags'}**"
+            yield "\n".join(["| flag | value | default | meaning |", "|---|---|---|---|", *rows])
+        for action in actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, below in action.choices.items():
+                    yield from _groups(below, f"{name}: ")
+
+
+def _is_shown(action: argparse.Action) -> bool:
+    return action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction)
+
+
+def _row(action: argparse.Action) -> str:
+    flag = (
+        ", ".join(f"`{one}`" for one in action.option_strings)
+        or f"`{action.metavar or action.dest}`"
+    )
+    value = ""
+    if action.option_strings and action.nargs != 0:
+        named = action.metavar or (
+            ",".join(map(str, action.choices)) if action.choices else action.dest.upper()
+        )
+        value = f"`{named}`" if isinstance(named, str) else f"`{' '.join(named)}`"
+    default = action.default
+    shown = "" if default in (None, False, argparse.SUPPRESS, (), [], "") else f"`{default}`"
+    text = (action.help or "").replace("%(default)s", str(default)).replace("%%", "%")
+    return f"| {flag} | {value.replace('|', chr(92) + '|')} | {shown} | {reference.cell(text)} |"

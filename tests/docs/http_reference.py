@@ -1,0 +1,35 @@
+"""The reference of the HTTP endpoints on the metrics port, from their handlers."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from extproc.server import admin
+
+ROOT = Path(__file__).parents[2]
+
+#: Folders whose code runs beside the picker and not in it.
+_ASIDE = ("sim", "simulator", "cli", "demo", "testing")
+_HEADER = re.compile(r"""["'](x-[a-z][a-z0-9-]*[a-z0-9])["']""")
+
+
+def block() -> str:
+    """One row for each route of the picker's own pages."""
+    rows = ["| method | path | what it answers |", "|---|---|---|"]
+    source = inspect.getsource(admin.Pages.application)
+    for method, path, handler in re.findall(r'web\.(get|post)\("([^"]+)", self\.(\w+)\)', source):
+        text = inspect.getdoc(getattr(admin.Pages, handler)) or ""
+        rows.append(f"| {method.upper()} | `{path}` | {' '.join(text.split())} |")
+    return "\n".join(rows)
+
+
+def header_names() -> set[str]:
+    """Names of the headers that the picker's code mentions, as literals."""
+    return {
+        name
+        for path in (ROOT / "extproc").rglob("*.py")
+        if path.relative_to(ROOT / "extproc").parts[0] not in _ASIDE
+        for name in _HEADER.findall(path.read_text(encoding="utf-8"))
+    }

@@ -1,0 +1,94 @@
+"""The reference of metrics: name, type, labels, buckets and meaning, from the exposition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import get_args
+
+from prometheus_client.core import HistogramMetricFamily, Metric
+
+from extproc.supervision import LOOPS
+from extproc.telemetry import exposition, pool_series
+from extproc.telemetry.tallies import Tallies
+from tests.docs import reference
+from tests.support.house import House
+
+#: Values of labels, where there are few: `family/label`.
+VALUES = {
+    "extproc_ejections/cause": ("errors", "hung", "passed-over", "unreachable"),
+    "extproc_loop_degraded/loop": LOOPS,
+    "extproc_loop_failures/loop": LOOPS,
+    "extproc_pool_claim/state": get_args(pool_series.ClaimState),
+    "extproc_probes/result": ("ok", "failed", "unclear"),
+    "extproc_scaling_replicas/state": ("asked", "available", "starting"),
+    "extproc_streams/end": ("ok", "cancelled", "protocol", "error"),
+    "extproc_waits/end": ("went", "expired", "displaced", "left", "refused", "closed"),
+}
+
+
+def families() -> list[Metric]:
+    """All families there can be, with one endpoint in one pool."""
+    house = House({"10.0.0.1:8000": None})
+    tallies = Tallies()
+    tallies.of("")
+    page = exposition.Exposition(
+        tallies,
+        lambda: {
+            "": pool_series.Watched(house.fleet.pool, lambda _: pool_series.Cache(5.0, 4.0, 100))
+        },
+        clock=lambda: 1.0,
+        gauges={name: lambda: 0.0 for name in exposition.PROCESS_GAUGES},
+        about={"pool": "", "profile": ""},
+    )
+    return sorted(page.collect(), key=lambda family: family.name)
+
+
+def series_names() -> set[str]:
+    """The names that a query may use."""
+    names = set()
+    for family in families():
+        names |= {
+            "counter": {f"{family.name}_total"},
+            "histogram": {f"{family.name}_{part}" for part in ("bucket", "sum", "count")},
+            "info": {f"{family.name}_info"},
+        }.get(family.type, {family.name})
+    return names
+
+
+def block() -> str:
+    """One row for each family."""
+    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for family in families():
+        suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+        rows.append(
+            f"| `{family.name}{suffix}` | {family.type} | {_labels(family)} "
+            f"| {reference.cell(family.documentation)}{_buckets(family)} |"
+        )
+    return "\n".join(rows)
+
+
+def label_names(family: Metric) -> list[str]:
+    """The labels of a family; of one without a sample, as it declares them."""
+    names = [name for sample in family.samples for name in sample.labels if name != "le"]
+    return list(dict.fromkeys(names)) or [*getattr(family, "_labelnames", ())]
+
+
+def _labels(family: Metric) -> str:
+    return ", ".join(_label(family, name) for name in label_names(family))
+
+
+def _label(family: Metric, name: str) -> str:
+    values = VALUES.get(f"{family.name}/{name}", ())
+    return f"`{name}`" + (f" ({', '.join(f'`{value}`' for value in values)})" if values else "")
+
+
+def _buckets(family: Metric) -> str:
+    if not isinstance(family, HistogramMetricFamily):
+        return ""
+    return f" Buckets: {', '.join(_bounds(family))}."
+
+
+def _bounds(family: Metric) -> Iterator[str]:
+    for sample in family.samples:
+        if sample.name.endswith("_bucket") and sample.labels["le"] != "+Inf":
+            yield f"{float(sample.labels['le']):g}"
