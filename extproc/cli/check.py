@@ -310,8 +310,8 @@ def _limits(settings: sections.Settings) -> Iterator[str]:
     prefix = settings.prefix
     last = prefix.schedule.tokens[min(prefix.capacity_blocks, len(prefix.schedule.tokens) - 1)]
     yield (
-        f"prefix      {prefix.capacity_blocks} blocks for each endpoint; the longest prompt "
-        f"believed whole has {last} tokens"
+        f"prefix      {prefix.capacity_blocks} blocks for each endpoint, {_size(prefix.max_bytes)} "
+        f"for all; the longest prompt believed whole has {last} tokens"
     )
 
 

@@ -91,10 +91,9 @@ def build(
     """
     guards = guards or _untimed()
     resolved = profiles.resolve_all(settings, where=where, guards=guards)
-    index = PrefixIndex(settings.prefix.capacity_blocks)
-    belief = beliefs.Beliefs(
-        index, settings.prefix.schedule.tokens, most_blocks=settings.prefix.capacity_blocks
-    )
+    prefix = settings.prefix
+    index = PrefixIndex(prefix.capacity_blocks, max_bytes=prefix.max_bytes)
+    belief = beliefs.Beliefs(index, prefix.schedule.tokens, most_blocks=prefix.capacity_blocks)
 
     def forget(endpoint: Endpoint) -> None:
         belief.forget(endpoint)

@@ -131,7 +131,7 @@ TABLE: Final = (
             "allow_unsupported",
         ),
     ),
-    Row("prefix", restart=("schedule", "capacity_blocks")),
+    Row("prefix", restart=("schedule", "capacity_blocks", "max_bytes")),
     Row(
         "limits",
         live=("max_body_bytes", "max_streams", "body_idle_s"),

@@ -43,6 +43,7 @@ from extproc.config.sharing import Sharing
 from extproc.parsing import usage
 from extproc.pool import condition
 from extproc.prefix import blocks
+from extproc.prefix.index import DEFAULT_MAX_BYTES
 from extproc.xds import traits
 
 API_VERSION: Final = "extproc/v1alpha1"
@@ -156,13 +157,18 @@ class Prefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         schedule: Where blocks end (bytes); its own defaults give reasons.
         capacity_blocks: Blocks remembered for one endpoint (count). 32768 are 2 to 30 million prompt
             tokens, more than the KV cache of one engine. In memory a block takes some 15 bytes in
-            long prompts, up to 330 in prompts that are one block long and share it with none: at
-            most 11 MB for one endpoint, 2.2 GB for 200. Endpoints that name the size of their KV
-            cache have no more blocks than fit in it.
+            long prompts, up to 360 in prompts that are one block long and share it with none: at
+            most 12 MB for one endpoint. Endpoints that name the size of their KV cache have no more
+            blocks than fit in it.
+        max_bytes: Memory for the blocks of all endpoints of a pool (bytes, as estimated). Beyond it
+            what was used longest ago is forgotten, whichever endpoint held it. 512 MiB are 24
+            million blocks of long prompts, or 1.5 million of those that are one block long: 45
+            endpoints of `capacity_blocks` with such prompts alone.
     """
 
     schedule: blocks.Schedule = blocks.DEFAULT
     capacity_blocks: bounds.Count = 32768
+    max_bytes: bounds.Positive = DEFAULT_MAX_BYTES
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

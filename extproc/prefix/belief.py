@@ -8,23 +8,54 @@ up blocks from its end is exactly least-recently-used with tails before roots.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 from extproc.prefix.runs import Run
 
 #: Bytes of one part.
-_PART_BYTES = 64
+_PART_BYTES = 80
+
+#: Bytes of a place in the table of parts of runs that another belief owns.
+_SHARED_BYTES = 70
+
+
+class Totals:
+    """Parts of all beliefs of an index.
+
+    Attributes:
+        parts: All of them (count).
+        shared: Those of runs that another belief owns (count).
+    """
+
+    __slots__ = ("parts", "shared")
+
+    def __init__(self) -> None:
+        self.parts = 0
+        self.shared = 0
+
+    @property
+    def bytes_estimate(self) -> int:
+        """Estimated bytes of memory, without the runs."""
+        return _PART_BYTES * self.parts + _SHARED_BYTES * self.shared
 
 
 class Part:
-    """What one endpoint holds of a run, between two neighbours in the endpoint's ring."""
+    """What one endpoint holds of a run, between two neighbours in the endpoint's ring.
 
-    __slots__ = ("keep", "newer", "older", "run")
+    Attributes:
+        run: Of which.
+        keep: How many blocks of it, from its start.
+        age: Epoch of the last touch, see `PrefixIndex`.
+        older: The neighbour that was touched before.
+        newer: The neighbour that was touched after.
+    """
 
-    def __init__(self, run: Run, keep: int) -> None:
+    __slots__ = ("age", "keep", "newer", "older", "run")
+
+    def __init__(self, run: Run, keep: int, age: int) -> None:
         self.run = run
         self.keep = keep
+        self.age = age
         self.older = self
         self.newer = self
 
@@ -32,36 +63,47 @@ class Part:
 class Belief:
     """The blocks of one endpoint, at most `capacity` of them.
 
+    Args:
+        capacity: Bound on `held`.
+        totals: Where parts of all beliefs are counted.
+
     Attributes:
         capacity: Bound on `held`; 0 holds nothing.
         held: Blocks held now.
     """
 
-    __slots__ = ("_count", "_ring", "_shared", "capacity", "held")
+    __slots__ = ("_ring", "_shared", "_totals", "capacity", "held")
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, totals: Totals) -> None:
         self.capacity = capacity
         self.held = 0
-        self._count = 0
+        self._totals = totals
         #: Parts of runs that somebody else owns.
         self._shared: dict[Run, Part] = {}
         # The sentinel: its newer neighbour is the oldest part.
-        self._ring = Part(Run(b"", None), 0)
+        self._ring = Part(Run(b"", None), 0, 0)
+
+    @property
+    def oldest(self) -> int | None:
+        """Epoch of the part that was touched longest ago; None where nothing is held."""
+        part = self._ring.newer
+        return None if part is self._ring else part.age
 
     def keep(self, run: Run) -> int:
         """How many blocks of a run are held, from its start."""
         part = run.part if run.owner is self else self._shared.get(run)
         return 0 if part is None else part.keep
 
-    def touch(self, run: Run, keep: int) -> None:
+    def touch(self, run: Run, keep: int, age: int) -> None:
         """Hold so many blocks of a run, at least as many as before, as the newest part."""
         part = run.part if run.owner is self else self._shared.get(run)
         if part is None:
-            part = Part(run, 0)
+            part = Part(run, 0, age)
             self._enter(part)
         else:
             part.older.newer = part.newer
             part.newer.older = part.older
+            part.age = age
         self.held += keep - part.keep
         part.keep = keep
         _stand(part, before=self._ring)
@@ -82,7 +124,7 @@ class Belief:
             self._enter(part)
             return 0
         part.keep -= taken
-        above = Part(upper, taken)
+        above = Part(upper, taken, part.age)
         self._enter(above)
         _stand(above, before=part.newer)
         return part.keep
@@ -96,13 +138,18 @@ class Belief:
         while self.held > self.capacity:
             part = self._ring.newer
             keep = max(0, part.keep - (self.held - self.capacity))
-            self.held -= part.keep - keep
-            part.keep = keep
-            if not keep:
-                self._drop(part.run)
-                part.older.newer = part.newer
-                part.newer.older = part.older
+            self._keep_of(part, keep)
             yield part.run, keep
+
+    def give_up_oldest(self) -> Run:
+        """Give up the part that was touched longest ago; there must be one.
+
+        Returns:
+            Its run.
+        """
+        part = self._ring.newer
+        self._keep_of(part, 0)
+        return part.run
 
     def give_up(self, run: Run, keep: int) -> int:
         """Hold at most so many blocks of a run.
@@ -114,12 +161,7 @@ class Belief:
         if part is None or part.keep <= keep:
             return 0
         given = part.keep - keep
-        self.held -= given
-        part.keep = keep
-        if not keep:
-            self._drop(run)
-            part.older.newer = part.newer
-            part.newer.older = part.older
+        self._keep_of(part, keep)
         return given
 
     def parts(self) -> Iterator[tuple[Run, int]]:
@@ -129,26 +171,33 @@ class Belief:
             yield part.run, part.keep
             part = part.newer
 
-    def bytes_estimate(self) -> int:
-        """Estimated bytes of memory, without the runs."""
-        return sys.getsizeof(self._shared) + _PART_BYTES * self._count
+    def _keep_of(self, part: Part, keep: int) -> None:
+        """Hold only so many blocks of a part, or none of it any more."""
+        self.held -= part.keep - keep
+        part.keep = keep
+        if not keep:
+            self._drop(part.run)
+            part.older.newer = part.newer
+            part.newer.older = part.older
 
     def _enter(self, part: Part) -> None:
         """Keep a part where it is found: in its run, unless somebody else is there."""
-        self._count += 1
+        self._totals.parts += 1
         run = part.run
         if run.owner is None:
             run.owner = self
             run.part = part
         else:
+            self._totals.shared += 1
             self._shared[run] = part
 
     def _drop(self, run: Run) -> None:
         """Forget the part of a run."""
-        self._count -= 1
+        self._totals.parts -= 1
         if run.owner is self:
             run.owner = run.part = None
         else:
+            self._totals.shared -= 1
             del self._shared[run]
 
 

@@ -5,14 +5,17 @@ depth at which an endpoint's bit drops out is its unbroken run from the root. A 
 never counts.
 
 The index believes what it was told to record. It does not see what the engine evicts or generates;
-`resize` brings its bound near the engine's own, `forget` ends a belief with its endpoint.
+`resize` brings its bound near the engine's own, `forget` ends a belief with its endpoint. Beyond a
+bound of bytes over all endpoints it gives up what was used longest ago, whose ever it is.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
+from typing import Final
 
-from extproc.prefix.belief import Belief
+from extproc.prefix.belief import Belief, Totals
 from extproc.prefix.runs import WIDTH, Run, packed
 
 #: An endpoint in one of its lives: its address and its incarnation.
@@ -22,22 +25,31 @@ Key = tuple[str, int]
 #: to 285.
 _RUN_BYTES = 270
 
+#: Bytes of an index unless another bound is set; `prefix.max_bytes` has the reason.
+DEFAULT_MAX_BYTES: Final = 512 * 1024 * 1024
+
+#: Calls of `record` in an epoch, in which all touches have one age: ages are few shared objects, and
+#: among endpoints what was used longest ago is known to that many calls.
+_EPOCH = 256
+
 #: Set bits above which looking at every bit is faster than searching for the next one.
 _MANY = 32
 
 
 class PrefixIndex:
-    """Block hashes of all endpoints, bounded for each.
+    """Block hashes of all endpoints, bounded for each and for all of them.
 
     Endpoints are addressed by slot, a small integer that `slot` hands out and `forget` takes back.
     A slot number is only good until its key is forgotten: look slots up when the pool changes.
 
     Args:
         capacity_blocks: Blocks believed held by one endpoint, until `resize` says otherwise.
+        max_bytes: Estimated bytes of memory at most.
     """
 
-    def __init__(self, capacity_blocks: int) -> None:
+    def __init__(self, capacity_blocks: int, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._capacity = capacity_blocks
+        self._max_bytes = max_bytes
         self._root = Run(b"", None)
         self._root.children = {}
         # Masks of one endpoint are shared objects: most runs are held by exactly one.
@@ -47,6 +59,11 @@ class PrefixIndex:
         self._beliefs: list[Belief] = []
         self._runs = 0
         self._blocks = 0
+        self._totals = Totals()
+        self._records = 0
+        self._epoch = 0
+        #: A heap of every slot with an epoch: none of its parts was touched before that.
+        self._ages: list[tuple[int, int]] = []
 
     def slot(self, key: Key) -> int:
         """The slot of an endpoint; given out at the first call, the lowest free one."""
@@ -55,11 +72,12 @@ class PrefixIndex:
             if self._free:
                 slot = min(self._free)
                 self._free.remove(slot)
-                self._beliefs[slot] = Belief(self._capacity)
+                self._beliefs[slot] = Belief(self._capacity, self._totals)
             else:
                 slot = len(self._bits)
                 self._bits.append(1 << slot)
-                self._beliefs.append(Belief(self._capacity))
+                self._beliefs.append(Belief(self._capacity, self._totals))
+                heapq.heappush(self._ages, (self._epoch, slot))
             self._slots[key] = slot
         return slot
 
@@ -125,16 +143,11 @@ class PrefixIndex:
                 child = self._cut(run, child, taken=along)
             path.append((child, along))
             run = child
-        bit = self._bits[slot]
-        for run, keep in reversed(path):
-            belief.touch(run, keep)
-            if keep * WIDTH < len(run.hashes):
-                run.partly |= bit
-            elif not run.holders & bit:
-                run.holders = run.holders | bit if run.holders else bit
-                run.partly &= ~bit
+        self._touch(slot, path)
         if belief.held > belief.capacity:
             self._release(slot)
+        if self.bytes_estimate() > self._max_bytes:
+            self._release_oldest()
 
     def retract(self, key: Key, blocks: Sequence[int], keep: int) -> None:
         """Stop believing that an endpoint holds a chain, or anything that goes on from it.
@@ -204,9 +217,23 @@ class PrefixIndex:
         return sum(belief.held for belief in self._beliefs)
 
     def bytes_estimate(self) -> int:
-        """Estimated bytes of memory; O(endpoints)."""
+        """Estimated bytes of memory."""
         tree = _RUN_BYTES * self._runs + WIDTH * self._blocks
-        return tree + sum(belief.bytes_estimate() for belief in self._beliefs)
+        return tree + self._totals.bytes_estimate
+
+    def _touch(self, slot: int, path: Sequence[tuple[Run, int]]) -> None:
+        """Hold the first blocks of each run of a path, the root as used last."""
+        self._records += 1
+        if not self._records % _EPOCH:
+            self._epoch += 1
+        bit, belief, epoch = self._bits[slot], self._beliefs[slot], self._epoch
+        for run, keep in reversed(path):
+            belief.touch(run, keep, epoch)
+            if keep * WIDTH < len(run.hashes):
+                run.partly |= bit
+            elif not run.holders & bit:
+                run.holders = run.holders | bit if run.holders else bit
+                run.partly &= ~bit
 
     def _grow(self, run: Run, head: int, hashes: bytes, *, slot: int) -> Run:
         """Put new blocks behind a run: into it while only this endpoint holds it, to its end."""
@@ -243,6 +270,20 @@ class PrefixIndex:
         """Let an endpoint give up what is above its bound, and drop what nobody holds any more."""
         for run, keep in self._beliefs[slot].shrink():
             self._let_go(run, self._bits[slot], keep)
+
+    def _release_oldest(self) -> None:
+        """Let endpoints give up what was used longest ago, until the index fits its bound."""
+        ages = self._ages
+        while self._totals.parts and self.bytes_estimate() > self._max_bytes:
+            age, slot = ages[0]
+            belief = self._beliefs[slot]
+            oldest = belief.oldest
+            if oldest is not None and oldest <= age:
+                self._let_go(belief.give_up_oldest(), self._bits[slot], 0)
+            else:
+                # Nothing that old is left. Without any part the next one will be of this epoch.
+                later = max(age, self._epoch) + 1 if oldest is None else oldest
+                heapq.heapreplace(ages, (later, slot))
 
     def _give_up_below(self, top: Run, slot: int, keep: int) -> None:
         """Let an endpoint give up all behind the first blocks of a run, leaves first."""

@@ -163,6 +163,68 @@ def test_colliding_hashes_change_nothing(capacity, script, asked):
     check_script(capacity, script, asked)
 
 
+@settings(max_examples=examples(100), deadline=None)
+@given(st.integers(200, 4000), scripts(prompts.map(chain)), questions(prompts.map(chain)))
+def test_bytes_stay_within_the_bound_of_all_endpoints(max_bytes, script, asked):
+    """After any script memory is within the bound, and no more is believed than was recorded."""
+    index, naive = PrefixIndex(8, max_bytes=max_bytes), Naive(8)
+    for name, key, argument in script:
+        match name:
+            case "forget":
+                index.forget(key)
+            case "retract":
+                index.retract(key, *argument)
+            case _:
+                getattr(index, name)(key, argument)
+        getattr(naive, name)(key, argument)
+        assert index.bytes_estimate() <= max_bytes
+        check_books(index)
+    for question in asked:
+        slots = [index.slot(key) for key in KEYS]
+        depths = index.match(question)
+        for key, slot in zip(KEYS, slots, strict=True):
+            assert depths[slot] <= naive.depth(key, question)
+
+
+def test_what_was_used_longest_ago_is_forgotten_first_whoever_holds_it():
+    """A busy endpoint keeps what it uses while others lose what they do not."""
+    index = PrefixIndex(10_000, max_bytes=400_000)
+    for number in range(800):
+        index.record(A, [1, number])
+    for number in range(4000):
+        index.record(B, [2, 10_000 + number])
+        index.record(C, [3, 4])
+    assert index.held(A) == 0
+    assert 0 < index.held(B) < 4000
+    depths = index.match([2, 13_999])
+    assert depths[index.slot(B)] == 2
+    assert index.match([2, 10_000])[index.slot(B)] == 1
+    assert index.match([3, 4])[index.slot(C)] == 2
+
+
+def test_two_hundred_endpoints_of_short_prompts_take_no_more_than_the_bound():
+    """Prompts one block long are the dearest; all endpoints together stay within a fifth of it."""
+    rng = random.Random(1)
+    keys = [(f"10.0.{number}.1:8000", 0) for number in range(200)]
+    gc.collect()
+    tracemalloc.start()
+    index = PrefixIndex(32_768, max_bytes=4_000_000)
+    most = 0
+    for _ in range(40_000):
+        index.record(rng.choice(keys), [rng.getrandbits(60)])
+        most = max(most, index.bytes_estimate())
+    gc.collect()
+    before_, _ = tracemalloc.get_traced_memory()
+    held = index.blocks_total
+    del index
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most <= 4_000_000
+    assert before_ - after < 1.2 * 4_000_000
+    assert held * 400 > 4_000_000
+
+
 def test_a_block_behind_a_gap_does_not_count():
     """Holding the tail without the root is no match."""
     index = PrefixIndex(10)
