@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from extproc.cli import check_diff, flags, sources_told
+from extproc.cli import check_diff, color, flags, main, sources_told
 from extproc.config import advice, all_errors, envoy_limits, load, reloading, sources, strict
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report.to_json(), indent=2))
     elif report.errors:
         for error in report.errors:
-            print(f"extproc: {error}", file=sys.stderr)
+            main.print_error(error)
     else:
         print("\n".join(report.to_lines()))
     return report.status(strict_warnings=args.strict)
@@ -196,12 +196,13 @@ class CheckReport(msgspec.Struct, frozen=True):
 
     def to_lines(self) -> Iterator[str]:
         """The report for people."""
-        yield f"{self.where} is in order"
+        yield color.paint(f"{self.where} is in order", "green", sys.stdout)
         yield ""
         yield from self.meaning
         if self.warnings or self.notes:
             yield ""
-        yield from (f"warning: {warning}" for warning in self.warnings)
+        marked = color.paint("warning:", "yellow", sys.stdout)
+        yield from (f"{marked} {warning}" for warning in self.warnings)
         yield from (f"note: {note}" for note in self.notes)
         for part in (self.envoy, self.diff):
             if part is not None:

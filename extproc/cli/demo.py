@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from extproc.cli import envoy_files, stack, workload
+from extproc.cli import envoy_files, main, stack, workload
 from extproc.endpoint import Load
 from extproc.errors import ConfigError
 from extproc.scrape import page
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         template = envoy_files.find(args.envoy_config, where="--envoy-config")
         return uvloop.run(_demo(template, keep=args.keep, seed=args.seed))
     except ConfigError as error:
-        print(f"extproc demo: {error}", file=sys.stderr)
+        main.print_error(error)
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 0

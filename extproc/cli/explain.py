@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from extproc.cli import color, main
 from extproc.errors import ConfigError, ExtprocError
 
 #: What a server takes to answer; a dry run takes under a millisecond.
@@ -147,7 +148,7 @@ def watch(show: Callable[[], int], *, every_s: float, wait: Callable[[float], ob
         try:
             show()
         except UnreachableError as error:  # it may come back
-            print(f"extproc: {error}", file=sys.stderr)
+            main.print_error(error)
         sys.stdout.flush()
         try:
             wait(every_s)
@@ -162,7 +163,12 @@ def _show(args: argparse.Namespace, told: dict[str, Any]) -> int:
     if args.json:
         print(json.dumps(told, indent=2))
     else:
-        print(table.render_past(told) if "id" in told else table.render_table(told), end="")
+        text = table.render_past(told) if "id" in told else table.render_table(told)
+        for line in text.splitlines():
+            is_result = line.startswith(
+                ("chosen by ", "refused with ", "all endpoints are failing")
+            )
+            print(color.paint(line, "bold", sys.stdout) if is_result else line)
         if args.legend:
             print(f"\n{table.render_legend()}", end="")
     return _REFUSED if told["outcome"] == "rejection" else 0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
 from extproc.cli import quantities
+from extproc.config.settings import Settings
+from extproc.scheduling import defaults as profiles
 
 #: Below this many seconds the upstream picker clamps its refresh interval; so do we.
 SHORTEST_REFRESH_S = 0.05
@@ -62,6 +65,31 @@ def _zap(_: str, found: str) -> str | None:
     return "debug" if found.isdigit() and int(found) else _ZAP_LEVELS.get(found)
 
 
+def default(flag: Flag) -> str:
+    """The value of a flag that is not set, as it would be written; empty for none."""
+    value: Any = Settings()
+    for name in flag.path:
+        value = getattr(value, name)
+    if flag.read is _not:
+        value = not value
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None or value == "" or flag.read is _verbosity:
+        return ""
+    return f"{value:g}s" if isinstance(value, float) else str(value)
+
+
+def choices(flag: Flag) -> Sequence[str]:
+    """The words that a flag takes; empty where it takes any."""
+    if flag.path == ("scheduling", "strategy"):
+        return tuple(profiles.profiles())
+    kind: Any = Settings
+    for name in flag.path:
+        kind = next(it.type for it in msgspec.structs.fields(kind) if it.name == name)
+    is_named = get_origin(kind) is Literal and flag.read is _text
+    return tuple(map(str, get_args(kind))) if is_named else ()
+
+
 _SERVER = ("server",)
 _text, _seconds, _boolean, _whole = (
     quantities.text,
@@ -71,7 +99,7 @@ _text, _seconds, _boolean, _whole = (
 )
 
 FLAGS: Sequence[Flag] = (
-    Flag("strategy", ("scheduling", "strategy"), _text, "how to choose, in one word", "NAME"),
+    Flag("strategy", ("scheduling", "strategy"), _text, "scheduling strategy", "NAME"),
     Flag("host", (*_SERVER, "host"), _text, "address to listen on; empty for all", "IP"),
     Flag("grpc-port", (*_SERVER, "grpc_port"), _whole, "ext_proc; 0 picks a free one", "PORT"),
     Flag("grpc-health-port", (*_SERVER, "grpc_health_port"), _whole, "gRPC health", "PORT"),
@@ -152,7 +180,9 @@ FLAGS: Sequence[Flag] = (
         "DURATION",
     ),
     Flag("model-server-metrics-path", ("scrape", "path"), _text, "page to scrape", "PATH"),
-    Flag("model-server-metrics-scheme", ("scrape", "scheme"), _text, "http or https", "SCHEME"),
+    Flag(
+        "model-server-metrics-scheme", ("scrape", "scheme"), _text, "scheme of that page", "SCHEME"
+    ),
     Flag(
         "grpc-max-recv-msg-size",
         ("limits", "max_message_bytes"),
@@ -161,8 +191,10 @@ FLAGS: Sequence[Flag] = (
         "BYTES",
     ),
     Flag("conformance-testing", ("conformance",), _boolean, "obey the test headers", "BOOL"),
-    Flag("seed", ("seed",), _whole, "start of all chance", "N"),
+    Flag(
+        "seed", ("seed",), _whole, "seed of all random draws; drawn from the system unless set", "N"
+    ),
     Flag("v", ("log", "level"), _verbosity, "verbosity; 4 and more is debug", "N"),
     Flag("zap-log-level", ("log", "level"), _zap, "the same in words", "LEVEL"),
-    Flag("log-level", ("log", "level"), _text, "debug, info, warning or error", "LEVEL"),
+    Flag("log-level", ("log", "level"), _text, "least severe level that is logged", "LEVEL"),
 )

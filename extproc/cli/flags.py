@@ -58,12 +58,36 @@ def add(parser: argparse.ArgumentParser) -> None:
         _add(cluster, named.name, metavar=named.metavar, help=named.text)
     ours = parser.add_argument_group("settings that beat the file")
     for flag in flag_table.FLAGS:
-        _add(ours, flag.name, boolean=flag.boolean, metavar=flag.metavar, help=flag.text)
-    theirs = parser.add_argument_group(
-        "flags of the upstream picker", "Taken so that a Deployment need not be edited."
+        _add(ours, flag.name, boolean=flag.boolean, metavar=flag.metavar, help=_help(flag))
+    theirs = parser.add_argument_group("flags of the upstream picker")
+    hidden = [
+        _add(theirs, other.name, boolean=other.boolean, metavar="VALUE", help=argparse.SUPPRESS)
+        for other in upstream.FLAGS
+    ]
+    texts = [other.say for other in upstream.FLAGS]
+
+    class HelpAll(argparse.Action):
+        """Prints the help with the flags that are usually left out."""
+
+        def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+            """Print it and leave."""
+            theirs.description = "Taken so that a Deployment need not be edited."
+            for action, text in zip(hidden, texts, strict=True):
+                action.help = text.replace("%", "%%")
+            parser.print_help()
+            parser.exit()
+
+    parser.add_argument(
+        "--help-all", action=HelpAll, nargs=0, help="also show the flags of the upstream picker"
     )
-    for other in upstream.FLAGS:
-        _add(theirs, other.name, boolean=other.boolean, metavar="VALUE", help=other.say)
+
+
+def _help(flag: flag_table.Flag) -> str:
+    """The text of a flag with the values it takes and its default."""
+    choices = flag_table.choices(flag)
+    text = f"{flag.text}: {', '.join(choices)}" if choices else flag.text
+    default = flag_table.default(flag)
+    return (f"{text} (default: {default})" if default else text).replace("%", "%%")
 
 
 def resolve(args: argparse.Namespace, document: load.Document | None = None) -> Resolved:
@@ -105,12 +129,15 @@ def given(args: argparse.Namespace, name: str) -> str | None:
     return text
 
 
-def _add(group: argparse._ArgumentGroup, name: str, *, boolean: bool = False, **more: str) -> None:
+def _add(
+    group: argparse._ArgumentGroup, name: str, *, boolean: bool = False, **more: str
+) -> argparse.Action:
     dest = name.replace("-", "_")
     bare = {"nargs": "?", "const": "true"} if boolean else {}
-    group.add_argument(f"--{name}", dest=dest, **bare, **more)  # type: ignore[arg-type]  # keywords come from the table
+    action = group.add_argument(f"--{name}", dest=dest, **bare, **more)  # type: ignore[arg-type]  # keywords come from the table
     more["help"] = argparse.SUPPRESS
     group.add_argument(f"-{name}", dest=dest, default=argparse.SUPPRESS, **bare, **more)  # type: ignore[arg-type]  # the same
+    return action
 
 
 def read_document(args: argparse.Namespace) -> load.Document:

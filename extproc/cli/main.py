@@ -8,11 +8,14 @@ further ones are those of a command.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+from extproc.cli import color
 from extproc.errors import ConfigError, ExtprocError
 
 #: Command to module and the line in --help.
@@ -32,8 +35,22 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "list the shipped Envoy configurations, or print one",
     ),
     "plugin": ("extproc.cli.plugin", "print a plugin template, or test a plugin file"),
+    "completion": ("extproc.cli.completion", "print a completion script for a shell"),
     "version": ("extproc.cli.version", "print the version"),
 }
+
+
+_EXAMPLES = """\
+examples:
+  extproc demo                                    try it on this machine
+  extproc serve --endpoints 10.0.0.1:8000,10.0.0.2:8000
+  extproc check extproc.yaml                      what a configuration means
+  extproc explain --last                          why the last request went where it did
+
+`extproc COMMAND --help` shows the flags of a command."""
+
+#: Exit status of a program whose reader is gone, as shells report it.
+_BROKEN_PIPE = 141
 
 
 class Command(Protocol):
@@ -56,41 +73,81 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    # The word in front: what follows may be the value of a flag that is called like a command.
-    name = words[0] if words and words[0] in COMMANDS else ""
     try:
-        return _run(name, words)
+        status = _run(words)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more at its end, which would fail as well.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
     except ConfigError as error:
-        print(f"extproc: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     except ExtprocError as error:
-        print(f"extproc: {error}", file=sys.stderr)
+        print_error(error)
         return 1
     except SystemExit as leaving:  # argparse: 0 after --help, 2 after a usage error
         return leaving.code if isinstance(leaving.code, int) else 2
     except KeyboardInterrupt:
         return 130
+    return status
 
 
-def _run(name: str, words: Sequence[str]) -> int:
+def print_error(error: ExtprocError) -> None:
+    """Show an error on standard error."""
+    print(f"{color.paint('extproc:', 'red', sys.stderr)} {error}", file=sys.stderr)
+
+
+def build_parser(commands: Collection[str]) -> argparse.ArgumentParser:
+    """The parser of the command line.
+
+    Args:
+        commands: Those whose flags are needed; of the others there is only the name.
+    """
     parser = argparse.ArgumentParser(
         prog="extproc",
         description="An Envoy external-processing server that picks the LLM engine for every "
         "request.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="store_true", help="print the version")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    command: Command | None = None
-    for other, (module, summary) in COMMANDS.items():
-        if other == name:
-            command = cast("Command", importlib.import_module(module))
-            command.add_parser(subparsers)
+    for name, (module, summary) in COMMANDS.items():
+        if name in commands:
+            cast("Command", importlib.import_module(module)).add_parser(subparsers)
         else:
-            subparsers.add_parser(other, help=summary)
+            subparsers.add_parser(name, help=summary)
+    return parser
+
+
+def _run(words: Sequence[str]) -> int:
+    # The word in front: what follows may be the value of a flag that is called like a command.
+    name = words[0] if words and words[0] in COMMANDS else ""
+    if words == ["--version"]:
+        from extproc.cli import version
+
+        print(version.line())
+        return 0
+    if words and not name and not words[0].startswith("-"):
+        raise _no_command(words[0])
+    parser = build_parser([name])
     args, unknown = parser.parse_known_args(words)
-    if command is None:
+    if not name:
         parser.error("the command comes first: extproc COMMAND [flags]")
     if unknown and not hasattr(args, "unknown_flags"):
-        parser.error(f"unrecognised arguments: {' '.join(unknown)}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.unknown_flags = unknown
+    command = cast("Command", importlib.import_module(COMMANDS[name][0]))
     return command.run(args)
+
+
+def _no_command(word: str) -> ConfigError:
+    near = difflib.get_close_matches(word, COMMANDS, n=1)
+    return ConfigError(
+        repr(word),
+        wanted=f"a command: {', '.join(COMMANDS)}",
+        found="none of them",
+        fix=f"did you mean {near[0]}?" if near else "see extproc --help",
+    )

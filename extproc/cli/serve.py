@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from extproc.cli import flags
+from extproc.cli import flags, main
 from extproc.config import pooling
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     problems = preflight.find_problems(settings)
     for problem in problems:
-        print(f"extproc: {problem}", file=sys.stderr)
+        main.print_error(problem)
     if problems:
         return 2
 

@@ -63,7 +63,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="processes; default: one per core",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write everything as JSON; - is standard output, with the table on standard error",
+    )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots as PNG and SVG")
     parser.add_argument("--quiet", action="store_true", help="no progress and no table")
     parser.set_defaults(run=run)
@@ -97,14 +102,22 @@ def run(args: argparse.Namespace) -> int:
     finally:
         progress.close()
     whole = report.report(todo.scenario, made, baseline=args.baseline)
-    if not args.quiet:
-        print(tables.text(whole))
-    if args.json:
-        _write(args.json, report.encoded(whole))
+    _report(args, whole)
     if args.plots:
         for path in plots.draw(whole, args.plots):
             _say(f"wrote {path}", quiet=args.quiet)
     return 0
+
+
+def _report(args: argparse.Namespace, whole: report.Report) -> None:
+    """Print the table, and write JSON to where it is wanted."""
+    to_stdout = args.json == Path("-")
+    if not args.quiet:
+        print(tables.text(whole), file=sys.stderr if to_stdout else sys.stdout)
+    if to_stdout:
+        print(report.encoded(whole).decode())
+    elif args.json:
+        _write(args.json, report.encoded(whole))
 
 
 class Progress:

@@ -410,8 +410,11 @@ class Picker:
             # At once: Envoy goes to another picker for news, and keeps what it holds.
             await supervisor.attempt("drain", self._xds.release())
         _log.info("draining, %d streams are open", self.tallies.streams_open)
+        # Where no stream ever came, no data plane knows of this picker.
+        is_used = self.tallies.streams_open or self.tallies.streams
+        drain_s = self._settings.server.drain_timeout_s if is_used else 0.0
         try:
-            await asyncio.wait_for(hurry.wait(), self._settings.server.drain_timeout_s)
+            await asyncio.wait_for(hurry.wait(), drain_s)
         except TimeoutError:
             _log.info("drain time is over, %d streams are open", self.tallies.streams_open)
         # Envoy must know first (GOAWAY), or it would go on opening streams here.

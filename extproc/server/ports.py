@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
+import socket
 from pathlib import Path
 
 import grpc
@@ -121,6 +124,10 @@ def bind(
     Raises:
         ConfigError: The port is taken.
     """
+    host, _, number = address.rpartition(":")
+    if int(number) and is_taken(host.strip("[]"), int(number)):
+        # Looked at first, because gRPC prints lines of its own about what it cannot bind.
+        raise taken(flag, int(number), why="something listens there")
     try:
         if identity is None:
             return listening.add_insecure_port(address)
@@ -128,6 +135,27 @@ def bind(
     except RuntimeError as error:
         port = int(address.rpartition(":")[2])
         raise taken(flag, port, why="cannot bind " + address) from error
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Whether something listens on a TCP port; a name that does not resolve is not taken."""
+    try:
+        addresses = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in addresses:
+        with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6 and not host:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return True
+    return False
 
 
 def taken(flag: str, port: int, *, why: str) -> ConfigError:

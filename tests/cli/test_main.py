@@ -1,9 +1,10 @@
+import io
 import subprocess
 import sys
 
 import pytest
 
-from extproc.cli import main
+from extproc.cli import color, main
 
 
 def test_help_names_every_command(capsys):
@@ -23,7 +24,7 @@ def test_every_command_has_help(command, capsys):
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["sing"], ["--grpc-port", "1"], ["version", "--loud"], ["explain"], ["--x", "serve"]],
+    [[], ["sing"], ["--grpc-port", "1"], ["version", "--loud"], ["--x", "serve"]],
 )
 def test_usage_error_is_status_2(words, capsys):
     """A wrong command line ends with status 2 and says so on standard error."""
@@ -62,3 +63,82 @@ def test_version_imports_no_server():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def test_version_flag_prints_the_same_version(capsys):
+    """`--version` is what people try first."""
+    assert main.main(["--version"]) == 0
+    short = capsys.readouterr().out
+    assert main.main(["version"]) == 0
+    assert capsys.readouterr().out.startswith(short)
+
+
+def test_a_misspelled_command_is_suggested(capsys):
+    """The nearest command is named, and all of them."""
+    assert main.main(["srve"]) == 2
+    told = capsys.readouterr().err
+    assert "did you mean serve?" in told
+    assert "explain" in told
+
+
+def test_help_shows_defaults_choices_and_examples(capsys, monkeypatch):
+    """A flag says what it takes and what it is unless set; upstream's flags wait behind a flag."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main.main(["serve", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "ext_proc; 0 picks a free one (default: 9002)" in told
+    assert "logged: debug, info, warning, error (default: info)" in told
+    assert "scheduling strategy: " in told
+    assert "(default: adaptive)" in told
+    assert "--metrics-endpoint-auth" not in told
+    assert main.main(["serve", "--help-all"]) == 0
+    told = capsys.readouterr().out
+    assert "--metrics-endpoint-auth" in told
+    assert "Taken so that a Deployment need not be edited." in told
+    assert main.main(["--help"]) == 0
+    assert "examples:" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_is_no_traceback():
+    """`extproc check --plugins | head -1` ends quietly."""
+    command = f"{sys.executable} -m extproc check --plugins | head -c 1"
+    ran = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    assert (ran.stdout, ran.stderr) == ("s", "")
+
+
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self):
+        """It is one."""
+        return True
+
+
+def test_color_is_for_terminals(monkeypatch):
+    """Pipes, NO_COLOR and dumb terminals get plain text."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert color.paint("a", "red", Screen()) == "\x1b[31ma\x1b[0m"
+    assert color.paint("a", "red", io.StringIO()) == "a"
+    monkeypatch.setenv("TERM", "dumb")
+    assert color.paint("a", "red", Screen()) == "a"
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert color.paint("a", "red", Screen()) == "a"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_commands_and_flags(shell, capsys):
+    """The script is made from the parsers."""
+    pytest.importorskip("shtab", reason="the group dev of pyproject.toml has it")
+    assert main.main(["completion", shell]) == 0
+    told = capsys.readouterr().out
+    assert "--fallback-endpoints" in told
+    assert "envoy-config" in told
+
+
+def test_completion_without_its_extra_names_it(capsys, monkeypatch):
+    """The hint is a command that works."""
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main.main(["completion", "bash"]) == 2
+    assert "pip install 'extproc-epp[completion]'" in capsys.readouterr().err

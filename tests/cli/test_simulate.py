@@ -328,3 +328,14 @@ def test_without_matplotlib_the_extra_is_named(small, monkeypatch, capsys):
 def test_the_example_is_in_order():
     """The scenario that the guide shows can be run."""
     assert len(planned(EXAMPLE).columns) == 5
+
+
+def test_json_on_standard_output_is_alone_there(small, tmp_path, monkeypatch, capsys):
+    """The table goes to standard error, and no file is named `-`."""
+    monkeypatch.chdir(tmp_path)
+    argv = ["simulate", str(small), "--jobs", "1", "--strategy", "random", "--json", "-"]
+    assert main.main(argv) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["runs"]
+    assert "Successful requests" in err
+    assert not (tmp_path / "-").exists()

@@ -216,6 +216,22 @@ async def test_what_raises_in_the_drain_cuts_nothing_short(monkeypatch):
         monkeypatch.undo()
 
 
+async def test_a_picker_without_streams_has_nothing_to_drain():
+    """No data plane knows of it, so nobody is waited for; otherwise the time is waited for."""
+    async with serving.running(serving.settings("127.0.0.11:9")) as running:
+        await running.sync()
+        drained = asyncio.ensure_future(running.picker.drain(asyncio.Event()))
+        await drained
+        running.picker.tallies.streams["ok"] += 1
+        hurry = asyncio.Event()
+        waiting = asyncio.ensure_future(running.picker.drain(hurry))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        hurry.set()
+        await waiting
+
+
 class Leases:
     """A Lease that is read as a bug of ours for a while."""
 
