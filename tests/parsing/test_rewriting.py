@@ -82,6 +82,8 @@ def test_brackets_beyond_count_are_given_up_on():
     for count, found in ((100, True), (rewriting.MOST_TOKENS, False)):
         body = b'{"a": [' + b"[]," * count + b'1], "mod\\u0065l": "old"}'
         assert (edited(body) is not None) is found
+    strings = b'{"a": [' + b'"]",' * rewriting.MOST_TOKENS + b'1], "mod\\u0065l": "old"}'
+    assert edited(strings) is not None
 
 
 def test_names_in_nested_places_do_not_distract():
@@ -95,7 +97,8 @@ def test_names_in_nested_places_do_not_distract():
 def test_deep_and_unbalanced_bodies_end():
     """Nothing recurses, and a stray bracket ends the object."""
     assert edited(b'{"model": "old"}}}}') == b'{"model": "new"}}}}'
-    assert edited(b'{"a": ' + b"[" * 100_000) is not None
+    assert edited(b'{"a": ' + b"[" * 1_000) is not None
+    assert edited(b'{"a": ' + b"[" * 100_000) is None
 
 
 FORM = (
