@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from extproc.config import decision_trees, grammar, strict
+from extproc.config import decision_trees, grammar, strict, upstream_flow_control
 from extproc.config import settings as sections
 from extproc.config.outline import ROLES, Outline, Part
 from extproc.config.upstream_past import DECISION_TREE
@@ -24,9 +24,9 @@ from extproc.scheduling import catalogue
 VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
 KIND = "EndpointPickerConfig"
 
-_WAITING = (
-    "{} is not acted on: requests go to engines at once; for them to wait, write an ExtProcConfig "
-    "with these plugins under `scheduling` and `holding: {{enabled: true}}`"
+_SATURATION = (
+    "saturationDetector is not acted on: with the feature gate flowControl a request waits while it "
+    "would wait longer than holding.busy_s on every endpoint, without it requests go to engines at once"
 )
 
 #: Parameters of data sources that name files with certificates.
@@ -53,8 +53,8 @@ _KEYS: Mapping[str, str] = {
     "dataLayer": "",
     "requestHandler": "",
     "parser": "parser is deprecated and not needed: every surface is parsed",
-    "flowControl": _WAITING.format("flowControl"),
-    "saturationDetector": _WAITING.format("saturationDetector"),
+    "flowControl": "",
+    "saturationDetector": _SATURATION,
 }
 
 #: Handlers that choose among profiles: type to the parameters that name the one that routes here,
@@ -104,9 +104,8 @@ def translated(tree: Mapping[str, object], *, where: str) -> tuple[dict[str, obj
             )
         if _KEYS[key] and value:
             warnings.append(_KEYS[key])
-    gates = tree.get("featureGates")
-    if isinstance(gates, list) and "flowControl" in gates:
-        warnings.append(_WAITING.format("feature gate flowControl"))
+    holding, unmapped = upstream_flow_control.holding_of(tree, where=where)
+    warnings += unmapped
     scheduling: dict[str, object] = {
         key: tree[key] for key in ("plugins", "schedulingProfiles") if tree.get(key) is not None
     }
@@ -118,6 +117,8 @@ def translated(tree: Mapping[str, object], *, where: str) -> tuple[dict[str, obj
         "kind": sections.KIND,
         "scheduling": scheduling,
     }
+    if holding is not None:
+        ours["holding"] = holding
     return ours, warnings
 
 

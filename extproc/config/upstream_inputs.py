@@ -185,26 +185,41 @@ _DATA = (
     ),
 )
 
-_NO_QUEUE = "it orders nothing: requests wait as `holding` of an ExtProcConfig says"
+_QUEUED = (
+    "`holding` does it, where flowControl of an EndpointPickerConfig or holding itself names it"
+)
+_NO_CEILING = "no ceiling of use: priorities above 0 find an endpoint free for longer than others"
+_NO_EVICTION = (
+    "requests under way are not ended: those that wait are displaced, lowest priority first"
+)
 
 _CONTROL = (
     upstream_type.built("detector", "concurrency-detector", "inFlightLoadProducerName"),
     upstream_type.built("detector", "utilization-detector", "metricsStalenessThreshold"),
     *(
-        upstream_type.unsupported("policy", name, _NO_QUEUE, *parameters)
+        upstream_type.implied("policy", name, _QUEUED)
+        for name in (
+            "global-strict-fairness-policy",
+            "round-robin-fairness-policy",
+            "fcfs-ordering-policy",
+            "edf-ordering-policy",
+            "slo-deadline-ordering-policy",
+        )
+    ),
+    upstream_type.unsupported(
+        "policy", "program-aware-fairness", "tenants take turns as `holding.fairness` says"
+    ),
+    *(
+        upstream_type.unsupported("policy", name, _NO_CEILING, *parameters)
         for name, *parameters in (
-            ("global-strict-fairness-policy",),
-            ("round-robin-fairness-policy",),
-            ("program-aware-fairness",),
-            ("fcfs-ordering-policy",),
-            ("edf-ordering-policy",),
-            ("slo-deadline-ordering-policy",),
             ("static-usage-limit-policy", "threshold"),
             ("priority-holdback-policy", "shape", "domain", "minCeiling", "maxCeiling", "ceilings"),
             ("soft-reflective-ceiling-policy",),
-            ("eviction-sheddable-filter",),
-            ("eviction-priority-then-time-ordering",),
         )
+    ),
+    *(
+        upstream_type.unsupported("policy", name, _NO_EVICTION)
+        for name in ("eviction-sheddable-filter", "eviction-priority-then-time-ordering")
     ),
     upstream_type.unsupported(
         "admitter", "latency-slo-admitter", "no latency predictor is asked: everybody is admitted"

@@ -84,17 +84,11 @@ def test_the_old_group_is_read_with_a_warning():
 
 
 def test_what_is_not_acted_on_is_told():
-    """Flow control is read and warned about; so are plugins that nobody here does the work of."""
+    """Saturation detectors are read and warned about; so are plugins whose work nobody does."""
     settings, warnings = read(
-        THEIRS + "flowControl: {maxRequests: 5}\nplugins: [{type: always-disagg-pd-decider}]\n"
+        THEIRS + "saturationDetector: {x: 1}\nplugins: [{type: always-disagg-pd-decider}]\n"
     )
-    assert any("flowControl is not acted on" in warning for warning in warnings)
-    _, warnings = read(THEIRS + "featureGates: [flowControl]\nsaturationDetector: {x: 1}\n")
-    assert [warning.partition(" is not acted on")[0] for warning in warnings] == [
-        "saturationDetector",
-        "feature gate flowControl",
-    ]
-    assert all("`holding: {enabled: true}`" in warning for warning in warnings)
+    assert any("saturationDetector is not acted on" in warning for warning in warnings)
     assert any("always-disagg-pd-decider" in told for told in advice.advice(settings))
 
 
@@ -111,7 +105,7 @@ def test_what_is_not_acted_on_is_told():
             "type: metrics-data-source, parameters: {caCertPath: /ca, clientKeyPath: /key}",
             "caCertPath, clientKeyPath are not read",
         ),
-        ("type: fcfs-ordering-policy", "requests wait as `holding`"),
+        ("type: program-aware-fairness", "as `holding.fairness` says"),
         ("type: probabilistic-admitter", "priorities of objectives"),
     ],
 )

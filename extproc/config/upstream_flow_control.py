@@ -1,0 +1,271 @@
+"""The section `flowControl` of an upstream file as the section `holding` of ours.
+
+Upstream holds requests while its saturation detector says so, in bands of priority, and in a band
+by flow; here requests wait per pool under one bound, strictly by priority, and in a priority by
+tenant. What the two have in common is mapped, and everything else is named in a warning.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from extproc.config import strict
+from extproc.errors import ConfigError
+
+#: The feature gate without which upstream ignores the section.
+GATE: Final = "flowControl"
+
+#: Seconds that a request waits without `defaultRequestTTL`. Upstream then waits as long as the
+#: client does; Envoy's message_timeout takes no more than an hour.
+_LONGEST_S: Final = 3600.0
+
+#: Upstream policies by type, and the value of ours that does the same.
+_FAIRNESS: Final = {
+    "global-strict-fairness-policy": "none",
+    "round-robin-fairness-policy": "round-robin",
+}
+_ORDER: Final = {
+    "fcfs-ordering-policy": "fcfs",
+    "edf-ordering-policy": "edf",
+    "slo-deadline-ordering-policy": "slo",
+}
+
+_SECTION_KEYS: Final = (
+    "maxBytes",
+    "maxRequests",
+    "defaultRequestTTL",
+    "defaultPriorityBand",
+    "priorityBands",
+    "usageLimitPolicyPluginRef",
+)
+_BAND_KEYS: Final = (
+    "priority",
+    "maxBytes",
+    "maxRequests",
+    "fairnessPolicyRef",
+    "orderingPolicyRef",
+)
+
+_UNIT_S: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION_PART: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+_QUANTITY: Final = re.compile(
+    r"\+?(\d{1,18}(?:\.\d{0,9})?|\.\d{1,9})(?:(m|k|M|G|T|P|E|[KMGTPE]i)|[eE]([+-]?\d{1,2}))?"
+)
+_POWERS: Final = "kMGTPE"
+
+
+class _Section:
+    """Reads one mapping of the section, with its place for errors.
+
+    Args:
+        tree: The mapping.
+        keys: Those it may have.
+        path: Where it stands.
+        where: The file.
+
+    Raises:
+        ConfigError: It is no mapping, or has another key.
+    """
+
+    def __init__(self, tree: object, keys: Sequence[str], *, path: strict.Path, where: str) -> None:
+        self.path = path
+        self._where = where
+        if not isinstance(tree, Mapping):
+            raise self.wrong("", wanted="a mapping", found=tree, fix="write its keys below it")
+        self._tree: Mapping[str, object] = tree
+        for key in tree:
+            if key not in keys:
+                nearest = strict.nearest(str(key), keys)
+                fix = f"did you mean {nearest}?" if nearest else "remove it"
+                raise self.wrong(str(key), wanted=f"one of {', '.join(keys)}", found=key, fix=fix)
+
+    def get(self, key: str) -> object:
+        """The value of a key; None where there is none."""
+        return self._tree.get(key)
+
+    def quantity(self, key: str) -> int:
+        """A Kubernetes quantity as a number, rounded up; 0 where there is none.
+
+        Raises:
+            ConfigError: It is no quantity, or below 0.
+        """
+        written = self._tree.get(key)
+        if written is None:
+            return 0
+        split = _QUANTITY.fullmatch(str(written).strip())
+        if split is None or isinstance(written, bool):
+            fix = "write 100, 1k, 500M or 1Gi"
+            raise self.wrong(key, wanted="a quantity of 0 or more", found=written, fix=fix)
+        number, suffix, exponent = split.groups()
+        if suffix is None:
+            factor = 10.0 ** int(exponent or 0)
+        elif suffix == "m":
+            factor = 1e-3
+        else:
+            base = 1024.0 if suffix.endswith("i") else 1000.0
+            factor = base ** (1 + _POWERS.index(suffix[0].replace("K", "k")))
+        return min(math.ceil(float(number) * factor), 2**63 - 1)
+
+    def seconds(self, key: str) -> float:
+        """A Go duration in seconds; 0 where there is none.
+
+        Raises:
+            ConfigError: It is no duration, or below 0.
+        """
+        written = self._tree.get(key)
+        if written in (None, 0, "0"):
+            return 0.0
+        parts = _DURATION_PART.findall(written) if isinstance(written, str) else []
+        if not parts or "".join(number + unit for number, unit in parts) != written:
+            fix = "write 30s, 1m30s or 500ms"
+            raise self.wrong(key, wanted="a duration of 0 or more", found=written, fix=fix)
+        return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
+
+    def wrong(self, key: str, *, wanted: str, found: object, fix: str) -> ConfigError:
+        """An error about a key, or about all of it."""
+        path = (*self.path, key) if key else self.path
+        place = strict.place(self._where, path)
+        return ConfigError(place, wanted=wanted, found=strict.show(found), fix=fix)
+
+
+def holding_of(
+    tree: Mapping[str, object], *, where: str
+) -> tuple[dict[str, object] | None, list[str]]:
+    """The section `holding` that an upstream file means, and warnings about the rest.
+
+    Args:
+        tree: The file.
+        where: Its name, for errors.
+
+    Returns:
+        None without the feature gate: requests go to engines at once.
+
+    Raises:
+        ConfigError: A value is no quantity or duration, a key or a policy is unknown.
+    """
+    gates = tree.get("featureGates")
+    is_enabled = isinstance(gates, list) and GATE in gates
+    written = tree.get("flowControl")
+    warnings: list[str] = []
+    if not is_enabled:
+        if written:
+            warnings.append(
+                "flowControl has no effect without the feature gate, as upstream: requests go to "
+                "engines at once; write featureGates: [flowControl]"
+            )
+        return None, warnings
+    section = _Section(written or {}, _SECTION_KEYS, path=("flowControl",), where=where)
+    bands = list(_bands(section, where=where))
+    policy_type = _policy_types(tree)
+    ttl_s = section.seconds("defaultRequestTTL")
+    wait_s = min(ttl_s or _LONGEST_S, _LONGEST_S)
+    if ttl_s > wait_s:
+        warnings.append(
+            f"flowControl.defaultRequestTTL: {ttl_s:g} s are longer than Envoy lets a request wait: "
+            f"holding.timeout_s is {wait_s:g}"
+        )
+    holding: dict[str, object] = {
+        "enabled": True,
+        "timeout_s": wait_s,
+        "empty_timeout_s": wait_s,
+        "fairness": _policy("fairnessPolicyRef", _FAIRNESS, bands, policy_type, warnings),
+        "order": _policy("orderingPolicyRef", _ORDER, bands, policy_type, warnings),
+    }
+    for key, name in (("maxRequests", "max_requests"), ("maxBytes", "max_bytes")):
+        bound = section.quantity(key)
+        if bound:
+            holding[name] = bound
+    warnings += _unmapped(section, bands, policy_type)
+    return holding, warnings
+
+
+def _bands(section: _Section, *, where: str) -> Iterator[_Section]:
+    """The band that stands for all others, then those with a priority of their own."""
+    default = section.get("defaultPriorityBand")
+    path = (*section.path, "defaultPriorityBand")
+    yield _Section(default or {}, _BAND_KEYS, path=path, where=where)
+    written = section.get("priorityBands") or []
+    if not isinstance(written, list):
+        fix = "write one band per item"
+        raise section.wrong("priorityBands", wanted="a list of bands", found=written, fix=fix)
+    for at, band in enumerate(written):
+        yield _Section(band, _BAND_KEYS, path=(*section.path, "priorityBands", at), where=where)
+
+
+def _policy_types(tree: Mapping[str, object]) -> Callable[[str], str]:
+    """What gives the type of a plugin by its name; a name that no plugin has is a type."""
+    plugins = tree.get("plugins")
+    types = {
+        str(one.get("name") or one.get("type")): str(one.get("type"))
+        for one in (plugins if isinstance(plugins, list) else ())
+        if isinstance(one, Mapping)
+    }
+    return lambda name: types.get(name, name)
+
+
+def _policy(
+    key: str,
+    known: Mapping[str, str],
+    bands: Sequence[_Section],
+    policy_type: Callable[[str], str],
+    warnings: list[str],
+) -> str:
+    """The value of ours for the policy of most consequence: that of priority 0, else the default.
+
+    Raises:
+        ConfigError: There is no policy of that name.
+    """
+    usual = next(iter(known))
+    chosen: dict[str, str] = {}
+    for band in bands:
+        name = band.get(key) or usual
+        kind = policy_type(str(name))
+        if kind not in known and kind not in _OTHER_POLICIES:
+            fix = "name a plugin of this file, or its type"
+            wanted = f"a policy such as {', '.join(known)}"
+            raise band.wrong(key, wanted=wanted, found=name, fix=fix)
+        chosen[strict.spell(band.path)] = kind
+    spot, kind = next(iter(chosen.items()))
+    for band in bands[1:]:
+        if band.get("priority") == 0:
+            spot = strict.spell(band.path)
+            kind = chosen[spot]
+    ours = "fairness" if known is _FAIRNESS else "order"
+    mapped = known.get(kind) or known[usual]
+    if kind not in known:
+        warnings.append(
+            f"{spot}.{key}: {kind} is not built: holding.{ours} is {mapped} in its place"
+        )
+    warnings += [
+        f"{other}.{key}: {different} is not acted on: all priorities have one policy, "
+        f"holding.{ours} {mapped}"
+        for other, different in chosen.items()
+        if different != kind and (other != strict.spell(bands[0].path) or bands[0].get(key))
+    ]
+    return mapped
+
+
+#: Policies that upstream has and holding has not.
+_OTHER_POLICIES: Final = frozenset({"program-aware-fairness"})
+
+
+def _unmapped(
+    section: _Section, bands: Sequence[_Section], policy_type: Callable[[str], str]
+) -> Iterator[str]:
+    """Warnings about what holding has no field for."""
+    for band in bands:
+        for key in ("maxRequests", "maxBytes"):
+            if band.quantity(key):
+                yield (
+                    f"{strict.spell(band.path)}.{key} is not acted on: all priorities share "
+                    f"flowControl.{key}, and a full queue displaces the lowest priority first"
+                )
+    limit = section.get("usageLimitPolicyPluginRef")
+    if limit:
+        yield (
+            f"flowControl.usageLimitPolicyPluginRef: {policy_type(str(limit))} is not acted on: "
+            "priorities above 0 find an endpoint free for longer than others, as holding.busy_s says"
+        )

@@ -1,0 +1,132 @@
+"""`flowControl` of an upstream file as `holding`."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.config import advice, load
+from extproc.config.holding import Holding
+from extproc.errors import ConfigError
+
+HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+GATE = "featureGates: [flowControl]\n"
+
+
+def read(text):
+    """What a file with the gate means for waiting, and its warnings."""
+    document = load.parse(HEAD + text, where="f.yaml")
+    endpoints = load.Override(("pool", "endpoints"), value=["10.0.0.1:8000"], flag="--endpoints")
+    settings = load.settings(document, [endpoints])
+    return settings.holding, [*document.warnings, *advice.advice(settings)]
+
+
+def test_without_the_gate_nothing_waits():
+    """Upstream ignores the section then; a warning says so."""
+    holding, warnings = read("flowControl: {maxRequests: 5}\n")
+    assert holding == Holding()
+    assert len(warnings) == 1
+    assert "write featureGates: [flowControl]" in warnings[0]
+    assert read("featureGates: [dataLayer]\n") == (Holding(), [])
+
+
+def test_the_gate_alone_holds_with_the_policies_of_upstream():
+    """One flow per priority by arrival, and as long as Envoy lets a request wait."""
+    holding, warnings = read(GATE)
+    assert holding == Holding(
+        enabled=True, timeout_s=3600.0, empty_timeout_s=3600.0, fairness="none", order="fcfs"
+    )
+    assert warnings == []
+
+
+def test_what_holding_has_is_mapped_without_a_warning():
+    """Bounds, the time to live, bands without bounds of their own, and policies by reference."""
+    holding, warnings = read(
+        GATE
+        + """
+plugins:
+- {type: queue-scorer}
+- {type: round-robin-fairness-policy, name: turns}
+- {type: slo-deadline-ordering-policy}
+flowControl:
+  maxRequests: 2k
+  maxBytes: 1.5Gi
+  defaultRequestTTL: 1m30s
+  defaultPriorityBand: {fairnessPolicyRef: turns, orderingPolicyRef: slo-deadline-ordering-policy}
+  priorityBands:
+  - {priority: 5, fairnessPolicyRef: turns, orderingPolicyRef: slo-deadline-ordering-policy}
+"""
+    )
+    assert warnings == []
+    assert (holding.max_requests, holding.max_bytes) == (2000, 3 * 2**29)
+    assert holding.timeout_s == holding.empty_timeout_s == 90.0
+    assert (holding.fairness, holding.order) == ("round-robin", "slo")
+
+
+def test_what_holding_has_not_is_named_in_a_warning():
+    """Each field with its place, and what happens in its stead."""
+    holding, warnings = read(
+        GATE
+        + """
+flowControl:
+  defaultRequestTTL: 2h
+  usageLimitPolicyPluginRef: static-usage-limit-policy
+  defaultPriorityBand: {maxBytes: 1Gi, fairnessPolicyRef: program-aware-fairness}
+  priorityBands:
+  - {priority: 7, maxRequests: 5, orderingPolicyRef: edf-ordering-policy}
+"""
+    )
+    assert (holding.timeout_s, holding.fairness, holding.order) == (3600.0, "none", "fcfs")
+    begins = [
+        "flowControl.defaultRequestTTL: 7200 s",
+        "flowControl.defaultPriorityBand.fairnessPolicyRef: program-aware-fairness is not built",
+        "flowControl.priorityBands[0].fairnessPolicyRef: global-strict-fairness-policy",
+        "flowControl.priorityBands[0].orderingPolicyRef: edf-ordering-policy is not acted on",
+        "flowControl.defaultPriorityBand.maxBytes is not acted on",
+        "flowControl.priorityBands[0].maxRequests is not acted on",
+        "flowControl.usageLimitPolicyPluginRef: static-usage-limit-policy is not acted on",
+    ]
+    assert len(warnings) == len(begins)
+    for warning, begin in zip(warnings, begins, strict=True):
+        assert warning.startswith(begin)
+
+
+def test_the_band_of_priority_zero_says_how_requests_wait():
+    """Most requests have no objective, and so that priority."""
+    holding, warnings = read(
+        GATE + "flowControl: {priorityBands: [{priority: 0, orderingPolicyRef: "
+        "edf-ordering-policy, fairnessPolicyRef: round-robin-fairness-policy}]}\n"
+    )
+    assert (holding.fairness, holding.order, warnings) == ("round-robin", "edf", [])
+
+
+@pytest.mark.parametrize(
+    ("section", "place"),
+    [
+        ("{maxRequest: 5}", "flowControl.maxRequest"),
+        ("{maxRequests: -5}", "flowControl.maxRequests"),
+        ("{maxBytes: 1 GB}", "flowControl.maxBytes"),
+        ("{maxBytes: true}", "flowControl.maxBytes"),
+        ("{defaultRequestTTL: 60}", "flowControl.defaultRequestTTL"),
+        ("{defaultRequestTTL: 1 min}", "flowControl.defaultRequestTTL"),
+        ("{priorityBands: 5}", "flowControl.priorityBands"),
+        ("{priorityBands: [5]}", "flowControl.priorityBands[0]"),
+        ("{priorityBands: [{prio: 5}]}", "flowControl.priorityBands[0].prio"),
+        ("{defaultPriorityBand: {fairnessPolicyRef: x}}", "defaultPriorityBand.fairnessPolicyRef"),
+        ("[1]", "flowControl"),
+    ],
+)
+def test_what_upstream_refuses_is_refused_here(section, place):
+    """With the place of the value, what was wanted and what to write."""
+    with pytest.raises(ConfigError) as refused:
+        read(f"{GATE}flowControl: {section}\n")
+    assert place in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("0", None), ("1", 1), ("1500m", 2), ("1e3", 1000), ("1Ki", 1024), ("0.5M", 500_000)],
+)
+def test_quantities_are_those_of_kubernetes(text, number):
+    """Suffixes of both kinds, exponents and thousandths, rounded up; 0 is no bound."""
+    holding, _ = read(f"{GATE}flowControl: {{maxBytes: {text}}}\n")
+    assert holding.max_bytes == (Holding().max_bytes if number is None else number)
