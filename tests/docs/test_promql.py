@@ -1,0 +1,62 @@
+"""Queries of the documentation and of manifests parse, and name metrics that exist."""
+
+import re
+
+import pytest
+import yaml
+
+from tests.docs import console, metrics_reference
+
+_NAME = re.compile(r"\bextproc_\w+")
+
+
+def expressions(value):
+    """The values under `expr` in a document."""
+    if isinstance(value, dict):
+        for key, below in value.items():
+            if key == "expr" and isinstance(below, str):
+                yield below
+            else:
+                yield from expressions(below)
+    elif isinstance(value, list):
+        for below in value:
+            yield from expressions(below)
+
+
+def queries():
+    """Queries of all pages, and those of rules and dashboards among the manifests."""
+    for path in console.pages():
+        for block in console.blocks(path.read_text(encoding="utf-8")):
+            if block.language == "promql":
+                yield pytest.param(block.text, id=f"{path.name}: {block.text.splitlines()[0]}")
+    for path in sorted((console.ROOT / "manifests").rglob("*")):
+        if path.suffix in {".yaml", ".json"} and "templates" not in path.parts:
+            for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
+                for query in expressions(document):
+                    yield pytest.param(query, id=f"{path.name}: {query}")
+
+
+QUERIES = list(queries())
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_queries_name_metrics_that_exist(query):
+    """A query that names a metric nobody exports finds nothing."""
+    assert set(_NAME.findall(query)) <= metrics_reference.series_names()
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_queries_parse(query):
+    """A query is PromQL."""
+    parser = pytest.importorskip("promql_parser")
+    parser.parse(query.replace("$__rate_interval", "5m"))
+
+
+def test_pages_name_metrics_that_exist():
+    """Every metric that a page mentions is exported."""
+    families = {family.name for family in metrics_reference.families()}
+    known = metrics_reference.series_names() | families
+    for path in console.pages():
+        if path.name not in {"CHANGELOG.md", "metrics.md"}:
+            mentioned = set(re.findall(r"`(extproc_\w+)", path.read_text(encoding="utf-8")))
+            assert mentioned <= known, f"{path}: {mentioned - known}"
