@@ -1,7 +1,8 @@
 """`extproc demo`: a real Envoy, extproc and four simulated engines, and what routing changes.
 
 The same conversations run twice, by round robin and by the default strategy, each time on fresh
-engines with empty caches. Everything listens on free loopback ports and is gone at the end.
+engines with empty caches. Everything listens on loopback and is gone at the end; with --keep it
+stays, on the usual ports where they are free.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from extproc.cli import envoy_files, main, stack, workload
 from extproc.endpoint import Load
 from extproc.errors import ConfigError
 from extproc.scrape import page
+from extproc.server import ports
 
 _ENGINES = 4
 _MODEL = "demo-model"
@@ -29,6 +31,7 @@ _ADAPTERS = ("sql-lora", "chat-lora", "code-lora", "docs-lora")
 _CONVERSATIONS = 40
 _TURNS = 5
 _AT_ONCE = 16
+_FIRST_ENGINE_PORT = 8001
 _STRATEGIES = ("round-robin", "adaptive")
 
 
@@ -57,6 +60,23 @@ class Installation(msgspec.Struct, frozen=True):
     engines: tuple[str, ...]
 
 
+class Ports:
+    """Ports of an installation.
+
+    Args:
+        usual: Whether to take those that the documentation names, where they are free.
+    """
+
+    def __init__(self, *, usual: bool) -> None:
+        self._usual = usual
+
+    def take(self, number: int) -> int:
+        """This port, or any that is free."""
+        if self._usual and not ports.is_taken("127.0.0.1", number):
+            return number
+        return stack.free_port()
+
+
 def add_parser(subparsers: Any) -> None:
     """Add the command and its flags to the `extproc` parser."""
     parser = subparsers.add_parser(
@@ -67,7 +87,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--keep", action="store_true", help="leave it running until Ctrl-C")
     parser.add_argument(
         "--envoy-config",
-        default="original-dst",
+        default="override-host-eds",
         metavar="NAME|FILE",
         help="the Envoy configuration to run (%(default)s)",
     )
@@ -100,10 +120,11 @@ async def _demo(template: Path, *, keep: bool, seed: int) -> int:
     for strategy in _STRATEGIES:
         last = strategy == _STRATEGIES[-1]
         async with stack.stack() as children:
-            place = await _install(children, template, strategy)
+            place = await _install(children, template, strategy, Ports(usual=keep and last))
             runs.append(await _measure(place, strategy, seed=seed, show=_progress(strategy, total)))
             if last:
                 print(_table(runs))
+                print(await _decision(place))
                 print(_hints(place, keep=keep))
             if last and keep:
                 await asyncio.Event().wait()
@@ -117,22 +138,37 @@ def _stop_on_sigterm() -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
-async def _install(children: stack.Stack, template: Path, strategy: str) -> Installation:
+async def _install(
+    children: stack.Stack, template: Path, strategy: str, numbers: Ports
+) -> Installation:
     loras = [word for name in _ADAPTERS for word in ("--lora", name)]
     arguments = ["--model", _MODEL, "--profile", "demo", "--max-loras", "2", *loras]
-    started = await asyncio.gather(*(children.engine(*arguments) for _ in range(_ENGINES)))
+    started = await asyncio.gather(
+        *(
+            children.engine("--port", str(numbers.take(_FIRST_ENGINE_PORT + at)), *arguments)
+            for at in range(_ENGINES)
+        )
+    )
     addresses = tuple(address for _, address in started)
-    ports = stack.EnvoyPorts(
-        listener=stack.free_port(), admin=stack.free_port(), extproc=stack.free_port()
+    envoy_ports = stack.EnvoyPorts(
+        listener=numbers.take(8080), admin=numbers.take(9901), extproc=numbers.take(9002)
     )
-    metrics = stack.free_port()
-    await children.extproc(
-        *("--endpoints", ",".join(addresses), "--strategy", strategy, "--host", "127.0.0.1"),
-        *("--grpc-port", str(ports.extproc), "--grpc-health-port", str(stack.free_port())),
-        *("--metrics-port", str(metrics), "--drain-timeout", "0s"),
+    metrics, xds = numbers.take(9090), numbers.take(18000)
+    words = ["--endpoints", ",".join(addresses), "--strategy", strategy, "--host", "127.0.0.1"]
+    words += ["--grpc-port", str(envoy_ports.extproc)]
+    words += ["--grpc-health-port", str(numbers.take(9003))]
+    words += ["--metrics-port", str(metrics), "--drain-timeout", "0s"]
+    if stack.asks_for_xds(template):
+        words += ["--xds", "--xds-port", str(xds), "--fallback-endpoints", "2"]
+    await children.extproc(*words)
+    config = stack.envoy_config(
+        template,
+        envoy_ports,
+        engines=addresses,
+        pickers={"extproc-xds": [f"127.0.0.1:{xds}"]},
     )
-    await children.envoy(stack.envoy_config(template, ports, engines=addresses))
-    return Installation(ports.listener, ports.admin, metrics, addresses)
+    await children.envoy(config)
+    return Installation(envoy_ports.listener, envoy_ports.admin, metrics, addresses)
 
 
 async def _measure(
@@ -203,20 +239,69 @@ def _healthy(runs: Sequence[Run]) -> bool:
     return all(sample.status == 200 for one in runs for sample in one.samples)
 
 
-def _hints(place: Installation, *, keep: bool) -> str:
-    body = f'{{"model":"{_MODEL}","messages":[{{"role":"user","content":"hello"}}],"max_tokens":8}}'
-    state = (
-        "Running until Ctrl-C." if keep else "Stopped; `make demo KEEP=1` leaves it running for:"
+async def _decision(place: Installation) -> str:
+    """The decision that saved the most prompt tokens, in words."""
+    base = f"http://127.0.0.1:{place.metrics}/debug/decisions"
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{base}?limit={_CONVERSATIONS * _TURNS}") as response:
+            listed = (await response.json())["decisions"]
+        decisions = []
+        for summary in listed:
+            async with session.get(f"{base}/{summary['id']}") as response:
+                decisions.append(await response.json())
+    best = max(decisions, key=_cached_tokens, default=None)
+    return "" if best is None else render_decision(best)
+
+
+def render_decision(decision: dict[str, Any]) -> str:
+    """A decision in two lines.
+
+    Args:
+        decision: As the page `/debug/decisions/{id}` shows it.
+    """
+    chosen = decision["endpoints"][0]
+    costs = {it["endpoint"]: it.get("cost") for it in decision["finalists"]}
+    unit = (decision["cost"] or {}).get("unit", "")
+    other = decision["runner_up"]
+    line = (
+        f"\nOne decision: {_cached_tokens(decision)} of {decision['request']['prompt_tokens']} prompt "
+        f"tokens were cached on {chosen}, so the request went there"
     )
+    if costs.get(chosen) is not None and costs.get(other) is not None:
+        line += (
+            f",\nat an estimated {costs[chosen]:.0f} {unit}; the next best, {other}, would have "
+            f"taken {costs[other]:.0f} {unit}"
+        )
+    return f"{line}."
+
+
+def _cached_tokens(decision: dict[str, Any]) -> int:
+    """Prompt tokens of a request that were believed cached on the chosen endpoint."""
+    chosen = decision["endpoints"][0]
+    return max(
+        (it["matched_tokens"] for it in decision["candidates"] if it["endpoint"] == chosen),
+        default=0,
+    )
+
+
+def _hints(place: Installation, *, keep: bool) -> str:
+    if not keep:
+        return (
+            "\nStopped. `make demo KEEP=1` or `extproc demo --keep` leaves it running, for "
+            "requests of your own."
+        )
+    body = f'{{"model":"{_MODEL}","messages":[{{"role":"user","content":"hello"}}],"max_tokens":8}}'
     extproc = f"{Path(sys.executable).parent}/extproc"
     if Path.cwd() in Path(sys.executable).parents:
         extproc = str(Path(sys.executable).parent.relative_to(Path.cwd()) / "extproc")
+    server = "" if place.metrics == 9090 else f" --server http://127.0.0.1:{place.metrics}"
     return "\n".join(
         [
             "",
-            state,
+            "Running until Ctrl-C.",
             f"  curl 127.0.0.1:{place.envoy}/v1/chat/completions -d '{body}'",
-            f"  echo '{body}' | {extproc} explain --server http://127.0.0.1:{place.metrics}",
+            f"  {extproc} explain --last{server}",
+            f"  echo '{body}' | {extproc} explain{server}",
             f"  curl 127.0.0.1:{place.metrics}/metrics        # the picker",
             f"  curl 127.0.0.1:{place.metrics}/debug/pool     # what it knows of the engines",
             f"  curl {place.engines[0]}/metrics        # an engine",

@@ -161,7 +161,8 @@ async def _play(
                 for _ in range(clients)
             ]
         answers += [one for task in asking for one in task.result()]
-        print(f"  {chart.rows[-1].available if chart.rows else 0} engines serve")
+        num_engines = chart.rows[-1].available if chart.rows else 0
+        print(f"  {num_engines} {'engine serves' if num_engines == 1 else 'engines serve'}")
     print("Nobody asks any longer")
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_ZERO_S):

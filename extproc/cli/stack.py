@@ -245,6 +245,12 @@ def envoy_config(
     return config
 
 
+def asks_for_xds(template: Path) -> bool:
+    """Whether an Envoy configuration takes its clusters from a picker."""
+    config = yaml.safe_load(template.read_bytes())
+    return bool((config.get("dynamic_resources") or {}).get("ads_config"))
+
+
 def assignment(name: str, addresses: Sequence[str]) -> dict[str, Any]:
     """The `load_assignment` of a cluster that lists these endpoints."""
     endpoints = []

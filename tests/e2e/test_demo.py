@@ -70,7 +70,10 @@ async def test_the_demo(tmp_path):
     assert rows["failed"].split() == ["0", "0"]
     round_robin, default = rows["prefix cache hit ratio (engines)"].replace("%", "").split()
     assert float(default) >= 1.5 * float(round_robin)
-    assert "curl" in text
+    cached, prompt = re.search(r"One decision: (\d+) of (\d+) prompt tokens", text).groups()
+    assert 0 < int(cached) <= int(prompt)
+    assert "demo --keep" in text
+    assert "curl" not in text  # what is stopped answers nothing
     assert session_of(demo.pid) == []
 
 
