@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from extproc import decision as outcomes
 from extproc.decision import Answer, Decision, Outcome, Rejection
 from extproc.dispatch import claims, listing
+from extproc.dispatch.claim_index import ClaimIndex
 from extproc.dispatch.dispatcher import Dispatcher
 from extproc.dispatch.preparing import Prepared
 from extproc.parsing import envelope, parser
@@ -75,6 +77,7 @@ class Switchboard:
     def __init__(
         self, claimants: Sequence[Claimant] = (), *, list_models: bool | None = None
     ) -> None:
+        self._index = ClaimIndex(())
         self.adopt(claimants, list_models=list_models)
 
     def adopt(self, claimants: Sequence[Claimant], *, list_models: bool | None = None) -> None:
@@ -83,7 +86,9 @@ class Switchboard:
         one = len(claimants) == 1
         self._only = claimants[0] if one and claimants[0].claim.empty else None
         self.usual = "" if self._only is None else self._only.name
-        self._claiming = [one for one in claimants if not one.claim.empty]
+        listed = tuple(one.claim for one in claimants)
+        if listed != self._index.listed:
+            self._index = ClaimIndex(listed)
         self._open = [one for one in claimants if one.claim.empty]
         self._listing = not one if list_models is None else list_models
 
@@ -115,25 +120,30 @@ class Switchboard:
             now: Monotonic seconds.
             why: Name of what was raised; put into the decision.
         """
-        for one in self.claimants:
-            if claims.holds(one.claim, raw.headers):
-                found = one.dispatcher.rescue(raw, now, why=why)
-                return Routed(found, one.name, one.dispatcher)
+        for one in self._fitting(raw, self._index.find_routes(raw.headers)):
+            found = one.dispatcher.rescue(raw, now, why=why)
+            return Routed(found, one.name, one.dispatcher)
         return Routed(_nobody())
+
+    def _fitting(self, raw: RawRequest, bits: int) -> Iterator[Claimant]:
+        """The pools among some whose headers a request has, in their order."""
+        return (self.claimants[at] for at in self._index.positions(bits, raw.headers))
 
     def _search(self, raw: RawRequest, now: float) -> Routed:
         """Parse the request where models decide, once for everybody."""
-        fitting = [one for one in self._claiming if claims.holds(one.claim, raw.headers)]
-        if fitting and not fitting[0].claim.models:
-            return self._by(fitting[0], raw, now)
+        index = self._index
+        routes = index.find_routes(raw.headers) & index.claiming
+        first = next(self._fitting(raw, routes), None)
+        if first is not None and not first.claim.models:
+            return self._by(first, raw, now)
         request = parser.parse(raw)
         if isinstance(request, Rejection):
-            pool = self._supplying(request, raw, fitting)
+            pool = self._supplying(request, raw, routes)
             return Routed(request) if pool is None else self._by(pool, raw, now)
         model = envelope.model_header(raw.headers) or request.target
-        for one in fitting:
-            if not one.claim.models or claims.names(one.claim, model):
-                return self._by(one, raw, now, request)
+        claimant = next(self._fitting(raw, routes & index.find_models(model)), None)
+        if claimant is not None:
+            return self._by(claimant, raw, now, request)
         hinted = _hinted(self._open, raw)
         if len(hinted) == 1:
             return self._by(hinted[0], raw, now, request)
@@ -146,16 +156,15 @@ class Switchboard:
             return Routed(outcomes.model_not_found(model, known) if model and known else _nobody())
         return self._by(next(one for rank, one in ranked if rank is best), raw, now, request)
 
-    def _supplying(
-        self, refused: Rejection, raw: RawRequest, fitting: Sequence[Claimant]
-    ) -> Claimant | None:
+    def _supplying(self, refused: Rejection, raw: RawRequest, routes: int) -> Claimant | None:
         """The pool whose rewrites for every request name the model that is missing.
 
         Any other refusal stands in every pool, so that no body is read again for each of them.
         """
         if refused != envelope.NO_MODEL:
             return None
-        for pool in (*(pool for pool in fitting if not pool.claim.models), *self._open):
+        fitting = self._fitting(raw, routes & self._index.without_models)
+        for pool in itertools.chain(fitting, self._open):
             dispatcher = pool.dispatcher
             if dispatcher.supplies_model and not isinstance(dispatcher.prepare(raw), Rejection):
                 return pool
@@ -180,7 +189,8 @@ class Switchboard:
         asked = listing.asked(claims.path_of(raw.headers))
         if asked is None:
             return None
-        may = [one.dispatcher for one in self.claimants if claims.holds(one.claim, raw.headers)]
+        routes = self._index.find_routes(raw.headers)
+        may = [one.dispatcher for one in self._fitting(raw, routes)]
         return listing.answer(may, asked)
 
 

@@ -72,12 +72,15 @@ class StallMeter:
 
     def look(self) -> None:
         """Note how late this call is; the timer calls it."""
-        computed_s = self._thread_time()
-        late_s = max(0.0, self._clock() - self._due)
-        self._stall_s.add(late_s)
-        self._stall_cpu_s.add(min(late_s, computed_s - self._computed_s))
-        self._computed_s = computed_s
-        self._schedule()
+        try:
+            computed_s = self._thread_time()
+            late_s = max(0.0, self._clock() - self._due)
+            self._stall_s.add(late_s)
+            self._stall_cpu_s.add(min(late_s, computed_s - self._computed_s))
+            self._computed_s = computed_s
+        finally:
+            # What raises here goes to the supervisor, and must not be the last look.
+            self._schedule()
 
     def _schedule(self) -> None:
         self._quiet = not self._tallies.streams_open

@@ -9,6 +9,7 @@ from typing import cast
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -98,7 +99,7 @@ class KeyPair:
             public = (self._folder / "tls.crt").read_bytes()
             key = serialization.load_pem_private_key(private, password=None)
             certificate = x509.load_pem_x509_certificate(public)
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise ConfigError(
                 "--cert-path",
                 wanted=f"tls.crt and tls.key in PEM in {self._folder}",
@@ -129,8 +130,8 @@ class KeyPair:
             return None
         try:
             pair = self.read()
-        except ConfigError as error:
-            on_reload(str(error))
+        except Exception as error:  # noqa: BLE001 - gRPC calls this; the old pair must go on serving
+            on_reload(str(error) if isinstance(error, ConfigError) else type(error).__name__)
             return None
         on_reload("reloaded")
         return grpc.ssl_server_certificate_configuration([pair])

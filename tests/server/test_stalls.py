@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from extproc.server import stalls
 from extproc.telemetry.exposition import Exposition
 from extproc.telemetry.tallies import Tallies
@@ -92,3 +94,23 @@ async def test_a_held_loop_shows_on_the_page():
     page = Exposition(tallies, dict, clock=lambda: 0.0, gauges={}, about={}).render().decode()
     assert 'extproc_loop_stall_seconds_bucket{le="0.05"}' in page
     assert "extproc_loop_stall_cpu_seconds_sum" in page
+
+
+async def test_a_look_that_raises_is_not_the_last():
+    """The supervisor hears of it, and the timer is set again."""
+    scene = Scene()
+    scene.subject.start()
+    add, calls = scene.tallies.loop_stall_s.add, []
+
+    def fail(_):
+        calls.append(1)
+        raise RuntimeError
+
+    scene.tallies.loop_stall_s.add = fail
+    with pytest.raises(RuntimeError):
+        scene.subject.look()
+    scene.tallies.loop_stall_s.add = add
+    assert calls == [1]
+    assert scene.subject._timer is not None
+    assert not scene.subject._timer.cancelled()
+    scene.subject.stop()

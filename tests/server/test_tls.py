@@ -1,0 +1,24 @@
+"""Certificates that change while they are served."""
+
+from __future__ import annotations
+
+import pytest
+from cryptography.exceptions import UnsupportedAlgorithm
+
+from extproc.server import tls
+
+
+@pytest.mark.parametrize("raised", [RuntimeError(), UnsupportedAlgorithm("x"), MemoryError()])
+def test_no_exception_reaches_grpc(tmp_path, monkeypatch, raised):
+    """What gRPC calls on a new connection leaves the old pair in place, and tells why."""
+
+    def fail(*_, **__):
+        raise raised
+
+    (tmp_path / "tls.key").write_text("key")
+    (tmp_path / "tls.crt").write_text("certificate")
+    monkeypatch.setattr(tls.serialization, "load_pem_private_key", fail)
+    told = []
+    assert tls.KeyPair(tmp_path).changed(told.append) is None
+    assert len(told) == 1
+    assert type(raised).__name__ in told[0]
