@@ -60,7 +60,7 @@ LONG = (
 # on another; `--hypothesis-profile=thorough`, which CI gives, tries more of them. `make fuzz` searches
 # with `search`, from another seed each time. None judges how long an example takes: workers share
 # cores, and a slow moment is no flaw.
-for name, count, repeats in (("quick", 40, True), ("thorough", 100, True), ("search", 1000, False)):
+for name, count, repeats in (("quick", 25, True), ("thorough", 100, True), ("search", 1000, False)):
     hypothesis.settings.register_profile(
         name,
         max_examples=count,

@@ -20,6 +20,9 @@ CHAT = json.dumps(
 
 CLIENTS = 12
 
+#: Seconds each client pauses: what is waited for takes as long at a tenth of the requests.
+PAUSE_S = 0.05
+
 #: Tried again soon, so that tests need not wait for it.
 SOON = installation.UNSCRAPED[:-1] + ", health: {base_s: 0.3}}"
 
@@ -50,6 +53,7 @@ class Load:
     async def one(self):
         while not self._stop:
             self.statuses[(await http1.ask(self._place.port, PATH, CHAT)).status] += 1
+            await asyncio.sleep(PAUSE_S)
 
     @contextlib.asynccontextmanager
     async def running(self, clients=CLIENTS):

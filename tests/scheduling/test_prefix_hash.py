@@ -1,5 +1,6 @@
 """The ring against a re-computation that shares nothing with it, hash function included."""
 
+from bisect import bisect_left
 from random import Random
 
 import msgspec
@@ -80,7 +81,7 @@ PLACES = Places()
 
 
 def straightforward(ring, loads, adapters, adapter, text, floor):
-    """KubeAI's choice (docs/spec/prior-systems.md#prefixhash), by a scan of all places.
+    """KubeAI's choice (docs/spec/prior-systems.md#prefixhash), by a scan of places from the key's on.
 
     Args:
         ring: Every place and its name, sorted.
@@ -91,10 +92,11 @@ def straightforward(ring, loads, adapters, adapter, text, floor):
         floor: Load that is never too much.
     """
     key = xxh64((adapter + text[:100]).encode())
-    start = sum(place < key for place, _ in ring)
+    start = bisect_left(ring, (key,))
     total = sum(loads.values())
     default = None
-    for _, name in ring[start:] + ring[:start]:
+    for at in range(start, start + len(ring)):
+        _, name = ring[at % len(ring)]
         if adapter and adapter not in adapters[name]:
             continue
         default = default or name

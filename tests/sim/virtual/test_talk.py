@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from statistics import fmean
 
+import pytest
+
 from extproc.config import load
 from extproc.sim.virtual import scenario, workloads, world
 from extproc.sim.virtual.client import Client
@@ -35,6 +37,7 @@ def hit_ratio(pickers: int, delay_s: float | None) -> float:
     return fmean(world.run(whole, settings, seed=seed).hit_ratio for seed in (1, 2))
 
 
+@pytest.mark.proof
 def test_the_next_turn_may_come_before_the_news_that_the_last_one_ended():
     """Hits stay where a fact takes longer than the client does, by a little and by much."""
     alone = hit_ratio(1, None)

@@ -1,6 +1,7 @@
 import math
 
 import msgspec
+import pytest
 
 from extproc import decision as outcomes
 from extproc.config import holding
@@ -204,6 +205,7 @@ def p95_s(*tenants) -> float:
     return spread([trip.first_s for trip in mine]).p95
 
 
+@pytest.mark.proof
 def test_a_tenth_of_the_requests_wait_hardly_longer_than_alone():
     """Issue 6, bar 4: with twice the capacity asked for, p95 is at most 1.5 times that alone."""
     assert p95_s("small", "big") <= 1.5 * p95_s("small")
@@ -233,6 +235,7 @@ def test_where_replicas_come_and_go_the_scenario_says_who_waits():
     assert world.pickers[0].gate is None
 
 
+@pytest.mark.proof
 def test_holding_leaves_conversations_where_they_are():
     """Chats whose prefixes just do not fit: as many answers as without holding, within a tenth."""
     whole = a_scenario(
