@@ -31,9 +31,9 @@ Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 MAX_VALUES: Final = 4096
 #: Bytes of a body that allow for one value more: under three times its size. Prose has a comma in 80.
 _BYTES_PER_VALUE: Final = 48
-#: Longest body that is decoded without counting first (bytes). One of empty objects takes 6 MiB and
-#: some 15 ms, and counting would take longer than decoding an ordinary one.
-_SHORT_BYTES: Final = 64 * 1024
+#: Longest body that is decoded without counting first (bytes). One of empty objects takes 1.4 MiB and
+#: some 4 ms, and one body is decoded at a time. Counting adds a fifth to the decoding of prose.
+_SHORT_BYTES: Final = 16 * 1024
 #: Elements of one array that are looked at (count): messages, parts, documents, members of a batch.
 #: An array of more stays JSON.
 MAX_ELEMENTS: Final = 4096
@@ -54,6 +54,7 @@ _DEEP = b"[" * 64
 
 #: What stands before or between values.
 _MARKS = (b",", b"{", b"[")
+_ALL_MARKS = b"".join(_MARKS)
 #: Bytes for each mark, above which marks are rare.
 _RARE_BYTES: Final = 40
 #: Bytes in its middle that show how dense the marks of the first chunk are.
@@ -112,9 +113,12 @@ def num_values(json: bytes, most: int) -> int:
     for at in range(0, len(json), _CHUNK_BYTES):
         chunk = json[at : at + _CHUNK_BYTES]
         before = counted
-        for mark in _MARKS:
-            # Replacing jumps from mark to mark, three times as fast as counting where they are rare.
-            counted += chunk.count(mark) if is_dense else len(chunk) - len(chunk.replace(mark, b""))
+        if is_dense:
+            counted += len(chunk) - len(chunk.translate(None, _ALL_MARKS))
+        else:
+            # Replacing jumps from mark to mark, three times as fast where they are rare.
+            for mark in _MARKS:
+                counted += len(chunk) - len(chunk.replace(mark, b""))
         if counted > most:
             break
         is_dense = (counted - before) * _RARE_BYTES > len(chunk)
@@ -138,9 +142,10 @@ def _budget(body: bytes) -> int:
 def _is_wide(json: bytes) -> bool:
     if len(json) <= _WIDE_BYTES:
         return False
-    if any(lead in json for lead in _WIDE_LEADS):
+    if not json.isascii() and any(lead in json for lead in _WIDE_LEADS):
         return True
-    return len(json) > _WIDE_ESCAPED_BYTES and b"\\u" in json
+    # A search for one byte is forty times as fast as one for two.
+    return len(json) > _WIDE_ESCAPED_BYTES and b"\\" in json and b"\\u" in json
 
 
 def decode(decoder: msgspec.json.Decoder[Decoded], body: bytes) -> Decoded:

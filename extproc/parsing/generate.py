@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any, Final
 
 import msgspec
@@ -52,7 +53,9 @@ def parse(raw: RawRequest) -> Request | Rejection:
         return decision.bad_request(_NO_TOKENS)
     placeholders = _placeholders(body.features)
     if placeholders:
-        packed = tokens.stamp(packed, placeholders)
+        rows = io.BytesIO(packed)
+        tokens.stamp(rows, placeholders)
+        packed = rows.getvalue()
     prompt = inputs.salted(inputs.Prompt(packed, len(packed) // tokens.WIDTH), body.cache_salt)
     return envelope.request("generate", raw, body, prompt=prompt)
 

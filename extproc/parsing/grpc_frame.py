@@ -11,8 +11,9 @@ from typing import Final
 
 HEADER_BYTES = 5
 
-#: (field number, value): a varint or fixed number as int, anything with a length as bytes.
-Field = tuple[int, int | bytes]
+#: (field number, value): a varint or fixed number as int, anything with a length as a view of it, since
+#: a copy at each level would make a body of some bytes several times as large.
+Field = tuple[int, int | memoryview]
 
 _FIXED = {1: 8, 5: 4}
 
@@ -21,15 +22,15 @@ _FIXED = {1: 8, 5: 4}
 MAX_FIELDS: Final = 4096
 
 
-def message_of(body: bytes) -> bytes | None:
+def message_of(body: bytes) -> memoryview | None:
     """The first message of a body; None when it is compressed or short."""
     if len(body) < HEADER_BYTES or body[0] != 0:
         return None
     stop = HEADER_BYTES + int.from_bytes(body[1:HEADER_BYTES], "big")
-    return body[HEADER_BYTES:stop] if stop <= len(body) else None
+    return memoryview(body)[HEADER_BYTES:stop] if stop <= len(body) else None
 
 
-def fields_of(message: bytes) -> list[Field] | None:
+def fields_of(message: memoryview) -> list[Field] | None:
     """The fields of a message in wire order.
 
     Returns:
@@ -45,7 +46,7 @@ def fields_of(message: bytes) -> list[Field] | None:
             return None
         kind = key & 7
         if kind == 0:
-            value: int | bytes
+            value: int | memoryview
             value, at = _varint(message, at)
             if at < 0:
                 return None
@@ -63,7 +64,7 @@ def fields_of(message: bytes) -> list[Field] | None:
     return fields
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
     """A varint and the place after it; minus one for the place when it is cut or too long."""
     value = 0
     for place, byte in enumerate(message[at : at + 10]):

@@ -75,32 +75,53 @@ def pack_id(value: int) -> bytes:
     return (value & 0xFFFFFFFF).to_bytes(WIDTH, "little")
 
 
-def pack_varints(packed: bytes) -> bytes | None:
-    """Pack a protobuf field of uint32 values, a chunk at a time; None as of `unpack_varints`.
+def count_varints(packed: bytes | memoryview) -> int:
+    """Values in a protobuf field of varints (count)."""
+    chunks = range(0, len(packed), _CHUNK_BYTES)
+    return sum(
+        len(bytes(packed[at : at + _CHUNK_BYTES]).translate(None, _HIGH_BYTES)) for at in chunks
+    )
 
-    Values of more bytes than a uint32 takes are read in `_MAX_LOOPED_CHUNKS` chunks at most, since
-    that is slow and no encoder writes them; None beyond.
+
+def reserve(rows: io.BytesIO, count: int) -> None:
+    """Make room for packed ids at once: a buffer that grows takes an eighth more."""
+    if count:
+        rows.seek(count * WIDTH - 1)
+        rows.write(b"\0")
+        rows.seek(0)
+
+
+def pack_varints(packed: bytes | memoryview, rows: io.BytesIO) -> bool:
+    """Pack a protobuf field of uint32 values, a chunk at a time.
+
+    Args:
+        packed: The field.
+        rows: Where packed ids go.
+
+    Returns:
+        False as where `unpack_varints` gives None. Values of more bytes than a uint32 takes are read
+        in `_MAX_LOOPED_CHUNKS` chunks at most, since that is slow and no encoder writes them; False
+        beyond.
     """
-    rows = io.BytesIO()
     at, num_looped = 0, 0
     while at < len(packed):
         stop = min(at + _CHUNK_BYTES, len(packed))
         # A value has ten bytes at most, and ends with the first below 0x80.
         while stop < len(packed) and packed[stop - 1] >= 0x80 and stop < at + _CHUNK_BYTES + 10:
             stop += 1
-        chunk = packed[at:stop]
+        chunk = bytes(packed[at:stop])
         if chunk[-1] >= 0x80:
-            return None
+            return False
         row = _pack_short(chunk)
         if row is None:
             num_looped += 1
             values = unpack_varints(chunk) if num_looped <= _MAX_LOOPED_CHUNKS else None
             row = None if values is None else pack(values)
             if row is None:
-                return None
+                return False
         rows.write(row)
         at = stop
-    return rows.getvalue()
+    return True
 
 
 def _pack_short(chunk: bytes) -> bytes | bytearray | None:
@@ -179,21 +200,20 @@ def unpack_varints(packed: bytes) -> list[int] | None:
     return values
 
 
-def stamp(packed: bytes, placeholders: Iterable[tuple[int, int, str]]) -> bytes:
+def stamp(rows: io.BytesIO, placeholders: Iterable[tuple[int, int, str]]) -> None:
     """Write what an image is over its placeholder tokens, which are alike for all images.
 
+    Up to four tokens of each placeholder become a digest of the hash.
+
     Args:
-        packed: Packed token ids.
+        rows: Packed token ids.
         placeholders: (offset in tokens, length in tokens, content hash) per multimodal item;
             items outside the prompt are ignored.
-
-    Returns:
-        The packed ids with up to four tokens of each placeholder replaced by a digest of the hash.
     """
-    stamped = bytearray(packed)
-    for offset, length, content in placeholders:
-        start = offset * WIDTH
-        stop = min(start + WIDTH * min(length, WIDTH), len(stamped))
-        if 0 <= start < stop:
-            stamped[start:stop] = mmh3.mmh3_x64_128_digest(content.encode())[: stop - start]
-    return bytes(stamped)
+    with rows.getbuffer() as stamped:
+        for offset, length, content in placeholders:
+            start = offset * WIDTH
+            stop = min(start + WIDTH * min(length, WIDTH), len(stamped))
+            if 0 <= start < stop:
+                digest = mmh3.mmh3_x64_128_digest(content.encode())
+                stamped[start:stop] = digest[: stop - start]

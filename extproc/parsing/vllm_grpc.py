@@ -15,6 +15,8 @@ inputs. Fields not in this table are skipped. The surface names no model.
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -50,14 +52,14 @@ def parse_generate(raw: RawRequest) -> Request | Rejection:
     # A later occurrence of a field replaces an earlier one, and of a oneof the last one counts;
     # only the two inputs share a oneof, and a sender that sets both is not worth telling apart.
     known = dict(fields)
-    prompt = _tokenized(known.get(_TOKENIZED))
+    pictures = known.get(_MULTIMODAL)
+    placeholders = _placeholders(pictures) if isinstance(pictures, memoryview) else ()
+    prompt = _tokenized(known.get(_TOKENIZED), placeholders)
     if prompt is None:
         text = known.get(_TEXT)
-        if not isinstance(text, bytes):
+        if not isinstance(text, memoryview):
             return _INVALID
-        prompt = inputs.framed(text)
-    elif isinstance(pictures := known.get(_MULTIMODAL), bytes):
-        prompt = inputs.Prompt(tokens.stamp(prompt.content, _placeholders(pictures)), prompt.tokens)
+        prompt = inputs.framed(bytes(text))
     return msgspec.structs.replace(
         opaque.bare(raw, "grpc_generate"),
         prompt=prompt.content,
@@ -84,36 +86,40 @@ def _fields(raw: RawRequest) -> list[grpc_frame.Field] | None:
     return None if message is None else grpc_frame.fields_of(message)
 
 
-def _tokenized(message: object) -> inputs.Prompt | None:
-    fields = grpc_frame.fields_of(message) if isinstance(message, bytes) else None
-    rows: list[bytes] = []
-    for number, value in fields or ():
-        if number != _INPUT_IDS:
-            continue
-        row = tokens.pack_varints(value) if isinstance(value, bytes) else tokens.pack_id(value)
-        if row is None:
+def _tokenized(
+    message: object, placeholders: Sequence[tuple[int, int, str]] = ()
+) -> inputs.Prompt | None:
+    fields = grpc_frame.fields_of(message) if isinstance(message, memoryview) else None
+    values = [value for number, value in fields or () if number == _INPUT_IDS]
+    rows = io.BytesIO()
+    counts = (1 if isinstance(value, int) else tokens.count_varints(value) for value in values)
+    tokens.reserve(rows, sum(counts))
+    for value in values:
+        if isinstance(value, int):
+            rows.write(tokens.pack_id(value))
+        elif not tokens.pack_varints(value, rows):
             return None
-        rows.append(row)
-    packed = rows[0] if len(rows) == 1 else b"".join(rows)
+    tokens.stamp(rows, placeholders)
+    packed = rows.getvalue()
     return inputs.Prompt(packed, len(packed) // tokens.WIDTH) if packed else None
 
 
 def _max_tokens(message: object) -> int | None:
-    fields = grpc_frame.fields_of(message) if isinstance(message, bytes) else None
+    fields = grpc_frame.fields_of(message) if isinstance(message, memoryview) else None
     value = dict(fields or ()).get(_MAX_TOKENS)
     return value & 0xFFFFFFFF if isinstance(value, int) else None
 
 
-def _placeholders(message: bytes) -> list[tuple[int, int, str]]:
+def _placeholders(message: memoryview) -> list[tuple[int, int, str]]:
     """(offset, length, hash) of each multimodal item; empty when the message is malformed."""
     spans: list[tuple[int, int]] = []
     hashes: list[str] = []
     for number, value in grpc_frame.fields_of(message) or ():
-        if number == _PLACEHOLDERS and isinstance(value, bytes):
+        if number == _PLACEHOLDERS and isinstance(value, memoryview):
             span = dict(grpc_frame.fields_of(value[:_LONGEST_SPAN]) or ())
             offset, length = span.get(_OFFSET, 0), span.get(_LENGTH, 0)
             if isinstance(offset, int) and isinstance(length, int):
                 spans.append((offset, length))
-        elif number == _HASHES and isinstance(value, bytes):
+        elif number == _HASHES and isinstance(value, memoryview):
             hashes.append(value.hex())
     return [(*span, content) for span, content in zip(spans, hashes, strict=False)]
