@@ -16,9 +16,11 @@ from tests.docs import (
     cli_reference,
     helm_reference,
     http_reference,
+    layers,
     metrics_reference,
     plugin_reference,
     reference,
+    request_walk,
 )
 from tests.protocol import table
 
@@ -32,6 +34,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "configuration": reference.configuration_block,
     "helm values": helm_reference.block,
     "http endpoints": http_reference.block,
+    "layers": layers.block,
     "metrics": metrics_reference.block,
     "plugin api": plugin_reference.api_block,
     "plugins": plugin_reference.plugins_block,
@@ -39,6 +42,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "reload": reference.reload_block,
     "scenario": reference.scenario_block,
     "strategies": plugin_reference.strategies_block,
+    "walk": request_walk.block,
 }
 
 
