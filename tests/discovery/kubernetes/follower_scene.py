@@ -1,0 +1,100 @@
+"""A follower of a fake API server, and what it reports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+
+import pytest
+
+from extproc.discovery.kubernetes import follow, settings
+from tests.discovery.kubernetes import fake
+
+REF = settings.InferencePoolRef("default", "pool")
+
+
+KEY = REF.key
+
+
+class Scene:
+    """A follower of a fake API server, and what it has told."""
+
+    def __init__(self, server, folder, *sources, **wanted):
+        self.server = server
+        self.pools = {}
+        self.told = []
+        self.facts = []
+        self.moved = asyncio.Condition()
+        self.folder = folder
+        patience = {"retry_s": 0.01, "retry_most_s": 0.05, "absent_s": 0.05, "coalesce_s": 0.001}
+        self.subject = follow.Follower(
+            settings.Settings(
+                sources=sources or (REF,),
+                kubeconfig=server.kubeconfig(folder),
+                **(patience | wanted),
+            ),
+            clock=time.monotonic,
+            rng=random.Random(1),
+            on_pools=self._on_pools,
+            on_fact=self._on_fact,
+        )
+
+    def _on_pools(self, found, removed):
+        self.told.append((dict(found), removed))
+        self.pools = {key: one for key, one in self.pools.items() if key not in removed} | found
+        self._news()
+
+    def _on_fact(self, fact):
+        self.facts.append(fact)
+        self._news()
+
+    def _news(self):
+        task = asyncio.ensure_future(self._notify())
+        task.add_done_callback(lambda _: None)
+
+    async def _notify(self):
+        async with self.moved:
+            self.moved.notify_all()
+
+    async def until(self, true, timeout_s=60.0):
+        try:
+            async with asyncio.timeout(timeout_s), self.moved:
+                await self.moved.wait_for(true)
+        except TimeoutError:
+            pytest.fail(f"never so: {self.pools} {self.facts} {self.server.requests[-5:]}")
+
+    async def until_names(self, *names, key=KEY):
+        await self.until(lambda: self.names(key) == list(names))
+
+    async def until_fact(self, kind):
+        await self.until(lambda: kind in self.kinds())
+        return next(fact for fact in self.facts if fact.kind == kind)
+
+    def names(self, key=KEY):
+        return [one.name for one in self.pools[key].endpoints] if key in self.pools else None
+
+    def kinds(self):
+        return [fact.kind for fact in self.facts]
+
+
+@contextlib.asynccontextmanager
+async def following(folder, *objects, sources=(), prepare=lambda server: None, **wanted):
+    """A started and running follower of a server with these objects."""
+    server = await fake.ApiServer().start()
+    server.put(*objects)
+    prepare(server)
+    scene = Scene(server, folder, *sources, **wanted)
+    try:
+        await scene.subject.start()
+        running = asyncio.ensure_future(scene.subject.run())
+        try:
+            yield scene
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+    finally:
+        await scene.subject.close()
+        await server.close()

@@ -1,0 +1,236 @@
+"""Rights, definitions and credentials of a follower: missing, lost, late and renewed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from extproc.discovery.kubernetes import feed, follow, settings
+from extproc.errors import ConfigError
+from tests.discovery.kubernetes import making
+from tests.discovery.kubernetes.follower_scene import KEY, REF, following
+
+
+def test_a_rotated_token_is_read_again(tmp_path):
+    """401 loads the credentials again, and the watch goes on."""
+
+    async def scene():
+        def prepare(server):
+            server.token = "first"
+
+        async with following(tmp_path, making.pool(), making.pod("a"), prepare=prepare) as one:
+            await one.server.until_watched()
+            one.server.token = "second"
+            one.server.drop()
+            one.server.put(making.pod("b", ip="10.0.0.2"))
+            await one.until_fact("unauthorized")
+            one.server.kubeconfig(tmp_path)
+            await one.until_names("a", "b")
+            await one.until_fact("connected")
+
+    asyncio.run(scene())
+
+
+def test_missing_rights_are_named(tmp_path):
+    """The fact says what to add to which role; rights given later are noticed."""
+
+    async def scene():
+        def prepare(server):
+            server.forbidden.add(("", "pods"))
+
+        objects = (making.pool(), making.pod("a"))
+        async with following(tmp_path, *objects, prepare=prepare, start_s=0.2) as one:
+            fact = await one.until_fact("forbidden")
+            assert 'resources: ["pods"], verbs: ["list", "watch"]' in fact.detail
+            assert "in namespace default" in fact.detail
+            assert "add to a Role" in fact.detail
+            assert not one.subject.synced
+            assert one.told == []
+            one.server.forbidden.clear()
+            await one.until_names("a")
+            assert one.subject.synced
+
+    asyncio.run(scene())
+
+
+def test_missing_rights_to_objectives_leave_priority_0(tmp_path):
+    """A pool does not wait for what only makes it better."""
+
+    async def scene():
+        def prepare(server):
+            server.forbidden.add(("llm-d.ai", "inferenceobjectives"))
+
+        objects = (making.pool(), making.pod("a"), making.objective())
+        async with following(tmp_path, *objects, prepare=prepare) as one:
+            assert one.names() == ["a"]
+            assert one.pools[KEY].policy.priorities == {}
+            assert one.kinds() == ["forbidden", "synced"]
+
+    asyncio.run(scene())
+
+
+def test_crds_may_be_absent_and_come_later(tmp_path):
+    """Without the CRDs priorities are 0 and nobody is told; installed later they count."""
+
+    async def scene():
+        group = ("llm-d.ai", "inferenceobjectives")
+
+        def prepare(server):
+            server.absent.add(group)
+
+        old = making.objective("old", group=making.OLD_GROUP, priority=7)
+        new = making.objective("new", priority=5)
+        objects = (making.pool(), making.pod("a"), old, new)
+        async with following(tmp_path, *objects, prepare=prepare) as one:
+            assert one.kinds() == ["synced"]
+            assert one.pools[KEY].policy.priorities == {"old": 7}
+            one.server.absent.clear()
+            await one.until(lambda: one.pools[KEY].policy.priorities == {"new": 5})
+
+    asyncio.run(scene())
+
+
+def test_without_the_crd_of_pools_there_is_no_pool_until_there_is(tmp_path):
+    """The pool asked for does not exist, says a fact; it is found when the CRD is there."""
+
+    async def scene():
+        group = (making.POOL_GROUP, "inferencepools")
+
+        def prepare(server):
+            server.absent.add(group)
+
+        async with following(tmp_path, making.pod("a"), prepare=prepare) as one:
+            assert not one.pools[KEY].exists
+            assert "not-installed" in one.kinds()
+            one.server.absent.clear()
+            one.server.put(making.pool())
+            await one.until_names("a")
+
+    asyncio.run(scene())
+
+
+def test_a_crd_that_seems_gone_for_a_moment_is_not(tmp_path):
+    """A server that has just started may answer 404 for CRDs; pools stand."""
+
+    async def scene():
+        group = (making.POOL_GROUP, "inferencepools")
+        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+            await one.server.until_watched()
+            one.server.absent.add(group)
+            one.server.requests.clear()
+            one.server.drop()
+            await one.server.until(lambda seen: sum("inferencepools" in at for at, _ in seen) > 3)
+            assert one.names() == ["a"]
+            one.server.absent.clear()
+            one.server.put(making.pool(ports=(9000,)))
+            await one.until(lambda: one.pools[KEY].endpoints[0].address == "10.0.0.1:9000")
+
+    asyncio.run(scene())
+
+
+def test_a_refusal_by_a_server_that_has_just_started_is_no_missing_right(tmp_path):
+    """403 where a list was had before is tried again like a 503, and the version is kept."""
+
+    async def scene():
+        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+            await one.server.until_watched()
+            await one.server.stop()
+            one.server.forbidden.update({("", "pods"), (making.POOL_GROUP, "inferencepools")})
+            one.server.requests.clear()
+            await one.server.start()
+            await one.server.until(lambda seen: sum("/pods" in at for at, _ in seen) > 3)
+            assert one.names() == ["a"]
+            one.server.put(making.pod("b", ip="10.0.0.2"))
+            one.server.forbidden.clear()
+            await one.until_names("a", "b")
+            await one.until_fact("connected")
+            assert one.kinds() == ["synced", "disconnected", "connected"]
+            assert all("watch" in query for at, query in one.server.requests if "/pods" in at)
+
+    asyncio.run(scene())
+
+
+def test_rights_that_are_lost_are_the_last_word(tmp_path, monkeypatch):
+    """No word of being connected while pods are forbidden; one once they are not."""
+    monkeypatch.setattr(feed, "_SURELY_FORBIDDEN_S", 0.05)
+
+    async def scene():
+        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+            await one.server.until_watched()
+            await one.server.stop()
+            await one.until_fact("disconnected")
+            one.server.forbidden.add(("", "pods"))
+            await one.server.start()
+            await one.until_fact("forbidden")
+            await one.server.until_watched(5)
+            assert "connected" not in one.kinds()
+            assert one.facts[-1].kind == "forbidden"
+            assert "pods in namespace default" in one.facts[-1].detail
+            (pods,) = [status for status in one.subject.statuses if status.stands]
+            assert (pods.collection.title, pods.state) == ("pods in namespace default", "forbidden")
+            assert one.names() == ["a"]
+            one.server.forbidden.clear()
+            await one.until_fact("connected")
+            assert not any(status.stands for status in one.subject.statuses)
+
+    asyncio.run(scene())
+
+
+def test_a_token_that_expires_in_an_outage_is_named(tmp_path):
+    """The reason changes, and the log with it."""
+
+    async def scene():
+        def prepare(server):
+            server.token = "first"
+
+        async with following(tmp_path, making.pool(), making.pod("a"), prepare=prepare) as one:
+            await one.server.until_watched()
+            await one.server.stop()
+            await one.until_fact("disconnected")
+            one.server.token = "second"
+            await one.server.start()
+            assert "401 Unauthorized" in (await one.until_fact("unauthorized")).detail
+            one.server.kubeconfig(tmp_path)
+            await one.until_fact("connected")
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "contexts: 5", "current-context: x"])
+def test_a_broken_kubeconfig_is_refused(tmp_path, text):
+    """The error names the file and says what to do."""
+    path = tmp_path / "kubeconfig"
+    path.write_text(text)
+    wanted = settings.Settings(sources=(REF,), kubeconfig=str(path))
+    with pytest.raises(ConfigError) as error:
+        asyncio.run(follow.connect(wanted))
+    assert str(path) in str(error.value)
+    assert "service account" in str(error.value)
+
+
+def test_a_kubeconfig_that_is_not_there_is_refused(tmp_path):
+    """So is one that cannot be read."""
+    wanted = settings.Settings(sources=(REF,), kubeconfig=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="none"):
+        asyncio.run(follow.connect(wanted))
+
+
+def test_credentials_that_break_are_said_so_and_read_again(tmp_path):
+    """A kubeconfig that is being rewritten is no end."""
+
+    async def scene():
+        def prepare(server):
+            server.token = "first"
+
+        async with following(tmp_path, making.pool(), making.pod("a"), prepare=prepare) as one:
+            await one.server.until_watched()
+            (tmp_path / "kubeconfig").write_text("{")
+            one.server.token = "second"
+            one.server.drop()
+            assert "401 Unauthorized" in (await one.until_fact("misconfigured")).detail
+            one.server.put(making.pod("b", ip="10.0.0.2"))
+            one.server.kubeconfig(tmp_path)
+            await one.until_names("a", "b")
+
+    asyncio.run(scene())

@@ -1,0 +1,190 @@
+"""Watches of a follower: breaks, versions, bookmarks, and servers that do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+
+from extproc.discovery.kubernetes import settings
+from tests.discovery.kubernetes import fake, making
+from tests.discovery.kubernetes.follower_scene import following
+
+
+def test_a_watch_that_breaks_goes_on_where_it_was(tmp_path):
+    """Whether the connection ends or breaks within a line, nothing is lost and nothing listed."""
+
+    async def scene():
+        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+            await one.server.until_watched()
+            lists = sum("watch" not in query for _, query in one.server.requests)
+            for at, last in enumerate((b"", b'{"type":"MODIFIED","object":{"meta')):
+                one.server.drop(last=last)
+                one.server.put(making.pod(f"b{at}", ip=f"10.0.1.{at}"))
+                await one.until(lambda name=f"b{at}": name in one.names())
+            assert sum("watch" not in query for _, query in one.server.requests) == lists
+            assert one.names() == ["a", "b0", "b1"]
+
+    asyncio.run(scene())
+
+
+def test_a_version_the_server_has_forgotten_is_listed_again(tmp_path):
+    """410 as an answer and 410 as an event both end in a fresh list."""
+
+    async def scene():
+        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+            await one.server.until_watched()
+            one.server.put(making.pod("b", ip="10.0.0.2"))
+            one.server.delete(making.pod("a"))
+            one.server.compact()
+            one.server.drop()
+            await one.until_names("b")
+            one.server.put(making.pod("c", ip="10.0.0.3"))
+            await one.until_names("b", "c")
+            one.facts.clear()
+            gone = {"kind": "Status", "status": "Failure", "code": 410, "message": "too old"}
+            one.server.send(making.line("ERROR", gone) + b"\n")
+            await one.until_fact("relisted")
+            one.server.put(making.pod("d", ip="10.0.0.4"))
+            await one.until_names("b", "c", "d")
+
+    asyncio.run(scene())
+
+
+def test_a_bookmark_moves_the_version(tmp_path):
+    """After a quiet time the watch goes on from the bookmark, which is not forgotten yet."""
+
+    async def scene():
+        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+            await one.server.until_watched()
+            one.server.compact()
+            mark = {"kind": "Pod", "metadata": {}}
+            one.server.send(making.line("BOOKMARK", mark, str(one.server.version)) + b"\n")
+            one.server.requests.clear()
+            one.server.drop()
+            await one.server.until_watched()
+            one.server.put(making.pod("b", ip="10.0.0.2"))
+            await one.until_names("a", "b")
+            assert "relisted" not in one.kinds()
+
+    asyncio.run(scene())
+
+
+def test_a_line_that_is_no_event_is_listed_again(tmp_path):
+    """What was missed cannot be known, so everything is asked for."""
+
+    async def scene():
+        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+            await one.server.until_watched()
+            one.server.send(b"<html>gateway</html>\n")
+            await one.until_fact("unreadable")
+            one.server.put(making.pod("b", ip="10.0.0.2"))
+            await one.until_names("a", "b")
+
+    asyncio.run(scene())
+
+
+def test_long_lists_come_in_pages(tmp_path):
+    """A list of many pages is complete, and one whose token expires begins again."""
+
+    async def scene():
+        pods = [making.pod(f"p{at:02}", ip=f"10.0.0.{at}") for at in range(25)]
+
+        def prepare(server):
+            seen = []
+
+            async def expire(request):
+                seen.append(request.query.get("continue"))
+                return fake.refuse(410, "The provided continue parameter is too old")
+
+            async def pages(request):
+                if request.path.endswith("pods") and request.query.get("continue"):
+                    server.answers.clear()
+                    return await expire(request)
+                server.answers.append(pages)
+                return server._list(
+                    request, fake.Matching(*fake.where(request.path), request.query)
+                )
+
+            server.answers.append(pages)
+
+        sources = (settings.Selector("default", {"app": "vllm"}, (8000,), "sel"),)
+        async with following(tmp_path, *pods, sources=sources, prepare=prepare, page=10) as one:
+            assert one.names("default/sel") == [f"p{at:02}" for at in range(25)]
+            assert "relisted" in one.kinds()
+            assert {query.get("limit") for _, query in one.server.requests[:3]} == {"10"}
+
+    asyncio.run(scene())
+
+
+def test_a_server_that_does_not_answer_is_given_up(tmp_path):
+    """A list that hangs is asked for again, and so is a watch that never ends."""
+
+    async def scene():
+        silent = asyncio.Event()
+
+        def prepare(server):
+            async def hang(_):
+                await silent.wait()
+
+            server.answers.append(hang)
+
+        hasty = {"request_s": 0.5, "watch_s": 0.01}
+        objects = (making.pool(), making.pod("a"))
+        async with following(tmp_path, *objects, prepare=prepare, **hasty) as one:
+            assert one.kinds()[0] == "disconnected"
+            assert one.names() == ["a"]
+            await one.server.until_watched()
+            one.server.requests.clear()
+            await one.server.until(lambda seen: sum("watch" in query for _, query in seen) >= 6)
+            one.server.put(making.pod("b", ip="10.0.0.2"))
+            await one.until_names("a", "b")
+            silent.set()
+
+    asyncio.run(scene())
+
+
+def test_a_watch_that_does_not_begin_is_given_up(tmp_path):
+    """It may last for minutes, but its first word comes at once."""
+
+    async def scene():
+        silent = asyncio.Event()
+
+        async def hang(_):
+            await silent.wait()
+
+        sources = (settings.Selector("default", {"app": "vllm"}, (8000,), "sel"),)
+        async with following(tmp_path, making.pod("a"), sources=sources, request_s=0.5) as one:
+            await one.server.until_watched(1)
+            one.server.answers.append(hang)
+            one.server.drop()
+            one.server.put(making.pod("b", ip="10.0.0.2"))
+            await one.until_names("a", "b", key="default/sel")
+            assert "disconnected" in one.kinds()
+            silent.set()
+
+    asyncio.run(scene())
+
+
+def test_watches_that_fail_again_and_again_end_in_a_list(tmp_path):
+    """A store that was restored from a copy may not know our version, and not say 410."""
+
+    async def scene():
+        sources = (settings.Selector("default", {"app": "vllm"}, (8000,), "sel"),)
+        async with following(tmp_path, making.pod("a"), sources=sources) as one:
+            await one.server.until_watched(1)
+
+            async def broken(_):
+                return fake.refuse(500, "Too large resource version")
+
+            one.server.answers.extend([broken] * 3)
+            one.server.requests.clear()
+            one.server.drop()
+            fact = await one.until_fact("relisted")
+            assert "Too large resource version" in fact.detail
+            await one.server.until_watched(1)
+            assert ["watch" in query for _, query in one.server.requests] == [
+                *[True] * 3,
+                False,
+                True,
+            ]
+
+    asyncio.run(scene())

@@ -1,0 +1,15 @@
+"""A request and pools for the points of section B."""
+
+from __future__ import annotations
+
+from tests.support import conversation as talk
+from tests.support.house import House, load
+
+CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hello"}]}'
+
+
+THREE = ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000")
+
+
+def house(*addresses: str) -> House:
+    return House({address: load(0, 0.0) for address in addresses or (talk.ONE,)})

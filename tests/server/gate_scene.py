@@ -1,0 +1,81 @@
+"""A gate before a fleet, at a time that a test sets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+
+from extproc.config.holding import Holding
+from extproc.decision import Rejection
+from extproc.endpoint import Endpoint, Load
+from extproc.request import RawRequest
+from extproc.server.bugs import Bugs
+from extproc.server.gate import Gate
+from tests.support.house import House
+
+A, B = "10.0.0.1:8000", "10.0.0.2:8000"
+
+
+class Place:
+    """A fleet, its dispatcher and a gate, at a time a test sets."""
+
+    def __init__(self, *addresses, profile="balanced", **holding):
+        self.asked = 0
+        self.house = House(dict.fromkeys(addresses), profile=profile)
+        routing = self.house.dispatcher.routing
+        settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
+        self.house.dispatcher.adopt(routing.__class__(routing.profile, {}, settings))
+        self.bugs = Counter()
+        self.gate = Gate(
+            self.house.dispatcher,
+            Holding(enabled=True, **holding),
+            clock=lambda: self.now,
+            bugs=Bugs(self.bugs, lambda: self.now),
+        )
+
+    @property
+    def now(self):
+        return self.house.now
+
+    def ask(self, model="m", *, tokens=10, priority=0, **headers):
+        """What becomes of a request: a decision, a refusal, or a wait."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.asked += 1
+        body = json.dumps({"model": model, "prompt": f"{self.asked} " + "word " * tokens}).encode()
+        raw = RawRequest({":method": "POST", ":path": "/v1/completions", **named}, body)
+        prepared = self.house.dispatcher.prepare(raw)
+        request = prepared.request.__class__(
+            **{
+                name: getattr(prepared.request, name)
+                for name in prepared.request.__struct_fields__
+                if name != "priority"
+            },
+            priority=priority,
+        )
+        prepared = prepared.__class__(request, prepared.chain, raw, request)
+        outcome = self.house.dispatcher.decide(prepared, self.now)
+        if isinstance(outcome, Rejection) and outcome.waits_s is not None:
+            return self.gate.hold(prepared, outcome, self.now)
+        return outcome
+
+    def come(self, *addresses):
+        """These endpoints are all there are."""
+        self.house.fleet.replace([Endpoint(address) for address in addresses], self.now)
+        self.gate.changed()
+
+    def load(self, address, **facts):
+        """A scrape of an endpoint."""
+        fleet = self.house.fleet
+        mark = fleet.begin_scrape(fleet.pool.find(address).endpoint)
+        fleet.observe(mark, Load(at=self.now, engine="vllm", **facts), self.now)
+        self.gate.changed()
+
+
+async def answered(*held):
+    """Let the loop turn until these are answered."""
+    for _ in range(50):
+        if all(one.answer.done() for one in held):
+            return [one.answer.result() for one in held]
+        await asyncio.sleep(0)
+    raise AssertionError([one.answer for one in held])

@@ -1,0 +1,117 @@
+"""A gate whose decisions, grants and pumps raise, and whose clients leave."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.server.gate import Granted
+from tests.server.gate_scene import A, Place, answered
+
+
+class BrokenError(Exception):
+    """A bug."""
+
+
+async def test_a_decision_that_fails_is_answered_and_stops_nobody(caplog):
+    """The request goes where the rescue says, those behind it as always, and the log says it once."""
+    place = Place()
+    held = [place.ask() for _ in range(4)]
+    decide = place.house.dispatcher.decide
+
+    def broken(prepared, now, *, patient=True):
+        if prepared in (held[0].prepared, held[2].prepared):
+            raise BrokenError
+        return decide(prepared, now, patient=patient)
+
+    place.house.dispatcher.decide = broken
+    place.come(A)
+    granted = await answered(*held)
+    assert all(isinstance(one, Granted) for one in granted)
+    assert [bool(one.decision.degraded) for one in granted] == [True, False, True, False]
+    assert place.house.in_flight == 4
+    assert list(place.bugs.values()) == [2]
+    assert len(caplog.records) == 1
+
+
+async def test_a_grant_that_fails_is_answered_500():
+    """Whatever raises between decision and answer; nothing stays charged, and the next one goes."""
+    place = Place()
+    first, second = place.ask(), place.ask()
+    commit, failed = place.house.dispatcher.commit, []
+
+    def broken(decision, now):
+        if not failed:
+            failed.append(decision)
+            raise BrokenError
+        return commit(decision, now)
+
+    place.house.dispatcher.commit = broken
+    place.come(A)
+    refused, granted = await answered(first, second)
+    assert (refused.status, refused.message) == (500, "the decision failed (BrokenError)")
+    assert isinstance(granted, Granted)
+    assert place.house.in_flight == 1
+    assert place.gate.outcomes == {"failed": 1, "went": 1}
+    assert place.gate.queue.count == 0
+
+
+async def test_a_pump_that_fails_is_tried_again(caplog):
+    """It is counted each time and logged once, and those who wait are looked at again."""
+    place = Place()
+    held = place.ask()
+    queue = place.gate.queue
+    expired, broken = queue.expired, True
+
+    def breaking(now, **more):
+        if broken:
+            raise BrokenError
+        return expired(now, **more)
+
+    queue.expired = breaking
+    place.gate._timer.cancel()
+    place.gate._timer = None
+    place.gate.pump()
+    place.gate.pump()
+    assert list(place.bugs.values()) == [2]
+    assert place.gate._timer is not None
+    assert len(caplog.records) == 1
+    broken = False
+    place.come(A)
+    await answered(held)
+    place.gate.close()
+
+
+async def test_a_request_that_could_not_begin_to_wait_is_gone():
+    """An exception while it joins leaves nothing in the queue."""
+    place = Place()
+
+    def broken():
+        raise BrokenError
+
+    place.gate.arrivals = broken
+    with pytest.raises(BrokenError):
+        place.ask()
+    assert place.gate.queue.count == 0
+    place.gate.close()
+
+
+async def test_a_request_that_was_cancelled_is_not_charged():
+    """Its stream has not been told yet: nothing goes anywhere, and nothing is a bug."""
+    place = Place()
+    held = place.ask()
+    held.answer.cancel()
+    place.come(A)
+    place.gate.pump()
+    assert place.house.in_flight == 0
+    assert not place.bugs
+    place.gate.left(held, place.now)
+    assert place.house.in_flight == 0
+
+
+async def test_a_client_that_leaves_is_waited_for_by_nobody():
+    """Whatever awaits its answer ends."""
+    place = Place()
+    held = place.ask()
+    place.gate.left(held, place.now)
+    assert held.answer.cancelled()
+    place.gate.close()

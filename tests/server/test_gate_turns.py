@@ -1,0 +1,215 @@
+"""How long a gate holds the event loop: in virtual time, with looks that take some of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from extproc.server.gate import Held
+from tests.server.gate_scene import A, B, Place, answered
+from tests.support.virtual_loop import VirtualLoop
+
+
+async def test_many_go_in_turns_of_the_loop():
+    """Thousands are released without holding up everybody else for long."""
+    place = Place()
+    held = [place.ask(tokens=1) for _ in range(400)]
+    place.come(A)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert 0 < sum(one.answer.done() for one in held) < 400
+    await answered(*held)
+    assert place.gate.outcomes["went"] == 400
+
+
+async def test_a_turn_of_the_loop_is_short_however_long_decisions_take():
+    """A pump stops after some ms and goes on with the next turn, where it stopped."""
+    place = Place()
+    held = [place.ask(tokens=1) for _ in range(20)]
+    decide = place.house.dispatcher.decide
+
+    def slow(prepared, now, *, patient=True):
+        place.house.now += 0.002
+        return decide(prepared, now, patient=patient)
+
+    place.house.dispatcher.decide = slow
+    place.come(A)
+    done = []
+    while not done or done[-1] < len(held):
+        await asyncio.sleep(0)
+        done.append(sum(one.answer.done() for one in held))
+    assert max(after - before for before, after in zip([0, *done], done, strict=False)) == 3
+
+
+async def test_many_names_take_one_decision_of_a_pump():
+    """All that wait for the same endpoints are held up together, whatever they ask for."""
+    place = Place(A, B)
+    for address in (A, B):
+        place.load(address, waiting=20, running=8, kv_usage=0.9)
+    held = [place.ask(f"made-up-{n}", x_llm_d_inference_fairness_id=f"t{n}") for n in range(300)]
+    assert all(isinstance(one, Held) for one in held)
+    place.gate.pump()
+    decide, decided = place.house.dispatcher.decide, []
+
+    def counting(prepared, now, *, patient=True):
+        decided.append(prepared)
+        return decide(prepared, now, patient=patient)
+
+    place.house.dispatcher.decide = counting
+    place.gate.pump()
+    assert len(decided) == 1
+    place.gate.close()
+
+
+async def test_thousands_of_deadlines_end_in_turns_of_the_loop():
+    """Those that are over at once are refused some at a time, and all of them."""
+    place = Place(empty_timeout_s=5)
+    held = [place.ask(tokens=1) for _ in range(400)]
+    place.house.now += 6.0
+    place.gate.pump()
+    assert 0 < sum(one.answer.done() for one in held) < 400
+    await answered(*held)
+    assert place.gate.outcomes == {"expired": 400}
+
+
+class Computing(Place):
+    """A gate on virtual time before a busy endpoint, whose looks at requests take some of it.
+
+    Args:
+        loop: What it runs on.
+        look_s: Seconds of a look at a request that waits.
+        held: Requests that wait (count); each has a priority of its own, so all are looked at.
+
+    Attributes:
+        looks: Looks at requests (count).
+        held: The requests.
+    """
+
+    def __init__(self, loop, *, look_s, held):
+        self.loop, self.look_s, self.looks = loop, look_s, 0
+        super().__init__(A)
+        self.load(A, waiting=20, running=8, kv_usage=0.9)
+        self.held = [self.ask(priority=at, x_extproc_hold_ms="900000") for at in range(held, 0, -1)]
+        decide = self.house.dispatcher.decide
+
+        def slow(prepared, now, *, patient=True):
+            self.looks += 1
+            loop.compute(self.look_s)
+            return decide(prepared, now, patient=patient)
+
+        self.house.dispatcher.decide = slow
+
+    @property
+    def now(self):
+        return self.loop.time()
+
+    @property
+    def pumped_s(self):
+        """Seconds that looks took."""
+        return self.looks * self.look_s
+
+    async def compute(self, until, *, turn_s):
+        """Use every turn of the loop for so many seconds; returns their sum."""
+        computed_s = 0.0
+        while not until():
+            self.loop.compute(turn_s)
+            computed_s += turn_s
+            await asyncio.sleep(0)
+        return computed_s
+
+
+def in_virtual_time(test):
+    """Run a coroutine function of a loop on virtual time."""
+    loop = VirtualLoop(100.0)
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(test(loop))
+
+
+def test_capacity_that_comes_during_a_sweep_is_for_whoever_comes_first():
+    """A sweep over many turns of the loop begins anew after its end, without another event."""
+
+    async def test(loop):
+        place = Computing(loop, look_s=0.002, held=9)
+        place.gate.pump()
+        assert place.looks == 3
+        place.load(A, waiting=0, running=4, kv_usage=0.5)
+        await asyncio.gather(*(one.answer for one in place.held))
+        assert place.gate.outcomes == {"went": 9}
+        place.gate.close()
+
+    in_virtual_time(test)
+
+
+def test_a_sweep_of_many_turns_leaves_half_of_the_time_to_others():
+    """Others have as much time as looks take, although each of their turns is short."""
+
+    async def test(loop):
+        place = Computing(loop, look_s=0.001, held=200)
+        place.gate.changed()
+        others_s = await place.compute(lambda: place.looks >= 200, turn_s=0.0001)
+        # After the last slice of 5 ms nobody has rested yet.
+        assert place.pumped_s - 0.006 <= others_s <= place.pumped_s + 0.001
+        place.gate.close()
+
+    in_virtual_time(test)
+
+
+def test_events_without_end_leave_half_of_the_time_to_others():
+    """Each event asks for a sweep, which takes less than a turn may: they wait for the rest."""
+
+    async def test(loop):
+        place = Computing(loop, look_s=0.001, held=4)
+
+        def is_over():
+            place.gate.changed()
+            return loop.time() > 101.0
+
+        others_s = await place.compute(is_over, turn_s=0.0001)
+        assert 0.4 < place.pumped_s < 0.51
+        assert others_s > 0.49
+        place.gate.close()
+
+    in_virtual_time(test)
+
+
+def test_timers_leave_half_of_the_time_to_others():
+    """An endpoint that is believed free each moment is no reason to look without a rest."""
+
+    async def test(loop):
+        place = Computing(loop, look_s=0.001, held=20)
+        place.gate._turnstile.next_s = lambda soonest_s, now: 0.002
+        place.gate.changed()
+        await asyncio.sleep(1.0)
+        assert 0.3 < place.pumped_s < 0.52
+        place.gate.close()
+
+    in_virtual_time(test)
+
+
+def test_a_short_pump_is_followed_at_once():
+    """Requests that are looked at in less than a millisecond wait for no timer."""
+
+    async def test(loop):
+        place = Computing(loop, look_s=0.0001, held=2)
+        for sweeps in range(1, 5):
+            place.gate.changed()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert place.looks == 2 * sweeps
+        place.gate.close()
+
+    in_virtual_time(test)
+
+
+def test_a_clock_that_leaps_does_not_stop_the_pump():
+    """Whatever a pump seems to have taken, the next one comes in a moment."""
+
+    async def test(loop):
+        place = Computing(loop, look_s=10.0, held=2)
+        place.gate.pump()
+        assert place.looks == 1
+        place.look_s = 0.0
+        await asyncio.sleep(0.06)
+        assert place.looks == 2
+        place.gate.close()
+
+    in_virtual_time(test)
