@@ -2,10 +2,10 @@
 
     python -m bench.soak [--requests 1000000] [--part core ...] [--trace] [--write]
 
-Parts are `core`, `wire` and `hostile`. `core` drives the real stream core of a whole picker with
+Parts are `core`, `wire`, `envoy` and `hostile`. `core` drives the real stream core of a whole picker with
 simulated time: messages are decoded, decided, answered and closed as the server does it, without
-gRPC. `wire` drives a real `extproc serve` over real gRPC streams, a fifth of the requests. Both
-send chats as honest clients do: every request has its own id, user and session, half of them go on
+gRPC. `wire` drives a real `extproc serve` over real gRPC streams, a fifth of the requests, and
+`envoy` one behind a real Envoy, a twentieth of them. All three send chats as honest clients do: every request has its own id, user and session, half of them go on
 with a conversation, and there are more models than anything remembers. `hostile` sends 10,000
 requests of every kind in `bench.soak_kinds` through the core, once honest ones have filled what is
 remembered. Memory is what the process has resident; slopes are fits over the last half.
@@ -42,9 +42,10 @@ from extproc.server import memory
 from extproc.server.app import Picker
 from extproc.server.stream import Stream, opened
 from extproc.wire import codec
+from tests.e2e import http1
 
 MIB = 1 << 20
-PARTS = ("core", "wire", "hostile")
+PARTS = ("core", "wire", "envoy", "hostile")
 
 #: Requests that are open at once, conversations that may go on, and models that are named.
 OPEN = 64
@@ -81,8 +82,8 @@ class Chats:
     def _text(self, length: int) -> str:
         return base64.b64encode(self._rng.randbytes(length)).decode()[:length]
 
-    def request(self) -> tuple[bytes, bytes]:
-        """The headers and the body of the next request."""
+    def chat(self) -> tuple[dict[str, str], bytes]:
+        """Header fields and body of the next request."""
         rng, number = self._rng, self.number
         self.number += 1
         if self._talks and rng.random() < 0.5:
@@ -107,7 +108,12 @@ class Chats:
             "x-request-id": f"{rng.getrandbits(128):032x}",
             "x-session-id": f"session-{number}",
         }
-        return messages.headers(headers), messages.body(json.dumps(body).encode())
+        return headers, json.dumps(body).encode()
+
+    def request(self) -> tuple[bytes, bytes]:
+        """The headers and the body of the next request, as messages of Envoy."""
+        headers, body = self.chat()
+        return messages.headers(headers), messages.body(body)
 
     def answer(self, prompt_bytes: int) -> tuple[bytes, bytes]:
         """The headers and the body of an answer, with its usage."""
@@ -286,6 +292,27 @@ async def _client(call: Any, source: Chats, left: Iterator[int]) -> None:
             pass
 
 
+async def envoy(requests: int, *, steps: int = 20) -> dict[str, Any]:
+    """Honest chats through a real Envoy and a real picker to an engine that answers at once."""
+    source, points = Chats(Random(1)), []
+    async with rig.rig("fds") as site:
+        for step in range(steps):
+            left = iter(range(requests // steps))
+            await asyncio.gather(*(_http_client(site.port, source, left) for _ in range(OPEN)))
+            points.append(((step + 1) * (requests // steps), site.memory_bytes() / MIB))
+            print(f"{points[-1][0]:>9} requests  {points[-1][1]:7.1f} MiB", flush=True)
+    return judged(points)
+
+
+async def _http_client(port: int, source: Chats, left: Iterator[int]) -> None:
+    """Send one request after the other while some are left."""
+    for _ in left:
+        fields, body = source.chat()
+        further = [item for item in fields.items() if not item[0].startswith(":")]
+        answer = await http1.ask(port, fields[":path"], body, headers=further)
+        assert answer.status == 200, answer
+
+
 async def hostile(requests: int, *, count: int = 10_000) -> dict[str, Any]:
     """Requests of every hostile kind, after honest ones filled what is remembered."""
     driven = Core(settings())
@@ -342,6 +369,8 @@ def main() -> None:
             figures["core"] = asyncio.run(core(args.requests, trace=args.trace))
         if part == "wire":
             figures["wire"] = asyncio.run(wire(args.requests // 5))
+        if part == "envoy":
+            figures["envoy"] = asyncio.run(envoy(args.requests // 20))
         if part == "hostile":
             figures["hostile"] = asyncio.run(hostile(args.requests // 10))
     print(json.dumps(figures, indent=2))
