@@ -189,7 +189,7 @@ def filled(text: str) -> str:
         before, found, rest = text.partition(begin)
         if found:
             _, closed, after = rest.partition(end)
-            assert closed, f"wanted {end} after {begin.strip()}; found none; close the block"
+            assert closed, f"expected {end} after {begin.strip()}, got none; close the block"
             text = before + begin + make() + "\n" + end + after
     return text
 

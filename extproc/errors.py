@@ -11,13 +11,13 @@ class ExtprocError(Exception):
     """Base of everything this package raises on purpose.
 
     Args:
-        wanted: What would have been accepted.
+        wanted: What is expected.
         found: What was there.
         fix: What the reader should do.
     """
 
     def __init__(self, *, wanted: str, found: str, fix: str) -> None:
-        super().__init__(f"wanted {wanted}; found {found}; {fix}")
+        super().__init__(f"expected {wanted}, got {found}; {fix}")
         self.wanted = wanted
         self.found = found
         self.fix = fix
@@ -38,7 +38,7 @@ class ConfigError(ExtprocError):
 
     Args:
         where: The file and YAML path, or the flag.
-        wanted: What would have been accepted.
+        wanted: What is expected.
         found: What was there.
         fix: What the reader should do.
     """

@@ -171,7 +171,7 @@ def _seeds(text: str) -> Sequence[int]:
         numbers = list(range(1, numbers[0] + 1)) if numbers else []
     if not numbers or len(set(numbers)) < len(numbers):
         raise argparse.ArgumentTypeError(
-            f"wanted how many, or different whole numbers; found {text!r}; "
+            f"expected how many, or different whole numbers, got {text!r}; "
             "write 5 for five seeds, or 7, for seed 7"
         )
     return numbers
@@ -179,7 +179,7 @@ def _seeds(text: str) -> Sequence[int]:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"wanted a number above 0; found {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return int(text)
 
 

@@ -1,7 +1,7 @@
 """Plain trees (mappings, lists, scalars) to frozen structs, with errors that name the place.
 
 msgspec does the checking; this module finds unknown keys first, because only here is it known what
-the writer may have meant, and retells msgspec's messages as wanted, found and what to do.
+the writer may have meant, and retells the messages of msgspec as expected, got and what to do.
 """
 
 from __future__ import annotations
@@ -219,10 +219,10 @@ def _retold(said: str, tree: object, into: type, *, where: str, path: Path) -> C
         return ConfigError(
             spot, wanted=f"the key {missing[1]}", found=found, fix=f"add {missing[1]}"
         )
-    # A struct's own check: "wanted x of at least 1; found 0".
-    wanted, _, rest = message.partition("; found ")
+    # A struct's own check: "expected x of at least 1, got 0".
+    wanted, _, rest = message.partition(", got ")
     return ConfigError(
-        spot, wanted=wanted.removeprefix("wanted "), found=rest or found, fix="change the value"
+        spot, wanted=wanted.removeprefix("expected "), found=rest or found, fix="change the value"
     )
 
 

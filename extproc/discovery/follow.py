@@ -205,7 +205,7 @@ class Discovery:
         """Says so once when addresses begin to be left out, and once when none is any more."""
         before, self._left_out = self._left_out, left_out
         if left_out and not before:
-            wanted = f"wanted at most {entries.MAX_ENDPOINTS} addresses; split the pool"
+            wanted = f"expected at most {entries.MAX_ENDPOINTS} addresses; split the pool"
             self._note("truncated", f"{left_out} addresses are left out; {wanted}")
         elif before and not left_out:
             self._note("complete", "no address is left out any more")

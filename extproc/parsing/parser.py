@@ -52,7 +52,7 @@ PARSERS: Mapping[str, Callable[[RawRequest], Request | Rejection]] = {
 
 #: The answer to a model or adapter name that nobody would remember.
 LONG_NAME: Final = decision.bad_request(
-    f"wanted a model or adapter name of at most {MAX_NAME_BYTES} bytes; found a longer one; "
+    f"expected a model or adapter name of at most {MAX_NAME_BYTES} bytes, got a longer one; "
     "correct the name"
 )
 

@@ -59,7 +59,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """
         for name in self.__struct_fields__:
             if getattr(self, name) < 1:
-                raise ValueError(f"wanted {name} of at least 1; found {getattr(self, name)}")
+                raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
 
     @property
     def cuts(self) -> tuple[int, ...]:

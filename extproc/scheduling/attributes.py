@@ -58,11 +58,11 @@ def find(name: str) -> Attribute:
     if found is None:
         if name.lower().startswith("gpu"):
             raise ValueError(
-                f"wanted an attribute of {', '.join(ATTRIBUTES)}; found {name}, which "
+                f"expected an attribute of {', '.join(ATTRIBUTES)}, got {name}, which "
                 "dcgm-data-source and dcgm-extractor would measure: GPU metrics are not scraped"
             )
         near = get_close_matches(name, ATTRIBUTES, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"wanted an attribute of {', '.join(ATTRIBUTES)} (nearest: {near}); found {name}"
+            f"expected an attribute of {', '.join(ATTRIBUTES)} (nearest: {near}), got {name}"
         )
     return found

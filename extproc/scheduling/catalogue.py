@@ -145,7 +145,9 @@ def find(table: Mapping[str, type[Found]], kind: str, *, where: str) -> type[Fou
     """
     found = table.get(kind)
     if found is None:
-        near = get_close_matches(kind, table, n=1, cutoff=0.75)
+        near = get_close_matches(kind, table, n=1, cutoff=0.75) or [
+            name for name in sorted(table) if kind and name.startswith(kind)
+        ]
         raise ConfigError(
             where,
             wanted=f"one of {', '.join(sorted(table))}",

@@ -229,18 +229,18 @@ def _plain(priced: Priced, size: int) -> Priced:
     costs = list(map(float, priced.costs))
     terms = [(str(name), list(map(float, numbers))) for name, numbers in priced.terms]
     if any(len(numbers) != size for numbers in (costs, *(numbers for _, numbers in terms))):
-        raise ValueError(f"wanted {size} costs and as many of each term")
+        raise ValueError(f"expected {size} costs and as many of each term")
     return Priced(str(priced.name), str(priced.unit), costs, terms)
 
 
 def _texts(given: dict[Any, Any]) -> dict[str, str]:
     if not all(isinstance(text, str) for pair in given.items() for text in pair):
-        raise TypeError("wanted text for names and values")
+        raise TypeError("expected text for names and values")
     return given
 
 
 def _headers(given: dict[Any, Any]) -> list[tuple[str, str]]:
     headers = list(_texts(given).items())
     if not all(_HEADER.fullmatch(name) and _VALUE.fullmatch(value) for name, value in headers):
-        raise ValueError("wanted header names in lower case and values in visible ASCII")
+        raise ValueError("expected header names in lower case and values in visible ASCII")
     return headers

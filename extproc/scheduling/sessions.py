@@ -57,7 +57,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             ValueError: Not exactly one field is set.
         """
         if bool(self.header) == bool(self.attribute):
-            raise ValueError("wanted one of header and attribute; found both or none")
+            raise ValueError("expected one of header and attribute, got both or none")
 
 
 class SessionId(

@@ -137,7 +137,7 @@ class AdminAccess:
             sent, wanted = authorization.encode(errors="replace"), f"Bearer {token}".encode()
             if hmac.compare_digest(sent, wanted):
                 return None
-            return 401, "wanted the token of server.admin_token_file"
+            return 401, "expected the token of server.admin_token_file"
         address = normalize_address(remote)
         if _is_loopback(address):
             return None

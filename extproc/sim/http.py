@@ -282,7 +282,7 @@ class Server:
                 read = msgspec.json.decode(await request.read(), type=dict[str, list[str]])
                 new = [faults.parse(text) for text in read["faults"]]
             except (msgspec.DecodeError, errors.ConfigError, KeyError) as error:
-                return http_answers.bad_request(f'wanted {{"faults": [...]}}: {error}')
+                return http_answers.bad_request(f'expected {{"faults": [...]}}: {error}')
             if request.method == "PUT":
                 self.faults.clear()
             self.faults.arm(new, now)

@@ -216,7 +216,7 @@ def _numbers(values: object, size: int, what: str, about: str) -> list[float]:
         AssertionError: It is none.
     """
     if not isinstance(values, list):
-        raise AssertionError(f"{about}: wanted a list of {what}; found {type(values).__name__}")  # noqa: TRY004 - the one error of a check
+        raise AssertionError(f"{about}: expected a list of {what}, got {type(values).__name__}")  # noqa: TRY004 - the one error of a check
     demand(len(values) == size, about, f"{size} {what}", len(values))
     wrong = [
         value for value in values if not isinstance(value, int | float) or not math.isfinite(value)

@@ -55,7 +55,7 @@ def candidate(name: str, **facts: Any) -> Candidate:
     strange = facts.keys() - _OF_CANDIDATE - _OF_LOAD - {"labels"}
     if strange:
         known = sorted({*_OF_CANDIDATE, *_OF_LOAD, "labels"})
-        raise TypeError(f"wanted some of {', '.join(known)}; found {', '.join(sorted(strange))}")
+        raise TypeError(f"expected some of {', '.join(known)}, got {', '.join(sorted(strange))}")
     endpoint = Endpoint(f"{name}:8000", name=name, labels=facts.pop("labels", {}))
     own = {key: facts.pop(key) for key in _OF_CANDIDATE & facts.keys()}
     if isinstance(own.get("residency"), str):

@@ -36,7 +36,7 @@ def demand(met: object, about: str, wanted: str, found: object = "others") -> No
         AssertionError: It is not.
     """
     if not met:
-        raise AssertionError(f"{about}: wanted {wanted}; found {short(found)}")
+        raise AssertionError(f"{about}: expected {wanted}, got {short(found)}")
 
 
 def short(value: object) -> str:
@@ -85,7 +85,7 @@ def declared(make: Callable[[], Role]) -> Role:
         plugin = make()
     except Exception as error:
         raise AssertionError(
-            f"{getattr(make, '__name__', make)}: wanted a plugin made without parameters; found "
+            f"{getattr(make, '__name__', make)}: expected a plugin made without parameters, got "
             f"{_told(error)}; give every parameter a default, or hand in a function that makes one"
         ) from error
     cls: Any = type(plugin)
@@ -172,7 +172,7 @@ def _called(
     try:
         return act(plugin, turn, given)
     except Exception as error:
-        raise AssertionError(f"{about}: wanted an answer; found {_told(error)}") from error
+        raise AssertionError(f"{about}: expected an answer, got {_told(error)}") from error
 
 
 def _remember(plugin: Plugin, chosen: Candidate, about: str) -> None:
@@ -190,7 +190,7 @@ def _remember(plugin: Plugin, chosen: Candidate, about: str) -> None:
         raise
     except Exception as error:
         raise AssertionError(
-            f"{about}: wanted chosen, keys and answer_headers to take any decision; found "
+            f"{about}: expected chosen, keys and answer_headers to take any decision, got "
             f"{_told(error)}"
         ) from error
 

@@ -167,7 +167,7 @@ def test_wrong_flags_are_status_2(words, files, capsys):
     """A wrong flag or path is status 2."""
     given = words if words[0] == "nofile" else [files["body"], *words]
     assert main.main(["explain", *given]) == 2
-    assert "wanted" in capsys.readouterr().err
+    assert "expected" in capsys.readouterr().err
 
 
 async def nobody(_):
@@ -250,7 +250,7 @@ def test_a_past_request_is_told_by_its_id(server, capsys):
     assert main.main(["explain", "--server", server, "--id", "nobody"]) == 1
     assert "no decision of that request id among the last 2" in capsys.readouterr().err
     assert main.main(["explain", "--state", "x", "--id", "nobody"]) == 2
-    assert "wanted --server" in capsys.readouterr().err
+    assert "expected --server" in capsys.readouterr().err
 
 
 def test_last_decisions_are_listed(server):
@@ -275,7 +275,7 @@ def test_explain_refuses_a_token_file_without_quoting_it(text, server, tmp_path,
     words = ["explain", "--server", server, "--id", "id/1", "--token-file", str(path)]
     assert main.main(words) == 2
     told = capsys.readouterr().err
-    assert "--token-file: wanted" in told
+    assert "--token-file: expected" in told
     assert "s3cret" not in told
 
 

@@ -36,7 +36,7 @@ def test_config_error_is_one_line_and_status_2(capsys):
     """A configuration error prints its message and no traceback."""
     assert main.main(["serve", "--endpoints", "10.0.0.1"]) == 2
     told = capsys.readouterr()
-    assert told.err.startswith("extproc: --endpoints: endpoints[0]: wanted ")
+    assert told.err.startswith("extproc: --endpoints: endpoints[0]: expected ")
     assert told.err.count("\n") == 1
     assert not told.out
 
@@ -44,7 +44,7 @@ def test_config_error_is_one_line_and_status_2(capsys):
 def test_serve_without_endpoints_is_refused(capsys):
     """A picker that could only refuse requests does not start."""
     assert main.main(["serve"]) == 2
-    assert "wanted endpoints" in capsys.readouterr().err
+    assert "expected endpoints" in capsys.readouterr().err
 
 
 def test_version_is_printed(capsys):

@@ -73,14 +73,14 @@ def test_a_broken_contract(tmp_path, capsys):
     told = capsys.readouterr()
     assert told.out == ""
     assert f"{file}: scorer my-scorer: my-scorer with 1 endpoints" in told.err
-    assert "wanted numbers of 0 to 1; found [" in told.err
+    assert "expected numbers of 0 to 1, got [" in told.err
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("1 / 0", "mine.py:1: wanted a Python file that can be imported; found ZeroDivisionError"),
-        ("", "wanted a class with a kind"),
+        ("1 / 0", "mine.py:1: expected a Python file that can be imported, got ZeroDivisionError"),
+        ("", "expected a class with a kind"),
     ],
 )
 def test_a_file_that_is_no_plugin_file(tmp_path, capsys, text, said):
@@ -96,7 +96,7 @@ def test_kinds_that_clash(tmp_path, capsys):
     for name in ("one.py", "two.py"):
         (tmp_path / name).write_text(template("scorer", capsys))
     assert main(["plugin", "test", str(tmp_path / "one.py"), str(tmp_path / "two.py")]) == 2
-    assert "found my-scorer, which MyScorer of" in capsys.readouterr().err
+    assert "got my-scorer, which MyScorer of" in capsys.readouterr().err
 
 
 def test_a_slow_plugin_is_told(tmp_path, capsys):

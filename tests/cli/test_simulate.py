@@ -150,14 +150,14 @@ def test_seeds_change_last(small):
     [
         (SMALL.replace("independent", "indepedent"), "small.yaml: workload.kind: .*independent?"),
         (SMALL.replace("round-robin", "round-robbin"), "strategy round-robbin.* round-robin?"),
-        (SMALL.replace("mine.yaml}", "yours.yaml}"), "yours.yaml: wanted a readable file"),
+        (SMALL.replace("mine.yaml}", "yours.yaml}"), "yours.yaml: expected a readable file"),
         (SMALL.replace("{scrape:", "{scarpe:"), "scarpe: .* did you mean scrape?"),
         (
             SMALL.replace("- clairvoyant", "- {name: c, strategy: clairvoyant, config: mine.yaml}"),
-            "wanted no configuration beside the strategy clairvoyant",
+            "expected no configuration beside the strategy clairvoyant",
         ),
         (SMALL.replace("seeds:", "seeds: [1]\nseeds:"), "seeds twice"),
-        ("[", "small.yaml.*wanted YAML or JSON"),
+        ("[", "small.yaml.*expected YAML or JSON"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_runs(small, text, said):
@@ -171,13 +171,13 @@ def test_a_wrong_scenario_ends_with_two(small, capsys):
     """As every command does with a wrong file."""
     small.write_text("workload: {}")
     assert main.main(["simulate", str(small)]) == 2
-    assert "wanted the key kind" in capsys.readouterr().err
+    assert "expected the key kind" in capsys.readouterr().err
 
 
 def test_an_unknown_baseline_is_said_before_anything_runs(small, capsys):
     """Not after minutes of work."""
     assert main.main(["simulate", str(small), "--baseline", "nobody"]) == 2
-    assert "baseline: wanted one of round-robin" in capsys.readouterr().err
+    assert "baseline: expected one of round-robin" in capsys.readouterr().err
 
 
 def test_a_trace_is_found_through_the_environment(tmp_path, monkeypatch):
@@ -188,7 +188,7 @@ def test_a_trace_is_found_through_the_environment(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"workload.file: .* name in \$MY_TRACES/azure.csv"):
         planned(path)
     monkeypatch.setenv("MY_TRACES", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"workload.file: wanted a trace; found no file"):
+    with pytest.raises(ConfigError, match=r"workload.file: expected a trace, got no file"):
         planned(path)
     (tmp_path / "azure.csv").write_text(ROWS)
     todo = planned(path, strategies=["random"], seeds=[1])
@@ -204,7 +204,7 @@ def test_a_bad_row_of_a_trace_is_named(tmp_path, capsys, jobs):
     path.write_text("workload: {kind: trace, format: azure, file: azure.csv}")
     argv = ["simulate", str(path), "--jobs", jobs, "--strategy", "random", "--seeds", "2"]
     assert main.main(argv) == 2
-    assert "extproc: azure.csv: line 4: wanted TIMESTAMP" in capsys.readouterr().err
+    assert "extproc: azure.csv: line 4: expected TIMESTAMP" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("text", "seeds"), [("3", [1, 2, 3]), ("7,", [7]), ("4,2", [4, 2])])
@@ -217,7 +217,7 @@ def test_seeds_are_a_number_or_a_list(text, seeds):
 def test_flags_that_make_no_sense_are_refused(small, flag, capsys):
     """With what was wanted."""
     assert main.main(["simulate", str(small), flag]) == 2
-    assert "wanted" in capsys.readouterr().err
+    assert "expected" in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):

@@ -233,7 +233,7 @@ def test_kinds_clash_with_the_catalogue(write):
 def test_kinds_clash_with_another_file(write):
     """Two files cannot have one kind for one role; for two roles they can."""
     one, other = write(SCORER), write(SCORER, "other.py")
-    with pytest.raises(ConfigError, match=r"found last, which Last of .*mine\.py has"):
+    with pytest.raises(ConfigError, match=r"got last, which Last of .*mine\.py has"):
         extensions.tables(scheduling(one, other), where="x")
     other = write(SCORER.replace("def score", "def keep"), "other.py")
     extensions.tables(scheduling(one, other), where="x")
@@ -361,7 +361,7 @@ def test_the_budget_is_a_setting(write):
 
 def test_parameters_are_as_strict_as_built_in_ones(write):
     """A wrong parameter of a plugin of others names its place."""
-    with pytest.raises(ConfigError, match=r"params\.power: wanted a number"):
+    with pytest.raises(ConfigError, match=r"params\.power: expected a number"):
         profiles.resolve(configured(write(SCORER), PROFILE % "much"), where="x")
 
 

@@ -36,15 +36,18 @@ def test_a_tag_says_which_struct_it_is():
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
-        ({"pet": {"lives": 3}}, "h: pet: wanted the key kind: one of cat, dog; .* add kind"),
-        ({"pet": {"kind": "cta"}}, "h: pet.kind: wanted one of cat, dog; .* did you mean cat?"),
-        ({"pet": {"kind": 3}}, "h: pet.kind: wanted one of cat, dog; found 3; write cat"),
-        ({"pet": {"kind": "dog", "lives": 3}}, "h: pet.lives: wanted one of kind, name;"),
-        ({"pet": {"kind": "cat", "lives": "x"}}, "h: pet.lives: wanted a whole number"),
+        ({"pet": {"lives": 3}}, "h: pet: expected the key kind: one of cat, dog, got .* add kind"),
+        (
+            {"pet": {"kind": "cta"}},
+            "h: pet.kind: expected one of cat, dog, got .* did you mean cat?",
+        ),
+        ({"pet": {"kind": 3}}, "h: pet.kind: expected one of cat, dog, got 3; write cat"),
+        ({"pet": {"kind": "dog", "lives": 3}}, "h: pet.lives: expected one of kind, name,"),
+        ({"pet": {"kind": "cat", "lives": "x"}}, "h: pet.lives: expected a whole number"),
         ({"pet": {"kind": "cat", "mood": "wlid"}}, "h: pet.mood: .* did you mean wild?"),
         ({"more": [{"kind": "cat", "mood": "wlid"}]}, r"h: more\[0\].mood: .* did you mean wild?"),
-        ({"more": [{"kind": "cat"}, {"kin": "dog"}]}, r"h: more\[1\]: wanted the key kind"),
-        ({"pet": 3}, "h: pet: wanted a mapping"),
+        ({"more": [{"kind": "cat"}, {"kin": "dog"}]}, r"h: more\[1\]: expected the key kind"),
+        ({"pet": 3}, "h: pet: expected a mapping"),
     ],
 )
 def test_errors_stay_within_the_struct_that_was_meant(tree, said):

@@ -104,7 +104,7 @@ def test_a_plugin_of_others_in_a_node_is_guarded(tmp_path):
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({}, "wanted the key root"),
+        ({}, "expected the key root"),
         ({"root": "low-latency"}, "params.root"),
         ({"root": {"kind": "low-latncy"}}, "did you mean low-latency"),
         ({"root": {"kind": "kv-range", "on_sucess": {"kind": "kv-range"}}}, "on_success"),

@@ -52,16 +52,16 @@ def test_the_forms_of_an_endpoint(item, entry):
         ("a b:80", "endpoints[1]", "a host name"),
         ("a:0", "endpoints[1]", "a port from 1 to 65535"),
         ("a:65536", "endpoints[1]", "a port from 1 to 65535"),
-        (7, "endpoints[1]", "found 7"),
-        ({"port": 80}, "endpoints[1].address", "found nothing"),
-        ({"address": "a"}, "endpoints[1].port", "found nothing"),
-        ({"address": "a", "port": True}, "endpoints[1].port", "found True"),
+        (7, "endpoints[1]", "got 7"),
+        ({"port": 80}, "endpoints[1].address", "got nothing"),
+        ({"address": "a"}, "endpoints[1].port", "got nothing"),
+        ({"address": "a", "port": True}, "endpoints[1].port", "got True"),
         ({"address": "a:1", "port": 1}, "endpoints[1].port", "keep one"),
         ({"address": "a", "host": "a", "port": 1}, "endpoints[1]", "keep one"),
         ({"adress": "a", "port": 1}, "endpoints[1]", "did you mean `address`?"),
         ({"address": "a", "port": 1, "zzz": 1}, "endpoints[1]", "remove it"),
         ({"address": "a", "port": 1, "name": 3}, "endpoints[1].name", "quotes"),
-        ({"address": "a", "port": 1, "labels": ["a"]}, "endpoints[1].labels", "found a list"),
+        ({"address": "a", "port": 1, "labels": ["a"]}, "endpoints[1].labels", "got a list"),
         ({"address": "a", "port": 1, "labels": {"g": 80}}, "endpoints[1].labels.g", "quotes"),
         ("x:80", "endpoints[1]", "first at pool.yaml: endpoints[0]"),
     ],
@@ -77,10 +77,10 @@ def test_what_is_wrong_is_shown_by_its_path(item, where, message):
 @pytest.mark.parametrize(
     ("whole", "message"),
     [
-        (None, "found nothing"),
-        ([], "found a list"),
-        ({}, "endpoints: wanted a list; found nothing"),
-        ({"endpoints": {}}, "found a dict"),
+        (None, "got nothing"),
+        ([], "got a list"),
+        ({}, "endpoints: expected a list, got nothing"),
+        ({"endpoints": {}}, "got a dict"),
         ({"endpoint": []}, "did you mean `endpoints`?"),
     ],
 )
@@ -99,7 +99,7 @@ def test_an_empty_list_is_allowed():
 @pytest.mark.parametrize("listed", [["a"], ["a:1", "a:1"], ["a:1", "A:1"], ["::1:3"], ["[::1:3"]])
 def test_wrong_places_are_refused(listed):
     """The place in the list is named in the message."""
-    with pytest.raises(ConfigError, match=r"f: endpoints\[\d\]: wanted"):
+    with pytest.raises(ConfigError, match=r"f: endpoints\[\d\]: expected"):
         entries.from_document({"endpoints": listed}, where="f")
 
 
@@ -154,12 +154,12 @@ def test_names_and_labels_are_bounded(item, wanted):
     """Longer names and more labels than any cluster has are an error that quotes little of them."""
     with pytest.raises(ConfigError) as caught:
         document({"address": "10.0.0.1", "port": 8000, **item})
-    assert f"wanted {wanted}" in str(caught.value)
+    assert f"expected {wanted}" in str(caught.value)
     assert len(str(caught.value)) < 1000
 
 
 def test_endpoints_are_counted():
     """A list has a bound on its endpoints, so that anchors of YAML cannot make a huge one."""
     one = {"address": "10.0.0.1", "port": 8000}
-    with pytest.raises(ConfigError, match="at most 16384 endpoints; found 16385"):
+    with pytest.raises(ConfigError, match="at most 16384 endpoints, got 16385"):
         document(*[one] * 16_385)

@@ -63,7 +63,7 @@ def filled(text: str) -> str:
         before, opened, rest = text.partition(begin)
         if opened:
             _, closed, after = rest.partition(end)
-            assert closed, f"wanted{end} after {begin.strip()}; found none; close the block"
+            assert closed, f"expected{end} after {begin.strip()}, got none; close the block"
             text = f"{before}{begin}{make()}{end}{after}"
     return text
 

@@ -27,7 +27,7 @@ def test_a_longer_model_or_adapter_name_is_refused(path, field, name):
     body = {"model": "m", "prompt": "a", "input": "a", "text": "a", field: name}
     body["messages"] = [{"role": "user", "content": "a"}]
     message = asking.refused(path, body)
-    assert "wanted" in message
+    assert "expected" in message
     assert "512" in message
 
 

@@ -15,5 +15,5 @@ def test_the_written_forms():
 @pytest.mark.parametrize("form", ["", "1a", "a{b}", "a{b=c", "a b", "a{b=c}{d=e}", "a[0]"])
 def test_other_forms_are_refused(form):
     """A form that is none of the three is a configuration error."""
-    with pytest.raises(ConfigError, match="metric series: wanted name"):
+    with pytest.raises(ConfigError, match="metric series: expected name"):
         engines.series(form)

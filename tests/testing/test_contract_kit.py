@@ -62,14 +62,14 @@ TICKS = itertools.count()
 @pytest.mark.parametrize(
     ("answer", "wanted"),
     [
-        (lambda turn, them: [0.5], "odd with 2 endpoints, some of them scraped: wanted 2 scores"),
-        (lambda turn, them: [2.0] * len(them), "wanted numbers of 0 to 1; found [2.0]"),
-        (lambda turn, them: [float("nan")] * len(them), "finite numbers; found [nan]"),
-        (lambda turn, them: ["1"] * len(them), "finite numbers; found ['1']"),
-        (lambda turn, them: (0.5,) * len(them), "wanted a list of scores; found tuple"),
-        (lambda turn, them: None, "wanted a list of scores; found NoneType"),
-        (lambda turn, them: [1 / 0], "wanted an answer; found ZeroDivisionError"),
-        (lambda turn, them: [c.load.waiting / 100 for c in them], "found TypeError"),
+        (lambda turn, them: [0.5], "odd with 2 endpoints, some of them scraped: expected 2 scores"),
+        (lambda turn, them: [2.0] * len(them), "expected numbers of 0 to 1, got [2.0]"),
+        (lambda turn, them: [float("nan")] * len(them), "finite numbers, got [nan]"),
+        (lambda turn, them: ["1"] * len(them), "finite numbers, got ['1']"),
+        (lambda turn, them: (0.5,) * len(them), "expected a list of scores, got tuple"),
+        (lambda turn, them: None, "expected a list of scores, got NoneType"),
+        (lambda turn, them: [1 / 0], "expected an answer, got ZeroDivisionError"),
+        (lambda turn, them: [c.load.waiting / 100 for c in them], "got TypeError"),
         (by_place, "the same for each endpoint in whatever order they come"),
         (sorts, "the candidates left in their order"),
         (headers, "turn and candidates left alone"),
@@ -120,7 +120,7 @@ def test_declarations_are_checked():
     for cls, wanted in (
         (Loose, "frozen=True"),
         (Ignores, "forbid_unknown_fields=True"),
-        (Asks, "Asks: wanted a plugin made without parameters"),
+        (Asks, "Asks: expected a plugin made without parameters"),
         (Shouts, "a kind in lower case"),
         (Greedy, "needs as a frozenset of Signal"),
     ):
@@ -175,7 +175,7 @@ def test_costs():
     """A cost model gives finite costs and as many terms, whatever the order."""
     contract.check_cost(pricing(lambda them: Priced("odd", "s", [c.in_flight for c in them])))
     for answer, wanted in (
-        (lambda them: [1.0] * len(them), "a Priced; found list"),
+        (lambda them: [1.0] * len(them), "a Priced, got list"),
         (lambda them: Priced("odd", "s", [float("inf")] * len(them)), "costs that are finite"),
         (lambda them: Priced("odd", "s", [1.0] * len(them), [("wait", [])]), "1 wait"),
         (lambda them: Priced("odd", "s", list(range(len(them)))), "in whatever order"),
@@ -194,7 +194,7 @@ def picking(answer):
 @pytest.mark.parametrize(
     ("answer", "wanted"),
     [
-        (lambda turn, them, totals, count: [0], "asked for 3: wanted 2 positions"),
+        (lambda turn, them, totals, count: [0], "asked for 3: expected 2 positions"),
         (lambda turn, them, totals, count: [0] * min(count, len(them)), "nobody twice"),
         (lambda turn, them, totals, count: range(min(count, len(them))), "a list of positions"),
         (lambda turn, them, totals, count: [*range(1, 1 + min(count, len(them)))], "0 to 0"),
@@ -246,7 +246,7 @@ def test_a_memory_takes_any_decision():
             raise KeyError(decision.picker)
 
     said = complaint(contract.check_scorer, Picky)
-    assert "answer_headers to take any decision; found KeyError" in said
+    assert "answer_headers to take any decision, got KeyError" in said
 
 
 def test_keys_and_answer_headers_are_text():
@@ -264,7 +264,7 @@ def test_keys_and_answer_headers_are_text():
             assert decision.keys == {"session": "s-1"}
 
     said = complaint(contract.check_scorer, Numbers)
-    assert "answer_headers: wanted pairs of text; found [('x-place', 5)]" in said
+    assert "answer_headers: expected pairs of text, got [('x-place', 5)]" in said
     contract.check_scorer(Sessions)
 
 
@@ -289,4 +289,4 @@ def test_a_broken_answer_after_a_choice():
         def score(self, turn, candidates):
             return [float(2 * len(self.seen))] * len(candidates)
 
-    assert "numbers of 0 to 1; found [2.0]" in complaint(contract.check_scorer, Grows)
+    assert "numbers of 0 to 1, got [2.0]" in complaint(contract.check_scorer, Grows)

@@ -34,7 +34,7 @@ def test_facts_can_be_data():
 
 def test_a_misspelt_fact():
     """A fact nobody knows is an error that lists those there are."""
-    with pytest.raises(TypeError, match=r"wanted some of .*waiting.*; found waitng"):
+    with pytest.raises(TypeError, match=r"expected some of .*waiting.*, got waitng"):
         fleet.candidate("a", waitng=3)
 
 

@@ -56,7 +56,7 @@ class LMetric(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True
         """
         for name in ("class_blocks", "window_requests"):
             if getattr(self, name) < 1:
-                raise ValueError(f"wanted {name} of at least 1; found {getattr(self, name)}")
+                raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
 
     @cached_property
     def _heat(self) -> _Heat:

@@ -39,7 +39,7 @@ class ByLabel(
             ValueError: There are no valid values, and the label must be there.
         """
         if not self.valid_values and not self.allows_no_label:
-            raise ValueError("wanted validValues or allowsNoLabel; found neither")
+            raise ValueError("expected validValues or allowsNoLabel, got neither")
 
     def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """See the class."""

@@ -37,8 +37,8 @@ class Requirement(
         wanted = self.operator in {"In", "NotIn"}
         if wanted != bool(self.values):
             raise ValueError(
-                f"wanted {'values' if wanted else 'no values'} with operator {self.operator}; "
-                f"found {len(self.values)}"
+                f"expected {'values' if wanted else 'no values'} with operator {self.operator}, "
+                f"got {len(self.values)}"
             )
 
     def met(self, labels: Mapping[str, str]) -> bool:

@@ -42,7 +42,7 @@ class Condition(
         """
         if self.metric == "kv-cache-utilization" and self.max_value > 1.0:
             raise ValueError(
-                f"wanted a maxValue of at most 1 for kv-cache-utilization; found {self.max_value}"
+                f"expected a maxValue of at most 1 for kv-cache-utilization, got {self.max_value}"
             )
 
 

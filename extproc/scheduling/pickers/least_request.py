@@ -37,7 +37,7 @@ class LeastRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             ValueError: `choices` is below one.
         """
         if self.choices < 1:
-            raise ValueError(f"wanted choices of at least 1; found {self.choices}")
+            raise ValueError(f"expected choices of at least 1, got {self.choices}")
 
     def pick(
         self,

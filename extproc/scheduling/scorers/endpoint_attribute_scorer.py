@@ -33,7 +33,7 @@ class FixedRange(
             ValueError: `min` is not below `max`.
         """
         if not self.min < self.max:
-            raise ValueError(f"wanted min below max; found {self.min} and {self.max}")
+            raise ValueError(f"expected min below max, got {self.min} and {self.max}")
 
 
 class AdaptiveRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,7 +60,7 @@ class Normalization(
             ValueError: Both are given.
         """
         if self.adaptive_range is not None and self.fixed_range is not None:
-            raise ValueError("wanted at most one of adaptiveRange and fixedRange; found both")
+            raise ValueError("expected at most one of adaptiveRange and fixedRange, got both")
 
 
 class Algorithm(

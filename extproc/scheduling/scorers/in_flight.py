@@ -39,7 +39,7 @@ class InFlight(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             ValueError: `soft_requests` is not above zero.
         """
         if not self.soft_requests > 0:
-            raise ValueError(f"wanted soft_requests above 0; found {self.soft_requests}")
+            raise ValueError(f"expected soft_requests above 0, got {self.soft_requests}")
 
     def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""

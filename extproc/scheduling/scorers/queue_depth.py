@@ -37,7 +37,7 @@ class QueueDepth(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             ValueError: `min_span_requests` is not above zero.
         """
         if not self.min_span_requests > 0:
-            raise ValueError(f"wanted min_span_requests above 0; found {self.min_span_requests}")
+            raise ValueError(f"expected min_span_requests above 0, got {self.min_span_requests}")
 
     def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""

@@ -154,7 +154,7 @@ async def test_autoscaler_counts_and_reports_annotations_that_it_refused():
     await place.subject.report(cluster)
     ((about, reason, note, warning),) = cluster.written
     assert (about, reason, warning) == ("InferencePool a/x", "InvalidAnnotation", True)
-    assert "wanted an API version" in note
+    assert "expected an API version" in note
     await place.subject.report(cluster)
     assert len(cluster.written) == 1
     place.take_away("a/x")

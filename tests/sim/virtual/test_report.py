@@ -101,7 +101,7 @@ def test_ratios_are_taken_seed_by_seed():
 
 def test_an_unknown_baseline_is_refused():
     """It is named with those there are."""
-    with pytest.raises(ConfigError, match="wanted one of a, b; found c"):
+    with pytest.raises(ConfigError, match="expected one of a, b, got c"):
         reported("c", a=[1], b=[2])
 
 

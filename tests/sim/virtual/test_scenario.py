@@ -14,17 +14,17 @@ LENGTHS = "prompt: {mean: 3}, output: {mean: 1}"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{}", "s: wanted the key workload"),
-        ("workload: {}", "s: workload: wanted the key kind: one of independent,"),
+        ("{}", "s: expected the key workload"),
+        ("workload: {}", "s: workload: expected the key kind: one of independent,"),
         ("workload: {kind: conversation}", "s: workload.kind: .* did you mean conversations?"),
-        ("workload: {kind: [1]}", "s: workload.kind: wanted one of independent"),
+        ("workload: {kind: [1]}", "s: workload.kind: expected one of independent"),
         (
             "workload: {kind: independent, request: 3}",
             "s: workload.request: .* unknown key request; did you mean requests?",
         ),
         (
             f"workload: {{kind: independent, requests: 0, {LENGTHS}}}",
-            "s: workload.requests: wanted a whole number >= 1; found 0",
+            "s: workload.requests: expected a whole number >= 1, got 0",
         ),
         (
             "workload: {kind: independent, requests: 3, prompt: {mean: 3, shape: norml}}",
@@ -34,7 +34,7 @@ LENGTHS = "prompt: {mean: 3}, output: {mean: 1}"
         (f"{WORK}\nfleet: [{{cuont: 3}}]", r"s: fleet\[0\].cuont: .* did you mean count?"),
         (f"{WORK}\nstrategies: [{{nam: a}}]", r"s: strategies\[0\].nam: .* did you mean name?"),
         (f"{WORK}\nclient: {{users: 0}}", "s: client.users: "),
-        (f"{WORK}\nseeds: []", "s: seeds: wanted a list that is not empty"),
+        (f"{WORK}\nseeds: []", "s: seeds: expected a list that is not empty"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_place(text, said):
@@ -46,29 +46,29 @@ def test_what_is_wrong_is_named_with_its_place(text, said):
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({"client": client.Client()}, "client: wanted one of users"),
-        ({"client": client.Client(users=1, rate_per_s=1.0)}, "client: .* found 2 of them"),
+        ({"client": client.Client()}, "client: expected one of users"),
+        ({"client": client.Client(users=1, rate_per_s=1.0)}, "client: .* got 2 of them"),
         (
             {
                 "workload": workloads.Trace(format="azure", file="t"),
                 "client": client.Client(users=1),
             },
-            "client: wanted no users",
+            "client: expected no users",
         ),
-        ({"outages": [scenario.Outage(engine=2, at_s=1)]}, "outages: .* from 0 to 1; found 2"),
+        ({"outages": [scenario.Outage(engine=2, at_s=1)]}, "outages: .* from 0 to 1, got 2"),
         ({"strategies": ["random", "random"]}, "strategies: .* 'random' more than once"),
-        ({"fleet": [scenario.Engines(profile="h200")]}, r"s: fleet\[0\]: .* found 'h200'"),
+        ({"fleet": [scenario.Engines(profile="h200")]}, r"s: fleet\[0\]: .* got 'h200'"),
         (
             {"fleet": [scenario.Engines(set={"kv": 3})]},
-            r"s: fleet\[0\]: wanted one of base_s, .* found kv;",
+            r"s: fleet\[0\]: expected one of base_s, .* got kv;",
         ),
         (
             {"fleet": [scenario.Engines(set={"kv_tokens": 16})]},
-            r"s: fleet\[0\]: wanted at least two KV blocks",
+            r"s: fleet\[0\]: expected at least two KV blocks",
         ),
         (
             {"fleet": [scenario.Engines(set={"block_tokens": 32})]},
-            r"s: fleet\[0\].set.block_tokens: wanted 16",
+            r"s: fleet\[0\].set.block_tokens: expected 16",
         ),
     ],
 )

@@ -64,7 +64,7 @@ def test_rows_of_one_moment_can_be_spread():
 def test_a_bad_line_is_named(kind, row):
     """A line that is not what the format says ends the reading with its number."""
     rows = [MOONCAKE[0] if kind == "mooncake" else AZURE[1], row]
-    with pytest.raises(ConfigError, match="trace: line 2: wanted"):
+    with pytest.raises(ConfigError, match="trace: line 2: expected"):
         read(kind, rows)
 
 
