@@ -55,7 +55,7 @@ def _is_shown(action: argparse.Action) -> bool:
 
 def _row(action: argparse.Action) -> str:
     flag = (
-        ", ".join(f"`{one}`" for one in action.option_strings)
+        ", ".join(f"`{name}`" for name in action.option_strings)
         or f"`{action.metavar or action.dest}`"
     )
     value = ""

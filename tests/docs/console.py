@@ -139,13 +139,13 @@ def run(step: Step, folder: Path, environment: dict[str, str]) -> list[str]:
     return [line.rstrip() for line in printed.rstrip().splitlines()]
 
 
-def is_match(expected: tuple[str, ...], found: list[str]) -> bool:
+def is_match(expected: tuple[str, ...], printed: list[str]) -> bool:
     """Whether output is what a page shows."""
     pattern = "".join(
         r"(?:.*\n)*?" if line == "..." else re.escape(line).replace(r"\.\.\.", ".*?") + r"\n"
         for line in "\n".join(expected).rstrip().splitlines()
     )
-    return re.fullmatch(pattern, "".join(f"{line}\n" for line in found)) is not None
+    return re.fullmatch(pattern, "".join(f"{line}\n" for line in printed)) is not None
 
 
 def main() -> None:
@@ -156,9 +156,9 @@ def main() -> None:
         for block in reversed([block for block in blocks(text) if block.is_run]):
             shown = []
             for step in steps(block):
-                found = run(step, folder, environment)
-                kept = list(step.output) if is_match(step.output, found) else found
-                shown += [f"$ {step.command}", *kept]
+                printed = run(step, folder, environment)
+                lines = list(step.output) if is_match(step.output, printed) else printed
+                shown += [f"$ {step.command}", *lines]
             text = text[: block.span[0]] + "\n".join(shown) + "\n" + text[block.span[1] :]
     print(text, end="")
 

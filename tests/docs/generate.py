@@ -57,7 +57,7 @@ def markers(name: str) -> tuple[str, str]:
 
 
 def filled(text: str) -> str:
-    """A page with all its blocks made anew."""
+    """A page with all its blocks generated anew."""
     for name, make in BLOCKS.items():
         begin, end = markers(name)
         before, opened, rest = text.partition(begin)

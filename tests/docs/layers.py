@@ -16,7 +16,7 @@ def layers() -> list[list[str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = project["tool"]["importlinter"]["contracts"]
     (contract,) = [
-        one for one in contracts if one["type"] == "layers" and one["containers"] == ["extproc"]
+        row for row in contracts if row["type"] == "layers" and row["containers"] == ["extproc"]
     ]
     return [[part.strip() for part in layer.split("|")] for layer in contract["layers"]]
 

@@ -127,8 +127,6 @@ def _methods(owner: type[Any]) -> list[str]:
 
 
 def _function(name: str, function: Any) -> str:
-    arguments = ", ".join(
-        str(one) for one in inspect.signature(function).parameters if one != "self"
-    )
+    arguments = ", ".join(name for name in inspect.signature(function).parameters if name != "self")
     text = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
     return f"- `{name}({arguments})`: {text}"

@@ -34,10 +34,10 @@ SECTIONS = (
     ("server", settings.Server),
     ("pool", sources.Source),
     ("pool.kubernetes", sources.Kubernetes),
-    ("pools, each", sources.Pool),
+    ("pools[]", sources.Pool),
     ("pools.match", claims.Claim),
     ("cluster", sources.Cluster),
-    ("cluster.claims, each", found_claims.ClaimRule),
+    ("cluster.claims[]", found_claims.ClaimRule),
     ("cluster.lease", election.Settings),
     ("scrape", settings.Scrape),
     ("health", condition.Settings),
@@ -46,9 +46,9 @@ SECTIONS = (
     ("prefix.schedule", blocks.Schedule),
     ("limits", settings.Limits),
     ("holding", holding.Holding),
-    ("holding.limit, holding.limits, each", allowance.Limit),
+    ("holding.limit, holding.limits[]", allowance.Limit),
     ("autoscaling", autoscaling.Autoscaling),
-    ("autoscaling.found, each", autoscaling.Rule),
+    ("autoscaling.found[]", autoscaling.Rule),
     ("autoscaling.keda", autoscaling.Keda),
     ("pool.autoscaling", autoscaling.Scaling),
     ("pool.autoscaling.meter", meter.Settings),
@@ -68,18 +68,18 @@ SECTIONS = (
 
 SCENARIO = (
     ("top level of a scenario", scenario.Scenario),
-    ("fleet, each", scenario.Engines),
+    ("fleet[]", scenario.Engines),
     ("client", client.Client),
     ("picking", scenario.Picking),
-    ("outages, each", scenario.Outage),
+    ("outages[]", scenario.Outage),
     ("autoscaling of a scenario", scenario.Autoscaling),
     ("autoscaling.hold", scenario.Hold),
-    ("strategies, each that is not one word", scenario.Variant),
+    ("strategies[], written out", scenario.Variant),
     *(
         (f"workload, kind: {kind.__struct_config__.tag}", kind)
         for kind in workloads.Workload.__args__
     ),
-    ("workload.groups, each", workloads.Group),
+    ("workload.groups[]", workloads.Group),
     ("lengths of prompts, answers, turns and pauses", lengths.Lengths),
 )
 
@@ -109,7 +109,7 @@ def shown(value: object) -> str:
 def constraint(schema: Mapping[str, Any]) -> str:
     """A JSON Schema as a few words: type, range or choices."""
     if "anyOf" in schema:
-        choices = [constraint(one) for one in schema["anyOf"] if one.get("type") != "null"]
+        choices = [constraint(part) for part in schema["anyOf"] if part.get("type") != "null"]
         return " or ".join(dict.fromkeys(choices))
     if "enum" in schema:
         return ", ".join(f"`{choice}`" for choice in schema["enum"])

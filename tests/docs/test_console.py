@@ -8,7 +8,7 @@ PAGES = {str(path.relative_to(console.ROOT)): path.read_text() for path in conso
 
 
 def shown():
-    """Pages with blocks that run, each block apart where it is slow."""
+    """Pages with blocks that run, slow blocks apart."""
     for name, text in PAGES.items():
         blocks = [block for block in console.blocks(text) if block.is_run]
         if any(block.note != "slow" for block in blocks):
@@ -24,8 +24,8 @@ def test_console_blocks_print_what_is_shown(name, slow, tmp_path):
     for block in console.blocks(PAGES[name]):
         if block.is_run and (block.note == "slow") is slow:
             for step in console.steps(block):
-                found = console.run(step, tmp_path, environment)
-                assert console.is_match(step.output, found), "\n".join([step.command, *found])
+                printed = console.run(step, tmp_path, environment)
+                assert console.is_match(step.output, printed), "\n".join([step.command, *printed])
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -41,7 +41,7 @@ QUERIES = list(queries())
 
 @pytest.mark.parametrize("query", QUERIES)
 def test_queries_name_metrics_that_exist(query):
-    """A query that names a metric nobody exports finds nothing."""
+    """Queries of metrics that are not exported would return nothing."""
     assert set(_NAME.findall(query)) <= metrics_reference.series_names()
 
 

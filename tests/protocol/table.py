@@ -1,4 +1,4 @@
-"""The table of points met: `python -m tests.protocol.table` prints it with the tests of each point."""
+"""The table of protocol points; `python -m tests.protocol.table` prints it with their tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAME = re.compile(r"test_(\d{3})_")
 
 
 @cache
-def found() -> Mapping[int, list[str]]:
+def tests_by_point() -> Mapping[int, list[str]]:
     """Tests named by a point's number, anywhere under tests/: number to `file::name`."""
     tests: dict[int, list[str]] = {}
     for path in sorted(TESTS.rglob("test_*.py")):
@@ -30,7 +30,7 @@ def found() -> Mapping[int, list[str]]:
 
 def missing() -> list[int]:
     """Points that claim a test and have none."""
-    tests = found()
+    tests = tests_by_point()
     claimed = (Status.TESTED, Status.E2E)
     return [
         point.number for point in POINTS if point.status in claimed and point.number not in tests
@@ -39,7 +39,7 @@ def missing() -> list[int]:
 
 def lines() -> Iterator[str]:
     """The table, in Markdown."""
-    tests = found()
+    tests = tests_by_point()
     met = sum(1 for point in POINTS if point.number in tests)
     yield f"{met} of {len(POINTS)} points have a test."
     for letter, title in SECTIONS.items():
@@ -53,8 +53,8 @@ def lines() -> Iterator[str]:
 
 
 def reference_block() -> str:
-    """Rows of points with their anchors: whether tests hold one, or why there is none."""
-    tests = found()
+    """Rows of points with their anchors: held by tests, or the reason why not."""
+    tests = tests_by_point()
     rows = []
     for letter, title in SECTIONS.items():
         rows += [f"\n### {letter}. {title}\n", "| # | mark | point | |", "|---|---|---|---|"]

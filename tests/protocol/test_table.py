@@ -18,7 +18,7 @@ def test_points_are_numbered_without_gaps():
 def test_tests_name_known_points():
     """No test carries the number of a point that does not exist or claims no test."""
     claimed = {point.number for point in POINTS if point.status in (Status.TESTED, Status.E2E)}
-    assert set(table.found()) <= claimed
+    assert set(table.tests_by_point()) <= claimed
 
 
 def test_the_table_prints_every_point():
