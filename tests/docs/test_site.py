@@ -57,3 +57,14 @@ def test_links_into_the_tree_resolve():
             target = (match[1] or match[2]).partition("#")[0]
             if target and "://" not in target and not target.startswith("mailto:"):
                 assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_links_out_of_the_pages_lead_to_the_repository():
+    """The site has no files of the tree: links to them get the repository's address, or go."""
+    folder = DOCS / "reference"
+    text = "[`a`](../../extproc/errors.py) [b](../index.md#c) [d](https://e.test/../f)"
+    assert site.replace_tree_links(text, folder, "https://g.test/h") == (
+        "[`a`](https://g.test/h/blob/main/extproc/errors.py) [b](../index.md#c) "
+        "[d](https://e.test/../f)"
+    )
+    assert site.replace_tree_links(text, folder, "").startswith("`a` [b](")
