@@ -138,7 +138,8 @@ class Splice(msgspec.Struct, frozen=True, gc=False):
 
     def apply(self, body: bytes) -> bytes:
         """The body with the replacement in it."""
-        return b"".join((body[: self.start], self.content, body[self.stop :]))
+        view = memoryview(body)  # one copy of a body, not two
+        return b"".join((view[: self.start], self.content, view[self.stop :]))
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):

@@ -62,8 +62,10 @@ MAX_NAMES: Final = 4096
 #: Longest labels that are read (bytes): a thousand adapters with long names.
 MAX_LABEL_BYTES: Final = 65_536
 #: Lines of wanted names that are read of one page (count). A family that goes beyond it reads as
-#: absent, so a page of 4 MiB takes tens of milliseconds at most, whatever it holds.
+#: absent, so a page of 4 MiB takes half a second of CPU at most, whatever it holds.
 MAX_SAMPLES: Final = 16_384
+#: Longest rest of a line that is looked at (bytes): the labels, and a value with its exemplar.
+_MAX_LINE_BYTES: Final = 2 * MAX_LABEL_BYTES
 #: Bytes of comments at the start of a page, beyond which an unknown page is not looked into.
 _COMMENT_BYTES = 65_536
 
@@ -223,6 +225,8 @@ class _Families:
 
 def _sample(rest: bytes) -> _Sample:
     """Reads what stands after the name on a sample line."""
+    if len(rest) > _MAX_LINE_BYTES:
+        return b"", math.nan
     text, _, value = rest.rpartition(b" ")
     # The usual line needs no regex: no time stamp, no exemplar, no carriage return.
     if (not text or text[-1:] == b"}") and b"#" not in text:

@@ -9,7 +9,7 @@ import asyncio
 import random
 import re
 from collections.abc import Callable, Iterator
-from typing import Generic
+from typing import Final, Generic
 
 import msgspec
 
@@ -20,6 +20,10 @@ from extproc.supervision import Supervisor
 
 #: Endpoint label that moves its metrics to another port of the same address.
 PORT_LABEL = METRICS_PORT
+
+#: Longest page that is read on the event loop (bytes): five times a vLLM page, and some 30 ms at worst. A
+#: thread reads longer ones, which the interpreter puts aside every few milliseconds.
+INLINE_BYTES: Final = 256 * 1024
 
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 
@@ -135,7 +139,7 @@ class Watch(Generic[MarkT]):
         mark = scraper.fleet.begin_scrape(endpoint)
         found = await scraper.client.get(self.target)
         now = scraper.clock()
-        outcome, engine = self._take(mark, found, now)
+        outcome, engine = await self._take(mark, found, now)
         if outcome == "ok":
             self.failures = 0
         else:
@@ -152,14 +156,17 @@ class Watch(Generic[MarkT]):
         if not outcome.startswith(BUG):
             scraper.supervisor.works("scrape", endpoint.address)
 
-    def _take(self, mark: MarkT, found: bytes | client.Failed, now: float) -> tuple[str, str]:
+    async def _take(self, mark: MarkT, found: bytes | client.Failed, now: float) -> tuple[str, str]:
         """Read a page and hand its load to the fleet; the outcome, and the engine's name.
 
         What a page makes raise counts against its endpoint: its load ages, as if it did not answer.
         """
         scraper, endpoint = self._scraper, self.member.endpoint
         try:
-            read = _read(found, endpoint, now)
+            if isinstance(found, bytes) and len(found) > INLINE_BYTES:
+                read = await asyncio.to_thread(_read, found, endpoint, now)
+            else:
+                read = _read(found, endpoint, now)
             if isinstance(read, Load):
                 scraper.fleet.observe(mark, read, now)
                 return "ok", read.engine

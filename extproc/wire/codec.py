@@ -145,15 +145,26 @@ def _route(reply: Route) -> bytes:
     common.clear_route_cache = True
     _set(common.header_mutation, ((DESTINATION, reply.destination), *reply.set_headers))
     common.header_mutation.remove_headers.extend(reply.remove_headers)
-    if reply.body is not None:
-        common.body_mutation.body = reply.body
     _tell(response, reply.destination)
     if reply.scores:
         balancer = response.dynamic_metadata.fields[metadata.BALANCER_NAMESPACE].struct_value
         scores = balancer.fields[SCORES].struct_value.fields
         for address, score in reply.scores:
             scores[address].number_value = score
-    return response.SerializeToString()
+    if reply.body is None:
+        return response.SerializeToString()
+    return b"".join((response.SerializeToString(), *_replacing(reply.answers, reply.body)))
+
+
+def _replacing(answers: Kind, body: bytes) -> tuple[bytes, ...]:
+    """A body mutation alone; messages of one protobuf field merge.
+
+    One copy of the body, where the general encoder would make one at each level.
+    """
+    mutation = b"\x0a" + _varint(len(body))
+    common = b"\x1a" + _varint(len(mutation) + len(body)) + mutation
+    outer = b"\x0a" + _varint(len(common) + len(body)) + common
+    return _TAGS[answers], _varint(len(outer) + len(body)), outer, body
 
 
 _cached_route = lru_cache(maxsize=4096)(_route)

@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -81,3 +82,16 @@ def test_lists_are_bounded(content):
 def test_any_bytes_are_read(content):
     """No bytes make reading raise."""
     listing.read(content)
+
+
+def test_what_a_parent_is_made_of_is_not_built():
+    """A parent of another type makes no adapter, whatever it holds; one of broken text no list."""
+    objects = b"[" + b"{}," * 300_000 + b"{}]"
+    content = b'{"data":[{"id":"m","parent":%b}]}' % objects
+    tracemalloc.start()
+    read = listing.read(content)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (read.bases, read.adapters) == ({"m"}, frozenset())
+    assert peak < len(content)
+    assert listing.read(b'{"data":[{"id":"m","parent":"\\ud800"}]}') is None

@@ -1,11 +1,12 @@
 import asyncio
 import random
+import threading
 
 import pytest
 
 from extproc.endpoint import Endpoint
 from extproc.pool import fleet
-from extproc.scrape import client, pace, scraper
+from extproc.scrape import client, pace, page, scraper
 from extproc.supervision import Supervisor
 
 QUICK = scraper.Settings(
@@ -386,3 +387,22 @@ def test_a_fact_that_nobody_can_take_stops_no_scraping():
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("extra_bytes", [0, 1])
+def test_a_long_page_is_read_beside_the_event_loop(monkeypatch, extra_bytes):
+    """One that takes longer than the loop may be held is read by a thread, and reads alike."""
+    line = b"vllm:num_requests_waiting 3\n"
+    padding = b"#" * (scraper.INLINE_BYTES - len(line) + extra_bytes)
+    scene = Scene("10.0.0.1:1", p1=line + padding)
+    threads = []
+    read = page.read
+
+    def noting(*args, **named):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return read(*args, **named)
+
+    monkeypatch.setattr(scraper.page, "read", noting)
+    asyncio.run(scene.watch().step())
+    assert threads == [extra_bytes == 0]
+    assert scene.fleet.pool.members[0].load.waiting == 3.0
