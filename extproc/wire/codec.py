@@ -153,18 +153,26 @@ def _route(reply: Route) -> bytes:
             scores[address].number_value = score
     if reply.body is None:
         return response.SerializeToString()
-    return b"".join((response.SerializeToString(), *_replacing(reply.answers, reply.body)))
+    written = common.SerializeToString()
+    response.ClearField("response")
+    rest = response.SerializeToString()
+    return _with_body(reply.answers, written, reply.body, rest)
 
 
-def _replacing(answers: Kind, body: bytes) -> tuple[bytes, ...]:
-    """A body mutation alone; messages of one protobuf field merge.
+def _with_body(answers: Kind, common: bytes, body: bytes, rest: bytes) -> bytes:
+    """An answer with a body mutation, by hand: one copy of the body, not one at each level.
 
-    One copy of the body, where the general encoder would make one at each level.
+    Args:
+        answers: What it answers.
+        common: Its CommonResponse without the mutation.
+        body: What the body becomes.
+        rest: Other fields of the response.
     """
     mutation = b"\x0a" + _varint(len(body))
-    common = b"\x1a" + _varint(len(mutation) + len(body)) + mutation
-    outer = b"\x0a" + _varint(len(common) + len(body)) + common
-    return _TAGS[answers], _varint(len(outer) + len(body)), outer, body
+    mutation = b"\x1a" + _varint(len(mutation) + len(body)) + mutation
+    inner = b"\x0a" + _varint(len(common) + len(mutation) + len(body))
+    outer = _varint(len(inner) + len(common) + len(mutation) + len(body))
+    return b"".join((_TAGS[answers], outer, inner, common, mutation, body, rest))
 
 
 _cached_route = lru_cache(maxsize=4096)(_route)
