@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Iterator
 
-from extproc.cli import main
+from extproc.cli import main, upstream
 from tests.docs import reference
 
 
@@ -17,6 +17,7 @@ def block() -> str:
         parser = _parser(name, module)
         parts += [f"## {name}", (parser.description or f"`extproc {name}`: {summary}.").strip()]
         parts += _groups(parser)
+    parts += ["## Flags of the upstream picker", "\n".join(_upstream())]
     return "\n\n".join(parts)
 
 
@@ -25,6 +26,17 @@ def _commands() -> Iterator[str]:
     yield "|---|---|"
     for name, (_, summary) in main.COMMANDS.items():
         yield f"| [`extproc {name}`](#{name}) | {summary} |"
+
+
+def _upstream() -> Iterator[str]:
+    yield "Accepted by `serve` and `check`, so that the arguments of a Deployment need no change."
+    yield ""
+    yield "| flag | values without effect | any other value | why, or what to use instead |"
+    yield "|---|---|---|---|"
+    for flag in upstream.FLAGS:
+        values = ", ".join(f"`{value}`" if value else "empty" for value in sorted(flag.harmless))
+        effect = "is refused" if flag.refused else "gives a warning"
+        yield f"| `--{flag.name}` | {values or 'none'} | {effect} | {reference.cell(flag.say)} |"
 
 
 def _parser(name: str, module: str) -> argparse.ArgumentParser:
