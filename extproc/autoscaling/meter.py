@@ -184,12 +184,7 @@ class Meter:
         rates = seen.rates or before.rates
         most = self._settings.concurrency or math.inf
         at_once = capacity.concurrency(rates, slowdown=self._settings.slowdown, most=most)
-        keep = _KEEP**total.answered
-        answers = before.answers * keep + total.answered
-        known = before.answer_tokens
-        if known is None:
-            known = self._settings.request_s / rates.iteration_s(at_once)
-        answer_tokens = known * keep + total.answer_tokens
+        answers, answer_tokens = self._answers(total, rates, at_once=at_once)
         output = answer_tokens / answers if answers else 0.0
         prompt = before.prompt_tokens
         if total.arrived:
@@ -232,6 +227,20 @@ class Meter:
             cold_start_s=cold_start_s,
             complete=total.complete,
         )
+
+    def _answers(self, total: _Sum, rates: Rates, *, at_once: float) -> tuple[float, float]:
+        """Answers and their tokens, those of long ago counting less.
+
+        Args:
+            total: What pickers counted since the last reading.
+            rates: How fast an engine is.
+            at_once: Requests that an engine serves at once (count).
+        """
+        before, keep = self._learnt, _KEEP**total.answered
+        known = before.answer_tokens
+        if known is None:
+            known = self._settings.request_s / rates.iteration_s(at_once)
+        return before.answers * keep + total.answered, known * keep + total.answer_tokens
 
     def _summed(
         self, now: float, pickers: Mapping[str, Counters | None]

@@ -291,6 +291,23 @@ def _processor(
             "response_header_mode is SKIP: the picker sees no status, so failing endpoints stay in "
             "use; write SEND",
         )
+    yield from _bodies(processor, place=place)
+    options = processor.get("metadata_options") or {}
+    received = ((options.get("receiving_namespaces") or {}).get("untyped")) or []
+    if "envoy.lb" not in received:
+        yield Finding(
+            "warning",
+            place,
+            "metadata_options.receiving_namespaces lacks envoy.lb: the destination crosses as a "
+            "header only",
+        )
+    cluster = clusters.get(((service.get("envoy_grpc") or {}).get("cluster_name")) or "")
+    if cluster is not None:
+        yield from _breakers(cluster, settings, place=f"cluster {cluster['name']}")
+
+
+def _bodies(processor: Tree, *, place: str) -> Iterator[Finding]:
+    """What body and trailer modes do together."""
     duplex = "FULL_DUPLEX_STREAMED"
     for way in ("request", "response"):
         trailers = envoy_tree.mode(processor, f"{way}_trailer_mode")
@@ -313,18 +330,6 @@ def _processor(
             f"failure_mode_allow has no effect on requests with a body in {duplex}: once a piece "
             "was sent, a lost picker is a 500",
         )
-    options = processor.get("metadata_options") or {}
-    received = ((options.get("receiving_namespaces") or {}).get("untyped")) or []
-    if "envoy.lb" not in received:
-        yield Finding(
-            "warning",
-            place,
-            "metadata_options.receiving_namespaces lacks envoy.lb: the destination crosses as a "
-            "header only",
-        )
-    cluster = clusters.get(((service.get("envoy_grpc") or {}).get("cluster_name")) or "")
-    if cluster is not None:
-        yield from _breakers(cluster, settings, place=f"cluster {cluster['name']}")
 
 
 def _breakers(cluster: Tree, settings: sections.Settings, *, place: str) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from extproc.decision import Outcome, Rejection
 from extproc.dispatch import eligible, homes, patience, saturation, shedding
 from extproc.dispatch import routing as routes
 from extproc.dispatch.matching import Matching
+from extproc.endpoint import Candidate
 from extproc.parsing import opening
 from extproc.pool import snapshot
 from extproc.pool.fleet import Fleet
@@ -21,6 +22,7 @@ from extproc.prefix import blocks
 from extproc.prefix.index import PrefixIndex
 from extproc.request import BYTES_PER_TOKEN, Request
 from extproc.scheduling.plugins import Signal
+from extproc.scheduling.profile import Profile
 from extproc.scheduling.turn import Turn
 
 
@@ -74,37 +76,25 @@ class Choice:
         read_opening: Callable[[Request], str] = self._read_opening
         if prompted is not None and not request.prompt:
             read_opening = _later(read_opening, prompted)
-        found = eligible.find(
-            pool,
-            request,
-            honour_subset=self._settings.honour_subset,
-            reject_unlisted=self._settings.reject_unlisted,
-            health=self._fleet.health.settings,
-            now=now,
-            rng=self._rng,
-        )
+        found = self._find_eligible(pool, request, now)
         if isinstance(found, Rejection):
             return found
         members = found.members
         request, ratio = self._counted(request)
         adapter = request.adapter or (request.model if request.model in pool.adapters else "")
         matched = self._matching.of(chain, members, self._schedule.tokens_at(ratio))
-        home = None
-        returning = growth = others = away = 0.0
+        home, learnt = None, (0.0, 0.0, 0.0, 0.0)
         if self._homing:
-            known, peers = self._recurrence, self._fleet.peers
-            returning, others = known.share, peers.share
-            growth = known.growth(request.prompt_tokens)
-            away = known.away(others)
-            home = known.home(chain)
+            peers, known = self._fleet.peers, self._recurrence
+            others, home = peers.share, known.home(chain)
+            learnt = (known.share, known.growth(request.prompt_tokens), others, known.away(others))
             if chain and others >= homes.LEAST_SHARE:
                 key = request.session or read_opening(request)
                 matched, at = homes.expected(
                     key, request.prompt_tokens, members, matched=matched, peers=peers
                 )
-                if at is not None:
-                    # Where our own last turn of it went, the others do not know.
-                    home = members[at].account
+                # Where our own last turn of it went, the others do not know.
+                home = home if at is None else members[at].account
         candidates = snapshot.candidates(
             members,
             matched,
@@ -119,40 +109,44 @@ class Choice:
         profile = routing.by_model.get(request.model, routing.profile)
         if request.priority < 0 and shedding.saturated(profile, candidates):
             return outcomes.shed()
-        turn = Turn(
-            request,
-            now,
-            self._rng,
-            headers,
-            chain,
-            read_opening,
-            adapter,
-            returning,
-            growth,
-            others,
-            away,
-        )
-        count = 1 + self._settings.fallbacks
-        if self._settings.busy_s is None:
-            outcome = profile.run(turn, candidates, count=count)
-        else:
-            if request.priority > 0:
-                self._shared_until = now + saturation.REMEMBERED_S
-            outcome = patience.decide(
-                lambda some: profile.run(turn, some, count=count),
-                candidates,
-                self._settings.busy_s,
-                priority=request.priority,
-                patient=patient,
-                shared=now < self._shared_until,
-            )
+        turn = Turn(request, now, self._rng, headers, chain, read_opening, adapter, *learnt)
+        outcome = self._run(profile, turn, candidates, patient=patient)
         if isinstance(outcome, Rejection) or found.whole:
             return outcome
         return msgspec.structs.replace(
-            outcome,
-            left_out=found.left_out,
-            unlisted=found.unlisted,
-            put_aside=found.put_aside,
+            outcome, left_out=found.left_out, unlisted=found.unlisted, put_aside=found.put_aside
+        )
+
+    def _find_eligible(
+        self, pool: snapshot.Pool, request: Request, now: float
+    ) -> eligible.Eligible | Rejection:
+        """The endpoints that a request may go to, or why to none."""
+        return eligible.find(
+            pool,
+            request,
+            honour_subset=self._settings.honour_subset,
+            reject_unlisted=self._settings.reject_unlisted,
+            health=self._fleet.health.settings,
+            now=now,
+            rng=self._rng,
+        )
+
+    def _run(
+        self, profile: Profile, turn: Turn, candidates: Sequence[Candidate], *, patient: bool
+    ) -> Outcome:
+        """What a profile decides, where requests may wait for endpoints among those that are free."""
+        count = 1 + self._settings.fallbacks
+        if self._settings.busy_s is None:
+            return profile.run(turn, candidates, count=count)
+        if turn.request.priority > 0:
+            self._shared_until = turn.now + saturation.REMEMBERED_S
+        return patience.decide(
+            lambda some: profile.run(turn, some, count=count),
+            candidates,
+            self._settings.busy_s,
+            priority=turn.request.priority,
+            patient=patient,
+            shared=turn.now < self._shared_until,
         )
 
     def _counted(self, request: Request) -> tuple[Request, float]:

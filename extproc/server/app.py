@@ -159,31 +159,13 @@ class Picker:
         )
         guards = guard.Guards(time.perf_counter, self.tallies.plugins)
         shared = Shared(self.tallies, guards, self._http, scraper.Census(), clock)
-        self._follower: following.Follower | None = None
         plan = cluster.plan(settings, where="the configuration", environment=os.environ)
         self.sites = Sites(
             settings, shared, written=plan.pools if plan else {}, heard=lambda: self._listed
         )
-        if plan is not None:
-            self._follower = following.Follower(
-                plan.watching,
-                clock=clock,
-                rng=random.Random(settings.seed),
-                on_pools=self.sites.take,
-                on_fact=_followed,
-                supervisor=self.tallies.supervisor,
-            )
+        self._follower = self._build_follower(plan)
         self._about["profile"] = self.sites.profile
-        scrape = settings.scrape
-        self.readiness = health.Readiness(
-            lambda: self.sites.synced,
-            measured=health.FirstLook(
-                self.sites.pools, clock, scrape.first_look_s if scrape.enabled else 0.0
-            ),
-            fits=lambda: self.sites.fits,
-            leader=(lambda: self._leads) if settings.cluster.leader_election else None,
-            notes=self._notes,
-        )
+        self.readiness = self._build_readiness()
         self.tallies.watches = self._watch_figures
         self._stalls = StallMeter(self.tallies)
         self._elector = leases.stand(
@@ -211,6 +193,31 @@ class Picker:
         self._xds = self._build_xds()
         self._grpc: list[grpc.aio.Server] = []
         self._pages: web.AppRunner | None = None
+
+    def _build_follower(self, plan: cluster.Plan | None) -> following.Follower | None:
+        """What follows objects of Kubernetes; None where there are none to follow."""
+        if plan is None:
+            return None
+        return following.Follower(
+            plan.watching,
+            clock=self._clock,
+            rng=random.Random(self._settings.seed),
+            on_pools=self.sites.take,
+            on_fact=_followed,
+            supervisor=self.tallies.supervisor,
+        )
+
+    def _build_readiness(self) -> health.Readiness:
+        scrape = self._settings.scrape
+        return health.Readiness(
+            lambda: self.sites.synced,
+            measured=health.FirstLook(
+                self.sites.pools, self._clock, scrape.first_look_s if scrape.enabled else 0.0
+            ),
+            fits=lambda: self.sites.fits,
+            leader=(lambda: self._leads) if self._settings.cluster.leader_election else None,
+            notes=self._notes,
+        )
 
     def _build_servicer(self) -> servicer.Servicer:
         shared = stream.Shared(

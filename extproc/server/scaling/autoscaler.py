@@ -19,7 +19,7 @@ import msgspec
 from extproc.autoscaling.meter import Counters
 from extproc.config import cluster as clusters
 from extproc.config import found_scaling, pooling
-from extproc.config.autoscaling import Target
+from extproc.config.autoscaling import Autoscaling, Target
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes import settings as watching
 from extproc.errors import ConfigError
@@ -87,7 +87,7 @@ class Autoscaler:
         self._numbers: dict[str, int] = {}
         self.on_change: Callable[[Loop], None] = lambda _: None
         self.on_gone: Callable[[Loop], None] = lambda _: None
-        identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
+        identity = _identity()
         self.peers = Peers(
             identity,
             shared.peers,
@@ -109,36 +109,17 @@ class Autoscaler:
         self._shift_s = 0.0
         self._sites = sites
         here = clusters.namespace(os.environ)
-        self._cluster: kubernetes.Cluster | None = None
-        if pooling.scaled(settings):
-            reached = settings.cluster
-            reaching = watching.Settings(
-                sources=(), kubeconfig=reached.kubeconfig, context=reached.context
-            )
-            self._cluster = kubernetes.Cluster(reaching, identity)
-        self._around = Around(
-            tallies,
-            self.peers,
-            self._cluster,
-            here,
-            leads,
-            clock,
-            self._looked,
-        )
+        self._cluster = _build_cluster(settings, identity)
+        self._around = Around(tallies, self.peers, self._cluster, here, leads, clock, self._looked)
         for one in pooling.planned(settings):
             wanted = one.settings.pool.autoscaling
             if wanted is not None:
                 self._add(Scaled(sites.by_name[one.name], wanted, self._around))
-        self._writes = leads
-        self._memory: memory.Keeping | None = None
-        if shared.state_file:
-            self._memory = memory.File(Path(shared.state_file), clock=clock, time=_time)
-            self._writes = lambda: True
-        elif self._cluster is not None and shared.state:
-            place = settings.cluster.lease.namespace or here
-            self._memory = memory.Memory(
-                self._cluster, namespace=place, name=shared.state, clock=clock, time=_time
-            )
+        # A file is this replica's own.
+        self._writes: Callable[[], bool] = _always if shared.state_file else leads
+        self._memory = _build_memory(
+            shared, self._cluster, settings.cluster.lease.namespace or here, clock
+        )
         tallies.scaling = self.figures
         if self._rules:
             sites.on_change = self.follow
@@ -347,6 +328,40 @@ class Autoscaler:
         for name in pools:
             if name in self.loops:
                 self.loops[name].wake()
+
+
+def _always() -> bool:
+    return True
+
+
+def _identity() -> str:
+    """The name of this picker in this life."""
+    return f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
+
+
+def _build_cluster(settings: Settings, identity: str) -> kubernetes.Cluster | None:
+    """What scales objects; None where nothing that is scaled is in Kubernetes."""
+    if not pooling.scaled(settings):
+        return None
+    cluster = settings.cluster
+    reaching = watching.Settings(sources=(), kubeconfig=cluster.kubeconfig, context=cluster.context)
+    return kubernetes.Cluster(reaching, identity)
+
+
+def _build_memory(
+    shared: Autoscaling,
+    cluster: kubernetes.Cluster | None,
+    namespace: str,
+    clock: Callable[[], float],
+) -> memory.Keeping | None:
+    """Where what was learnt outlives this replica; None where nothing does."""
+    if shared.state_file:
+        return memory.File(Path(shared.state_file), clock=clock, time=_time)
+    if cluster is not None and shared.state:
+        return memory.Memory(
+            cluster, namespace=namespace, name=shared.state, clock=clock, time=_time
+        )
+    return None
 
 
 def _place(target: Target) -> tuple[str, str, str, str]:
