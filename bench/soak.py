@@ -56,7 +56,8 @@ MODELS = 500
 PAUSE_S = 0.005
 SCRAPE_S = 0.2
 
-#: Bar: MiB per 100,000 requests over the last half.
+#: Bar of `core`, once a million requests have filled what is remembered: MiB for each 100,000 over the
+#: last half.
 FLAT = 1.0
 
 
@@ -376,6 +377,8 @@ def main() -> None:
     print(json.dumps(figures, indent=2))
     if args.write:
         rig.write("soak", " ".join(["python -m bench.soak", *sys.argv[1:]]), figures)
+    if figures.get("core", {}).get("mib_per_100k", 0.0) > FLAT:
+        sys.exit(f"memory grows by more than {FLAT} MiB for each 100,000 requests")
 
 
 if __name__ == "__main__":
