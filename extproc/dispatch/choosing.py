@@ -15,7 +15,7 @@ from extproc.dispatch import routing as routes
 from extproc.dispatch.matching import Matching
 from extproc.endpoint import Candidate
 from extproc.parsing import opening
-from extproc.pool import snapshot
+from extproc.pool import imputing, snapshot
 from extproc.pool.fleet import Fleet
 from extproc.pool.recurrence import Recurrence
 from extproc.prefix import blocks
@@ -50,6 +50,7 @@ class Choice:
         self._matching = Matching(fleet, index)
         self._recurrence = recurrence
         self._schedule = schedule
+        self._imputer = imputing.Imputer()
         self._rng = rng
         # Until then others leave more room, because a request of a priority above 0 came.
         self._shared_until = -math.inf
@@ -101,9 +102,10 @@ class Choice:
             adapter=adapter,
             adapters=pool.adapters,
             now=now,
-            stale_after_s=self._settings.stale_after_s,
+            imputation=self._imputer.of(
+                members, oldest=now - self._settings.stale_after_s, is_patchy=pool.is_patchy
+            ),
             home=home,
-            is_patchy=pool.is_patchy,
         )
         routing = self._routing
         profile = routing.by_model.get(request.model, routing.profile)

@@ -18,8 +18,8 @@ _SLACK = 64
 class Crowding:
     """Tenants by how many of their requests wait.
 
-    What goes last matters only where requests are displaced, so a tenant's requests are sorted for
-    it when that is first wanted, and kept so from then on.
+    What goes last matters only where requests are displaced, so tenants are grouped by count, and a
+    tenant's requests sorted, when that is first wanted, and kept so from then on.
 
     Args:
         waiting: All requests of a tenant that wait.
@@ -28,7 +28,7 @@ class Crowding:
     def __init__(self, waiting: Callable[[str], Iterable[tuple[float, Waiter]]]) -> None:
         self._waiting = waiting
         self._counts: dict[str, int] = {}
-        self._by_count: dict[int, dict[str, None]] = {}
+        self._by_count: dict[int, dict[str, None]] | None = None
         self._most = 0
         self._last: dict[str, list[_Entry]] = {}
 
@@ -57,9 +57,10 @@ class Crowding:
         """
         taken: list[tuple[list[_Entry], _Entry]] = []
         reduced: list[str] = []
+        by_count = self._grouped()
         try:
             for count in range(self._most, 0, -1):
-                crowded = itertools.chain(self._by_count.get(count, ()), reduced)
+                crowded = itertools.chain(by_count.get(count, ()), reduced)
                 reduced = []
                 for tenant in crowded:
                     heap = self._sorted(tenant)
@@ -81,20 +82,37 @@ class Crowding:
             self._last[tenant] = heap
         return heap
 
+    def _grouped(self) -> dict[int, dict[str, None]]:
+        """Tenants by the requests that wait, from now on kept as these come and leave."""
+        by_count = self._by_count
+        if by_count is None:
+            by_count = self._by_count = {}
+            for tenant, count in self._counts.items():
+                by_count.setdefault(count, {})[tenant] = None
+            self._most = max(by_count, default=0)
+        return by_count
+
     def _count(self, tenant: str, change: int) -> None:
         before = self._counts.get(tenant, 0)
         after = before + change
-        if before:
-            peers = self._by_count[before]
-            del peers[tenant]
-            if not peers:
-                del self._by_count[before]
         if after:
             self._counts[tenant] = after
-            self._by_count.setdefault(after, {})[tenant] = None
         else:
             del self._counts[tenant]
+        if self._by_count is not None:
+            self._regroup(self._by_count, tenant, before, after)
+
+    def _regroup(
+        self, by_count: dict[int, dict[str, None]], tenant: str, before: int, after: int
+    ) -> None:
+        if before:
+            peers = by_count[before]
+            del peers[tenant]
+            if not peers:
+                del by_count[before]
+        if after:
+            by_count.setdefault(after, {})[tenant] = None
         if after > self._most:
             self._most = after
-        elif before == self._most and before not in self._by_count:
+        elif before == self._most and before not in by_count:
             self._most = after  # it changes by one, so the next count is where this tenant is now

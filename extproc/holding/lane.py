@@ -42,10 +42,15 @@ class Lane:
     def head(self) -> _Entry | None:
         """The request that goes next; None when none waits."""
         heap = self._heap
-        while heap and not _here(heap[0]):
+        while heap:
+            entry = heap[0]
+            waiter = entry[3]
+            # `_here`, written out: each look at who goes next asks it.
+            if waiter.waits and waiter.place == entry[2]:
+                return entry
             heapq.heappop(heap)
             self._gone -= 1
-        return heap[0] if heap else None
+        return None
 
     def left(self) -> None:
         """One of the requests stopped waiting."""

@@ -63,8 +63,9 @@ class Manners(msgspec.Struct, frozen=True, kw_only=True):
             served_by: The adapter or model it asks for.
         """
         for name in self.tenant_headers:
-            if headers.get(name):
-                return shorten_id(headers[name])
+            tenant = headers.get(name)
+            if tenant:
+                return shorten_id(tenant)
         return shorten_id(served_by) if self.by_adapter else ""
 
     def timeout_s(self, headers: Mapping[str, str]) -> float | None:
@@ -80,7 +81,7 @@ class Manners(msgspec.Struct, frozen=True, kw_only=True):
 def _milliseconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None:
     """Seconds that a header names in milliseconds; what is no number counts as absent."""
     for name in names:
-        text = headers.get(name, "")
-        if text.isascii() and text.isdigit() and len(text) <= _LONGEST:
+        text = headers.get(name)
+        if text and text.isascii() and text.isdigit() and len(text) <= _LONGEST:
             return int(text) / 1000.0
     return None

@@ -35,6 +35,10 @@ class Joined(msgspec.Struct, frozen=True):
     displaced: tuple[Waiter, ...] = ()
 
 
+#: Nobody had to make room.
+_ALONE = Joined()
+
+
 class Blocked(msgspec.Struct, frozen=True):
     """A request cannot go on now, and holds up others that wait for the same.
 
@@ -124,6 +128,9 @@ class Queue:
         Returns:
             429 with Retry-After where there is no room.
         """
+        if self._fits(waiter):
+            self._put(waiter)
+            return _ALONE
         displaced = self._displaced(waiter) if self._may_fit(waiter) else None
         if displaced is None:
             return self.full(now)
@@ -289,8 +296,6 @@ class Queue:
 
     def _displaced(self, waiter: Waiter) -> tuple[Waiter, ...] | None:
         """Those that make room for a request; None where too many would have to."""
-        if self._fits(waiter):
-            return ()
         chosen: list[Waiter] = []
         num_bytes = 0
         for priority in sorted(rank for rank in self._bands if rank < waiter.priority):
@@ -306,8 +311,6 @@ class Queue:
 
     def _may_fit(self, waiter: Waiter) -> bool:
         """Whether there is room, once everybody of lower priority is displaced."""
-        if self._fits(waiter):
-            return True
         lower = [band for rank, band in self._bands.items() if rank < waiter.priority]
         return self._fits(
             waiter,

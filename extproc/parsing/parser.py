@@ -98,10 +98,11 @@ def parse_supplied(raw: RawRequest, model: str) -> Request | Rejection | None:
 
 def _named(request: Request, raw: RawRequest) -> Request | Rejection:
     """The request, unless one of the names it carries is longer than any name is."""
-    for name in (request.model, request.adapter, envelope.model_header(raw.headers)):
-        if is_long_name(name):
-            return LONG_NAME
-    return request
+    model, adapter, header = request.model, request.adapter, envelope.model_header(raw.headers)
+    # A character has four bytes at most: most names need no closer look.
+    if 4 * (len(model) + len(adapter) + len(header)) <= MAX_NAME_BYTES:
+        return request
+    return LONG_NAME if any(map(is_long_name, (model, adapter, header))) else request
 
 
 def _read(raw: RawRequest) -> Request | Rejection:

@@ -67,16 +67,9 @@ def _object(tail: bytes, at: int) -> Mapping[str, int]:
     opened = tail.find(b"{", at, at + 4)
     if opened < 0 or tail[at:opened].strip(b" :"):
         return {}
-    depth = 0
-    for end in range(opened, min(len(tail), opened + _MOST_BYTES)):
-        if tail[end] == 0x7B:
-            depth += 1
-        elif tail[end] == 0x7D:
-            depth -= 1
-            if not depth:
-                break
+    end = _end(tail, opened)
     try:
-        usage = _decoder.decode(tail[opened : end + 1])
+        usage = _decoder.decode(tail[opened:end])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
     details = usage.prompt_tokens_details or usage.input_tokens_details
@@ -88,8 +81,20 @@ def _object(tail: bytes, at: int) -> Mapping[str, int]:
         ),
         "cached": cached if details else usage.cache_read_input_tokens,
     }
-    return {kind: tokens for kind, tokens in kinds.items() if _is_count(tokens)}
+    return {
+        kind: tokens
+        for kind, tokens in kinds.items()
+        if type(tokens) is int and 0 <= tokens <= MAX_TOKENS
+    }
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= MAX_TOKENS
+def _end(tail: bytes, opened: int) -> int:
+    """Behind the brace that closes an object, as far as one is read; from brace to brace."""
+    limit = min(len(tail), opened + _MOST_BYTES)
+    depth, at = 0, opened
+    while (closing := tail.find(b"}", at, limit)) >= 0:
+        depth += tail.count(b"{", at, closing) - 1
+        at = closing + 1
+        if not depth:
+            return at
+    return limit

@@ -163,11 +163,10 @@ def candidates(
     adapter: str,
     adapters: frozenset[str],
     now: float,
-    stale_after_s: float,
+    imputation: imputing.Imputation | None,
     home: Account | None = None,
-    is_patchy: bool = False,
 ) -> list[Candidate]:
-    """Turn members into candidates; what nobody knows of some is filled in, see `imputing`.
+    """Turn members into candidates.
 
     Args:
         members: Who is in play.
@@ -175,45 +174,50 @@ def candidates(
         adapter: LoRA adapter the request asks for; empty for a base model.
         adapters: Names known to be adapters.
         now: Monotonic seconds.
-        stale_after_s: Age in seconds from which a load counts as unknown.
+        imputation: Of the pages of these members; None where every page counts as it is.
         home: Of the endpoint where the prompt is expected to go on; None where there is none.
-        is_patchy: As of the pool.
     """
-    oldest = now - stale_after_s
     made: list[Candidate] = []
     place = resident = Residency.RESIDENT
-    for member, matched in zip(members, matched_tokens, strict=True):
-        account, load, foreign = member.account, member.load, member.foreign
-        at = load.at
-        foreign_tokens = member.foreign_tokens
-        if at <= oldest:
-            load, foreign, foreign_tokens, is_patchy = UNKNOWN, 0.0, 0.0, True
+    counted: Sequence[Member | imputing.CountedPage] = members
+    pages: Sequence[Load | None] = (None,) * len(members)
+    unseen_by_position: Mapping[int, float] = {}
+    if imputation is not None:
+        counted, pages = imputation.counted, imputation.pages
+        unseen_by_position = imputation.unseen_tokens()
+    for member, matched, counts, page in zip(members, matched_tokens, counted, pages, strict=True):
+        account, foreign_tokens = member.account, counts.foreign_tokens
         if adapter:
             # The first question of `residency`, asked here: on a busy fleet it is mostly the last.
-            in_use = adapter in account.adapters
-            place = resident if in_use else residency(adapter, account, load, adapters)
+            place = resident
+            if adapter not in account.adapters:
+                is_stale = imputation is not None and imputation.stale[len(made)]
+                load = UNKNOWN if is_stale else member.load
+                place = residency(adapter, account, load, adapters)
+        unseen: float = account.written - account.seen
+        if page is UNKNOWN:
+            unseen = unseen_by_position[len(made)]
         # `Account.queued`, written out: this runs for every candidate of every request, and a
         # call to `max` takes as long as building the candidate.
         queued = account.sent - account.done - (now - account.at) * account.tokens_per_s
         made.append(
             Candidate(
                 member.endpoint,
-                load,
-                now - at,
+                counts.load,
+                now - member.load.at,
                 account.in_flight,
-                account.in_flight + foreign,
+                account.in_flight + counts.foreign,
                 account.prompt_tokens,
                 matched,
                 queued + foreign_tokens if queued > 0.0 else foreign_tokens,
-                account.written - account.seen,
+                unseen,
                 member.rates,
                 place,
                 account.open_tokens,
                 account is home,
+                page,
             )
         )
-    if is_patchy:
-        imputing.impute(made, members, oldest=oldest)
     return made
 
 

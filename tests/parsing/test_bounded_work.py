@@ -124,6 +124,7 @@ def test_blocks_are_those_of_decoding_at_once(unit, ascii_only, turns):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bounded, "is_light", lambda _: True)
         at_once = _chain(messages, ascii_only=ascii_only, tools=True)
+        patch.setattr(bounded, "_SHORT_BYTES", -1)
         patch.setattr(bounded, "is_light", lambda _: False)
         always = _chain(messages, ascii_only=ascii_only, tools=True)
     assert slowly == at_once == always
@@ -140,3 +141,34 @@ def test_a_text_is_not_cut_inside_of_an_escape(escape, shift):
     read = parser.parse(RawRequest({":path": "/v1/completions", ":method": "POST"}, body))
     assert isinstance(read, Request)
     assert read.prompt == json.loads(text).encode()
+
+
+def _body_with(text: str, more: str = "") -> bytes:
+    message = f'{{"role":"user","content":"{text}"}}'
+    return f'{{"model":"m","messages":[{message}]{more}}}'.encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "is_light"),
+    [
+        (_body_with("so, it goes, " * 8000), True),
+        (_body_with("[{," * 60_000), True),
+        (_body_with('[{,\\"' * 300 + "[{," * 60_000), True),
+        (_body_with("a" * 70_000 + "\\\\", ',"tools":[' + "{}," * 60_000 + "{}]"), False),
+        (_body_with("a" * 70_000 + '\\\\\\"', ',"tools":[' + "{}," * 60_000 + "{}]"), False),
+        (_body_with("a" * 300_000 + "😀"), False),
+        (_body_with("\\" * 200_000 + '\\"' * 60_000), True),
+    ],
+    ids=[
+        "commas in prose",
+        "marks in a text",
+        "escaped quotes",
+        "values behind an escaped backslash",
+        "values behind an escaped quote",
+        "wide",
+        "backslashes",
+    ],
+)
+def test_marks_in_long_texts_are_no_values(body: bytes, is_light: bool) -> None:  # noqa: FBT001
+    """What is outside of strings decides whether a body is decoded at once."""
+    assert bounded.is_light(body) is is_light

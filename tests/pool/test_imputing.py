@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.endpoint import UNKNOWN, Endpoint, Load, Totals
-from extproc.pool import snapshot
+from extproc.pool import imputing, snapshot
 from extproc.pool.fleet import Fleet
 
 NOW = 100.0
@@ -44,8 +44,7 @@ def candidates(fleet):
         adapter="",
         adapters=frozenset(),
         now=NOW,
-        stale_after_s=6.0,
-        is_patchy=pool.is_patchy,
+        imputation=imputing.impute(pool.members, oldest=NOW - 6.0, is_patchy=pool.is_patchy),
     )
 
 
@@ -159,3 +158,23 @@ def test_nobody_is_better_or_worse_than_all_who_are_known(loads, own):
                 assert min(known) * (1 - 1e-9) <= value <= max(known) * (1 + 1e-9)
     assert all(c.requests >= c.in_flight for c in made)
     assert all(c.queued_tokens >= 0.0 for c in made)
+
+
+def test_an_imputation_stands_until_a_page_comes_or_gets_too_old():
+    """The same pages give the same object, whatever our own requests do meanwhile."""
+    imputer = imputing.Imputer()
+    fleet = fleet_of(FULL, change(FULL, at=NOW - 1.0, waiting=None))
+
+    def impute(now):
+        pool = fleet.pool
+        return imputer.of(pool.members, oldest=now - 6.0, is_patchy=pool.is_patchy)
+
+    first = impute(NOW)
+    fleet.pool.members[0].account.open("m", 100, cached_tokens=0, now=NOW)
+    assert impute(NOW + 4.9) is first
+    assert list(first.stale) == [False, False]
+    assert list(impute(NOW + 5.0).stale) == [False, True]
+    assert list(impute(NOW).stale) == [False, False]
+    member = fleet.pool.members[1]
+    fleet.observe(fleet.begin_scrape(member.endpoint), FULL, NOW)
+    assert impute(NOW) is None

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from extproc.endpoint import Endpoint, Load
-from extproc.pool import snapshot
+from extproc.pool import imputing, snapshot
 from extproc.pool.accounts import Account, Ticket
 from extproc.pool.fleet import Fleet, Mark
 from tests.support.chance import examples
@@ -101,7 +101,9 @@ class Fleets(RuleBasedStateMachine):
             adapter="",
             adapters=frozenset(),
             now=self.now,
-            stale_after_s=5.0,
+            imputation=imputing.impute(
+                pool.members, oldest=self.now - 5.0, is_patchy=pool.is_patchy
+            ),
         )
         for candidate in turn:
             assert candidate.requests >= candidate.in_flight >= 0

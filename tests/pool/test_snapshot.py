@@ -5,7 +5,7 @@ import math
 import pytest
 
 from extproc.endpoint import UNKNOWN, Endpoint, Load
-from extproc.pool import condition, snapshot
+from extproc.pool import condition, imputing, snapshot
 from extproc.pool.fleet import Fleet
 
 ADDRESSES = ("10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000", "[fd00::2]:8000")
@@ -85,8 +85,10 @@ def test_an_empty_pool_has_nobody():
 
 
 def turn(fleet: Fleet, *, now: float) -> snapshot.Candidate:
+    members = fleet.pool.members
+    imputation = imputing.impute(members, oldest=now - 3.0, is_patchy=fleet.pool.is_patchy)
     (candidate,) = snapshot.candidates(
-        fleet.pool.members, [5], adapter="", adapters=frozenset(), now=now, stale_after_s=3.0
+        members, [5], adapter="", adapters=frozenset(), now=now, imputation=imputation
     )
     return candidate
 
