@@ -201,7 +201,10 @@ def measure(parts: Sequence[str] = PARTS, *, seeds: int = 5, jobs: int = 2) -> d
 
 def block(result: dict[str, Any]) -> str:
     """A result as `docs/benchmarks` shows it."""
-    lines = ["| | alone | without holding | with holding | ratio |", "|---|---|---|---|---|"]
+    lines = [
+        "| | alone | without flow control | with flow control | ratio |",
+        "|---|---|---|---|---|",
+    ]
     told = (
         ("tenants", "a tenant beside one that sends 10 x as much, together 2 x the capacity", 95),
         ("overload", "priority at a third of the capacity, 3 x offered for 5 minutes", 99),
@@ -217,7 +220,7 @@ def block(result: dict[str, Any]) -> str:
         rate = row["requests_per_s"]
         mean, late = mine["ttft_mean_s"], mine["ttft_p99_s"]
         lines.append(f"| {busy_s} s | {rate:.1f} | {mean:.2f} s | {late:.2f} s |")
-    lines += ["", "| nobody asks for turns | without holding | with holding | hits |"]
+    lines += ["", "| scenario | without flow control | with flow control | hits |"]
     lines += ["|---|---|---|---|"]
     for name, row in result["beside"].items():
         cells = [

@@ -217,13 +217,13 @@ async def real(rounds: int, kinds: Sequence[tuple[int, bool]]) -> list[dict[str,
 def block(result: Mapping[str, Any]) -> str:
     """Simulated runs as `docs/benchmarks` shows them."""
     lines = [
-        "| workload | pickers | told after | hit ratio | to one picker | TTFT p99, s | to one picker |",
+        "| workload | replicas | delay | hit ratio | to one replica | TTFT p99, s | to one replica |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, rows in result["simulated"].items():
         for row in rows:
             delay_s, (hits, waits) = row["told_after_s"], (row["ratio"][f] for f in JUDGED)
-            after = "never" if delay_s is None else f"{1000 * delay_s:.0f} ms"
+            after = "no synchronization" if delay_s is None else f"{1000 * delay_s:.0f} ms"
             lines.append(
                 f"| {name} | {row['pickers']} | {after if row['pickers'] > 1 else ''} "
                 f"| {row['mean']['hit_ratio']:.3f} | {hits[0]:.3f} ± {hits[1]:.3f} "
@@ -238,7 +238,7 @@ def real_block(result: Mapping[str, Any]) -> str:
     if "real" not in result:
         return "Nothing measured yet."
     lines = [
-        "| pickers | talk | rounds | hit ratio | by round | TTFT p99, s | by round | all rounds |",
+        "| replicas | synchronized | rounds | hit ratio | by round | TTFT p99, s | by round | all rounds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in result["real"]:

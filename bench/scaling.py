@@ -120,15 +120,15 @@ def _profile(name: str, rows: Mapping[str, Mapping[str, float]]) -> Sequence[str
         row(
             f"mean of all responses, s ({there:.0f})", lambda one: f"{one['responses_mean_s']:.0f}"
         ),
-        row("p95 of answers, s", lambda one: f"{one['p95_s']:.0f}"),
-        row("answered, cut", lambda one: f"{one['answered']:.1f}, {one['cut']:.1f}"),
+        row("p95 of responses, s", lambda one: f"{one['p95_s']:.0f}"),
+        row("completed, cut", lambda one: f"{one['answered']:.1f}, {one['cut']:.1f}"),
         row(
-            "refused with 429, 503",
+            "rejected with 429, 503",
             lambda one: f"{one['refused_429']:.1f}, {one['refused_503']:.1f}",
         ),
-        row("refused after at most, told to try again after, s", _told),
+        row("rejected after at most, Retry-After, s", _told),
         row(
-            "replicas that answer, asked for",
+            "replicas available, requested",
             lambda one: f"{one['available']:.2f}, {one['asked']:.2f}",
         ),
         row(
@@ -149,13 +149,13 @@ def _told(one: Mapping[str, float]) -> str:
 def _step(rows: Mapping[str, Mapping[str, float]]) -> Sequence[str]:
     order = [rows[one] for one in ("kubeai", "queue-depth", "adaptive")]
     told = (
-        ("second replica asked for, s", "second_s", 0),
-        ("fourth replica asked for, s", "fourth_s", 0),
-        ("all answered after, s", "duration_s", 0),
-        ("mean of answers, s", "mean_s", 1),
-        ("p95 of answers, s", "p95_s", 1),
+        ("second replica requested, s", "second_s", 0),
+        ("fourth replica requested, s", "fourth_s", 0),
+        ("all completed after, s", "duration_s", 0),
+        ("mean of responses, s", "mean_s", 1),
+        ("p95 of responses, s", "p95_s", 1),
         ("replica seconds until zero", "replica_s", 0),
-        ("last answer to zero, s", "to_least_s", 0),
+        ("last response to zero, s", "to_least_s", 0),
     )
     return [
         f"| {label} | {' | '.join(f'{one[figure]:.{digits}f}' for one in order)} |"
