@@ -13,6 +13,7 @@ from extproc.decision import Decision
 from extproc.dispatch import sharing
 from extproc.prefix.blocks import HASH_MASK
 from extproc.request import RawRequest
+from tests.support.chance import examples
 from tests.support.house import House
 
 ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -272,7 +273,7 @@ def test_facts_that_nobody_carries_are_bounded(monkeypatch):
     assert woken == [1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     loss=st.sampled_from([0.0, 0.2, 0.7]),

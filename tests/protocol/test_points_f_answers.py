@@ -13,6 +13,7 @@ from extproc.pool.policy import Policy, Rule, Target
 from extproc.protocol.settings import ExchangeSettings
 from extproc.request import RawRequest
 from tests.support import conversation as talk
+from tests.support.chance import examples
 from tests.support.house import House, load
 from tests.support.peer import Said
 
@@ -199,7 +200,7 @@ def test_086_an_answer_without_body():
     assert held.hear(talk.response_headers(JSON, ends=True)) == heading()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     cuts=some.lists(some.integers(1, 200), max_size=12),
     mode=some.sampled_from([talk.DUPLEX, ("BUFFERED", "STREAMED"), ("BUFFERED", "NONE")]),

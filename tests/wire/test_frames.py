@@ -8,8 +8,9 @@ from extproc.protocol.events import Kind
 from extproc.wire import frames, general
 from tests.support import conversation as talk
 from tests.support import peer
+from tests.support.chance import examples
 
-calm = settings(deadline=None, max_examples=200)
+calm = settings(deadline=None, max_examples=examples(200))
 
 names = st.text("abcXYZ-:", min_size=0, max_size=200)
 values = st.text(st.characters(max_codepoint=255), max_size=300)
