@@ -1,0 +1,47 @@
+"""What Envoy answers itself when extproc or an engine is down: errors as OpenAI clients read them."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from extproc.cli import stack
+from tests.e2e import http1, installation
+
+PATH = "/v1/chat/completions"
+CHAT = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "hello"}]}).encode()
+#: Code and type of what a picker that is down comes to.
+_NO_PICKER = (500, "endpoint_picker_unavailable")
+FILES = sorted(path.name for path in installation.SHIPPED.glob("original-dst*.yaml"))
+
+
+async def refused(place, body=CHAT):
+    """The status and the error object of an answer."""
+    answer = await http1.ask(place.port, PATH, body)
+    assert answer.head.get("content-type") == "application/json"
+    error = answer.json()["error"]
+    assert set(error) >= {"message", "type", "code"}
+    return answer.status, error
+
+
+@pytest.mark.parametrize("template", FILES)
+async def test_errors_of_envoy_are_json_with_a_hint(template):
+    """A dead engine and a dead picker are told apart, and refusals of extproc stay as they are."""
+    dead = f"127.0.0.1:{stack.free_port()}"
+    async with installation.installed(dead, template=template) as place:
+        status, error = await refused(place)
+        assert (status, error["code"], error["type"]) == (503, 503, "model_server_unavailable")
+        assert "extproc explain --last" in error["message"]
+        status, error = await refused(place, b"{")
+        assert status == 400
+        assert error["message"].startswith("inference error: BadRequest")
+        await place.settled()
+        await place.extproc.stop(signal.SIGKILL)
+        status, error = await refused(place)
+        # The buffered profile goes on without a pick, and has nowhere to go then.
+        wanted = (503, "no_endpoint") if "buffered" in template else _NO_PICKER
+        assert (error["code"], error["type"]) == wanted
+        assert status == error["code"]
+        await place.start_extproc()
