@@ -1,6 +1,6 @@
 """How long and how much one hostile client, engine or file can take of a picker.
 
-python -m bench.hostile [--kinds bodies,clients,pages,files,waiting] [--requests 10000]
+python -m bench.hostile [--kinds bodies,large,clients,pages,files,waiting] [--requests 10000]
                         [--seconds 60] [--size 1048576] [--only NAME] [--write]
 
 Each kind of input meets a picker of its own: a real process, real gRPC, and a real Envoy where requests
@@ -40,6 +40,9 @@ GROWTH_BYTES = 8 * MIB
 
 #: CPU for each MiB of a body beyond what a harmless one takes, in seconds.
 PARSING_S = 0.03
+
+#: About the longest body that the picker takes (bytes): multiples of what a kind repeats, and its ends.
+LARGEST_BYTES = 32 * MIB - 64 * 1024
 
 #: Clients at a time.
 CLIENTS = 8
@@ -215,6 +218,22 @@ async def requests(bounds: Bounds) -> AsyncIterator[Row]:
                 yield await measured(name, one, step, bounds)
 
 
+async def large(bounds: Bounds) -> AsyncIterator[Row]:
+    """The same kinds as long as the picker takes them: the event loop is not held longer for it."""
+    kinds = bodies.hostile(LARGEST_BYTES) | {"harmless": bodies.harmless(LARGEST_BYTES)}
+    few = msgspec.structs.replace(bounds, requests=8)
+    for name, request in kinds.items():
+        # Some kinds are as short as ever.
+        if bounds.only in f"large {name}" and len(request.body) > LARGEST_BYTES // 2:
+            async with picker([lean_engine()]) as one:
+
+                async def step(request: bodies.Request = request, port: int = one.port) -> str:
+                    return await bodies.send(port, request)
+
+                await step()
+                yield await measured(f"large {name}", one, step, few, at_once=1)
+
+
 async def clients(bounds: Bounds) -> AsyncIterator[Row]:
     """Clients that stall, vanish and drip, and names that nobody used before."""
     rng = random.Random(1)
@@ -302,6 +321,7 @@ async def waiting(bounds: Bounds) -> AsyncIterator[Row]:
 
 GROUPS = {
     "bodies": requests,
+    "large": large,
     "clients": clients,
     "pages": pages,
     "files": files,

@@ -55,26 +55,39 @@ class Picker(msgspec.Struct, frozen=True):
         """Whether the process that was started still runs."""
         return self.child.process.returncode is None
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the process, and of those that it started, which read large bodies."""
+        pid = self.child.process.pid
+        with contextlib.suppress(OSError):
+            tasks = Path(f"/proc/{pid}/task").glob("*/children")
+            return [pid, *(int(word) for task in tasks for word in task.read_text().split())]
+        return [pid]
+
     def memory_bytes(self, field: str = "VmRSS") -> int:
         """Resident memory now (`VmRSS`), or at its peak (`VmHWM`); 0 once the process ended."""
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{self.child.process.pid}/status").read_text().splitlines():
-                if line.startswith(field + ":"):
-                    return int(line.split()[1]) * 1024
-        return 0
+        found = 0
+        for pid in self.pids:
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+                    if line.startswith(field + ":"):
+                        found += int(line.split()[1]) * 1024
+        return found
 
     def reset_peak(self) -> None:
         """Make the peak of memory start over from now."""
-        with contextlib.suppress(OSError):
-            Path(f"/proc/{self.child.process.pid}/clear_refs").write_text("5")
+        for pid in self.pids:
+            with contextlib.suppress(OSError):
+                Path(f"/proc/{pid}/clear_refs").write_text("5")
 
     def cpu_s(self) -> float:
         """CPU seconds it used so far, user and system."""
-        with contextlib.suppress(OSError):
-            text = Path(f"/proc/{self.child.process.pid}/stat").read_text()
-            fields = text.rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return 0.0
+        ticks = 0
+        for pid in self.pids:
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{pid}/stat").read_text()
+                ticks += sum(map(int, text.rpartition(")")[2].split()[11:13]))
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     async def metrics(self) -> dict[str, float]:
         """Its metrics by name and labels; empty where it does not answer."""
