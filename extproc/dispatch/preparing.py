@@ -43,7 +43,9 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
         replace = msgspec.structs.replace
         request = replace(self.request, prompt=b"")
         asked = request if self.asked is self.request else replace(self.asked, prompt=b"")
-        return replace(self, request=request, asked=asked, raw=preparsed.rest(self.raw))
+        # By position: `replace` takes six times as long, and every request that waits rests.
+        raw = preparsed.rest(self.raw)
+        return Prepared(request, self.chain, raw, asked, self.sent, self.whole)
 
     def prompted(self) -> Request:
         """The request with its prompt, parsed anew if need be."""

@@ -180,35 +180,41 @@ class Gate:
         """Who sent a request; empty where nobody says."""
         return self._manners.tenant(prepared.raw.headers, prepared.request.target)
 
-    def admit(self, prepared: Prepared, outcome: Outcome, now: float) -> Held | Rejection | None:
+    def admit(
+        self, prepared: Prepared, outcome: Outcome, now: float, *, tenant: str
+    ) -> Held | Rejection | None:
         """Let a request that has just come go on, wait, or be refused.
 
         Args:
             prepared: What is asked for.
             outcome: What would come of it if nobody else waited.
             now: Monotonic seconds.
+            tenant: Who sent it, as of its reservation.
 
         Returns:
             None where it may go where `outcome` says.
         """
         toward = "" if isinstance(outcome, Rejection) else outcome.endpoints[0].address
         why = self._turnstile.why(outcome, priority=prepared.request.priority, toward=toward)
-        return None if why is None else self.hold(prepared, why, now)
+        return None if why is None else self.hold(prepared, why, now, tenant=tenant)
 
-    def hold(self, prepared: Prepared, why: Rejection, now: float) -> Held | Rejection:
+    def hold(
+        self, prepared: Prepared, why: Rejection, now: float, *, tenant: str | None = None
+    ) -> Held | Rejection:
         """Begin to wait.
 
         Args:
             prepared: What is asked for.
             why: Why it cannot go on.
             now: Monotonic seconds.
+            tenant: Who sent it; None to read that from the request.
 
         Returns:
             Why not, where that changes nothing, or there is no room or no time.
         """
         request, headers = prepared.request, prepared.raw.headers
         want = Want(
-            tenant=self.tenant(prepared),
+            tenant=self.tenant(prepared) if tenant is None else tenant,
             priority=request.priority,
             objective=request.objective,
             target=(request.model, request.adapter, request.subset),

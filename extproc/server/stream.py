@@ -262,7 +262,7 @@ class Stream(msgspec.Struct, eq=False):
             return reserved
         # No more of the request: it would stay until the end of the answer, outside of any budget.
         self._gate, self._reservation = gate, reserved
-        held = gate.admit(prepared, outcome, now)
+        held = gate.admit(prepared, outcome, now, tenant=reserved.tenant)
         if isinstance(held, Held):
             self.held = held
             return None
