@@ -10,8 +10,12 @@ import asyncio
 import pytest
 from grpc_health.v1 import health_pb2
 
+from extproc.config import factory
+from extproc.config.settings import Settings
 from extproc.endpoint import Endpoint, Load
-from extproc.pool.fleet import Fleet
+from extproc.pool.condition import Verdict
+from extproc.pool.fleet import Fleet, Mark
+from extproc.server import health
 from extproc.server.health import SPOKEN, FirstLook, Health, Readiness
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -161,3 +165,17 @@ def test_an_empty_pool_is_looked_at():
 def test_no_wait():
     """With 0 s, and without scrapes, nobody waits."""
     assert Looking("10.0.0.1:1", most_s=0.0).done()
+
+
+def test_a_pool_that_fails_as_a_whole_is_named():
+    """A picker stays ready then, and its page says what is the matter."""
+    fleet = factory.build(Settings()).fleet
+    fleet.replace([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
+    assert list(health.lines({"llama": fleet.pool})) == []
+    for member in fleet.pool.members:
+        for _ in range(9):
+            fleet.scrape_failed(Mark(member.endpoint, 0), "refused", 1.0)
+            fleet.told(member.endpoint, Verdict.FAILED, sent_at=1.0, now=1.0)
+    assert list(health.lines({"llama": fleet.pool})) == [
+        "0 of 2 endpoints of pool llama take part: all are failing"
+    ]
