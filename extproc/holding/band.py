@@ -43,8 +43,9 @@ class Band:
         """A request begins to wait."""
         self.count += 1
         self.bytes += waiter.bytes
-        self._enter(waiter)
-        self._crowding.add(waiter.rank(self._order), waiter)
+        rank = waiter.rank(self._order)
+        self._enter(waiter, rank)
+        self._crowding.add(rank, waiter)
 
     def left(self, waiter: Waiter) -> None:
         """A request stopped waiting where it is."""
@@ -57,7 +58,7 @@ class Band:
         """A request waits another way now; it keeps its rank."""
         self._exit(waiter)
         waiter.endpoints, waiter.toward = way
-        self._enter(waiter)
+        self._enter(waiter, waiter.rank(self._order))
 
     def heads(self, sweep: Sweep) -> Iterator[Waiter]:
         """Requests that go next among those that are not held up, again and again.
@@ -82,13 +83,13 @@ class Band:
         for line in self._lines.values():
             yield from line
 
-    def _enter(self, waiter: Waiter) -> None:
+    def _enter(self, waiter: Waiter, rank: float) -> None:
         way = (waiter.endpoints, waiter.toward)
         line = self._lines.get(way)
         if line is None:
             line = self._lines[way] = Line(self._turn)
         waiter.place += 1
-        if line.add(waiter.rank(self._order), waiter):
+        if line.add(rank, waiter):
             self._ways.setdefault(waiter.tenant, {})[way] = None
 
     def _exit(self, waiter: Waiter) -> None:

@@ -73,7 +73,9 @@ class Ring:
             pool: Name of the pool, where the decision does not name it.
         """
         request_id = shorten_id(request_id)
-        request = msgspec.structs.replace(decision.request, prompt=b"")
+        request = decision.request
+        if request.prompt:
+            request = msgspec.structs.replace(request, prompt=b"")
         slim = msgspec.structs.replace(
             decision, request=request, blocks=(), pool=decision.pool or pool
         )
