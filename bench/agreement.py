@@ -26,15 +26,15 @@ import msgspec
 import uvloop
 
 from bench import rig, sending
-from extproc.cli import stack
-from extproc.config import load
+from extproc.config import loader
 from extproc.config import settings as sections
+from extproc.demo import stack
 from extproc.endpoint import Load
-from extproc.scrape import page
-from extproc.sim.virtual import scenario, tally, workloads, world
-from extproc.sim.virtual.client import Client
-from extproc.sim.virtual.lengths import Lengths
-from extproc.sim.virtual.picker import MODEL
+from extproc.scrape import metrics_page
+from extproc.simulator.fleet import run_metrics, scenario, simulation, workloads
+from extproc.simulator.fleet.client import Client
+from extproc.simulator.fleet.length_distributions import Lengths
+from extproc.simulator.fleet.picker import MODEL
 
 STRATEGIES = ("round-robin", "least-load", "prefix-hash", "adaptive")
 
@@ -157,12 +157,12 @@ def offline(
     They differ in the picker's chance (ties, scrape phases) and by half a millisecond in the
     client's turnaround, as real runs do: who comes first where decides what comes after.
     """
-    settings = load.settings(load.parse(settings_text(strategy, seed=seed), where="bench"))
+    settings = loader.settings(loader.parse(settings_text(strategy, seed=seed), where="bench"))
     found = []
     for draw in range(draws):
         turnaround_s = whole.client.turnaround_s + 5e-4 * draw
         client = msgspec.structs.replace(whole.client, turnaround_s=turnaround_s)
-        made = world.World(whole, settings, seed=seed, client=client)
+        made = simulation.World(whole, settings, seed=seed, client=client)
         made.pickers[0].parts.rng.seed(seed * 1000 + draw)
         found.append(figures(made.run()))
     return found
@@ -188,7 +188,7 @@ async def real(whole: scenario.Scenario, strategy: str, *, seed: int) -> dict[st
 
 
 async def measured(
-    results: tally.Tally, addresses: Sequence[str], late_s: float
+    results: run_metrics.Tally, addresses: Sequence[str], late_s: float
 ) -> dict[str, float]:
     """What came of a real run, with what the engines say at its end.
 
@@ -236,12 +236,12 @@ async def _load(address: str) -> Load:
     """What an engine's own page says."""
     url = f"http://{address}/metrics"
     async with aiohttp.ClientSession() as session, session.get(url) as answer:
-        found = page.read(await answer.read(), 0.0)
+        found = metrics_page.read(await answer.read(), 0.0)
     assert isinstance(found, Load), found
     return found
 
 
-def figures(results: tally.Tally) -> dict[str, float]:
+def figures(results: run_metrics.Tally) -> dict[str, float]:
     """What is compared; times in real seconds."""
     found = results.summary()
     assert not found.failed, found.failed

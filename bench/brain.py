@@ -20,13 +20,13 @@ import msgspec
 
 from bench import rig
 from extproc.config import factory
-from extproc.config.grammar import Scheduling
+from extproc.config.scheduling_schema import Scheduling
 from extproc.config.settings import Prefix, Scrape, Settings
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint, Load, Totals
-from extproc.prefix import blocks
+from extproc.prefix_cache import blocks
 from extproc.request import Request
-from extproc.sim import core, job, profiles
+from extproc.simulator import core, engine_request, profiles
 
 CUTS = blocks.DEFAULT.tokens
 ENGINES = 8
@@ -90,7 +90,7 @@ class World:
         name = str(len(self.done) + len(self.open) + self.rng.random())
         self.open[name] = (asked, ticket)
         refused = self.engines[at].submit(
-            job.Job(name, asked.tokens, asked.output, asked.hashes), self.now
+            engine_request.Job(name, asked.tokens, asked.output, asked.hashes), self.now
         )
         assert refused is None, refused
         self.kick(at)

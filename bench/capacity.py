@@ -27,8 +27,8 @@ import msgspec
 
 from bench import rig
 from bench.proof import SCENARIOS
-from extproc.cli import simulation
-from extproc.sim.virtual import tally, workloads, world
+from extproc.cli import simulation_runs
+from extproc.simulator.fleet import run_metrics, simulation, workloads
 
 PARTS = ("tenants", "overload", "overload-chat", "frontier", "beside")
 
@@ -58,7 +58,7 @@ def once(
     until_s: float | None = None,
 ) -> dict[str, Any]:
     """One run: goodput, and the times of every tenant."""
-    plan = simulation.plan(
+    plan = simulation_runs.plan(
         SCENARIOS / f"{name}.yaml", strategies=[column], configs=(), seeds=(seed,)
     )
     whole, settings = plan.scenario, plan.columns[0].settings
@@ -72,7 +72,7 @@ def once(
         settings = msgspec.structs.replace(settings, holding=holding)
     until_s = until_s or whole.until_s
     whole = msgspec.structs.replace(whole, until_s=until_s)
-    run = world.World(whole, settings, seed=seed).run()
+    run = simulation.World(whole, settings, seed=seed).run()
     done = [trip for trip in run.trips if not trip.failure]
     counted = [trip for trip in done if trip.sent_at + trip.took_s >= SINCE_S]
     span_s = until_s - SINCE_S
@@ -82,7 +82,7 @@ def once(
     }
     for tenant in sorted({trip.work.tenant for trip in run.trips}):
         ended = [trip for trip in run.trips if trip.work.tenant == tenant]
-        first = tally.spread([trip.first_s for trip in ended if not trip.failure])
+        first = run_metrics.spread([trip.first_s for trip in ended if not trip.failure])
         told[tenant] = {
             "ended": len(ended),
             "refused": sum(bool(trip.failure) for trip in ended),
@@ -127,7 +127,7 @@ def frontier(run: Run) -> dict[str, Any]:
 
 def once_beside(name: str, seed: int, *, held: bool) -> dict[str, float]:
     """One run of the default strategy on a scenario of the proof."""
-    plan = simulation.plan(
+    plan = simulation_runs.plan(
         SCENARIOS / f"{name}.yaml", strategies=["adaptive"], configs=(), seeds=(seed,)
     )
     column = plan.columns[0]
@@ -135,7 +135,7 @@ def once_beside(name: str, seed: int, *, held: bool) -> dict[str, float]:
     holding = msgspec.structs.replace(column.settings.holding, enabled=held, timeout_s=PATIENCE_S)
     settings = msgspec.structs.replace(column.settings, holding=holding)
     column = msgspec.structs.replace(column, settings=settings)
-    summary = simulation.run(plan.scenario, column, seed=seed, trace=plan.trace)
+    summary = simulation_runs.run(plan.scenario, column, seed=seed, trace=plan.trace)
     return {
         "requests_per_s": summary.requests_per_s,
         "hit_ratio": summary.hit_ratio,

@@ -29,7 +29,7 @@ from bench import chaos_site, rig, steady_client
 from bench import hostile_requests as bodies
 from bench.chaos_site import Engine, Site
 from bench.hostile_watch import MIB
-from extproc.dispatch import sharing
+from extproc.routing import peer_sync
 
 #: The 99th percentile may be so many times the quiet one.
 MOST_P99_RATIO = 2.0
@@ -193,8 +193,8 @@ class Chaos:
         from redis import asyncio as client  # noqa: PLC0415
 
         assert self.site.redis is not None
-        open_ = sharing.Open(1 << 62, [1, 2], 1 << 62)
-        facts = [sharing.encode(sharing.Message("x", [open_])), b"\x00", b"\x93junk"]
+        open_ = peer_sync.Open(1 << 62, [1, 2], 1 << 62)
+        facts = [peer_sync.encode(peer_sync.Message("x", [open_])), b"\x00", b"\x93junk"]
         facts += [b"\x92\xa2\xff\xfe\x90", self._rng.randbytes(2_000)]
         async with client.Redis.from_url(self.site.redis.url) as stream:
             while await self._until(0.5):

@@ -18,7 +18,7 @@ import yaml
 from bench import steady_client
 from bench.hostile_watch import Picker
 from bench.rig import ROOT
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.support import kube, kube_server
 
 #: Engines, and those of them whose pages are hostile, and those that only the cluster names.

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import uvloop
 
-from extproc.protocol.events import BodyMode, Kind
+from extproc.protocol.messages import BodyMode, Kind
 from extproc.protocol.replies import Answered, Chunk, Continue, Route
 from extproc.wire import codec
 

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from bench import bars, limits, proof, rig
-from extproc.cli import simulation
+from extproc.cli import simulation_runs
 from extproc.scheduling.costs.estimated_time import EstimatedTime
-from extproc.sim.virtual import scenario, tally
-from extproc.sim.virtual.workloads import Trace
+from extproc.simulator.fleet import run_metrics, scenario
+from extproc.simulator.fleet.workloads import Trace
 
 #: Drawn within these factors of the default, evenly in their logarithm.
 FACTORS = {
@@ -81,7 +81,7 @@ def variant(weights: Point) -> scenario.Variant:
     return scenario.Variant(name="adaptive", settings={"scheduling": {"profile": profile}})
 
 
-def figures(run: tally.Summary) -> dict[str, float]:
+def figures(run: run_metrics.Summary) -> dict[str, float]:
     """What is kept of a run."""
     values = (run.requests_per_s, run.ttft_s.mean, run.ttft_s.p99, run.e2e_s.mean)
     return dict(zip(FIGURES, values, strict=True))
@@ -95,18 +95,18 @@ def means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 def measure(name: str, *, count: int, seeds: Sequence[int]) -> dict | None:
     """Simulate every point of a scenario; None where its trace is not there."""
     path = proof.SCENARIOS / f"{name}.yaml"
-    whole = simulation.read(path)
+    whole = simulation_runs.read(path)
     if isinstance(whole.workload, Trace) and not os.environ.get("EXTPROC_TRACES"):
         print(f"{name}: left out, EXTPROC_TRACES does not name the folder of the traces")
         return None
     began = time.monotonic()
     against = sorted({one.against for one in bars.outcomes() if one.bar.scenario == name})
-    plan = simulation.plan(path, strategies=[*against, "clairvoyant"], configs=(), seeds=seeds)
+    plan = simulation_runs.plan(path, strategies=[*against, "clairvoyant"], configs=(), seeds=seeds)
 
-    def mean(column: simulation.Column) -> dict[str, float]:
+    def mean(column: simulation_runs.Column) -> dict[str, float]:
         return means(
             [
-                figures(simulation.run(plan.scenario, column, seed=seed, trace=plan.trace))
+                figures(simulation_runs.run(plan.scenario, column, seed=seed, trace=plan.trace))
                 for seed in plan.scenario.seeds
             ]
         )
@@ -114,7 +114,7 @@ def measure(name: str, *, count: int, seeds: Sequence[int]) -> dict | None:
     columns = {column.name: mean(column) for column in plan.columns}
     told = []
     for weights in points(count):
-        column = simulation.column(variant(weights), folder=path.parent, where=str(path))
+        column = simulation_runs.column(variant(weights), folder=path.parent, where=str(path))
         told.append({"weights": weights, "figures": mean(column)})
     print(f"{name}: {len(told)} points in {time.monotonic() - began:.0f} s", flush=True)
     return {

@@ -13,10 +13,10 @@ import json
 import statistics
 from time import perf_counter
 
-from extproc.scheduling.guard import Counts, Guarded, Guards
 from extproc.scheduling.pickers.max_score import MaxScore
+from extproc.scheduling.plugin_guard import Counts, Guarded, Guards
 from extproc.scheduling.scorers.in_flight import InFlight
-from extproc.testing import fleet, trials
+from extproc.testing import builders, probes
 
 _BLOCK = 100
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--endpoints", type=int, default=100)
     parser.add_argument("--calls", type=int, default=20000)
     args = parser.parse_args()
-    there, turn = fleet.crowd(args.endpoints), trials.asked()
+    there, turn = builders.crowd(args.endpoints), probes.asked()
     totals = [0.5] * args.endpoints
     guards = Guards(perf_counter, Counts())
     found = {"endpoints": args.endpoints}

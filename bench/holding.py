@@ -25,7 +25,7 @@ import grpc
 import uvloop
 
 from bench import rig
-from extproc.cli import stack
+from extproc.demo import stack
 from extproc.wire.pb import ext_proc_pb2 as pb
 
 METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"

@@ -16,9 +16,9 @@ import grpc
 import uvloop
 
 from bench.holding import METHOD
-from extproc.protocol.events import Kind
+from extproc.protocol.messages import Kind
 from extproc.protocol.replies import Continue
-from extproc.server import memory, ports
+from extproc.server import listeners, memory
 from extproc.wire import codec
 
 MOST_BYTES = 1 << 27
@@ -44,7 +44,7 @@ async def main(port: int) -> None:
             streams -= 1
             crowds.count(streams)
 
-    server = ports.listener(MOST_BYTES)
+    server = listeners.listener(MOST_BYTES)
     handler = grpc.stream_stream_rpc_method_handler(process)
     _, service, method = METHOD.split("/")
     handlers = grpc.method_handlers_generic_handler(service, {method: handler})

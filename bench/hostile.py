@@ -29,7 +29,7 @@ from bench import hostile_engine, hostile_watch
 from bench import hostile_requests as bodies
 from bench.hostile_watch import MIB, Picker
 from bench.rig import ROOT, write
-from extproc.cli import stack
+from extproc.demo import stack
 
 #: The event loop is held for 50 ms at most, in CPU time. For a picker that does not count it, waits of
 #: /healthz tell: 50 ms, or half as long again as with harmless input, as busy machines are late.

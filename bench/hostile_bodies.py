@@ -12,7 +12,7 @@ import sys
 import time
 import tracemalloc
 
-from extproc.parsing import parser
+from extproc.parsing import surfaces
 from extproc.request import RawRequest
 
 MAX_MS_PER_MIB = 30.0
@@ -130,14 +130,14 @@ def frame(message):
 def cpu_s(raw):
     """Process time of one parse."""
     begun = time.process_time()
-    parser.parse(raw)
+    surfaces.parse(raw)
     return time.process_time() - begun
 
 
 def peak_bytes(raw):
     """Most memory that one parse takes beside the body."""
     tracemalloc.start()
-    outcome = parser.parse(raw)
+    outcome = surfaces.parse(raw)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     del outcome

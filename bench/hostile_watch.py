@@ -13,7 +13,7 @@ from typing import Self
 import msgspec
 
 from bench import healthz_probe
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.e2e import http1
 
 #: Gauges that are zero once nothing is under way.

@@ -21,7 +21,7 @@ from random import Random
 from time import perf_counter_ns
 
 from bench import rig
-from extproc.prefix.index import PrefixIndex
+from extproc.prefix_cache.index import PrefixIndex
 
 SHARED = 32
 OWN = (24, 4)

@@ -14,13 +14,13 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from extproc.cli import simulation
-from extproc.sim import profiles
-from extproc.sim.virtual import workloads
-from extproc.sim.virtual.trip import KEY_TOKENS, Work
+from extproc.cli import simulation_runs
+from extproc.simulator import profiles
+from extproc.simulator.fleet import workloads
+from extproc.simulator.fleet.sim_request import KEY_TOKENS, Work
 
 
-def of(plan: simulation.Plan, *, seed: int) -> dict[str, float]:
+def of(plan: simulation_runs.Plan, *, seed: int) -> dict[str, float]:
     """Bounds of one run.
 
     Returns:
@@ -28,7 +28,7 @@ def of(plan: simulation.Plan, *, seed: int) -> dict[str, float]:
     """
     fleet = [p for engines in plan.scenario.fleet for p in [engines.resolved()] * engines.count]
     # The trace's rows are read as a run reads them.
-    rows = simulation._rows(plan.trace) if plan.trace else ()  # noqa: SLF001
+    rows = simulation_runs._rows(plan.trace) if plan.trace else ()  # noqa: SLF001
     source = workloads.sessions(plan.scenario.workload, random.Random(seed * 2 + 1), rows)
     works = [(work, left) for session in source for work, left in _uncached(session.works)]
     client = plan.scenario.client

@@ -1,6 +1,6 @@
 """Changes the code in small ways, one at a time, and shows which changes no test notices.
 
-python -m bench.mutants [--count 200] [--seed 1] [--minutes 60] [--only dispatch/] [--write]
+python -m bench.mutants [--count 200] [--seed 1] [--minutes 60] [--only routing/] [--write]
 
 A mutant is one change inside one function of the hot rooms: a comparison, an operator, a constant, an
 argument that is left out, a statement that is dropped. First the tests run once, and each function is
@@ -35,11 +35,15 @@ import pytest
 from bench import rig
 
 ROOT = rig.ROOT
-ROOMS = ("protocol", "dispatch", "pool", "prefix", "parsing", "holding", "wire")
+ROOMS = ("protocol", "routing", "pool", "prefix_cache", "parsing", "flow_control", "wire")
 
 #: Tests that may notice. Those of whole installations are left out: they take too long.
 SUITES = (*ROOMS, "server", "telemetry", "scheduling")
-_LEFT_OUT = ("tests/server/scaling", "tests/server/test_sharing.py", "tests/server/test_tls.py")
+_LEFT_OUT = (
+    "tests/autoscaling/runtime",
+    "tests/server/test_redis_peer_channel.py",
+    "tests/server/test_tls.py",
+)
 
 #: CPU seconds of tests that a mutant has to survive, and seconds until it counts as hanging.
 BUDGET_S = 20.0

@@ -4,7 +4,7 @@ import json
 import struct
 import time
 
-from extproc.parsing import parser
+from extproc.parsing import surfaces
 from extproc.request import RawRequest
 
 WORDS = "the quick brown fox jumps over the lazy dog and keeps running until nightfall; "
@@ -99,15 +99,15 @@ CASES = (
 
 def microseconds(raw):
     """Median of nine runs, each long enough to time."""
-    parser.parse(raw)
+    surfaces.parse(raw)
     once = time.perf_counter()
-    parser.parse(raw)
+    surfaces.parse(raw)
     loops = max(3, int(0.02 / max(time.perf_counter() - once, 1e-7)))
     runs = []
     for _ in range(9):
         start = time.perf_counter()
         for _ in range(loops):
-            parser.parse(raw)
+            surfaces.parse(raw)
         runs.append((time.perf_counter() - start) / loops)
     runs.sort()
     return runs[0] * 1e6, runs[4] * 1e6
@@ -122,7 +122,7 @@ def main():
             "content-type": "multipart/form-data; boundary=b" if "form" in name else "",
         }
         raw = RawRequest(headers, body)
-        parsed = parser.parse(raw)
+        parsed = surfaces.parse(raw)
         best, median = microseconds(raw)
         print(f"{name:44} {len(body):9} {best:9.1f} {median:9.1f} {parsed.prompt_tokens:8}")
 

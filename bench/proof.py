@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 from bench import bars, rig
-from extproc.cli import simulation
-from extproc.sim.virtual import report
-from extproc.sim.virtual.workloads import Trace
+from extproc.cli import simulation_runs
+from extproc.simulator.fleet import report
+from extproc.simulator.fleet.workloads import Trace
 
 SCENARIOS = Path(__file__).resolve().parent / "scenarios"
 
@@ -58,14 +58,14 @@ def names() -> list[str]:
 def measure(name: str, *, columns: list[str], seeds: int | None, jobs: int) -> dict | None:
     """Run a scenario; None where its trace is not there."""
     path = SCENARIOS / f"{name}.yaml"
-    whole = simulation.read(path)
+    whole = simulation_runs.read(path)
     if isinstance(whole.workload, Trace) and not os.environ.get("EXTPROC_TRACES"):
         print(f"{name}: left out, EXTPROC_TRACES does not name the folder of the traces")
         return None
     wanted = tuple(whole.seeds)[:seeds] if seeds else ()
-    plan = simulation.plan(path, strategies=columns, configs=(), seeds=wanted)
+    plan = simulation_runs.plan(path, strategies=columns, configs=(), seeds=wanted)
     began = time.monotonic()
-    runs = list(simulation.runs(plan, jobs=jobs))
+    runs = list(simulation_runs.runs(plan, jobs=jobs))
     told = report.report(plan.scenario, runs)
     print(f"{name}: {len(runs)} runs in {time.monotonic() - began:.0f} s", flush=True)
     return {

@@ -22,14 +22,14 @@ import msgspec
 
 from extproc import decision as outcomes
 from extproc.config import factory
-from extproc.config.holding import Holding
+from extproc.config.flow_control import Holding
 from extproc.config.settings import Settings
 from extproc.endpoint import Endpoint, Load, Models
-from extproc.holding.queue import MOST_DISPLACED
+from extproc.flow_control.queue import MOST_DISPLACED
 from extproc.request import RawRequest
-from extproc.server.bugs import Bugs
-from extproc.server.gate import Gate, Held
-from extproc.telemetry.tallies import Tallies
+from extproc.server.bug_log import Bugs
+from extproc.server.flow_control_shell import Gate, Held
+from extproc.telemetry.counters import Tallies
 
 ENDPOINTS = 8
 ADAPTERS = 300

@@ -32,9 +32,10 @@ import uvloop
 
 from bench import agreement, rig, sending
 from bench.proof import SCENARIOS
-from extproc.cli import simulation, stack
-from extproc.sim.virtual import report, scenario, tally
-from extproc.sim.virtual.workloads import Trace
+from extproc.cli import simulation_runs
+from extproc.demo import stack
+from extproc.simulator.fleet import report, run_metrics, scenario
+from extproc.simulator.fleet.workloads import Trace
 
 COUNTS = (1, 2, 4)
 
@@ -63,13 +64,13 @@ JUDGED, BOUND = ("hit_ratio", "ttft_p99_s"), 0.05
 def once(name: str, count: int, seed: int, delay_s: float | None = None) -> dict[str, float]:
     """One simulated run of the default strategy; of pickers that talk where there is a delay."""
     path = SCENARIOS / f"{name}.yaml"
-    plan = simulation.plan(path, strategies=["adaptive"], configs=(), seeds=(seed,))
+    plan = simulation_runs.plan(path, strategies=["adaptive"], configs=(), seeds=(seed,))
     picking = msgspec.structs.replace(plan.scenario.picking, replicas=count, share_delay_s=delay_s)
     whole = msgspec.structs.replace(plan.scenario, picking=picking)
     if isinstance(whole.workload, Trace):
         short = msgspec.structs.replace(whole.workload, requests=TRACED)
         whole = msgspec.structs.replace(whole, workload=short)
-    summary = simulation.run(whole, plan.columns[0], seed=seed, trace=plan.trace)
+    summary = simulation_runs.run(whole, plan.columns[0], seed=seed, trace=plan.trace)
     return {figure: report.FIGURES[figure](summary) for figure in FIGURES}
 
 
@@ -201,9 +202,11 @@ async def real(rounds: int, kinds: Sequence[tuple[int, bool]]) -> list[dict[str,
             "rounds": len(runs),
             "requests": len(firsts[n, talking]),
             "median": {f: round(statistics.median(run[f] for run in runs), 4) for f in figures},
-            "ttft_p99_of_all_s": round(tally.spread(firsts[n, talking]).p99, 4),
+            "ttft_p99_of_all_s": round(run_metrics.spread(firsts[n, talking]).p99, 4),
             "ttft_p99_of_all_ratio": round(
-                tally.spread(firsts[n, talking]).p99 / tally.spread(firsts[1, False]).p99, 3
+                run_metrics.spread(firsts[n, talking]).p99
+                / run_metrics.spread(firsts[1, False]).p99,
+                3,
             ),
             "ratios": {
                 f: [round(run[f] / one[f], 3) for run, one in zip(runs, alone, strict=True)]

@@ -21,11 +21,11 @@ import msgspec
 
 from bench import rig
 from extproc.config import factory
-from extproc.config.grammar import Scheduling
+from extproc.config.scheduling_schema import Scheduling
 from extproc.config.settings import Settings
-from extproc.dispatch import dispatcher as dispatching
 from extproc.endpoint import Endpoint, Load
 from extproc.request import RawRequest
+from extproc.routing import director
 
 NOW = 100.0
 HEADERS = {":path": "/v1/chat/completions", ":method": "POST", "content-type": "application/json"}
@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     parts = factory.build(Settings(seed=args.seed, scheduling=Scheduling(strategy=args.strategy)))
     profile = msgspec.structs.replace(parts.profile, scorers=parts.profile.scorers[: args.scorers])
     settings = parts.settings
-    dispatcher = dispatching.Dispatcher(
+    dispatcher = director.Dispatcher(
         fleet=parts.fleet,
         routing=factory.routing(settings, profile, {}),
         index=parts.index,

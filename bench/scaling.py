@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from bench import published, rig
-from extproc.cli import simulation
-from extproc.sim.virtual.tally import Summary
+from extproc.cli import simulation_runs
+from extproc.simulator.fleet.run_metrics import Summary
 
 STEP = "kubeai-step"
 #: Seconds after which the published client, or its proxy, cut requests.
@@ -70,9 +70,9 @@ FIGURES: Mapping[str, Callable[[Any], float]] = {
 def measure(name: str, *, seeds: int, jobs: int) -> dict[str, dict[str, float]]:
     """Means over seeds, by strategy."""
     path = rig.ROOT / "bench" / "scenarios" / f"{name}.yaml"
-    todo = simulation.plan(path, strategies=(), configs=(), seeds=range(1, seeds + 1))
+    todo = simulation_runs.plan(path, strategies=(), configs=(), seeds=range(1, seeds + 1))
     found: dict[str, list[Summary]] = {column.name: [] for column in todo.columns}
-    for run in simulation.runs(todo, jobs=jobs):
+    for run in simulation_runs.runs(todo, jobs=jobs):
         found[run.strategy].append(run.summary)
     means: dict[str, dict[str, float]] = {}
     for strategy, runs in found.items():

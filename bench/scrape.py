@@ -23,8 +23,8 @@ import uvloop
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from extproc.endpoint import Endpoint
-from extproc.pool import fleet
-from extproc.scrape import client, pace, page, scraper
+from extproc.pool import store
+from extproc.scrape import client, metrics_page, schedule, scraper
 
 PAGE = pathlib.Path(__file__).parents[1] / "tests/data/vllm-0.32-after-lora-load.txt"
 
@@ -61,10 +61,10 @@ async def measure(ports: list[int], seconds: float) -> dict:
         outcomes[fact.outcome] = outcomes.get(fact.outcome, 0) + 1
         latencies.append(fact.seconds)
 
-    pool = fleet.Fleet(lambda _: None)
+    pool = store.Fleet(lambda _: None)
     pool.replace([Endpoint(f"127.0.0.1:{port}") for port in ports], time.monotonic())
     settings = scraper.Settings(
-        pace=pace.Pace(fast_s=1.0, slow_s=1.0, scrapes_per_s=2.0 * len(ports))
+        pace=schedule.Pace(fast_s=1.0, slow_s=1.0, scrapes_per_s=2.0 * len(ports))
     )
     http = client.Client(timeout_s=settings.timeout_s, cap_bytes=settings.cap_bytes)
     subject = scraper.Scraper(
@@ -98,7 +98,7 @@ def parse(repeats: int) -> dict:
         # A fresh copy, as a page off the network would be: nothing of it is in any cache by name.
         copy = bytes(bytearray(text))
         began = time.perf_counter()
-        page.read(copy, 1.0)
+        metrics_page.read(copy, 1.0)
         took.append(time.perf_counter() - began)
     took.sort()
     return {

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 import aiohttp
 import msgspec
 
-from extproc.sim import prompt
-from extproc.sim.virtual import client, scenario, tally, workloads
-from extproc.sim.virtual.picker import MODEL
-from extproc.sim.virtual.trip import KEY_TOKENS, Session, Trip, Work
+from extproc.simulator import prompt
+from extproc.simulator.fleet import client, run_metrics, scenario, workloads
+from extproc.simulator.fleet.picker import MODEL
+from extproc.simulator.fleet.sim_request import KEY_TOKENS, Session, Trip, Work
 
 BLOCK_BYTES = KEY_TOKENS * prompt.BYTES_PER_TOKEN
 
@@ -221,7 +221,7 @@ def _settle(trip: Trip, tail: bytes) -> str:
 
 async def play(
     whole: scenario.Scenario, *, url: str, ports: Sequence[int], seed: int
-) -> tuple[tally.Tally, float]:
+) -> tuple[run_metrics.Tally, float]:
     """Send a scenario's workload as the simulator's client of the same seed would.
 
     Args:
@@ -233,7 +233,7 @@ async def play(
     Returns:
         What came of it, times in real seconds, without gaps between tokens; and `Wall.late_s`.
     """
-    wall, results = Wall(), tally.Tally(whole.measure_from_s)
+    wall, results = Wall(), run_metrics.Tally(whole.measure_from_s)
 
     def ended(trip: Trip) -> None:
         results.add(trip)

@@ -16,8 +16,8 @@ import time
 import msgspec
 
 from bench import rig
-from extproc.cli import simulation
-from extproc.sim.virtual import client, lengths, scenario, workloads
+from extproc.cli import simulation_runs
+from extproc.simulator.fleet import client, length_distributions, scenario, workloads
 
 #: Requests per second and engine: three quarters of what an L4 with an 8B model can do here.
 RATE_PER_S = 8
@@ -32,9 +32,11 @@ def a_scenario(engines: int, requests: int) -> scenario.Scenario:
             requests=requests,
             conversations=max(1, requests // 20),
             turns=10,
-            prompt=lengths.Lengths(mean=150, deviation=150, shape="lognormal"),
+            prompt=length_distributions.Lengths(mean=150, deviation=150, shape="lognormal"),
             mean_prompt_tokens=832,
-            output=lengths.Lengths(mean=76, deviation=70, shape="lognormal", lowest=4, highest=400),
+            output=length_distributions.Lengths(
+                mean=76, deviation=70, shape="lognormal", lowest=4, highest=400
+            ),
         ),
         client=client.Client(rate_per_s=RATE_PER_S * engines),
     )
@@ -43,14 +45,14 @@ def a_scenario(engines: int, requests: int) -> scenario.Scenario:
 def measure(engines: int, requests: int, runs: int) -> dict:
     """Seconds of a run; the median of several by CPU."""
     whole = a_scenario(engines, requests)
-    column = simulation.column(
+    column = simulation_runs.column(
         scenario.Variant(name="adaptive", strategy="adaptive"), folder=rig.ROOT, where="bench"
     )
     seeds = list(range(1, runs + 1))
-    todo = simulation.Plan(msgspec.structs.replace(whole, seeds=seeds), [column])
+    todo = simulation_runs.Plan(msgspec.structs.replace(whole, seeds=seeds), [column])
     found = []
     clocks = time.perf_counter(), time.process_time()
-    for run in simulation.runs(todo, jobs=1):
+    for run in simulation_runs.runs(todo, jobs=1):
         now = time.perf_counter(), time.process_time()
         found.append((now[1] - clocks[1], now[0] - clocks[0], run.summary))
         clocks = time.perf_counter(), time.process_time()

@@ -33,14 +33,14 @@ import grpc
 
 from bench import rig, soak_kinds
 from bench import soak_messages as messages
-from extproc.cli import stack
-from extproc.config.holding import Holding
+from extproc.config.flow_control import Holding
+from extproc.config.pool_schema import Source
 from extproc.config.settings import Explain, Server, Settings
-from extproc.config.sources import Source
+from extproc.demo import stack
 from extproc.endpoint import Load, Totals
 from extproc.server import memory
 from extproc.server.app import Picker
-from extproc.server.stream import Stream, opened
+from extproc.server.stream_handler import Stream, opened
 from extproc.wire import codec
 from tests.e2e import http1
 

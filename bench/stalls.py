@@ -14,9 +14,9 @@ import time
 
 import uvloop
 
-from extproc.server import stalls
-from extproc.server.stalls import StallMeter
-from extproc.telemetry.tallies import Tallies
+from extproc.server import loop_stalls
+from extproc.server.loop_stalls import StallMeter
+from extproc.telemetry.counters import Tallies
 
 
 async def idle(seconds: float, *, measured: bool) -> float:
@@ -57,7 +57,7 @@ def main() -> None:
         without, measured = (
             uvloop.run(idle(args.seconds, measured=measured)) for measured in (False, True)
         )
-        share = look_s() / stalls.BUSY_S
+        share = look_s() / loop_stalls.BUSY_S
         print(
             f"quiet {without:.3%}, with the meter {measured:.3%} of a core; "
             f"beside open streams {share:.3%}"

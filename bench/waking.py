@@ -25,7 +25,7 @@ import aiohttp
 import grpc
 
 from bench import rig
-from extproc.cli import stack
+from extproc.demo import stack
 from extproc.wire.pb import keda_pb2
 from tests.kubernetes import test_scaling as scaling
 from tests.support import kube, kube_picker, kube_server

@@ -15,7 +15,7 @@ import aiohttp
 
 from bench import rig
 from bench.real_vllm import counters, install, replicas, report, runs, tiny, workload
-from extproc.cli import stack
+from extproc.demo import stack
 from extproc.errors import ConfigError
 
 STRATEGIES = ("round-robin", "prefix-hash", "adaptive")

@@ -11,7 +11,7 @@ import msgspec
 
 from bench.real_vllm import tiny
 from extproc.endpoint import Load
-from extproc.scrape import page
+from extproc.scrape import metrics_page
 
 _PREDICTED = re.compile(r"(?:^|; )cached=(\d+)/(\d+)(?:;|$)")
 _CHOSEN = re.compile(r"(?:^|; )chose=([^;]+)(?:;|$)")
@@ -157,7 +157,7 @@ def differences(
         adapters: Adapters it was started with.
         models: Its `/v1/models`: parent by id; None for a base model.
     """
-    load = page.read(text.encode(), 0.0)
+    load = metrics_page.read(text.encode(), 0.0)
     if not isinstance(load, Load):
         return [f"the page is unreadable: {load}"]
     cache = labels(text, "vllm:cache_config_info")[0]

@@ -14,10 +14,10 @@ from typing import Any
 import aiohttp
 
 from bench.real_vllm import tiny
-from extproc.cli import stack
+from extproc.demo import stack
 from extproc.endpoint import Load
 from extproc.errors import ConfigError
-from extproc.scrape import page
+from extproc.scrape import metrics_page
 
 COUNT = 2
 MODEL = "tiny"
@@ -160,7 +160,7 @@ async def loads(session: aiohttp.ClientSession, addresses: Sequence[str]) -> lis
     """
     found = []
     for address in addresses:
-        load = page.read((await text(session, address)).encode(), 0.0)
+        load = metrics_page.read((await text(session, address)).encode(), 0.0)
         if not isinstance(load, Load):
             raise TypeError(f"the metrics page of {address} is unreadable: {load}")
         found.append(load)

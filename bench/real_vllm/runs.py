@@ -11,7 +11,7 @@ import aiohttp
 
 from bench import rig
 from bench.real_vllm import client, counters, replicas, report, workload
-from extproc.cli import stack
+from extproc.demo import stack
 
 #: Requests in flight. Few, so that the order of arrival is nearly that of sending.
 AT_ONCE = 4

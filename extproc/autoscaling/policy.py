@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Protocol, Self
 
 from extproc.autoscaling.demand import Bounds, Demand
-from extproc.autoscaling.desired import Desired
+from extproc.autoscaling.interface import Desired
 
 
 class State(Protocol):

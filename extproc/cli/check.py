@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from extproc.cli import check_diff, color, flags, main, sources_told
-from extproc.config import advice, all_errors, envoy_limits, load, reloading, sources, strict
+from extproc.cli import check_diff, check_pools, color, flags, main
+from extproc.config import all_errors, envoy_lint, lint, loader, pool_schema, reloading, validation
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
-from extproc.scheduling import catalogue, defaults
-from extproc.scheduling.plugins import Plugin, Signal
+from extproc.scheduling import presets, registry
+from extproc.scheduling.framework import Plugin, Signal
 from extproc.scheduling.profile import Profile
 
 _MIB = 1024 * 1024
@@ -112,7 +112,7 @@ def _examine(args: argparse.Namespace) -> CheckReport:
     report = CheckReport(
         document.where,
         resolved=resolved,
-        warnings=(*resolved.warnings, *advice.advice(settings)),
+        warnings=(*resolved.warnings, *lint.advice(settings)),
         notes=tuple(preflight.find_taken_ports(settings)),
     )
     try:
@@ -135,9 +135,9 @@ def _compare(args: argparse.Namespace, wanted: sections.Settings) -> check_diff.
 
 def _read_envoy(name: str, settings: sections.Settings) -> EnvoyReport:
     """What an Envoy configuration does to requests and answers."""
-    tree = load.tree_of(load.text_of(Path(name)), where=name)
-    findings = tuple(envoy_limits.read(tree, settings, where=name))
-    return EnvoyReport(name, envoy_limits.longest_hold_s(settings), findings)
+    tree = loader.tree_of(loader.text_of(Path(name)), where=name)
+    findings = tuple(envoy_lint.read(tree, settings, where=name))
+    return EnvoyReport(name, envoy_lint.longest_hold_s(settings), findings)
 
 
 class EnvoyReport(msgspec.Struct, frozen=True):
@@ -151,7 +151,7 @@ class EnvoyReport(msgspec.Struct, frozen=True):
 
     file: str
     longest_hold_s: float
-    findings: tuple[envoy_limits.Finding, ...]
+    findings: tuple[envoy_lint.Finding, ...]
 
     def to_lines(self) -> Iterator[str]:
         """Findings, one in a line."""
@@ -237,7 +237,7 @@ class CheckReport(msgspec.Struct, frozen=True):
 def _meaning(resolved: flags.Resolved) -> Iterator[str]:
     settings = resolved.settings
     yield from _server(settings.server, settings.xds)
-    yield from sources_told.lines(settings)
+    yield from check_pools.lines(settings)
     yield from _scheduling(settings, resolved.profile)
     yield from _limits(settings)
     changes = _changed(settings)
@@ -250,7 +250,9 @@ def _meaning(resolved: flags.Resolved) -> Iterator[str]:
 
 def _changed(settings: sections.Settings) -> Sequence[reloading.Change]:
     """Every field that is not as it would be without a file and flags."""
-    default = sections.Settings(pools=tuple(sources.Pool(name=it.name) for it in settings.pools))
+    default = sections.Settings(
+        pools=tuple(pool_schema.Pool(name=it.name) for it in settings.pools)
+    )
     return list(reloading.changes(default, settings))
 
 
@@ -318,11 +320,11 @@ def _limits(settings: sections.Settings) -> Iterator[str]:
 
 def _plugins() -> Iterator[str]:
     yield "strategies"
-    yield from (f"  {name}" for name in defaults.profiles())
-    yield from _table("filters", catalogue.FILTERS)
-    yield from _table("scorers", catalogue.SCORERS)
-    yield from _table("costs", catalogue.COSTS)
-    yield from _table("pickers", catalogue.PICKERS)
+    yield from (f"  {name}" for name in presets.profiles())
+    yield from _table("filters", registry.FILTERS)
+    yield from _table("scorers", registry.SCORERS)
+    yield from _table("costs", registry.COSTS)
+    yield from _table("pickers", registry.PICKERS)
 
 
 def _table(title: str, kinds: Mapping[str, type[Plugin]]) -> Iterator[str]:
@@ -352,13 +354,13 @@ def _offered(kind: str, cls: type[Plugin]) -> str:
 def _default(field: msgspec.structs.FieldInfo) -> str:
     made = field.default_factory is not msgspec.NODEFAULT
     value = field.default_factory() if made else field.default
-    return strict.show(msgspec.to_builtins(value))
+    return validation.show(msgspec.to_builtins(value))
 
 
 def _told(plugin: Plugin) -> str:
     """A plugin with its parameters and the signals it needs."""
     told = plugin.kind
-    params = ", ".join(f"{name}={strict.show(value)}" for name, value in _params(plugin))
+    params = ", ".join(f"{name}={validation.show(value)}" for name, value in _params(plugin))
     if params:
         told += f" ({params})"
     if plugin.needs:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from extproc.config import load, profiles, reloading
+from extproc.config import loader, profiles, reloading
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 
@@ -68,7 +68,7 @@ def refusal(running: Settings, wanted: Settings) -> str:
     """
     merged = reloading.in_force(running, wanted)
     try:
-        load.together(merged, where="the live fields with what is running")
+        loader.together(merged, where="the live fields with what is running")
         profiles.resolve(merged, where="the live fields with what is running")
     except ConfigError as error:
         return str(error)

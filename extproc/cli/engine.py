@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from extproc.sim import http
+    from extproc.simulator.http import server
 
 
 def add_parser(subparsers: Any) -> None:
@@ -49,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def settings(args: argparse.Namespace) -> http.Settings:
+def settings(args: argparse.Namespace) -> server.Settings:
     """What the flags ask for.
 
     Raises:
@@ -58,7 +58,8 @@ def settings(args: argparse.Namespace) -> http.Settings:
     import msgspec
 
     from extproc import errors
-    from extproc.sim import faults, http, profiles
+    from extproc.simulator import faults, profiles
+    from extproc.simulator.http import server
 
     if args.speed <= 0:
         raise errors.ConfigError(
@@ -79,7 +80,7 @@ def settings(args: argparse.Namespace) -> http.Settings:
     profiles.check(profile)
     for text in args.fault:
         faults.parse(text)
-    return http.Settings(
+    return server.Settings(
         profile=profile,
         model=args.model,
         loras=tuple(args.lora),
@@ -112,8 +113,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _serve(wanted: http.Settings, *, host: str, port: int, cold_s: float) -> None:
-    from extproc.sim import http
+async def _serve(wanted: server.Settings, *, host: str, port: int, cold_s: float) -> None:
+    from extproc.simulator.http import server
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -122,11 +123,11 @@ async def _serve(wanted: http.Settings, *, host: str, port: int, cold_s: float) 
         # A real one reads its weights.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), cold_s)
-    async with http.serving(wanted, host=host, port=port) as server:
+    async with server.serving(wanted, host=host, port=port) as engine_server:
         shown = f"[{host}]" if ":" in host else host
         print(
             f"engine {wanted.model} ({wanted.profile.name}, speed {wanted.speed:g}) "
-            f"listening on {shown}:{server.port}",
+            f"listening on {shown}:{engine_server.port}",
             flush=True,
         )
         await stop.wait()

@@ -158,19 +158,23 @@ def watch(show: Callable[[], int], *, every_s: float, wait: Callable[[float], ob
 
 def _show(args: argparse.Namespace, told: dict[str, Any]) -> int:
     """Print an explanation; returns the exit status."""
-    from extproc.telemetry import table
+    from extproc.telemetry import explanation_text
 
     if args.json:
         print(json.dumps(told, indent=2))
     else:
-        text = table.render_past(told) if "id" in told else table.render_table(told)
+        text = (
+            explanation_text.render_past(told)
+            if "id" in told
+            else explanation_text.render_table(told)
+        )
         for line in text.splitlines():
             is_result = line.startswith(
                 ("chosen by ", "refused with ", "all endpoints are failing")
             )
             print(color.paint(line, "bold", sys.stdout) if is_result else line)
         if args.legend:
-            print(f"\n{table.render_legend()}", end="")
+            print(f"\n{explanation_text.render_legend()}", end="")
     return _REFUSED if told["outcome"] == "rejection" else 0
 
 
@@ -250,29 +254,29 @@ def _read_request(name: str) -> bytes:
 
 
 def _imagine(args: argparse.Namespace, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
-    from extproc.cli import imagined
-    from extproc.config import load, profiles, strict
+    from extproc.cli import offline_explain
+    from extproc.config import loader, profiles, validation
     from extproc.request import RawRequest
     from extproc.telemetry import explanation
-    from extproc.telemetry.state import PoolState
+    from extproc.telemetry.pool_state import PoolState
 
-    document = load.read(Path(args.config_file)) if args.config_file else load.EMPTY
-    overrides: list[load.Override] = []
+    document = loader.read(Path(args.config_file)) if args.config_file else loader.EMPTY
+    overrides: list[loader.Override] = []
     if args.strategy:
         overrides = [
-            load.Override(("scheduling", "strategy"), args.strategy, "--strategy"),
-            load.Override(("scheduling", "profile"), None, "--strategy"),
-            load.Override(("scheduling", "plugins"), [], "--strategy"),
+            loader.Override(("scheduling", "strategy"), args.strategy, "--strategy"),
+            loader.Override(("scheduling", "profile"), None, "--strategy"),
+            loader.Override(("scheduling", "plugins"), [], "--strategy"),
         ]
     if args.allow_unsupported:
         path = ("scheduling", "allow_unsupported")
-        overrides.append(load.Override(path, value=True, flag="--allow-unsupported"))
-    tree = load.tree_of(load.text_of(Path(args.state)), where=args.state)
-    pool = strict.convert(tree, PoolState, where=args.state)
+        overrides.append(loader.Override(path, value=True, flag="--allow-unsupported"))
+    tree = loader.tree_of(loader.text_of(Path(args.state)), where=args.state)
+    pool = validation.convert(tree, PoolState, where=args.state)
     raw = RawRequest({":method": "POST", ":path": args.path, **headers}, body)
-    settings = load.settings(document, overrides)
+    settings = loader.settings(document, overrides)
     profiles.resolve(settings, where="--strategy" if args.strategy else document.where)
-    outcome = imagined.decide(settings, pool, raw, where=args.state)
+    outcome = offline_explain.decide(settings, pool, raw, where=args.state)
     return explanation.explain(outcome, health=explanation.health(pool))
 
 

@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from extproc.cli import quantities
+from extproc.cli import flag_values
 from extproc.config.settings import Settings
-from extproc.scheduling import defaults as profiles
+from extproc.scheduling import presets
 
 #: Below this many seconds the upstream picker clamps its refresh interval; so do we.
 SHORTEST_REFRESH_S = 0.05
@@ -44,15 +44,15 @@ class Flag(msgspec.Struct, frozen=True):
 
 
 def _not(flag: str, found: str) -> bool:
-    return not quantities.boolean(flag, found)
+    return not flag_values.boolean(flag, found)
 
 
 def _refresh(flag: str, found: str) -> float:
-    return max(SHORTEST_REFRESH_S, quantities.seconds(flag, found))
+    return max(SHORTEST_REFRESH_S, flag_values.seconds(flag, found))
 
 
 def _size_if_any(flag: str, found: str) -> int | None:
-    return quantities.size_bytes(flag, found) if found else None
+    return flag_values.size_bytes(flag, found) if found else None
 
 
 def _verbosity(_: str, found: str) -> str | None:
@@ -82,7 +82,7 @@ def default(flag: Flag) -> str:
 def choices(flag: Flag) -> Sequence[str]:
     """The words that a flag takes; empty where it takes any."""
     if flag.path == ("scheduling", "strategy"):
-        return tuple(profiles.profiles())
+        return tuple(presets.profiles())
     kind: Any = Settings
     for name in flag.path:
         kind = next(it.type for it in msgspec.structs.fields(kind) if it.name == name)
@@ -92,10 +92,10 @@ def choices(flag: Flag) -> Sequence[str]:
 
 _SERVER = ("server",)
 _text, _seconds, _boolean, _whole = (
-    quantities.text,
-    quantities.seconds,
-    quantities.boolean,
-    quantities.whole,
+    flag_values.text,
+    flag_values.seconds,
+    flag_values.boolean,
+    flag_values.whole,
 )
 
 FLAGS: Sequence[Flag] = (

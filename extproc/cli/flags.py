@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from extproc.cli import cluster_flags, flag_table, quantities, upstream
-from extproc.config import load, pooling, profiles
+from extproc.cli import epp_flags, flag_table, flag_values, kubernetes_flags
+from extproc.config import loader, pools, profiles
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
 from extproc.scheduling.profile import Profile
@@ -54,7 +54,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     _add(source, "endpoints-file", metavar="FILE", help="file with endpoints; watched")
     cluster = parser.add_argument_group("what to follow in Kubernetes")
-    for named in cluster_flags.FLAGS:
+    for named in kubernetes_flags.FLAGS:
         _add(cluster, named.name, metavar=named.metavar, help=named.text)
     ours = parser.add_argument_group("settings that beat the file")
     for flag in flag_table.FLAGS:
@@ -62,9 +62,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     theirs = parser.add_argument_group("flags of the upstream picker")
     hidden = [
         _add(theirs, other.name, boolean=other.boolean, metavar="VALUE", help=argparse.SUPPRESS)
-        for other in upstream.FLAGS
+        for other in epp_flags.FLAGS
     ]
-    texts = [other.say for other in upstream.FLAGS]
+    texts = [other.say for other in epp_flags.FLAGS]
 
     class HelpAll(argparse.Action):
         """Prints the help with the flags that are usually left out."""
@@ -90,7 +90,7 @@ def _help(flag: flag_table.Flag) -> str:
     return (f"{text} (default: {default})" if default else text).replace("%", "%%")
 
 
-def resolve(args: argparse.Namespace, document: load.Document | None = None) -> Resolved:
+def resolve(args: argparse.Namespace, document: loader.Document | None = None) -> Resolved:
     """Settings from parsed flags.
 
     Args:
@@ -100,14 +100,14 @@ def resolve(args: argparse.Namespace, document: load.Document | None = None) -> 
     Raises:
         ConfigError: A flag or a file is wrong, or asks for what does not exist.
     """
-    warnings = list(upstream.verdicts(args))
-    warnings += upstream.unknown(args.unknown_flags, known=known())
+    warnings = list(epp_flags.verdicts(args))
+    warnings += epp_flags.unknown(args.unknown_flags, known=known())
     document = document or read_document(args)
     warnings += document.warnings
-    in_cluster = cluster_flags.overrides(args, document.tree)
+    in_cluster = kubernetes_flags.overrides(args, document.tree)
     overrides = [*_endpoints(args), *in_cluster, *_settings(args)]
-    merged = load.settings(document, overrides)
-    warnings += cluster_flags.ineffective(args, followed=pooling.from_kubernetes(merged))
+    merged = loader.settings(document, overrides)
+    warnings += kubernetes_flags.ineffective(args, followed=pools.from_kubernetes(merged))
     profile = profiles.resolve(merged, where="--strategy" if args.strategy else document.where)
     warnings += _clamped(args)
     return Resolved(merged, profile, document.where, tuple(warnings))
@@ -117,9 +117,9 @@ def known() -> tuple[str, ...]:
     """Every flag there is, without dashes."""
     return (
         *_SOURCES,
-        *(flag.name for flag in cluster_flags.FLAGS),
+        *(flag.name for flag in kubernetes_flags.FLAGS),
         *(flag.name for flag in flag_table.FLAGS),
-        *(flag.name for flag in upstream.FLAGS),
+        *(flag.name for flag in epp_flags.FLAGS),
     )
 
 
@@ -140,7 +140,7 @@ def _add(
     return action
 
 
-def read_document(args: argparse.Namespace) -> load.Document:
+def read_document(args: argparse.Namespace) -> loader.Document:
     """The configuration that flags name, as it was written.
 
     Raises:
@@ -155,11 +155,11 @@ def read_document(args: argparse.Namespace) -> load.Document:
             fix="put everything into one of them",
         )
     if file:
-        return load.read(Path(file))
-    return load.parse(text, where="--config-text") if text else load.EMPTY
+        return loader.read(Path(file))
+    return loader.parse(text, where="--config-text") if text else loader.EMPTY
 
 
-def _endpoints(args: argparse.Namespace) -> Iterator[load.Override]:
+def _endpoints(args: argparse.Namespace) -> Iterator[loader.Override]:
     """A list on the command line beats list and file of the configuration, and so does a file."""
     words, file = args.endpoints or [], args.endpoints_file
     if words and file:
@@ -170,29 +170,29 @@ def _endpoints(args: argparse.Namespace) -> Iterator[load.Override]:
             fix="keep one; the file is watched, the list is not",
         )
     if words:
-        listed = [word for text in words for word in quantities.listed("--endpoints", text)]
-        yield load.Override(("pool", "endpoints_file"), "", "--endpoints")
-        yield load.Override(("pool", "endpoints"), listed, "--endpoints")
+        listed = [word for text in words for word in flag_values.listed("--endpoints", text)]
+        yield loader.Override(("pool", "endpoints_file"), "", "--endpoints")
+        yield loader.Override(("pool", "endpoints"), listed, "--endpoints")
     elif file:
-        yield load.Override(("pool", "endpoints"), [], "--endpoints-file")
-        yield load.Override(("pool", "endpoints_file"), file, "--endpoints-file")
+        yield loader.Override(("pool", "endpoints"), [], "--endpoints-file")
+        yield loader.Override(("pool", "endpoints_file"), file, "--endpoints-file")
 
 
-def _settings(args: argparse.Namespace) -> Iterator[load.Override]:
+def _settings(args: argparse.Namespace) -> Iterator[loader.Override]:
     for flag in flag_table.FLAGS:
         text = given(args, flag.name)
         value = None if text is None else flag.read(f"--{flag.name}", text)
         if value is not None:
-            yield load.Override(flag.path, value, f"--{flag.name}")
+            yield loader.Override(flag.path, value, f"--{flag.name}")
     if args.strategy is not None:
         # A word on the command line also beats a profile written out in the file.
-        yield load.Override(("scheduling", "profile"), None, "--strategy")
-        yield load.Override(("scheduling", "plugins"), [], "--strategy")
+        yield loader.Override(("scheduling", "profile"), None, "--strategy")
+        yield loader.Override(("scheduling", "plugins"), [], "--strategy")
 
 
 def _clamped(args: argparse.Namespace) -> Iterator[str]:
     text = given(args, "refresh-metrics-interval")
     if text is not None:
-        wanted_s = quantities.seconds("--refresh-metrics-interval", text)
+        wanted_s = flag_values.seconds("--refresh-metrics-interval", text)
         if wanted_s < flag_table.SHORTEST_REFRESH_S:
             yield f"--refresh-metrics-interval: {text} is too short; 50ms is used"

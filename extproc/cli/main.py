@@ -22,9 +22,9 @@ from extproc.errors import ConfigError, ExtprocError
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("extproc.cli.serve", "run the endpoint picker"),
     "engine": ("extproc.cli.engine", "run one simulated vLLM engine"),
-    "demo": ("extproc.cli.demo", "run Envoy, extproc and four simulated engines on loopback"),
+    "demo": ("extproc.demo.demo", "run Envoy, extproc and four simulated engines on loopback"),
     "demo-scale": (
-        "extproc.cli.demo_scale",
+        "extproc.demo.demo_scale",
         "run Envoy and extproc, and engines from zero and back",
     ),
     "check": ("extproc.cli.check", "read a configuration and say what it means"),

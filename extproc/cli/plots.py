@@ -13,7 +13,7 @@ from typing import Any
 
 from extproc import distribution
 from extproc.errors import ConfigError
-from extproc.sim.virtual.report import Column, Report, Run
+from extproc.simulator.fleet.report import Column, Report, Run
 
 _FORMATS = ("png", "svg")
 
@@ -24,7 +24,7 @@ _BARS = (
     ("ttft_p99", "ttft_p99_s", 1e3, "p99 TTFT (ms)"),
 )
 
-#: The four charts of Wallaroo's page, from `extproc.sim.virtual.charts`.
+#: The four charts of Wallaroo's page, from `extproc.simulator.fleet.scaling_history`.
 _CHARTS = (
     ("depth", "queue depth"),
     ("depth_mean", "queue depth, average over the window"),

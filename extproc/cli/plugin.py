@@ -63,15 +63,15 @@ def _template(args: argparse.Namespace) -> int:
 
 
 def _test(args: argparse.Namespace) -> int:
-    from extproc.config import extensions
+    from extproc.config import plugin_loader
     from extproc.testing import contract
 
-    brought = [extensions.from_file(path, where=str(path)) for path in args.files]
-    extensions.combine(brought)  # kinds that clash
+    brought = [plugin_loader.from_file(path, where=str(path)) for path in args.files]
+    plugin_loader.combine(brought)  # kinds that clash
     broken = 0
     for one in brought:
         for cls in one.classes:
-            for method in extensions.roles(cls):
+            for method in plugin_loader.roles(cls):
                 name = f"{one.origin}: {_ROLES[method]} {cls.kind}"  # type: ignore[attr-defined]  # from_file saw it
                 try:
                     contract.CHECKS[method](cls)
@@ -85,10 +85,10 @@ def _test(args: argparse.Namespace) -> int:
 
 def _timed(plugin: Any, method: str) -> str:
     """How long one call takes, against the budget."""
-    from extproc.scheduling import guard
-    from extproc.testing import fleet, trials
+    from extproc.scheduling import plugin_guard
+    from extproc.testing import builders, probes
 
-    there, turn = fleet.crowd(_ENDPOINTS), trials.asked()
+    there, turn = builders.crowd(_ENDPOINTS), probes.asked()
     extra: tuple[Any, ...] = ([0.0] * _ENDPOINTS,) if method == "pick" else ()
     named = {"count": 1} if method == "pick" else {}
     spent_s = []
@@ -96,6 +96,6 @@ def _timed(plugin: Any, method: str) -> str:
         started = time.perf_counter()
         getattr(plugin, method)(turn, there, *extra, **named)
         spent_s.append(time.perf_counter() - started)
-    median_s, budget_s = statistics.median(spent_s), guard.Limits().budget_s
+    median_s, budget_s = statistics.median(spent_s), plugin_guard.Limits().budget_s
     told = f"{median_s * 1e6:.0f} us for {_ENDPOINTS} endpoints"
     return told if median_s <= budget_s else f"{told}, above the budget of {budget_s * 1e3:g} ms"

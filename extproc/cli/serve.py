@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from extproc.cli import flags, main
-from extproc.config import pooling
+from extproc.config import pools
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 
@@ -28,18 +28,18 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: Flags or files are wrong.
     """
-    from extproc.config import advice
+    from extproc.config import lint
 
     resolved = flags.resolve(args)
     settings = resolved.settings
-    if not (pooling.given(settings.pool) or settings.pools or pooling.from_kubernetes(settings)):
+    if not (pools.given(settings.pool) or settings.pools or pools.from_kubernetes(settings)):
         raise ConfigError(
             resolved.where,
             wanted="endpoints",
             found="none",
             fix="add --endpoints ip:port,..., --endpoints-file, --pool-name or a pool section",
         )
-    for warning in (*resolved.warnings, *advice.advice(resolved.settings)):
+    for warning in (*resolved.warnings, *lint.advice(resolved.settings)):
         print(f"extproc: warning: {warning}", file=sys.stderr)
     from extproc.server import preflight, runtime
 

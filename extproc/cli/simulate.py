@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from extproc.cli import simulation
+from extproc.cli import simulation_runs
 from extproc.errors import ConfigError
-from extproc.sim.virtual import report, scenario, tables
+from extproc.simulator.fleet import report, scenario, tables
 
 _BAR = 30
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: The scenario, a configuration or a strategy is wrong.
     """
-    todo = simulation.plan(
+    todo = simulation_runs.plan(
         args.scenario, strategies=args.strategy, configs=args.config, seeds=args.seeds
     )
     if args.baseline:
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     progress = Progress(len(todo.tasks), None if args.quiet else sys.stderr)
     made = []
     try:
-        for one in simulation.runs(todo, jobs=args.jobs):
+        for one in simulation_runs.runs(todo, jobs=args.jobs):
             made.append(one)
             progress.step(f"{one.strategy}, seed {one.seed}")
     finally:

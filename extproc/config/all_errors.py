@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import msgspec
 
-from extproc.config import strict
-from extproc.config.load import Document
+from extproc.config import validation
+from extproc.config.loader import Document
 from extproc.errors import ConfigError
 
 #: Errors that are shown (count); a file with more is another kind of file.
@@ -39,7 +39,7 @@ def collect(
         the file; and the errors.
     """
     errors: list[ConfigError] = []
-    removed: list[strict.Path] = []
+    removed: list[validation.Path] = []
     while len(errors) < _MOST_ERRORS:
         try:
             return read(document), errors
@@ -50,7 +50,7 @@ def collect(
                 return None, errors
             if not _is_consequence(error, original, removed):
                 head = document.where
-                spelled = f"{head}: {strict.spell(original)}" if path else error.where
+                spelled = f"{head}: {validation.spell(original)}" if path else error.where
                 errors.append(_at(error, spelled))
             tree = _without(document.tree, path) if path else None
             if tree is None:
@@ -60,20 +60,20 @@ def collect(
     return None, errors
 
 
-def _path_of(error: ConfigError, document: Document) -> strict.Path:
+def _path_of(error: ConfigError, document: Document) -> validation.Path:
     """Where in the tree of a file an error is; empty for none that is known."""
     head = f"{document.where}: "
-    if isinstance(document.where, strict.Flat) or not error.where.startswith(head):
+    if isinstance(document.where, validation.Flat) or not error.where.startswith(head):
         return ()
-    steps: list[strict.Step] = []
+    steps: list[validation.Step] = []
     for key, index in _STEP.findall(error.where.removeprefix(head).replace(": ", ".")):
         steps.append(int(index) if index else key)
     return tuple(steps)
 
 
-def _original(path: strict.Path, removed: Sequence[strict.Path]) -> strict.Path:
+def _original(path: validation.Path, removed: Sequence[validation.Path]) -> validation.Path:
     """The same place in the file as it was written, with the items of lists that are gone."""
-    steps: strict.Path = ()
+    steps: validation.Path = ()
     for step in path:
         if isinstance(step, int):
             gone = {place[-1] for place in removed if place[:-1] == steps}
@@ -88,7 +88,9 @@ def _original(path: strict.Path, removed: Sequence[strict.Path]) -> strict.Path:
     return steps
 
 
-def _is_consequence(error: ConfigError, path: strict.Path, removed: Sequence[strict.Path]) -> bool:
+def _is_consequence(
+    error: ConfigError, path: validation.Path, removed: Sequence[validation.Path]
+) -> bool:
     """Whether a key is missing only because its wrong value was taken out."""
     return error.wanted.startswith("the key ") and any(
         place[:-1] == path and error.wanted.startswith(f"the key {place[-1]}") for place in removed
@@ -99,7 +101,7 @@ def _at(error: ConfigError, where: str) -> ConfigError:
     return ConfigError(where, wanted=error.wanted, found=error.found, fix=error.fix)
 
 
-def _without(tree: object, path: strict.Path) -> dict[str, object] | None:
+def _without(tree: object, path: validation.Path) -> dict[str, object] | None:
     """A copy of a tree without one value; None where no value stands there."""
     whole = copy.deepcopy(tree)
     below: object = whole

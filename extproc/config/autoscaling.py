@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from extproc.autoscaling import catalogue, meter
+from extproc.autoscaling import demand_estimator, registry
 from extproc.autoscaling.demand import Bounds
 from extproc.autoscaling.policy import Policy
-from extproc.config import bounds
+from extproc.config import constraints
 from extproc.errors import ConfigError
 
 #: Scale targets by kind: API group, version and resource.
@@ -59,8 +59,8 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         resource: Plural name in URLs. Empty: of the kind.
     """
 
-    name: bounds.Name
-    kind: bounds.Name = "Deployment"
+    name: constraints.Name
+    kind: constraints.Name = "Deployment"
     namespace: str = ""
     group: str = ""
     version: str = ""
@@ -102,11 +102,11 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     command: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     host: str = "127.0.0.1"
-    listening: bounds.Name = "listening on "
+    listening: constraints.Name = "listening on "
     health: Annotated[str, msgspec.Meta(pattern="^/")] = "/health"
-    start_s: bounds.PositiveSeconds = 600.0
-    drain_s: bounds.Seconds = 300.0
-    stop_s: bounds.Seconds = 10.0
+    start_s: constraints.PositiveSeconds = 600.0
+    drain_s: constraints.Seconds = 300.0
+    stop_s: constraints.Seconds = 10.0
 
 
 class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -131,15 +131,15 @@ class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         exec_s: Seconds that program has. 60: an API of a cloud is slow.
     """
 
-    policy: str = catalogue.DEFAULT
+    policy: str = registry.DEFAULT
     params: Mapping[str, Any] = {}
-    min: bounds.Count = 0
-    max: bounds.Positive = 1
-    meter: meter.Settings = meter.Settings()
+    min: constraints.Count = 0
+    max: constraints.Positive = 1
+    meter: demand_estimator.Settings = demand_estimator.Settings()
     target: Target | None = None
     launch: Launch | None = None
-    exec: tuple[bounds.Name, ...] = ()
-    exec_s: bounds.PositiveSeconds = 60.0
+    exec: tuple[constraints.Name, ...] = ()
+    exec_s: constraints.PositiveSeconds = 60.0
 
     @property
     def bounds(self) -> Bounds:
@@ -152,7 +152,7 @@ class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         Raises:
             ConfigError: There is no such policy or parameter.
         """
-        return catalogue.make(self.policy, self.params, where=where)
+        return registry.make(self.policy, self.params, where=where)
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -175,12 +175,12 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             write one cannot name another object for the picker to scale.
     """
 
-    pools: Annotated[tuple[bounds.Name, ...], msgspec.Meta(min_length=1)] = ("*",)
-    policy: str = catalogue.DEFAULT
+    pools: Annotated[tuple[constraints.Name, ...], msgspec.Meta(min_length=1)] = ("*",)
+    policy: str = registry.DEFAULT
     params: Mapping[str, Any] = {}
-    min: bounds.Count = 0
-    max: bounds.Positive = 1
-    meter: meter.Settings = meter.Settings()
+    min: constraints.Count = 0
+    max: constraints.Positive = 1
+    meter: demand_estimator.Settings = demand_estimator.Settings()
     target: Target | None = None
     annotations: bool = True
 
@@ -196,7 +196,7 @@ class Keda(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """
 
     enabled: bool = False
-    port: bounds.Port = 9005
+    port: constraints.Port = 9005
     tls: bool = False
 
 
@@ -220,11 +220,11 @@ class Autoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         keda: The external scaler; its own defaults give reasons.
     """
 
-    peers: tuple[bounds.Name, ...] = ()
-    peer_timeout_s: bounds.PositiveSeconds = 1.0
+    peers: tuple[constraints.Name, ...] = ()
+    peer_timeout_s: constraints.PositiveSeconds = 1.0
     state: str = "extproc-autoscaling"
     state_file: str = ""
-    save_s: bounds.PositiveSeconds = 30.0
+    save_s: constraints.PositiveSeconds = 30.0
     found: tuple[Rule, ...] = ()
     keda: Keda = Keda()
 

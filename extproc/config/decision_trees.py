@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from extproc.config import bounds, grammar, strict
+from extproc.config import constraints, scheduling_schema, validation
 from extproc.errors import ConfigError
 
 #: Depth of references and trees. The gateway's default has 4; the bound is against trees that
@@ -15,7 +15,7 @@ DEEPEST = 32
 
 #: Finds the kind and parameters of a plugin by its name, which stands at a path; parameters of a
 #: decision tree are as they were written.
-Find = Callable[[str, strict.Path], tuple[grammar.Plugin, bool]]
+Find = Callable[[str, validation.Path], tuple[scheduling_schema.Plugin, bool]]
 
 _WAYS = {
     "on_success": "nextOnSuccess",
@@ -27,7 +27,7 @@ _WAYS = {
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"):
     """A plugin by name, or a tree; one of the two."""
 
-    plugin_ref: bounds.Name | None = None
+    plugin_ref: constraints.Name | None = None
     decision_tree: Mapping[str, object] | None = None
 
 
@@ -41,7 +41,7 @@ class _Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def rooted(
-    params: Mapping[str, object], find: Find, *, where: str, path: strict.Path
+    params: Mapping[str, object], find: Find, *, where: str, path: validation.Path
 ) -> dict[str, object]:
     """Parameters of a `tree` that walks as a decision tree does.
 
@@ -58,20 +58,20 @@ def rooted(
 
 
 def _node(
-    params: Mapping[str, object], find: Find, *, where: str, path: strict.Path, left: int
+    params: Mapping[str, object], find: Find, *, where: str, path: validation.Path, left: int
 ) -> dict[str, object]:
     if not left:
         raise ConfigError(
-            strict.place(where, path[:4]),
+            validation.place(where, path[:4]),
             wanted=f"a decision tree of at most {DEEPEST} levels",
             found="more",
             fix="see whether trees refer to each other in a circle",
         )
-    node = strict.convert(params, _Node, where=where, path=path)
+    node = validation.convert(params, _Node, where=where, path=path)
     made = _entry(node.current, find, where=where, path=(*path, "current"), left=left)
     if made.keys() - {"kind", "params"} or made["kind"] == "tree":
         raise ConfigError(
-            strict.place(where, (*path, "current")),
+            validation.place(where, (*path, "current")),
             wanted="a filter that is no tree",
             found="a decision tree",
             fix="name the filter that its root asks first",
@@ -89,11 +89,11 @@ def _node(
 
 
 def _entry(
-    entry: _Entry, find: Find, *, where: str, path: strict.Path, left: int
+    entry: _Entry, find: Find, *, where: str, path: validation.Path, left: int
 ) -> dict[str, object]:
     if (entry.plugin_ref is None) == (entry.decision_tree is None):
         raise ConfigError(
-            strict.place(where, path),
+            validation.place(where, path),
             wanted="either pluginRef or decisionTree",
             found="both" if entry.plugin_ref else "neither",
             fix="name a plugin, or write a tree",

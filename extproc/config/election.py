@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from extproc.config import cluster, pooling
+from extproc.config import kubernetes_plan, pools
 from extproc.config import settings as sections
 from extproc.discovery.kubernetes import settings as watching
 from extproc.election import lease
@@ -49,9 +49,9 @@ def plan(settings: sections.Settings, *, where: str, environment: Mapping[str, s
             go together.
     """
     wanted = settings.cluster
-    if not (wanted.leader_election or pooling.scaled(settings)):
+    if not (wanted.leader_election or pools.scaled(settings)):
         return None
-    followed = cluster.plan(settings, where=where, environment=environment)
+    followed = kubernetes_plan.plan(settings, where=where, environment=environment)
     if followed is None and not wanted.kubeconfig and not environment.get(_INSIDE):
         asker = "cluster.leader_election" if wanted.leader_election else "autoscaling.target"
         raise ConfigError(
@@ -61,7 +61,7 @@ def plan(settings: sections.Settings, *, where: str, environment: Mapping[str, s
             fix=f"set cluster.kubeconfig, or leave {asker} off: every replica can pick",
         )
     _check_times(wanted.lease, where)
-    here = cluster.namespace(environment)
+    here = kubernetes_plan.namespace(environment)
     name = wanted.lease.name or _name(settings, followed, here)
     if not lease.named(name):
         raise ConfigError(
@@ -76,7 +76,7 @@ def plan(settings: sections.Settings, *, where: str, environment: Mapping[str, s
     )
 
 
-def _name(settings: sections.Settings, followed: cluster.Plan | None, here: str) -> str:
+def _name(settings: sections.Settings, followed: kubernetes_plan.Plan | None, here: str) -> str:
     """As the upstream picker calls it, where there is one pool.
 
     Source: docs/spec/protocol.md#flags-and-defaults.

@@ -8,21 +8,20 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from extproc.config import load, policies, profiles
+from extproc.config import loader, policy_schema, profiles
 from extproc.config import settings as sections
-from extproc.discovery import dns, entries, follow
-from extproc.dispatch import beliefs
-from extproc.dispatch import dispatcher as dispatching
-from extproc.dispatch import routing as routes
+from extproc.discovery import dns, endpoint_list, static_discovery
 from extproc.endpoint import Endpoint
-from extproc.pool import health
-from extproc.pool.fleet import Fleet
-from extproc.prefix.index import PrefixIndex
-from extproc.protocol.gathering import Budget
+from extproc.pool import outlier_detection
+from extproc.pool.store import Fleet
+from extproc.prefix_cache import cache_model
+from extproc.prefix_cache.index import PrefixIndex
+from extproc.protocol.body_buffer import Budget
 from extproc.protocol.settings import ExchangeSettings
-from extproc.scheduling import guard
+from extproc.routing import director, routing_config
+from extproc.scheduling import plugin_guard
 from extproc.scheduling.profile import Profile
-from extproc.scrape import pace, roll, scraper
+from extproc.scrape import model_list_poller, schedule, scraper
 from extproc.supervision import Supervisor
 
 
@@ -50,25 +49,25 @@ class Parts(msgspec.Struct, frozen=True):
     rng: random.Random
     fleet: Fleet
     index: PrefixIndex
-    belief: beliefs.Beliefs
-    guards: guard.Guards
+    belief: cache_model.Beliefs
+    guards: plugin_guard.Guards
     profile: Profile
     profiles: profiles.Profiles
-    dispatcher: dispatching.Dispatcher
+    dispatcher: director.Dispatcher
     exchange: ExchangeSettings
     budget: Budget
     scraping: scraper.Settings
-    listed: tuple[entries.Entry, ...]
-    following: follow.Settings
+    listed: tuple[endpoint_list.Entry, ...]
+    following: static_discovery.Settings
 
 
 def _nobody(_: Endpoint) -> None:
     """Nobody else wants to know who left."""
 
 
-def _untimed() -> guard.Guards:
+def _untimed() -> plugin_guard.Guards:
     """Guards whose clock stands still."""
-    return guard.Guards(lambda: 0.0, guard.Counts())
+    return plugin_guard.Guards(lambda: 0.0, plugin_guard.Counts())
 
 
 def build(
@@ -76,7 +75,7 @@ def build(
     *,
     where: str = "settings",
     on_gone: Callable[[Endpoint], None] = _nobody,
-    guards: guard.Guards | None = None,
+    guards: plugin_guard.Guards | None = None,
 ) -> Parts:
     """Build the parts.
 
@@ -93,14 +92,14 @@ def build(
     resolved = profiles.resolve_all(settings, where=where, guards=guards)
     prefix = settings.prefix
     index = PrefixIndex(prefix.capacity_blocks, max_bytes=prefix.max_bytes)
-    belief = beliefs.Beliefs(index, prefix.schedule.tokens, most_blocks=prefix.capacity_blocks)
+    belief = cache_model.Beliefs(index, prefix.schedule.tokens, most_blocks=prefix.capacity_blocks)
 
     def forget(endpoint: Endpoint) -> None:
         belief.forget(endpoint)
         on_gone(endpoint)
 
     rng = random.Random(settings.seed)
-    wellbeing = health.Health(settings.health, rng)
+    wellbeing = outlier_detection.Health(settings.health, rng)
     fleet = Fleet(on_gone=forget, on_observed=belief.observed, wellbeing=wellbeing)
     return Parts(
         settings=settings,
@@ -111,7 +110,7 @@ def build(
         guards=guards,
         profile=resolved.profile,
         profiles=resolved,
-        dispatcher=dispatching.Dispatcher(
+        dispatcher=director.Dispatcher(
             fleet=fleet,
             routing=routing(settings, resolved.profile, resolved.by_model),
             index=index,
@@ -123,8 +122,8 @@ def build(
         exchange=exchange(settings),
         budget=Budget(settings.limits.max_assembly_bytes),
         scraping=_scraping(settings.scrape),
-        listed=load.entries(settings.pool, where=where),
-        following=follow.Settings(
+        listed=loader.entries(settings.pool, where=where),
+        following=static_discovery.Settings(
             file=settings.pool.endpoints_file,
             refresh_s=settings.pool.dns_refresh_s,
             pool=settings.pool.name,
@@ -136,9 +135,9 @@ def reroute(
     settings: sections.Settings,
     *,
     where: str,
-    guards: guard.Guards,
+    guards: plugin_guard.Guards,
     before: profiles.Profiles | None = None,
-) -> tuple[routes.Routing, profiles.Profiles]:
+) -> tuple[routing_config.Routing, profiles.Profiles]:
     """What a running dispatcher is to route by under other settings, and the profiles in it.
 
     Args:
@@ -168,12 +167,12 @@ def exchange(settings: sections.Settings) -> ExchangeSettings:
 
 def routing(
     settings: sections.Settings, profile: Profile, by_model: Mapping[str, Profile]
-) -> routes.Routing:
+) -> routing_config.Routing:
     """What a dispatcher routes by."""
-    return routes.Routing(
+    return routing_config.Routing(
         profile=profile,
         by_model=by_model,
-        settings=routes.DispatchSettings(
+        settings=routing_config.DispatchSettings(
             stale_after_s=settings.scrape.stale_after_s,
             fallbacks=settings.scheduling.fallbacks,
             honour_subset=settings.scheduling.honour_subset,
@@ -181,7 +180,7 @@ def routing(
             kubeai_names=settings.scheduling.kubeai_names,
             busy_s=settings.holding.busy_s if settings.holding.enabled else None,
         ),
-        policy=policies.policy(settings.pool.objectives, settings.pool.rewrites),
+        policy=policy_schema.policy(settings.pool.objectives, settings.pool.rewrites),
     )
 
 
@@ -189,9 +188,9 @@ def discovery(
     parts: Parts,
     *,
     clock: Callable[[], float],
-    on_fact: Callable[[follow.DiscoveryFact], None],
+    on_fact: Callable[[static_discovery.DiscoveryFact], None],
     supervisor: Supervisor,
-) -> follow.Discovery:
+) -> static_discovery.Discovery:
     """Build what keeps the fleet's endpoint list true.
 
     Args:
@@ -200,7 +199,7 @@ def discovery(
         on_fact: Told when something happened.
         supervisor: Hears of steps that went well.
     """
-    return follow.Discovery(
+    return static_discovery.Discovery(
         parts.following,
         parts.fleet,
         listed=parts.listed,
@@ -228,11 +227,13 @@ def _scraping(scrape: sections.Scrape) -> scraper.Settings:
         path=scrape.path,
         timeout_s=scrape.timeout_s,
         cap_bytes=scrape.max_page_bytes,
-        pace=pace.Pace(
+        pace=schedule.Pace(
             fast_s=scrape.busy_interval_s,
             slow_s=scrape.idle_interval_s,
             scrapes_per_s=scrape.max_scrapes_per_s,
             backoff_cap_s=scrape.backoff_cap_s,
         ),
-        models=roll.Settings(interval_s=scrape.models_interval_s if scrape.models else None),
+        models=model_list_poller.Settings(
+            interval_s=scrape.models_interval_s if scrape.models else None
+        ),
     )

@@ -7,16 +7,23 @@ from typing import TypeVar
 
 import msgspec
 
-from extproc.config import ecosystem, extensions, grammar, outline, strict, trees
+from extproc.config import (
+    epp_config,
+    filter_tree_syntax,
+    plugin_loader,
+    profile_builder,
+    scheduling_schema,
+    validation,
+)
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
-from extproc.scheduling import catalogue, defaults, guard, tree
-from extproc.scheduling.plugins import Filter, Plugin, Signal
+from extproc.scheduling import filter_tree, plugin_guard, presets, registry
+from extproc.scheduling.framework import Filter, Plugin, Signal
 from extproc.scheduling.profile import Profile
 
 Found = TypeVar("Found", bound=Plugin)
 
-_SCHEDULING: strict.Path = ("scheduling",)
+_SCHEDULING: validation.Path = ("scheduling",)
 
 #: What has to be switched on for a signal that is not always there.
 _SCRAPED = "set scrape.enabled to true"
@@ -52,13 +59,13 @@ class Origin(msgspec.Struct, frozen=True):
         budget_ms: What a call of one of these may take; 0 where there are none.
     """
 
-    rules: grammar.Rules
+    rules: scheduling_schema.Rules
     outsiders: frozenset[type]
     budget_ms: float
 
 
 def resolve(
-    settings: sections.Settings, *, where: str, guards: guard.Guards | None = None
+    settings: sections.Settings, *, where: str, guards: plugin_guard.Guards | None = None
 ) -> Profile:
     """The profile that settings mean.
 
@@ -79,7 +86,7 @@ def resolve_all(
     settings: sections.Settings,
     *,
     where: str,
-    guards: guard.Guards | None = None,
+    guards: plugin_guard.Guards | None = None,
     before: Profiles | None = None,
 ) -> Profiles:
     """The profile for all models, and those of models with rules of their own.
@@ -95,12 +102,12 @@ def resolve_all(
         ConfigError: See `resolve`.
     """
     scheduling = settings.scheduling
-    tables = extensions.tables(scheduling, where=where, guards=guards)
+    tables = plugin_loader.tables(scheduling, where=where, guards=guards)
     signals = provided(settings)
 
     origins: dict[str | None, Origin] = {}
 
-    def ruled(rules: grammar.Rules, model: str | None, *path: strict.Step) -> Profile:
+    def ruled(rules: scheduling_schema.Rules, model: str | None, *path: validation.Step) -> Profile:
         profile = _ruled(rules, path, where=where, tables=tables)
         _require(profile, signals, where=where, path=path)
         origin = origins[model] = _origin(rules, tables, scheduling.plugin_budget_ms)
@@ -117,9 +124,9 @@ def resolve_all(
     return Profiles(ruled(scheduling, None, *_SCHEDULING), by_model, origins)
 
 
-def _origin(rules: grammar.Rules, tables: catalogue.Tables, budget_ms: float) -> Origin:
-    own = {name: getattr(rules, name) for name in grammar.Rules.__struct_fields__}
-    plain = grammar.Rules(**own)
+def _origin(rules: scheduling_schema.Rules, tables: registry.Tables, budget_ms: float) -> Origin:
+    own = {name: getattr(rules, name) for name in scheduling_schema.Rules.__struct_fields__}
+    plain = scheduling_schema.Rules(**own)
     words = set(_words(msgspec.to_builtins(plain))) if tables.outsiders else set()
     used = frozenset(cls for cls in tables.outsiders if getattr(cls, "kind", "") in words)
     return Origin(plain, used, budget_ms if used else 0.0)
@@ -138,14 +145,16 @@ def _words(tree: object) -> Iterator[str]:
 
 
 def _ruled(
-    rules: grammar.Rules, path: strict.Path, *, where: str, tables: catalogue.Tables
+    rules: scheduling_schema.Rules, path: validation.Path, *, where: str, tables: registry.Tables
 ) -> Profile:
     """Both grammars come to an outline, and an outline to a profile."""
     if rules.profile is not None:
-        return _made(outline.by_roles(rules.profile, (*path, "profile")), tables, where=where)
+        return _made(
+            profile_builder.by_roles(rules.profile, (*path, "profile")), tables, where=where
+        )
     if not rules.plugins:
         return _named(rules.strategy, path, where=where)
-    return _made(ecosystem.by_reference(rules, tables, path, where=where), tables, where=where)
+    return _made(epp_config.by_reference(rules, tables, path, where=where), tables, where=where)
 
 
 def provided(settings: sections.Settings) -> frozenset[Signal]:
@@ -163,13 +172,13 @@ def plugins(profile: Profile) -> tuple[Plugin, ...]:
     return profile.plugins
 
 
-def _named(strategy: str, path: strict.Path, *, where: str) -> Profile:
-    named = defaults.profiles()
+def _named(strategy: str, path: validation.Path, *, where: str) -> Profile:
+    named = presets.profiles()
     profile = named.get(strategy)
     if profile is None:
-        meant = strict.nearest(strategy, named)
+        meant = validation.nearest(strategy, named)
         raise ConfigError(
-            strict.place(where, (*path, "strategy")),
+            validation.place(where, (*path, "strategy")),
             wanted=f"one of {', '.join(named)}",
             found=strategy,
             fix=f"did you mean {meant}?" if meant else "name one, or write out a profile",
@@ -177,14 +186,14 @@ def _named(strategy: str, path: strict.Path, *, where: str) -> Profile:
     return profile
 
 
-def _made(written: outline.Outline, tables: catalogue.Tables, *, where: str) -> Profile:
+def _made(written: profile_builder.Outline, tables: registry.Tables, *, where: str) -> Profile:
     """A profile of what was written.
 
     Raises:
         ConfigError: A kind or parameter is unknown, or there are several of what there is one of.
     """
 
-    def make(table: Mapping[str, type[Found]], part: outline.Part) -> Found:
+    def make(table: Mapping[str, type[Found]], part: profile_builder.Part) -> Found:
         spot = (*part.path, part.params)
         return _plugin(table, part.plugin, where=where, path=part.path, tables=tables, spot=spot)
 
@@ -195,44 +204,44 @@ def _made(written: outline.Outline, tables: catalogue.Tables, *, where: str) -> 
     for what, found in (("picker", pickers), ("cost model", costs)):
         if len(found) > 1:
             raise ConfigError(
-                strict.place(where, written.path),
+                validation.place(where, written.path),
                 wanted=f"one {what}",
                 found=", ".join(one.kind for one in found),
                 fix="keep one",
             )
     if not pickers:
-        usual = outline.Part("pickers", written.picker, written.path, "params")
+        usual = profile_builder.Part("pickers", written.picker, written.path, "params")
         pickers = [make(tables.pickers, usual)]
     return Profile(written.name, filters, scorers, pickers[0], costs[0] if costs else None)
 
 
 def _plugin(
     table: Mapping[str, type[Found]],
-    entry: grammar.Plugin,
+    entry: scheduling_schema.Plugin,
     *,
     where: str,
-    path: strict.Path,
-    tables: catalogue.Tables,
-    spot: strict.Path,
+    path: validation.Path,
+    tables: registry.Tables,
+    spot: validation.Path,
 ) -> Found:
-    kind = catalogue.find(table, entry.kind, where=strict.place(where, (*path, "kind")))
+    kind = registry.find(table, entry.kind, where=validation.place(where, (*path, "kind")))
     params = dict(entry.params)
-    if issubclass(kind, tree.Tree):
+    if issubclass(kind, filter_tree.Tree):
 
-        def below(node: grammar.Plugin, at: strict.Path) -> Filter:
+        def below(node: scheduling_schema.Plugin, at: validation.Path) -> Filter:
             spot = (*at, "params")
             return _plugin(tables.filters, node, where=where, path=at, tables=tables, spot=spot)
 
-        params = trees.grown(params, below, where=where, path=spot)
+        params = filter_tree_syntax.grown(params, below, where=where, path=spot)
     try:
-        made = strict.convert(params, kind, where=where, path=spot)
+        made = validation.convert(params, kind, where=where, path=spot)
         if not isinstance(made.needs, frozenset):
             raise TypeError("its needs are no frozenset")  # noqa: TRY301 - told as its own errors are
     except ConfigError:
         raise
     except Exception as error:  # a check of its own, in a plugin of others
         raise ConfigError(
-            strict.place(where, spot),
+            validation.place(where, spot),
             wanted=f"parameters that {entry.kind} takes",
             found=f"{type(error).__name__}: {error}",
             fix="change the parameters, or correct the plugin",
@@ -241,14 +250,14 @@ def _plugin(
 
 
 def _require(
-    profile: Profile, signals: frozenset[Signal], *, where: str, path: strict.Path
+    profile: Profile, signals: frozenset[Signal], *, where: str, path: validation.Path
 ) -> None:
     for plugin in plugins(profile):
         missing = sorted(plugin.needs - signals, key=lambda signal: signal.value)
         if missing:
             names = ", ".join(signal.value for signal in missing)
             raise ConfigError(
-                strict.place(where, path),
+                validation.place(where, path),
                 wanted=f"every signal that profile {profile.name} reads",
                 found=f"nobody who provides {names}, which {plugin.kind} needs",
                 fix=f"{_PROVIDED_BY[missing[0]]}, or take {plugin.kind} out",

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from extproc.config import sources, strict
+from extproc.config import pool_schema, validation
 from extproc.config.settings import Settings
 
 
@@ -249,13 +249,15 @@ def _merged(old: Any, new: Any, live: tuple[str, ...]) -> Any:
     return msgspec.structs.replace(old, **{name: getattr(new, name) for name in live})
 
 
-def _section(path: strict.Path, row: Row, old: Any, new: Any) -> Iterator[Change]:
+def _section(path: validation.Path, row: Row, old: Any, new: Any) -> Iterator[Change]:
     for field in msgspec.structs.fields(type(old)):
         one, other = getattr(old, field.name), getattr(new, field.name)
         yield from _leaves((*path, field.encode_name), one, other, field.name in row.live)
 
 
-def _pools(before: tuple[sources.Pool, ...], after: tuple[sources.Pool, ...]) -> Iterator[Change]:
+def _pools(
+    before: tuple[pool_schema.Pool, ...], after: tuple[pool_schema.Pool, ...]
+) -> Iterator[Change]:
     old, new = ({pool.name: pool for pool in pools} for pools in (before, after))
     if list(old) != list(new):
         yield Change("pools", ", ".join(old) or "none", ", ".join(new) or "none", is_live=False)
@@ -264,7 +266,7 @@ def _pools(before: tuple[sources.Pool, ...], after: tuple[sources.Pool, ...]) ->
             yield from _section((f"pools[{name}]",), _POOLS, old[name], new[name])
 
 
-def _leaves(path: strict.Path, old: Any, new: Any, is_live: bool) -> Iterator[Change]:  # noqa: FBT001
+def _leaves(path: validation.Path, old: Any, new: Any, is_live: bool) -> Iterator[Change]:  # noqa: FBT001
     if old == new:
         return
     if isinstance(old, msgspec.Struct) and type(old) is type(new):
@@ -276,7 +278,7 @@ def _leaves(path: strict.Path, old: Any, new: Any, is_live: bool) -> Iterator[Ch
             one, other = old.get(key, msgspec.UNSET), new.get(key, msgspec.UNSET)
             yield from _leaves((*path, str(key)), one, other, is_live)
     else:
-        spelled = strict.spell(path)
+        spelled = validation.spell(path)
         hidden = spelled in _SECRET
         before, after = (_HIDDEN if hidden and value else _text(value) for value in (old, new))
         yield Change(spelled, before, after, is_live)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from extproc.config import settings as sections
-from extproc.scheduling import catalogue, defaults
+from extproc.scheduling import presets, registry
 
 _FIELD = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
@@ -28,9 +28,9 @@ def schema() -> dict[str, Any]:
         # Of several with one name each is called by its module as well.
         full = f"{struct.__module__}.{struct.__qualname__}"
         _describe(parts[full if full in parts else struct.__name__], struct)
-    parts["Rules"]["properties"]["strategy"]["examples"] = list(defaults.profiles())
-    parts["Scheduling"]["properties"]["strategy"]["examples"] = list(defaults.profiles())
-    kinds = sorted({*catalogue.FILTERS, *catalogue.SCORERS, *catalogue.COSTS, *catalogue.PICKERS})
+    parts["Rules"]["properties"]["strategy"]["examples"] = list(presets.profiles())
+    parts["Scheduling"]["properties"]["strategy"]["examples"] = list(presets.profiles())
+    kinds = sorted({*registry.FILTERS, *registry.SCORERS, *registry.COSTS, *registry.PICKERS})
     for name, key in (("Plugin", "kind"), ("WeightedScorer", "kind"), ("NamedPlugin", "type")):
         parts[name]["properties"][key]["examples"] = kinds
     return {

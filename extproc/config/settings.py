@@ -36,15 +36,15 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from extproc.config import bounds, grammar, sources
+from extproc.config import constraints, pool_schema, scheduling_schema
 from extproc.config.autoscaling import Autoscaling
-from extproc.config.holding import Holding
-from extproc.config.sharing import Sharing
+from extproc.config.flow_control import Holding
+from extproc.config.peer_sync import Sharing
 from extproc.parsing import usage
 from extproc.pool import condition
-from extproc.prefix import blocks
-from extproc.prefix.index import DEFAULT_MAX_BYTES
-from extproc.xds import traits
+from extproc.prefix_cache import blocks
+from extproc.prefix_cache.index import DEFAULT_MAX_BYTES
+from extproc.xds import cluster_options
 
 API_VERSION: Final = "extproc/v1alpha1"
 KIND: Final = "ExtProcConfig"
@@ -81,14 +81,14 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """
 
     host: str = ""
-    grpc_port: bounds.Port = 9002
-    grpc_health_port: bounds.Port = 9003
-    metrics_port: bounds.Port = 9090
+    grpc_port: constraints.Port = 9002
+    grpc_health_port: constraints.Port = 9003
+    metrics_port: constraints.Port = 9090
     secure_serving: bool = True
     cert_path: str = ""
     enable_cert_reload: bool = True
     health_checking: bool = True
-    drain_timeout_s: bounds.Seconds = 30.0
+    drain_timeout_s: constraints.Seconds = 30.0
     admin_token_file: str = ""
 
     def grpc_address(self, port: int) -> str:
@@ -138,16 +138,16 @@ class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     path: Annotated[str, msgspec.Meta(pattern="^/")] = "/metrics"
     scheme: Literal["http", "https"] = "http"
     verify_tls: bool = False
-    busy_interval_s: bounds.PositiveSeconds = 0.2
-    idle_interval_s: bounds.PositiveSeconds = 2.0
-    timeout_s: bounds.PositiveSeconds = 1.0
-    stale_after_s: bounds.PositiveSeconds = 6.0
-    backoff_cap_s: bounds.PositiveSeconds = 10.0
-    max_scrapes_per_s: bounds.PositiveRate = 100.0
-    max_page_bytes: bounds.Positive = 4 * _MIB
-    first_look_s: bounds.Seconds = 3.0
+    busy_interval_s: constraints.PositiveSeconds = 0.2
+    idle_interval_s: constraints.PositiveSeconds = 2.0
+    timeout_s: constraints.PositiveSeconds = 1.0
+    stale_after_s: constraints.PositiveSeconds = 6.0
+    backoff_cap_s: constraints.PositiveSeconds = 10.0
+    max_scrapes_per_s: constraints.PositiveRate = 100.0
+    max_page_bytes: constraints.Positive = 4 * _MIB
+    first_look_s: constraints.Seconds = 3.0
     models: bool = True
-    models_interval_s: bounds.PositiveSeconds = 30.0
+    models_interval_s: constraints.PositiveSeconds = 30.0
 
 
 class Prefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -167,8 +167,8 @@ class Prefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """
 
     schedule: blocks.Schedule = blocks.DEFAULT
-    capacity_blocks: bounds.Count = 32768
-    max_bytes: bounds.Positive = DEFAULT_MAX_BYTES
+    capacity_blocks: constraints.Count = 32768
+    max_bytes: constraints.Positive = DEFAULT_MAX_BYTES
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -190,11 +190,11 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             message, with headers and attributes around it.
     """
 
-    max_body_bytes: bounds.Positive = 32 * _MIB
-    max_streams: bounds.Positive = 10_000
-    max_assembly_bytes: bounds.Positive = 512 * _MIB
-    body_idle_s: bounds.PositiveSeconds = 60.0
-    max_message_bytes: bounds.Positive = 36 * _MIB
+    max_body_bytes: constraints.Positive = 32 * _MIB
+    max_streams: constraints.Positive = 10_000
+    max_assembly_bytes: constraints.Positive = 512 * _MIB
+    body_idle_s: constraints.PositiveSeconds = 60.0
+    max_message_bytes: constraints.Positive = 36 * _MIB
 
 
 class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -220,7 +220,7 @@ class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     marker: bool = True
     feedback: bool = True
-    stream_share: bounds.Share = 0.0
+    stream_share: constraints.Share = 0.0
     restore_model: bool = True
     request_cost: Mapping[usage.Kind, float] = {}
     list_models: bool | None = None
@@ -239,7 +239,7 @@ class Explain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             an access log is set up to.
     """
 
-    decisions: bounds.Count = 1000
+    decisions: constraints.Count = 1000
     header: bool = False
     scores: bool = False
 
@@ -262,9 +262,9 @@ class Xds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """
 
     enabled: bool = False
-    port: bounds.Port = 18000
-    health_check: traits.HealthCheck = traits.HealthCheck()
-    outliers: traits.Outliers = traits.Outliers()
+    port: constraints.Port = 18000
+    health_check: cluster_options.HealthCheck = cluster_options.HealthCheck()
+    outliers: cluster_options.Outliers = cluster_options.Outliers()
 
 
 class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -279,11 +279,11 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 _SERVER = Server()
-_SOURCE = sources.Source()
-_CLUSTER = sources.Cluster()
+_SOURCE = pool_schema.Source()
+_CLUSTER = pool_schema.Cluster()
 _SCRAPE = Scrape()
 _HEALTH = condition.Settings()
-_SCHEDULING = grammar.Scheduling()
+_SCHEDULING = scheduling_schema.Scheduling()
 _PREFIX = Prefix()
 _LIMITS = Limits()
 _HOLDING = Holding()
@@ -326,12 +326,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     api_version: Literal["extproc/v1alpha1"] = msgspec.field(name="apiVersion", default=API_VERSION)
     kind: Literal["ExtProcConfig"] = KIND
     server: Server = _SERVER
-    pool: sources.Source = _SOURCE
-    pools: tuple[sources.Pool, ...] = ()
-    cluster: sources.Cluster = _CLUSTER
+    pool: pool_schema.Source = _SOURCE
+    pools: tuple[pool_schema.Pool, ...] = ()
+    cluster: pool_schema.Cluster = _CLUSTER
     scrape: Scrape = _SCRAPE
     health: condition.Settings = _HEALTH
-    scheduling: grammar.Scheduling = _SCHEDULING
+    scheduling: scheduling_schema.Scheduling = _SCHEDULING
     prefix: Prefix = _PREFIX
     limits: Limits = _LIMITS
     holding: Holding = _HOLDING

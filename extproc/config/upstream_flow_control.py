@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
-from extproc.config import strict
+from extproc.config import validation
 from extproc.errors import ConfigError
 
 #: The feature gate without which upstream ignores the section.
@@ -70,7 +70,9 @@ class _Section:
         ConfigError: It is no mapping, or has another key.
     """
 
-    def __init__(self, tree: object, keys: Sequence[str], *, path: strict.Path, where: str) -> None:
+    def __init__(
+        self, tree: object, keys: Sequence[str], *, path: validation.Path, where: str
+    ) -> None:
         self.path = path
         self._where = where
         if not isinstance(tree, Mapping):
@@ -78,7 +80,7 @@ class _Section:
         self._tree: Mapping[str, object] = tree
         for key in tree:
             if key not in keys:
-                nearest = strict.nearest(str(key), keys)
+                nearest = validation.nearest(str(key), keys)
                 fix = f"did you mean {nearest}?" if nearest else "remove it"
                 raise self.wrong(str(key), wanted=f"one of {', '.join(keys)}", found=key, fix=fix)
 
@@ -127,8 +129,8 @@ class _Section:
     def wrong(self, key: str, *, wanted: str, found: object, fix: str) -> ConfigError:
         """An error about a key, or about all of it."""
         path = (*self.path, key) if key else self.path
-        place = strict.place(self._where, path)
-        return ConfigError(place, wanted=wanted, found=strict.show(found), fix=fix)
+        place = validation.place(self._where, path)
+        return ConfigError(place, wanted=wanted, found=validation.show(found), fix=fix)
 
 
 def holding_of(
@@ -227,11 +229,11 @@ def _policy(
             fix = "name a plugin of this file, or its type"
             wanted = f"a policy such as {', '.join(known)}"
             raise band.wrong(key, wanted=wanted, found=name, fix=fix)
-        chosen[strict.spell(band.path)] = kind
+        chosen[validation.spell(band.path)] = kind
     spot, kind = next(iter(chosen.items()))
     for band in bands[1:]:
         if band.get("priority") == 0:
-            spot = strict.spell(band.path)
+            spot = validation.spell(band.path)
             kind = chosen[spot]
     ours = "fairness" if known is _FAIRNESS else "order"
     mapped = known.get(kind) or known[usual]
@@ -243,7 +245,7 @@ def _policy(
         f"{other}.{key}: {different} is not acted on: all priorities have one policy, "
         f"holding.{ours} {mapped}"
         for other, different in chosen.items()
-        if different != kind and (other != strict.spell(bands[0].path) or bands[0].get(key))
+        if different != kind and (other != validation.spell(bands[0].path) or bands[0].get(key))
     ]
     return mapped
 
@@ -260,7 +262,7 @@ def _unmapped(
         for key in ("maxRequests", "maxBytes"):
             if band.quantity(key):
                 yield (
-                    f"{strict.spell(band.path)}.{key} is not acted on: all priorities share "
+                    f"{validation.spell(band.path)}.{key} is not acted on: all priorities share "
                     f"flowControl.{key}, and a full queue displaces the lowest priority first"
                 )
     limit = section.get("usageLimitPolicyPluginRef")

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from typing import Final
 
-from extproc.discovery import resolved
+from extproc.discovery import dns_answers
 
 #: Addresses of one name that are taken (count); an answer of DNS has room for some 4000.
 MAX_ADDRESSES: Final = 4096
@@ -23,7 +23,7 @@ class Resolver:
     def __init__(self, *, timeout_s: float = 5.0) -> None:
         self._timeout_s = timeout_s
 
-    async def resolve(self, names: Sequence[str]) -> resolved.Answers:
+    async def resolve(self, names: Sequence[str]) -> dns_answers.Answers:
         """The answers; an empty one for a name that failed or took too long."""
         return dict(
             zip(names, await asyncio.gather(*(self._one(name) for name in names)), strict=True)

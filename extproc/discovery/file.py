@@ -12,7 +12,7 @@ import pathlib
 import msgspec
 import yaml
 
-from extproc.discovery import entries
+from extproc.discovery import endpoint_list
 from extproc.errors import ConfigError
 
 #: The C loader reads a list of 10,000 endpoints some ten times faster; not every wheel has it.
@@ -48,7 +48,7 @@ def stamp(path: pathlib.Path) -> Stamp:
     return Stamp(found.st_mtime_ns, found.st_size, found.st_ino)
 
 
-def load(path: pathlib.Path, *, limit_bytes: int) -> tuple[entries.Entry, ...]:
+def load(path: pathlib.Path, *, limit_bytes: int) -> tuple[endpoint_list.Entry, ...]:
     """Reads a YAML file, of which JSON is a part.
 
     Args:
@@ -86,4 +86,4 @@ def load(path: pathlib.Path, *, limit_bytes: int) -> tuple[entries.Entry, ...]:
             found=" ".join(str(error).split())[:200] or type(error).__name__,
             fix="correct the syntax",
         ) from error
-    return entries.from_document(document, where=where)
+    return endpoint_list.from_document(document, where=where)

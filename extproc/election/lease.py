@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from extproc.election.term import Put, Record
+from extproc.election.lease_state import Put, Record
 
 _API = "coordination.k8s.io/v1"
 

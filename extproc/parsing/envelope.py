@@ -14,7 +14,7 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.parsing import bounded, framing, inputs, session
+from extproc.parsing import bounded_decoder, canonical_prompt, inputs, session
 from extproc.request import MAX_NAME_BYTES, RawRequest, Request
 
 #: Headers that name the model to be served, where the body names none
@@ -95,7 +95,7 @@ def decode_loose(
 ) -> Body | Rejection:
     """Like `decode`, for surfaces on which a model is optional."""
     try:
-        return bounded.decode(decoder, raw.body)
+        return bounded_decoder.decode(decoder, raw.body)
     except msgspec.ValidationError as error:
         return _misused(raw, error, wanted=wanted)
     except msgspec.DecodeError as error:
@@ -133,7 +133,7 @@ def mend_surrogates(body: bytes) -> bytes:
 def _misused(raw: RawRequest, error: msgspec.ValidationError, *, wanted: str) -> Rejection:
     """Tell a body that is no object from one whose prompt field is of the wrong type."""
     try:
-        body = bounded.decode(_ENVELOPE, raw.body)
+        body = bounded_decoder.decode(_ENVELOPE, raw.body)
     except (ValueError, RecursionError):
         return not_json(str(error))
     return decision.bad_request(wanted) if model_of(body, raw.headers) else NO_MODEL
@@ -196,7 +196,7 @@ def _adapter_of_batch(value: Any, prompt: inputs.Prompt) -> tuple[str, inputs.Pr
     if type(first) is str and names.count(first) == len(names):
         return first, prompt
     name = next((name for name in names if type(name) is str and name), "")
-    return name, inputs.salted(prompt, framing.item(value))
+    return name, inputs.salted(prompt, canonical_prompt.item(value))
 
 
 def _max_tokens(body: Envelope) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from extproc.parsing import framing, tokens
+from extproc.parsing import canonical_prompt, tokens
 from extproc.request import BYTES_PER_TOKEN
 
 
@@ -51,7 +51,7 @@ def prompt_of(value: object) -> Prompt | None:
     if type(value) is bytes:
         return framed(value)
     if type(value) is dict or type(value) is msgspec.Raw:
-        return framed(framing.item(value))
+        return framed(canonical_prompt.item(value))
     if type(value) is not list or not value:
         return None
     first = value[0]
@@ -65,8 +65,8 @@ def prompt_of(value: object) -> Prompt | None:
         if len(rows) == len(batch):
             return Prompt(tokens.SEPARATOR.join(rows), sum(map(len, rows)) // tokens.WIDTH)
     # The first text has no marker before it: alone or first in a batch, it is the same prefix.
-    content = framing.content(value)
-    return framed(content.removeprefix(framing.TEXT))
+    content = canonical_prompt.content(value)
+    return framed(content.removeprefix(canonical_prompt.TEXT))
 
 
 def _packed(ids: object) -> bytes | None:
@@ -80,7 +80,7 @@ def salted(prompt: Prompt, salt: object) -> Prompt:
 
     The salt is padded with zero bytes to whole tokens and closed by a separator.
     """
-    head = framing.salt(salt)
+    head = canonical_prompt.salt(salt)
     if not head:
         return prompt
     padding = b"\0" * (-len(head) % tokens.WIDTH)

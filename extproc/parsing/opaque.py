@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from extproc.parsing import bounded, chat, envelope, inputs, session
+from extproc.parsing import bounded_decoder, envelope, inputs, openai_chat, session
 from extproc.request import RawRequest, Request
 
 #: Larger bodies on unknown paths are not looked into: uploads, not prompts.
@@ -63,7 +63,7 @@ def parse(raw: RawRequest, api: str) -> Request:
         return bare(raw, api)
     prompt = (
         inputs.prompt_of(body.prompt)
-        or chat.loose_prompt(body.messages)
+        or openai_chat.loose_prompt(body.messages)
         or inputs.prompt_of(body.input)
         or inputs.NOTHING
     )
@@ -82,7 +82,7 @@ def _decoded(decoder: msgspec.json.Decoder[envelope.Body], raw: RawRequest) -> e
     if len(raw.body) > LARGEST_BYTES or not raw.body[:64].lstrip().startswith(b"{"):
         return None
     try:
-        return bounded.decode(decoder, raw.body)
+        return bounded_decoder.decode(decoder, raw.body)
     except (ValueError, RecursionError):
         return None
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from extproc.decision import Rejection
-from extproc.parsing import envelope, opening, parser, preparsed, rewriting
+from extproc.parsing import envelope, first_user_message, model_edit, preparsed, surfaces
 from extproc.request import RawRequest, Request
 
 
@@ -47,11 +47,11 @@ def run(job: ParseJob, body: bytes) -> preparsed.ParseResult:
         What `parser.parse` and `rewriting.find_place` find, with the prompt cut to what is read of it.
     """
     raw = RawRequest(job.headers, body, job.truncated, job.subset)
-    place = rewriting.find_place(raw)
-    outcome = parser.parse(raw)
+    place = model_edit.find_place(raw)
+    outcome = surfaces.parse(raw)
     if isinstance(outcome, Request):
         return preparsed.ParseResult(_cut(outcome, job.max_prompt_bytes), "", None, place)
-    supplied = parser.parse_supplied(raw, "supplied") if outcome == envelope.NO_MODEL else None
+    supplied = surfaces.parse_supplied(raw, "supplied") if outcome == envelope.NO_MODEL else None
     if supplied is None or isinstance(supplied, Rejection):
         return preparsed.ParseResult(None, outcome.message, None, place)
     return preparsed.ParseResult(None, outcome.message, _cut(supplied, job.max_prompt_bytes), place)
@@ -62,4 +62,4 @@ def _cut(request: Request, max_prompt_bytes: int) -> Request:
     if len(request.prompt) <= max_prompt_bytes:
         return request
     cut = msgspec.structs.replace(request, prompt=request.prompt[:max_prompt_bytes])
-    return cut if opening.of(cut) == opening.of(request) else request
+    return cut if first_user_message.of(cut) == first_user_message.of(request) else request

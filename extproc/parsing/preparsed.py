@@ -6,7 +6,7 @@ import msgspec
 
 from extproc import decision
 from extproc.decision import Rejection, Splice
-from extproc.parsing import opening
+from extproc.parsing import first_user_message
 from extproc.request import RawRequest, Request
 
 
@@ -92,5 +92,5 @@ def rest(raw: RawRequest) -> RawRequest:
     """A request as it waits: of a prompt that was read before only the opening is left."""
     if type(raw) is not PreparsedRequest or not isinstance(raw.outcome, Request):
         return raw
-    outcome = msgspec.structs.replace(raw.outcome, prompt=opening.reduced(raw.outcome))
+    outcome = msgspec.structs.replace(raw.outcome, prompt=first_user_message.reduced(raw.outcome))
     return msgspec.structs.replace(raw, outcome=outcome)

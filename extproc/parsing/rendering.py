@@ -10,18 +10,18 @@ from __future__ import annotations
 import msgspec
 
 from extproc.decision import Rejection
-from extproc.parsing import chat, completions, opaque
+from extproc.parsing import opaque, openai_chat, openai_completions
 from extproc.request import RawRequest, Request
 
 
 def parse_chat(raw: RawRequest) -> Request | Rejection:
     """Read a chat request to be rendered."""
-    return _unprompted(chat.parse(raw), "chat_render")
+    return _unprompted(openai_chat.parse(raw), "chat_render")
 
 
 def parse_completions(raw: RawRequest) -> Request | Rejection:
     """Read a completions request to be rendered."""
-    return _unprompted(completions.parse(raw), "completions_render")
+    return _unprompted(openai_completions.parse(raw), "completions_render")
 
 
 def parse_tokenize(raw: RawRequest) -> Request:

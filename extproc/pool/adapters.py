@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import islice
 
 from extproc.endpoint import Load, Residency
-from extproc.pool.accounts import Account, Standing
+from extproc.pool.inflight import Account, Standing
 
 
 def residency(adapter: str, account: Account, load: Load, known: frozenset[str]) -> Residency:

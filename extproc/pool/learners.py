@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from extproc.endpoint import DEFAULT_RATES, Rates
-from extproc.pool.rates import Learner, pooled
+from extproc.pool.step_time_estimator import Learner, pooled
 
 #: Seconds for which what the pool has shown stands: to work it out is a walk over all members.
 _STANDS_S = 1.0

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from extproc.endpoint import NO_TOTALS, UNKNOWN, Load
-from extproc.pool.accounts import Account
+from extproc.pool.inflight import Account
 
 # Bits of what is wrong with a page.
 

@@ -18,11 +18,11 @@ from extproc.endpoint import (
     Rates,
     Residency,
 )
-from extproc.pool import imputing, plausibility
-from extproc.pool.accounts import Account
+from extproc.pool import load_imputation, plausibility
 from extproc.pool.adapters import residency
 from extproc.pool.condition import FINE, UNREACHABLE_AFTER, Condition, State
-from extproc.pool.serving import Serving, Split
+from extproc.pool.inflight import Account
+from extproc.pool.model_index import Serving, Split
 
 _DOUBTED = State.DOUBTED
 _DOWN = State.DOWN
@@ -163,7 +163,7 @@ def candidates(
     adapter: str,
     adapters: frozenset[str],
     now: float,
-    imputation: imputing.Imputation | None,
+    imputation: load_imputation.Imputation | None,
     home: Account | None = None,
 ) -> list[Candidate]:
     """Turn members into candidates.
@@ -179,7 +179,7 @@ def candidates(
     """
     made: list[Candidate] = []
     place = resident = Residency.RESIDENT
-    counted: Sequence[Member | imputing.CountedPage] = members
+    counted: Sequence[Member | load_imputation.CountedPage] = members
     pages: Sequence[Load | None] = (None,) * len(members)
     unseen_by_position: Mapping[int, float] = {}
     if imputation is not None:

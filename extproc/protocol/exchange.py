@@ -14,11 +14,11 @@ import msgspec
 
 from extproc import decision as outcomes
 from extproc.decision import Decision, Outcome, Rejection
-from extproc.protocol import feedback, refusal, restoring, transitions
-from extproc.protocol.debts import Debts
-from extproc.protocol.events import NO_HEADERS, UNDECLARED, BodyMode, Event, Kind, Modes
-from extproc.protocol.gathering import Budget, Gathering
+from extproc.protocol import error_response, model_name_restorer, response_handling, transitions
+from extproc.protocol.body_buffer import Budget, Gathering
+from extproc.protocol.deferred_responses import Debts
 from extproc.protocol.headers import SELECTION, control_headers, edited_length, tokens
+from extproc.protocol.messages import NO_HEADERS, UNDECLARED, BodyMode, Event, Kind, Modes
 from extproc.protocol.replies import Continue, Headers, Refuse, Reply, chunks
 from extproc.protocol.settings import ExchangeSettings
 from extproc.protocol.transitions import Act, Asked, Told
@@ -70,7 +70,7 @@ class Exchange(msgspec.Struct):
     told: Told = Told.IDLE
     pending: RawRequest | None = None
     status: str = ""
-    tail: feedback.Tail | None = None
+    tail: response_handling.Tail | None = None
     rejection: Rejection | None = None
     edited: bool = False
     _modes: Modes | None = None
@@ -82,7 +82,7 @@ class Exchange(msgspec.Struct):
     _gathering: Gathering | None = None
     #: What the engine was asked for, and what the client calls it.
     _names: tuple[str, str] = ("", "")
-    _restoration: feedback.Restoration | None = None
+    _restoration: response_handling.Restoration | None = None
     _selected: bool = False
     _history: int = 0
 
@@ -168,7 +168,7 @@ class Exchange(msgspec.Struct):
         self.rejection = rejection
         self.close()
         content_type = self._headers.get("content-type", "")
-        return refusal.refuse(rejection, grpc=content_type.startswith("application/grpc"))
+        return error_response.refuse(rejection, grpc=content_type.startswith("application/grpc"))
 
     def answer(self, given: outcomes.Answer) -> Refuse:
         """End the exchange with an answer of our own."""
@@ -271,8 +271,8 @@ class Exchange(msgspec.Struct):
         self.told = _ENDED if event.end_of_stream else _STARTED
         restorer = None
         if self._names[1] and not event.end_of_stream:
-            restorer = restoring.of(event.headers, *self._names)
-        replies = feedback.answer(
+            restorer = model_name_restorer.of(event.headers, *self._names)
+        replies = response_handling.answer(
             event,
             modes,
             self._settings,
@@ -283,14 +283,14 @@ class Exchange(msgspec.Struct):
         if restorer is not None:
             shown = replies[0].response_body or modes.response
             length = event.headers.get("content-length", "")
-            self._restoration = feedback.Restoration(restorer, shown, length=length)
+            self._restoration = response_handling.Restoration(restorer, shown, length=length)
         return replies
 
     def _pass_response(self, event: Event, modes: Modes) -> Iterable[Reply]:
         self._abandon()
         self.told = _ENDED if event.end_of_stream else _STARTED
         if self.tail is None:
-            self.tail = feedback.Tail()
+            self.tail = response_handling.Tail()
         self.tail.add(event.body)
         if self._restoration is not None:
             return self._restoration.body(event)

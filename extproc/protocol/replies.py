@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from extproc.protocol.events import BodyMode, Kind
+from extproc.protocol.messages import BodyMode, Kind
 
 Headers = tuple[tuple[str, str], ...]
 

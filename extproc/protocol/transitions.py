@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from extproc.errors import ProtocolError
-from extproc.protocol.events import Kind
+from extproc.protocol.messages import Kind
 
 #: The last six kinds of an exchange are kept in one integer, for the error message.
 KIND_BITS = 4

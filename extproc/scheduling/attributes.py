@@ -11,7 +11,7 @@ from difflib import get_close_matches
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.plugins import Signal
+from extproc.scheduling.framework import Signal
 
 
 class Attribute(msgspec.Struct, frozen=True):

@@ -10,6 +10,8 @@ import msgspec
 
 from extproc.decision import Branch
 from extproc.endpoint import Candidate
+from extproc.scheduling.context import Turn
+from extproc.scheduling.filter_tree import Node, Tree
 from extproc.scheduling.filters.adapter_active import AdapterActive
 from extproc.scheduling.filters.adapter_soft_affinity import AdapterSoftAffinity
 from extproc.scheduling.filters.can_accept_adapter import CanAcceptAdapter
@@ -20,9 +22,7 @@ from extproc.scheduling.filters.low_cost_adapter import LowCostAdapter
 from extproc.scheduling.filters.low_latency import LowLatency
 from extproc.scheduling.filters.queue_range import QueueRange
 from extproc.scheduling.filters.sheddable_capacity import SheddableCapacity
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.tree import Node, Tree
-from extproc.scheduling.turn import Turn
+from extproc.scheduling.framework import Signal
 
 
 class FilterChain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):

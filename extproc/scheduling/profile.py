@@ -17,7 +17,8 @@ from extproc import decision
 from extproc.decision import Branch, Decision, Filtered, Outcome, Priced, Scored
 from extproc.endpoint import Candidate, Endpoint
 from extproc.errors import ConfigError
-from extproc.scheduling.plugins import (
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import (
     Answerer,
     Branching,
     BypassedError,
@@ -31,7 +32,6 @@ from extproc.scheduling.plugins import (
     Scorer,
     Signal,
 )
-from extproc.scheduling.turn import Turn
 from extproc.scheduling.unknown import NEUTRAL
 
 _NONE_FILTERED: Sequence[Filtered] = ()

@@ -18,7 +18,7 @@ import msgspec
 from extproc.decision import Decision
 from extproc.endpoint import Candidate, Endpoint
 from extproc.request import shorten_id
-from extproc.scheduling.turn import Turn
+from extproc.scheduling.context import Turn
 
 #: Sessions remembered, the longest unused forgotten first. 65536 are some 10 MB; the bound is
 #: against names that clients make up.

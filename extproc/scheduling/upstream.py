@@ -24,8 +24,8 @@ from extproc.scheduling.filters import (
     utilization_filter,
 )
 from extproc.scheduling.filters import context_length_aware as keep_context_length_aware
+from extproc.scheduling.framework import Filter, Picker, Scorer
 from extproc.scheduling.pickers import max_score_picker, random_picker, weighted_random_picker
-from extproc.scheduling.plugins import Filter, Picker, Scorer
 from extproc.scheduling.scorers import (
     active_request_scorer,
     context_length_aware,

@@ -11,7 +11,7 @@ from typing import cast
 
 import msgspec
 
-from extproc.scrape import reply
+from extproc.scrape import http_response
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -63,11 +63,11 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self.closed = False
         self._transport: asyncio.Transport | None = None
-        self._reply: reply.Reply | None = None
+        self._reply: http_response.Reply | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    async def ask(self, request: bytes, *, cap_bytes: int) -> reply.Reply:
-        answer = self._reply = reply.Reply(cap_bytes=cap_bytes)
+    async def ask(self, request: bytes, *, cap_bytes: int) -> http_response.Reply:
+        answer = self._reply = http_response.Reply(cap_bytes=cap_bytes)
         if self._transport is None or self.closed:
             answer.end()
             return answer
@@ -169,7 +169,7 @@ class Client:
                 return _page(answer)
         return _page(await self._ask(await self._connect(where), where))
 
-    async def _ask(self, connection: _Connection, where: Target) -> reply.Reply:
+    async def _ask(self, connection: _Connection, where: Target) -> http_response.Reply:
         loop = asyncio.get_running_loop()
         if connection.idle_since and loop.time() - connection.idle_since > self._idle_s:
             connection.drop()
@@ -194,5 +194,5 @@ class Client:
         return connection
 
 
-def _page(answer: reply.Reply) -> bytes | Failed:
+def _page(answer: http_response.Reply) -> bytes | Failed:
     return Failed(answer.failure) if answer.failure else answer.body

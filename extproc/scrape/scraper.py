@@ -14,7 +14,7 @@ from typing import Final, Generic
 import msgspec
 
 from extproc.endpoint import METRICS_PORT, Endpoint, Load
-from extproc.scrape import client, engines, needs, pace, page, roll
+from extproc.scrape import client, engines, metrics_page, model_list_poller, needs, schedule
 from extproc.scrape.needs import MarkT
 from extproc.supervision import Supervisor
 
@@ -54,8 +54,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 1.0
     cap_bytes: int = 4 * 1024 * 1024
     follow_s: float = 0.2
-    pace: pace.Pace = pace.Pace()
-    models: roll.Settings = roll.NEVER
+    pace: schedule.Pace = schedule.Pace()
+    models: model_list_poller.Settings = model_list_poller.NEVER
 
 
 class ScrapeFact(msgspec.Struct, frozen=True, gc=False):
@@ -111,7 +111,7 @@ class Watch(Generic[MarkT]):
         self._scraper = scraper
         self._opened = -1
         self.target = _target(member.endpoint, scraper.settings.path)
-        self._roll = roll.Roll(
+        self._roll = model_list_poller.Roll(
             member.endpoint,
             fleet=scraper.fleet,
             client=scraper.client,
@@ -126,7 +126,9 @@ class Watch(Generic[MarkT]):
         scraper = self._scraper
         wait_s = scraper.rng.uniform(0.0, scraper.settings.pace.fast_s)
         while True:
-            await asyncio.sleep(pace.to_tick_s(scraper.clock(), wait_s, pace=scraper.settings.pace))
+            await asyncio.sleep(
+                schedule.to_tick_s(scraper.clock(), wait_s, pace=scraper.settings.pace)
+            )
             began = scraper.clock()
             await self.step()
             wait_s = max(0.0, scraper.wait_s(self) - (scraper.clock() - began))
@@ -262,7 +264,7 @@ class Scraper(Generic[MarkT]):
 
     def wait_s(self, watch: Watch[MarkT]) -> float:
         """Seconds from the start of this watch's last scrape to its next one."""
-        return pace.wait_s(
+        return schedule.wait_s(
             self.settings.pace,
             busy=watch.busy,
             busy_endpoints=self.census.busy,
@@ -316,5 +318,5 @@ def _read(found: bytes | client.Failed, endpoint: Endpoint, now: float) -> Load 
         return found.reason
     labels = endpoint.labels
     engine_type = next((labels[key] for key in engines.TYPE_LABELS if key in labels), "")
-    read = page.read(found, now, engine_type=engine_type)
+    read = metrics_page.read(found, now, engine_type=engine_type)
     return read if isinstance(read, Load) else "unreadable"

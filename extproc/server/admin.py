@@ -14,13 +14,13 @@ from aiohttp import web
 
 from extproc.decision import Answer, Outcome, Rejection
 from extproc.pool.snapshot import Pool
-from extproc.protocol import refusal
+from extproc.protocol import error_response
 from extproc.request import RawRequest
 from extproc.server.admin_access import AdminAccess
 from extproc.server.health import Readiness
-from extproc.telemetry import explanation, state
+from extproc.telemetry import explanation, pool_state
+from extproc.telemetry.decision_log import Ring
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.ring import Ring
 
 #: Names under which `/debug/explain` takes the path and headers of the request to explain.
 PATH_HEADER = "x-explain-path"
@@ -105,12 +105,12 @@ class Pages:
             named = ", ".join(pools) or "none"
             missing = Rejection(404, f"no pool is called {name!r}; there are: {named}")
             return _refused(missing)
-        return web.json_response(explanation.pool_state(pool, self._clock()))
+        return web.json_response(explanation.describe_pool(pool, self._clock()))
 
     async def pools(self, _: web.Request) -> web.Response:
         """Every pool by its name, as `pool` shows one."""
         now = self._clock()
-        told = {name: explanation.pool_state(pool, now) for name, pool in self._pools().items()}
+        told = {name: explanation.describe_pool(pool, now) for name, pool in self._pools().items()}
         return web.json_response({"pools": told})
 
     async def decisions(self, request: web.Request) -> web.Response:
@@ -150,7 +150,9 @@ class Pages:
                 status=outcome.status, body=outcome.body, content_type="application/json"
             )
         pool = self._pools().get(outcome.pool)
-        health = None if pool is None else explanation.health(state.of_pool(pool, self._clock()))
+        health = (
+            None if pool is None else explanation.health(pool_state.of_pool(pool, self._clock()))
+        )
         return web.json_response(explanation.explain(outcome, health=health))
 
 
@@ -174,5 +176,7 @@ def hide_software(runner: web.AppRunner) -> None:
 
 def _refused(rejection: Rejection) -> web.Response:
     return web.Response(
-        status=rejection.status, body=refusal.body(rejection), content_type="application/json"
+        status=rejection.status,
+        body=error_response.body(rejection),
+        content_type="application/json",
     )

@@ -17,40 +17,39 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from extproc.config import cluster, factory
+from extproc.autoscaling.runtime import autoscaler, keda_scaler
+from extproc.config import factory, kubernetes_plan
 from extproc.config.settings import Server, Settings
 from extproc.decision import Answer, Decision, Outcome, Rejection
-from extproc.discovery.follow import DiscoveryFact
-from extproc.discovery.kubernetes import follow as following
-from extproc.discovery.kubernetes import watches
-from extproc.protocol.gathering import Budget
+from extproc.discovery.kubernetes import controller, watch_status
+from extproc.discovery.static_discovery import DiscoveryFact
+from extproc.protocol.body_buffer import Budget
 from extproc.request import RawRequest
-from extproc.scheduling import guard
+from extproc.scheduling import plugin_guard
 from extproc.scrape import client, scraper
 from extproc.server import (
     admin,
     admin_access,
+    ext_proc_servicer,
     health,
-    leases,
-    ports,
+    lease_client,
+    listeners,
     reload,
-    servicer,
     signals,
-    stream,
-    xds,
+    stream_handler,
+    xds_servicer,
 )
 from extproc.server.large_bodies import LargeBodies
-from extproc.server.scaling import autoscaler, keda
-from extproc.server.sharing import line
-from extproc.server.site import Shared
-from extproc.server.sites import Sites
-from extproc.server.stalls import StallMeter
+from extproc.server.loop_stalls import StallMeter
+from extproc.server.pool_registry import Sites
+from extproc.server.pool_runtime import Shared
+from extproc.server.redis_peer_channel import line
 from extproc.supervision import LoopName
+from extproc.telemetry.counters import Tallies
+from extproc.telemetry.decision_log import Ring
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.ring import Ring
-from extproc.telemetry.tallies import Tallies
-from extproc.telemetry.watch_series import WatchFigures
-from extproc.xds.traits import Traits
+from extproc.telemetry.watch_metrics import WatchFigures
+from extproc.xds.cluster_options import Traits
 
 _log = logging.getLogger("extproc.server")
 
@@ -157,9 +156,9 @@ class Picker:
             cap_bytes=settings.scrape.max_page_bytes,
             tls=factory.scrape_tls(settings.scrape),
         )
-        guards = guard.Guards(time.perf_counter, self.tallies.plugins)
+        guards = plugin_guard.Guards(time.perf_counter, self.tallies.plugins)
         shared = Shared(self.tallies, guards, self._http, scraper.Census(), clock)
-        plan = cluster.plan(settings, where="the configuration", environment=os.environ)
+        plan = kubernetes_plan.plan(settings, where="the configuration", environment=os.environ)
         self.sites = Sites(
             settings, shared, written=plan.pools if plan else {}, heard=lambda: self._listed
         )
@@ -168,7 +167,7 @@ class Picker:
         self.readiness = self._build_readiness()
         self.tallies.watches = self._watch_figures
         self._stalls = StallMeter(self.tallies)
-        self._elector = leases.stand(
+        self._elector = lease_client.stand(
             settings, able=lambda: self.readiness.able, supervisor=self.tallies.supervisor
         )
         self._admin_token = _admin_token(settings)
@@ -180,9 +179,9 @@ class Picker:
             clock=clock,
             token=self._current_token,
         )
-        self._keda: keda.Scaler | None = None
+        self._keda: keda_scaler.Scaler | None = None
         if settings.autoscaling.keda.enabled:
-            self._keda = keda.Scaler(self._autoscaler.loops)
+            self._keda = keda_scaler.Scaler(self._autoscaler.loops)
             self._autoscaler.on_change = self._keda.told
             self._autoscaler.on_gone = self._keda.gone
         self._large_bodies = LargeBodies(
@@ -194,11 +193,11 @@ class Picker:
         self._grpc: list[grpc.aio.Server] = []
         self._pages: web.AppRunner | None = None
 
-    def _build_follower(self, plan: cluster.Plan | None) -> following.Follower | None:
+    def _build_follower(self, plan: kubernetes_plan.Plan | None) -> controller.Follower | None:
         """What follows objects of Kubernetes; None where there are none to follow."""
         if plan is None:
             return None
-        return following.Follower(
+        return controller.Follower(
             plan.watching,
             clock=self._clock,
             rng=random.Random(self._settings.seed),
@@ -219,8 +218,8 @@ class Picker:
             notes=self._notes,
         )
 
-    def _build_servicer(self) -> servicer.Servicer:
-        shared = stream.Shared(
+    def _build_servicer(self) -> ext_proc_servicer.Servicer:
+        shared = stream_handler.Shared(
             switchboard=self.sites.switchboard,
             exchange_settings=factory.exchange(self._settings),
             budget=self.budget,
@@ -233,14 +232,14 @@ class Picker:
         shared.gates = self.sites.gates
         shared.large_bodies = self._large_bodies
         shared.on_opened = self._stalls.wake
-        return servicer.Servicer(shared)
+        return ext_proc_servicer.Servicer(shared)
 
-    def _build_xds(self) -> xds.Discovery | None:
+    def _build_xds(self) -> xds_servicer.Discovery | None:
         """The xDS server; None where none is configured."""
         settings = self._settings.xds
         if not settings.enabled:
             return None
-        return xds.Discovery(
+        return xds_servicer.Discovery(
             self.sites.pools,
             h2c=lambda: self.sites.h2c,
             synced=lambda: self.sites.synced,
@@ -249,34 +248,34 @@ class Picker:
             supervisor=self.tallies.supervisor,
         )
 
-    async def start(self) -> ports.Addresses:
+    async def start(self) -> listeners.Addresses:
         """Listen on all ports; not ready before `sync`.
 
         Raises:
             ConfigError: A port is taken, or a certificate cannot be read.
         """
         server = self._settings.server
-        main = ports.listener(self._settings.limits.max_message_bytes)
-        servicer.register(main, self.servicer)
+        main = listeners.listener(self._settings.limits.max_message_bytes)
+        ext_proc_servicer.register(main, self.servicer)
         if server.health_checking:
             health.register(main, self.readiness)
-        probes = ports.listener(self._settings.limits.max_message_bytes)
+        probes = listeners.listener(self._settings.limits.max_message_bytes)
         health.register(probes, self.readiness)
         self._grpc = [main, probes]
-        identity = ports.credentials(server)
-        grpc_port = ports.bind(
+        identity = listeners.credentials(server)
+        grpc_port = listeners.bind(
             main, server.grpc_address(server.grpc_port), flag="--grpc-port", identity=identity
         )
-        health_port = ports.bind(
+        health_port = listeners.bind(
             probes, server.grpc_address(server.grpc_health_port), flag="--grpc-health-port"
         )
         xds_port = 0
         if self._xds is not None:
-            telling = ports.listener(self._settings.limits.max_message_bytes)
-            xds.register(telling, self._xds)
+            telling = listeners.listener(self._settings.limits.max_message_bytes)
+            xds_servicer.register(telling, self._xds)
             health.register(telling, self.readiness)
             self._grpc.append(telling)
-            xds_port = ports.bind(
+            xds_port = listeners.bind(
                 telling,
                 server.grpc_address(self._settings.xds.port),
                 flag="--xds-port",
@@ -284,21 +283,21 @@ class Picker:
             )
         keda_port = 0
         if self._keda is not None:
-            scaling = ports.listener(self._settings.limits.max_message_bytes)
-            keda.register(scaling, self._keda, self.tallies.supervisor)
+            scaling = listeners.listener(self._settings.limits.max_message_bytes)
+            keda_scaler.register(scaling, self._keda, self.tallies.supervisor)
             health.register(scaling, self.readiness)
             self._grpc.append(scaling)
             wanted = self._settings.autoscaling.keda
-            keda_port = ports.bind(
+            keda_port = listeners.bind(
                 scaling,
                 server.grpc_address(wanted.port),
                 flag="autoscaling.keda.port",
-                identity=identity or ports.credentials(server) if wanted.tls else None,
+                identity=identity or listeners.credentials(server) if wanted.tls else None,
             )
         pages_port = await self._start_pages(server)
         for one in self._grpc:
             await one.start()
-        return ports.Addresses(grpc_port, health_port, pages_port, xds_port, keda_port)
+        return listeners.Addresses(grpc_port, health_port, pages_port, xds_port, keda_port)
 
     async def sync(self) -> None:
         """Learn the endpoints.
@@ -320,7 +319,7 @@ class Picker:
         return self._follower is None or self._follower.synced
 
     @property
-    def _watch_statuses(self) -> Sequence[watches.WatchStatus]:
+    def _watch_statuses(self) -> Sequence[watch_status.WatchStatus]:
         """How the watches of Kubernetes stand; nothing where there are none."""
         return () if self._follower is None else self._follower.statuses
 
@@ -329,7 +328,7 @@ class Picker:
         degraded = self.tallies.supervisor.degraded
         if degraded:
             yield f"degraded: {', '.join(degraded)}"
-        yield from watches.lines(self._watch_statuses, self._clock())
+        yield from watch_status.lines(self._watch_statuses, self._clock())
         yield from health.lines(self.sites.pools())
 
     def _watch_figures(self) -> Iterator[WatchFigures]:
@@ -340,8 +339,11 @@ class Picker:
                 collection.resource.title,
                 collection.namespace,
                 collection.labels or collection.fields,
-                "synced" if status.state == watches.CONNECTED else status.state,
-                ["synced" if name == watches.CONNECTED else name for name in watches.STATES],
+                "synced" if status.state == watch_status.CONNECTED else status.state,
+                [
+                    "synced" if name == watch_status.CONNECTED else name
+                    for name in watch_status.STATES
+                ],
                 now - since if status.stands and since is not None else 0.0,
             )
 
@@ -473,7 +475,7 @@ class Picker:
             await web.TCPSite(self._pages, server.host or None, server.metrics_port).start()
         except OSError as error:
             why = error.strerror or ""
-            raise ports.taken("--metrics-port", server.metrics_port, why=why) from error
+            raise listeners.taken("--metrics-port", server.metrics_port, why=why) from error
         return int(self._pages.addresses[0][1])
 
     def _current_token(self) -> str:
@@ -518,8 +520,8 @@ def _followed(fact: DiscoveryFact) -> None:
     _log.log(level, "kubernetes: %s: %s, %d endpoints", fact.kind, fact.detail, fact.endpoints)
 
 
-def _stream_settings(settings: Settings) -> stream.StreamSettings:
-    return stream.StreamSettings(
+def _stream_settings(settings: Settings) -> stream_handler.StreamSettings:
+    return stream_handler.StreamSettings(
         max_streams=settings.limits.max_streams,
         body_idle_s=settings.limits.body_idle_s,
         stream_share=settings.answers.stream_share,

@@ -21,7 +21,7 @@ from extproc.decision import Rejection
 from extproc.parsing import parse_job, preparsed
 from extproc.request import RawRequest
 from extproc.server import parser_worker
-from extproc.telemetry.tallies import Tallies
+from extproc.telemetry.counters import Tallies
 
 #: Largest body that is read on the event loop (bytes). At 30 ms for a MiB at worst that leaves time
 #: for the rest of a turn.

@@ -10,19 +10,19 @@ from pathlib import Path
 
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
-from extproc.server import admin_access, ports, sharing, xds
+from extproc.server import admin_access, listeners, redis_peer_channel, xds_servicer
 
 
 def find_problems(settings: Settings) -> Sequence[ConfigError]:
     """Everything on this machine for which a picker with these settings would not start."""
     steps: list[Callable[[], object]] = [
         lambda: admin_access.read_token(settings.server.admin_token_file),
-        lambda: sharing.require(settings.sharing),
+        lambda: redis_peer_channel.require(settings.sharing),
     ]
     if settings.server.cert_path and settings.server.secure_serving:
         steps.append(lambda: _read_certificate(settings.server.cert_path))
     if settings.xds.enabled:
-        steps.append(xds.require)
+        steps.append(xds_servicer.require)
     problems = []
     for step in steps:
         try:
@@ -45,7 +45,7 @@ def find_taken_ports(settings: Settings) -> Iterator[str]:
     if settings.autoscaling.keda.enabled:
         numbers["autoscaling.keda.port"] = settings.autoscaling.keda.port
     for flag, port in numbers.items():
-        if port and ports.is_taken(server.host, port):
+        if port and listeners.is_taken(server.host, port):
             yield f"{flag}: something on this machine listens on port {port} already"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from extproc.config import load, reloading
+from extproc.config import loader, reloading
 from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.supervision import place_of
@@ -106,7 +106,7 @@ class Reloader:
             written = await asyncio.to_thread(self._source.reread)
             restart = tuple(reloading.pending(self._started, written))
             in_force = reloading.in_force(self._started, written)
-            load.together(in_force, where="the configuration")
+            loader.together(in_force, where="the configuration")
             changes = reloading.changes(self._in_force, in_force)
             changed = tuple(change.path for change in changes)
             self._adopt(in_force)

@@ -16,8 +16,8 @@ from extproc.decision import Branch, Decision, Outcome, Priced, Rejection
 from extproc.endpoint import Candidate
 from extproc.pool.snapshot import Pool
 from extproc.request import Request
-from extproc.telemetry import state
-from extproc.telemetry.ring import Recorded
+from extproc.telemetry import pool_state
+from extproc.telemetry.decision_log import Recorded
 
 #: What the choice by /v1/models is called among the filters, which it runs before.
 SERVES_MODEL = "serves-model"
@@ -26,7 +26,7 @@ SERVES_MODEL = "serves-model"
 Json = dict[str, Any]
 
 
-def pool_state(pool: Pool, now: float) -> Json:
+def describe_pool(pool: Pool, now: float) -> Json:
     """The pool for the page /debug/pool; `extproc explain --state` reads the same.
 
     What nobody knows is left out, and so is `matched_tokens`, which belongs to a request.
@@ -35,7 +35,7 @@ def pool_state(pool: Pool, now: float) -> Json:
         pool: The snapshot.
         now: Monotonic seconds.
     """
-    told: Json = msgspec.json.decode(msgspec.json.encode(state.of_pool(pool, now)))
+    told: Json = msgspec.json.decode(msgspec.json.encode(pool_state.of_pool(pool, now)))
     told["endpoints"] = [
         {
             name: value
@@ -47,7 +47,7 @@ def pool_state(pool: Pool, now: float) -> Json:
     return told
 
 
-def health(pool: state.PoolState) -> Json:
+def health(pool: pool_state.PoolState) -> Json:
     """How each endpoint of a pool is, by address: state, cause, and for how long (seconds)."""
     return {
         endpoint.address: {

@@ -15,8 +15,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from extproc.supervision import LOOPS
-from extproc.telemetry import pool_series, scaling_series, watch_series, xds_series
-from extproc.telemetry.tallies import Distribution, Tallies
+from extproc.telemetry import pool_metrics, scaling_metrics, watch_metrics, xds_metrics
+from extproc.telemetry.counters import Distribution, Tallies
 
 #: Gauges of the process whose values other packages read: name to help text.
 PROCESS_GAUGES: Mapping[str, str] = {
@@ -43,7 +43,7 @@ class Exposition(Collector):
     def __init__(
         self,
         tallies: Tallies,
-        pools: Callable[[], Mapping[str, pool_series.Watched]],
+        pools: Callable[[], Mapping[str, pool_metrics.Watched]],
         *,
         clock: Callable[[], float],
         gauges: Mapping[str, Callable[[], float]],
@@ -69,17 +69,17 @@ class Exposition(Collector):
         """All families."""
         yield InfoMetricFamily("extproc", "What this picker is.", value=dict(self._about))
         yield from self._streams()
-        yield from pool_series.counters(self._tallies.pools)
-        yield from xds_series.series(self._tallies.xds)
-        yield from scaling_series.series(self._tallies.scaling())
-        yield from watch_series.series(self._tallies.watches())
+        yield from pool_metrics.counters(self._tallies.pools)
+        yield from xds_metrics.series(self._tallies.xds)
+        yield from scaling_metrics.series(self._tallies.scaling())
+        yield from watch_metrics.series(self._tallies.watches())
         yield from self._plugins()
         yield from self._bugs()
         yield from self._large_bodies()
         yield from self._configuration()
         yield from self._loops()
         yield from self._distributions()
-        yield from pool_series.endpoints(self._pools(), self._clock())
+        yield from pool_metrics.endpoints(self._pools(), self._clock())
         for name, read in self._gauges.items():
             yield GaugeMetricFamily(name, PROCESS_GAUGES[name], value=read())
 

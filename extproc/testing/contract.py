@@ -13,10 +13,10 @@ from typing import Any
 
 from extproc.decision import Decision, Priced
 from extproc.endpoint import Candidate
-from extproc.scheduling.plugins import Cost, Filter, Observer, Picker, Plugin, Scorer, Signal
-from extproc.scheduling.turn import Turn
-from extproc.testing import fleet, trials
-from extproc.testing.trials import asked, demand, short
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Cost, Filter, Observer, Picker, Plugin, Scorer, Signal
+from extproc.testing import builders, probes
+from extproc.testing.probes import asked, demand, short
 
 #: How many endpoints there are.
 SIZES = (1, 2, 7, 100, 1000)
@@ -44,7 +44,7 @@ def check_filter(make: Callable[[], Filter]) -> None:
     Raises:
         AssertionError: It does not.
     """
-    plugin = trials.declared(make)
+    plugin = probes.declared(make)
     for there, about, known in _situations(plugin):
         places = {id(candidate): at for at, candidate in enumerate(there)}
 
@@ -55,9 +55,9 @@ def check_filter(make: Callable[[], Filter]) -> None:
             order = [places[id(one)] for one in kept]
             demand(order == sorted(set(order)), about, "each once and in their order", order)
 
-        kept = trials.settled(make, _keep, there, about=about, whole=whole)
-        back = fleet.names(_keep(make(), asked(), there[::-1])[::-1])
-        _same(fleet.names(kept) == back, fleet.names(kept), back, about=about)
+        kept = probes.settled(make, _keep, there, about=about, whole=whole)
+        back = builders.names(_keep(make(), asked(), there[::-1])[::-1])
+        _same(builders.names(kept) == back, builders.names(kept), back, about=about)
         if not known and plugin.needs and plugin.needs <= SCRAPED:
             demand(len(kept) == len(there), about, "everybody, for nothing is known", len(kept))
 
@@ -71,7 +71,7 @@ def check_scorer(make: Callable[[], Scorer]) -> None:
     Raises:
         AssertionError: It does not.
     """
-    plugin = trials.declared(make)
+    plugin = probes.declared(make)
     for there, about, _ in _situations(plugin):
 
         def whole(scores: object, size: int = len(there), about: str = about) -> None:
@@ -79,7 +79,7 @@ def check_scorer(make: Callable[[], Scorer]) -> None:
             wrong = [score for score in numbers if not 0 <= score <= 1]
             demand(not wrong, about, "numbers of 0 to 1", wrong)
 
-        scores = trials.settled(make, _score, there, about=about, whole=whole)
+        scores = probes.settled(make, _score, there, about=about, whole=whole)
         back = make().score(asked(), there[::-1])[::-1]
         _same(_close(scores, back), scores, back, about=about)
     if plugin.needs & SCRAPED:
@@ -94,7 +94,7 @@ def check_cost(make: Callable[[], Cost]) -> None:
     Raises:
         AssertionError: It does not.
     """
-    plugin = trials.declared(make)
+    plugin = probes.declared(make)
     for there, about, _ in _situations(plugin):
 
         def whole(priced: Priced, size: int = len(there), about: str = about) -> None:
@@ -102,7 +102,7 @@ def check_cost(make: Callable[[], Cost]) -> None:
             for name, numbers in (("costs", priced.costs), *priced.terms):
                 _numbers(list(numbers), size, name, about)
 
-        costs = trials.settled(make, _price, there, about=about, whole=whole).costs
+        costs = probes.settled(make, _price, there, about=about, whole=whole).costs
         back = make().price(asked(), there[::-1]).costs[::-1]
         _same(_close(costs, back), costs, back, about=about)
 
@@ -116,7 +116,7 @@ def check_picker(make: Callable[[], Picker]) -> None:
     Raises:
         AssertionError: It does not.
     """
-    plugin = trials.declared(make)
+    plugin = probes.declared(make)
     for there, about, _ in _situations(plugin):
         for count in COUNTS:
             _check_picks(make, there, count, about=f"{about}, asked for {count}")
@@ -138,8 +138,8 @@ def _situations(plugin: Plugin) -> Iterator[tuple[list[Candidate], str, bool]]:
     """Candidates, what to call the situation, and whether some of them were scraped."""
     for size in SIZES:
         for known in (True, False):
-            there = fleet.crowd(size, known=known)
-            yield there, trials.situation(plugin, there, known=known), known
+            there = builders.crowd(size, known=known)
+            yield there, probes.situation(plugin, there, known=known), known
 
 
 def _keep(plugin: Filter, turn: Turn, there: list[Candidate]) -> list[Candidate]:
@@ -171,12 +171,12 @@ def _check_picks(
         demand(len(set(places)) == len(places), about, "nobody twice", order)
         demand(totals == before, about, "totals left as they are", "a change")
 
-    trials.settled(make, pick, there, about=about, whole=whole, seeds=(1,))
+    probes.settled(make, pick, there, about=about, whole=whole, seeds=(1,))
 
 
 def _shares(make: Callable[[], Picker], step: int) -> list[float]:
     """Each endpoint's share of many picks, the candidates in their order or backwards."""
-    there = fleet.crowd(4)
+    there = builders.crowd(4)
     given, totals = there[::step], [1.0, 2.0, 3.0, 4.0][::step]
     turn, plugin = asked(), make()
     counts = {candidate.endpoint.address: 0 for candidate in there}
@@ -190,7 +190,7 @@ def _shares(make: Callable[[], Picker], step: int) -> list[float]:
 
 def _check_neutral(plugin: Scorer) -> None:
     """Unknown is neither best nor worst (the rule of `scheduling.unknown`)."""
-    there = fleet.alike(200)
+    there = builders.alike(200)
     scores = plugin.score(asked(), there)
     low, high = min(scores), max(scores)
     unknown = [score for score, one in zip(scores, there, strict=True) if one.load.waiting is None]
@@ -200,7 +200,7 @@ def _check_neutral(plugin: Scorer) -> None:
         f"endpoints never scraped between the worst ({low:g}) and the best ({high:g})",
         unknown,
     )
-    nobody = plugin.score(asked(), fleet.alike(9, known=False))
+    nobody = plugin.score(asked(), builders.alike(9, known=False))
     demand(
         max(nobody) - min(nobody) <= _ROUNDING,
         f"{plugin.kind} with 9 endpoints of which nothing was scraped",

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from extproc.protocol.events import Kind
 from extproc.protocol.headers import COST, DESTINATION, SCORES
+from extproc.protocol.messages import Kind
 from extproc.protocol.replies import (
     Answered,
     Chunk,
@@ -24,7 +24,7 @@ from extproc.protocol.replies import (
     Reply,
     Route,
 )
-from extproc.wire import frames, metadata
+from extproc.wire import fast_decoder, metadata
 from extproc.wire.pb import ext_proc_pb2 as pb
 
 #: gRPC method the data plane calls (EPP protocol 004).
@@ -32,7 +32,7 @@ SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 METHOD = "Process"
 
 #: Bytes to event, the door in; total.
-decode = frames.read
+decode = fast_decoder.read
 
 #: Tag byte of each answer in ProcessingResponse's oneof (field number << 3 | 2).
 _FIELDS: Mapping[Kind, bytes] = {

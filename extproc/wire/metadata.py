@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
-from extproc.protocol.events import UNDECLARED, BodyMode, Hints, Modes
 from extproc.protocol.headers import tokens
+from extproc.protocol.messages import UNDECLARED, BodyMode, Hints, Modes
 from extproc.wire.pb import ext_proc_pb2 as pb
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import Protocol
 import betterproto2
 import msgspec
 
-from extproc.xds import differences, whole
+from extproc.xds import delta, sotw
 from extproc.xds.resources import Resource, Snapshot
-from extproc.xds.whole import Refusal
+from extproc.xds.sotw import Refusal
 
 with warnings.catch_warnings():
     # pydantic deprecates a validator style that the generated classes use.
@@ -64,7 +64,7 @@ class WholeSpeaker:
     """State of the world: `StreamAggregatedResources`."""
 
     def __init__(self) -> None:
-        self._conversation = whole.Conversation()
+        self._conversation = sotw.Conversation()
 
     def hear(self, data: bytes) -> Heard | None:
         """A `DiscoveryRequest` came; None if it cannot be read."""
@@ -74,7 +74,7 @@ class WholeSpeaker:
         node, request = read
         said = self._conversation.request(request)
         refusal = next((one for one in said if isinstance(one, Refusal)), None)
-        answers = [one for one in said if isinstance(one, whole.Response)]
+        answers = [one for one in said if isinstance(one, sotw.Response)]
         return Heard(node, refusal, tuple(map(_whole, answers)))
 
     def publish(self, snapshot: Snapshot) -> tuple[Said, ...]:
@@ -86,7 +86,7 @@ class DifferencesSpeaker:
     """Differences: `DeltaAggregatedResources`."""
 
     def __init__(self) -> None:
-        self._conversation = differences.Conversation()
+        self._conversation = delta.Conversation()
 
     def hear(self, data: bytes) -> Heard | None:
         """A `DeltaDiscoveryRequest` came; None if it cannot be read."""
@@ -96,7 +96,7 @@ class DifferencesSpeaker:
         node, request = read
         said = self._conversation.request(request)
         refusal = next((one for one in said if isinstance(one, Refusal)), None)
-        answers = [one for one in said if isinstance(one, differences.Response)]
+        answers = [one for one in said if isinstance(one, delta.Response)]
         return Heard(node, refusal, tuple(map(_differences, answers)))
 
     def publish(self, snapshot: Snapshot) -> tuple[Said, ...]:
@@ -104,27 +104,27 @@ class DifferencesSpeaker:
         return tuple(map(_differences, self._conversation.publish(snapshot)))
 
 
-def read_whole(data: bytes) -> tuple[str, whole.Request] | None:
+def read_whole(data: bytes) -> tuple[str, sotw.Request] | None:
     """The node and the request of a `DiscoveryRequest`."""
     try:
         node, rest = _parted(data, _NODE["whole"])
         found = discovery.DiscoveryRequest.parse(rest)
     except Exception:  # noqa: BLE001  whatever a parser raises at garbage
         return None
-    request = whole.Request(
+    request = sotw.Request(
         found.type_url, tuple(found.resource_names), found.response_nonce, _error(found)
     )
     return node, request
 
 
-def read_differences(data: bytes) -> tuple[str, differences.Request] | None:
+def read_differences(data: bytes) -> tuple[str, delta.Request] | None:
     """The node and the request of a `DeltaDiscoveryRequest`."""
     try:
         node, rest = _parted(data, _NODE["differences"])
         found = discovery.DeltaDiscoveryRequest.parse(rest)
     except Exception:  # noqa: BLE001  whatever a parser raises at garbage
         return None
-    request = differences.Request(
+    request = delta.Request(
         found.type_url,
         tuple(found.resource_names_subscribe),
         tuple(found.resource_names_unsubscribe),
@@ -135,7 +135,7 @@ def read_differences(data: bytes) -> tuple[str, differences.Request] | None:
     return node, request
 
 
-def _whole(response: whole.Response) -> Said:
+def _whole(response: sotw.Response) -> Said:
     data = bytes(
         discovery.DiscoveryResponse(
             version_info=response.version,
@@ -147,7 +147,7 @@ def _whole(response: whole.Response) -> Said:
     return Said(response.type_url, data)
 
 
-def _differences(response: differences.Response) -> Said:
+def _differences(response: delta.Response) -> Said:
     data = bytes(
         discovery.DeltaDiscoveryResponse(
             type_url=response.type_url,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from extproc.autoscaling.demand import Bounds, Demand
-from extproc.autoscaling.scaler import Scaler
+from extproc.autoscaling.policy_runner import Scaler
 
 ZERO_TO_TEN = Bounds(min=0, max=10)
 

@@ -1,7 +1,7 @@
 """The default policy: token work against what engines do, and what is on its way."""
 
 from extproc.autoscaling.demand import Bounds
-from extproc.autoscaling.desired import Why
+from extproc.autoscaling.interface import Why
 from extproc.autoscaling.policies.adaptive import Adaptive
 from tests.autoscaling.demands import Plant
 

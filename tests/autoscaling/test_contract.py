@@ -5,13 +5,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from extproc.autoscaling import catalogue
+from extproc.autoscaling import registry
 from extproc.autoscaling.demand import Bounds, Demand
-from extproc.autoscaling.scaler import Kept, Scaler
+from extproc.autoscaling.policy_runner import Kept, Scaler
 from extproc.errors import ConfigError
-from tests.support.chance import examples
+from tests.support.seeded import examples
 
-KINDS = list(catalogue.POLICIES)
+KINDS = list(registry.POLICIES)
 #: Quarters, so that shifted clocks say the same to the last digit.
 seconds = st.integers(1, 240).map(lambda quarters: quarters / 4)
 
@@ -69,7 +69,7 @@ def tried(count):
 @given(seen=demands(), within=bounds())
 def test_bounds_are_always_kept(kind, seen, within):
     """Never fewer than `min` nor more than `max`."""
-    scaler = Scaler(catalogue.POLICIES[kind](), within)
+    scaler = Scaler(registry.POLICIES[kind](), within)
     for one in seen:
         assert within.min <= scaler.step(one).replicas <= within.max
 
@@ -79,7 +79,7 @@ def test_bounds_are_always_kept(kind, seen, within):
 @given(seen=demands(), within=bounds())
 def test_no_fewer_while_a_picker_could_not_be_read(kind, seen, within):
     """Counters that are missing are no reason to take a replica away."""
-    scaler = Scaler(catalogue.POLICIES[kind](), within)
+    scaler = Scaler(registry.POLICIES[kind](), within)
     for one in seen:
         desired = scaler.step(one)
         if not one.complete:
@@ -91,7 +91,7 @@ def test_no_fewer_while_a_picker_could_not_be_read(kind, seen, within):
 @given(seen=demands(), within=bounds())
 def test_no_fewer_before_it_has_watched(kind, seen, within):
     """Never fewer replicas within a window of the first step."""
-    policy = catalogue.POLICIES[kind]()
+    policy = registry.POLICIES[kind]()
     scaler = Scaler(policy, within)
     for one in seen:
         desired = scaler.step(one)
@@ -104,7 +104,7 @@ def test_no_fewer_before_it_has_watched(kind, seen, within):
 @given(seen=demands(), within=bounds())
 def test_a_request_that_waits_at_zero_gets_a_replica(kind, seen, within):
     """Nobody waits for a fleet of none."""
-    scaler = Scaler(catalogue.POLICIES[kind](), within)
+    scaler = Scaler(registry.POLICIES[kind](), within)
     for one in seen:
         desired = scaler.step(one)
         if one.held:
@@ -116,10 +116,10 @@ def test_a_request_that_waits_at_zero_gets_a_replica(kind, seen, within):
 @given(seen=demands(), within=bounds(), split=st.integers(0, 25), shift=st.integers(-500, 500))
 def test_a_restart_changes_nothing(kind, seen, within, split, shift):
     """Another scaler goes on from JSON, on another clock, as the first one would have."""
-    first = Scaler(catalogue.POLICIES[kind](), within)
+    first = Scaler(registry.POLICIES[kind](), within)
     for one in seen[:split]:
         first.step(one)
-    second = Scaler(catalogue.POLICIES[kind](), within)
+    second = Scaler(registry.POLICIES[kind](), within)
     written = msgspec.json.encode(first.state())
     if seen[:split]:
         assert second.restore(msgspec.json.decode(written, type=Kept), shift_s=float(shift))
@@ -133,7 +133,7 @@ def test_a_restart_changes_nothing(kind, seen, within, split, shift):
 @given(seen=demands(), within=bounds())
 def test_memory_does_not_grow_with_time(kind, seen, within):
     """What is kept is bounded by the window, not by how long it ran."""
-    scaler = Scaler(catalogue.POLICIES[kind](), within)
+    scaler = Scaler(registry.POLICIES[kind](), within)
     for n in range(300):
         one = seen[n % len(seen)]
         scaler.step(msgspec.structs.replace(one, now=2000.0 + 5 * n))
@@ -143,7 +143,7 @@ def test_memory_does_not_grow_with_time(kind, seen, within):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_another_policy_remembers_is_refused(kind):
     """State of another kind or shape leaves a scaler as it was."""
-    scaler = Scaler(catalogue.POLICIES[kind](), Bounds())
+    scaler = Scaler(registry.POLICIES[kind](), Bounds())
     assert not scaler.restore(Kept("another", 0.0, None, {}))
     assert not scaler.restore(Kept(kind, 0.0, None, 7))
     assert scaler.state().since is None
@@ -152,7 +152,7 @@ def test_what_another_policy_remembers_is_refused(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_are_listed_under_their_own_names(kind):
     """The name in the catalogue is the kind of the class, and every parameter is explained."""
-    cls = catalogue.POLICIES[kind]
+    cls = registry.POLICIES[kind]
     assert cls.kind == kind
     for field in cls.__struct_fields__:
         assert f"{field}: " in cls.__doc__
@@ -160,7 +160,7 @@ def test_kinds_are_listed_under_their_own_names(kind):
 
 def test_a_policy_is_made_from_its_parameters():
     """Names and values come from a configuration."""
-    assert catalogue.make("queue-depth", {"up": 2}, where="autoscaling").up == 2
+    assert registry.make("queue-depth", {"up": 2}, where="autoscaling").up == 2
 
 
 @pytest.mark.parametrize(
@@ -174,4 +174,4 @@ def test_a_policy_is_made_from_its_parameters():
 def test_a_wrong_policy_is_refused(kind, params, told):
     """The error says what there is."""
     with pytest.raises(ConfigError, match=told):
-        catalogue.make(kind, params, where="autoscaling")
+        registry.make(kind, params, where="autoscaling")

@@ -6,7 +6,7 @@ Source: docs/spec/prior-systems.md#queue-depth-trigger.
 import pytest
 
 from extproc.autoscaling.demand import Bounds
-from extproc.autoscaling.desired import Why
+from extproc.autoscaling.interface import Why
 from extproc.autoscaling.policies.queue_depth import QueueDepth
 from tests.autoscaling.demands import Plant
 

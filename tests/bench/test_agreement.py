@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from bench import agreement
-from extproc.sim.virtual import scenario
+from extproc.simulator.fleet import scenario
 
 
 @pytest.mark.parametrize("name", list(agreement.SCENARIOS))

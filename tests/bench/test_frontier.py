@@ -5,10 +5,10 @@ import math
 import pytest
 
 from bench import frontier, limits
-from extproc.cli import simulation
+from extproc.cli import simulation_runs
 from extproc.scheduling.costs.estimated_time import EstimatedTime
-from extproc.sim import profiles
-from extproc.sim.virtual.trip import Work
+from extproc.simulator import profiles
+from extproc.simulator.fleet.sim_request import Work
 
 
 def test_the_first_point_is_the_default_and_all_are_the_same_every_time():
@@ -24,7 +24,7 @@ def test_the_first_point_is_the_default_and_all_are_the_same_every_time():
 
 def test_weights_are_a_profile_that_can_be_run():
     """Every point can be turned into the settings of a picker."""
-    column = simulation.column(
+    column = simulation_runs.column(
         frontier.variant(frontier.points(1)[1]), folder=frontier.proof.SCENARIOS, where="here"
     )
     assert column.settings is not None

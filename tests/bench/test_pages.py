@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench import bars, drawings, pages, proof
-from extproc.cli import simulation
+from extproc.cli import simulation_runs
 
 SCENARIOS = Path(proof.SCENARIOS)
 
@@ -13,15 +13,15 @@ SCENARIOS = Path(proof.SCENARIOS)
 @pytest.mark.parametrize("name", proof.names())
 def test_every_scenario_is_one(name):
     """All committed scenarios can be read, and name strategies there are."""
-    whole = simulation.read(SCENARIOS / f"{name}.yaml")
+    whole = simulation_runs.read(SCENARIOS / f"{name}.yaml")
     for variant in whole.variants:
-        simulation.column(variant, folder=SCENARIOS, where=name)
+        simulation_runs.column(variant, folder=SCENARIOS, where=name)
 
 
 def test_every_bar_has_its_scenario_and_columns():
     """Bars name scenarios that are committed and columns that these have."""
     for bar in bars.BARS:
-        whole = simulation.read(SCENARIOS / f"{bar.scenario}.yaml")
+        whole = simulation_runs.read(SCENARIOS / f"{bar.scenario}.yaml")
         columns = {variant.name for variant in whole.variants}
         assert {"adaptive", "clairvoyant"} <= columns
         assert bar.against in columns | {""}

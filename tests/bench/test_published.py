@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from bench import proof, published
-from extproc.cli import simulation
+from extproc.cli import simulation_runs
 
 pytestmark = pytest.mark.proof
 
@@ -24,14 +24,14 @@ SHORTER = {"heterogeneous": 500}
 @cache
 def simulated(scenario, strategy, seed, /):
     """One run of a committed scenario."""
-    plan = simulation.plan(
+    plan = simulation_runs.plan(
         SCENARIOS / f"{scenario}.yaml", strategies=[strategy], configs=(), seeds=[seed]
     )
     whole = plan.scenario
     if scenario in SHORTER:
         workload = msgspec.structs.replace(whole.workload, conversations=SHORTER[scenario])
         whole = msgspec.structs.replace(whole, workload=workload)
-    return simulation.run(whole, plan.columns[0], seed=seed, trace=plan.trace)
+    return simulation_runs.run(whole, plan.columns[0], seed=seed, trace=plan.trace)
 
 
 @pytest.mark.parametrize(("most", "strategy"), published.L4)

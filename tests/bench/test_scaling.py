@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from bench import proof, published, scaling
-from extproc.cli import simulation
+from extproc.cli import simulation_runs
 
 pytestmark = pytest.mark.proof
 
@@ -22,7 +22,9 @@ SEEDS = (1, 2, 3)
 @cache
 def planned(scenario):
     """A committed scenario."""
-    return simulation.plan(SCENARIOS / f"{scenario}.yaml", strategies=(), configs=(), seeds=SEEDS)
+    return simulation_runs.plan(
+        SCENARIOS / f"{scenario}.yaml", strategies=(), configs=(), seeds=SEEDS
+    )
 
 
 @cache
@@ -33,7 +35,7 @@ def simulated(scenario, strategy, seed, restarts=()):
     if restarts:
         scaled = msgspec.structs.replace(plan.scenario.autoscaling, restarts_s=restarts)
         column = msgspec.structs.replace(column, autoscaling=scaled)
-    return simulation.run(plan.scenario, column, seed=seed, trace="")
+    return simulation_runs.run(plan.scenario, column, seed=seed, trace="")
 
 
 def runs(scenario, strategy):

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from bench import sending
-from extproc.parsing import opening, parser
+from extproc.parsing import first_user_message, surfaces
 from extproc.request import RawRequest
-from extproc.sim import prompt
-from extproc.sim.virtual import workloads
-from extproc.sim.virtual.lengths import Lengths
+from extproc.simulator import prompt
+from extproc.simulator.fleet import workloads
+from extproc.simulator.fleet.length_distributions import Lengths
 
 TURNS = workloads.Conversations(
     conversations=12,
@@ -82,8 +82,8 @@ def test_openings_are_those_a_picker_reads(workload):
     for work in works(workload):
         body = {"model": "m", "prompt": texts.render(work)}
         headers = {":method": "POST", ":path": "/v1/completions"}
-        read = parser.parse(RawRequest(headers, msgspec.json.encode(body)))
-        assert opening.of(read)[:100] == work.opening[:100]
+        read = surfaces.parse(RawRequest(headers, msgspec.json.encode(body)))
+        assert first_user_message.of(read)[:100] == work.opening[:100]
         assert read.prompt_tokens == work.prompt_tokens
 
 

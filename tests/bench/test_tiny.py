@@ -6,7 +6,7 @@ import struct
 from itertools import pairwise
 
 from bench.real_vllm import tiny
-from extproc.sim import prompt
+from extproc.simulator import prompt
 
 
 def test_a_tensor_has_the_size_its_config_says():

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from extproc.cli import main
-from extproc.scheduling import catalogue, defaults
+from extproc.scheduling import presets, registry
 
 CONFIG = """
 apiVersion: extproc/v1alpha1
@@ -147,8 +147,8 @@ def test_plugins_are_listed(capsys):
     """Every strategy and plugin kind is listed."""
     assert main.main(["check", "--plugins"]) == 0
     words = capsys.readouterr().out.split()
-    kinds = {*catalogue.FILTERS, *catalogue.SCORERS, *catalogue.COSTS, *catalogue.PICKERS}
-    for name in (*defaults.profiles(), *kinds):
+    kinds = {*registry.FILTERS, *registry.SCORERS, *registry.COSTS, *registry.PICKERS}
+    for name in (*presets.profiles(), *kinds):
         assert any(word.strip(",") == name for word in words)
 
 

@@ -14,7 +14,7 @@ from extproc.config import settings as sections
 from extproc.endpoint import Endpoint
 from extproc.request import RawRequest
 from extproc.server import admin, admin_access, health
-from extproc.telemetry import exposition, pool_series, ring, tallies
+from extproc.telemetry import counters, decision_log, exposition, pool_metrics
 
 SECRET = "the-secret-prompt"
 BODY = json.dumps({"model": "sql", "messages": [{"role": "user", "content": SECRET * 100}]})
@@ -181,7 +181,7 @@ def server():
     parts = factory.build(sections.Settings())
     parts.fleet.replace([Endpoint("10.0.0.1:8000", name="one"), Endpoint("10.0.0.2:8000")], 0.0)
     parts.fleet.pool.members[0].account.open("m", 10, cached_tokens=0, now=0.0)
-    kept = ring.Ring(10)
+    kept = decision_log.Ring(10)
     raw = RawRequest({":method": "POST", ":path": "/v1/chat/completions"}, BODY.encode())
     decision = parts.dispatcher.route(raw, 0.5)
     kept.add("id/0", decision, 0.2)
@@ -193,9 +193,9 @@ def server():
 
     pages = admin.Pages(
         exposition=exposition.Exposition(
-            tallies.Tallies(),
+            counters.Tallies(),
             lambda: {
-                "": pool_series.Watched(parts.fleet.pool, lambda _: pool_series.Cache(0, 0, None))
+                "": pool_metrics.Watched(parts.fleet.pool, lambda _: pool_metrics.Cache(0, 0, None))
             },
             clock=lambda: 1.0,
             gauges={},

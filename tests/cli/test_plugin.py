@@ -1,7 +1,7 @@
 import pytest
 
 from extproc.cli.main import main
-from extproc.config import factory, load
+from extproc.config import factory, loader
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.request import RawRequest
@@ -33,7 +33,7 @@ def test_the_configuration_in_a_template_routes(role, tmp_path, capsys):
     lines = text.split("configuration:\n", 1)[1].split("\nand hold", 1)[0]
     config = tmp_path / "extproc.yaml"
     config.write_text(f"apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n{unindented(lines)}")
-    parts = factory.build(load.settings(load.read(config)))
+    parts = factory.build(loader.settings(loader.read(config)))
     parts.fleet.replace([Endpoint("10.0.0.1:80")], 1.0)
     outcome = parts.dispatcher.route(RawRequest({":method": "GET", ":path": "/v1/x"}), 2.0)
     assert isinstance(outcome, Decision)

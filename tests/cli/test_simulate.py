@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from extproc.cli import main, simulate, simulation
+from extproc.cli import main, simulate, simulation_runs
 from extproc.errors import ConfigError
-from extproc.sim.virtual import report
+from extproc.simulator.fleet import report
 
 EXAMPLE = Path(__file__).parents[2] / "bench/scenarios/example.yaml"
 
@@ -63,7 +63,7 @@ def small(tmp_path):
 
 
 def planned(path, *, strategies=(), configs=(), seeds=()):
-    return simulation.plan(path, strategies=strategies, configs=configs, seeds=seeds)
+    return simulation_runs.plan(path, strategies=strategies, configs=configs, seeds=seeds)
 
 
 def test_a_scenario_becomes_a_table(small, capsys):
@@ -192,7 +192,7 @@ def test_a_trace_is_found_through_the_environment(tmp_path, monkeypatch):
         planned(path)
     (tmp_path / "azure.csv").write_text(ROWS)
     todo = planned(path, strategies=["random"], seeds=[1])
-    (run,) = simulation.runs(todo, jobs=1)
+    (run,) = simulation_runs.runs(todo, jobs=1)
     assert run.summary.requests == 2
 
 
@@ -313,7 +313,7 @@ def test_plots_are_drawn_and_the_same_again(small, tmp_path):
         f"{name}.{form}" for name in names for form in ("png", "svg")
     }
     todo = planned(small, strategies=["random"], seeds=[1, 2])
-    whole = report.report(todo.scenario, list(simulation.runs(todo, jobs=1)))
+    whole = report.report(todo.scenario, list(simulation_runs.runs(todo, jobs=1)))
     for path in itertools.islice(plots.draw(whole, two), 2):
         assert path.read_bytes() == (one / path.name).read_bytes()
 

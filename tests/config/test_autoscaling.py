@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.cli import sources_told
-from extproc.config import advice, load
+from extproc.cli import check_pools
+from extproc.config import lint, loader
 from extproc.errors import ConfigError
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 
 
 def read(text):
-    return load.settings(load.parse(HEAD + text, where="f.yaml"))
+    return loader.settings(loader.parse(HEAD + text, where="f.yaml"))
 
 
 def scaling(text):
@@ -84,10 +84,10 @@ def test_engines_that_are_started_here_are_a_source():
 def test_zero_without_waiting_is_worth_a_word():
     """The first request after a while would be refused while an engine starts."""
     text = "pool: {endpoints: ['127.0.0.1:1'], autoscaling: {min: MIN}}\nholding: {enabled: ON}"
-    told = list(advice.advice(read(text.replace("MIN", "0").replace("ON", "false"))))
+    told = list(lint.advice(read(text.replace("MIN", "0").replace("ON", "false"))))
     assert any("holding.enabled" in one for one in told)
     for low, on in (("1", "false"), ("0", "true")):
-        assert not list(advice.advice(read(text.replace("MIN", low).replace("ON", on))))
+        assert not list(lint.advice(read(text.replace("MIN", low).replace("ON", on))))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_zero_without_waiting_is_worth_a_word():
 )
 def test_check_says_who_acts(text, line):
     """One line for each pool that is scaled."""
-    told = list(sources_told.lines(read(f"pool: {{autoscaling: {{{text}}}}}")))
+    told = list(check_pools.lines(read(f"pool: {{autoscaling: {{{text}}}}}")))
     assert f"replicas    {line}" in told
 
 
@@ -108,6 +108,6 @@ def test_check_says_which_object_is_scaled(monkeypatch):
     """And by whom, without saying that readiness is the leader's."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     text = "pool: {autoscaling: {target: {kind: StatefulSet, name: x, namespace: n}}}"
-    told = "\n".join(sources_told.lines(read(text)))
+    told = "\n".join(check_pools.lines(read(text)))
     assert "patches statefulsets/scale of x in namespace n, by the holder of a Lease" in told
     assert "ready " not in told

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from extproc.config import election
+from extproc.config.pool_schema import Cluster, Kubernetes, Pool, Source
 from extproc.config.settings import Settings
-from extproc.config.sources import Cluster, Kubernetes, Pool, Source
 from extproc.election.settings import Settings as Lease
 from extproc.errors import ConfigError
 

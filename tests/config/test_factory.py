@@ -1,13 +1,13 @@
 import pytest
 
-from extproc.config import factory, load, profiles
+from extproc.config import factory, loader, profiles
 from extproc.config import settings as sections
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
 from extproc.request import RawRequest
-from extproc.scheduling import catalogue, defaults
-from extproc.scheduling.plugins import Signal
+from extproc.scheduling import presets, registry
+from extproc.scheduling.framework import Signal
 
 CHAT = RawRequest(
     {":path": "/v1/chat/completions", ":method": "POST", "content-type": "application/json"},
@@ -16,14 +16,14 @@ CHAT = RawRequest(
 
 
 def scheduling(**tree):
-    document = load.Document(
+    document = loader.Document(
         "pool.yaml",
         {"apiVersion": "extproc/v1alpha1", "kind": "ExtProcConfig", **tree},
     )
-    return load.settings(document)
+    return loader.settings(document)
 
 
-@pytest.mark.parametrize("strategy", defaults.profiles())
+@pytest.mark.parametrize("strategy", presets.profiles())
 def test_every_strategy_resolves(strategy):
     """Each named strategy can be had by its name."""
     settings = scheduling(scheduling={"strategy": strategy})
@@ -56,7 +56,7 @@ def test_written_profile_is_built_from_the_catalogue():
         where="x",
     )
     assert profile.name == "mine"
-    assert profile.filters == (catalogue.FILTERS["max-waiting"](max_waiting_requests=7),)
+    assert profile.filters == (registry.FILTERS["max-waiting"](max_waiting_requests=7),)
     assert [(scorer.kind, weight) for scorer, weight in profile.scorers] == [
         ("queue-depth", 2.0),
         ("in-flight", 1.0),

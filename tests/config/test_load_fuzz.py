@@ -3,9 +3,9 @@ import contextlib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.config import factory, load
+from extproc.config import factory, loader
 from extproc.errors import ConfigError
-from tests.support.chance import examples
+from tests.support.seeded import examples
 
 KEYS = st.sampled_from(
     [
@@ -55,7 +55,7 @@ def test_any_tree_is_settings_or_a_config_error(tree):
     """Whatever a file holds, it is a configuration or a declared error."""
     head = {"apiVersion": "extproc/v1alpha1", "kind": "ExtProcConfig"}
     with contextlib.suppress(ConfigError):
-        factory.build(load.settings(load.Document("f", {**tree, **head})))
+        factory.build(loader.settings(loader.Document("f", {**tree, **head})))
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -63,4 +63,4 @@ def test_any_tree_is_settings_or_a_config_error(tree):
 def test_any_text_is_a_tree_or_a_config_error(text):
     """Whatever the text is, reading it gives a mapping or a declared error."""
     with contextlib.suppress(ConfigError):
-        load.parse(text, where="f")
+        loader.parse(text, where="f")

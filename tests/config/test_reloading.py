@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from extproc.config import load, reloading
+from extproc.config import loader, reloading
 from extproc.config import settings as sections
+from extproc.config.pool_schema import Pool
 from extproc.config.settings import Settings
-from extproc.config.sources import Pool
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 ROWS = {row.section: row for row in reloading.TABLE}
@@ -19,7 +19,7 @@ FIXED = {"apiVersion", "kind"}
 
 
 def read(text):
-    return load.settings(load.parse(HEAD + text, where="c.yaml"))
+    return loader.settings(loader.parse(HEAD + text, where="c.yaml"))
 
 
 def other(kind, value):

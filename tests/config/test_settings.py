@@ -4,14 +4,14 @@ import re
 import msgspec
 import pytest
 
-from extproc.config import advice, grammar, sources
+from extproc.config import lint, pool_schema, scheduling_schema
 from extproc.config import settings as sections
 
 
 def structs():
     return [
         member
-        for module in (sections, grammar)
+        for module in (sections, scheduling_schema)
         for _, member in inspect.getmembers(module, inspect.isclass)
         if issubclass(member, msgspec.Struct) and member.__module__ == module.__name__
     ]
@@ -57,7 +57,7 @@ def test_grpc_address(host, address):
     assert sections.Server(host=host).grpc_address(1) == address
 
 
-ENDPOINTS = sources.Source(endpoints=("10.0.0.1:8000",))
+ENDPOINTS = pool_schema.Source(endpoints=("10.0.0.1:8000",))
 
 ADVISED = {
     "xds without fallbacks": (
@@ -86,14 +86,16 @@ ADVISED = {
     "conformance": (sections.Settings(pool=ENDPOINTS, conformance=True), "conformance"),
     "seed": (sections.Settings(pool=ENDPOINTS, seed=1), "seed"),
     "subset ignored": (
-        sections.Settings(pool=ENDPOINTS, scheduling=grammar.Scheduling(honour_subset=False)),
+        sections.Settings(
+            pool=ENDPOINTS, scheduling=scheduling_schema.Scheduling(honour_subset=False)
+        ),
         "honour_subset",
     ),
     "reject without lists": (
         sections.Settings(
             pool=ENDPOINTS,
             scrape=sections.Scrape(models=False),
-            scheduling=grammar.Scheduling(unknown_model="reject"),
+            scheduling=scheduling_schema.Scheduling(unknown_model="reject"),
         ),
         "unknown_model",
     ),
@@ -104,10 +106,10 @@ ADVISED = {
 def test_advice(name):
     """A setting that is probably not meant draws exactly one sentence that names it."""
     settings, word = ADVISED[name]
-    (said,) = advice.advice(settings)
+    (said,) = lint.advice(settings)
     assert word in said
 
 
 def test_defaults_need_no_advice():
     """With endpoints given, the defaults have nothing to be warned of."""
-    assert not list(advice.advice(sections.Settings(pool=ENDPOINTS)))
+    assert not list(lint.advice(sections.Settings(pool=ENDPOINTS)))

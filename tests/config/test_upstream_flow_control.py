@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.config import advice, load
-from extproc.config.holding import Holding
+from extproc.config import lint, loader
+from extproc.config.flow_control import Holding
 from extproc.errors import ConfigError
 
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
@@ -14,10 +14,10 @@ GATE = "featureGates: [flowControl]\n"
 
 def read(text):
     """What a file with the gate means for waiting, and its warnings."""
-    document = load.parse(HEAD + text, where="f.yaml")
-    endpoints = load.Override(("pool", "endpoints"), value=["10.0.0.1:8000"], flag="--endpoints")
-    settings = load.settings(document, [endpoints])
-    return settings.holding, [*document.warnings, *advice.advice(settings)]
+    document = loader.parse(HEAD + text, where="f.yaml")
+    endpoints = loader.Override(("pool", "endpoints"), value=["10.0.0.1:8000"], flag="--endpoints")
+    settings = loader.settings(document, [endpoints])
+    return settings.holding, [*document.warnings, *lint.advice(settings)]
 
 
 def test_without_the_gate_nothing_waits():

@@ -13,19 +13,19 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from extproc.config import load
-from extproc.discovery import entries
+from extproc.config import loader
+from extproc.discovery import endpoint_list
 from extproc.endpoint import Load, Models
 from extproc.errors import ConfigError, ProtocolError
+from extproc.protocol.body_buffer import Budget
 from extproc.protocol.exchange import Exchange
-from extproc.protocol.gathering import Budget
 from extproc.protocol.replies import Refuse, Reply
 from extproc.protocol.settings import ExchangeSettings
-from extproc.scrape import page
-from extproc.server.stream import STALLED
+from extproc.scrape import metrics_page
+from extproc.server.stream_handler import STALLED
 from extproc.wire import codec, metadata
 from extproc.wire.pb import ext_proc_pb2 as pb
-from tests.support.house import House
+from tests.support.pool_fixture import House
 
 CHAT = "/v1/chat/completions"
 GENERATE = "/vllm.grpc.engine.VllmEngine/Generate"
@@ -107,7 +107,7 @@ def wire(*messages: bytes) -> str:
 def config(text: str) -> str:
     """Read a configuration."""
     try:
-        load.settings(load.parse(text, where="extproc.yaml"))
+        loader.settings(loader.parse(text, where="extproc.yaml"))
     except ConfigError as error:
         return f"exit 2: `{error}`"
     return "taken"
@@ -116,7 +116,7 @@ def config(text: str) -> str:
 def endpoints(document: object) -> str:
     """Read an endpoint list."""
     try:
-        entries.from_document(document, where="endpoints.yaml")
+        endpoint_list.from_document(document, where="endpoints.yaml")
     except ConfigError as error:
         return f"old list stays, at start exit 2: `{error}`"
     return "taken"
@@ -124,7 +124,7 @@ def endpoints(document: object) -> str:
 
 def metrics(text: bytes) -> str:
     """Read a metrics page."""
-    read = page.read(text, 0.0)
+    read = metrics_page.read(text, 0.0)
     if isinstance(read, Load):
         return f"waiting {read.waiting}, running {read.running}"
     return f"scrape fails: `{read.reason}`; the last load stays and ages"

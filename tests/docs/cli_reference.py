@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Iterator
 
-from extproc.cli import main, upstream
+from extproc.cli import epp_flags, main
 from tests.docs import reference
 
 
@@ -33,7 +33,7 @@ def _upstream() -> Iterator[str]:
     yield ""
     yield "| flag | values without effect | any other value | why, or what to use instead |"
     yield "|---|---|---|---|"
-    for flag in upstream.FLAGS:
+    for flag in epp_flags.FLAGS:
         values = ", ".join(f"`{value}`" if value else "empty" for value in sorted(flag.harmless))
         effect = "is refused" if flag.refused else "gives a warning"
         yield f"| `--{flag.name}` | {values or 'none'} | {effect} | {reference.cell(flag.say)} |"

@@ -8,17 +8,17 @@ from typing import get_args
 from prometheus_client.core import HistogramMetricFamily, Metric
 
 from extproc.supervision import LOOPS
-from extproc.telemetry import exposition, pool_series
-from extproc.telemetry.tallies import Tallies
+from extproc.telemetry import exposition, pool_metrics
+from extproc.telemetry.counters import Tallies
 from tests.docs import reference
-from tests.support.house import House
+from tests.support.pool_fixture import House
 
 #: Values of labels, where there are few: `family/label`.
 VALUES = {
     "extproc_ejections/cause": ("errors", "hung", "passed-over", "unreachable"),
     "extproc_loop_degraded/loop": LOOPS,
     "extproc_loop_failures/loop": LOOPS,
-    "extproc_pool_claim/state": get_args(pool_series.ClaimState),
+    "extproc_pool_claim/state": get_args(pool_metrics.ClaimState),
     "extproc_probes/result": ("ok", "failed", "unclear"),
     "extproc_scaling_replicas/state": ("asked", "available", "starting"),
     "extproc_streams/end": ("ok", "cancelled", "protocol", "error"),
@@ -34,7 +34,7 @@ def families() -> list[Metric]:
     page = exposition.Exposition(
         tallies,
         lambda: {
-            "": pool_series.Watched(house.fleet.pool, lambda _: pool_series.Cache(5.0, 4.0, 100))
+            "": pool_metrics.Watched(house.fleet.pool, lambda _: pool_metrics.Cache(5.0, 4.0, 100))
         },
         clock=lambda: 1.0,
         gauges={name: lambda: 0.0 for name in exposition.PROCESS_GAUGES},

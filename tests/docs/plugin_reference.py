@@ -11,30 +11,30 @@ from typing import Any
 import msgspec
 
 from extproc import endpoint, request
-from extproc.scheduling import catalogue, defaults, plugins, turn
-from extproc.testing import contract, fleet
+from extproc.scheduling import context, framework, presets, registry
+from extproc.testing import builders, contract
 from tests.docs import reference
 
 ROOT = Path(__file__).parents[2]
 
 #: Heading of a role to its plugins.
 ROLES: Mapping[str, Mapping[str, type[Any]]] = {
-    "Filters": catalogue.FILTERS,
-    "Scorers": catalogue.SCORERS,
-    "Costs": catalogue.COSTS,
-    "Pickers": catalogue.PICKERS,
+    "Filters": registry.FILTERS,
+    "Scorers": registry.SCORERS,
+    "Costs": registry.COSTS,
+    "Pickers": registry.PICKERS,
 }
 
 #: What a plugin reads, or is.
-VALUES = (turn.Turn, endpoint.Candidate, endpoint.Endpoint, endpoint.Load, request.Request)
-PROTOCOLS = (plugins.Filter, plugins.Scorer, plugins.Cost, plugins.Picker)
-KIT = (contract, fleet)
+VALUES = (context.Turn, endpoint.Candidate, endpoint.Endpoint, endpoint.Load, request.Request)
+PROTOCOLS = (framework.Filter, framework.Scorer, framework.Cost, framework.Picker)
+KIT = (contract, builders)
 
 
 def strategies_block() -> str:
     """What each built-in strategy consists of."""
     rows = ["| strategy | filters | scorers or costs, with weights | picker |", "|---|---|---|---|"]
-    for name, profile in defaults.profiles().items():
+    for name, profile in presets.profiles().items():
         filters = ", ".join(f"`{step.kind}`" for step in profile.filters) or "none"
         weighed = [f"`{scorer.kind}` {weight:g}" for scorer, weight in profile.scorers]
         if profile.cost is not None:
@@ -97,8 +97,8 @@ def api_block() -> str:
         parts += [f"### {protocol.__name__}", _prose(protocol), *_methods(protocol)]
     parts += [
         "## Signals",
-        f"{_prose(plugins.Signal)}",
-        ", ".join(f"`{s.name}`" for s in plugins.Signal) + ".",
+        f"{_prose(framework.Signal)}",
+        ", ".join(f"`{s.name}`" for s in framework.Signal) + ".",
     ]
     parts.append("## Values")
     for value in VALUES:

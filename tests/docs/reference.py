@@ -10,48 +10,48 @@ from typing import Any
 
 import msgspec
 
-from extproc.autoscaling import meter
+from extproc.autoscaling import demand_estimator
 from extproc.autoscaling.policies import adaptive, kubeai, queue_depth
 from extproc.config import (
     autoscaling,
-    found_claims,
-    grammar,
-    holding,
+    discovered_matches,
+    flow_control,
+    peer_sync,
+    pool_schema,
     reloading,
+    scheduling_schema,
     settings,
-    sharing,
-    sources,
 )
-from extproc.dispatch import claims
 from extproc.election import settings as election
-from extproc.holding import allowance
+from extproc.flow_control import rate_limit
 from extproc.pool import condition
-from extproc.prefix import blocks
-from extproc.sim.virtual import client, lengths, scenario, workloads
-from extproc.xds import traits
+from extproc.prefix_cache import blocks
+from extproc.routing import pool_match
+from extproc.simulator.fleet import client, length_distributions, scenario, workloads
+from extproc.xds import cluster_options
 
 SECTIONS = (
     ("server", settings.Server),
-    ("pool", sources.Source),
-    ("pool.kubernetes", sources.Kubernetes),
-    ("pools[]", sources.Pool),
-    ("pools.match", claims.Claim),
-    ("cluster", sources.Cluster),
-    ("cluster.claims[]", found_claims.ClaimRule),
+    ("pool", pool_schema.Source),
+    ("pool.kubernetes", pool_schema.Kubernetes),
+    ("pools[]", pool_schema.Pool),
+    ("pools.match", pool_match.Claim),
+    ("cluster", pool_schema.Cluster),
+    ("cluster.claims[]", discovered_matches.ClaimRule),
     ("cluster.lease", election.Settings),
     ("scrape", settings.Scrape),
     ("health", condition.Settings),
-    ("scheduling", grammar.Scheduling),
+    ("scheduling", scheduling_schema.Scheduling),
     ("prefix", settings.Prefix),
     ("prefix.schedule", blocks.Schedule),
     ("limits", settings.Limits),
-    ("holding", holding.Holding),
-    ("holding.limit, holding.limits[]", allowance.Limit),
+    ("holding", flow_control.Holding),
+    ("holding.limit, holding.limits[]", rate_limit.Limit),
     ("autoscaling", autoscaling.Autoscaling),
     ("autoscaling.found[]", autoscaling.Rule),
     ("autoscaling.keda", autoscaling.Keda),
     ("pool.autoscaling", autoscaling.Scaling),
-    ("pool.autoscaling.meter", meter.Settings),
+    ("pool.autoscaling.meter", demand_estimator.Settings),
     ("pool.autoscaling.params, policy: adaptive", adaptive.Adaptive),
     ("pool.autoscaling.params, policy: kubeai", kubeai.KubeAI),
     ("pool.autoscaling.params, policy: queue-depth", queue_depth.QueueDepth),
@@ -60,9 +60,9 @@ SECTIONS = (
     ("answers", settings.Answers),
     ("explain", settings.Explain),
     ("xds", settings.Xds),
-    ("xds.health_check", traits.HealthCheck),
-    ("xds.outliers", traits.Outliers),
-    ("sharing", sharing.Sharing),
+    ("xds.health_check", cluster_options.HealthCheck),
+    ("xds.outliers", cluster_options.Outliers),
+    ("sharing", peer_sync.Sharing),
     ("log", settings.Log),
 )
 
@@ -80,7 +80,7 @@ SCENARIO = (
         for kind in workloads.Workload.__args__
     ),
     ("workload.groups[]", workloads.Group),
-    ("lengths of prompts, answers, turns and pauses", lengths.Lengths),
+    ("lengths of prompts, answers, turns and pauses", length_distributions.Lengths),
 )
 
 
@@ -96,7 +96,7 @@ def attributes(section: type[msgspec.Struct]) -> dict[str, str]:
 
 def shown(value: object) -> str:
     """A default as YAML."""
-    if isinstance(value, lengths.Lengths):
+    if isinstance(value, length_distributions.Lengths):
         return f"`{{mean: {value.mean:g}, lowest: {value.lowest:g}}}`"
     first = value[0] if isinstance(value, Sequence) and value else value
     if isinstance(first, msgspec.Struct):
@@ -206,7 +206,7 @@ def reload_block() -> str:
     def named(section: str, names: Sequence[str]) -> str:
         kind = settings.Settings
         if section:
-            kind = sources.Pool if section == "pools" else type(getattr(kind(), section))
+            kind = pool_schema.Pool if section == "pools" else type(getattr(kind(), section))
         encoded = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
         return ", ".join(f"`{encoded[name]}`" for name in names) or "none"
 

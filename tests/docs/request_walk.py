@@ -19,18 +19,18 @@ from types import FrameType
 
 import grpc
 
-from extproc.dispatch.switchboard import Claimant, Switchboard
 from extproc.endpoint import Load
-from extproc.protocol.gathering import Budget
+from extproc.protocol.body_buffer import Budget
 from extproc.protocol.settings import ExchangeSettings
-from extproc.server import stream as streams
-from extproc.server.servicer import Servicer
-from extproc.telemetry.ring import Ring
-from extproc.telemetry.tallies import Tallies
+from extproc.routing.pool_selector import Claimant, Switchboard
+from extproc.server import stream_handler
+from extproc.server.ext_proc_servicer import Servicer
+from extproc.telemetry.counters import Tallies
+from extproc.telemetry.decision_log import Ring
 from extproc.wire import codec
 from extproc.wire.pb import ext_proc_pb2 as pb
 from tests.docs import reference
-from tests.support.house import House
+from tests.support.pool_fixture import House
 
 BODY = b'{"model":"llama","messages":[{"role":"user","content":"' + b"hello " * 200 + b'"}]}'
 
@@ -68,7 +68,7 @@ def servicer() -> Servicer:
     load = Load(at=99.0, waiting=0, running=1, kv_usage=0.1)
     house = House({"10.0.0.1:8000": load, "10.0.0.2:8000": load}, profile="adaptive")
     return Servicer(
-        streams.Shared(
+        stream_handler.Shared(
             switchboard=Switchboard([Claimant("", house.dispatcher)]),
             exchange_settings=ExchangeSettings(max_body_bytes=1 << 20),
             budget=Budget(1 << 30),
@@ -76,7 +76,7 @@ def servicer() -> Servicer:
             clock=lambda: house.now,
             rng=random.Random(1),
             ring=Ring(10),
-            settings=streams.StreamSettings(max_streams=100),
+            settings=stream_handler.StreamSettings(max_streams=100),
         )
     )
 

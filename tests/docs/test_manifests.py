@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from extproc.config import load
+from extproc.config import loader
 from extproc.config.settings import Server
 
 DOCUMENTS = list(
@@ -20,8 +20,8 @@ def container():
 def test_the_configuration_is_taken():
     """The ConfigMap holds a file that the strict reader takes."""
     (text,) = BY_KIND["ConfigMap"]["data"].values()
-    settings = load.settings(load.parse(text, where="plain.yaml"))
-    assert load.entries(settings.pool, where="plain.yaml")[0].host == "vllm-headless"
+    settings = loader.settings(loader.parse(text, where="plain.yaml"))
+    assert loader.entries(settings.pool, where="plain.yaml")[0].host == "vllm-headless"
 
 
 def test_ports_are_the_defaults():

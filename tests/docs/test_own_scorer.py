@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from extproc.cli.main import main
-from extproc.config import factory, load
+from extproc.config import factory, loader
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.request import RawRequest
@@ -61,7 +61,7 @@ def test_the_configuration_is_in_order(folder, capsys):
 @pytest.mark.parametrize("zone", ["a", "b"])
 def test_the_configuration_routes(folder, zone):
     """A request goes to the zone its header names, and nothing is degraded."""
-    parts = factory.build(load.settings(load.read(folder / "extproc.yaml")))
+    parts = factory.build(loader.settings(loader.read(folder / "extproc.yaml")))
     listed = [Endpoint(f"{one.host}:{one.port}", labels=one.labels) for one in parts.listed]
     parts.fleet.replace(listed, 1.0)
     body = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": "hi"}]})

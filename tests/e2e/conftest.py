@@ -1,4 +1,4 @@
-"""One installation for each module, in the event loop of `tests.support.live`."""
+"""One installation for each module, in the event loop of `tests.support.child_process`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.live import live, pytest_pyfunc_call
+from tests.support.child_process import live, pytest_pyfunc_call
 
 __all__ = ["live", "pytest_pyfunc_call"]
 

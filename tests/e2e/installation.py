@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.e2e import http1
 
 SHIPPED = Path(__file__).resolve().parents[2] / "envoy"

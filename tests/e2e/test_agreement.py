@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from bench import agreement
-from extproc.sim.virtual import scenario, workloads
-from extproc.sim.virtual.client import Client
-from extproc.sim.virtual.lengths import Lengths
+from extproc.simulator.fleet import scenario, workloads
+from extproc.simulator.fleet.client import Client
+from extproc.simulator.fleet.length_distributions import Lengths
 
 #: At the machine's own speed, first tokens take some 300 ms: a few ms of Envoy, picker and client do
 #: not show, and neither do twenty of a busy machine.

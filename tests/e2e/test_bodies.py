@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.e2e import http1, http2, installation
 
 MIB = 1 << 20

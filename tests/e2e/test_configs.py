@@ -9,10 +9,10 @@ import betterproto2
 import pytest
 import yaml
 
-from extproc.cli import stack
+from extproc.demo import stack
 from extproc.protocol.headers import SIDECAR_HEADERS
-from extproc.xds.rendering import Renderer, clusters
-from extproc.xds.traits import Traits
+from extproc.xds.cluster_options import Traits
+from extproc.xds.encoder import Renderer, clusters
 from tests.e2e import installation
 
 CONFIGS = sorted(installation.SHIPPED.glob("*.yaml"))

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.e2e import backend, http1, installation
 
 PATH = "/v1/chat/completions"

@@ -8,7 +8,7 @@ import json
 import aiohttp
 import pytest
 
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.e2e import backend, http1, http2, installation
 
 SELECTION = "test-epp-endpoint-selection"

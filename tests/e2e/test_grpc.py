@@ -8,7 +8,7 @@ import contextlib
 import grpc
 import pytest
 
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.e2e import http2, installation
 
 GENERATE = "/vllm.grpc.engine.VllmEngine/Generate"

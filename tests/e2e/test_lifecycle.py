@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.e2e import backend, http1, installation
 
 CHAT = json.dumps(

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.e2e import backend, http1, installation
 
 #: Request body mode, response body mode; the other direction of each is the lean one.

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.e2e import backend, http1, http2, installation
 
 CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()

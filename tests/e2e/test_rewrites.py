@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.e2e import backend, http1, installation
 from tests.e2e.test_modes import MODES, SEEING, every_mode
 

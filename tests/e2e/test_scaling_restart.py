@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.e2e import http1, installation
 
 #: One answer takes some 0.3 s of an engine at this speed.

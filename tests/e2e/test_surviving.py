@@ -9,7 +9,7 @@ import signal
 
 import aiohttp
 
-from extproc.cli import stack
+from extproc.demo import stack
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 PAGE = (

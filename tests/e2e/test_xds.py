@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.e2e import backend, http1, installation
 
 PATH = "/v1/chat/completions"

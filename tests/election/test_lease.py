@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.election import lease
-from extproc.election.term import Put, Record
+from extproc.election.lease_state import Put, Record
 
 AT = dt.datetime(2026, 1, 2, 4, 4, 5, 6, tzinfo=dt.timezone(dt.timedelta(hours=1)))
 NOW = "2026-01-02T03:04:05.000006Z"

@@ -7,7 +7,7 @@ import itertools
 import random
 import types
 
-from extproc.election import elector, term
+from extproc.election import leader_elector, lease_state
 
 
 @types.coroutine
@@ -41,9 +41,11 @@ class Store:
         if put is None:
             return self.record
         if put.version != (self.record.version if self.record else ""):
-            return elector.Failed("conflict", outrun=True)
+            return leader_elector.Failed("conflict", outrun=True)
         self._version += 1
-        self.record = term.Record(put.holder, put.duration_s, put.transitions, str(self._version))
+        self.record = lease_state.Record(
+            put.holder, put.duration_s, put.transitions, str(self._version)
+        )
         return self.record
 
 
@@ -69,7 +71,7 @@ class Candidate:
         self._steps = None
         self._serial = 0
         self.facts = []
-        self.elector = elector.Elector(
+        self.elector = leader_elector.Elector(
             name,
             settings,
             _Far(),
@@ -165,7 +167,7 @@ class World:
         fate = self._fate()
         if fate.there is not None:
             self.after(fate.there, lambda: self._execute(one, call, serial, fate, last=last))
-        gave_up = elector.Failed("no answer")
+        gave_up = leader_elector.Failed("no answer")
         self.after(self._limit_s, lambda: one.hear(gave_up, serial, last=last))
 
     def _execute(self, one, call, serial, fate, *, last):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import kube, kube_server
-from tests.support.live import live, pytest_pyfunc_call
+from tests.support.child_process import live, pytest_pyfunc_call
 
 __all__ = ["live", "pytest_pyfunc_call"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.kubernetes.conformance import stand as stands
 from tests.kubernetes.conformance.gateway import Pool, Rule
 from tests.support import kube

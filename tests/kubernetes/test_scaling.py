@@ -12,11 +12,11 @@ import time
 import aiohttp
 import pytest
 
-from extproc.cli import stack
+from extproc.autoscaling.runtime import scale_subresource
 from extproc.config.autoscaling import Target
+from extproc.demo import stack
 from extproc.discovery.kubernetes import settings as watching
-from extproc.server.scaling import kubernetes
-from tests.support import conversation, kube, kube_picker, peer, serving
+from tests.support import ext_proc_script, kube, kube_picker, peer, serving
 
 #: A policy that looks often and forgets fast: a test does not wait for minutes.
 POLICY = {
@@ -155,7 +155,7 @@ def scaler(namespace, kubeconfig, port, *, pages=0, autoscaling=None, **scaling)
 async def held(picker):
     """One request, which waits; the stream and when it was sent."""
     stream = serving.Stream(picker._channel)
-    await stream.say(conversation.request_headers(HEADERS, ends=True))
+    await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
     return stream
 
 
@@ -258,11 +258,11 @@ async def test_an_outage_does_not_start_a_second_autoscaler(api, cluster):
         hpa = HPA | {"metadata": {"name": "theirs", "namespace": namespace}}
         await api.create(hpa)
         reaching = watching.Settings(sources=(), kubeconfig=str(kubeconfig))
-        way = kubernetes.Cluster(reaching, "me")
+        way = scale_subresource.Cluster(reaching, "me")
         await way.open()
         try:
             target = Target(name="vllm", namespace=namespace).filled
-            scale = kubernetes.Scale(target, way, lambda: True)
+            scale = scale_subresource.Scale(target, way, lambda: True)
             await scale.look_for_others()
             assert not scale.acts
             cluster.stop()

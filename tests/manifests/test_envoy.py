@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from extproc.cli import stack
+from extproc.demo import stack
 from extproc.xds import resources
 from tests.manifests import envoy_files, parts, tools
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from extproc.config import load
+from extproc.config import loader
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes import resources
 from tests.manifests import envoy_files, rules, strict, tools
@@ -42,7 +42,7 @@ def test_plain_objects_are_right(path):
 def test_the_base_configuration_is_taken():
     """The strict reader takes it, and it says what the defaults are."""
     text = (tools.MANIFESTS / "base/extproc.yaml").read_text()
-    assert load.settings(load.parse(text, where="base/extproc.yaml")) == Settings()
+    assert loader.settings(loader.parse(text, where="base/extproc.yaml")) == Settings()
 
 
 @pytest.mark.parametrize("overlay", envoy_files.FILES)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import hostile_bodies
-from extproc.parsing import bounded, parser
-from extproc.prefix import blocks
+from extproc.parsing import bounded_decoder, surfaces
+from extproc.prefix_cache import blocks
 from extproc.request import RawRequest, Request
 
 _SIZE = 1 << 18
@@ -20,7 +20,7 @@ _CASES = [
 ]
 
 
-class CountingReading(bounded._Reading):
+class CountingReading(bounded_decoder._Reading):
     """A reading that counts the values it decodes and the elements it looks at."""
 
     all: ClassVar[list] = []
@@ -45,17 +45,17 @@ class CountingReading(bounded._Reading):
 @pytest.mark.parametrize(("name", "path", "body"), _CASES, ids=[name for name, *_ in _CASES])
 def test_work_on_a_hostile_body_is_counted(name, path, body, monkeypatch):
     """Values that are built, and elements that are looked at, stay within a share of the bytes."""
-    monkeypatch.setattr(bounded, "_Reading", CountingReading)
+    monkeypatch.setattr(bounded_decoder, "_Reading", CountingReading)
     monkeypatch.setattr(CountingReading, "all", [])
     headers = {":path": path, ":method": "POST", "content-type": "multipart/x; boundary=b"}
-    parser.parse(RawRequest(headers, body))
+    surfaces.parse(RawRequest(headers, body))
     assert len(CountingReading.all) <= 3  # the body, once mended, and its envelope for the error
     for reading in CountingReading.all:
         values, elements = reading.spent
-        share = bounded.MAX_VALUES + reading.size // 48
+        share = bounded_decoder.MAX_VALUES + reading.size // 48
         # The last array may go one array beyond; then no other is looked at.
         assert values <= share
-        assert elements <= 3 * bounded.MAX_ELEMENTS + share + 512
+        assert elements <= 3 * bounded_decoder.MAX_ELEMENTS + share + 512
         assert reading.num_calls <= 3 * elements + 64
 
 
@@ -69,7 +69,7 @@ _TOOLS = [
 def _chain(messages, *, ascii_only, tools):
     body = {"model": "m", **({"tools": _TOOLS} if tools else {}), "messages": messages}
     written = json.dumps(body, ensure_ascii=ascii_only).encode()
-    request = parser.parse(
+    request = surfaces.parse(
         RawRequest({":path": "/v1/chat/completions", ":method": "POST"}, written)
     )
     assert isinstance(request, Request)
@@ -122,10 +122,10 @@ def test_blocks_are_those_of_decoding_at_once(unit, ascii_only, turns):
     messages[0]["tool_calls"] = [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]
     slowly = _chain(messages, ascii_only=ascii_only, tools=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bounded, "is_light", lambda _: True)
+        patch.setattr(bounded_decoder, "is_light", lambda _: True)
         at_once = _chain(messages, ascii_only=ascii_only, tools=True)
-        patch.setattr(bounded, "_SHORT_BYTES", -1)
-        patch.setattr(bounded, "is_light", lambda _: False)
+        patch.setattr(bounded_decoder, "_SHORT_BYTES", -1)
+        patch.setattr(bounded_decoder, "is_light", lambda _: False)
         always = _chain(messages, ascii_only=ascii_only, tools=True)
     assert slowly == at_once == always
 
@@ -138,7 +138,7 @@ def test_a_text_is_not_cut_inside_of_an_escape(escape, shift):
     """Wherever a chunk ends, backslashes that are escaped themselves begin no escape."""
     text = '"' + "a" * shift + escape * 60_000 + '\\ud83d\\ude00"'
     body = b'{"model":"m","prompt":%b}' % text.encode()
-    read = parser.parse(RawRequest({":path": "/v1/completions", ":method": "POST"}, body))
+    read = surfaces.parse(RawRequest({":path": "/v1/completions", ":method": "POST"}, body))
     assert isinstance(read, Request)
     assert read.prompt == json.loads(text).encode()
 
@@ -171,4 +171,4 @@ def _body_with(text: str, more: str = "") -> bytes:
 )
 def test_marks_in_long_texts_are_no_values(body: bytes, is_light: bool) -> None:  # noqa: FBT001
     """What is outside of strings decides whether a body is decoded at once."""
-    assert bounded.is_light(body) is is_light
+    assert bounded_decoder.is_light(body) is is_light

@@ -1,9 +1,9 @@
 import pytest
 
-from extproc.parsing import parser, paths
+from extproc.parsing import paths, surfaces
 from extproc.request import RawRequest, Request
-from tests.parsing import asking
-from tests.parsing.asking import CHAT
+from tests.parsing import builders
+from tests.parsing.builders import CHAT
 
 SECRET = "my-secret-words"  # stands for prompt text
 UNMARSHAL = "error unmarshaling request bodyMap: "
@@ -43,7 +43,7 @@ JSON_PATHS = (
 )
 def test_what_is_not_a_json_object(path, body):
     """Point 69: such a body is refused on every JSON path, and its text is not quoted."""
-    message = asking.refused(path, body)
+    message = builders.refused(path, body)
     assert message.startswith((UNMARSHAL, "model not found"))
     assert SECRET not in message
 
@@ -51,13 +51,13 @@ def test_what_is_not_a_json_object(path, body):
 @pytest.mark.parametrize("path", JSON_PATHS)
 def test_model_is_demanded(path):
     """Point 70 on every inference path with a JSON body."""
-    body = {"prompt": "x", "input": "x", "messages": [asking.user("x")], "items": []}
-    assert asking.refused(path, body) == "model not found in request body"
+    body = {"prompt": "x", "input": "x", "messages": [builders.user("x")], "items": []}
+    assert builders.refused(path, body) == "model not found in request body"
 
 
 def test_model_is_demanded_without_a_path():
     """Point 70 as the reference sends it: no path at all means /v1/completions."""
-    outcome = parser.parse(RawRequest({}, b'{"prompt":"hello world"}'))
+    outcome = surfaces.parse(RawRequest({}, b'{"prompt":"hello world"}'))
     assert outcome.message == "model not found in request body"
 
 
@@ -79,7 +79,7 @@ def test_model_is_demanded_without_a_path():
 )
 def test_the_prompt_is_demanded(path, message):
     """Point 71: a missing messages, prompt, input or items field has its own text."""
-    assert asking.refused(path, {"model": "m"}) == message
+    assert builders.refused(path, {"model": "m"}) == message
 
 
 @pytest.mark.parametrize("path", [f"/{suffix}" for suffix in paths.SURFACES])
@@ -87,7 +87,7 @@ def test_the_prompt_is_demanded(path, message):
 def test_methods_without_a_prompt(path, method):
     """Points 30 to 32: GET and the like are opaque on every path, whatever their body."""
     raw = RawRequest({":method": method, ":path": path}, b"{")
-    assert parser.parse(raw) == Request("opaque")
+    assert surfaces.parse(raw) == Request("opaque")
 
 
 @pytest.mark.parametrize("path", [f"/{suffix}" for suffix in paths.SURFACES])
@@ -95,14 +95,14 @@ def test_empty_bodies(path):
     """Point 30: an empty body is a bodiless request on every path."""
     subset = ("10.0.0.1:8000",)
     raw = RawRequest({":method": "POST", ":path": path, "x-session-id": "s"}, b"", subset=subset)
-    assert parser.parse(raw) == Request("opaque", session="s", subset=subset)
+    assert surfaces.parse(raw) == Request("opaque", session="s", subset=subset)
 
 
 def test_the_subset_is_kept():
     """The subset hint goes from raw request to request, an empty one included."""
     body = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
     for subset in (None, (), ("a:1", "b")):
-        assert parser.parse(RawRequest({":path": CHAT}, body, subset=subset)).subset == subset
+        assert surfaces.parse(RawRequest({":path": CHAT}, body, subset=subset)).subset == subset
 
 
 def test_deep_values_are_refused_not_raised():
@@ -110,6 +110,6 @@ def test_deep_values_are_refused_not_raised():
     for depth in range(300, 1200, 7):
         part = b'{"a":' * depth + b"1" + b"}" * depth
         body = b'{"model":"m","messages":[{"role":"user","content":[' + part + b"]}]}"
-        outcome = parser.parse(RawRequest({":path": CHAT}, body))
+        outcome = surfaces.parse(RawRequest({":path": CHAT}, body))
         assert isinstance(outcome, Request) or outcome.message.startswith(UNMARSHAL)
-        assert isinstance(parser.parse(RawRequest({":path": "/other"}, body)), Request)
+        assert isinstance(surfaces.parse(RawRequest({":path": "/other"}, body)), Request)

@@ -1,7 +1,7 @@
 import pytest
 
 from extproc.parsing import multipart
-from tests.parsing import asking
+from tests.parsing import builders
 
 PATH = "/v1/audio/transcriptions"
 SOUND = bytes(range(256)) * 100 + b"\r\n--other\r\n\r\n"
@@ -16,7 +16,7 @@ FILE = part(b"file", SOUND, b'; filename="model.wav"\r\nContent-Type: audio/wav'
 
 
 def form(body, path=PATH, content_type="multipart/form-data; boundary=XX"):
-    return asking.parsed(path, body, content_type=content_type)
+    return builders.parsed(path, body, content_type=content_type)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -85,7 +85,7 @@ def test_parts_are_bounded():
 
 def test_json_on_an_audio_path():
     """A body that is no form is read like any other small JSON."""
-    request = asking.parsed(PATH, {"model": "w"}, content_type="application/json")
+    request = builders.parsed(PATH, {"model": "w"}, content_type="application/json")
     assert (request.api, request.model) == ("transcriptions", "w")
 
 
@@ -94,5 +94,5 @@ def test_session_of_a_form():
     body = part(b"user", b"u") + b"--XX--"
     assert form(body).session == "u"
     content_type = "multipart/form-data; boundary=XX"
-    request = asking.parsed(PATH, body, content_type=content_type, x_session_id="s")
+    request = builders.parsed(PATH, body, content_type=content_type, x_session_id="s")
     assert request.session == "s"

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.parsing import parser
+from extproc.parsing import surfaces
 from extproc.request import MAX_ID_BYTES, MAX_NAME_BYTES, shorten_id
-from tests.parsing import asking
-from tests.parsing.asking import CHAT
+from tests.parsing import builders
+from tests.parsing.builders import CHAT
 
 LONGEST = "m" * MAX_NAME_BYTES
 
@@ -16,7 +16,7 @@ LONGEST = "m" * MAX_NAME_BYTES
 def test_the_longest_names_are_taken(name):
     """A name of 512 bytes is one."""
     body = {"model": name, "messages": [{"role": "user", "content": "a"}]}
-    assert asking.parsed(CHAT, body).model == name
+    assert builders.parsed(CHAT, body).model == name
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/embeddings", "/generate", "/other"])
@@ -26,7 +26,7 @@ def test_a_longer_model_or_adapter_name_is_refused(path, field, name):
     """On every path, with what was wanted, what was found and what to do."""
     body = {"model": "m", "prompt": "a", "input": "a", "text": "a", field: name}
     body["messages"] = [{"role": "user", "content": "a"}]
-    message = asking.refused(path, body)
+    message = builders.refused(path, body)
     assert "expected" in message
     assert "512" in message
 
@@ -35,7 +35,7 @@ def test_a_long_name_in_a_header_is_refused():
     """The header stands in for the body's name, also where there is no body."""
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
     headers = {"x_llm_d_model_name_rewrite": LONGEST + "m"}
-    assert parser.parse(asking.post(CHAT, body, **headers)) is parser.LONG_NAME
+    assert surfaces.parse(builders.post(CHAT, body, **headers)) is surfaces.LONG_NAME
 
 
 @given(st.text(max_size=600), st.text(max_size=600))

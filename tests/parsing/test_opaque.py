@@ -1,25 +1,25 @@
 import pytest
 
-from extproc.parsing import opaque, parser
+from extproc.parsing import opaque, surfaces
 from extproc.request import RawRequest
-from tests.parsing import asking
-from tests.parsing.asking import CHAT
+from tests.parsing import builders
+from tests.parsing.builders import CHAT
 
 
 def truncated(path, body, **headers):
-    return parser.parse(RawRequest({":path": path, **headers}, body, truncated=True))
+    return surfaces.parse(RawRequest({":path": path, **headers}, body, truncated=True))
 
 
 def test_conformance_body():
     """Point 33: model and prompt are read on a path that is not in the table."""
-    request = asking.parsed("/primary-gateway-test", {"model": "m", "prompt": "hi"})
+    request = builders.parsed("/primary-gateway-test", {"model": "m", "prompt": "hi"})
     assert (request.api, request.model, request.prompt) == ("opaque", "m", b"hi")
 
 
 def test_chat_body_on_another_path():
     """Messages are read there too, with the bytes they have on the chat path."""
-    body = {"model": "m", "messages": [asking.user("hi")]}
-    assert asking.parsed("/invocations", body).prompt == asking.parsed(CHAT, body).prompt
+    body = {"model": "m", "messages": [builders.user("hi")]}
+    assert builders.parsed("/invocations", body).prompt == builders.parsed(CHAT, body).prompt
 
 
 @pytest.mark.parametrize(
@@ -38,14 +38,14 @@ def test_chat_body_on_another_path():
 )
 def test_other_bodies_are_routed(body):
     """Point 34: no body is refused on a path that is not in the table."""
-    request = asking.parsed("/anything", body)
+    request = builders.parsed("/anything", body)
     assert (request.api, request.model) == ("opaque", "")
 
 
 def test_large_bodies_are_not_looked_into():
     """An upload on an unknown path costs no decode."""
     body = b'{"model": "m", "x": "' + b"x" * opaque.LARGEST_BYTES + b'"}'
-    assert asking.parsed("/upload", body).model == ""
+    assert builders.parsed("/upload", body).model == ""
 
 
 def test_truncated_body():

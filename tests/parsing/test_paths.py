@@ -1,6 +1,6 @@
 import pytest
 
-from extproc.parsing import parser, paths
+from extproc.parsing import paths, surfaces
 from extproc.request import RawRequest
 
 
@@ -14,7 +14,7 @@ def test_suffix_names_the_surface(prefix, suffix, tail):
 
 def test_every_surface_has_a_parser():
     """Path table and parser table name the same surfaces."""
-    assert set(paths.SURFACES.values()) == set(parser.PARSERS)
+    assert set(paths.SURFACES.values()) == set(surfaces.PARSERS)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import hostile_bodies
-from extproc.parsing import envelope, opening, parse_job, parser, preparsed, rewriting
+from extproc.parsing import envelope, first_user_message, model_edit, parse_job, preparsed, surfaces
 from extproc.request import RawRequest, Request
-from tests.parsing import asking
-from tests.parsing.test_opening import pieces
+from tests.parsing import builders
+from tests.parsing.test_first_user_message import pieces
 from tests.parsing.test_properties import METHODS, PATHS, bodies
-from tests.support.chance import examples
+from tests.support.seeded import examples
 
 LIMIT = 4 << 20
 
@@ -32,13 +32,13 @@ def preparse(raw, *, max_prompt_bytes=LIMIT):
 def check(raw):
     """What is read there is what is read here."""
     read = preparse(raw)
-    outcome = parser.parse(raw)
-    assert parser.parse(read) == outcome
+    outcome = surfaces.parse(raw)
+    assert surfaces.parse(read) == outcome
     for model in ("new", 'q"\n'):
-        assert rewriting.splice(read, model) == rewriting.splice(raw, model)
+        assert model_edit.splice(read, model) == model_edit.splice(raw, model)
     if not isinstance(outcome, Request) and outcome == envelope.NO_MODEL:
-        supplied = parser.parse_supplied(raw, "other")
-        found = parser.parse_supplied(read, "other")
+        supplied = surfaces.parse_supplied(raw, "other")
+        found = surfaces.parse_supplied(read, "other")
         assert found == (supplied if isinstance(supplied, Request) else None)
 
 
@@ -72,7 +72,7 @@ def test_a_form_reads_alike():
     """The model of a form has another place than that of JSON, and no line breaks."""
     part = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhisper\r\n--b--\r\n'
     check(
-        asking.post(
+        builders.post(
             "/v1/audio/transcriptions", part, content_type="multipart/form-data; boundary=b"
         )
     )
@@ -80,15 +80,15 @@ def test_a_form_reads_alike():
 
 def test_of_a_long_prompt_only_what_is_hashed_comes_back():
     """And all of it where the conversation opens behind that."""
-    near = asking.post(asking.CHAT, {"model": "m", "messages": [asking.user("x" * 9000)]})
+    near = builders.post(builders.CHAT, {"model": "m", "messages": [builders.user("x" * 9000)]})
     assert len(preparse(near, max_prompt_bytes=1000).outcome.prompt) > 1000
-    near = asking.post(asking.CHAT, {"model": "m", "messages": [asking.user("x" * 90_000)]})
+    near = builders.post(builders.CHAT, {"model": "m", "messages": [builders.user("x" * 90_000)]})
     read = preparse(near, max_prompt_bytes=40_000)
-    assert read.outcome.prompt == parser.parse(near).prompt[:40_000]
-    assert read.outcome.prompt_bytes == parser.parse(near).prompt_bytes
+    assert read.outcome.prompt == surfaces.parse(near).prompt[:40_000]
+    assert read.outcome.prompt_bytes == surfaces.parse(near).prompt_bytes
     system = {"role": "system", "content": "s" * 50_000}
-    far = asking.post(asking.CHAT, {"model": "m", "messages": [system, asking.user("x")]})
-    assert preparse(far, max_prompt_bytes=40_000).outcome == parser.parse(far)
+    far = builders.post(builders.CHAT, {"model": "m", "messages": [system, builders.user("x")]})
+    assert preparse(far, max_prompt_bytes=40_000).outcome == surfaces.parse(far)
 
 
 @given(
@@ -99,6 +99,6 @@ def test_a_request_at_rest_has_its_opening(prompt, api):
     """Whatever the prompt is, what is left of it while it waits is short and opens alike."""
     request = Request(api=api, prompt=prompt)
     raw = preparsed.attach(RawRequest({}), preparsed.ParseResult(request, "", None, None))
-    rested = parser.parse(preparsed.rest(raw))
-    assert opening.of(rested) == opening.of(request)
-    assert len(rested.prompt) <= 5 * opening.LONGEST_BYTES
+    rested = surfaces.parse(preparsed.rest(raw))
+    assert first_user_message.of(rested) == first_user_message.of(request)
+    assert len(rested.prompt) <= 5 * first_user_message.LONGEST_BYTES

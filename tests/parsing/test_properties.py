@@ -4,11 +4,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from extproc.decision import Rejection
-from extproc.parsing import multipart, parser, paths, tokens
+from extproc.parsing import multipart, paths, surfaces, tokens
 from extproc.request import RawRequest, Request
-from tests.parsing import asking
-from tests.parsing.asking import CHAT, chat
-from tests.support.chance import examples
+from tests.parsing import builders
+from tests.parsing.builders import CHAT, chat
+from tests.support.seeded import examples
 
 SECRET = "zq-secret-zq"
 PATHS = st.sampled_from([*(f"/v1/{suffix}" for suffix in paths.SURFACES), "/x", ""])
@@ -39,7 +39,7 @@ bodies = st.dictionaries(st.sampled_from(FIELDS), values, max_size=6)
 def check(path, body, *, method="POST", truncated=False, **headers):
     """Parse; the outcome is a value, and no refusal quotes the body."""
     raw = RawRequest({":method": method, ":path": path, **headers}, body, truncated=truncated)
-    outcome = parser.parse(raw)
+    outcome = surfaces.parse(raw)
     if isinstance(outcome, Rejection):
         assert outcome.status == 400
         assert SECRET not in outcome.message
@@ -105,7 +105,7 @@ def test_any_form(pieces):
     body = b"".join(pieces)
     if body:
         content_type = "multipart/form-data; boundary=b"
-        asking.parsed("/v1/audio/transcriptions", body, content_type=content_type)
+        builders.parsed("/v1/audio/transcriptions", body, content_type=content_type)
     multipart.read(body, b"")
 
 
@@ -180,7 +180,7 @@ def test_any_one_change_shows(history, numbers, data):
     ids = {"model": "m", "prompt": [numbers, numbers]}
     flat = {"model": "m", "prompt": numbers + numbers}
     path = "/v1/completions"
-    assert asking.parsed(path, ids).prompt != asking.parsed(path, flat).prompt
+    assert builders.parsed(path, ids).prompt != builders.parsed(path, flat).prompt
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -188,8 +188,8 @@ def test_any_one_change_shows(history, numbers, data):
 def test_other_surfaces_extend_too(path, history, more):
     """Anthropic, Responses and unknown paths keep the prefix property."""
     field = "input" if path.endswith("responses") else "messages"
-    before = asking.parsed(path, {"model": "m", field: history})
-    after = asking.parsed(path, {"model": "m", field: [*history, *more]})
+    before = builders.parsed(path, {"model": "m", field: history})
+    after = builders.parsed(path, {"model": "m", field: [*history, *more]})
     assert after.prompt.startswith(before.prompt)
 
 

@@ -2,8 +2,8 @@ import pytest
 
 from extproc.parsing import session
 from extproc.request import MAX_ID_BYTES
-from tests.parsing import asking
-from tests.parsing.asking import CHAT
+from tests.parsing import builders
+from tests.parsing.builders import CHAT
 
 ORDER = [
     {"prompt_cache_key": "s"},
@@ -29,8 +29,8 @@ def ask(*sources):
                 fields.setdefault(name, {}).update(inner)
             else:
                 fields[name] = f"s{rank}"
-    body = {"model": "m", "messages": [asking.user("hi")], **fields}
-    return asking.parsed(CHAT, body, **headers).session
+    body = {"model": "m", "messages": [builders.user("hi")], **fields}
+    return builders.parsed(CHAT, body, **headers).session
 
 
 @pytest.mark.parametrize("first", range(len(ORDER)))
@@ -42,25 +42,25 @@ def test_order(first):
 @pytest.mark.parametrize("name", session.HEADERS)
 def test_headers(name):
     """Every header of the list is a hint, with and without a body."""
-    assert asking.parsed("/v1/models", b"x", **{name: "s"}).session == "s"
-    body = {"model": "m", "messages": [asking.user("hi")]}
-    assert asking.parsed(CHAT, body, **{name: "s"}).session == "s"
+    assert builders.parsed("/v1/models", b"x", **{name: "s"}).session == "s"
+    body = {"model": "m", "messages": [builders.user("hi")]}
+    assert builders.parsed(CHAT, body, **{name: "s"}).session == "s"
 
 
 def test_conversation_object():
     """The Responses API names a conversation by string or by object."""
     body = {"model": "m", "input": "hi", "conversation": {"id": "c1"}}
-    assert asking.parsed("/v1/responses", body).session == "c1"
+    assert builders.parsed("/v1/responses", body).session == "c1"
 
 
 @pytest.mark.parametrize("hint", [None, 5, "", [], {}, {"id": 7}])
 def test_hints_of_other_types(hint):
     """What is no non-empty string is no hint."""
     body = {"model": "m", "input": "hi", "conversation": hint, "prompt_cache_key": hint}
-    assert asking.parsed("/v1/responses", body).session == ""
+    assert builders.parsed("/v1/responses", body).session == ""
 
 
 def test_long_hints_are_shortened():
     """A hint is a key in a table, so its length is bounded."""
     body = {"model": "m", "input": "hi", "prompt_cache_key": "k" * 10_000}
-    assert len(asking.parsed("/v1/responses", body).session.encode()) <= MAX_ID_BYTES
+    assert len(builders.parsed("/v1/responses", body).session.encode()) <= MAX_ID_BYTES

@@ -2,7 +2,7 @@ import struct
 
 import pytest
 
-from tests.parsing import asking
+from tests.parsing import builders
 
 TOOLS = [{"name": "f", "input_schema": {}}]
 
@@ -10,7 +10,7 @@ TOOLS = [{"name": "f", "input_schema": {}}]
 def test_responses_with_a_string():
     """A string is one user message, behind instructions and tools."""
     body = {"model": "m", "input": "hi", "instructions": "be brief", "max_output_tokens": 5}
-    request = asking.parsed("/v1/responses", body)
+    request = builders.parsed("/v1/responses", body)
     assert (request.api, request.max_tokens) == ("responses", 5)
     assert request.prompt == b"\xffsystem\xfebe brief\xffuser\xfehi"
 
@@ -23,22 +23,22 @@ def test_responses_with_items():
         {"type": "function_call_output", "output": "5"},
         "loose",
     ]
-    request = asking.parsed("/v1/responses", {"model": "m", "input": items})
+    request = builders.parsed("/v1/responses", {"model": "m", "input": items})
     assert request.prompt.startswith(b"\xffuser\xfehi\xfffunction_call\xfd{")
-    string = asking.parsed("/v1/responses", {"model": "m", "input": "hi"})
+    string = builders.parsed("/v1/responses", {"model": "m", "input": "hi"})
     assert request.prompt.startswith(string.prompt)
 
 
 @pytest.mark.parametrize("value", [None, 5, {"a": 1}, True])
 def test_responses_without_input(value):
     """Input is a string or a list."""
-    message = asking.refused("/v1/responses", {"model": "m", "input": value})
+    message = builders.refused("/v1/responses", {"model": "m", "input": value})
     assert message == "invalid responses request: must have input field"
 
 
 def test_conversations():
     """The first items of a conversation are its prompt."""
-    request = asking.parsed("/v1/conversations", {"model": "m", "items": [asking.user("hi")]})
+    request = builders.parsed("/v1/conversations", {"model": "m", "items": [builders.user("hi")]})
     assert (request.api, request.prompt) == ("conversations", b"\xffuser\xfehi")
 
 
@@ -47,13 +47,13 @@ def test_anthropic_messages():
     body = {
         "model": "m",
         "system": [{"type": "text", "text": "brief", "cache_control": {"type": "ephemeral"}}],
-        "messages": [asking.user("hi")],
+        "messages": [builders.user("hi")],
         "tools": TOOLS,
         "max_tokens": 9,
         "metadata": {"user_id": "u_session_1"},
         "stream": True,
     }
-    request = asking.parsed("/v1/messages", body)
+    request = builders.parsed("/v1/messages", body)
     assert (request.api, request.max_tokens, request.stream) == ("messages", 9, True)
     assert request.session == "u_session_1"
     assert request.prompt.startswith(b'\xf9t[{"name"')
@@ -64,16 +64,16 @@ def test_anthropic_cache_breakpoints_move():
     """A breakpoint that moves to the next turn does not change the prompt behind it."""
     result = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
     marked = {**result, "cache_control": {"type": "ephemeral"}}
-    before = asking.parsed("/v1/messages", {"model": "m", "messages": [asking.user([marked])]})
-    history = [asking.user([result]), asking.user("more")]
-    after = asking.parsed("/v1/messages", {"model": "m", "messages": history})
+    before = builders.parsed("/v1/messages", {"model": "m", "messages": [builders.user([marked])]})
+    history = [builders.user([result]), builders.user("more")]
+    after = builders.parsed("/v1/messages", {"model": "m", "messages": history})
     assert after.prompt.startswith(before.prompt)
 
 
 @pytest.mark.parametrize("messages", [[], None, "hi", ["hi"]])
 def test_anthropic_without_messages(messages):
     """At least one message is demanded."""
-    message = asking.refused("/v1/messages", {"model": "m", "messages": messages})
+    message = builders.refused("/v1/messages", {"model": "m", "messages": messages})
     assert message == "invalid messages request: must have at least one message"
 
 
@@ -88,8 +88,8 @@ def test_anthropic_without_messages(messages):
 )
 def test_nothing_is_cached_by_reading(path, api):
     """Surfaces that compute nothing have a model and no prompt."""
-    body = {"model": "m", "messages": [asking.user("hi")], "prompt": "hi", "user": "u"}
-    request = asking.parsed(path, body)
+    body = {"model": "m", "messages": [builders.user("hi")], "prompt": "hi", "user": "u"}
+    request = builders.parsed(path, body)
     assert (request.api, request.model, request.session) == (api, "m", "u")
     assert (request.prompt, request.prompt_tokens) == (b"", 0)
 
@@ -98,7 +98,7 @@ def test_nothing_is_cached_by_reading(path, api):
 @pytest.mark.parametrize("body", [b"{", b"[1]", b"\xff", b"{}"])
 def test_raw_surfaces_refuse_nothing(path, body):
     """Tokenize and count_tokens are routed whatever their body."""
-    assert asking.parsed(path, body).model == ""
+    assert builders.parsed(path, body).model == ""
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_raw_surfaces_refuse_nothing(path, body):
 )
 def test_ranking(path, body):
     """The query is the beginning of the prompt, the documents follow."""
-    request = asking.parsed(path, {"model": "m", **body})
+    request = builders.parsed(path, {"model": "m", **body})
     assert request.api in {"rerank", "score"}
     assert request.prompt.startswith(b"\xff\xfeq\xff")
     assert request.prompt_tokens > 0
@@ -122,7 +122,7 @@ def test_ranking(path, body):
 def test_vllm_generate():
     """Token ids in, no model needed, the bound inside sampling_params."""
     body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4}, "stream": True}
-    request = asking.parsed("/inference/v1/generate", body)
+    request = builders.parsed("/inference/v1/generate", body)
     assert (request.api, request.prompt) == ("generate", struct.pack("<2I", 5, 6))
     assert (request.prompt_tokens, request.max_tokens, request.stream) == (2, 4, True)
 
@@ -130,7 +130,7 @@ def test_vllm_generate():
 @pytest.mark.parametrize("ids", [None, [], "abc", ["a"], [-1], {"a": 1}])
 def test_vllm_generate_without_tokens(ids):
     """Only a non-empty list of token ids will do."""
-    message = asking.refused("/inference/v1/generate", {"token_ids": ids})
+    message = builders.refused("/inference/v1/generate", {"token_ids": ids})
     assert message == "invalid generate request: must have token_ids field"
 
 
@@ -143,7 +143,7 @@ def test_vllm_generate_with_pictures():
             "mm_placeholders": {"image": [{"offset": 2, "length": 3}]},
         }
         body = {"token_ids": [1, 2, 9, 9, 9, 3], "features": features}
-        return asking.parsed("/inference/v1/generate", body).prompt
+        return builders.parsed("/inference/v1/generate", body).prompt
 
     one, other, plain = prompt("a"), prompt("b"), struct.pack("<6I", 1, 2, 9, 9, 9, 3)
     assert one[8:20] != other[8:20]
@@ -167,7 +167,7 @@ def test_vllm_generate_with_pictures():
 )
 def test_vllm_generate_with_odd_features(features):
     """Features of an unknown form leave the tokens as they are."""
-    request = asking.parsed("/inference/v1/generate", {"token_ids": [1, 2], "features": features})
+    request = builders.parsed("/inference/v1/generate", {"token_ids": [1, 2], "features": features})
     assert request.prompt == struct.pack("<2I", 1, 2)
 
 
@@ -186,14 +186,14 @@ def test_vllm_generate_with_odd_features(features):
 def test_sglang_generate(body, prompt):
     """Text or ids, alone or in batches; the engine judges a body without any."""
     body = {**body, "sampling_params": {"max_new_tokens": 8}, "lora_path": "sql"}
-    request = asking.parsed("/generate", body)
+    request = builders.parsed("/generate", body)
     assert (request.api, request.prompt) == ("sglang_generate", prompt)
     assert (request.max_tokens, request.adapter) == (8, "sql")
 
 
 def test_sglang_generate_wants_json():
     """What is not a JSON object is refused there too."""
-    message = asking.refused("/generate", b"hello")
+    message = builders.refused("/generate", b"hello")
     assert message.startswith("error unmarshaling request bodyMap: ")
 
 
@@ -204,8 +204,8 @@ def test_sglang_generate_wants_json():
 def test_native_batch_of_an_adapter_goes_by_it(lora_path, adapter):
     """A batch whose prompts share an adapter has the blocks that a request for it alone has."""
     body = {"text": ["hi", "ho"], "lora_path": lora_path}
-    request = asking.parsed("/generate", body)
-    alone = asking.parsed("/generate", {"text": ["hi", "ho"], "lora_path": adapter})
+    request = builders.parsed("/generate", body)
+    alone = builders.parsed("/generate", {"text": ["hi", "ho"], "lora_path": adapter})
     assert (request.adapter, request.prompt) == (adapter, alone.prompt)
 
 
@@ -213,11 +213,11 @@ def test_native_batch_of_an_adapter_goes_by_it(lora_path, adapter):
 @pytest.mark.parametrize("prompts", [{"text": ["hi", "ho"]}, {"input_ids": [[1, 2], [3]]}])
 def test_native_batch_of_several_adapters_shares_no_block(lora_path, prompts):
     """Its prompt begins like that of no batch under other adapters, and keeps whole tokens."""
-    mixed = asking.parsed("/generate", {**prompts, "lora_path": lora_path})
+    mixed = builders.parsed("/generate", {**prompts, "lora_path": lora_path})
     named = [] if not isinstance(lora_path, list) else [name for name in lora_path if name]
     assert mixed.adapter == (named[0] if named else "")
-    other = asking.parsed("/generate", {**prompts, "lora_path": ["web", "sql"]})
-    base = asking.parsed("/generate", prompts)
+    other = builders.parsed("/generate", {**prompts, "lora_path": ["web", "sql"]})
+    base = builders.parsed("/generate", prompts)
     assert mixed.prompt[:8] != base.prompt[:8]
     assert not other.prompt.startswith(mixed.prompt[:16])
     assert mixed.prompt.endswith(base.prompt)
@@ -227,4 +227,4 @@ def test_native_batch_of_several_adapters_shares_no_block(lora_path, prompts):
 def test_native_adapter_of_a_long_text_is_refused():
     """A name of more than 64 KiB is refused as a shorter one is, and not taken for none."""
     body = {"text": "a" * 300_000 + "\U0001f600", "lora_path": "a" * 100_000}
-    assert "adapter name of at most 512 bytes" in asking.refused("/generate", body)
+    assert "adapter name of at most 512 bytes" in builders.refused("/generate", body)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.parsing import grpc_frame, tokens
-from tests.parsing import asking
+from tests.parsing import builders
 
 GENERATE = "/vllm.grpc.engine.VllmEngine/Generate"
 EMBED = "/vllm.grpc.engine.VllmEngine/Embed"
@@ -49,7 +49,7 @@ MESSAGE = field(1, b"id") + field(2, TOKENIZED) + field(4, field(8, 64)) + field
 
 def test_generate():
     """Point 107: tokens, bound and stream flag; the model comes from a header, if at all."""
-    request = asking.parsed(GENERATE, frame(MESSAGE), x_llm_d_model_name_rewrite="m")
+    request = builders.parsed(GENERATE, frame(MESSAGE), x_llm_d_model_name_rewrite="m")
     assert (request.api, request.model) == ("grpc_generate", "m")
     assert (request.prompt, request.prompt_tokens) == (packed(*IDS), len(IDS))
     assert (request.max_tokens, request.stream) == (64, True)
@@ -57,21 +57,21 @@ def test_generate():
 
 def test_generate_from_text():
     """Text is an input like any other."""
-    request = asking.parsed(GENERATE, frame(field(3, b"hello there")))
+    request = builders.parsed(GENERATE, frame(field(3, b"hello there")))
     assert (request.prompt, request.prompt_tokens) == (b"hello there", 2)
     assert (request.max_tokens, request.stream) == (None, False)
 
 
 def test_embed():
     """Point 107: Embed reads tokenized input."""
-    request = asking.parsed(EMBED, frame(field(1, b"id") + field(2, TOKENIZED)))
+    request = builders.parsed(EMBED, frame(field(1, b"id") + field(2, TOKENIZED)))
     assert (request.api, request.prompt) == ("grpc_embed", packed(*IDS))
 
 
 def test_ids_that_are_not_packed():
     """A repeated number may be sent one field each."""
     message = field(2, b"".join(field(2, token) for token in IDS))
-    assert asking.parsed(EMBED, frame(message)).prompt == packed(*IDS)
+    assert builders.parsed(EMBED, frame(message)).prompt == packed(*IDS)
 
 
 def test_pictures_mark_their_placeholders():
@@ -79,7 +79,7 @@ def test_pictures_mark_their_placeholders():
 
     def prompt(name):
         pictures = field(5, field(1, 1) + field(2, 2)) + field(6, name)
-        return asking.parsed(GENERATE, frame(field(2, TOKENIZED) + field(7, pictures))).prompt
+        return builders.parsed(GENERATE, frame(field(2, TOKENIZED) + field(7, pictures))).prompt
 
     one, other = prompt(b"a"), prompt(b"b")
     assert one[:4] == other[:4] == packed(5)
@@ -114,24 +114,24 @@ def test_pictures_mark_their_placeholders():
 @pytest.mark.parametrize("path", [GENERATE, EMBED])
 def test_bad_frames(path, body):
     """Point 109: a compressed, short or malformed frame, and one without input, is refused."""
-    assert asking.refused(path, body) == INVALID
+    assert builders.refused(path, body) == INVALID
 
 
 def test_embed_wants_tokens():
     """Text is no input for Embed."""
-    assert asking.refused(EMBED, frame(field(3, b"text"))) == INVALID
+    assert builders.refused(EMBED, frame(field(3, b"text"))) == INVALID
 
 
 def test_other_methods_are_opaque():
     """Point 110: another gRPC method is routed raw."""
-    request = asking.parsed("/vllm.grpc.engine.VllmEngine/Abort", b"\1garbage")
+    request = builders.parsed("/vllm.grpc.engine.VllmEngine/Abort", b"\1garbage")
     assert request.api == "opaque"
 
 
 def test_unknown_fields_are_skipped():
     """Fixed-width and unknown fields are stepped over."""
     extra = varint(9 << 3 | 1) + b"8 bytes!" + varint(10 << 3 | 5) + b"four" + field(99, 2**63)
-    assert asking.parsed(GENERATE, frame(extra + MESSAGE)).prompt == packed(*IDS)
+    assert builders.parsed(GENERATE, frame(extra + MESSAGE)).prompt == packed(*IDS)
 
 
 def test_messages_behind_the_first():

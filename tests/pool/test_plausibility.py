@@ -3,8 +3,8 @@
 import pytest
 
 from extproc.endpoint import Endpoint, Load, Totals
-from extproc.pool.fleet import Fleet
 from extproc.pool.plausibility import NO_KV_SIZE, NO_KV_USAGE, NO_RUNNING, NO_WAITING, reason
+from extproc.pool.store import Fleet
 
 
 class Engine:

@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from extproc.endpoint import Endpoint, Load
-from extproc.pool import imputing, snapshot
-from extproc.pool.accounts import Account, Ticket
-from extproc.pool.fleet import Fleet, Mark
-from tests.support.chance import examples
+from extproc.pool import load_imputation, snapshot
+from extproc.pool.inflight import Account, Ticket
+from extproc.pool.store import Fleet, Mark
+from tests.support.seeded import examples
 
 ADDRESSES = ("10.0.0.1:8000", "10.0.0.1:8001", "[fd00::1]:8000", "10.0.0.2:8000")
 some = st.lists(st.sampled_from(ADDRESSES), max_size=5)
@@ -101,7 +101,7 @@ class Fleets(RuleBasedStateMachine):
             adapter="",
             adapters=frozenset(),
             now=self.now,
-            imputation=imputing.impute(
+            imputation=load_imputation.impute(
                 pool.members, oldest=self.now - 5.0, is_patchy=pool.is_patchy
             ),
         )

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from extproc.endpoint import UNKNOWN, Endpoint, Load
-from extproc.pool import condition, imputing, snapshot
-from extproc.pool.fleet import Fleet
+from extproc.pool import condition, load_imputation, snapshot
+from extproc.pool.store import Fleet
 
 ADDRESSES = ("10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000", "[fd00::2]:8000")
 
@@ -86,7 +86,7 @@ def test_an_empty_pool_has_nobody():
 
 def turn(fleet: Fleet, *, now: float) -> snapshot.Candidate:
     members = fleet.pool.members
-    imputation = imputing.impute(members, oldest=now - 3.0, is_patchy=fleet.pool.is_patchy)
+    imputation = load_imputation.impute(members, oldest=now - 3.0, is_patchy=fleet.pool.is_patchy)
     (candidate,) = snapshot.candidates(
         members, [5], adapter="", adapters=frozenset(), now=now, imputation=imputation
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.support import conversation as talk
-from tests.support.house import House, load
+from tests.support import ext_proc_script
+from tests.support.pool_fixture import House, load
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hello"}]}'
 
@@ -12,4 +12,4 @@ THREE = ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000")
 
 
 def house(*addresses: str) -> House:
-    return House({address: load(0, 0.0) for address in addresses or (talk.ONE,)})
+    return House({address: load(0, 0.0) for address in addresses or (ext_proc_script.ONE,)})

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from extproc.decision import Decision, Outcome, Rejection, Splice
 from extproc.endpoint import Endpoint
 from extproc.errors import ProtocolError
-from extproc.protocol.events import BodyMode, Event, Hints, Kind, Modes
+from extproc.protocol.body_buffer import Budget
 from extproc.protocol.exchange import Exchange
-from extproc.protocol.gathering import Budget
+from extproc.protocol.messages import BodyMode, Event, Hints, Kind, Modes
 from extproc.protocol.replies import Answered, Chunk, Continue, Refuse, Reply, Route
 from extproc.protocol.settings import ExchangeSettings
 from extproc.request import Request
-from tests.support.chance import examples
+from tests.support.seeded import examples
 
 DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
 ONE_TO_ONE = tuple(mode for mode in BodyMode if mode is not DUPLEX)

@@ -16,11 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.cli import flags
 from extproc.config.settings import Limits, Server, Settings
-from extproc.discovery.found import Found
+from extproc.discovery.discovered_pool import Found
 from extproc.endpoint import Endpoint
 from extproc.server import health
-from tests.support import conversation as talk
-from tests.support import serving
+from tests.support import ext_proc_script, serving
 from tests.support.serving import LOCAL, Running, Stream
 
 ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -30,7 +29,7 @@ NAMES = ["readiness", "inference-extension", "envoy.service.ext_proc.v3.External
 async def routed(channel: grpc.aio.Channel) -> str:
     """Where a request goes."""
     stream = Stream(channel)
-    await stream.say(talk.request_headers(ends=True))
+    await stream.say(ext_proc_script.request_headers(ends=True))
     (said,) = await stream.hear()
     assert await stream.end() is grpc.StatusCode.OK
     return said.headers["x-gateway-destination-endpoint"]
@@ -209,15 +208,15 @@ async def drained(picker: Running) -> None:
     hurry = asyncio.Event()
     async with picker.channel() as channel:
         before = Stream(channel)
-        await before.say(talk.request_headers(ends=True))
+        await before.say(ext_proc_script.request_headers(ends=True))
         await before.hear()
         drain = asyncio.ensure_future(picker.picker.drain(hurry))
         while not picker.picker.readiness.draining:
             await asyncio.sleep(0)
         for name in NAMES:
             assert await picker.health(name) == "NOT_SERVING"
-        await before.say(talk.response_headers())
-        assert await before.hear() == [talk.answer_headers()]
+        await before.say(ext_proc_script.response_headers())
+        assert await before.hear() == [ext_proc_script.answer_headers()]
         assert await routed(channel) == ONE
         assert not drain.done()
         hurry.set()
@@ -288,12 +287,14 @@ def test_014_the_receive_limit_ends_one_stream_only():
             await picker.sync()
             async with picker.channel() as channel:
                 fits = Stream(channel)
-                await fits.say(talk.request_headers({**talk.PLAIN, ":path": "/upload"}))
-                await fits.say(talk.request_body(b"x" * (5 << 20), ends=True))
-                assert await fits.hear() == [talk.route(ONE)]
+                await fits.say(
+                    ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": "/upload"})
+                )
+                await fits.say(ext_proc_script.request_body(b"x" * (5 << 20), ends=True))
+                assert await fits.hear() == [ext_proc_script.route(ONE)]
                 fits.call.cancel()
                 large = Stream(channel)
-                await large.say(talk.request_body(b"x" * (7 << 20)))
+                await large.say(ext_proc_script.request_body(b"x" * (7 << 20)))
                 with pytest.raises(grpc.aio.AioRpcError) as ended:
                     await large.rest()
                 assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -7,44 +7,51 @@ import pytest
 from extproc.protocol.headers import CONTROL_HEADERS
 from extproc.protocol.settings import ExchangeSettings
 from tests.protocol.request_points import CHAT, THREE, house
-from tests.support import conversation as talk
-from tests.support import peer
-from tests.support.house import House, load
+from tests.support import ext_proc_script, peer
+from tests.support.pool_fixture import House, load
 
 
 def test_023_headers_are_set_by_raw_value_alone():
     """Every header we set carries raw_value and no value, on picks, responses and refusals."""
-    held = talk.Talk(house().decide, request_id="made")
+    held = ext_proc_script.Talk(house().decide, request_id="made")
     messages = (
-        talk.request_headers({":path": "/v1/models"}, ends=True),
-        talk.response_headers(),
+        ext_proc_script.request_headers({":path": "/v1/models"}, ends=True),
+        ext_proc_script.response_headers(),
     )
     # The peer refuses to read a header that has `value` set.
     said = [said for message in messages for said in held.hear(message)]
     assert [len(each.sets) for each in said] == [2, 1]
-    refused = talk.Talk(House({}).decide).hear(talk.request_headers(ends=True))
+    refused = ext_proc_script.Talk(House({}).decide).hear(
+        ext_proc_script.request_headers(ends=True)
+    )
     assert len(refused[0].sets) == 3
 
 
 def test_024_header_and_metadata_agree():
     """The destination stands in the header and, equal, in the envoy.lb metadata."""
-    (said,) = talk.Talk(talk.always(*THREE)).hear(talk.request_headers(ends=True))
+    (said,) = ext_proc_script.Talk(ext_proc_script.always(*THREE)).hear(
+        ext_proc_script.request_headers(ends=True)
+    )
     assert said.headers[peer.DESTINATION] == ",".join(THREE)
     assert said.told == {"envoy.lb": {peer.DESTINATION: said.headers[peer.DESTINATION]}}
 
 
 def test_035_request_headers_are_not_echoed():
     """Only our own headers are set, so that duplicates reach the engine as they came."""
-    headers = [*talk.PLAIN.items(), ("cookie", "a=1"), ("cookie", "b=2")]
+    headers = [*ext_proc_script.PLAIN.items(), ("cookie", "a=1"), ("cookie", "b=2")]
     headers += [("x-forwarded-for", "1.1.1.1"), ("x-forwarded-for", "2.2.2.2")]
-    talk.play([talk.request_headers(headers, ends=True), talk.route()])
+    ext_proc_script.play(
+        [ext_proc_script.request_headers(headers, ends=True), ext_proc_script.route()]
+    )
 
 
 @pytest.mark.parametrize("raw", [True, False], ids=["raw_value", "value"])
 def test_036_header_names_in_any_case_and_either_value(raw: bool):  # noqa: FBT001
     """Names are compared without case, and raw_value or value alone is read."""
     headers = {":path": "/x", "X-Request-ID": "r", "Content-Type": "text/Plain"}
-    held = talk.play([talk.request_headers(headers, ends=True, raw=raw), talk.route()])
+    held = ext_proc_script.play(
+        [ext_proc_script.request_headers(headers, ends=True, raw=raw), ext_proc_script.route()]
+    )
     assert held.asked[0].headers == {
         ":path": "/x",
         "x-request-id": "r",
@@ -58,25 +65,27 @@ def test_036_raw_value_comes_before_value():
     content = peer.ext_proc.HttpHeaders(
         headers=peer.core.HeaderMap(headers=[header]), end_of_stream=True
     )
-    held = talk.play([talk.Message("request_headers", content), talk.route()])
+    held = ext_proc_script.play(
+        [ext_proc_script.Message("request_headers", content), ext_proc_script.route()]
+    )
     assert held.asked[0].headers == {"a": "raw"}
 
 
 def test_037_a_request_id_is_set_when_given():
     """The request id the shell makes for a request without one is set on the pick."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers({":path": "/"}, ends=True),
-            talk.route(sets=[("x-request-id", "made")]),
+            ext_proc_script.request_headers({":path": "/"}, ends=True),
+            ext_proc_script.route(sets=[("x-request-id", "made")]),
         ],
         request_id="made",
     )
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers({":path": "/"}),
-            talk.go_on("request_headers"),
-            talk.request_body(b"x", ends=True),
-            talk.route(part="request_body", sets=[("x-request-id", "made")]),
+            ext_proc_script.request_headers({":path": "/"}),
+            ext_proc_script.go_on("request_headers"),
+            ext_proc_script.request_body(b"x", ends=True),
+            ext_proc_script.route(part="request_body", sets=[("x-request-id", "made")]),
         ],
         request_id="made",
         modes=("BUFFERED", "NONE"),
@@ -93,33 +102,42 @@ def test_037_a_request_id_is_set_when_given():
 )
 def test_038_trace_context_passes(trace: dict[str, str]):
     """Trace headers are neither needed, replaced nor removed."""
-    talk.play(
-        [talk.request_headers({**talk.PLAIN, **trace}, ends=True), talk.route()], house().decide
+    ext_proc_script.play(
+        [
+            ext_proc_script.request_headers({**ext_proc_script.PLAIN, **trace}, ends=True),
+            ext_proc_script.route(),
+        ],
+        house().decide,
     )
 
 
 def test_039_a_clients_destination_is_overwritten():
     """The destination header of the client is set anew, and not appended to."""
-    headers = {**talk.PLAIN, peer.DESTINATION: "6.6.6.6:66"}
-    talk.play([talk.request_headers(headers, ends=True), talk.route()], house().decide)
+    headers = {**ext_proc_script.PLAIN, peer.DESTINATION: "6.6.6.6:66"}
+    ext_proc_script.play(
+        [ext_proc_script.request_headers(headers, ends=True), ext_proc_script.route()],
+        house().decide,
+    )
 
 
 @pytest.mark.parametrize("name", sorted(CONTROL_HEADERS))
 def test_040_control_headers_are_removed(name: str):
     """A control header of the client is removed and never set."""
-    headers = {**talk.PLAIN, name.title(): "x"}
-    talk.play([talk.request_headers(headers, ends=True), talk.route(removes=[name])])
+    headers = {**ext_proc_script.PLAIN, name.title(): "x"}
+    ext_proc_script.play(
+        [ext_proc_script.request_headers(headers, ends=True), ext_proc_script.route(removes=[name])]
+    )
 
 
 def test_040_control_headers_are_removed_with_a_buffered_body():
     """In the buffered modes the answer that carries the pick removes them."""
-    headers = {**talk.PLAIN, "x-llm-d-inference-objective": "o"}
-    talk.play(
+    headers = {**ext_proc_script.PLAIN, "x-llm-d-inference-objective": "o"}
+    ext_proc_script.play(
         [
-            talk.request_headers(headers),
-            talk.go_on("request_headers"),
-            talk.request_body(b"x", ends=True),
-            talk.route(part="request_body", removes=["x-llm-d-inference-objective"]),
+            ext_proc_script.request_headers(headers),
+            ext_proc_script.go_on("request_headers"),
+            ext_proc_script.request_body(b"x", ends=True),
+            ext_proc_script.route(part="request_body", removes=["x-llm-d-inference-objective"]),
         ],
         modes=("BUFFERED", "NONE"),
     )
@@ -130,8 +148,9 @@ def test_040_control_headers_are_removed_with_a_buffered_body():
 )
 def test_043_metadata_is_optional(metadata: object):
     """No metadata, empty metadata and foreign metadata are legal and hint nothing."""
-    held = talk.play(
-        [talk.request_headers(ends=True, metadata=metadata), talk.route()], house().decide
+    held = ext_proc_script.play(
+        [ext_proc_script.request_headers(ends=True, metadata=metadata), ext_proc_script.route()],
+        house().decide,
     )
     assert held.asked[0].subset is None
 
@@ -141,12 +160,14 @@ def test_044_a_hint_on_headers_or_body(where: str):
     """A hint counts on the headers, on a body message or on both; a later one wins."""
     hint = peer.hinted([THREE[1]])
     other = peer.hinted([THREE[0]]) if where == "conflict" else hint
-    held = talk.play(
+    held = ext_proc_script.play(
         [
-            talk.request_headers(metadata=other if where != "body" else None),
-            talk.request_body(CHAT, ends=True, metadata=hint if where != "headers" else None),
-            talk.route(THREE[1]),
-            talk.hand_on(CHAT, ends=True),
+            ext_proc_script.request_headers(metadata=other if where != "body" else None),
+            ext_proc_script.request_body(
+                CHAT, ends=True, metadata=hint if where != "headers" else None
+            ),
+            ext_proc_script.route(THREE[1]),
+            ext_proc_script.hand_on(CHAT, ends=True),
         ],
         house(*THREE).decide,
     )
@@ -155,9 +176,9 @@ def test_044_a_hint_on_headers_or_body(where: str):
 
 def test_044_an_empty_later_hint_does_not_widen_or_close():
     """An empty hint after one that names endpoints does not replace it."""
-    held = talk.Talk()
-    held.hear(talk.request_headers(metadata=peer.hinted([THREE[1]])))
-    held.hear(talk.request_body(b"", ends=True, metadata=peer.hinted([])))
+    held = ext_proc_script.Talk()
+    held.hear(ext_proc_script.request_headers(metadata=peer.hinted([THREE[1]])))
+    held.hear(ext_proc_script.request_body(b"", ends=True, metadata=peer.hinted([])))
     assert held.asked[0].subset == (THREE[1],)
 
 
@@ -168,10 +189,12 @@ def test_044_an_empty_later_hint_does_not_widen_or_close():
 def test_024_scores_beside_the_destination(modes: tuple[str, str], profile: str, *, wanted: bool):
     """Where it is wanted and something was compared, every finalist's score is in the metadata."""
     held = House(dict.fromkeys(THREE, load(0, 0.0)), profile=profile)
-    one = talk.Talk(held.decide, modes=modes, settings=ExchangeSettings(1 << 20, scores=wanted))
-    said = one.hear(talk.request_headers())
+    one = ext_proc_script.Talk(
+        held.decide, modes=modes, settings=ExchangeSettings(1 << 20, scores=wanted)
+    )
+    said = one.hear(ext_proc_script.request_headers())
     if modes[0] != "NONE":
-        said += one.hear(talk.request_body(CHAT, ends=True))
+        said += one.hear(ext_proc_script.request_body(CHAT, ends=True))
     (told,) = [each.told[peer.BALANCER] for each in said if each.told]
     scores = told.pop("x-gateway-destination-endpoint-scores", None)
     assert list(told) == [peer.DESTINATION]

@@ -7,56 +7,55 @@ import pytest
 from extproc.decision import Decision
 from extproc.request import Request
 from tests.protocol.request_points import CHAT, house
-from tests.support import conversation as talk
-from tests.support import peer
+from tests.support import ext_proc_script, peer
 
 
 def test_017_headers_answer_precedes_every_body_answer():
     """The request headers are answered before any body, with and without trailers."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.request_body(b"ab", ends=True),
-            talk.route(),
-            talk.hand_on(b"ab", ends=True),
+            ext_proc_script.request_headers(),
+            ext_proc_script.request_body(b"ab", ends=True),
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(b"ab", ends=True),
         ]
     )
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.request_body(b"ab"),
-            talk.request_trailers(),
-            talk.route(),
-            talk.hand_on(b"ab"),
-            talk.go_on("request_trailers"),
+            ext_proc_script.request_headers(),
+            ext_proc_script.request_body(b"ab"),
+            ext_proc_script.request_trailers(),
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(b"ab"),
+            ext_proc_script.go_on("request_trailers"),
         ]
     )
 
 
 def test_018_nothing_is_said_before_the_body_is_whole():
     """Body pieces that are not the last one get no answer."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.request_body(b"a"),
-            talk.request_body(b""),
-            talk.request_body(b"b"),
-            talk.request_body(b"c", ends=True),
-            talk.route(),
-            talk.hand_on(b"abc", ends=True),
+            ext_proc_script.request_headers(),
+            ext_proc_script.request_body(b"a"),
+            ext_proc_script.request_body(b""),
+            ext_proc_script.request_body(b"b"),
+            ext_proc_script.request_body(b"c", ends=True),
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(b"abc", ends=True),
         ]
     )
 
 
 def test_019_duplex_body_answers_are_streamed_responses():
     """In full duplex both directions answer bodies by streamed_response only."""
-    held = talk.Talk()
+    held = ext_proc_script.Talk()
     for message in (
-        talk.request_headers(),
-        talk.request_body(b"x" * 130_000, ends=True),
-        talk.response_headers(),
-        talk.response_body(b""),
-        talk.response_body(b"y", ends=True),
+        ext_proc_script.request_headers(),
+        ext_proc_script.request_body(b"x" * 130_000, ends=True),
+        ext_proc_script.response_headers(),
+        ext_proc_script.response_body(b""),
+        ext_proc_script.response_body(b"y", ends=True),
     ):
         for said in held.hear(message):
             if said.part.endswith("_body"):
@@ -68,9 +67,9 @@ def test_019_duplex_body_answers_are_streamed_responses():
 )
 def test_020_pieces_are_at_most_62000_bytes(size: int, pieces: int):
     """A body is handed on in pieces of at most 62,000 bytes."""
-    held = talk.Talk()
-    held.hear(talk.request_headers())
-    _, *said = held.hear(talk.request_body(b"x" * size, ends=True))
+    held = ext_proc_script.Talk()
+    held.hear(ext_proc_script.request_headers())
+    _, *said = held.hear(ext_proc_script.request_body(b"x" * size, ends=True))
     assert len(said) == pieces
     assert max(len(piece.body) for piece in said) <= 62000
     assert sum(len(piece.body) for piece in said) == size
@@ -79,33 +78,33 @@ def test_020_pieces_are_at_most_62000_bytes(size: int, pieces: int):
 @pytest.mark.parametrize("size", [0, 1, 62000, 62001, 200_000])
 def test_021_end_of_stream_once_on_the_last_piece(size: int):
     """The body's end is said exactly once, on its last piece."""
-    held = talk.Talk()
-    held.hear(talk.request_headers())
-    _, *said = held.hear(talk.request_body(b"x" * size, ends=True))
+    held = ext_proc_script.Talk()
+    held.hear(ext_proc_script.request_headers())
+    _, *said = held.hear(ext_proc_script.request_body(b"x" * size, ends=True))
     assert [piece.ends for piece in said] == [False] * (len(said) - 1) + [True]
 
 
 @pytest.mark.parametrize("size", [1, 62001])
 def test_022_trailers_end_the_body(size: int):
     """A body ended by trailers is handed on without end_of_stream, and the trailers are answered."""
-    held = talk.Talk()
-    held.hear(talk.request_headers())
-    assert held.hear(talk.request_body(b"x" * size)) == []
-    route, *pieces, last = held.hear(talk.request_trailers())
-    assert route == talk.route()
-    assert last == talk.go_on("request_trailers")
+    held = ext_proc_script.Talk()
+    held.hear(ext_proc_script.request_headers())
+    assert held.hear(ext_proc_script.request_body(b"x" * size)) == []
+    route, *pieces, last = held.hear(ext_proc_script.request_trailers())
+    assert route == ext_proc_script.route()
+    assert last == ext_proc_script.go_on("request_trailers")
     assert b"".join(piece.body for piece in pieces) == b"x" * size
     assert not any(piece.ends for piece in pieces)
 
 
 def test_022_trailers_without_any_body():
     """Trailers right after the headers complete the request."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.request_trailers(),
-            talk.route(),
-            talk.go_on("request_trailers"),
+            ext_proc_script.request_headers(),
+            ext_proc_script.request_trailers(),
+            ext_proc_script.route(),
+            ext_proc_script.go_on("request_trailers"),
         ]
     )
 
@@ -113,9 +112,9 @@ def test_022_trailers_without_any_body():
 @pytest.mark.parametrize("mode", ["DUPLEX", "NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL"])
 def test_025_the_pick_clears_the_route_cache(mode: str):
     """The answer with the destination clears the route cache in every mode."""
-    held = talk.Talk(modes=(mode, "NONE"))
-    said = held.hear(talk.request_headers()) + (
-        held.hear(talk.request_body(b"x", ends=True)) if mode != "NONE" else []
+    held = ext_proc_script.Talk(modes=(mode, "NONE"))
+    said = held.hear(ext_proc_script.request_headers()) + (
+        held.hear(ext_proc_script.request_body(b"x", ends=True)) if mode != "NONE" else []
     )
     assert [each.clears_route for each in said if each.told] == [True]
 
@@ -133,12 +132,12 @@ def test_025_the_pick_clears_the_route_cache(mode: str):
 )
 def test_026_body_bytes_are_unchanged(body: bytes):
     """The body is handed on byte for byte."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers({**talk.PLAIN, ":path": "/v1/completions"}),
-            talk.request_body(body, ends=True),
-            talk.route(),
-            talk.hand_on(body, ends=True),
+            ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": "/v1/completions"}),
+            ext_proc_script.request_body(body, ends=True),
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(body, ends=True),
         ],
         house().decide,
     )
@@ -147,13 +146,13 @@ def test_026_body_bytes_are_unchanged(body: bytes):
 @pytest.mark.parametrize("cut", [11, 12, 40])
 def test_028_a_body_cut_inside_a_token_is_joined(cut: int):
     """Pieces are joined before they are parsed, wherever they were cut."""
-    held = talk.play(
+    held = ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.request_body(CHAT[:cut]),
-            talk.request_body(CHAT[cut:], ends=True),
-            talk.route(),
-            talk.hand_on(CHAT, ends=True),
+            ext_proc_script.request_headers(),
+            ext_proc_script.request_body(CHAT[:cut]),
+            ext_proc_script.request_body(CHAT[cut:], ends=True),
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(CHAT, ends=True),
         ],
         house().decide,
     )
@@ -163,28 +162,28 @@ def test_028_a_body_cut_inside_a_token_is_joined(cut: int):
 @pytest.mark.parametrize("extra", [b"", b"tail"])
 def test_029_a_second_end_of_stream_is_ignored(extra: bytes):
     """Body messages after the first end_of_stream get no answer and change nothing."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.request_body(b"ab", ends=True),
-            talk.route(),
-            talk.hand_on(b"ab", ends=True),
-            talk.request_body(extra, ends=True),
-            talk.request_body(extra, ends=True),
-            talk.response_headers(),
-            talk.answer_headers(),
+            ext_proc_script.request_headers(),
+            ext_proc_script.request_body(b"ab", ends=True),
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(b"ab", ends=True),
+            ext_proc_script.request_body(extra, ends=True),
+            ext_proc_script.request_body(extra, ends=True),
+            ext_proc_script.response_headers(),
+            ext_proc_script.answer_headers(),
         ]
     )
 
 
 def test_030_an_empty_body_is_routed_like_none():
     """Headers without end_of_stream and then one empty piece: a pick and one empty piece."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.request_body(b"", ends=True),
-            talk.route(),
-            talk.hand_on(b"", ends=True),
+            ext_proc_script.request_headers(),
+            ext_proc_script.request_body(b"", ends=True),
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(b"", ends=True),
         ],
         house().decide,
     )
@@ -193,7 +192,11 @@ def test_030_an_empty_body_is_routed_like_none():
 @pytest.mark.parametrize("mode", ["DUPLEX", "NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL"])
 def test_031_bodiless_gets_exactly_one_answer(mode: str):
     """A request without body is answered by its headers answer alone, in every mode."""
-    talk.play([talk.request_headers(ends=True), talk.route()], house().decide, modes=(mode, "NONE"))
+    ext_proc_script.play(
+        [ext_proc_script.request_headers(ends=True), ext_proc_script.route()],
+        house().decide,
+        modes=(mode, "NONE"),
+    )
 
 
 @pytest.mark.parametrize("path", ["/primary", "/test-primary-gateway", "/v1/models", "/", "/a?b=c"])
@@ -201,19 +204,22 @@ def test_031_bodiless_gets_exactly_one_answer(mode: str):
 def test_032_bodiless_on_any_path_is_routed(method: str, path: str):
     """Requests without body are routed whatever their path."""
     headers = {":method": method, ":path": path, "x-request-id": "r"}
-    talk.play([talk.request_headers(headers, ends=True), talk.route()], house().decide)
+    ext_proc_script.play(
+        [ext_proc_script.request_headers(headers, ends=True), ext_proc_script.route()],
+        house().decide,
+    )
 
 
 def test_033_post_on_an_unknown_path_is_routed():
     """The conformance suite posts model and prompt to paths of its own."""
     body = b'{"model":"conformance-fake-model","prompt":"Write as if you were a critic"}'
-    headers = {**talk.PLAIN, ":path": "/primary-gateway-test"}
-    talk.play(
+    headers = {**ext_proc_script.PLAIN, ":path": "/primary-gateway-test"}
+    ext_proc_script.play(
         [
-            talk.request_headers(headers),
-            talk.request_body(body, ends=True),
-            talk.route(),
-            talk.hand_on(body, ends=True),
+            ext_proc_script.request_headers(headers),
+            ext_proc_script.request_body(body, ends=True),
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(body, ends=True),
         ],
         house().decide,
     )
@@ -222,12 +228,12 @@ def test_033_post_on_an_unknown_path_is_routed():
 @pytest.mark.parametrize("body", [b"passthrough-parser", b"\x00\xff\xfe", b"{", b"[]", b"null"])
 def test_034_bytes_that_are_no_json_pass(body: bytes):
     """A body that is not JSON is routed unchanged on a path that is not an inference surface."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers({**talk.PLAIN, ":path": "/upload"}),
-            talk.request_body(body, ends=True),
-            talk.route(),
-            talk.hand_on(body, ends=True),
+            ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": "/upload"}),
+            ext_proc_script.request_body(body, ends=True),
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(body, ends=True),
         ],
         house().decide,
     )
@@ -238,35 +244,38 @@ def test_034_bytes_that_are_no_json_pass(body: bytes):
 def test_041_buffered_is_answered_one_to_one(mode: str, ends: bool):  # noqa: FBT001
     """Buffered: headers go on, the pick answers the body; trailers may follow."""
     script = [
-        talk.request_headers(),
-        talk.go_on("request_headers"),
-        talk.request_body(CHAT, ends=ends),
-        talk.route(part="request_body"),
+        ext_proc_script.request_headers(),
+        ext_proc_script.go_on("request_headers"),
+        ext_proc_script.request_body(CHAT, ends=ends),
+        ext_proc_script.route(part="request_body"),
     ]
     if not ends:
-        script += [talk.request_trailers(), talk.go_on("request_trailers")]
-    script += [talk.response_headers(), talk.answer_headers()]
-    script += [talk.response_body(b"x", ends=True), talk.go_on("response_body")]
-    held = talk.play(script, house().decide, modes=(mode, "BUFFERED"))
+        script += [ext_proc_script.request_trailers(), ext_proc_script.go_on("request_trailers")]
+    script += [ext_proc_script.response_headers(), ext_proc_script.answer_headers()]
+    script += [
+        ext_proc_script.response_body(b"x", ends=True),
+        ext_proc_script.go_on("response_body"),
+    ]
+    held = ext_proc_script.play(script, house().decide, modes=(mode, "BUFFERED"))
     assert held.asked[0].truncated is (mode == "BUFFERED_PARTIAL" and not ends)
 
 
 def test_041_streamed_is_answered_one_to_one():
     """Streamed: the pick answers the headers, and every piece is answered unchanged."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.route(),
-            talk.request_body(b"a"),
-            talk.go_on("request_body"),
-            talk.request_body(b"", ends=True),
-            talk.go_on("request_body"),
-            talk.response_headers(talk.SSE),
-            talk.answer_headers(),
-            talk.response_body(b"data: {}"),
-            talk.go_on("response_body"),
-            talk.response_body(b"", ends=True),
-            talk.go_on("response_body"),
+            ext_proc_script.request_headers(),
+            ext_proc_script.route(),
+            ext_proc_script.request_body(b"a"),
+            ext_proc_script.go_on("request_body"),
+            ext_proc_script.request_body(b"", ends=True),
+            ext_proc_script.go_on("request_body"),
+            ext_proc_script.response_headers(ext_proc_script.SSE),
+            ext_proc_script.answer_headers(),
+            ext_proc_script.response_body(b"data: {}"),
+            ext_proc_script.go_on("response_body"),
+            ext_proc_script.response_body(b"", ends=True),
+            ext_proc_script.go_on("response_body"),
         ],
         house().decide,
         modes=("STREAMED", "STREAMED"),
@@ -275,16 +284,16 @@ def test_041_streamed_is_answered_one_to_one():
 
 def test_041_none_is_decided_on_the_headers():
     """No body shown: the pick answers the headers at once."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.route(),
-            talk.request_trailers(),
-            talk.go_on("request_trailers"),
-            talk.response_headers(),
-            talk.answer_headers(),
-            talk.response_trailers(),
-            talk.go_on("response_trailers"),
+            ext_proc_script.request_headers(),
+            ext_proc_script.route(),
+            ext_proc_script.request_trailers(),
+            ext_proc_script.go_on("request_trailers"),
+            ext_proc_script.response_headers(),
+            ext_proc_script.answer_headers(),
+            ext_proc_script.response_trailers(),
+            ext_proc_script.go_on("response_trailers"),
         ],
         house().decide,
         modes=("NONE", "NONE"),
@@ -294,21 +303,21 @@ def test_041_none_is_decided_on_the_headers():
 @pytest.mark.parametrize("mode", ["STREAMED", "BUFFERED", "BUFFERED_PARTIAL", "DUPLEX"])
 def test_041_a_stream_may_start_with_the_request_body(mode: str):
     """Without a headers message the pick rides on the first complete body answer."""
-    held = talk.Talk(modes=(mode, "NONE"))
-    (said,) = held.hear(talk.request_body(b"x", ends=True))
+    held = ext_proc_script.Talk(modes=(mode, "NONE"))
+    (said,) = held.hear(ext_proc_script.request_body(b"x", ends=True))
     assert said.part == "request_body"
-    assert said.told == talk.told(talk.ONE)
+    assert said.told == ext_proc_script.told(ext_proc_script.ONE)
     assert (said.body, said.ends) == ((b"x", True) if mode == "DUPLEX" else (None, False))
 
 
 def test_041_undeclared_modes_mean_full_duplex():
     """A data plane that sends no protocol_config is answered in full duplex."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.request_body(b"a", ends=True),
-            talk.route(),
-            talk.hand_on(b"a", ends=True),
+            ext_proc_script.request_headers(),
+            ext_proc_script.request_body(b"a", ends=True),
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(b"a", ends=True),
         ],
         modes=None,
     )
@@ -316,15 +325,20 @@ def test_041_undeclared_modes_mean_full_duplex():
 
 def test_041_messages_of_a_held_request_are_answered_after_its_headers():
     """One-to-one answers that fall due while a request is held come after the headers answer."""
-    held = talk.Talk(modes=("STREAMED", "NONE"))
+    held = ext_proc_script.Talk(modes=("STREAMED", "NONE"))
     exchange = held.exchange
-    first = talk.request_headers().encode(("STREAMED", "NONE"))
-    said = [*exchange.receive(talk.codec.decode(first))]
+    first = ext_proc_script.request_headers().encode(("STREAMED", "NONE"))
+    said = [*exchange.receive(ext_proc_script.codec.decode(first))]
     raw = exchange.pending
-    for message in (talk.request_body(b"a", ends=False), talk.request_trailers()):
-        said += exchange.receive(talk.codec.decode(message.encode(None)))
+    for message in (
+        ext_proc_script.request_body(b"a", ends=False),
+        ext_proc_script.request_trailers(),
+    ):
+        said += exchange.receive(ext_proc_script.codec.decode(message.encode(None)))
     assert said == []
     assert exchange.pending is raw
-    answers = exchange.resolve(Decision(Request("opaque"), [talk.Endpoint(talk.ONE)]))
-    parts = [peer.read(talk.codec.encode(reply)).part for reply in answers]
+    answers = exchange.resolve(
+        Decision(Request("opaque"), [ext_proc_script.Endpoint(ext_proc_script.ONE)])
+    )
+    parts = [peer.read(ext_proc_script.codec.encode(reply)).part for reply in answers]
     assert parts == ["request_headers", "request_body", "request_trailers"]

@@ -5,16 +5,15 @@ from typing import Any
 import pytest
 
 from extproc.protocol.settings import ExchangeSettings
-from tests.support import conversation as talk
-from tests.support import peer
-from tests.support.house import House, load
+from tests.support import ext_proc_script, peer
+from tests.support.pool_fixture import House, load
 
 ONE, TWO, THREE = "192.168.1.1:8000", "192.168.1.2:8000", "192.168.1.3:8000"
 #: The second has the least load, the third by far the most.
 LOADS = {ONE: load(3, 0.2), TWO: load(0, 0.1), THREE: load(10, 0.9)}
 RANKS = ("10.0.0.1:3000", "10.0.0.1:3002", "10.0.0.1:3004", "[fd00::1]:3000", "[fd00::1]:3002")
 TEST_MODE = ExchangeSettings(1 << 20, conformance=True)
-NOBODY = talk.refuse(
+NOBODY = ext_proc_script.refuse(
     503,
     message="inference error: ServiceUnavailable - "
     "failed to find endpoint candidates for serving the request",
@@ -26,8 +25,8 @@ NOBODY = talk.refuse(
 
 def picked(subset: Any, house: House) -> str:
     """Where a request with a hint goes; empty when it is refused with 503."""
-    message = talk.request_headers(ends=True, metadata=peer.hinted(subset))
-    (said,) = talk.Talk(house.decide).hear(message)
+    message = ext_proc_script.request_headers(ends=True, metadata=peer.hinted(subset))
+    (said,) = ext_proc_script.Talk(house.decide).hear(message)
     if said == NOBODY:
         return ""
     return said.headers[peer.DESTINATION]
@@ -53,7 +52,9 @@ def allowed(subset: Any, *addresses: str) -> list[str]:
 def test_045_without_a_hint_everybody_is_in_play(metadata: Any):
     """No hint: the best of all endpoints is picked, and all of them are candidates."""
     house = House(LOADS, fallbacks=2)
-    (said,) = talk.Talk(house.decide).hear(talk.request_headers(ends=True, metadata=metadata))
+    (said,) = ext_proc_script.Talk(house.decide).hear(
+        ext_proc_script.request_headers(ends=True, metadata=metadata)
+    )
     order = said.headers[peer.DESTINATION].split(",")
     assert order[0] == TWO
     assert sorted(order) == [ONE, TWO, THREE]
@@ -73,11 +74,11 @@ def test_047_the_best_of_a_hint_is_picked():
 def test_048_a_hint_without_a_match_is_refused():
     """A hint that names nobody of the pool: 503 with the reference's text and the reason."""
     hint = peer.hinted(["192.168.1.99:8000"])
-    headers = {**talk.PLAIN, ":path": "/x"}
-    talk.play(
+    headers = {**ext_proc_script.PLAIN, ":path": "/x"}
+    ext_proc_script.play(
         [
-            talk.request_headers(headers, metadata=hint),
-            talk.request_body(b"x", ends=True, metadata=hint),
+            ext_proc_script.request_headers(headers, metadata=hint),
+            ext_proc_script.request_body(b"x", ends=True, metadata=hint),
             NOBODY,
         ],
         House(LOADS).decide,
@@ -143,8 +144,11 @@ def test_053_a_hint_of_another_type_is_none(value: Any):
 @pytest.mark.parametrize("mode", ["DUPLEX", "BUFFERED", "STREAMED", "NONE"])
 def test_054_the_hint_counts_for_bodiless_requests(mode: str):
     """A request without body goes where the hint says, in every mode."""
-    talk.play(
-        [talk.request_headers(ends=True, metadata=peer.hinted([THREE])), talk.route(THREE)],
+    ext_proc_script.play(
+        [
+            ext_proc_script.request_headers(ends=True, metadata=peer.hinted([THREE])),
+            ext_proc_script.route(THREE),
+        ],
         House(LOADS).decide,
         modes=(mode, "NONE"),
     )
@@ -163,13 +167,13 @@ def test_054_the_hint_counts_for_bodiless_requests(mode: str):
 def test_055_the_selection_header_beats_the_hint(value: str, expected: str, hint: Any):
     """In test mode the selection header limits the pick, whatever the metadata says and where."""
     metadata = None if hint is None else peer.hinted(hint)
-    headers = {**talk.PLAIN, ":path": "/x", "test-epp-endpoint-selection": value}
-    talk.play(
+    headers = {**ext_proc_script.PLAIN, ":path": "/x", "test-epp-endpoint-selection": value}
+    ext_proc_script.play(
         [
-            talk.request_headers(headers, metadata=metadata),
-            talk.request_body(b"x", ends=True, metadata=metadata),
-            talk.route(expected, removes=["test-epp-endpoint-selection"]),
-            talk.hand_on(b"x", ends=True),
+            ext_proc_script.request_headers(headers, metadata=metadata),
+            ext_proc_script.request_body(b"x", ends=True, metadata=metadata),
+            ext_proc_script.route(expected, removes=["test-epp-endpoint-selection"]),
+            ext_proc_script.hand_on(b"x", ends=True),
         ],
         House(LOADS).decide,
         settings=TEST_MODE,
@@ -178,11 +182,11 @@ def test_055_the_selection_header_beats_the_hint(value: str, expected: str, hint
 
 def test_055_the_selection_header_is_dead_outside_test_mode():
     """Without test mode the selection header selects nothing and is removed."""
-    headers = {**talk.PLAIN, "test-epp-endpoint-selection": THREE}
-    talk.play(
+    headers = {**ext_proc_script.PLAIN, "test-epp-endpoint-selection": THREE}
+    ext_proc_script.play(
         [
-            talk.request_headers(headers, ends=True),
-            talk.route(TWO, removes=["test-epp-endpoint-selection"]),
+            ext_proc_script.request_headers(headers, ends=True),
+            ext_proc_script.route(TWO, removes=["test-epp-endpoint-selection"]),
         ],
         House(LOADS).decide,
     )
@@ -190,11 +194,11 @@ def test_055_the_selection_header_is_dead_outside_test_mode():
 
 def test_055_selection_by_bracketed_ipv6():
     """IPv6 endpoints are selected in bracket form."""
-    headers = {**talk.PLAIN, "test-epp-endpoint-selection": "[fd00::1]:3002"}
-    talk.play(
+    headers = {**ext_proc_script.PLAIN, "test-epp-endpoint-selection": "[fd00::1]:3002"}
+    ext_proc_script.play(
         [
-            talk.request_headers(headers, ends=True),
-            talk.route("[fd00::1]:3002", removes=["test-epp-endpoint-selection"]),
+            ext_proc_script.request_headers(headers, ends=True),
+            ext_proc_script.route("[fd00::1]:3002", removes=["test-epp-endpoint-selection"]),
         ],
         House(dict.fromkeys(RANKS)).decide,
         settings=TEST_MODE,
@@ -203,11 +207,14 @@ def test_055_selection_by_bracketed_ipv6():
 
 def test_056_foreign_addresses_are_ignored():
     """Addresses of other pools in the selection header do not matter if one of ours is there."""
-    headers = {**talk.PLAIN, "test-epp-endpoint-selection": f"9.9.9.9,8.8.8.8:80,{THREE}"}
-    talk.play(
+    headers = {
+        **ext_proc_script.PLAIN,
+        "test-epp-endpoint-selection": f"9.9.9.9,8.8.8.8:80,{THREE}",
+    }
+    ext_proc_script.play(
         [
-            talk.request_headers(headers, ends=True),
-            talk.route(THREE, removes=["test-epp-endpoint-selection"]),
+            ext_proc_script.request_headers(headers, ends=True),
+            ext_proc_script.route(THREE, removes=["test-epp-endpoint-selection"]),
         ],
         House(LOADS).decide,
         settings=TEST_MODE,

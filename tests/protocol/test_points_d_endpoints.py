@@ -5,14 +5,17 @@ import subprocess
 import sys
 
 from extproc.endpoint import Endpoint
-from tests.support import conversation as talk
-from tests.support.house import House
+from tests.support import ext_proc_script
+from tests.support.pool_fixture import House
 
 ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
 
 
 def route(house: House, destination: str) -> None:
-    talk.play([talk.request_headers(ends=True), talk.route(destination)], house.decide)
+    ext_proc_script.play(
+        [ext_proc_script.request_headers(ends=True), ext_proc_script.route(destination)],
+        house.decide,
+    )
 
 
 def test_063_endpoints_come_and_go_without_restart():
@@ -41,7 +44,7 @@ def test_066_the_core_runs_without_kubernetes():
     script = (
         "import sys, json;"
         "from tests.support import conversation as talk;"
-        "from tests.support.house import House;"
+        "from tests.support.pool_fixture import House;"
         "talk.play([talk.request_headers(ends=True), talk.route()],"
         " House({talk.ONE: None}).decide);"
         "print(json.dumps([name for name in sys.modules if 'kubernetes' in name]))"

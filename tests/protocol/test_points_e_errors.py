@@ -7,16 +7,15 @@ import pytest
 
 from extproc import decision
 from extproc.decision import Rejection
-from extproc.protocol import refusal
+from extproc.protocol import error_response
 from extproc.scheduling.pickers.random import Random
 from extproc.scheduling.profile import Profile
-from tests.support import conversation as talk
-from tests.support import peer
-from tests.support.house import House
+from tests.support import ext_proc_script, peer
 from tests.support.peer import Said
+from tests.support.pool_fixture import House
 
 CHAT = "/v1/chat/completions"
-NOBODY = talk.refuse(
+NOBODY = ext_proc_script.refuse(
     503,
     message="inference error: ServiceUnavailable - "
     "failed to find endpoint candidates for serving the request",
@@ -38,16 +37,16 @@ class Nobody:
 
 def post(path: str, body: bytes, house: House, **settings: object) -> Said:
     """The first answer to a POST."""
-    held = talk.Talk(house.decide, **settings)
-    held.hear(talk.request_headers({**talk.PLAIN, ":path": path}))
-    said = held.hear(talk.request_body(body, ends=True))
+    held = ext_proc_script.Talk(house.decide, **settings)
+    held.hear(ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": path}))
+    said = held.hear(ext_proc_script.request_body(body, ends=True))
     held.exchange.close()
     assert held.budget.held_bytes == 0
     return said[0]
 
 
 def some() -> House:
-    return House({talk.ONE: None})
+    return House({ext_proc_script.ONE: None})
 
 
 def message_of(said: Said) -> str:
@@ -68,8 +67,8 @@ def test_067_nobody_ready_with_body():
 @pytest.mark.parametrize("mode", ["DUPLEX", "BUFFERED", "STREAMED", "NONE"])
 def test_068_nobody_ready_bodiless(mode: str):
     """A GET while the pool is empty: 503, as the protocol says (the reference answers 500)."""
-    talk.play(
-        [talk.request_headers({":method": "GET", ":path": "/"}, ends=True), NOBODY],
+    ext_proc_script.play(
+        [ext_proc_script.request_headers({":method": "GET", ":path": "/"}, ends=True), NOBODY],
         House({}).decide,
         modes=(mode, "NONE"),
     )
@@ -88,7 +87,7 @@ def test_069_broken_json(body: bytes):
 def test_070_a_missing_model(house: House):
     """No model in the body: 400, before anybody looks for endpoints."""
     said = post("/v1/completions", b'{"prompt":"hello world"}', house)
-    assert said == talk.refuse(
+    assert said == ext_proc_script.refuse(
         400,
         message="inference error: BadRequest - model not found in request body",
         kind="invalid_request_error",
@@ -114,8 +113,8 @@ def test_071_missing_fields(path: str, text: str):
 
 def test_073_plugins_left_nobody():
     """Endpoints exist and the filters removed them all: 429."""
-    house = House({talk.ONE: None}, profile=Profile("strict", (Nobody(),), (), Random()))
-    assert post("/x", b"x", house) == talk.refuse(
+    house = House({ext_proc_script.ONE: None}, profile=Profile("strict", (Nobody(),), (), Random()))
+    assert post("/x", b"x", house) == ext_proc_script.refuse(
         429,
         message="inference error: ResourceExhausted - no endpoints available for the given request",
         kind="rate_limit_error",
@@ -126,20 +125,20 @@ def test_073_plugins_left_nobody():
 
 def test_075_nothing_is_said_after_a_refusal():
     """After an immediate response no event gets an answer, in either direction."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.request_body(b"nonsense", ends=True),
-            talk.refuse(
+            ext_proc_script.request_headers(),
+            ext_proc_script.request_body(b"nonsense", ends=True),
+            ext_proc_script.refuse(
                 400,
                 message="inference error: BadRequest - x",
                 kind="invalid_request_error",
             ),
-            talk.request_body(b"more", ends=True),
-            talk.request_trailers(),
-            talk.response_headers(),
-            talk.response_body(b"x", ends=True),
-            talk.response_trailers(),
+            ext_proc_script.request_body(b"more", ends=True),
+            ext_proc_script.request_trailers(),
+            ext_proc_script.response_headers(),
+            ext_proc_script.response_body(b"x", ends=True),
+            ext_proc_script.response_trailers(),
         ],
         lambda _: decision.bad_request("x"),
     )
@@ -147,8 +146,11 @@ def test_075_nothing_is_said_after_a_refusal():
 
 def test_078_prefer_is_ignored_while_the_feature_is_off():
     """Prefer: if-available does not refuse anybody, as the feature it belongs to is not on."""
-    headers = {**talk.PLAIN, "prefer": "if-available"}
-    talk.play([talk.request_headers(headers, ends=True), talk.route()], some().decide)
+    headers = {**ext_proc_script.PLAIN, "prefer": "if-available"}
+    ext_proc_script.play(
+        [ext_proc_script.request_headers(headers, ends=True), ext_proc_script.route()],
+        some().decide,
+    )
 
 
 @pytest.mark.parametrize("status", sorted(decision.CODES))
@@ -162,20 +164,20 @@ def test_079_statuses_are_envoys(status: int):
 
 def test_079_grpc_clients_get_a_grpc_status():
     """A refusal of a gRPC request carries a gRPC status, of another one none."""
-    held = talk.Talk(House({}).decide)
+    held = ext_proc_script.Talk(House({}).decide)
     headers = {":path": "/x/Y", "content-type": "application/grpc+proto"}
-    (said,) = held.hear(talk.request_headers(headers, ends=True))
+    (said,) = held.hear(ext_proc_script.request_headers(headers, ends=True))
     assert (said.status, said.grpc_status) == (503, 14)
 
 
 def test_079_error_bodies_are_json_whatever_the_message():
     """A message with quotes, line ends and other scripts is valid JSON in the body."""
     message = 'say "\u4e16\u754c"\n\\'
-    body = refusal.body(Rejection(400, message))
+    body = error_response.body(Rejection(400, message))
     assert json.loads(body)["error"]["message"].endswith(message)
 
 
 def _refused(rejection: Rejection, *, grpc: bool) -> Said:
-    reply = refusal.refuse(rejection, grpc=grpc)
+    reply = error_response.refuse(rejection, grpc=grpc)
     assert msgspec.json.decode(reply.body)
-    return peer.read(talk.codec.encode(reply))
+    return peer.read(ext_proc_script.codec.encode(reply))

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from extproc.decision import Decision, Outcome
-from extproc.pool.policy import Policy, Rule, Target
+from extproc.pool.inference_policy import Policy, Rule, Target
 from extproc.protocol.settings import ExchangeSettings
 from extproc.request import RawRequest
-from tests.support import conversation as talk
-from tests.support.chance import examples
-from tests.support.house import House, load
+from tests.support import ext_proc_script
 from tests.support.peer import Said
+from tests.support.pool_fixture import House, load
+from tests.support.seeded import examples
 
 ASKED = b'{"model": "big", "messages": [{"role": "user", "content": "x"}]}'
 BODY = b'{"id": "c", "model": "big-v2", "choices": []}'
@@ -25,23 +25,23 @@ PIECES = (
     b'data: {"model": "big-v2"}\n\n',
     b"data: [DONE]\n\n",
 )
-JSON = {**talk.JSON, "content-length": str(len(BODY))}
+JSON = {**ext_proc_script.JSON, "content-length": str(len(BODY))}
 STREAMED, BUFFERED = {"response_body_mode": 1}, {"response_body_mode": 2}
 
 
 def house() -> House:
-    held = House({talk.ONE: load(0, 0.0)})
+    held = House({ext_proc_script.ONE: load(0, 0.0)})
     held.fleet.decree(Policy(rules=(Rule(("big",), (Target("big-v2"),)),)))
     return held
 
 
 def answering(
-    modes: tuple[str, str], decide: talk.Decide | None = None, **how: object
-) -> talk.Talk:
+    modes: tuple[str, str], decide: ext_proc_script.Decide | None = None, **how: object
+) -> ext_proc_script.Talk:
     """A stream whose request was routed and edited."""
-    held = talk.Talk(decide or house().decide, modes=modes, **how)
-    held.hear(talk.request_headers())
-    held.hear(talk.request_body(ASKED, ends=True))
+    held = ext_proc_script.Talk(decide or house().decide, modes=modes, **how)
+    held.hear(ext_proc_script.request_headers())
+    held.hear(ext_proc_script.request_body(ASKED, ends=True))
     return held
 
 
@@ -50,7 +50,7 @@ def heading(override: dict[str, int] | None = None, *removes: str) -> list[Said]
     return [
         Said(
             "response_headers",
-            sets=(talk.MARKER,),
+            sets=(ext_proc_script.MARKER,),
             removes=removes,
             override={**override, "response_header_mode": 1, "response_trailer_mode": 1}
             if override
@@ -65,40 +65,44 @@ def replaced(body: bytes, *sets: tuple[str, str]) -> list[Said]:
 
 def test_086_duplex_json():
     """Full duplex: the changed bytes are handed on, and the length, which is another, goes."""
-    held = answering(talk.DUPLEX)
-    assert held.hear(talk.response_headers(JSON)) == heading(None, "content-length")
+    held = answering(ext_proc_script.DUPLEX)
+    assert held.hear(ext_proc_script.response_headers(JSON)) == heading(None, "content-length")
     cut = BODY.index(b"-v2")
     # What may begin the name waits for the rest.
-    assert held.hear(talk.response_body(BODY[:cut])) == [
-        talk.hand_on(b'{"id": "c", ', part="response_body")
+    assert held.hear(ext_proc_script.response_body(BODY[:cut])) == [
+        ext_proc_script.hand_on(b'{"id": "c", ', part="response_body")
     ]
-    assert held.hear(talk.response_body(BODY[cut:], ends=True)) == [
-        talk.hand_on(NEW[12:], ends=True, part="response_body")
+    assert held.hear(ext_proc_script.response_body(BODY[cut:], ends=True)) == [
+        ext_proc_script.hand_on(NEW[12:], ends=True, part="response_body")
     ]
 
 
 def test_086_duplex_events():
     """Every event passes at once, changed; [DONE] and the empty last piece as they are."""
-    held = answering(talk.DUPLEX)
-    assert held.hear(talk.response_headers(talk.SSE)) == heading(None, "content-length")
+    held = answering(ext_proc_script.DUPLEX)
+    assert held.hear(ext_proc_script.response_headers(ext_proc_script.SSE)) == heading(
+        None, "content-length"
+    )
     for piece in (*PIECES, b""):
         ends = not piece
-        assert held.hear(talk.response_body(piece, ends=ends)) == [
-            talk.hand_on(piece.replace(b"big-v2", b"big"), ends=ends, part="response_body")
+        assert held.hear(ext_proc_script.response_body(piece, ends=ends)) == [
+            ext_proc_script.hand_on(
+                piece.replace(b"big-v2", b"big"), ends=ends, part="response_body"
+            )
         ]
 
 
 def test_086_duplex_ended_by_trailers():
     """What is held back goes out before the answer to the trailers."""
-    held = answering(talk.DUPLEX)
-    held.hear(talk.response_headers(talk.JSON))
-    assert held.hear(talk.response_body(b'{"model": "bi')) == [
-        talk.hand_on(b"{", part="response_body")
+    held = answering(ext_proc_script.DUPLEX)
+    held.hear(ext_proc_script.response_headers(ext_proc_script.JSON))
+    assert held.hear(ext_proc_script.response_body(b'{"model": "bi')) == [
+        ext_proc_script.hand_on(b"{", part="response_body")
     ]
-    assert held.hear(talk.response_body(b"g")) == []
-    assert held.hear(talk.response_trailers()) == [
-        talk.hand_on(b'"model": "big', part="response_body"),
-        talk.go_on("response_trailers"),
+    assert held.hear(ext_proc_script.response_body(b"g")) == []
+    assert held.hear(ext_proc_script.response_trailers()) == [
+        ext_proc_script.hand_on(b'"model": "big', part="response_body"),
+        ext_proc_script.go_on("response_trailers"),
     ]
 
 
@@ -107,31 +111,40 @@ def test_086_buffered_json(response: str):
     """Buffered: asked for where it is not shown; one message, changed, with its length."""
     held = answering(("BUFFERED", response))
     override = BUFFERED if response == "NONE" else None
-    assert held.hear(talk.response_headers(JSON)) == heading(override)
+    assert held.hear(ext_proc_script.response_headers(JSON)) == heading(override)
     length = ("content-length", str(len(NEW)))
-    assert held.hear(talk.response_body(BODY, ends=True)) == replaced(NEW, length)
+    assert held.hear(ext_proc_script.response_body(BODY, ends=True)) == replaced(NEW, length)
 
 
 @pytest.mark.parametrize("response", ["NONE", "STREAMED"])
 @pytest.mark.parametrize(
-    "headers", [talk.SSE, {**talk.JSON, "content-length": "262145"}, talk.JSON]
+    "headers",
+    [
+        ext_proc_script.SSE,
+        {**ext_proc_script.JSON, "content-length": "262145"},
+        ext_proc_script.JSON,
+    ],
 )
 def test_086_streams_piece_by_piece(response: str, headers: dict[str, str]):
     """Events, and answers too large to buffer: every piece is asked for and answered by another."""
     held = answering(("BUFFERED", response))
     override = STREAMED if response == "NONE" else None
-    assert held.hear(talk.response_headers(headers)) == heading(override, "content-length")
-    assert held.hear(talk.response_body(b'{"model":')) == replaced(b"{")
-    assert held.hear(talk.response_body(b'"big-v2"')) == replaced(b'"model":"big"')
-    assert held.hear(talk.response_body(b"}\n\n", ends=True)) == [talk.go_on("response_body")]
+    assert held.hear(ext_proc_script.response_headers(headers)) == heading(
+        override, "content-length"
+    )
+    assert held.hear(ext_proc_script.response_body(b'{"model":')) == replaced(b"{")
+    assert held.hear(ext_proc_script.response_body(b'"big-v2"')) == replaced(b'"model":"big"')
+    assert held.hear(ext_proc_script.response_body(b"}\n\n", ends=True)) == [
+        ext_proc_script.go_on("response_body")
+    ]
 
 
 def test_086_a_cut_buffer_keeps_the_length_of_the_whole():
     """BUFFERED_PARTIAL: the rest follows as it is, and the length changes by the difference."""
     held = answering(("BUFFERED", "BUFFERED_PARTIAL"))
-    held.hear(talk.response_headers({**talk.JSON, "content-length": "9000"}))
+    held.hear(ext_proc_script.response_headers({**ext_proc_script.JSON, "content-length": "9000"}))
     length = ("content-length", str(9000 - len("-v2")))
-    assert held.hear(talk.response_body(BODY[:40])) == replaced(
+    assert held.hear(ext_proc_script.response_body(BODY[:40])) == replaced(
         BODY[:40].replace(b"big-v2", b"big"), length
     )
 
@@ -154,16 +167,18 @@ def test_086_equal_or_empty_names_leave_the_answer(asked: str, client: str):
         )
 
     held = answering(("BUFFERED", "STREAMED"), decide)
-    assert held.hear(talk.response_headers(talk.SSE)) == heading()
-    assert held.hear(talk.response_body(PIECES[0], ends=True)) == [talk.go_on("response_body")]
+    assert held.hear(ext_proc_script.response_headers(ext_proc_script.SSE)) == heading()
+    assert held.hear(ext_proc_script.response_body(PIECES[0], ends=True)) == [
+        ext_proc_script.go_on("response_body")
+    ]
 
 
 @pytest.mark.parametrize(
     ("headers", "chosen"),
     [
-        ({**talk.SSE, "content-encoding": "gzip"}, {}),
-        ({**talk.SSE, "content-type": "audio/mpeg"}, {}),
-        (talk.SSE, {"restore_model": False}),
+        ({**ext_proc_script.SSE, "content-encoding": "gzip"}, {}),
+        ({**ext_proc_script.SSE, "content-type": "audio/mpeg"}, {}),
+        (ext_proc_script.SSE, {"restore_model": False}),
     ],
     ids=["compressed", "sound", "switched off"],
 )
@@ -172,38 +187,52 @@ def test_086_what_cannot_or_must_not_be_read_is_left(
 ):
     """Compressed bodies and other types, and everything where the setting is off."""
     held = answering(("BUFFERED", "NONE"), settings=ExchangeSettings(1 << 20, **chosen))
-    assert held.hear(talk.response_headers(headers)) == heading()
+    assert held.hear(ext_proc_script.response_headers(headers)) == heading()
 
 
 def test_086_a_request_that_was_not_edited_is_left():
     """The engine answers to the name it was given: the client's own."""
-    held = talk.Talk(house().decide, modes=("STREAMED", "STREAMED"))
-    held.hear(talk.request_headers({**talk.PLAIN, "x-llm-d-model-name-rewrite": "big-v2"}))
-    held.hear(talk.request_body(ASKED, ends=True))
-    assert held.hear(talk.response_headers(talk.SSE)) == heading()
-    assert held.hear(talk.response_body(PIECES[0])) == [talk.go_on("response_body")]
+    held = ext_proc_script.Talk(house().decide, modes=("STREAMED", "STREAMED"))
+    held.hear(
+        ext_proc_script.request_headers(
+            {**ext_proc_script.PLAIN, "x-llm-d-model-name-rewrite": "big-v2"}
+        )
+    )
+    held.hear(ext_proc_script.request_body(ASKED, ends=True))
+    assert held.hear(ext_proc_script.response_headers(ext_proc_script.SSE)) == heading()
+    assert held.hear(ext_proc_script.response_body(PIECES[0])) == [
+        ext_proc_script.go_on("response_body")
+    ]
 
 
 def test_086_a_name_the_body_lacked_is_not_put_back():
     """The header supplied a model: the client used none, and is told the engine's."""
-    held = talk.Talk(House({talk.ONE: load(0, 0.0)}).decide)
-    held.hear(talk.request_headers({**talk.PLAIN, "x-llm-d-model-name-rewrite": "big-v2"}))
-    held.hear(talk.request_body(b'{"messages": [{"role": "user", "content": "x"}]}', ends=True))
-    held.hear(talk.response_headers(JSON))
-    (said,) = held.hear(talk.response_body(BODY, ends=True))
+    held = ext_proc_script.Talk(House({ext_proc_script.ONE: load(0, 0.0)}).decide)
+    held.hear(
+        ext_proc_script.request_headers(
+            {**ext_proc_script.PLAIN, "x-llm-d-model-name-rewrite": "big-v2"}
+        )
+    )
+    held.hear(
+        ext_proc_script.request_body(b'{"messages": [{"role": "user", "content": "x"}]}', ends=True)
+    )
+    held.hear(ext_proc_script.response_headers(JSON))
+    (said,) = held.hear(ext_proc_script.response_body(BODY, ends=True))
     assert said.body == BODY
 
 
 def test_086_an_answer_without_body():
     """Nothing to change, and its length stays."""
-    held = answering(talk.DUPLEX)
-    assert held.hear(talk.response_headers(JSON, ends=True)) == heading()
+    held = answering(ext_proc_script.DUPLEX)
+    assert held.hear(ext_proc_script.response_headers(JSON, ends=True)) == heading()
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(
     cuts=some.lists(some.integers(1, 200), max_size=12),
-    mode=some.sampled_from([talk.DUPLEX, ("BUFFERED", "STREAMED"), ("BUFFERED", "NONE")]),
+    mode=some.sampled_from(
+        [ext_proc_script.DUPLEX, ("BUFFERED", "STREAMED"), ("BUFFERED", "NONE")]
+    ),
     empty=some.booleans(),
     events=some.booleans(),
 )
@@ -215,17 +244,19 @@ def test_086_any_cut_through_the_exchange(
     places = sorted({0, len(body), *(cut for cut in cuts if cut < len(body))})
     pieces = [body[a:b] for a, b in itertools.pairwise(places)] + [b""] * empty
     held = answering(mode)
-    held.hear(talk.response_headers(talk.SSE if events else talk.JSON))
+    held.hear(
+        ext_proc_script.response_headers(ext_proc_script.SSE if events else ext_proc_script.JSON)
+    )
     given_out, ends = b"", 0
     for at, piece in enumerate(pieces):
-        said = held.hear(talk.response_body(piece, ends=at == len(pieces) - 1))
-        if mode is not talk.DUPLEX:
+        said = held.hear(ext_proc_script.response_body(piece, ends=at == len(pieces) - 1))
+        if mode is not ext_proc_script.DUPLEX:
             assert len(said) == 1
         for each in said:
             ends += each.ends
-            if mode is talk.DUPLEX:
+            if mode is ext_proc_script.DUPLEX:
                 given_out += each.body or b""
             else:
                 given_out += piece if each.replaces is None else each.replaces
     assert given_out == body.replace(b"big-v2", b"big")
-    assert ends == (mode is talk.DUPLEX)
+    assert ends == (mode is ext_proc_script.DUPLEX)

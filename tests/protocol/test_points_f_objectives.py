@@ -9,11 +9,11 @@ from collections.abc import Mapping
 import pytest
 
 from extproc.decision import Decision
-from extproc.pool.policy import Policy, Rule, Target
+from extproc.pool.inference_policy import Policy, Rule, Target
 from extproc.request import RawRequest
-from tests.support import conversation as talk
-from tests.support.house import House, load
+from tests.support import ext_proc_script
 from tests.support.peer import Said
+from tests.support.pool_fixture import House, load
 
 OBJECTIVE, OLD_OBJECTIVE = "x-llm-d-inference-objective", "x-gateway-inference-objective"
 REWRITE, OLD_REWRITE = "x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite"
@@ -26,16 +26,16 @@ def rule(models: str, *targets: str | tuple[str, int | None]) -> Rule:
 
 
 def house(*rules: Rule, full: bool = False, **priorities: int) -> House:
-    held = House({talk.ONE: load(9, 0.95) if full else load(0, 0.1)})
+    held = House({ext_proc_script.ONE: load(9, 0.95) if full else load(0, 0.1)})
     held.fleet.decree(Policy(priorities, rules))
     return held
 
 
 def says(held: House, body: Mapping[str, str], headers: Mapping[str, str] = {}) -> list[Said]:
     """Everything that is said about a request, in full duplex."""
-    one = talk.Talk(held.decide)
-    one.hear(talk.request_headers({**talk.PLAIN, ":path": PATH, **headers}))
-    return one.hear(talk.request_body(json.dumps(body).encode(), ends=True))
+    one = ext_proc_script.Talk(held.decide)
+    one.hear(ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": PATH, **headers}))
+    return one.hear(ext_proc_script.request_body(json.dumps(body).encode(), ends=True))
 
 
 def model_sent(held: House, model: str | None, headers: Mapping[str, str] = {}) -> str:
@@ -50,9 +50,9 @@ def model_sent(held: House, model: str | None, headers: Mapping[str, str] = {}) 
 
 
 def priority_of(held: House, headers: Mapping[str, str]) -> int:
-    one = talk.Talk(held.decide)
-    one.hear(talk.request_headers({**talk.PLAIN, ":path": PATH, **headers}))
-    one.hear(talk.request_body(b'{"model": "m", "prompt": "x"}', ends=True))
+    one = ext_proc_script.Talk(held.decide)
+    one.hear(ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": PATH, **headers}))
+    one.hear(ext_proc_script.request_body(b'{"model": "m", "prompt": "x"}', ends=True))
     outcome = held.decide(one.asked[0])
     assert isinstance(outcome, Decision)
     return outcome.request.priority
@@ -98,7 +98,7 @@ def test_042_fairness_under_its_old_and_new_name():
 def test_072_sheddable_and_saturated_is_dropped():
     """Priority below 0 and every endpoint full: 429 in the reference's words."""
     (said,) = says(house(full=True, batch=-1), {"model": "m", "prompt": "x"}, {OBJECTIVE: "batch"})
-    assert said == talk.refuse(
+    assert said == ext_proc_script.refuse(
         429,
         message="inference error: ResourceExhausted - system saturated, sheddable request dropped",
         kind="rate_limit_error",
@@ -114,7 +114,7 @@ def test_072_others_are_routed(priority: int, *, full: bool):
     """Priority 0 and above is routed to full endpoints, and below 0 while there is room."""
     held = house(full=full, it=priority)
     route, _ = says(held, {"model": "m", "prompt": "x"}, {OBJECTIVE: "it"})
-    assert route.told == talk.told(talk.ONE)
+    assert route.told == ext_proc_script.told(ext_proc_script.ONE)
 
 
 def test_072_no_endpoints_stays_503():
@@ -203,6 +203,6 @@ def test_085_a_sum_of_nothing_is_no_weight():
 
 def test_087_without_objects_priority_is_0():
     """Nothing was ever decreed: requests that name an objective are routed at priority 0."""
-    held = House({talk.ONE: load(9, 0.95)})
+    held = House({ext_proc_script.ONE: load(9, 0.95)})
     assert priority_of(held, {OBJECTIVE: "batch"}) == 0
     assert model_sent(held, "m", {OBJECTIVE: "batch"}) == "m"

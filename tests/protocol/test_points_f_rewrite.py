@@ -9,8 +9,8 @@ import pytest
 from extproc.decision import Decision, Outcome, Splice
 from extproc.endpoint import Endpoint, Models
 from extproc.request import RawRequest, Request
-from tests.support import conversation as talk
-from tests.support.house import House, load
+from tests.support import ext_proc_script
+from tests.support.pool_fixture import House, load
 
 OLD = b'{"model" : "llama_sql", "messages": [{"role": "user", "content": "\\u00e9 llama_sql"}]}'
 NEW = OLD.replace(b'"llama_sql"', b'"sql"')
@@ -19,7 +19,7 @@ LENGTH = ("content-length", str(len(NEW)))
 
 def house() -> House:
     """One endpoint that lists a base model and its adapter."""
-    held = House({talk.ONE: load(0, 0.0)})
+    held = House({ext_proc_script.ONE: load(0, 0.0)})
     listed = Models(frozenset({"llama"}), frozenset({"sql"}))
     held.fleet.observe_models(held.fleet.pool.members[0].endpoint, listed)
     return held
@@ -27,13 +27,13 @@ def house() -> House:
 
 def test_027_duplex_hands_on_the_edited_body():
     """Full duplex: the one value changed, every other byte as it came, and the new length."""
-    held = talk.play(
+    held = ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.request_body(OLD[:15]),
-            talk.request_body(OLD[15:], ends=True),
-            talk.route(sets=[LENGTH]),
-            talk.hand_on(NEW, ends=True),
+            ext_proc_script.request_headers(),
+            ext_proc_script.request_body(OLD[:15]),
+            ext_proc_script.request_body(OLD[15:], ends=True),
+            ext_proc_script.route(sets=[LENGTH]),
+            ext_proc_script.hand_on(NEW, ends=True),
         ],
         house().decide,
     )
@@ -42,14 +42,14 @@ def test_027_duplex_hands_on_the_edited_body():
 
 def test_027_duplex_with_trailers():
     """A body that trailers end is edited all the same."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.request_body(OLD),
-            talk.request_trailers(),
-            talk.route(sets=[LENGTH]),
-            talk.hand_on(NEW),
-            talk.go_on("request_trailers"),
+            ext_proc_script.request_headers(),
+            ext_proc_script.request_body(OLD),
+            ext_proc_script.request_trailers(),
+            ext_proc_script.route(sets=[LENGTH]),
+            ext_proc_script.hand_on(NEW),
+            ext_proc_script.go_on("request_trailers"),
         ],
         house().decide,
     )
@@ -62,14 +62,14 @@ def test_027_duplex_with_trailers():
 def test_027_buffered_replaces_the_body(mode: str, ends: str):
     """Buffered: a plain body mutation with the pick, and the new length."""
     script = [
-        talk.request_headers(),
-        talk.go_on("request_headers"),
-        talk.request_body(OLD, ends=ends == "body"),
-        talk.route(part="request_body", sets=[LENGTH], replaces=NEW),
+        ext_proc_script.request_headers(),
+        ext_proc_script.go_on("request_headers"),
+        ext_proc_script.request_body(OLD, ends=ends == "body"),
+        ext_proc_script.route(part="request_body", sets=[LENGTH], replaces=NEW),
     ]
     if ends == "trailers":
-        script += [talk.request_trailers(), talk.go_on("request_trailers")]
-    talk.play(script, house().decide, modes=(mode, "NONE"))
+        script += [ext_proc_script.request_trailers(), ext_proc_script.go_on("request_trailers")]
+    ext_proc_script.play(script, house().decide, modes=(mode, "NONE"))
 
 
 @pytest.mark.parametrize("told", ["1000", "", "many"])
@@ -77,12 +77,12 @@ def test_027_a_cut_body_is_edited_in_the_part_that_is_shown(told: str):
     """BUFFERED_PARTIAL: the rest follows, so the length of the whole changes by the difference."""
     length = {"content-length": told} if told else {}
     known = [("content-length", str(1000 - len(OLD) + len(NEW)))] if told == "1000" else []
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers({**talk.PLAIN, **length}),
-            talk.go_on("request_headers"),
-            talk.request_body(OLD[:60]),
-            talk.route(
+            ext_proc_script.request_headers({**ext_proc_script.PLAIN, **length}),
+            ext_proc_script.go_on("request_headers"),
+            ext_proc_script.request_body(OLD[:60]),
+            ext_proc_script.route(
                 part="request_body",
                 sets=known,
                 replaces=OLD[:60].replace(b'"llama_sql"', b'"sql"'),
@@ -95,12 +95,12 @@ def test_027_a_cut_body_is_edited_in_the_part_that_is_shown(told: str):
 
 def test_027_a_body_cut_before_the_name_is_left_alone():
     """What is not shown cannot be edited; the exchange says so."""
-    held = talk.play(
+    held = ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.go_on("request_headers"),
-            talk.request_body(b'{"messages": [], "model": "llama_sq'),
-            talk.route(part="request_body"),
+            ext_proc_script.request_headers(),
+            ext_proc_script.go_on("request_headers"),
+            ext_proc_script.request_body(b'{"messages": [], "model": "llama_sq'),
+            ext_proc_script.route(part="request_body"),
         ],
         house().decide,
         modes=("BUFFERED_PARTIAL", "NONE"),
@@ -111,11 +111,17 @@ def test_027_a_body_cut_before_the_name_is_left_alone():
 @pytest.mark.parametrize("mode", ["NONE", "STREAMED"])
 def test_027_a_body_that_is_not_awaited_cannot_be_edited(mode: str):
     """Decided on the headers: the gateway's name routes, and the body goes on as it is."""
-    headers = {**talk.PLAIN, "x-llm-d-model-name-rewrite": "sql"}
-    script = [talk.request_headers(headers), talk.route(removes=["x-llm-d-model-name-rewrite"])]
+    headers = {**ext_proc_script.PLAIN, "x-llm-d-model-name-rewrite": "sql"}
+    script = [
+        ext_proc_script.request_headers(headers),
+        ext_proc_script.route(removes=["x-llm-d-model-name-rewrite"]),
+    ]
     if mode == "STREAMED":
-        script += [talk.request_body(OLD, ends=True), talk.go_on("request_body")]
-    held = talk.play(script, house().decide, modes=(mode, "NONE"))
+        script += [
+            ext_proc_script.request_body(OLD, ends=True),
+            ext_proc_script.go_on("request_body"),
+        ]
+    held = ext_proc_script.play(script, house().decide, modes=(mode, "NONE"))
     assert not held.exchange.edited
 
 
@@ -125,11 +131,14 @@ def test_027_a_piece_of_a_streamed_body_is_never_edited(mode: str):
 
     def decide(_: RawRequest) -> Outcome:
         return Decision(
-            Request("opaque"), [Endpoint(talk.ONE)], model_rewrite="b", splice=Splice(0, 1, b"b")
+            Request("opaque"),
+            [Endpoint(ext_proc_script.ONE)],
+            model_rewrite="b",
+            splice=Splice(0, 1, b"b"),
         )
 
-    held = talk.Talk(decide, modes=(mode, "NONE"))
-    (said,) = held.hear(talk.request_body(b"a", ends=True))
+    held = ext_proc_script.Talk(decide, modes=(mode, "NONE"))
+    (said,) = held.hear(ext_proc_script.request_body(b"a", ends=True))
     assert (said.body, said.replaces) == (None, None)
     assert not held.exchange.edited
 
@@ -139,21 +148,21 @@ def test_027_a_header_of_the_gateway_names_the_model():
     body = {"max_tokens": 100, "model": "my-model", "prompt": "x", "temperature": 0}
     sent = json.dumps(body).encode()
     wanted = json.dumps({**body, "model": "sql"}).encode()
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(
+            ext_proc_script.request_headers(
                 {
-                    **talk.PLAIN,
+                    **ext_proc_script.PLAIN,
                     ":path": "/v1/completions",
                     "x-llm-d-model-name-rewrite": "sql",
                 }
             ),
-            talk.request_body(sent, ends=True),
-            talk.route(
+            ext_proc_script.request_body(sent, ends=True),
+            ext_proc_script.route(
                 sets=[("content-length", str(len(wanted)))],
                 removes=["x-llm-d-model-name-rewrite"],
             ),
-            talk.hand_on(wanted, ends=True),
+            ext_proc_script.hand_on(wanted, ends=True),
         ],
         house().decide,
     )
@@ -163,9 +172,9 @@ def test_027_a_header_of_the_gateway_names_the_model():
 def test_027_long_bodies_are_edited_and_cut_alike(size: int):
     """Pieces are cut from the edited body, and what the budget holds follows its size."""
     body = OLD[:-2] + b" " * (size - len(OLD)) + OLD[-2:]
-    held = talk.Talk(house().decide)
-    held.hear(talk.request_headers())
-    route, *pieces = held.hear(talk.request_body(body, ends=True))
+    held = ext_proc_script.Talk(house().decide)
+    held.hear(ext_proc_script.request_headers())
+    route, *pieces = held.hear(ext_proc_script.request_body(body, ends=True))
     edited = body.replace(b'"llama_sql"', b'"sql"')
     assert dict(route.sets)["content-length"] == str(len(edited))
     assert b"".join(piece.body or b"" for piece in pieces) == edited
@@ -175,12 +184,12 @@ def test_027_long_bodies_are_edited_and_cut_alike(size: int):
 
 def test_027_an_edited_body_that_is_not_taken_is_given_back():
     """A client that leaves before the pieces are written leaves nothing behind."""
-    held = talk.Talk(house().decide)
-    held.hear(talk.request_headers())
+    held = ext_proc_script.Talk(house().decide)
+    held.hear(ext_proc_script.request_headers())
     body = OLD[:-2] + b" " * 200_000 + OLD[-2:]
     assert held.budget.held_bytes == 0
-    held.hear(talk.request_body(body[:9]))
+    held.hear(ext_proc_script.request_body(body[:9]))
     assert held.budget.held_bytes == 9
-    held.hear(talk.request_body(body[9:]))
+    held.hear(ext_proc_script.request_body(body[9:]))
     held.exchange.close()
     assert held.budget.held_bytes == 0

@@ -11,10 +11,9 @@ from extproc.scheduling import sessions
 from extproc.scheduling.filters.session_affinity_filter import SessionAffinityFilter
 from extproc.scheduling.pickers.max_score import MaxScore
 from extproc.scheduling.profile import Profile
-from tests.support import conversation as talk
-from tests.support import peer
-from tests.support.conversation import JSON, ONE, SSE
-from tests.support.house import House
+from tests.support import ext_proc_script, peer
+from tests.support.ext_proc_script import JSON, ONE, SSE
+from tests.support.pool_fixture import House
 
 TEST_MODE = ExchangeSettings(1 << 20, conformance=True)
 SERVED = "x-conformance-test-served-endpoint"
@@ -28,15 +27,15 @@ COUNTED = {"prompt": 7, "completion": 10, "cached": 4}
 
 
 def body(data: bytes, *, ends: bool = False) -> peer.Said:
-    return talk.hand_on(data, ends=ends, part="response_body")
+    return ext_proc_script.hand_on(data, ends=ends, part="response_body")
 
 
 def counted(*pieces: bytes) -> dict[str, int]:
     """The usage read from a response that passed in these pieces."""
-    held = talk.Talk()
+    held = ext_proc_script.Talk()
     for piece in pieces:
-        held.hear(talk.response_body(piece))
-    held.hear(talk.response_body(b"", ends=True))
+        held.hear(ext_proc_script.response_body(piece))
+    held.hear(ext_proc_script.response_body(b"", ends=True))
     assert held.exchange.tail is not None
     return dict(usage.read(held.exchange.tail.joined()))
 
@@ -44,7 +43,9 @@ def counted(*pieces: bytes) -> dict[str, int]:
 @pytest.mark.parametrize("headers", [JSON, SSE, {":status": "500"}, {}])
 def test_089_response_headers_are_answered_at_once(headers: dict[str, str]):
     """Response headers are answered without waiting, with the marker."""
-    talk.play([talk.response_headers(headers), talk.answer_headers()])
+    ext_proc_script.play(
+        [ext_proc_script.response_headers(headers), ext_proc_script.answer_headers()]
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,8 +66,11 @@ def test_089_response_headers_are_answered_at_once(headers: dict[str, str]):
 )
 def test_090_test_mode_reports_who_served(metadata: Any, value: str):
     """In test mode the response names the endpoint that served, or says what was missing."""
-    talk.play(
-        [talk.response_headers(metadata=metadata), talk.answer_headers((SERVED, value))],
+    ext_proc_script.play(
+        [
+            ext_proc_script.response_headers(metadata=metadata),
+            ext_proc_script.answer_headers((SERVED, value)),
+        ],
         settings=TEST_MODE,
     )
 
@@ -77,22 +81,25 @@ def test_headers_of_plugins_go_on_the_answer():
     house = House({ONE: None}, profile=keep)
     served = peer.metadata_of({"envoy.lb": {peer.SERVED_KEY: ONE}})
     token = ("x-session-token", sessions.token(house.fleet.pool.members[0].endpoint))
-    asked = [talk.request_headers(ends=True), talk.route()]
-    talk.play([*asked, talk.response_headers(), talk.answer_headers(token)], house.decide)
-    told = talk.answer_headers((SERVED, ONE), token)
-    script = [*asked, talk.response_headers(metadata=served), told]
-    talk.play(script, house.decide, settings=TEST_MODE)
+    asked = [ext_proc_script.request_headers(ends=True), ext_proc_script.route()]
+    ext_proc_script.play(
+        [*asked, ext_proc_script.response_headers(), ext_proc_script.answer_headers(token)],
+        house.decide,
+    )
+    told = ext_proc_script.answer_headers((SERVED, ONE), token)
+    script = [*asked, ext_proc_script.response_headers(metadata=served), told]
+    ext_proc_script.play(script, house.decide, settings=TEST_MODE)
 
 
 def test_090_the_request_phase_does_not_count():
     """Who served is read from the response message, not from earlier metadata."""
     served = peer.metadata_of({"envoy.lb": {peer.SERVED_KEY: "10.0.0.2:3000"}})
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(ends=True, metadata=served),
-            talk.route(),
-            talk.response_headers(),
-            talk.answer_headers((SERVED, "fail: missing envoy lb metadata")),
+            ext_proc_script.request_headers(ends=True, metadata=served),
+            ext_proc_script.route(),
+            ext_proc_script.response_headers(),
+            ext_proc_script.answer_headers((SERVED, "fail: missing envoy lb metadata")),
         ],
         settings=TEST_MODE,
     )
@@ -101,22 +108,24 @@ def test_090_the_request_phase_does_not_count():
 def test_090_outside_test_mode_nothing_is_reported():
     """Without test mode the served endpoint is not put on the response."""
     served = peer.metadata_of({"envoy.lb": {peer.SERVED_KEY: "10.0.0.2:3000"}})
-    talk.play([talk.response_headers(metadata=served), talk.answer_headers()])
+    ext_proc_script.play(
+        [ext_proc_script.response_headers(metadata=served), ext_proc_script.answer_headers()]
+    )
 
 
 @pytest.mark.parametrize("headers", [SSE, JSON])
 def test_091_pieces_pass_at_once(headers: dict[str, str]):
     """Every response piece is answered at once with the same bytes, the empty last one too."""
     last = b'data: {"usage":{}}\ndata: [DONE]'
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.response_headers(headers),
-            talk.answer_headers(),
-            talk.response_body(b"data: {}"),
+            ext_proc_script.response_headers(headers),
+            ext_proc_script.answer_headers(),
+            ext_proc_script.response_body(b"data: {}"),
             body(b"data: {}"),
-            talk.response_body(last),
+            ext_proc_script.response_body(last),
             body(last),
-            talk.response_body(b"", ends=True),
+            ext_proc_script.response_body(b"", ends=True),
             body(b"", ends=True),
         ]
     )
@@ -124,13 +133,13 @@ def test_091_pieces_pass_at_once(headers: dict[str, str]):
 
 def test_093_json_in_two_pieces():
     """JSON in two pieces reaches the client with the same bytes and one end."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.response_headers(),
-            talk.answer_headers(),
-            talk.response_body(b'{"a":'),
+            ext_proc_script.response_headers(),
+            ext_proc_script.answer_headers(),
+            ext_proc_script.response_body(b'{"a":'),
             body(b'{"a":'),
-            talk.response_body(b"1}", ends=True),
+            ext_proc_script.response_body(b"1}", ends=True),
             body(b"1}", ends=True),
         ]
     )
@@ -138,15 +147,15 @@ def test_093_json_in_two_pieces():
 
 def test_094_an_empty_last_piece():
     """An empty last piece after JSON leaves the body as it is and ends it once."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.response_headers(),
-            talk.answer_headers(),
-            talk.response_body(b'{"a":1}'),
+            ext_proc_script.response_headers(),
+            ext_proc_script.answer_headers(),
+            ext_proc_script.response_body(b'{"a":1}'),
             body(b'{"a":1}'),
-            talk.response_body(b"", ends=True),
+            ext_proc_script.response_body(b"", ends=True),
             body(b"", ends=True),
-            talk.response_body(b"", ends=True),
+            ext_proc_script.response_body(b"", ends=True),
         ]
     )
 
@@ -154,11 +163,11 @@ def test_094_an_empty_last_piece():
 @pytest.mark.parametrize("data", [b"no healthy upstream", b"{", b"\x00\xff"])
 def test_095_broken_json_in_a_response_passes(data: bytes):
     """A response body is nobody's to judge."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.response_headers(),
-            talk.answer_headers(),
-            talk.response_body(data, ends=True),
+            ext_proc_script.response_headers(),
+            ext_proc_script.answer_headers(),
+            ext_proc_script.response_body(data, ends=True),
             body(data, ends=True),
         ]
     )
@@ -168,14 +177,14 @@ def test_095_broken_json_in_a_response_passes(data: bytes):
 @pytest.mark.parametrize("headers", [SSE, JSON])
 def test_096_response_trailers_come_last(headers: dict[str, str]):
     """A response ended by trailers: pieces without end, then the trailers answer."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.response_headers(headers),
-            talk.answer_headers(),
-            talk.response_body(b"a"),
+            ext_proc_script.response_headers(headers),
+            ext_proc_script.answer_headers(),
+            ext_proc_script.response_body(b"a"),
             body(b"a"),
-            talk.response_trailers(),
-            talk.go_on("response_trailers"),
+            ext_proc_script.response_trailers(),
+            ext_proc_script.go_on("response_trailers"),
         ]
     )
 
@@ -184,9 +193,9 @@ def test_096_response_trailers_come_last(headers: dict[str, str]):
 def test_097_long_pieces_are_split(ends: bool):  # noqa: FBT001
     """A response piece over 62,000 bytes is split, and only its last part may end the body."""
     data = bytes(range(256)) * 500
-    held = talk.Talk()
-    held.hear(talk.response_headers())
-    said = held.hear(talk.response_body(data, ends=ends))
+    held = ext_proc_script.Talk()
+    held.hear(ext_proc_script.response_headers())
+    said = held.hear(ext_proc_script.response_body(data, ends=ends))
     assert [len(each.body) for each in said] == [62000, 62000, 4000]
     assert b"".join(each.body for each in said) == data
     assert [each.ends for each in said] == [False, False, ends]
@@ -195,17 +204,17 @@ def test_097_long_pieces_are_split(ends: bool):  # noqa: FBT001
 def test_098_stream_true_streams_whatever_the_content_type():
     """Pieces pass at once after a request with stream: true, also without an SSE type."""
     request = b'{"model":"m","prompt":"x","stream":true}'
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.request_body(request, ends=True),
-            talk.route(),
-            talk.hand_on(request, ends=True),
-            talk.response_headers({":status": "200", "content-type": "text/plain"}),
-            talk.answer_headers(),
-            talk.response_body(b"a"),
+            ext_proc_script.request_headers(),
+            ext_proc_script.request_body(request, ends=True),
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(request, ends=True),
+            ext_proc_script.response_headers({":status": "200", "content-type": "text/plain"}),
+            ext_proc_script.answer_headers(),
+            ext_proc_script.response_body(b"a"),
             body(b"a"),
-            talk.response_body(b"b", ends=True),
+            ext_proc_script.response_body(b"b", ends=True),
             body(b"b", ends=True),
         ]
     )
@@ -214,53 +223,63 @@ def test_098_stream_true_streams_whatever_the_content_type():
 @pytest.mark.parametrize("mode", ["DUPLEX", "BUFFERED", "BUFFERED_PARTIAL", "STREAMED"])
 def test_099_a_stream_may_start_in_the_response(mode: str):
     """Response headers, body or trailers may be the first message of a stream."""
-    passed = body(b"x", ends=True) if mode == "DUPLEX" else talk.go_on("response_body")
+    passed = body(b"x", ends=True) if mode == "DUPLEX" else ext_proc_script.go_on("response_body")
     modes = ("NONE", mode)
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.response_headers(),
-            talk.answer_headers(),
-            talk.response_body(b"x", ends=True),
+            ext_proc_script.response_headers(),
+            ext_proc_script.answer_headers(),
+            ext_proc_script.response_body(b"x", ends=True),
             passed,
         ],
         modes=modes,
     )
-    talk.play([talk.response_body(b"x", ends=True), passed], modes=modes)
-    talk.play([talk.response_trailers(), talk.go_on("response_trailers")], modes=modes)
+    ext_proc_script.play([ext_proc_script.response_body(b"x", ends=True), passed], modes=modes)
+    ext_proc_script.play(
+        [ext_proc_script.response_trailers(), ext_proc_script.go_on("response_trailers")],
+        modes=modes,
+    )
 
 
 def test_100_an_early_response_is_the_only_thing_answered():
     """A response before the request was complete: the request is never answered."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.request_body(b"half"),
-            talk.response_headers(),
-            talk.answer_headers(),
-            talk.request_body(b"rest", ends=True),
-            talk.response_body(b"no", ends=True),
+            ext_proc_script.request_headers(),
+            ext_proc_script.request_body(b"half"),
+            ext_proc_script.response_headers(),
+            ext_proc_script.answer_headers(),
+            ext_proc_script.request_body(b"rest", ends=True),
+            ext_proc_script.response_body(b"no", ends=True),
             body(b"no", ends=True),
         ]
     )
 
 
 @pytest.mark.parametrize(
-    "message", [talk.response_headers(), talk.response_body(b"x"), talk.response_trailers()]
+    "message",
+    [
+        ext_proc_script.response_headers(),
+        ext_proc_script.response_body(b"x"),
+        ext_proc_script.response_trailers(),
+    ],
 )
-def test_100_a_held_request_is_given_up_when_the_response_begins(message: talk.Message):
+def test_100_a_held_request_is_given_up_when_the_response_begins(message: ext_proc_script.Message):
     """While a request is held, any response message takes it out of the queue."""
-    held = talk.Talk()
-    first = talk.request_headers(ends=True).encode(talk.DUPLEX)
-    assert list(held.exchange.receive(talk.codec.decode(first))) == []
+    held = ext_proc_script.Talk()
+    first = ext_proc_script.request_headers(ends=True).encode(ext_proc_script.DUPLEX)
+    assert list(held.exchange.receive(ext_proc_script.codec.decode(first))) == []
     assert held.exchange.pending is not None
-    assert len(list(held.exchange.receive(talk.codec.decode(message.encode(None))))) == 1
+    assert len(list(held.exchange.receive(ext_proc_script.codec.decode(message.encode(None))))) == 1
     assert held.exchange.pending is None
 
 
 def test_101_response_headers_are_not_echoed():
     """Only our own headers are set, so that two Set-Cookie reach the client as they came."""
     headers = [*JSON.items(), ("set-cookie", "a=1"), ("set-cookie", "b=2")]
-    talk.play([talk.response_headers(headers), talk.answer_headers()])
+    ext_proc_script.play(
+        [ext_proc_script.response_headers(headers), ext_proc_script.answer_headers()]
+    )
 
 
 def test_102_usage_in_json():
@@ -292,17 +311,22 @@ def test_102_usage_at_the_end_of_a_long_answer():
 
 def test_103_a_response_without_body():
     """Response headers that end the stream get their answer and nothing else."""
-    talk.play([talk.response_headers({":status": "204"}, ends=True), talk.answer_headers()])
+    ext_proc_script.play(
+        [
+            ext_proc_script.response_headers({":status": "204"}, ends=True),
+            ext_proc_script.answer_headers(),
+        ]
+    )
 
 
 @pytest.mark.parametrize("status", ["400", "429", "500", "503"])
 def test_104_upstream_errors_pass_and_are_read_by_status(status: str):
     """An upstream error is not touched, and its status is read from :status."""
-    held = talk.play(
+    held = ext_proc_script.play(
         [
-            talk.response_headers({":status": status, "status": "200"}),
-            talk.answer_headers(),
-            talk.response_body(b"busy", ends=True),
+            ext_proc_script.response_headers({":status": status, "status": "200"}),
+            ext_proc_script.answer_headers(),
+            ext_proc_script.response_body(b"busy", ends=True),
             body(b"busy", ends=True),
         ]
     )
@@ -311,14 +335,14 @@ def test_104_upstream_errors_pass_and_are_read_by_status(status: str):
 
 def test_106_no_response_message_but_the_last_body_carries_metadata():
     """Nothing is put on response messages but headers, where no cost is wanted."""
-    held = talk.Talk()
+    held = ext_proc_script.Talk()
     said = [
         each
         for message in (
-            talk.request_headers(ends=True),
-            talk.response_headers(),
-            talk.response_body(b"a"),
-            talk.response_body(b"", ends=True),
+            ext_proc_script.request_headers(ends=True),
+            ext_proc_script.response_headers(),
+            ext_proc_script.response_body(b"a"),
+            ext_proc_script.response_body(b"", ends=True),
         )
         for each in held.hear(message)
     ]
@@ -343,7 +367,10 @@ def test_a_whole_answer_is_asked_for_where_it_is_honoured(
     override = (
         {**expected, "response_header_mode": 1, "response_trailer_mode": 1} if expected else {}
     )
-    talk.play(
-        [talk.response_headers(headers), talk.answer_headers(override=override)],
+    ext_proc_script.play(
+        [
+            ext_proc_script.response_headers(headers),
+            ext_proc_script.answer_headers(override=override),
+        ],
         modes=(request_mode, "NONE"),
     )

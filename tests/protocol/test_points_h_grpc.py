@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import conversation as talk
-from tests.support.house import House
+from tests.support import ext_proc_script
+from tests.support.pool_fixture import House
 
 GENERATE = "/vllm.grpc.engine.VllmEngine/Generate"
 EMBED = "/vllm.grpc.engine.VllmEngine/Embed"
@@ -25,23 +25,23 @@ MESSAGE = field(1, b"request") + field(2, TOKENS)
 
 
 def headers(path: str) -> dict[str, str]:
-    return {**talk.PLAIN, ":path": path, "content-type": "application/grpc"}
+    return {**ext_proc_script.PLAIN, ":path": path, "content-type": "application/grpc"}
 
 
 def house() -> House:
-    return House({talk.ONE: None})
+    return House({ext_proc_script.ONE: None})
 
 
 @pytest.mark.parametrize("path", [GENERATE, EMBED])
 def test_107_frames_are_parsed_and_pass_unchanged(path: str):
     """A gRPC request is read, routed, and handed on byte for byte."""
     body = frame(MESSAGE)
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(headers(path)),
-            talk.request_body(body, ends=True),
-            talk.route(),
-            talk.hand_on(body, ends=True),
+            ext_proc_script.request_headers(headers(path)),
+            ext_proc_script.request_body(body, ends=True),
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(body, ends=True),
         ],
         house().decide,
     )
@@ -51,13 +51,13 @@ def test_107_frames_are_parsed_and_pass_unchanged(path: str):
 def test_108_a_frame_cut_across_pieces_is_joined(cut: int):
     """A frame may be cut anywhere, also inside its length."""
     body = frame(MESSAGE)
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(headers(GENERATE)),
-            talk.request_body(body[:cut]),
-            talk.request_body(body[cut:], ends=True),
-            talk.route(),
-            talk.hand_on(body, ends=True),
+            ext_proc_script.request_headers(headers(GENERATE)),
+            ext_proc_script.request_body(body[:cut]),
+            ext_proc_script.request_body(body[cut:], ends=True),
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(body, ends=True),
         ],
         house().decide,
     )
@@ -69,11 +69,11 @@ def test_108_a_frame_cut_across_pieces_is_joined(cut: int):
 )
 def test_109_compressed_or_short_frames_are_refused(path: str, body: bytes):
     """A compressed or short frame: 400 in the reference's words, INVALID_ARGUMENT in gRPC."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(headers(path)),
-            talk.request_body(body, ends=True),
-            talk.refuse(
+            ext_proc_script.request_headers(headers(path)),
+            ext_proc_script.request_body(body, ends=True),
+            ext_proc_script.refuse(
                 400,
                 message="inference error: BadRequest - invalid or unsupported gRPC payload",
                 kind="invalid_request_error",
@@ -88,12 +88,12 @@ def test_109_compressed_or_short_frames_are_refused(path: str, body: bytes):
 def test_110_unknown_methods_are_routed_raw(body: bytes):
     """A gRPC method nobody knows is routed unchanged, and its response is not watched."""
     routed = house()
-    held = talk.play(
+    held = ext_proc_script.play(
         [
-            talk.request_headers(headers("/some.Service/Method")),
-            talk.request_body(body, ends=True),
-            talk.route(),
-            talk.hand_on(body, ends=True),
+            ext_proc_script.request_headers(headers("/some.Service/Method")),
+            ext_proc_script.request_body(body, ends=True),
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(body, ends=True),
         ],
         routed.decide,
     )
@@ -102,24 +102,27 @@ def test_110_unknown_methods_are_routed_raw(body: bytes):
 
 def test_111_response_frames_then_trailers():
     """A gRPC response: frames without end of stream, then the trailers answer."""
-    script = [talk.response_headers(RESPONSE), talk.answer_headers()]
+    script = [ext_proc_script.response_headers(RESPONSE), ext_proc_script.answer_headers()]
     for data in (frame(b"one"), frame(b"\xff not protobuf")):
-        script += [talk.response_body(data), talk.hand_on(data, part="response_body")]
-    script += [talk.response_trailers(), talk.go_on("response_trailers")]
-    talk.play(script)
+        script += [
+            ext_proc_script.response_body(data),
+            ext_proc_script.hand_on(data, part="response_body"),
+        ]
+    script += [ext_proc_script.response_trailers(), ext_proc_script.go_on("response_trailers")]
+    ext_proc_script.play(script)
 
 
 def test_111_a_response_without_an_answered_request():
     """Request headers without body, then a whole response: only the response is answered."""
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(headers(GENERATE)),
-            talk.response_headers(RESPONSE),
-            talk.answer_headers(),
-            talk.response_body(frame(b"one")),
-            talk.hand_on(frame(b"one"), part="response_body"),
-            talk.response_trailers(),
-            talk.go_on("response_trailers"),
+            ext_proc_script.request_headers(headers(GENERATE)),
+            ext_proc_script.response_headers(RESPONSE),
+            ext_proc_script.answer_headers(),
+            ext_proc_script.response_body(frame(b"one")),
+            ext_proc_script.hand_on(frame(b"one"), part="response_body"),
+            ext_proc_script.response_trailers(),
+            ext_proc_script.go_on("response_trailers"),
         ],
         house().decide,
     )

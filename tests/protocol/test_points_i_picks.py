@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import conversation as talk
-from tests.support import peer
-from tests.support.house import House, load
+from tests.support import ext_proc_script, peer
+from tests.support.pool_fixture import House, load
 
 ADDRESSES = ("192.168.1.1:8000", "192.168.1.2:8000", "192.168.1.3:8000")
 
@@ -23,7 +22,9 @@ def test_118_the_reference_picks(loads: tuple, winner: int):
     """The default profile picks what the reference picker's black-box tests expect."""
     house = House(dict(zip(ADDRESSES, loads, strict=True)))
     body = b'{"max_tokens":100,"model":"target","prompt":"test1","temperature":0}'
-    held = talk.Talk(house.decide)
-    held.hear(talk.request_headers({**talk.PLAIN, ":path": "/v1/completions"}))
-    said, _ = held.hear(talk.request_body(body, ends=True))
+    held = ext_proc_script.Talk(house.decide)
+    held.hear(
+        ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": "/v1/completions"})
+    )
+    said, _ = held.hear(ext_proc_script.request_body(body, ends=True))
     assert said.headers[peer.DESTINATION] == ADDRESSES[winner]

@@ -2,19 +2,18 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.protocol.events import UNDECLARED
-from extproc.protocol.gathering import Budget
+from extproc.protocol.body_buffer import Budget
+from extproc.protocol.messages import UNDECLARED
 from extproc.protocol.settings import ExchangeSettings
-from tests.support import conversation as talk
-from tests.support import peer
+from tests.support import ext_proc_script, peer
 
 
 @pytest.mark.parametrize("mode", ["DUPLEX", "BUFFERED"])
 def test_124_bodies_over_the_limit(mode: str):
     """A body over the limit is refused with 413 at the piece that crosses it."""
-    held = talk.Talk(modes=(mode, "NONE"), settings=ExchangeSettings(100))
-    held.hear(talk.request_headers())
-    (said,) = held.hear(talk.request_body(b"x" * 101))
+    held = ext_proc_script.Talk(modes=(mode, "NONE"), settings=ExchangeSettings(100))
+    held.hear(ext_proc_script.request_headers())
+    (said,) = held.hear(ext_proc_script.request_body(b"x" * 101))
     assert said.status == 413
     assert "100 bytes" in said.error["error"]["message"]
     assert held.budget.held_bytes == 0
@@ -23,13 +22,13 @@ def test_124_bodies_over_the_limit(mode: str):
 def test_124_a_body_of_exactly_the_limit_passes():
     """The limit itself is allowed, also in pieces."""
     body = b"x" * 100
-    talk.play(
+    ext_proc_script.play(
         [
-            talk.request_headers(),
-            talk.request_body(body[:99]),
-            talk.request_body(body[99:], ends=True),
-            talk.route(),
-            talk.hand_on(body, ends=True),
+            ext_proc_script.request_headers(),
+            ext_proc_script.request_body(body[:99]),
+            ext_proc_script.request_body(body[99:], ends=True),
+            ext_proc_script.route(),
+            ext_proc_script.hand_on(body, ends=True),
         ],
         settings=ExchangeSettings(100),
     )
@@ -38,15 +37,21 @@ def test_124_a_body_of_exactly_the_limit_passes():
 def test_124_all_bodies_together_are_bounded():
     """A piece beyond a quarter of what others leave is refused with 429; small bodies get in."""
     budget = Budget(1_000_000)
-    first, second, third = (talk.Talk(budget=budget) for _ in range(3))
+    first, second, third = (ext_proc_script.Talk(budget=budget) for _ in range(3))
     for held in (first, second, third):
-        held.hear(talk.request_headers())
-    assert first.hear(talk.request_body(b"x" * 200_000)) == []
-    (said,) = second.hear(talk.request_body(b"x" * 200_001))
+        held.hear(ext_proc_script.request_headers())
+    assert first.hear(ext_proc_script.request_body(b"x" * 200_000)) == []
+    (said,) = second.hear(ext_proc_script.request_body(b"x" * 200_001))
     assert (said.status, said.headers["retry-after"]) == (429, "1")
     assert budget.held_bytes == 200_000
-    assert third.hear(talk.request_body(b"x" * 200_000, ends=True))[0] == talk.route()
-    assert first.hear(talk.request_body(b"x" * 50_000, ends=True))[0] == talk.route()
+    assert (
+        third.hear(ext_proc_script.request_body(b"x" * 200_000, ends=True))[0]
+        == ext_proc_script.route()
+    )
+    assert (
+        first.hear(ext_proc_script.request_body(b"x" * 50_000, ends=True))[0]
+        == ext_proc_script.route()
+    )
     assert budget.held_bytes == 0
 
 
@@ -54,20 +59,25 @@ def test_124_all_bodies_together_are_bounded():
 def test_124_a_body_that_envoy_keeps_is_given_back_once_decided(mode: str):
     """Where Envoy sends the body on, nothing of it counts while the answer runs."""
     budget = Budget(1_000_000)
-    held = talk.Talk(modes=(mode, "NONE"), budget=budget)
-    held.hear(talk.request_headers())
-    held.hear(talk.request_body(b"x" * 1000, ends=True))
+    held = ext_proc_script.Talk(modes=(mode, "NONE"), budget=budget)
+    held.hear(ext_proc_script.request_headers())
+    held.hear(ext_proc_script.request_body(b"x" * 1000, ends=True))
     assert budget.held_bytes == 0
 
 
-@pytest.mark.parametrize("modes", [talk.DUPLEX, ("BUFFERED", "NONE"), ("STREAMED", "NONE")])
+@pytest.mark.parametrize(
+    "modes", [ext_proc_script.DUPLEX, ("BUFFERED", "NONE"), ("STREAMED", "NONE")]
+)
 def test_125_unknown_messages_are_ignored(modes: tuple[str, str]):
     """A message without a known part gets no answer and disturbs nothing."""
-    held = talk.Talk(modes=modes)
+    held = ext_proc_script.Talk(modes=modes)
     said = []
-    for message in (talk.request_headers(), talk.request_body(b"x", ends=True)):
+    for message in (
+        ext_proc_script.request_headers(),
+        ext_proc_script.request_body(b"x", ends=True),
+    ):
         for unknown in (b"", b"\xa2\x06\x02hi", b"\x50\x01"):
-            event = talk.codec.decode(unknown)
+            event = ext_proc_script.codec.decode(unknown)
             assert list(held.exchange.receive(event)) == []
         said += held.hear(message)
     assert len(said) == 2
@@ -75,9 +85,9 @@ def test_125_unknown_messages_are_ignored(modes: tuple[str, str]):
 
 def test_125_unknown_fields_are_ignored():
     """Fields of newer protocol versions inside a known message are skipped."""
-    known = talk.request_headers(ends=True).encode(talk.DUPLEX)
-    event = talk.codec.decode(known + b"\xa2\x06\x02hi\xa8\x06\x01")
-    assert event == talk.codec.decode(known)
+    known = ext_proc_script.request_headers(ends=True).encode(ext_proc_script.DUPLEX)
+    event = ext_proc_script.codec.decode(known + b"\xa2\x06\x02hi\xa8\x06\x01")
+    assert event == ext_proc_script.codec.decode(known)
 
 
 def test_125_unknown_messages_first_declare_modes_too():
@@ -85,13 +95,15 @@ def test_125_unknown_messages_first_declare_modes_too():
     unknown = peer.ext_proc.ProcessingRequest(
         protocol_config=peer.configuration("BUFFERED", "NONE")
     )
-    held = talk.Talk(modes=None)
-    assert list(held.exchange.receive(talk.codec.decode(bytes(unknown)))) == []
-    assert held.hear(talk.request_headers()) == [talk.go_on("request_headers")]
+    held = ext_proc_script.Talk(modes=None)
+    assert list(held.exchange.receive(ext_proc_script.codec.decode(bytes(unknown)))) == []
+    assert held.hear(ext_proc_script.request_headers()) == [
+        ext_proc_script.go_on("request_headers")
+    ]
 
 
 def test_125_a_newer_body_mode_streams():
     """A body mode this version does not know is answered like full duplex."""
-    event = talk.codec.decode(b"\x12\x00\x5a\x02\x08\x63")
+    event = ext_proc_script.codec.decode(b"\x12\x00\x5a\x02\x08\x63")
     assert event.modes is not None
     assert event.modes.request is UNDECLARED.request

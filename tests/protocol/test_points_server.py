@@ -6,16 +6,15 @@ import grpc
 import pytest
 
 from extproc.decision import Outcome
-from extproc.dispatch.dispatcher import Dispatcher
-from extproc.dispatch.preparing import Prepared
-from extproc.protocol.events import Kind
+from extproc.protocol.messages import Kind
 from extproc.protocol.replies import Route
-from tests.support import conversation as talk
-from tests.support import peer, serving
-from tests.support.house import House
+from extproc.routing.director import Dispatcher
+from extproc.routing.request_preparer import Prepared
+from tests.support import ext_proc_script, peer, serving
+from tests.support.pool_fixture import House
 
 BODY = b'{"model":"m","prompt":"some text"}'
-PLAIN = {**talk.PLAIN, ":path": "/v1/completions"}
+PLAIN = {**ext_proc_script.PLAIN, ":path": "/v1/completions"}
 
 
 class Broken:
@@ -34,7 +33,7 @@ class Broken:
 
 
 def house(*addresses: str) -> House:
-    return House(dict.fromkeys(addresses or (talk.ONE,)))
+    return House(dict.fromkeys(addresses or (ext_proc_script.ONE,)))
 
 
 def test_037_a_request_id_is_made_when_absent():
@@ -43,9 +42,9 @@ def test_037_a_request_id_is_made_when_absent():
     async def test() -> None:
         async with serving.serving(house()) as server:
             made = set()
-            for headers in ({":path": "/"}, {":path": "/"}, talk.PLAIN):
+            for headers in ({":path": "/"}, {":path": "/"}, ext_proc_script.PLAIN):
                 stream = server.stream()
-                await stream.say(talk.request_headers(headers, ends=True))
+                await stream.say(ext_proc_script.request_headers(headers, ends=True))
                 (said,) = await stream.hear()
                 made.add(said.headers.get("x-request-id"))
                 await stream.end()
@@ -61,7 +60,10 @@ def test_075_a_refused_stream_ends_with_ok():
     async def test() -> None:
         async with serving.serving(House({})) as server:
             stream = server.stream()
-            await stream.say(talk.request_headers(PLAIN), talk.request_body(BODY, ends=True))
+            await stream.say(
+                ext_proc_script.request_headers(PLAIN),
+                ext_proc_script.request_body(BODY, ends=True),
+            )
             (said,) = await stream.rest()
             assert (said.part, said.status) == ("immediate_response", 503)
             assert await stream.call.code() is grpc.StatusCode.OK
@@ -80,8 +82,14 @@ def test_076_an_exception_still_routes(caplog: pytest.LogCaptureFixture):
         one = house()
         async with serving.serving(one, dispatcher=Broken(one.dispatcher)) as server:
             stream = server.stream()
-            await stream.say(talk.request_headers(PLAIN), talk.request_body(BODY, ends=True))
-            assert await stream.hear(2) == [talk.route(), talk.hand_on(BODY, ends=True)]
+            await stream.say(
+                ext_proc_script.request_headers(PLAIN),
+                ext_proc_script.request_body(BODY, ends=True),
+            )
+            assert await stream.hear(2) == [
+                ext_proc_script.route(),
+                ext_proc_script.hand_on(BODY, ends=True),
+            ]
             assert await stream.end() is grpc.StatusCode.OK
             await server.idle()
             assert one.in_flight == 0
@@ -99,7 +107,7 @@ def test_076_an_exception_without_endpoints_is_a_500_in_json():
         empty = House({})
         async with serving.serving(empty, dispatcher=Broken(empty.dispatcher)) as server:
             stream = server.stream()
-            await stream.say(talk.request_headers(ends=True))
+            await stream.say(ext_proc_script.request_headers(ends=True))
             (said,) = await stream.rest()
             assert said.status == 500
             assert said.error["error"]["type"] == "server_error"
@@ -109,20 +117,35 @@ def test_076_an_exception_without_endpoints_is_a_500_in_json():
 
 
 ENDINGS = {
-    "refused": [talk.request_headers(PLAIN), talk.request_body(b"nonsense", ends=True)],
-    "too large": [talk.request_headers(PLAIN), talk.request_body(b"x" * (1 << 20) + b"x")],
-    "half a body": [talk.request_headers(PLAIN), talk.request_body(BODY)],
-    "routed": [talk.request_headers(PLAIN), talk.request_body(BODY, ends=True)],
-    "misfit": [talk.request_headers(ends=True), talk.request_headers(ends=True)],
-    "early response": [talk.request_headers(PLAIN), talk.response_headers()],
-    "response only": [talk.response_headers(), talk.response_body(b"x", ends=True)],
+    "refused": [
+        ext_proc_script.request_headers(PLAIN),
+        ext_proc_script.request_body(b"nonsense", ends=True),
+    ],
+    "too large": [
+        ext_proc_script.request_headers(PLAIN),
+        ext_proc_script.request_body(b"x" * (1 << 20) + b"x"),
+    ],
+    "half a body": [ext_proc_script.request_headers(PLAIN), ext_proc_script.request_body(BODY)],
+    "routed": [
+        ext_proc_script.request_headers(PLAIN),
+        ext_proc_script.request_body(BODY, ends=True),
+    ],
+    "misfit": [
+        ext_proc_script.request_headers(ends=True),
+        ext_proc_script.request_headers(ends=True),
+    ],
+    "early response": [ext_proc_script.request_headers(PLAIN), ext_proc_script.response_headers()],
+    "response only": [
+        ext_proc_script.response_headers(),
+        ext_proc_script.response_body(b"x", ends=True),
+    ],
     "nothing": [],
 }
 
 
 @pytest.mark.parametrize("how", ["half-close", "cancel"])
 @pytest.mark.parametrize("messages", ENDINGS.values(), ids=ENDINGS)
-def test_077_no_ending_leaks_accounts(messages: list[talk.Message], how: str):
+def test_077_no_ending_leaks_accounts(messages: list[ext_proc_script.Message], how: str):
     """However a stream ends, accounts and assembly bytes return to zero."""
 
     async def test() -> None:
@@ -152,13 +175,13 @@ def test_077_garbage_ends_its_own_stream_only():
         one = house()
         async with serving.serving(one) as server:
             good, bad = server.stream(), server.stream()
-            await good.say(talk.request_headers(PLAIN))
+            await good.say(ext_proc_script.request_headers(PLAIN))
             await bad.call.write(b"\xff\xff\xff")
             with pytest.raises(grpc.aio.AioRpcError) as ended:
                 await bad.rest()
             assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            await good.say(talk.request_body(BODY, ends=True))
-            assert (await good.hear(2))[0] == talk.route()
+            await good.say(ext_proc_script.request_body(BODY, ends=True))
+            assert (await good.hear(2))[0] == ext_proc_script.route()
             assert one.in_flight == 1
             assert await good.end() is grpc.StatusCode.OK
             await server.idle()
@@ -173,12 +196,12 @@ def test_092_a_piece_passes_before_the_next_exists():
     async def test() -> None:
         async with serving.serving(house()) as server:
             stream = server.stream()
-            await stream.say(talk.request_headers(ends=True))
+            await stream.say(ext_proc_script.request_headers(ends=True))
             await stream.hear()
-            await stream.say(talk.response_headers(talk.SSE))
-            assert await stream.hear() == [talk.answer_headers()]
+            await stream.say(ext_proc_script.response_headers(ext_proc_script.SSE))
+            assert await stream.hear() == [ext_proc_script.answer_headers()]
             for piece in (b"data: 1\n\n", b"data: 2\n\n", b""):
-                await stream.say(talk.response_body(piece, ends=not piece))
+                await stream.say(ext_proc_script.response_body(piece, ends=not piece))
                 (said,) = await stream.hear()
                 assert (said.body, said.ends) == (piece, not piece)
             assert await stream.end() is grpc.StatusCode.OK
@@ -187,24 +210,31 @@ def test_092_a_piece_passes_before_the_next_exists():
 
 
 RESPONSES = {
-    "end of stream": [talk.response_headers(), talk.response_body(b"x", ends=True)],
-    "trailers": [talk.response_headers(), talk.response_body(b"x"), talk.response_trailers()],
-    "no body": [talk.response_headers(ends=True)],
-    "cut": [talk.response_headers(), talk.response_body(b"x")],
+    "end of stream": [
+        ext_proc_script.response_headers(),
+        ext_proc_script.response_body(b"x", ends=True),
+    ],
+    "trailers": [
+        ext_proc_script.response_headers(),
+        ext_proc_script.response_body(b"x"),
+        ext_proc_script.response_trailers(),
+    ],
+    "no body": [ext_proc_script.response_headers(ends=True)],
+    "cut": [ext_proc_script.response_headers(), ext_proc_script.response_body(b"x")],
     "no response": [],
 }
 
 
 @pytest.mark.parametrize("how", ["half-close", "cancel"])
 @pytest.mark.parametrize("messages", RESPONSES.values(), ids=RESPONSES)
-def test_105_the_end_is_accounted_exactly_once(messages: list[talk.Message], how: str):
+def test_105_the_end_is_accounted_exactly_once(messages: list[ext_proc_script.Message], how: str):
     """Each way a routed request may end closes its account once and is counted once."""
 
     async def test() -> None:
         one = house()
         async with serving.serving(one) as server:
             stream = server.stream()
-            await stream.say(talk.request_headers(ends=True))
+            await stream.say(ext_proc_script.request_headers(ends=True))
             await stream.hear()
             assert one.in_flight == 1
             for message in messages:
@@ -232,13 +262,15 @@ def test_104_answers_are_counted_by_status():
     async def test() -> None:
         async with serving.serving(house()) as server:
             stream = server.stream()
-            await stream.say(talk.request_headers(ends=True))
+            await stream.say(ext_proc_script.request_headers(ends=True))
             await stream.hear()
-            await stream.say(talk.response_headers({":status": "503"}, ends=True))
+            await stream.say(ext_proc_script.response_headers({":status": "503"}, ends=True))
             await stream.hear()
             await stream.end()
             await server.idle()
-            assert server.servicer.shared.tallies.of("").responses == {(talk.ONE, "503"): 1}
+            assert server.servicer.shared.tallies.of("").responses == {
+                (ext_proc_script.ONE, "503"): 1
+            }
 
     serving.run(test())
 
@@ -249,10 +281,12 @@ def test_102_usage_is_added_up():
     async def test() -> None:
         async with serving.serving(house()) as server:
             stream = server.stream()
-            await stream.say(talk.request_headers(ends=True))
+            await stream.say(ext_proc_script.request_headers(ends=True))
             await stream.hear()
             answer = b'{"usage":{"prompt_tokens":7,"completion_tokens":10,"total_tokens":17}}'
-            await stream.say(talk.response_headers(), talk.response_body(answer, ends=True))
+            await stream.say(
+                ext_proc_script.response_headers(), ext_proc_script.response_body(answer, ends=True)
+            )
             await stream.end()
             await server.idle()
             assert server.servicer.shared.tallies.of("").usage == {"prompt": 7, "completion": 10}
@@ -266,9 +300,19 @@ def test_110_an_unwatched_stream_is_closed_with_ok():
     async def test() -> None:
         async with serving.serving(house()) as server:
             stream = server.stream()
-            headers = {**talk.PLAIN, ":path": "/a.B/C", "content-type": "application/grpc"}
-            await stream.say(talk.request_headers(headers), talk.request_body(b"x", ends=True))
-            assert await stream.rest() == [talk.route(), talk.hand_on(b"x", ends=True)]
+            headers = {
+                **ext_proc_script.PLAIN,
+                ":path": "/a.B/C",
+                "content-type": "application/grpc",
+            }
+            await stream.say(
+                ext_proc_script.request_headers(headers),
+                ext_proc_script.request_body(b"x", ends=True),
+            )
+            assert await stream.rest() == [
+                ext_proc_script.route(),
+                ext_proc_script.hand_on(b"x", ends=True),
+            ]
             assert await stream.call.code() is grpc.StatusCode.OK
 
     serving.run(test())
@@ -282,8 +326,8 @@ def test_119_a_client_that_leaves_frees_its_accounts(routed: bool):  # noqa: FBT
         one = house()
         async with serving.serving(one) as server:
             stream = server.stream()
-            await stream.say(talk.request_headers(PLAIN))
-            await stream.say(talk.request_body(BODY, ends=routed))
+            await stream.say(ext_proc_script.request_headers(PLAIN))
+            await stream.say(ext_proc_script.request_body(BODY, ends=routed))
             if routed:
                 await stream.hear(2)
                 assert one.in_flight == 1
@@ -305,13 +349,15 @@ def test_123_a_thousand_slow_streams_do_not_wait_for_each_other():
     async def test() -> None:
         one = house()
         async with serving.serving(one) as server:
-            first = talk.codec.encode(Route(Kind.REQUEST_HEADERS, talk.ONE))
+            first = ext_proc_script.codec.encode(Route(Kind.REQUEST_HEADERS, ext_proc_script.ONE))
             streams = [server.stream() for _ in range(1000)]
             for stream in streams:
-                await stream.say(talk.request_headers(PLAIN), talk.request_body(BODY[:9]))
+                await stream.say(
+                    ext_proc_script.request_headers(PLAIN), ext_proc_script.request_body(BODY[:9])
+                )
             # The last one to come is the first to be answered.
             for stream in reversed(streams):
-                await stream.say(talk.request_body(BODY[9:], ends=True))
+                await stream.say(ext_proc_script.request_body(BODY[9:], ends=True))
                 assert await stream.call.read() == first
             assert one.in_flight == 1000
             for stream in streams:
@@ -330,14 +376,14 @@ def test_streams_over_the_limit_are_refused():
         one = house()
         async with serving.serving(one, max_streams=1) as server:
             first = server.stream()
-            await first.say(talk.request_headers(ends=True))
+            await first.say(ext_proc_script.request_headers(ends=True))
             await first.hear()
             second = server.stream()
-            await second.say(talk.request_headers(ends=True))
+            await second.say(ext_proc_script.request_headers(ends=True))
             (said,) = await second.rest()
             assert (said.status, said.headers["retry-after"]) == (429, "1")
-            await first.say(talk.response_headers())
-            assert await first.hear() == [talk.answer_headers()]
+            await first.say(ext_proc_script.response_headers())
+            assert await first.hear() == [ext_proc_script.answer_headers()]
             assert await first.end() is grpc.StatusCode.OK
 
     serving.run(test())
@@ -349,7 +395,7 @@ def test_a_response_nobody_routed_is_not_timed():
     async def test() -> None:
         async with serving.serving(house()) as server:
             stream = server.stream()
-            await stream.say(talk.response_headers())
+            await stream.say(ext_proc_script.response_headers())
             await stream.hear()
             await stream.end()
             await server.idle()
@@ -362,13 +408,16 @@ USED = b'data: {"usage":{"prompt_tokens":7,"completion_tokens":10,"total_tokens"
 COSTS = {"prompt": 1.0, "completion": 0.5, "cached": -1.0}
 
 
-def costs(*answer: talk.Message) -> list[object]:
+def costs(*answer: ext_proc_script.Message) -> list[object]:
     """What each reply to an answer says in its metadata."""
 
     async def test() -> list[object]:
         async with serving.serving(house(), request_cost=COSTS) as server:
             stream = server.stream()
-            await stream.say(talk.request_headers(PLAIN), talk.request_body(BODY, ends=True))
+            await stream.say(
+                ext_proc_script.request_headers(PLAIN),
+                ext_proc_script.request_body(BODY, ends=True),
+            )
             await stream.hear(2)
             await stream.say(*answer)
             await stream.call.done_writing()
@@ -384,13 +433,19 @@ COST = {"x-gateway-inference-request-cost": 7 + 0.5 * 10}
 
 def test_106_the_cost_is_on_the_last_body_message():
     """On the last of a stream's messages, also where that is empty or long and cut; once."""
-    begun = [talk.response_headers(talk.SSE), talk.response_body(USED)]
-    assert costs(*begun, talk.response_body(b"", ends=True)) == [None, None, COST]
-    assert costs(*begun, talk.response_body(b"x" * 70_000 + USED, ends=True)) == [
+    begun = [
+        ext_proc_script.response_headers(ext_proc_script.SSE),
+        ext_proc_script.response_body(USED),
+    ]
+    assert costs(*begun, ext_proc_script.response_body(b"", ends=True)) == [None, None, COST]
+    assert costs(*begun, ext_proc_script.response_body(b"x" * 70_000 + USED, ends=True)) == [
         *(None, None, None),
         COST,
     ]
-    assert costs(talk.response_headers(talk.JSON), talk.response_body(USED, ends=True)) == [
+    assert costs(
+        ext_proc_script.response_headers(ext_proc_script.JSON),
+        ext_proc_script.response_body(USED, ends=True),
+    ) == [
         None,
         COST,
     ]
@@ -398,10 +453,15 @@ def test_106_the_cost_is_on_the_last_body_message():
 
 def test_106_the_cost_is_with_trailers_that_end_the_answer():
     """The last body message is known to be the last only then."""
-    begun = [talk.response_headers(talk.SSE), talk.response_body(USED)]
-    assert costs(*begun, talk.response_trailers()) == [None, None, COST]
+    begun = [
+        ext_proc_script.response_headers(ext_proc_script.SSE),
+        ext_proc_script.response_body(USED),
+    ]
+    assert costs(*begun, ext_proc_script.response_trailers()) == [None, None, COST]
 
 
 def test_106_an_answer_without_usage_has_no_cost():
     """What is not reported is not told."""
-    assert costs(talk.response_headers(), talk.response_body(b"{}", ends=True)) == [None, None]
+    assert costs(
+        ext_proc_script.response_headers(), ext_proc_script.response_body(b"{}", ends=True)
+    ) == [None, None]

@@ -5,17 +5,17 @@ import msgspec
 import pytest
 import yaml
 
-from extproc.config import trees
+from extproc.config import filter_tree_syntax
 from extproc.decision import Decision
-from extproc.scheduling import catalogue, defaults
-from tests.scheduling import fleet
+from extproc.scheduling import presets, registry
+from tests.scheduling import builders
 
 FOLDER = Path(__file__).parent.parent / "cases"
 TABLES = {
-    "filter": catalogue.FILTERS,
-    "scorer": catalogue.SCORERS,
-    "cost": catalogue.COSTS,
-    "picker": catalogue.PICKERS,
+    "filter": registry.FILTERS,
+    "scorer": registry.SCORERS,
+    "cost": registry.COSTS,
+    "picker": registry.PICKERS,
 }
 KEYS = {
     "filter": {"keeps"},
@@ -40,7 +40,7 @@ def load():
 
 def wanted_files():
     files = {f"{role}-{kind}" for role, table in TABLES.items() for kind in table}
-    return files | {f"profile-{name}" for name in defaults.profiles()}
+    return files | {f"profile-{name}" for name in presets.profiles()}
 
 
 def test_every_kind_has_a_case_file():
@@ -55,17 +55,17 @@ def test_case(role, kind, case):
     outcomes = KEYS[role] - {"totals"}
     assert set(case) <= {"name", "params", "request", "endpoints"} | KEYS[role]
     assert outcomes & set(case)
-    candidates = fleet.candidates(case["endpoints"])
-    turn = fleet.turn(**case.get("request", {}))
+    candidates = builders.candidates(case["endpoints"])
+    turn = builders.turn(**case.get("request", {}))
     if role == "profile":
         for fleet_ in (candidates, blind(candidates)):
             check_picks(case, lambda count, fleet_=fleet_: choose(kind, turn, fleet_, count))
         return
     plugin = made(TABLES[role], kind, case.get("params", {}))
     if role == "filter":
-        assert fleet.names(plugin.keep(turn, candidates)) == case["keeps"]
+        assert builders.names(plugin.keep(turn, candidates)) == case["keeps"]
     elif role == "scorer":
-        scores = dict(zip(fleet.names(candidates), plugin.score(turn, candidates), strict=True))
+        scores = dict(zip(builders.names(candidates), plugin.score(turn, candidates), strict=True))
         assert scores == pytest.approx(case["scores"], abs=1e-4)
     elif role == "cost":
         check_costs(case, plugin.price(turn, candidates))
@@ -77,7 +77,7 @@ def test_case(role, kind, case):
 def made(table, kind, params):
     """A plugin of its parameters; a tree has plugins of its own in them."""
     if kind == "tree":
-        params = trees.grown(
+        params = filter_tree_syntax.grown(
             params,
             lambda node, _: made(table, node.kind, node.params),
             where="case",
@@ -97,7 +97,7 @@ def check_costs(case, priced):
         assert found == pytest.approx(wanted)
 
 
-PROFILES = defaults.profiles()
+PROFILES = presets.profiles()
 
 
 def blind(candidates):
@@ -110,7 +110,7 @@ def choose(name, turn, candidates, count):
     assert decision.degraded == ""
     for observer in PROFILES[name].observers:
         observer.chosen(decision, turn.now)
-    return fleet.names(decision.endpoints)
+    return builders.names(decision.endpoints)
 
 
 def pick(plugin, turn, candidates, totals, count):
@@ -118,7 +118,7 @@ def pick(plugin, turn, candidates, totals, count):
     # Not with isinstance: of a protocol that takes longer than thousands of picks should.
     if hasattr(plugin, "chosen"):
         plugin.chosen(Decision(turn.request, chosen), turn.now)
-    return fleet.names(chosen)
+    return builders.names(chosen)
 
 
 def check_picks(case, choose):

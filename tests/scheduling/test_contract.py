@@ -3,17 +3,17 @@
 import msgspec
 import pytest
 
-from extproc.scheduling import catalogue, defaults
+from extproc.scheduling import presets, registry
+from extproc.scheduling.filter_tree import Node
 from extproc.scheduling.filters.kv_range import KvRange
 from extproc.scheduling.filters.top_k import TopK
-from extproc.scheduling.tree import Node
-from extproc.testing import contract, fleet, trials
+from extproc.testing import builders, contract, probes
 
 TABLES = {
-    "filter": (catalogue.FILTERS, contract.check_filter),
-    "scorer": (catalogue.SCORERS, contract.check_scorer),
-    "cost": (catalogue.COSTS, contract.check_cost),
-    "picker": (catalogue.PICKERS, contract.check_picker),
+    "filter": (registry.FILTERS, contract.check_filter),
+    "scorer": (registry.SCORERS, contract.check_scorer),
+    "cost": (registry.COSTS, contract.check_cost),
+    "picker": (registry.PICKERS, contract.check_picker),
 }
 #: Parameters of kinds that cannot be made without any.
 REQUIRED = {
@@ -68,13 +68,13 @@ def test_plugin_refuses_an_unknown_parameter(cls, check):
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("size", contract.SIZES)
-@pytest.mark.parametrize("name", list(defaults.profiles()))
+@pytest.mark.parametrize("name", list(presets.profiles()))
 def test_named_profiles_decide(name, size, known):
     """Every named profile picks without degrading, known or not, and repeats itself by seed."""
-    candidates = fleet.crowd(size, known=known)
-    profile = defaults.profiles()[name]
-    first = profile.run(trials.asked(), candidates)
-    assert profile.run(trials.asked(), candidates) == first
-    assert defaults.profiles()[name].run(trials.asked(), candidates) == first
+    candidates = builders.crowd(size, known=known)
+    profile = presets.profiles()[name]
+    first = profile.run(probes.asked(), candidates)
+    assert profile.run(probes.asked(), candidates) == first
+    assert presets.profiles()[name].run(probes.asked(), candidates) == first
     assert first.degraded == ""
     assert first.endpoints[0] in [c.endpoint for c in candidates]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from extproc.decision import Decision
 from extproc.request import Request
 from extproc.scheduling.costs.estimated_time import EstimatedTime
-from extproc.testing import fleet
+from extproc.testing import builders
 from tests.scheduling.test_sweep import crowd, kinds_of_candidate, turns
 
 NAMES = [
@@ -30,7 +30,7 @@ NAMES = [
 )
 def test_terms_add_up_to_costs(kinds, facts, max_tokens):
     """The sum of the terms is the cost, whatever the candidates."""
-    there, turn = crowd(kinds, len(kinds)), fleet.turn(**facts, max_tokens=max_tokens)
+    there, turn = crowd(kinds, len(kinds)), builders.turn(**facts, max_tokens=max_tokens)
     priced = EstimatedTime().price(turn, there)
     assert [name for name, _ in priced.terms] == NAMES
     columns = zip(*(values for _, values in priced.terms), strict=True)
@@ -40,8 +40,8 @@ def test_terms_add_up_to_costs(kinds, facts, max_tokens):
 def test_a_full_cache_costs_an_endpoint_more_and_is_told():
     """An endpoint whose cache is full has a term for memory, and an empty one has none."""
     load = {"kv_usage": 1.0, "kv_blocks": 100, "block_tokens": 16}
-    there = fleet.candidates({"full": load, "idle": load | {"kv_usage": 0.0}})
-    priced = EstimatedTime().price(fleet.turn(100), there)
+    there = builders.candidates({"full": load, "idle": load | {"kv_usage": 0.0}})
+    priced = EstimatedTime().price(builders.turn(100), there)
     memory = dict(priced.terms)["memory"]
     assert memory[0] > memory[1] == 0.0
     assert priced.costs[0] > priced.costs[1]
@@ -50,21 +50,21 @@ def test_a_full_cache_costs_an_endpoint_more_and_is_told():
 def test_those_who_wait_for_a_first_token_wait_for_this_prompt_too():
     """Of 1,000 tokens a request, 5,000 queued are five who wait 0.1 s, and no more than are there."""
     cost = EstimatedTime()
-    there = fleet.candidates(
+    there = builders.candidates(
         {
             "many": {"queued_tokens": 5000, "requests": 8},
             "one": {"queued_tokens": 5000, "requests": 1},
             "none": {"requests": 8},
         }
     )
-    unknown = cost.price(fleet.turn(prompt_tokens=1000), there)
+    unknown = cost.price(builders.turn(prompt_tokens=1000), there)
     assert dict(unknown.terms)["waiting"] == [0.0, 0.0, 0.0]
     request = Request(api="chat", prompt_tokens=1500)
     chosen = Decision(
         request=request, endpoints=(there[0].endpoint,), picker="max-score", matched_tokens=500
     )
     cost.chosen(chosen, 1.0)
-    priced = cost.price(fleet.turn(prompt_tokens=1000), there)
+    priced = cost.price(builders.turn(prompt_tokens=1000), there)
     assert dict(priced.terms)["waiting"] == pytest.approx([0.5, 0.1, 0.0])
     columns = zip(*(values for _, values in priced.terms), strict=True)
     assert [sum(column) for column in columns] == pytest.approx(list(priced.costs))
@@ -74,7 +74,7 @@ def test_conversations_whose_users_read_need_room_as_well():
     """Where half as many read as wait, two thirds of the tokens leave as much room; not in a queue."""
     cost = EstimatedTime()
     load = {"kv_usage": 0.5, "kv_blocks": 100, "block_tokens": 16, "prefix_hits": 10.0}
-    there = fleet.candidates(
+    there = builders.candidates(
         {
             "two thirds": load | {"open_tokens": 1600 * 0.9 / 1.5, "in_flight": 4},
             "queue": load | {"open_tokens": 1600 * 0.9 / 1.5, "in_flight": 4, "waiting": 1.0},
@@ -83,7 +83,7 @@ def test_conversations_whose_users_read_need_room_as_well():
     )
 
     def crowding(away):
-        turn = fleet.turn(prompt_tokens=1, returning=1.0, away=away)
+        turn = builders.turn(prompt_tokens=1, returning=1.0, away=away)
         return dict(cost.price(turn, there).terms)["crowding"]
 
     alone, beside = crowding(0.0), crowding(0.5)
@@ -97,8 +97,8 @@ def test_conversations_of_other_pickers_need_room_as_well():
     cost = EstimatedTime()
     load = {"kv_usage": 0.9, "kv_blocks": 100, "block_tokens": 16, "prefix_hits": 10.0}
     ours = load | {"open_tokens": 1600 * 0.3, "in_flight": 2, "requests": 2}
-    there = fleet.candidates({"ours": ours, "others' too": ours | {"requests": 6}})
-    priced = cost.price(fleet.turn(prompt_tokens=1, returning=1.0, others=0.6), there)
+    there = builders.candidates({"ours": ours, "others' too": ours | {"requests": 6}})
+    priced = cost.price(builders.turn(prompt_tokens=1, returning=1.0, others=0.6), there)
     alone, beside = dict(priced.terms)["crowding"]
     assert alone == 0.0 < beside
     columns = zip(*(values for _, values in priced.terms), strict=True)

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from extproc.scheduling.filter_chain import FilterChain
-from tests.scheduling import fleet
+from tests.scheduling import builders
 
 
 def least_queuing(pods):
@@ -58,8 +58,10 @@ def test_the_chain_is_the_published_tree(longest, sheddable):
             for i in range(rng.randint(1, 9))
         ]
         target = rng.choice(("base", "x", "y"))
-        there = [fleet.candidate(**pod) for pod in pods]
-        kept = fleet.names(FilterChain().keep(fleet.turn(model=target, headers=headers), there))
+        there = [builders.candidate(**pod) for pod in pods]
+        kept = builders.names(
+            FilterChain().keep(builders.turn(model=target, headers=headers), there)
+        )
         assert kept == [pod["name"] for pod in chain(pods, target, sheddable=sheddable)]
         left.add(len(kept))
     assert len(left) > 1 or (sheddable and longest > 12)

@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from extproc.scheduling.pickers.prefix_hash import PrefixHash
-from tests.scheduling import fleet
+from tests.scheduling import builders
 
 MASK = (1 << 64) - 1
 P1, P2, P3, P4, P5 = (
@@ -124,14 +124,14 @@ def test_ten_thousand_choices_agree():
             text = "".join(rng.choices(LETTERS, k=rng.choice((0, 5, 99, 100, 101, 150))))
             adapter = rng.choice(("", "x", "y"))
             candidates = [
-                fleet.candidate(
+                builders.candidate(
                     name,
                     in_flight=loads[name],
                     labels={f"adapter.kubeai.org/{a}": "" for a in held[name]},
                 )
                 for name in there
             ]
-            turn = fleet.turn(model=adapter or "base", opening=text)
+            turn = builders.turn(model=adapter or "base", opening=text)
             chosen = picker.pick(turn, candidates, [0.0] * len(there), count=1)
             wanted = straightforward(ring, loads, held, adapter, text, floor)
             assert [there[i] for i in chosen] == [wanted]
@@ -142,11 +142,11 @@ def test_ten_thousand_choices_agree():
 def test_a_new_endpoint_takes_only_its_share():
     """Of 2000 keys those that move all move to the newcomer, about a ninth of them."""
     picker = PrefixHash()
-    few = [fleet.candidate(f"pod-{i}") for i in range(8)]
-    many = [*few, fleet.candidate("pod-8")]
+    few = [builders.candidate(f"pod-{i}") for i in range(8)]
+    many = [*few, builders.candidate("pod-8")]
     moved = 0
     for i in range(2000):
-        turn = fleet.turn(opening=f"question {i}")
+        turn = builders.turn(opening=f"question {i}")
         before = picker.pick(turn, few, [0.0] * 8, count=1)
         after = picker.pick(turn, many, [0.0] * 9, count=1)
         if before != after:
@@ -158,10 +158,10 @@ def test_a_new_endpoint_takes_only_its_share():
 def test_places_are_computed_once():
     """Loads, order and time do not matter."""
     picker = PrefixHash()
-    there = [fleet.candidate(f"pod-{i}", in_flight=i) for i in range(5)]
-    picker.pick(fleet.turn(), there, [0.0] * 5, count=1)
+    there = [builders.candidate(f"pod-{i}", in_flight=i) for i in range(5)]
+    picker.pick(builders.turn(), there, [0.0] * 5, count=1)
     before = dict(picker._rings)
-    picker.pick(fleet.turn(), there[::-1], [0.0] * 5, count=1)
+    picker.pick(builders.turn(), there[::-1], [0.0] * 5, count=1)
     assert all(picker._rings[name] is ring for name, ring in before.items())
     assert len(picker._rings) == 5
 
@@ -170,20 +170,20 @@ def test_endpoints_that_are_gone_are_forgotten():
     """What is kept is bounded, however many names a fleet goes through."""
     picker = PrefixHash(replication=1)
     for start in range(0, 10_000, 500):
-        there = [fleet.candidate(f"pod-{i}") for i in range(start, start + 500)]
-        picker.pick(fleet.turn(), there, [0.0] * 500, count=1)
+        there = [builders.candidate(f"pod-{i}") for i in range(start, start + 500)]
+        picker.pick(builders.turn(), there, [0.0] * 500, count=1)
         assert len(picker._rings) <= 4096 + 500
 
 
 def test_endpoints_of_one_name_both_serve():
     """Two ports of one pod are two endpoints."""
-    one = fleet.candidate("pod")
+    one = builders.candidate("pod")
     other = msgspec.structs.replace(
         one, endpoint=msgspec.structs.replace(one.endpoint, address="pod:8001")
     )
     picker = PrefixHash()
     chosen = {
-        picker.pick(fleet.turn(opening=str(i)), [one, other], [0.0, 0.0], count=1)[0]
+        picker.pick(builders.turn(opening=str(i)), [one, other], [0.0, 0.0], count=1)[0]
         for i in range(50)
     }
     assert chosen == {0, 1}

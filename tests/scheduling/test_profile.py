@@ -3,15 +3,17 @@ import pytest
 
 from extproc.decision import Decision, no_endpoints, saturated
 from extproc.errors import ConfigError
-from extproc.scheduling import catalogue
+from extproc.scheduling import registry
 from extproc.scheduling.filters.max_waiting import MaxWaiting
 from extproc.scheduling.pickers.max_score import MaxScore
 from extproc.scheduling.profile import Profile
 from extproc.scheduling.scorers.in_flight import InFlight
 from extproc.scheduling.scorers.queue_depth import QueueDepth
-from tests.scheduling import fleet
+from tests.scheduling import builders
 
-FLEET = fleet.candidates({"a": {"waiting": 8, "in_flight": 2}, "b": {"waiting": 2, "in_flight": 5}})
+FLEET = builders.candidates(
+    {"a": {"waiting": 8, "in_flight": 2}, "b": {"waiting": 2, "in_flight": 5}}
+)
 
 
 class Says:
@@ -43,44 +45,44 @@ def profile(*, filters=(), scorers=QUEUE, picker=None):
 
 
 def run(**parts):
-    return profile(**parts).run(fleet.turn(), FLEET)
+    return profile(**parts).run(builders.turn(), FLEET)
 
 
 def test_decision_carries_every_step():
     """Who was in play, who survived, what each scorer said, the sums and the picker."""
     filters = (MaxWaiting(max_waiting_requests=50), MaxWaiting(max_waiting_requests=5))
     made = profile(filters=filters, scorers=((QueueDepth(), 2.0), (InFlight(), 1.0)))
-    decision = made.run(msgspec.structs.replace(fleet.turn(), blocks=[1, 2]), FLEET)
+    decision = made.run(msgspec.structs.replace(builders.turn(), blocks=[1, 2]), FLEET)
     assert decision.candidates == FLEET
-    assert [(f.name, fleet.names(f.survivors)) for f in decision.filters] == [
+    assert [(f.name, builders.names(f.survivors)) for f in decision.filters] == [
         ("max-waiting", ["a", "b"]),
         ("max-waiting", ["b"]),
     ]
-    assert fleet.names(decision.finalists) == ["b"]
+    assert builders.names(decision.finalists) == ["b"]
     assert [(s.name, s.weight, s.scores) for s in decision.scores] == [
         ("queue-depth", 2.0, [1.0]),
         ("in-flight", 1.0, [1.0]),
     ]
     assert decision.totals == [3.0]
     assert (decision.profile, decision.picker, decision.blocks) == ("p", "max-score", [1, 2])
-    assert fleet.names(decision.endpoints) == ["b"]
+    assert builders.names(decision.endpoints) == ["b"]
     assert decision.degraded == ""
 
 
 def test_matched_tokens_are_those_of_the_first_endpoint():
     """The decision says how much of the prompt its endpoint is believed to hold."""
-    cached = fleet.candidates({"a": {"matched_tokens": 64}, "b": {"in_flight": 3}})
-    assert profile(scorers=((InFlight(), 1.0),)).run(fleet.turn(), cached).matched_tokens == 64
+    cached = builders.candidates({"a": {"matched_tokens": 64}, "b": {"in_flight": 3}})
+    assert profile(scorers=((InFlight(), 1.0),)).run(builders.turn(), cached).matched_tokens == 64
 
 
 def test_fallbacks_are_named_in_order():
     """Count asks for the best endpoint and those to try after it."""
-    assert fleet.names(profile().run(fleet.turn(), FLEET, count=5).endpoints) == ["b", "a"]
+    assert builders.names(profile().run(builders.turn(), FLEET, count=5).endpoints) == ["b", "a"]
 
 
 def test_nobody_in_play_is_503():
     """Without candidates there is nothing to filter."""
-    assert profile().run(fleet.turn(), []) == no_endpoints()
+    assert profile().run(builders.turn(), []) == no_endpoints()
 
 
 def test_nobody_left_is_429():
@@ -92,12 +94,12 @@ def test_nobody_left_is_429():
 
 
 @pytest.mark.parametrize(
-    "answer", [ZeroDivisionError("the prompt"), None, fleet.candidates({"z": {}})]
+    "answer", [ZeroDivisionError("the prompt"), None, builders.candidates({"z": {}})]
 )
 def test_broken_filter_passes_everybody(answer):
     """A filter that raises or brings in a stranger is skipped and named."""
     decision = run(filters=[Says(answer)])
-    assert fleet.names(decision.endpoints) == ["b"]
+    assert builders.names(decision.endpoints) == ["b"]
     assert decision.degraded.startswith("filter says raised ")
     assert "prompt" not in decision.degraded
 
@@ -106,7 +108,7 @@ def test_broken_filter_passes_everybody(answer):
 def test_broken_scorer_is_left_out(answer):
     """A scorer that raises or answers nonsense does not count, and the rest decides."""
     decision = run(scorers=((Says(answer), 9.0), (QueueDepth(), 1.0)))
-    assert fleet.names(decision.endpoints) == ["b"]
+    assert builders.names(decision.endpoints) == ["b"]
     assert [s.name for s in decision.scores] == ["queue-depth"]
     assert decision.degraded.startswith("scorer says raised ")
 
@@ -121,7 +123,7 @@ def test_degraded_names_the_exception_type():
 def test_broken_picker_gives_way_to_the_fewest_in_flight(answer):
     """A pick that raises, is empty, double, too long or nobody falls back to the idlest."""
     decision = run(picker=Says(answer))
-    assert fleet.names(decision.endpoints) == ["a"]
+    assert builders.names(decision.endpoints) == ["a"]
     assert decision.degraded.startswith("picker says raised ")
 
 
@@ -157,9 +159,9 @@ def test_weights_are_finite_and_not_negative(weight):
 
 def test_catalogue_names_the_nearest_kind():
     """An unknown kind is an error that says where, what there is and what was likely meant."""
-    assert catalogue.find(catalogue.SCORERS, "in-flight", where="x") is InFlight
+    assert registry.find(registry.SCORERS, "in-flight", where="x") is InFlight
     with pytest.raises(ConfigError, match=r"config\.yaml: .*did you mean queue-depth\?"):
-        catalogue.find(catalogue.SCORERS, "queue-dept", where="config.yaml")
+        registry.find(registry.SCORERS, "queue-dept", where="config.yaml")
 
 
 def test_decisions_are_values():
@@ -188,7 +190,7 @@ class Wide(MaxScore):
 def test_plugins_leave_keys_and_answer_headers_in_the_decision():
     """What a plugin will remember the request by and tells the client stands in the decision."""
     made = profile(scorers=((Remembers([1.0, 0.0]), 1.0),))
-    turn = msgspec.structs.replace(fleet.turn(), headers={"x-session-id": "s"})
+    turn = msgspec.structs.replace(builders.turn(), headers={"x-session-id": "s"})
     decision = made.run(turn, FLEET)
     assert decision.keys == {"session": "s"}
     assert decision.answer_headers == (("x-served-by", "a"),)
@@ -196,7 +198,7 @@ def test_plugins_leave_keys_and_answer_headers_in_the_decision():
 
 def test_broken_keys_and_answers_are_left_out():
     """A plugin that cannot say its keys costs only them."""
-    decision = profile(scorers=((Remembers([1.0, 0.0]), 1.0),)).run(fleet.turn(), FLEET)
+    decision = profile(scorers=((Remembers([1.0, 0.0]), 1.0),)).run(builders.turn(), FLEET)
     assert decision.keys == {}
     assert decision.answer_headers == (("x-served-by", "a"),)
     assert decision.degraded == "keys of says raised KeyError"
@@ -205,4 +207,4 @@ def test_broken_keys_and_answers_are_left_out():
 def test_a_picker_may_ask_for_more_endpoints():
     """The larger of what the profile is asked for and what its picker was told counts."""
     decision = run(picker=Wide())
-    assert fleet.names(decision.endpoints) == ["b", "a"]
+    assert builders.names(decision.endpoints) == ["b", "a"]

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from extproc.scheduling.pickers.rendezvous import Rendezvous
-from extproc.testing.fleet import candidate, turn
+from extproc.testing.builders import candidate, turn
 
 
 def picks(in_flight, *, others, matched=(0, 0, 0)):

@@ -1,10 +1,10 @@
 from extproc.decision import Decision
 from extproc.scheduling.pickers.round_robin import RoundRobin
-from tests.scheduling import fleet
+from tests.scheduling import builders
 
 
 def walk(picker, candidates, steps, model="m"):
-    turn, names = fleet.turn(model=model), ""
+    turn, names = builders.turn(model=model), ""
     for _ in range(steps):
         chosen = candidates[picker.pick(turn, candidates, [], count=1)[0]].endpoint
         picker.chosen(Decision(turn.request, [chosen]), turn.now)
@@ -14,7 +14,7 @@ def walk(picker, candidates, steps, model="m"):
 
 def test_walk_follows_addresses_not_positions():
     """The order is that of the addresses, however the candidates are listed."""
-    forth = fleet.candidates({"a": {}, "b": {}, "c": {}})
+    forth = builders.candidates({"a": {}, "b": {}, "c": {}})
     picker = RoundRobin()
     first = walk(picker, forth, 1)
     assert first + walk(picker, forth[::-1], 5) in "abcabcabc"
@@ -24,13 +24,13 @@ def test_walk_goes_on_when_endpoints_come_and_go():
     """Losing an endpoint skips it; a new one is met in its place."""
     picker = RoundRobin()
     picker._last["m"] = "b:8000"
-    assert walk(picker, fleet.candidates({"a": {}, "b": {}, "d": {}}), 2) == "da"
-    assert walk(picker, fleet.candidates({"b": {}, "c": {}, "d": {}}), 3) == "bcd"
+    assert walk(picker, builders.candidates({"a": {}, "b": {}, "d": {}}), 2) == "da"
+    assert walk(picker, builders.candidates({"b": {}, "c": {}, "d": {}}), 3) == "bcd"
 
 
 def test_models_walk_apart():
     """A request for one model does not move the walk of another."""
-    picker, candidates = RoundRobin(), fleet.candidates({"a": {}, "b": {}})
+    picker, candidates = RoundRobin(), builders.candidates({"a": {}, "b": {}})
     first = walk(picker, candidates, 1, model="x")
     walk(picker, candidates, 1, model="y")
     assert walk(picker, candidates, 1, model="x") != first
@@ -38,9 +38,9 @@ def test_models_walk_apart():
 
 def test_fallbacks_do_not_move_the_walk():
     """Naming two endpoints still advances by one."""
-    picker, candidates = RoundRobin(), fleet.candidates({"a": {}, "b": {}, "c": {}})
+    picker, candidates = RoundRobin(), builders.candidates({"a": {}, "b": {}, "c": {}})
     picker._last["m"] = "a:8000"
-    turn = fleet.turn(model="m")
+    turn = builders.turn(model="m")
     assert picker.pick(turn, candidates, [], count=2) == [1, 2]
     picker.chosen(Decision(turn.request, [candidates[1].endpoint, candidates[2].endpoint]), 0.0)
     assert walk(picker, candidates, 1) == "c"
@@ -48,7 +48,7 @@ def test_fallbacks_do_not_move_the_walk():
 
 def test_made_up_models_are_forgotten():
     """Memory of walks is bounded, whatever names clients make up."""
-    picker, candidates = RoundRobin(max_models=3), fleet.candidates({"a": {}})
+    picker, candidates = RoundRobin(max_models=3), builders.candidates({"a": {}})
     for i in range(10):
         walk(picker, candidates, 1, model=str(i))
     assert len(picker._last) == 3
@@ -56,9 +56,9 @@ def test_made_up_models_are_forgotten():
 
 def test_a_dry_run_does_not_move_the_walk():
     """Only a request that was sent counts."""
-    picker, candidates = RoundRobin(), fleet.candidates({"a": {}, "b": {}})
+    picker, candidates = RoundRobin(), builders.candidates({"a": {}, "b": {}})
     first = walk(picker, candidates, 1, model="x")
-    turn = fleet.turn(model="x")
+    turn = builders.turn(model="x")
     places = {picker.pick(turn, candidates, [], count=1)[0] for _ in range(5)}
-    assert fleet.names(candidates[place] for place in places) != [first]
+    assert builders.names(candidates[place] for place in places) != [first]
     assert len(places) == 1

@@ -8,9 +8,9 @@ from extproc.scheduling.pickers.max_score_picker import MaxScorePicker
 from extproc.scheduling.profile import Profile
 from extproc.scheduling.scorers.header_label_affinity_scorer import HeaderLabelAffinityScorer
 from extproc.scheduling.scorers.session_affinity_scorer import SessionAffinityScorer
-from tests.scheduling import fleet
+from tests.scheduling import builders
 
-FLEET = fleet.candidates({"a": {}, "b": {}, "c": {}})
+FLEET = builders.candidates({"a": {}, "b": {}, "c": {}})
 BY_ID = {"strategy": "session_id"}
 
 
@@ -25,7 +25,7 @@ def profiles(**params):
 
 
 def decide(profile, now=100.0, seed=1, **facts):
-    return profile.run(fleet.turn(seed, now=now, **facts), FLEET)
+    return profile.run(builders.turn(seed, now=now, **facts), FLEET)
 
 
 def commit(profile, decision, now=100.0):
@@ -55,7 +55,9 @@ def test_a_committed_session_stays_until_it_is_old(profile):
     commit(profile, first, 100.0)
     for seed in range(20):
         assert decide(profile, 400.0, seed, **asked).endpoints == first.endpoints
-    late = {fleet.names(decide(profile, 400.1, seed, **asked).endpoints)[0] for seed in range(40)}
+    late = {
+        builders.names(decide(profile, 400.1, seed, **asked).endpoints)[0] for seed in range(40)
+    }
     assert late == {"a", "b", "c"}
 
 
@@ -63,7 +65,7 @@ def test_a_committed_session_stays_until_it_is_old(profile):
 def test_a_dry_run_binds_nobody(profile):
     """Deciding without committing leaves the session free."""
     asked = {"headers": {"x-session-id": "s1"}}
-    seen = {fleet.names(decide(profile, seed=seed, **asked).endpoints)[0] for seed in range(40)}
+    seen = {builders.names(decide(profile, seed=seed, **asked).endpoints)[0] for seed in range(40)}
     assert seen == {"a", "b", "c"}
 
 
@@ -123,16 +125,16 @@ def test_a_source_is_one_thing(source):
 
 def test_the_label_of_who_serves_is_told():
     """header-label-affinity stamps the answer unless told not to, and only where there is one."""
-    labelled = fleet.candidate("z", labels={"zone": "eu"}).endpoint
+    labelled = builders.candidate("z", labels={"zone": "eu"}).endpoint
     scorer = HeaderLabelAffinityScorer(header_name="X-Zone", label_key="zone")
-    assert scorer.answer_headers(fleet.turn(), labelled) == (("x-zone", "eu"),)
-    assert scorer.answer_headers(fleet.turn(), FLEET[0].endpoint) == ()
+    assert scorer.answer_headers(builders.turn(), labelled) == (("x-zone", "eu"),)
+    assert scorer.answer_headers(builders.turn(), FLEET[0].endpoint) == ()
     silent = msgspec.structs.replace(scorer, stamp_response_header=False)
-    assert silent.answer_headers(fleet.turn(), labelled) == ()
+    assert silent.answer_headers(builders.turn(), labelled) == ()
 
 
 def test_a_decision_without_keys_binds_nobody():
     """A decision made without this plugin, such as a rescue, is no reason to fail."""
     scorer = plugin(SessionAffinityScorer, **BY_ID)
-    scorer.chosen(Decision(fleet.turn().request, [FLEET[0].endpoint]), 1.0)
+    scorer.chosen(Decision(builders.turn().request, [FLEET[0].endpoint]), 1.0)
     assert len(scorer._affinity.memory) == 0

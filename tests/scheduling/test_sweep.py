@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from extproc.decision import Decision, Rejection
 from extproc.endpoint import UNKNOWN, Candidate, Endpoint, Load, Rates, Residency
-from extproc.scheduling import defaults
-from extproc.testing import fleet
-from tests.support.chance import examples
+from extproc.scheduling import presets
+from extproc.testing import builders
+from tests.support.seeded import examples
 
-NAMES = list(defaults.profiles())
-PROFILES = defaults.profiles()
+NAMES = list(presets.profiles())
+PROFILES = presets.profiles()
 #: More endpoints are no other case for any strategy, and cost more.
 SIZES = (0, 1, 2, 3, 10, 100, 1000)
 
@@ -111,7 +111,7 @@ def check(profile, outcome, there, count):
 )
 def test_any_pool_gets_a_decision_or_a_refusal(name, kinds, size, facts, count):
     """Never somebody who is no candidate, never an exception, never a degraded decision."""
-    there, turn = crowd(kinds, size), fleet.turn(**facts)
+    there, turn = crowd(kinds, size), builders.turn(**facts)
     profile = PROFILES[name]
     outcome = profile.run(turn, there, count=count)
     check(profile, outcome, there, count)
@@ -140,7 +140,7 @@ def without(missing, size):
         c
         if c.load is UNKNOWN
         else msgspec.structs.replace(c, load=msgspec.structs.replace(c.load, **gone))
-        for c in fleet.crowd(size)
+        for c in builders.crowd(size)
     ]
 
 
@@ -151,6 +151,6 @@ def test_a_missing_metric_costs_nobody_a_request(name, missing):
     profile = PROFILES[name]
     for size in SIZES:
         there = without(missing, size)
-        outcome = profile.run(fleet.turn(model="lora", opening="Which way?"), there)
+        outcome = profile.run(builders.turn(model="lora", opening="Which way?"), there)
         check(profile, outcome, there, 1)
         assert isinstance(outcome, Decision if there else Rejection)

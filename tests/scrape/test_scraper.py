@@ -5,13 +5,13 @@ import threading
 import pytest
 
 from extproc.endpoint import Endpoint
-from extproc.pool import fleet
-from extproc.scrape import client, pace, page, scraper
+from extproc.pool import store
+from extproc.scrape import client, metrics_page, schedule, scraper
 from extproc.supervision import Supervisor
 
 QUICK = scraper.Settings(
     follow_s=0.0,
-    pace=pace.Pace(
+    pace=schedule.Pace(
         fast_s=0.001, slow_s=0.001, scrapes_per_s=1e9, tick_s=0.001, backoff_cap_s=0.001
     ),
 )
@@ -59,7 +59,7 @@ class Scene:
     def __init__(self, *endpoints, settings=QUICK, **answers):
         self.clock = Clock()
         self.fetcher = Fetcher(self.clock, **answers)
-        self.fleet = fleet.Fleet(lambda _: None)
+        self.fleet = store.Fleet(lambda _: None)
         self.facts = []
         self.hold(*endpoints)
         self.subject = scraper.Scraper(
@@ -298,7 +298,7 @@ def test_real_engines_are_scraped_over_sockets(http):
     async def scene():
         one, two = http.Server(), http.Server(http.answer(b"sglang:num_queue_reqs 9\n"))
         async with http.serving(one, "127.0.0.1"), http.serving(two, "127.0.0.2"):
-            fleet_ = fleet.Fleet(lambda _: None)
+            fleet_ = store.Fleet(lambda _: None)
             fleet_.replace(
                 [Endpoint(f"127.0.0.1:{one.port}"), Endpoint(f"127.0.0.2:{two.port}")], 0.0
             )
@@ -396,7 +396,7 @@ def test_a_long_page_is_read_beside_the_event_loop(monkeypatch, extra_bytes):
     padding = b"#" * (scraper.INLINE_BYTES - len(line) + extra_bytes)
     scene = Scene("10.0.0.1:1", p1=line + padding)
     threads = []
-    read = page.read
+    read = metrics_page.read
 
     def noting(*args, **named):
         threads.append(threading.current_thread() is threading.main_thread())

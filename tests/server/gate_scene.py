@@ -6,13 +6,13 @@ import asyncio
 import json
 from collections import Counter
 
-from extproc.config.holding import Holding
+from extproc.config.flow_control import Holding
 from extproc.decision import Rejection
 from extproc.endpoint import Endpoint, Load
 from extproc.request import RawRequest
-from extproc.server.bugs import Bugs
-from extproc.server.gate import Gate
-from tests.support.house import House
+from extproc.server.bug_log import Bugs
+from extproc.server.flow_control_shell import Gate
+from tests.support.pool_fixture import House
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from extproc.cli import main, stack
-from extproc.config import load
+from extproc.cli import main
+from extproc.config import loader
+from extproc.demo import stack
 from extproc.errors import ConfigError
 from extproc.server import admin_access, app
 from tests.e2e import http1
@@ -21,7 +22,7 @@ def test_pages_name_no_software():
     async def test() -> None:
         port = stack.free_port()
         server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
-        settings = load.settings(load.parse(HEAD + server, where="f.yaml"))
+        settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
         picker = app.Picker(settings)
         await picker._start_pages(settings.server)
         try:
@@ -52,7 +53,7 @@ def test_a_token_guards_debug_pages_and_those_of_peers(tmp_path, capsys):
             f"server: {{host: 127.0.0.1, metrics_port: {port}, admin_token_file: {file}}}\n"
             f"autoscaling: {{peers: ['127.0.0.1:{port}']}}\n"
         )
-        settings = load.settings(load.parse(HEAD + server, where="f.yaml"))
+        settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
         picker = app.Picker(settings)
         await picker._start_pages(settings.server)
         token = [("authorization", "Bearer s3cret")]
@@ -118,8 +119,8 @@ def test_a_configuration_without_its_token_file_is_refused(tmp_path):
         file = tmp_path / "token"
         file.write_text("s3cret")
         written = [
-            load.settings(
-                load.parse(f"{HEAD}server: {{admin_token_file: {path}}}\n", where="f.yaml")
+            loader.settings(
+                loader.parse(f"{HEAD}server: {{admin_token_file: {path}}}\n", where="f.yaml")
             )
             for path in (file, tmp_path / "missing")
         ]

@@ -1,23 +1,22 @@
 from extproc.endpoint import Load
-from tests.support import conversation as talk
-from tests.support import serving
-from tests.support.house import House
+from tests.support import ext_proc_script, serving
+from tests.support.pool_fixture import House
 
-HEADERS = {**talk.PLAIN, "x-request-id": "id-7"}
+HEADERS = {**ext_proc_script.PLAIN, "x-request-id": "id-7"}
 
 
 def test_a_decision_is_kept_with_what_came_of_it():
     """The ring knows a routed request by its id, and its status once the stream ends."""
 
     async def test() -> None:
-        async with serving.serving(House({talk.ONE: Load(at=0.0)})) as server:
+        async with serving.serving(House({ext_proc_script.ONE: Load(at=0.0)})) as server:
             stream = server.stream()
-            await stream.say(talk.request_headers(HEADERS, ends=True))
+            await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
             await stream.hear()
             kept = server.servicer.shared.ring.find("id-7")
-            assert kept.decision.endpoints[0].address == talk.ONE
+            assert kept.decision.endpoints[0].address == ext_proc_script.ONE
             assert (kept.status, kept.seconds) == ("", None)
-            await stream.say(talk.response_headers())
+            await stream.say(ext_proc_script.response_headers())
             (said,) = await stream.hear()
             assert "x-extproc-decision" not in said.headers
             await stream.end()
@@ -31,14 +30,16 @@ def test_the_short_form_is_put_on_the_answer_when_asked_for():
     """With explain.header the answer says who was chosen and why."""
 
     async def test() -> None:
-        house = House({talk.ONE: Load(at=0.0)})
+        house = House({ext_proc_script.ONE: Load(at=0.0)})
         async with serving.serving(house, explain_header=True) as server:
             stream = server.stream()
-            await stream.say(talk.request_headers(HEADERS, ends=True))
+            await stream.say(ext_proc_script.request_headers(HEADERS, ends=True))
             await stream.hear()
-            await stream.say(talk.response_headers())
+            await stream.say(ext_proc_script.response_headers())
             (said,) = await stream.hear()
-            assert said.headers["x-extproc-decision"].startswith(f"balanced; chose={talk.ONE}; ")
+            assert said.headers["x-extproc-decision"].startswith(
+                f"balanced; chose={ext_proc_script.ONE}; "
+            )
             await stream.end()
 
     serving.run(test())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.server.gate import Granted
+from extproc.server.flow_control_shell import Granted
 from tests.server.gate_scene import A, Place, answered
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from extproc.server.gate import Held
+from extproc.server.flow_control_shell import Held
 from tests.server.gate_scene import A, B, Place, answered
 from tests.support.virtual_loop import VirtualLoop
 

@@ -14,7 +14,7 @@ from extproc.config import factory
 from extproc.config.settings import Settings
 from extproc.endpoint import Endpoint, Load
 from extproc.pool.condition import Verdict
-from extproc.pool.fleet import Fleet, Mark
+from extproc.pool.store import Fleet, Mark
 from extproc.server import health
 from extproc.server.health import SPOKEN, FirstLook, Health, Readiness
 

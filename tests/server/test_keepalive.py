@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from extproc.server import ports
+from extproc.server import listeners
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS, PING, GOAWAY = 4, 6, 7
@@ -42,8 +42,8 @@ class Peer:
 @contextlib.asynccontextmanager
 async def connected(keepalive):
     """A client of a listener, and nothing said but the preface."""
-    server = ports.listener(1 << 20, keepalive=keepalive)
-    port = ports.bind(server, f"{LOCAL}:0", flag="--grpc-port")
+    server = listeners.listener(1 << 20, keepalive=keepalive)
+    port = listeners.bind(server, f"{LOCAL}:0", flag="--grpc-port")
     await server.start()
     reader, writer = await asyncio.open_connection(LOCAL, port)
     writer.write(PREFACE + frame(SETTINGS, 0))
@@ -56,7 +56,7 @@ async def connected(keepalive):
 
 async def test_listener_ends_the_connection_of_a_peer_that_vanished():
     """A peer that answers no ping is disconnected, also where it has no stream."""
-    async with connected(ports.Keepalive(0.05, 0.05)) as peer:
+    async with connected(listeners.Keepalive(0.05, 0.05)) as peer:
         await peer.ping()
         with contextlib.suppress(ConnectionError):
             await peer.reader.read()
@@ -64,14 +64,14 @@ async def test_listener_ends_the_connection_of_a_peer_that_vanished():
 
 async def test_listener_pings_a_silent_peer_again_and_again():
     """A peer that answers its pings stays connected however long it says nothing else."""
-    async with connected(ports.Keepalive(0.05, 600.0)) as peer:
+    async with connected(listeners.Keepalive(0.05, 600.0)) as peer:
         for _ in range(10):
             peer.writer.write(frame(PING, ACK, await peer.ping()))
 
 
 async def test_listener_takes_pings_of_a_peer_every_few_seconds():
     """Envoy may ask whether a connection lives while nothing else is said on it."""
-    async with connected(ports.Keepalive()) as peer:
+    async with connected(listeners.Keepalive()) as peer:
         for _ in range(2):
             peer.writer.write(frame(PING, 0, b"8 bytes."))
             while True:
@@ -84,10 +84,10 @@ async def test_listener_takes_pings_of_a_peer_every_few_seconds():
 
 def test_keepalive_notices_a_lost_node_within_half_a_minute():
     """What is in flight on a node that is gone is given back while it still matters."""
-    keepalive = ports.Keepalive()
+    keepalive = listeners.Keepalive()
     assert keepalive.time_s + keepalive.timeout_s <= 30.0
 
 
 def test_keepalive_waits_for_a_starved_peer():
     """A peer that gets no processor time for seconds keeps its connection and its requests."""
-    assert ports.Keepalive().timeout_s >= 20.0
+    assert listeners.Keepalive().timeout_s >= 20.0

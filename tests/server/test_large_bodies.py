@@ -16,14 +16,13 @@ import grpc
 import pytest
 
 from extproc.decision import Rejection
-from extproc.parsing import parse_job, parser, preparsed, rewriting
-from extproc.prefix import blocks
+from extproc.parsing import model_edit, parse_job, preparsed, surfaces
+from extproc.prefix_cache import blocks
 from extproc.request import RawRequest
 from extproc.server import large_bodies, parser_worker
-from extproc.telemetry.tallies import Tallies
-from tests.support import conversation as talk
-from tests.support import serving
-from tests.support.house import House
+from extproc.telemetry.counters import Tallies
+from tests.support import ext_proc_script, serving
+from tests.support.pool_fixture import House
 
 LIMIT = blocks.DEFAULT.limit_bytes
 TEXT = json.dumps({"model": "m", "prompt": "some text, " * 120_000}).encode()
@@ -92,8 +91,8 @@ async def test_another_process_reads_what_we_would(body):
     async with reading() as (bodies, tallies):
         read = await bodies.read(raw)
         assert type(read) is preparsed.PreparsedRequest
-        assert parser.parse(read) == parser.parse(raw)
-        assert rewriting.splice(read, "new") == rewriting.splice(raw, "new")
+        assert surfaces.parse(read) == surfaces.parse(raw)
+        assert model_edit.splice(read, "new") == model_edit.splice(raw, "new")
         assert (tallies.large_bodies, bodies.waiting_bytes) == ({"read": 1}, 0)
 
 
@@ -127,7 +126,7 @@ async def test_an_idle_process_is_ended(monkeypatch):
         await bodies.read(RAW)
         await ended.wait()
         assert process.pid is None
-        assert parser.parse(await bodies.read(RAW)) == parser.parse(RAW)
+        assert surfaces.parse(await bodies.read(RAW)) == surfaces.parse(RAW)
 
 
 async def test_a_process_that_dies_fails_its_body_and_no_other():
@@ -138,7 +137,7 @@ async def test_a_process_that_dies_fails_its_body_and_no_other():
         pid = process.pid
         os.kill(pid, signal.SIGKILL)
         assert process_ended(pid)
-        assert parser.parse(await bodies.read(RAW)) == parser.parse(RAW)
+        assert surfaces.parse(await bodies.read(RAW)) == surfaces.parse(RAW)
         assert process.pid != pid
     for command in (sys.executable, "-c", "pass"), ("/does/not/exist",):
         async with reading(large_bodies.ParserProcess(command)) as (bodies, tallies):
@@ -253,7 +252,7 @@ def test_limits_leave_room_for_what_is_hostile():
 @contextlib.asynccontextmanager
 async def serving_large(process=None):
     """A servicer with a process for large bodies, before one endpoint."""
-    house = House({talk.ONE: None})
+    house = House({ext_proc_script.ONE: None})
     async with serving.serving(house, max_body_bytes=8 << 20) as scene:
         shared = scene.servicer.shared
         async with reading(process, shared.tallies) as (bodies, _):
@@ -264,10 +263,12 @@ async def serving_large(process=None):
 async def send_large(scene, body=TEXT):
     """A stream that sent a request with a large body in pieces."""
     stream = scene.stream()
-    await stream.say(talk.request_headers({**talk.PLAIN, ":path": "/v1/completions"}))
+    await stream.say(
+        ext_proc_script.request_headers({**ext_proc_script.PLAIN, ":path": "/v1/completions"})
+    )
     for at in range(0, len(body), 60_000):
         piece = body[at : at + 60_000]
-        await stream.say(talk.request_body(piece, ends=at + len(piece) == len(body)))
+        await stream.say(ext_proc_script.request_body(piece, ends=at + len(piece) == len(body)))
     return stream
 
 
@@ -289,13 +290,19 @@ async def test_stream_reads_a_large_body_and_hands_it_on():
         large = await send_large(scene)
         await process.begun()
         small = scene.stream()
-        await small.say(talk.request_headers(), talk.request_body(b'{"model":"m"}', ends=True))
+        await small.say(
+            ext_proc_script.request_headers(),
+            ext_proc_script.request_body(b'{"model":"m"}', ends=True),
+        )
         (refused,) = await small.hear()
         assert refused.status == 400
         process.go.release()
         route, body = await hear_body(large)
-        assert (route.headers["x-gateway-destination-endpoint"], body) == (talk.ONE, TEXT)
-        assert house.index.blocks_total == len(blocks.chain(parser.parse(RAW).prompt, b""))
+        assert (route.headers["x-gateway-destination-endpoint"], body) == (
+            ext_proc_script.ONE,
+            TEXT,
+        )
+        assert house.index.blocks_total == len(blocks.chain(surfaces.parse(RAW).prompt, b""))
         assert await large.end() is grpc.StatusCode.OK
         await scene.idle()
         assert (house.in_flight, scene.servicer.shared.budget.held_bytes) == (0, 0)
@@ -308,7 +315,7 @@ async def test_stream_refuses_a_large_body_that_is_wrong():
         stream = await send_large(scene, body)
         (said,) = await stream.hear()
         assert said.status == 400
-        refused = parser.parse(RawRequest(RAW.headers, body))
+        refused = surfaces.parse(RawRequest(RAW.headers, body))
         assert said.error["error"]["message"].endswith(refused.message)
 
 
@@ -320,7 +327,10 @@ async def test_stream_sends_a_body_that_ends_its_process_somewhere():
         stream = await send_large(scene)
         process.go.release()
         route, body = await hear_body(stream)
-        assert (route.headers["x-gateway-destination-endpoint"], body) == (talk.ONE, TEXT)
+        assert (route.headers["x-gateway-destination-endpoint"], body) == (
+            ext_proc_script.ONE,
+            TEXT,
+        )
         assert scene.servicer.shared.tallies.bugs.total() == 1
         assert scene.servicer.shared.tallies.large_bodies == {"failed": 1}
         await stream.end()

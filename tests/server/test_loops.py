@@ -15,13 +15,13 @@ import pytest
 
 from extproc import supervision
 from extproc.config.settings import Xds
-from extproc.discovery import follow
-from extproc.election import elector
+from extproc.discovery import static_discovery
+from extproc.election import leader_elector
+from extproc.election.lease_state import Record
 from extproc.election.settings import Settings as ElectionSettings
-from extproc.election.term import Record
 from extproc.errors import ConfigError
-from extproc.server import app, reload, sharing
-from extproc.server.ports import Addresses
+from extproc.server import app, redis_peer_channel, reload
+from extproc.server.listeners import Addresses
 from extproc.supervision import Supervisor
 from tests.support import serving
 
@@ -262,7 +262,7 @@ async def test_a_candidate_that_raises_stands_again(caplog):
     leases = Leases(wrong=2)
     now = 0.0
     supervisor = Supervisor(clock=lambda: now, rng=random.Random(1))
-    subject = elector.Elector(
+    subject = leader_elector.Elector(
         "me",
         ElectionSettings(),
         leases,
@@ -282,7 +282,7 @@ async def test_a_candidate_that_raises_stands_again(caplog):
     assert not leases.closed
 
 
-class Line(sharing.Line):
+class Line(redis_peer_channel.Line):
     """A line without a server."""
 
     def __init__(self, sites):
@@ -329,8 +329,8 @@ class Followed:
         self.wrong = 0
         self.told = []
         self.supervisor = Supervisor()
-        self.subject = follow.Discovery(
-            follow.Settings(file=str(path), poll_s=0.0, pool="p"),
+        self.subject = static_discovery.Discovery(
+            static_discovery.Settings(file=str(path), poll_s=0.0, pool="p"),
             self,
             listed=(),
             resolver=None,

@@ -8,10 +8,10 @@ import asyncio
 import pytest
 
 from extproc.cli import flags
-from extproc.config import load, reloading
-from extproc.config.grammar import Scheduling
+from extproc.config import loader, reloading
+from extproc.config.pool_schema import Source
+from extproc.config.scheduling_schema import Scheduling
 from extproc.config.settings import Limits, Scrape, Server, Settings
-from extproc.config.sources import Source
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.request import RawRequest
@@ -36,7 +36,7 @@ class Scene:
         )
 
     def read(self):
-        return load.settings(load.read(self.path))
+        return loader.settings(loader.read(self.path))
 
     def routed(self):
         outcome = self.parts.dispatcher.route(RAW, 1.0)

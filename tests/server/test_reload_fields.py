@@ -9,7 +9,7 @@ import pytest
 
 from extproc.config import reloading
 from extproc.decision import Rejection
-from extproc.discovery.found import Found
+from extproc.discovery.discovered_pool import Found
 from extproc.endpoint import Endpoint
 from extproc.request import RawRequest
 from tests.support.reloading import PLUGIN, Scene, read

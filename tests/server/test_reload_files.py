@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from extproc.config import load
+from extproc.config import loader
 from extproc.decision import Decision
 from extproc.errors import ConfigError
 from extproc.server import reload
@@ -32,8 +32,8 @@ class Following:
         self.path = path
         self.adopted, self.told = [], []
         self.subject = reload.Reloader(
-            reload.Source(lambda _: [str(path)], lambda: load.settings(load.read(path))),
-            load.settings(load.read(path)),
+            reload.Source(lambda _: [str(path)], lambda: loader.settings(loader.read(path))),
+            loader.settings(loader.read(path)),
             adopt=self.adopt,
             on_reload=self.told.append,
         )
@@ -98,7 +98,7 @@ def test_no_file_ends_what_is_running(tmp_path, text):
     assert scene.told[-1].error
     assert "\n" not in scene.told[-1].error
     with pytest.raises(ConfigError):
-        load.settings(load.read(scene.path))
+        loader.settings(loader.read(scene.path))
     assert scene.write("log: {level: debug}\n").changed == ("log.level",)
 
 
@@ -115,7 +115,7 @@ def test_a_reader_that_raises_is_an_error_of_the_reload(tmp_path, monkeypatch):
     def raising(_):
         raise MemoryError("a secret")
 
-    monkeypatch.setattr(load, "read", raising)
+    monkeypatch.setattr(loader, "read", raising)
     told = scene.write("log: {level: debug}\n")
     assert told.error.startswith("reading it raised MemoryError at ")
     assert "secret" not in told.error

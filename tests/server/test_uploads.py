@@ -8,9 +8,8 @@ import grpc
 import pytest
 
 from extproc.wire import codec
-from tests.support import conversation as talk
-from tests.support import peer, serving
-from tests.support.house import House
+from tests.support import ext_proc_script, peer, serving
+from tests.support.pool_fixture import House
 
 
 async def begun(scene, *messages, count=1):
@@ -18,7 +17,7 @@ async def begun(scene, *messages, count=1):
     streams = []
     for _ in range(count):
         stream = scene.stream()
-        await stream.say(talk.request_headers(), *messages)
+        await stream.say(ext_proc_script.request_headers(), *messages)
         streams.append(stream)
     return streams
 
@@ -32,10 +31,12 @@ async def arrived(scene, count, size_bytes):
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize(("messages", "size_bytes"), [((), 0), ((talk.request_body(b"{"),), 1)])
+@pytest.mark.parametrize(
+    ("messages", "size_bytes"), [((), 0), ((ext_proc_script.request_body(b"{"),), 1)]
+)
 async def test_servicer_answers_a_body_that_stands_still_with_408(messages, size_bytes):
     """Headers alone, and a body that stops, end with an OpenAI error, and are given back."""
-    house = House({talk.ONE: None})
+    house = House({ext_proc_script.ONE: None})
     async with serving.serving(house) as scene:
         (stream,) = await begun(scene, *messages)
         await arrived(scene, 1, size_bytes)
@@ -57,7 +58,7 @@ async def test_servicer_answers_a_body_that_stands_still_with_408(messages, size
 
 async def test_servicer_gives_back_all_places_that_stalled_streams_took():
     """A crowd of headers without bodies turns others away for seconds, and not for ever."""
-    house = House({talk.ONE: None})
+    house = House({ext_proc_script.ONE: None})
     async with serving.serving(house, max_streams=300) as scene:
         streams = await begun(scene, count=300)
         await arrived(scene, 300, 0)
@@ -69,22 +70,22 @@ async def test_servicer_gives_back_all_places_that_stalled_streams_took():
             await stream.end()
         await scene.idle()
         after = scene.stream()
-        await after.say(talk.request_headers(ends=True))
-        assert await after.hear() == [talk.route()]
+        await after.say(ext_proc_script.request_headers(ends=True))
+        assert await after.hear() == [ext_proc_script.route()]
 
 
 async def test_servicer_leaves_streams_alone_that_wait_for_no_body():
     """An answer that takes hours, and a body that came in time, are not ended."""
-    house = House({talk.ONE: None})
+    house = House({ext_proc_script.ONE: None})
     async with serving.serving(house) as scene:
         stream = scene.stream()
-        await stream.say(talk.request_headers(ends=True))
+        await stream.say(ext_proc_script.request_headers(ends=True))
         await stream.hear()
         for _ in range(3):
             house.now += 3600.0
             await scene.servicer.refuse_stalled()
-        await stream.say(talk.response_headers())
-        assert await stream.hear() == [talk.answer_headers()]
+        await stream.say(ext_proc_script.response_headers())
+        assert await stream.hear() == [ext_proc_script.answer_headers()]
         assert await stream.end() is grpc.StatusCode.OK
 
 
@@ -99,7 +100,7 @@ class Stubborn:
     async def read(self):
         self.reads += 1
         if self.reads == 1:
-            return codec.decode(talk.request_headers().encode(talk.DUPLEX))
+            return codec.decode(ext_proc_script.request_headers().encode(ext_proc_script.DUPLEX))
         return await self.said
 
     async def write(self, data):
@@ -108,7 +109,7 @@ class Stubborn:
 
 async def test_servicer_cuts_off_whoever_does_not_end_a_refused_stream():
     """Envoy ends the stream of an immediate response; the place of another peer is taken back."""
-    house = House({talk.ONE: None})
+    house = House({ext_proc_script.ONE: None})
     async with serving.serving(house) as scene:
         context = Stubborn()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from extproc.discovery.follow import DiscoveryFact
-from extproc.discovery.found import Found
-from extproc.discovery.kubernetes import follow, settings
+from extproc.discovery.discovered_pool import Found
+from extproc.discovery.kubernetes import controller, settings
+from extproc.discovery.static_discovery import DiscoveryFact
 
 #: Seconds a change may take to arrive.
 _SEEN_S = 60.0
@@ -78,7 +78,7 @@ class Following:
 async def following(kubeconfig: Path, *sources: settings.Source, **wanted: Any):
     """Follow sources for as long as the block runs; it begins when `start` has returned."""
     told = Following()
-    follower = follow.Follower(
+    follower = controller.Follower(
         settings.Settings(sources=sources, kubeconfig=str(kubeconfig), **{**_PATIENCE, **wanted}),
         clock=time.monotonic,
         rng=random.Random(5),

@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 import grpc
 
-from extproc.cli import stack
-from tests.support import conversation, peer, serving
+from extproc.demo import stack
+from tests.support import ext_proc_script, peer, serving
 
 #: Nobody looks at the engines' metrics: pods of these tests are addresses.
 UNSCRAPED = "scrape: {enabled: false}, scheduling: {strategy: round-robin}"
@@ -44,7 +44,7 @@ class Picker:
         """The endpoint of one request, among those that are hinted; empty if it was refused."""
         stream = serving.Stream(self._channel)
         metadata = peer.hinted(list(hint)) if hint else None
-        await stream.say(conversation.request_headers(_PATH, ends=True, metadata=metadata))
+        await stream.say(ext_proc_script.request_headers(_PATH, ends=True, metadata=metadata))
         (said,) = await stream.hear()
         stream.call.cancel()
         if said.status:

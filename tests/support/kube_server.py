@@ -28,7 +28,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from extproc.cli import stack
+from extproc.demo import stack
 
 #: Where `make envtest` puts what it builds.
 BUILT = Path(__file__).resolve().parents[2] / ".cache" / "envtest"

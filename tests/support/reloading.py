@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 
-from extproc.config import load, reloading
+from extproc.config import loader, reloading
 from extproc.decision import Rejection
 from extproc.endpoint import Endpoint, Load, Models
 from extproc.pool.condition import Verdict
-from extproc.protocol.events import BodyMode, Event, Kind, Modes
+from extproc.protocol.messages import BodyMode, Event, Kind, Modes
 from extproc.request import RawRequest
-from extproc.server import app
-from extproc.server import stream as streams
+from extproc.server import app, stream_handler
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\nseed: 1\n"
 ADDRESSES = ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000")
@@ -28,7 +27,7 @@ class First(msgspec.Struct, frozen=True):
 
 
 def read(text):
-    return load.settings(load.parse(HEAD + text, where="c.yaml"))
+    return loader.settings(loader.parse(HEAD + text, where="c.yaml"))
 
 
 class Scene:
@@ -87,7 +86,7 @@ class Scene:
 
     def answers(self, body=b'{"model":"m","prompt":"x"}'):
         """What a stream answers to a request."""
-        stream = streams.opened(self.shared)
+        stream = stream_handler.opened(self.shared)
         headers = {":method": "POST", ":path": "/v1/completions"}
         modes = Modes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE)
         list(stream.turn(Event(Kind.REQUEST_HEADERS, headers, modes=modes)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from extproc.config import load
+from extproc.config import loader
 from extproc.config.settings import Settings
 
 _HEAD = {"apiVersion": "extproc/v1alpha1", "kind": "ExtProcConfig"}
@@ -22,4 +22,4 @@ def configured(*, scaling, holding=None, pool=None, **sections) -> Settings:
         "scheduling": {"strategy": "least-request"},
         **sections,
     }
-    return load.settings(load.parse(json.dumps(tree), where="test"))
+    return loader.settings(loader.parse(json.dumps(tree), where="test"))

@@ -12,23 +12,22 @@ import grpc
 import msgspec
 from grpc_health.v1 import health_pb2
 
-from extproc.config.grammar import Scheduling
+from extproc.config.pool_schema import Source
+from extproc.config.scheduling_schema import Scheduling
 from extproc.config.settings import Scrape, Server, Settings
-from extproc.config.sources import Source
-from extproc.dispatch.dispatcher import Dispatcher
-from extproc.dispatch.switchboard import Claimant, Switchboard
 from extproc.parsing import usage
-from extproc.protocol.gathering import Budget
+from extproc.protocol.body_buffer import Budget
 from extproc.protocol.settings import ExchangeSettings
-from extproc.server import servicer as servicers
-from extproc.server import stream as streams
+from extproc.routing.director import Dispatcher
+from extproc.routing.pool_selector import Claimant, Switchboard
+from extproc.server import ext_proc_servicer, stream_handler
 from extproc.server.app import Picker
-from extproc.server.ports import Addresses
-from extproc.telemetry.ring import Ring
-from extproc.telemetry.tallies import Tallies
+from extproc.server.listeners import Addresses
+from extproc.telemetry.counters import Tallies
+from extproc.telemetry.decision_log import Ring
 from tests.support import peer
-from tests.support.conversation import DUPLEX, Message
-from tests.support.house import House
+from tests.support.ext_proc_script import DUPLEX, Message
+from tests.support.pool_fixture import House
 
 METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 CHECK = "/grpc.health.v1.Health/Check"
@@ -95,7 +94,7 @@ class Serving:
         channel: A client's channel to it.
     """
 
-    def __init__(self, servicer: servicers.Servicer, channel: grpc.aio.Channel) -> None:
+    def __init__(self, servicer: ext_proc_servicer.Servicer, channel: grpc.aio.Channel) -> None:
         self.servicer = servicer
         self.channel = channel
 
@@ -120,7 +119,7 @@ async def serving(
     request_cost: Mapping[usage.Kind, float] = {},
 ) -> AsyncIterator[Serving]:
     """Serve a house."""
-    shared = streams.Shared(
+    shared = stream_handler.Shared(
         switchboard=Switchboard([Claimant("", dispatcher or house.dispatcher)]),
         exchange_settings=ExchangeSettings(max_body_bytes),
         budget=Budget(1 << 28),
@@ -128,13 +127,13 @@ async def serving(
         clock=lambda: house.now,
         rng=random.Random(1),
         ring=Ring(100),
-        settings=streams.StreamSettings(
+        settings=stream_handler.StreamSettings(
             max_streams=max_streams, explain_header=explain_header, request_cost=request_cost
         ),
     )
-    servicer = servicers.Servicer(shared)
+    servicer = ext_proc_servicer.Servicer(shared)
     server = grpc.aio.server()
-    servicers.register(server, servicer)
+    ext_proc_servicer.register(server, servicer)
     port = server.add_insecure_port(f"{LOCAL}:0")
     await server.start()
     try:

@@ -3,14 +3,14 @@ import math
 
 import msgspec
 
-from extproc.cli import imagined
+from extproc.cli import offline_explain
 from extproc.config import settings as sections
 from extproc.decision import Branch, Decision, Filtered, Priced, Rejection, Scored
 from extproc.endpoint import Candidate, Endpoint, Load
 from extproc.pool.condition import Verdict
-from extproc.pool.fleet import Fleet
+from extproc.pool.store import Fleet
 from extproc.request import RawRequest, Request
-from extproc.telemetry import explanation, ring, state, table
+from extproc.telemetry import decision_log, explanation, explanation_text, pool_state
 
 A, B, C = (Candidate(Endpoint(f"10.0.0.{n}:8000")) for n in (1, 2, 3))
 
@@ -82,7 +82,7 @@ def test_branches_of_a_tree_are_told():
         ["10.0.0.1:8000", "10.0.0.2:8000"],
         ["10.0.0.2:8000"],
     ]
-    shown = table.render_table(told)
+    shown = explanation_text.render_table(told)
     assert "\n  drop-request     0  everybody; then either\n" in shown
     assert "\n  low-latency      2  10.0.0.3:8000; then success\n" in shown
     assert "\n  mine             0  everybody, raised KeyError; then failure\n" in shown
@@ -113,14 +113,16 @@ def test_rejection_is_told():
         "reason": "why",
         "retry_after_s": 1,
     }
-    assert table.render_table(told) == ("refused with 429: full\nreason: why\nretry after: 1 s\n")
+    assert explanation_text.render_table(told) == (
+        "refused with 429: full\nreason: why\nretry after: 1 s\n"
+    )
 
 
 def test_table_survives_json():
     """The table of an explanation is the same after a trip through JSON."""
     told = explanation.explain(decision(degraded="scorer x raised KeyError"))
-    shown = table.render_table(told)
-    assert table.render_table(json.loads(json.dumps(told))) == shown
+    shown = explanation_text.render_table(told)
+    assert explanation_text.render_table(json.loads(json.dumps(told))) == shown
     assert shown.endswith(
         "chosen by max-score: 10.0.0.2:8000; runner-up: 10.0.0.1:8000\ndegraded: scorer x raised KeyError\n"
     )
@@ -129,7 +131,9 @@ def test_table_survives_json():
 def test_table_without_steps():
     """A rescued decision has no steps and is told all the same."""
     bare = Decision(request=Request(api="opaque"), endpoints=[A.endpoint], picker="rescue")
-    assert "chosen by rescue: 10.0.0.1:8000" in table.render_table(explanation.explain(bare))
+    assert "chosen by rescue: 10.0.0.1:8000" in explanation_text.render_table(
+        explanation.explain(bare)
+    )
 
 
 PRICED = Priced(
@@ -144,7 +148,7 @@ def test_costs_are_told_in_milliseconds():
     assert told["finalists"][0]["terms"] == [400.0, 100.0]
     assert told["finalists"][1]["cost"] == 12.3
     assert told["runner_up"] == "10.0.0.1:8000"
-    shown = table.render_table(told)
+    shown = explanation_text.render_table(told)
     assert "COST ms" in shown
     assert "runner-up: 10.0.0.1:8000" in shown
 
@@ -162,13 +166,13 @@ def test_short_form_fits_a_header():
 
 def test_past_decision_is_told_with_what_came_of_it():
     """The ring keeps no prompt; status, duration and usage are added when the stream ends."""
-    kept = ring.Ring(10)
+    kept = decision_log.Ring(10)
     one = kept.add("id-1", decision(blocks=[1, 2]), 5.0)
     assert (one.decision.request.prompt, one.decision.blocks) == (b"", ())
     one.status, one.seconds, one.usage = "200", 1.5, {"cached": 7}
     told = explanation.recorded(one, 8.0)
     assert (told["seconds_ago"], told["status"], told["usage"]) == (3.0, "200", {"cached": 7})
-    assert table.render_past(told).startswith(
+    assert explanation_text.render_past(told).startswith(
         "request id-1: 3.0 s ago, status 200, took 1.500 s; tokens reported: 7 cached\n"
     )
     assert explanation.summary(one, 8.0)["endpoint"] == "10.0.0.2:8000"
@@ -187,7 +191,7 @@ def fleet():
 
 def test_pool_state_tells_what_is_known():
     """What is known is told with its age; what is not is left out."""
-    told = explanation.pool_state(fleet().pool, 12.5)
+    told = explanation.describe_pool(fleet().pool, 12.5)
     assert told == {
         "endpoints": [
             {
@@ -234,9 +238,9 @@ def test_pool_state_tells_what_is_known():
 def test_state_comes_back_to_life():
     """A pool that was written down and read again gives the same candidates."""
     pool = fleet()
-    told = json.loads(json.dumps(explanation.pool_state(pool.pool, 12.5)))
-    read = msgspec.convert(told, state.PoolState)
-    outcome = imagined.decide(
+    told = json.loads(json.dumps(explanation.describe_pool(pool.pool, 12.5)))
+    read = msgspec.convert(told, pool_state.PoolState)
+    outcome = offline_explain.decide(
         sections.Settings(), read, RawRequest({":path": "/x"}, b""), where="state"
     )
     first, second = outcome.candidates
@@ -253,13 +257,13 @@ def test_who_is_put_aside_is_told_with_the_reason():
         member = pool.pool.find("b:2")
         assert member is not None
         pool.told(member.endpoint, Verdict.FAILED, sent_at=12.0, now=12.0)
-    told = explanation.pool_state(pool.pool, 13.0)["endpoints"][1]
+    told = explanation.describe_pool(pool.pool, 13.0)["endpoints"][1]
     assert (told["health"], told["cause"], told["out_s"], told["ejections"]) == (
         ("ejected", "errors", 1.0, 1)
     )
     assert 3.0 <= told["again_s"] <= 4.0
-    read = msgspec.convert(explanation.pool_state(pool.pool, 13.0), state.PoolState)
-    outcome = imagined.decide(
+    read = msgspec.convert(explanation.describe_pool(pool.pool, 13.0), pool_state.PoolState)
+    outcome = offline_explain.decide(
         sections.Settings(), read, RawRequest({":path": "/x"}, b""), where="state"
     )
     shown = explanation.explain(outcome)
@@ -269,4 +273,4 @@ def test_who_is_put_aside_is_told_with_the_reason():
         "survivors": ["a:1", "c:3"],
         "dropped": ["b:2"],
     }
-    assert "failing" in table.render_table(shown)
+    assert "failing" in explanation_text.render_table(shown)

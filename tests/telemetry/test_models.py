@@ -4,16 +4,16 @@ import json
 
 import msgspec
 
-from extproc.cli import imagined
+from extproc.cli import offline_explain
 from extproc.config import settings as sections
 from extproc.decision import Decision, Splice, model_not_found
 from extproc.endpoint import Candidate, Endpoint, Models
 from extproc.request import RawRequest, Request
-from extproc.telemetry import explanation, ring, state, table
+from extproc.telemetry import decision_log, explanation, explanation_text, pool_state
+from extproc.telemetry.counters import Tallies
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_series import Cache, Watched
-from extproc.telemetry.tallies import Tallies
-from tests.support.house import House
+from extproc.telemetry.pool_metrics import Cache, Watched
+from tests.support.pool_fixture import House
 
 A, B = (Candidate(Endpoint(f"10.0.0.{n}:8000")) for n in (1, 2))
 REQUEST = Request(api="chat", model="llama", adapter="sql")
@@ -45,7 +45,7 @@ def test_the_choice_by_model_is_the_first_step():
         "survivors": ["10.0.0.1:8000"],
         "dropped": ["10.0.0.2:8000"],
     }
-    assert "serves-model     1  10.0.0.2:8000" in table.render_table(told)
+    assert "serves-model     1  10.0.0.2:8000" in explanation_text.render_table(told)
     assert explanation.explain(decision())["filters"] == []
 
 
@@ -54,10 +54,10 @@ def test_a_rewrite_is_told():
     edited = decision(model_rewrite="sql", splice=Splice(0, 1, b"x"), client_model="llama")
     told = explanation.explain(edited)
     assert told["model_rewrite"] == {"name": "sql", "client": "llama", "editable": True}
-    shown = table.render_table(told)
+    shown = explanation_text.render_table(told)
     assert "rewrite: the engine is asked for sql in place of llama, in the body\n" in shown
     told = explanation.explain(decision(model_rewrite="sql"))
-    shown = table.render_table(told)
+    shown = explanation_text.render_table(told)
     assert "the engine is asked for sql, but the body cannot be edited\n" in shown
 
 
@@ -66,20 +66,20 @@ def test_a_priority_is_told():
     request = Request("chat", objective="batch", priority=-1)
     told = explanation.explain(msgspec.structs.replace(decision(), request=request))
     assert (told["request"]["objective"], told["request"]["priority"]) == ("batch", -1)
-    assert ", priority -1 by objective batch" in table.render_table(told)
-    assert "priority" not in table.render_table(explanation.explain(decision()))
+    assert ", priority -1 by objective batch" in explanation_text.render_table(told)
+    assert "priority" not in explanation_text.render_table(explanation.explain(decision()))
 
 
 def test_a_model_nobody_lists_is_told():
     """A decision that passed it on says so."""
     told = explanation.explain(decision(unlisted=True))
     assert told["unlisted"] is True
-    assert "no endpoint lists it" in table.render_table(told)
+    assert "no endpoint lists it" in explanation_text.render_table(told)
 
 
 def test_the_ring_keeps_the_rewrite():
     """A decision of the past tells the same."""
-    kept = ring.Ring(10)
+    kept = decision_log.Ring(10)
     kept.add("id", decision(model_rewrite="sql", left_out=[B.endpoint]), 1.0)
     found = kept.find("id")
     assert found is not None
@@ -90,15 +90,15 @@ def test_the_ring_keeps_the_rewrite():
 
 def test_models_of_a_state_come_back_to_life():
     """/debug/pool tells who serves what, and `extproc explain --state` decides by it."""
-    told = json.loads(json.dumps(explanation.pool_state(TWO.fleet.pool, 1.0)))
+    told = json.loads(json.dumps(explanation.describe_pool(TWO.fleet.pool, 1.0)))
     first, second, third = told["endpoints"]
     assert (first["models"], first["model_adapters"]) == (["llama"], ["math", "sql"])
     assert (second["models"], second["model_adapters"]) == (["qwen"], [])
     assert "models" not in third
-    read = msgspec.convert(told, state.PoolState)
+    read = msgspec.convert(told, pool_state.PoolState)
     body = b'{"model": "llama_sql", "prompt": "x"}'
     raw = RawRequest({":path": "/v1/completions"}, body)
-    outcome = imagined.decide(sections.Settings(), read, raw, where="state")
+    outcome = offline_explain.decide(sections.Settings(), read, raw, where="state")
     assert [one.endpoint.address for one in outcome.candidates] == [
         "10.0.0.1:8000",
         "10.0.0.3:8000",

@@ -1,11 +1,11 @@
 import pytest
 
-from extproc.scheduling.guard import Guarded, Guards, Limits
+from extproc.scheduling.plugin_guard import Guarded, Guards, Limits
+from extproc.telemetry.counters import Tallies
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_series import Cache, Watched
-from extproc.telemetry.tallies import Tallies
-from tests.scheduling import fleet
-from tests.support.house import House
+from extproc.telemetry.pool_metrics import Cache, Watched
+from tests.scheduling import builders
+from tests.support.pool_fixture import House
 
 
 class Broken:
@@ -22,7 +22,7 @@ def test_plugins_of_others_are_counted_by_role_and_kind():
     ticks = iter(range(9))
     guards = Guards(lambda: float(next(ticks)), tallies.plugins, Limits(strikes=1))
     with pytest.raises(ValueError, match="bug"):
-        Guarded(Broken(), guards).score(fleet.turn(), [])
+        Guarded(Broken(), guards).score(builders.turn(), [])
     page = Exposition(
         tallies,
         lambda: {"": Watched(house.fleet.pool, lambda _: Cache(5.0, 4.0, 100))},

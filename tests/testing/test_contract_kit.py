@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from extproc.decision import Priced
-from extproc.scheduling.plugins import Signal
+from extproc.scheduling.framework import Signal
 from extproc.testing import contract
 
 NOTHING = frozenset()

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.protocol.events import BodyMode, Event, Hints, Kind, Modes
+from extproc.protocol.messages import BodyMode, Event, Hints, Kind, Modes
 from extproc.protocol.replies import Answered, Chunk, Continue, Refuse, Reply, Route
 from extproc.wire import codec
-from tests.support import conversation as talk
-from tests.support import peer
+from tests.support import ext_proc_script, peer
 from tests.support.peer import Said
 
 #: A first run imports lazily; time is not what is tested.
@@ -35,7 +34,7 @@ body_kinds = st.sampled_from([Kind.REQUEST_BODY, Kind.RESPONSE_BODY])
 
 
 def told(destination: str) -> dict[str, object]:
-    return talk.told(destination) if destination else {}
+    return ext_proc_script.told(destination) if destination else {}
 
 
 def said(reply: Reply) -> Said:
@@ -83,7 +82,7 @@ def test_go_on_is_what_the_peer_reads(kind: Kind, destination: str):
 def test_picks_are_what_the_peer_reads(kind, destination, sets, removes):
     """A pick parses as its header, its metadata and its other mutations, in order."""
     for _ in range(2):  # the second time from the cache, if there is one
-        assert said(Route(kind, destination, sets, removes)) == talk.route(
+        assert said(Route(kind, destination, sets, removes)) == ext_proc_script.route(
             destination, part=PARTS[kind], sets=sets, removes=removes
         )
 
@@ -128,17 +127,17 @@ def test_decode_is_total(data: bytes):
     st.data(),
     st.sampled_from(
         [
-            talk.request_headers(metadata=peer.hinted(["10.0.0.1:8000", 7])),
-            talk.request_body(b"some bytes", ends=True),
-            talk.request_trailers(),
-            talk.response_headers(metadata=peer.metadata_of({"envoy.lb": {"a": [1]}})),
+            ext_proc_script.request_headers(metadata=peer.hinted(["10.0.0.1:8000", 7])),
+            ext_proc_script.request_body(b"some bytes", ends=True),
+            ext_proc_script.request_trailers(),
+            ext_proc_script.response_headers(metadata=peer.metadata_of({"envoy.lb": {"a": [1]}})),
         ]
     ),
 )
 @calm
 def test_decode_is_total_on_damaged_messages(data, message):
     """Cut and overwritten messages decode to some event."""
-    good = bytearray(message.encode(talk.DUPLEX))
+    good = bytearray(message.encode(ext_proc_script.DUPLEX))
     for _ in range(data.draw(st.integers(1, 4))):
         good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
     assert isinstance(codec.decode(bytes(good[: data.draw(st.integers(0, len(good)))])), Event)
@@ -154,7 +153,9 @@ def test_bytes_that_are_no_message_are_garbage():
 @calm
 def test_bodies_decode_to_what_the_peer_wrote(body: bytes, ends: bool, kind: Kind):  # noqa: FBT001
     """A body message decodes to its bytes and its end."""
-    say = talk.request_body if kind is Kind.REQUEST_BODY else talk.response_body
+    say = (
+        ext_proc_script.request_body if kind is Kind.REQUEST_BODY else ext_proc_script.response_body
+    )
     assert codec.decode(say(body, ends=ends).encode(None)) == Event(
         kind, body=body, end_of_stream=ends
     )
@@ -170,8 +171,8 @@ def test_bodies_decode_to_what_the_peer_wrote(body: bytes, ends: bool, kind: Kin
 def test_headers_decode_in_lower_case_the_last_one_wins(pairs, ends):
     """Header names are read in lower case, and of duplicates the last value."""
     for say, kind in (
-        (talk.request_headers, Kind.REQUEST_HEADERS),
-        (talk.response_headers, Kind.RESPONSE_HEADERS),
+        (ext_proc_script.request_headers, Kind.REQUEST_HEADERS),
+        (ext_proc_script.response_headers, Kind.RESPONSE_HEADERS),
     ):
         event = codec.decode(say(pairs, ends=ends).encode(None))
         assert event == Event(
@@ -183,7 +184,7 @@ def test_headers_decode_in_lower_case_the_last_one_wins(pairs, ends):
 @pytest.mark.parametrize("response_mode", peer.MODES)
 def test_declared_modes_are_read(request_mode: str, response_mode: str):
     """Every pair of body modes is read from protocol_config."""
-    event = codec.decode(talk.request_trailers().encode((request_mode, response_mode)))
+    event = codec.decode(ext_proc_script.request_trailers().encode((request_mode, response_mode)))
     assert event.modes == Modes(
         BodyMode(peer.MODES[request_mode]), BodyMode(peer.MODES[response_mode])
     )
@@ -194,7 +195,7 @@ def test_metadata_is_read():
     metadata = peer.metadata_of(
         {peer.HINT: {peer.HINT_KEY: ["a:1, b:2"]}, peer.BALANCER: {peer.SERVED_KEY: "c:3"}}
     )
-    event = codec.decode(talk.response_headers(metadata=metadata).encode(None))
+    event = codec.decode(ext_proc_script.response_headers(metadata=metadata).encode(None))
     assert event.hints == Hints(("a:1", "b:2"), balancer=True, served="c:3")
     assert event.modes is None
 
@@ -216,4 +217,4 @@ def test_every_reply_has_a_writer():
 def test_pieces_at_the_bounds_of_two_byte_lengths(size: int, *, ends: bool):
     """A piece whose lengths all take two bytes reads like its shorter and longer neighbours."""
     piece = said(Chunk(Kind.REQUEST_BODY, b"x" * size, ends))
-    assert piece == talk.hand_on(b"x" * size, ends=ends)
+    assert piece == ext_proc_script.hand_on(b"x" * size, ends=ends)

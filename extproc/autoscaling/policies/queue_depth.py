@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from extproc.autoscaling.demand import Bounds, Demand
-from extproc.autoscaling.desired import Desired, Why
-from extproc.autoscaling.window import Window, later
+from extproc.autoscaling.interface import Desired, Why
+from extproc.autoscaling.time_window import Window, later
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from extproc.discovery.kubernetes import objects
-from extproc.pool import policy
+from extproc.pool import inference_policy
 
 
 def policy_of(
     pool: objects.PoolRef,
     objectives: Iterable[objects.Objective],
     rewrites: Iterable[objects.Rewrite],
-) -> policy.Policy:
+) -> inference_policy.Policy:
     """What is decreed for one pool (docs/spec/protocol.md#inferenceobjective).
 
     Args:
@@ -24,6 +24,6 @@ def policy_of(
         (one for one in rewrites if one.pool == pool), key=lambda one: (one.created, one.name)
     )
     named = sorted((one.name, one.priority) for one in objectives if one.pool == pool)
-    return policy.Policy(
+    return inference_policy.Policy(
         priorities=dict(named), rules=tuple(rule for one in aged for rule in one.rules)
     )

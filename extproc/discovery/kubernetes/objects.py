@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from extproc.endpoint import NO_LABELS
-from extproc.pool import policy
+from extproc.pool import inference_policy
 
 
 class Pod(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -102,7 +102,7 @@ class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     pool: PoolRef | None
     created: str = ""
-    rules: tuple[policy.Rule, ...] = ()
+    rules: tuple[inference_policy.Rule, ...] = ()
 
 
 class Backend(msgspec.Struct, frozen=True, gc=False, kw_only=True):

@@ -10,8 +10,8 @@ import msgspec
 
 from extproc.decision import Decision, Late, Priced
 from extproc.endpoint import Candidate, Residency
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 #: What costs are made of, in the order they are added up.
 _TERMS = (

@@ -11,8 +11,8 @@ import msgspec
 
 from extproc.decision import Decision, Priced
 from extproc.endpoint import Candidate
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 
 class _Heat:

@@ -8,9 +8,9 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import slots
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling import lora_slots
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 
 class AdapterActive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -27,6 +27,6 @@ class AdapterActive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """See the class."""
-        if slots.silent(candidates):
+        if lora_slots.silent(candidates):
             return candidates
-        return [c for c in candidates if slots.holds(c, turn.request.target)]
+        return [c for c in candidates if lora_slots.holds(c, turn.request.target)]

@@ -8,9 +8,9 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import adapter_labels
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling import labels
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 
 class AdapterCapable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -26,5 +26,5 @@ class AdapterCapable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """See the class."""
-        wanted = adapter_labels.adapter(turn, candidates)
-        return adapter_labels.capable(wanted, candidates)
+        wanted = labels.adapter(turn, candidates)
+        return labels.capable(wanted, candidates)

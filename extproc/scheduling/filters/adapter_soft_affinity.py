@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import slots
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling import lora_slots
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 
 class AdapterSoftAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,15 +34,15 @@ class AdapterSoftAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """See the class."""
-        if slots.silent(candidates):
+        if lora_slots.silent(candidates):
             return candidates
         target = turn.request.target
-        free = slots.free(candidates) or [0.0] * len(candidates)
-        holders = [c for c in candidates if slots.holds(c, target)]
+        free = lora_slots.free(candidates) or [0.0] * len(candidates)
+        holders = [c for c in candidates if lora_slots.holds(c, target)]
         roomy = [
             c
             for c, room in zip(candidates, free, strict=True)
-            if room > 0 and not slots.holds(c, target)
+            if room > 0 and not lora_slots.holds(c, target)
         ]
         if holders and roomy:
             return holders if turn.rng.random() < self.share else roomy

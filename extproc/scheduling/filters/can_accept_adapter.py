@@ -8,9 +8,9 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import slots
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling import lora_slots
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 
 class CanAcceptAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -26,7 +26,7 @@ class CanAcceptAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """See the class."""
-        free = slots.free(candidates)
+        free = lora_slots.free(candidates)
         if free is None:
             return candidates
         return [c for c, room in zip(candidates, free, strict=True) if room > 0]

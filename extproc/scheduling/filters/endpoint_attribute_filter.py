@@ -10,8 +10,8 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import attributes
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "LessThan": operator.lt,

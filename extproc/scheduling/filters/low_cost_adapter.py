@@ -8,9 +8,9 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import slots
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling import lora_slots
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 
 class LowCostAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -25,12 +25,12 @@ class LowCostAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """See the class."""
-        free = slots.free(candidates)
+        free = lora_slots.free(candidates)
         if free is None:
             return candidates
         target = turn.request.target
         return [
             c
             for c, room in zip(candidates, free, strict=True)
-            if room > 0 or slots.holds(c, target)
+            if room > 0 or lora_slots.holds(c, target)
         ]

@@ -13,9 +13,9 @@ import msgspec
 import xxhash
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import adapter_labels
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling import labels
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 #: One full turn of the ring.
 _TURN = 1 << 64
@@ -82,8 +82,8 @@ class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ) -> list[int]:
         """See the class."""
         places = _places(candidates)
-        adapter = adapter_labels.adapter(turn, candidates)
-        able = {id(c) for c in adapter_labels.capable(adapter, candidates)}
+        adapter = labels.adapter(turn, candidates)
+        able = {id(c) for c in labels.capable(adapter, candidates)}
         in_flight = [c.in_flight for c in candidates]
         bound = self._bound(sum(in_flight), len(candidates))
         key = xxhash.xxh64_intdigest((adapter + turn.opening[: self.prefix_chars]).encode())

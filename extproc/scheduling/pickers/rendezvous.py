@@ -9,8 +9,8 @@ import mmh3
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 #: Open requests of an endpoint that still counts as equal, as a share of the mean: as KubeAI's
 #: consistent hashing bounds loads.

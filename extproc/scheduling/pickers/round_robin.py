@@ -11,8 +11,8 @@ import msgspec
 
 from extproc.decision import Decision
 from extproc.endpoint import Candidate
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 
 class RoundRobin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):

@@ -9,8 +9,8 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import context_length
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 
 class ContextLengthAware(

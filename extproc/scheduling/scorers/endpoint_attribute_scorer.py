@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import attributes, scales, unknown
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling import attributes, normalization, unknown
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 
 class FixedRange(
@@ -121,7 +121,7 @@ class EndpointAttributeScorer(
         low, high = (min(values), max(values)) if fixed is None else (fixed.min, fixed.max)
         if low == high:
             return [1.0] * len(values)
-        rising = [scales.share(value - low, high - low) for value in values]
+        rising = [normalization.share(value - low, high - low) for value in values]
         if self.algorithm.type == "linear_higher_is_better":
             return rising
         return [1.0 - score for score in rising]

@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate, Endpoint
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 
 class HeaderLabelAffinityScorer(

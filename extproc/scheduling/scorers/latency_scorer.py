@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import scales, unknown
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling import normalization, unknown
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 Weight = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -62,9 +62,9 @@ class LatencyScorer(
         return [
             _hundredths(
                 (
-                    a * (1.0 - scales.share(u, 1.0))
-                    + b * (scales.share(high - w, high) if high else 1.0)
-                    + c * scales.share(one.matched_tokens, t)
+                    a * (1.0 - normalization.share(u, 1.0))
+                    + b * (normalization.share(high - w, high) if high else 1.0)
+                    + c * normalization.share(one.matched_tokens, t)
                 )
                 / (a + b + c)
             )

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import scales, unknown
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling import normalization, unknown
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 
 class LoadAwareScorer(
@@ -36,4 +36,4 @@ class LoadAwareScorer(
         waiting = unknown.filled([c.load.waiting for c in candidates])
         if waiting is None:
             return [unknown.NEUTRAL] * len(candidates)
-        return [0.5 * (1.0 - scales.share(w, self.threshold)) for w in waiting]
+        return [0.5 * (1.0 - normalization.share(w, self.threshold)) for w in waiting]

@@ -8,8 +8,8 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate, Load
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 ACTIVE = 1.0
 ROOM = 0.8

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import scales
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling import normalization
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 
 class PrefixCacheScorer(
@@ -43,6 +43,8 @@ class PrefixCacheScorer(
         if t <= 0:
             return [0.0] * len(candidates)
         return [
-            (1.0 - w) * scales.share(m, t) + w * scales.share(m, scale) ** 2 if m else 0.0
+            (1.0 - w) * normalization.share(m, t) + w * normalization.share(m, scale) ** 2
+            if m
+            else 0.0
             for m in (c.matched_tokens for c in candidates)
         ]

@@ -8,9 +8,9 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import scales
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling import normalization
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 
 class QueueScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -25,4 +25,4 @@ class QueueScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
-        return scales.falling([c.load.waiting for c in candidates])
+        return normalization.falling([c.load.waiting for c in candidates])

@@ -8,9 +8,9 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import scales
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling import normalization
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 
 class RunningRequestsSizeScorer(
@@ -27,4 +27,4 @@ class RunningRequestsSizeScorer(
 
     def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
-        return scales.falling([c.load.running for c in candidates])
+        return normalization.falling([c.load.running for c in candidates])

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling import scales
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling import normalization
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 
 class TokenLoadScorer(
@@ -36,6 +36,7 @@ class TokenLoadScorer(
         """See the class."""
         prompt, threshold = turn.request.prompt_tokens, self.queue_threshold_tokens
         return [
-            1.0 - scales.share(c.queued_tokens + max(0, prompt - c.matched_tokens), threshold)
+            1.0
+            - normalization.share(c.queued_tokens + max(0, prompt - c.matched_tokens), threshold)
             for c in candidates
         ]

@@ -18,8 +18,8 @@ import msgspec
 
 from extproc.decision import Priced
 from extproc.endpoint import Candidate
-from extproc.scheduling.plugins import Signal
-from extproc.scheduling.turn import Turn
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
 
 
 class MyCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

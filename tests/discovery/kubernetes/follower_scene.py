@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from extproc.discovery.kubernetes import follow, settings
+from extproc.discovery.kubernetes import controller, settings
 from tests.discovery.kubernetes import fake
 
 REF = settings.InferencePoolRef("default", "pool")
@@ -29,7 +29,7 @@ class Scene:
         self.moved = asyncio.Condition()
         self.folder = folder
         patience = {"retry_s": 0.01, "retry_most_s": 0.05, "absent_s": 0.05, "coalesce_s": 0.001}
-        self.subject = follow.Follower(
+        self.subject = controller.Follower(
             settings.Settings(
                 sources=sources or (REF,),
                 kubeconfig=server.kubeconfig(folder),

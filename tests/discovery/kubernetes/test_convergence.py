@@ -3,16 +3,16 @@ import json
 import hypothesis
 from hypothesis import strategies as st
 
-from extproc.discovery.kubernetes import cluster, events, settings
-from tests.discovery.kubernetes import fake, making
-from tests.support.chance import examples
+from extproc.discovery.kubernetes import settings, store, watch_events
+from tests.discovery.kubernetes import builders, fake
+from tests.support.seeded import examples
 
 SERVICE = "kubernetes.io/service-name"
 
 SOURCES = (
     settings.InferencePoolRef("one", "p"),
     settings.Everything(),
-    settings.Everything(group=making.OLD_GROUP),
+    settings.Everything(group=builders.OLD_GROUP),
     settings.Selector("two", {"app": "y"}, (9000,), "sel"),
     settings.Service("one", "engines", "http"),
 )
@@ -21,12 +21,12 @@ namespaces = st.sampled_from(["one", "two"])
 names = st.sampled_from(["p", "q"])
 apps = st.sampled_from(["x", "y"])
 ips = st.sampled_from(["10.0.0.1", "10.0.0.2", "fd00::1", ""])
-groups = st.sampled_from(["llm-d.ai", making.OLD_GROUP])
-refs = st.builds(making.ref, names, st.sampled_from([making.POOL_GROUP, making.OLD_GROUP]))
+groups = st.sampled_from(["llm-d.ai", builders.OLD_GROUP])
+refs = st.builds(builders.ref, names, st.sampled_from([builders.POOL_GROUP, builders.OLD_GROUP]))
 
 objects = st.one_of(
     st.builds(
-        making.pod,
+        builders.pod,
         st.sampled_from("abcd"),
         namespaces,
         ip=ips,
@@ -35,13 +35,13 @@ objects = st.one_of(
         uid=st.sampled_from(["1", "2"]),
         created=st.sampled_from(["2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"]),
     ),
-    st.builds(making.pool, names, namespaces, app=apps, ports=st.sampled_from([(1,), (1, 2)])),
-    st.builds(making.old_pool, names, namespaces, app=apps),
+    st.builds(builders.pool, names, namespaces, app=apps, ports=st.sampled_from([(1,), (1, 2)])),
+    st.builds(builders.old_pool, names, namespaces, app=apps),
     st.builds(
-        making.objective, names, namespaces, priority=st.integers(-1, 1), of=refs, group=groups
+        builders.objective, names, namespaces, priority=st.integers(-1, 1), of=refs, group=groups
     ),
     st.builds(
-        making.rewrite,
+        builders.rewrite,
         names,
         namespaces,
         rules=st.sampled_from([[(["m"], {"n": 1})], [([], {"o": None})]]),
@@ -49,11 +49,11 @@ objects = st.one_of(
         group=groups,
     ),
     st.builds(
-        making.slice_of,
+        builders.slice_of,
         st.sampled_from(["engines", "others"]),
         namespaces,
         name=names,
-        backends=st.lists(st.builds(making.backend, ips, names, ready=st.booleans()), max_size=2),
+        backends=st.lists(st.builds(builders.backend, ips, names, ready=st.booleans()), max_size=2),
     ),
 )
 
@@ -80,9 +80,9 @@ class Play:
 
     def __init__(self):
         self.truth = {}
-        self.subject = cluster.Cluster(settings.Settings(sources=SOURCES))
+        self.subject = store.Cluster(settings.Settings(sources=SOURCES))
         self.queues = {one: [] for one in self.subject.collections}
-        self.readers = {one: events.Reader(one.resource) for one in self.subject.collections}
+        self.readers = {one: watch_events.Reader(one.resource) for one in self.subject.collections}
         self.pools = {}
 
     def holders(self, value):
@@ -104,12 +104,12 @@ class Play:
         self.delete(value)
         self.truth[self.key(value)] = value
         for one in self.holders(value):
-            self.queues[one].append(making.line("MODIFIED", value))
+            self.queues[one].append(builders.line("MODIFIED", value))
 
     def delete(self, value):
         old = self.truth.pop(self.key(value), None)
         for one in self.holders(old) if old else ():
-            self.queues[one].append(making.line("DELETED", old))
+            self.queues[one].append(builders.line("DELETED", old))
 
     def deliver(self, at):
         waiting = [one for one, queue in self.queues.items() if queue]
@@ -119,9 +119,9 @@ class Play:
 
     def take(self, one, event):
         match event:
-            case events.Set(value, _):
+            case watch_events.Set(value, _):
                 self.subject.put(one, (value.namespace, value.name), value)
-            case events.Gone(namespace, name, _) | events.Broken(namespace, name):
+            case watch_events.Gone(namespace, name, _) | watch_events.Broken(namespace, name):
                 self.subject.put(one, (namespace, name), None)
             case _:
                 raise AssertionError(event)
@@ -130,7 +130,7 @@ class Play:
         one = self.subject.collections[at % len(self.subject.collections)]
         self.queues[one].clear()
         mine = [value for value in self.truth.values() if one in self.holders(value)]
-        self.subject.replace(one, self.readers[one].page(making.page(*mine)).values)
+        self.subject.replace(one, self.readers[one].page(builders.page(*mine)).values)
 
     def collect(self, _=None):
         changes = self.subject.collect()
@@ -144,7 +144,7 @@ class Play:
     def settle(self):
         """Lists what never was, and delivers the rest."""
         for at, one in enumerate(self.subject.collections):
-            if self.subject._presence[one] is cluster.Presence.UNKNOWN:
+            if self.subject._presence[one] is store.Presence.UNKNOWN:
                 self.relist(at)
         while any(self.queues.values()):
             self.deliver(0)
@@ -155,7 +155,7 @@ class Play:
 @hypothesis.settings(deadline=None, max_examples=examples(300))
 @hypothesis.given(st.lists(steps, max_size=40))
 @hypothesis.example(
-    [("put", making.pod(name, "two", app="y", uid="1", created="2026")) for name in "ab"]
+    [("put", builders.pod(name, "two", app="y", uid="1", created="2026")) for name in "ab"]
 )
 def test_any_interleaving_ends_where_a_fresh_list_does(script):
     """Lists, events and kinds in any order; broken objects hide themselves and nobody else."""
@@ -177,7 +177,7 @@ def test_any_interleaving_ends_where_a_fresh_list_does(script):
 def test_indices_do_not_leak():
     """When all objects are gone, nothing of them is kept."""
     play = Play()
-    values = [making.pool("p", "two"), making.pod("a", "two"), making.objective("p", "two")]
+    values = [builders.pool("p", "two"), builders.pod("a", "two"), builders.objective("p", "two")]
     play.settle()
     for value in values:
         play.put(value)

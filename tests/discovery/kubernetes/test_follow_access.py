@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from extproc.discovery.kubernetes import feed, follow, settings
+from extproc.discovery.kubernetes import controller, reflector, settings
 from extproc.errors import ConfigError
-from tests.discovery.kubernetes import making
+from tests.discovery.kubernetes import builders
 from tests.discovery.kubernetes.follower_scene import KEY, REF, following
 
 
@@ -19,11 +19,11 @@ def test_a_rotated_token_is_read_again(tmp_path):
         def prepare(server):
             server.token = "first"
 
-        async with following(tmp_path, making.pool(), making.pod("a"), prepare=prepare) as one:
+        async with following(tmp_path, builders.pool(), builders.pod("a"), prepare=prepare) as one:
             await one.server.until_watched()
             one.server.token = "second"
             one.server.drop()
-            one.server.put(making.pod("b", ip="10.0.0.2"))
+            one.server.put(builders.pod("b", ip="10.0.0.2"))
             await one.until_fact("unauthorized")
             one.server.kubeconfig(tmp_path)
             await one.until_names("a", "b")
@@ -39,7 +39,7 @@ def test_missing_rights_are_named(tmp_path):
         def prepare(server):
             server.forbidden.add(("", "pods"))
 
-        objects = (making.pool(), making.pod("a"))
+        objects = (builders.pool(), builders.pod("a"))
         async with following(tmp_path, *objects, prepare=prepare, start_s=0.2) as one:
             fact = await one.until_fact("forbidden")
             assert 'resources: ["pods"], verbs: ["list", "watch"]' in fact.detail
@@ -61,7 +61,7 @@ def test_missing_rights_to_objectives_leave_priority_0(tmp_path):
         def prepare(server):
             server.forbidden.add(("llm-d.ai", "inferenceobjectives"))
 
-        objects = (making.pool(), making.pod("a"), making.objective())
+        objects = (builders.pool(), builders.pod("a"), builders.objective())
         async with following(tmp_path, *objects, prepare=prepare) as one:
             assert one.names() == ["a"]
             assert one.pools[KEY].policy.priorities == {}
@@ -79,9 +79,9 @@ def test_crds_may_be_absent_and_come_later(tmp_path):
         def prepare(server):
             server.absent.add(group)
 
-        old = making.objective("old", group=making.OLD_GROUP, priority=7)
-        new = making.objective("new", priority=5)
-        objects = (making.pool(), making.pod("a"), old, new)
+        old = builders.objective("old", group=builders.OLD_GROUP, priority=7)
+        new = builders.objective("new", priority=5)
+        objects = (builders.pool(), builders.pod("a"), old, new)
         async with following(tmp_path, *objects, prepare=prepare) as one:
             assert one.kinds() == ["synced"]
             assert one.pools[KEY].policy.priorities == {"old": 7}
@@ -95,16 +95,16 @@ def test_without_the_crd_of_pools_there_is_no_pool_until_there_is(tmp_path):
     """The pool asked for does not exist, says a fact; it is found when the CRD is there."""
 
     async def scene():
-        group = (making.POOL_GROUP, "inferencepools")
+        group = (builders.POOL_GROUP, "inferencepools")
 
         def prepare(server):
             server.absent.add(group)
 
-        async with following(tmp_path, making.pod("a"), prepare=prepare) as one:
+        async with following(tmp_path, builders.pod("a"), prepare=prepare) as one:
             assert not one.pools[KEY].exists
             assert "not-installed" in one.kinds()
             one.server.absent.clear()
-            one.server.put(making.pool())
+            one.server.put(builders.pool())
             await one.until_names("a")
 
     asyncio.run(scene())
@@ -114,8 +114,8 @@ def test_a_crd_that_seems_gone_for_a_moment_is_not(tmp_path):
     """A server that has just started may answer 404 for CRDs; pools stand."""
 
     async def scene():
-        group = (making.POOL_GROUP, "inferencepools")
-        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+        group = (builders.POOL_GROUP, "inferencepools")
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
             await one.server.until_watched()
             one.server.absent.add(group)
             one.server.requests.clear()
@@ -123,7 +123,7 @@ def test_a_crd_that_seems_gone_for_a_moment_is_not(tmp_path):
             await one.server.until(lambda seen: sum("inferencepools" in at for at, _ in seen) > 3)
             assert one.names() == ["a"]
             one.server.absent.clear()
-            one.server.put(making.pool(ports=(9000,)))
+            one.server.put(builders.pool(ports=(9000,)))
             await one.until(lambda: one.pools[KEY].endpoints[0].address == "10.0.0.1:9000")
 
     asyncio.run(scene())
@@ -133,15 +133,15 @@ def test_a_refusal_by_a_server_that_has_just_started_is_no_missing_right(tmp_pat
     """403 where a list was had before is tried again like a 503, and the version is kept."""
 
     async def scene():
-        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
             await one.server.until_watched()
             await one.server.stop()
-            one.server.forbidden.update({("", "pods"), (making.POOL_GROUP, "inferencepools")})
+            one.server.forbidden.update({("", "pods"), (builders.POOL_GROUP, "inferencepools")})
             one.server.requests.clear()
             await one.server.start()
             await one.server.until(lambda seen: sum("/pods" in at for at, _ in seen) > 3)
             assert one.names() == ["a"]
-            one.server.put(making.pod("b", ip="10.0.0.2"))
+            one.server.put(builders.pod("b", ip="10.0.0.2"))
             one.server.forbidden.clear()
             await one.until_names("a", "b")
             await one.until_fact("connected")
@@ -153,10 +153,10 @@ def test_a_refusal_by_a_server_that_has_just_started_is_no_missing_right(tmp_pat
 
 def test_rights_that_are_lost_are_the_last_word(tmp_path, monkeypatch):
     """No word of being connected while pods are forbidden; one once they are not."""
-    monkeypatch.setattr(feed, "_SURELY_FORBIDDEN_S", 0.05)
+    monkeypatch.setattr(reflector, "_SURELY_FORBIDDEN_S", 0.05)
 
     async def scene():
-        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
             await one.server.until_watched()
             await one.server.stop()
             await one.until_fact("disconnected")
@@ -184,7 +184,7 @@ def test_a_token_that_expires_in_an_outage_is_named(tmp_path):
         def prepare(server):
             server.token = "first"
 
-        async with following(tmp_path, making.pool(), making.pod("a"), prepare=prepare) as one:
+        async with following(tmp_path, builders.pool(), builders.pod("a"), prepare=prepare) as one:
             await one.server.until_watched()
             await one.server.stop()
             await one.until_fact("disconnected")
@@ -204,7 +204,7 @@ def test_a_broken_kubeconfig_is_refused(tmp_path, text):
     path.write_text(text)
     wanted = settings.Settings(sources=(REF,), kubeconfig=str(path))
     with pytest.raises(ConfigError) as error:
-        asyncio.run(follow.connect(wanted))
+        asyncio.run(controller.connect(wanted))
     assert str(path) in str(error.value)
     assert "service account" in str(error.value)
 
@@ -213,7 +213,7 @@ def test_a_kubeconfig_that_is_not_there_is_refused(tmp_path):
     """So is one that cannot be read."""
     wanted = settings.Settings(sources=(REF,), kubeconfig=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="none"):
-        asyncio.run(follow.connect(wanted))
+        asyncio.run(controller.connect(wanted))
 
 
 def test_credentials_that_break_are_said_so_and_read_again(tmp_path):
@@ -223,13 +223,13 @@ def test_credentials_that_break_are_said_so_and_read_again(tmp_path):
         def prepare(server):
             server.token = "first"
 
-        async with following(tmp_path, making.pool(), making.pod("a"), prepare=prepare) as one:
+        async with following(tmp_path, builders.pool(), builders.pod("a"), prepare=prepare) as one:
             await one.server.until_watched()
             (tmp_path / "kubeconfig").write_text("{")
             one.server.token = "second"
             one.server.drop()
             assert "401 Unauthorized" in (await one.until_fact("misconfigured")).detail
-            one.server.put(making.pod("b", ip="10.0.0.2"))
+            one.server.put(builders.pod("b", ip="10.0.0.2"))
             one.server.kubeconfig(tmp_path)
             await one.until_names("a", "b")
 

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from extproc import supervision
-from extproc.discovery.kubernetes import cluster, feed, settings, views
-from tests.discovery.kubernetes import fake, making
+from extproc.discovery.kubernetes import pool_views, reflector, settings, store
+from tests.discovery.kubernetes import builders, fake
 from tests.discovery.kubernetes.follower_scene import KEY, Scene, following
 
 
@@ -17,16 +17,18 @@ def test_a_broken_object_is_said_once_and_hides_itself_alone(tmp_path):
     """It is no endpoint until somebody mends it."""
 
     async def scene():
-        async with following(tmp_path, making.pool(), making.pod("a"), making.pod("b")) as one:
+        async with following(
+            tmp_path, builders.pool(), builders.pod("a"), builders.pod("b")
+        ) as one:
             await one.server.until_watched()
             for _ in range(3):
-                broken = making.pod("b", ip="10.0.0.2")
+                broken = builders.pod("b", ip="10.0.0.2")
                 broken["status"]["podIP"] = 5
                 one.server.put(broken)
-            one.server.put(making.pod("c", ip="10.0.0.3"))
+            one.server.put(builders.pod("c", ip="10.0.0.3"))
             await one.until_names("a", "c")
             assert one.kinds().count("broken-object") == 1
-            one.server.put(making.pod("b", ip="10.0.0.2"))
+            one.server.put(builders.pod("b", ip="10.0.0.2"))
             await one.until_names("a", "b", "c")
 
     asyncio.run(scene())
@@ -38,7 +40,7 @@ def test_whatever_goes_wrong_the_pools_end_right(tmp_path, seed):
 
     async def scene():
         chance = random.Random(seed)
-        objects = (making.pool(), making.pod("p0"))
+        objects = (builders.pool(), builders.pod("p0"))
         async with following(tmp_path, *objects, request_s=2.0) as one:
             server = one.server
             await server.until_watched()
@@ -51,13 +53,13 @@ def test_whatever_goes_wrong_the_pools_end_right(tmp_path, seed):
                 lambda: server.drop(last=b'{"type":"ADDED","object":{"kind'),
                 server.compact,
                 lambda: server.send(b"garbage\n"),
-                lambda: server.send(making.line("ERROR", {"code": 500, "metadata": {}}) + b"\n"),
+                lambda: server.send(builders.line("ERROR", {"code": 500, "metadata": {}}) + b"\n"),
                 lambda: server.answers.append(broken),
             ]
             alive = {0}
             for step in range(150):
                 number = chance.randrange(12)
-                value = making.pod(f"p{number}", ip=f"10.0.0.{number + 1}", uid=f"u{step}")
+                value = builders.pod(f"p{number}", ip=f"10.0.0.{number + 1}", uid=f"u{step}")
                 if number in alive and chance.random() < 0.5:
                     alive.discard(number)
                     server.delete(value)
@@ -71,7 +73,7 @@ def test_whatever_goes_wrong_the_pools_end_right(tmp_path, seed):
                     await server.start()
                 # Gives the follower its turn, mostly in the middle of something.
                 await asyncio.sleep(0)
-            server.put(making.pod("last", ip="10.0.1.1"))
+            server.put(builders.pod("last", ip="10.0.1.1"))
             names = sorted(f"p{number}" for number in alive)
             await one.until_names("last", *names)
             uids = {
@@ -103,17 +105,17 @@ def test_an_object_that_makes_us_raise_hides_no_other(tmp_path, monkeypatch, cap
     """Listed at the start or brought by an event, it is counted, and what follows is told of."""
     poison(
         monkeypatch,
-        cluster.Cluster,
+        store.Cluster,
         "put",
         lambda _, __, key, ___: key[1] == "bad",
     )
 
     async def scene():
-        bad = making.pod("bad", ip="10.0.0.66")
+        bad = builders.pod("bad", ip="10.0.0.66")
         listed = (bad,) if before else ()
-        async with following(tmp_path, making.pool(), making.pod("a"), *listed) as one:
+        async with following(tmp_path, builders.pool(), builders.pod("a"), *listed) as one:
             assert one.names() == ["a"]
-            one.server.put(*(() if before else (bad,)), making.pod("b", ip="10.0.0.2"))
+            one.server.put(*(() if before else (bad,)), builders.pod("b", ip="10.0.0.2"))
             await one.until_names("a", "b")
             assert one.subject._supervisor.failures["kubernetes"] >= 1
 
@@ -127,20 +129,20 @@ def test_a_pool_that_makes_us_raise_hides_no_other(tmp_path, monkeypatch):
     wrong = [True]
     poison(
         monkeypatch,
-        views.PodView,
+        pool_views.PodView,
         "found",
         lambda view: wrong[0] and view.spec.selector == {"app": "bad"},
     )
     sources = tuple(settings.InferencePoolRef("default", name) for name in ("pool", "other"))
 
     async def scene():
-        objects = (making.pool(app="bad"), making.pool("other"), making.pod("a"))
+        objects = (builders.pool(app="bad"), builders.pool("other"), builders.pod("a"))
         async with following(tmp_path, *objects, sources=sources) as one:
             assert one.names(sources[1].key) == ["a"]
             assert one.names(sources[0].key) is None
             wrong.clear()
             wrong.append(False)
-            one.server.put(making.pod("b", app="bad", ip="10.0.0.2"))
+            one.server.put(builders.pod("b", app="bad", ip="10.0.0.2"))
             await one.until_names("b", key=sources[0].key)
 
     asyncio.run(scene())
@@ -161,11 +163,11 @@ def test_pools_that_could_not_be_taken_are_told_of_again(tmp_path, monkeypatch):
             real(self, found, removed)
 
         monkeypatch.setattr(Scene, "_on_pools", raising)
-        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
             await one.until_names("a")
             assert one.subject._supervisor.failures["kubernetes"] == 2
             wrong[0] = 1
-            one.server.put(making.pod("b", ip="10.0.0.2"))
+            one.server.put(builders.pod("b", ip="10.0.0.2"))
             await one.until_names("a", "b")
             await one.until(lambda: not one.subject._supervisor.degraded)
 
@@ -178,7 +180,7 @@ def test_a_feed_that_raises_stops_no_other(tmp_path, monkeypatch):
     async def scene():
         monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
         wrong = [3]
-        real = feed.Feed.step
+        real = reflector.Feed.step
 
         async def raising(self):
             if self.collection.resource.plural == "pods" and wrong[0]:
@@ -186,8 +188,8 @@ def test_a_feed_that_raises_stops_no_other(tmp_path, monkeypatch):
                 raise OverflowError(SECRET)
             return await real(self)
 
-        monkeypatch.setattr(feed.Feed, "step", raising)
-        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+        monkeypatch.setattr(reflector.Feed, "step", raising)
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
             await one.until_names("a")
             assert one.subject._supervisor.failures["kubernetes"] == 3
 

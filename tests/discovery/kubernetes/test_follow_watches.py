@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from extproc.discovery.kubernetes import settings
-from tests.discovery.kubernetes import fake, making
+from tests.discovery.kubernetes import builders, fake
 from tests.discovery.kubernetes.follower_scene import following
 
 
@@ -13,12 +13,12 @@ def test_a_watch_that_breaks_goes_on_where_it_was(tmp_path):
     """Whether the connection ends or breaks within a line, nothing is lost and nothing listed."""
 
     async def scene():
-        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
             await one.server.until_watched()
             lists = sum("watch" not in query for _, query in one.server.requests)
             for at, last in enumerate((b"", b'{"type":"MODIFIED","object":{"meta')):
                 one.server.drop(last=last)
-                one.server.put(making.pod(f"b{at}", ip=f"10.0.1.{at}"))
+                one.server.put(builders.pod(f"b{at}", ip=f"10.0.1.{at}"))
                 await one.until(lambda name=f"b{at}": name in one.names())
             assert sum("watch" not in query for _, query in one.server.requests) == lists
             assert one.names() == ["a", "b0", "b1"]
@@ -30,20 +30,20 @@ def test_a_version_the_server_has_forgotten_is_listed_again(tmp_path):
     """410 as an answer and 410 as an event both end in a fresh list."""
 
     async def scene():
-        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
             await one.server.until_watched()
-            one.server.put(making.pod("b", ip="10.0.0.2"))
-            one.server.delete(making.pod("a"))
+            one.server.put(builders.pod("b", ip="10.0.0.2"))
+            one.server.delete(builders.pod("a"))
             one.server.compact()
             one.server.drop()
             await one.until_names("b")
-            one.server.put(making.pod("c", ip="10.0.0.3"))
+            one.server.put(builders.pod("c", ip="10.0.0.3"))
             await one.until_names("b", "c")
             one.facts.clear()
             gone = {"kind": "Status", "status": "Failure", "code": 410, "message": "too old"}
-            one.server.send(making.line("ERROR", gone) + b"\n")
+            one.server.send(builders.line("ERROR", gone) + b"\n")
             await one.until_fact("relisted")
-            one.server.put(making.pod("d", ip="10.0.0.4"))
+            one.server.put(builders.pod("d", ip="10.0.0.4"))
             await one.until_names("b", "c", "d")
 
     asyncio.run(scene())
@@ -53,15 +53,15 @@ def test_a_bookmark_moves_the_version(tmp_path):
     """After a quiet time the watch goes on from the bookmark, which is not forgotten yet."""
 
     async def scene():
-        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
             await one.server.until_watched()
             one.server.compact()
             mark = {"kind": "Pod", "metadata": {}}
-            one.server.send(making.line("BOOKMARK", mark, str(one.server.version)) + b"\n")
+            one.server.send(builders.line("BOOKMARK", mark, str(one.server.version)) + b"\n")
             one.server.requests.clear()
             one.server.drop()
             await one.server.until_watched()
-            one.server.put(making.pod("b", ip="10.0.0.2"))
+            one.server.put(builders.pod("b", ip="10.0.0.2"))
             await one.until_names("a", "b")
             assert "relisted" not in one.kinds()
 
@@ -72,11 +72,11 @@ def test_a_line_that_is_no_event_is_listed_again(tmp_path):
     """What was missed cannot be known, so everything is asked for."""
 
     async def scene():
-        async with following(tmp_path, making.pool(), making.pod("a")) as one:
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
             await one.server.until_watched()
             one.server.send(b"<html>gateway</html>\n")
             await one.until_fact("unreadable")
-            one.server.put(making.pod("b", ip="10.0.0.2"))
+            one.server.put(builders.pod("b", ip="10.0.0.2"))
             await one.until_names("a", "b")
 
     asyncio.run(scene())
@@ -86,7 +86,7 @@ def test_long_lists_come_in_pages(tmp_path):
     """A list of many pages is complete, and one whose token expires begins again."""
 
     async def scene():
-        pods = [making.pod(f"p{at:02}", ip=f"10.0.0.{at}") for at in range(25)]
+        pods = [builders.pod(f"p{at:02}", ip=f"10.0.0.{at}") for at in range(25)]
 
         def prepare(server):
             seen = []
@@ -128,14 +128,14 @@ def test_a_server_that_does_not_answer_is_given_up(tmp_path):
             server.answers.append(hang)
 
         hasty = {"request_s": 0.5, "watch_s": 0.01}
-        objects = (making.pool(), making.pod("a"))
+        objects = (builders.pool(), builders.pod("a"))
         async with following(tmp_path, *objects, prepare=prepare, **hasty) as one:
             assert one.kinds()[0] == "disconnected"
             assert one.names() == ["a"]
             await one.server.until_watched()
             one.server.requests.clear()
             await one.server.until(lambda seen: sum("watch" in query for _, query in seen) >= 6)
-            one.server.put(making.pod("b", ip="10.0.0.2"))
+            one.server.put(builders.pod("b", ip="10.0.0.2"))
             await one.until_names("a", "b")
             silent.set()
 
@@ -152,11 +152,11 @@ def test_a_watch_that_does_not_begin_is_given_up(tmp_path):
             await silent.wait()
 
         sources = (settings.Selector("default", {"app": "vllm"}, (8000,), "sel"),)
-        async with following(tmp_path, making.pod("a"), sources=sources, request_s=0.5) as one:
+        async with following(tmp_path, builders.pod("a"), sources=sources, request_s=0.5) as one:
             await one.server.until_watched(1)
             one.server.answers.append(hang)
             one.server.drop()
-            one.server.put(making.pod("b", ip="10.0.0.2"))
+            one.server.put(builders.pod("b", ip="10.0.0.2"))
             await one.until_names("a", "b", key="default/sel")
             assert "disconnected" in one.kinds()
             silent.set()
@@ -169,7 +169,7 @@ def test_watches_that_fail_again_and_again_end_in_a_list(tmp_path):
 
     async def scene():
         sources = (settings.Selector("default", {"app": "vllm"}, (8000,), "sel"),)
-        async with following(tmp_path, making.pod("a"), sources=sources) as one:
+        async with following(tmp_path, builders.pod("a"), sources=sources) as one:
             await one.server.until_watched(1)
 
             async def broken(_):

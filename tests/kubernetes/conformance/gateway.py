@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from extproc.cli import stack
+from extproc.demo import stack
 
 _TYPE = "type.googleapis.com/envoy."
 _DESTINATION = "x-gateway-destination-endpoint"

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.kubernetes.conformance import gateway
 from tests.support import kube, kube_echo
 

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.kubernetes.conformance import stand as stands
 from tests.kubernetes.conformance.gateway import Pool, Rule
 from tests.support import kube, serving

@@ -14,7 +14,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from extproc.cli import stack
+from extproc.demo import stack
 from tests.kubernetes.conformance import stand as stands
 from tests.kubernetes.conformance.gateway import Rule
 

@@ -1,0 +1,112 @@
+"""The loop of one scale target, without its clock and its hands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from extproc.autoscaling.demand import Bounds, Demand
+from extproc.autoscaling.interface import Desired, Why
+from extproc.autoscaling.policy import Policy
+
+#: Time between two steps after which nothing can be said of the time between: as a share of what a
+#: policy must have watched, and in its intervals; the longer one counts.
+_GAP, _GAP_INTERVALS = 0.5, 3.0
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What a scaler remembers, for whoever comes next; JSON.
+
+    Attributes:
+        kind: Which policy's it is.
+        at: When it was true, on the clock of the one that wrote it.
+        since: Since when that one had watched without a gap; None for not at all.
+        memory: What the policy remembers.
+    """
+
+    kind: str
+    at: float
+    since: float | None
+    memory: Any
+
+
+class Scaler:
+    """One policy for one target, within bounds. Mutable; one owner.
+
+    Whatever the policy: the answer is within the bounds; a request that waits where there is no
+    replica gets one at once; and there are never fewer replicas than the spec says while a picker's
+    counters could not be read, or before the policy has watched for `watch_s`.
+
+    Args:
+        policy: Says how many.
+        bounds: How few and how many there may be.
+    """
+
+    def __init__(self, policy: Policy, bounds: Bounds) -> None:
+        self.policy = policy
+        self.bounds = bounds
+        self._memory = policy.memory()
+        self._since: float | None = None
+        self._at: float | None = None
+
+    def step(self, demand: Demand) -> Desired:
+        """One tick: every `policy.interval_s`, and when a request begins to wait at zero.
+
+        Args:
+            demand: What is seen now; `now` must not go back.
+        """
+        now = demand.now
+        gap_s = max(_GAP * self.policy.watch_s, _GAP_INTERVALS * self.policy.interval_s)
+        if self._since is None or self._at is None or now - self._at > gap_s:
+            self._since = now
+        self._at = now
+        self._memory, wanted = self.policy.step(self._memory, demand, self.bounds)
+        return self._kept_within(wanted, demand, watched_s=now - self._since)
+
+    def state(self) -> Kept:
+        """What it remembers."""
+        return Kept(
+            self.policy.kind,
+            0.0 if self._at is None else self._at,
+            self._since,
+            msgspec.to_builtins(self._memory),
+        )
+
+    def restore(self, kept: Kept, *, shift_s: float = 0.0) -> bool:
+        """Go on where another scaler stopped.
+
+        Args:
+            kept: What that one remembered, from JSON.
+            shift_s: What our clock shows more than its clock did at one moment. Of monotonic clocks
+                of two processes only their owner can tell, from the time of day.
+
+        Returns:
+            Whether it could be read. If not, nothing changes.
+        """
+        if kept.kind != self.policy.kind:
+            return False
+        try:
+            memory = msgspec.convert(kept.memory, self.policy.memory)
+        except msgspec.ValidationError:
+            return False
+        self._memory = memory.shifted(shift_s)
+        self._at = kept.at + shift_s
+        self._since = None if kept.since is None else kept.since + shift_s
+        return True
+
+    def _kept_within(self, wanted: Desired, demand: Demand, *, watched_s: float) -> Desired:
+        bounds, spec = self.bounds, demand.spec
+        replicas, stays = bounds.clamp(wanted.replicas), bounds.clamp(spec)
+        if not replicas and demand.held:
+            replicas = bounds.clamp(max(1, spec))
+            wanted = Desired(replicas, Why.WAKE if not spec else Why.STEADY)
+        if replicas < stays:
+            if not demand.complete:
+                return Desired(stays, Why.UNREAD, wanted.because)
+            if watched_s < self.policy.watch_s:
+                return Desired(stays, Why.WATCHING, wanted.because)
+        why = wanted.why
+        if replicas != spec and (replicas != wanted.replicas or stays != spec):
+            why = Why.BOUNDS
+        return Desired(replicas, why, wanted.because)

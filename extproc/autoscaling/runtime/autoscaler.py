@@ -1,0 +1,373 @@
+"""All loops of a process, and what they share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import functools
+import logging
+import os
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from extproc.autoscaling.demand_estimator import Counters
+from extproc.autoscaling.runtime import scale_subresource, state_store
+from extproc.autoscaling.runtime.control_loop import Loop, State
+from extproc.autoscaling.runtime.peer_counters import Peers
+from extproc.autoscaling.runtime.scaled_pool import Around, Scaled
+from extproc.config import discovered_scaling, kubernetes_plan, pools
+from extproc.config.autoscaling import Autoscaling, Target
+from extproc.config.settings import Settings
+from extproc.discovery.kubernetes import settings as watching
+from extproc.errors import ConfigError
+from extproc.server.pool_registry import Sites
+from extproc.server.pool_runtime import Site
+from extproc.telemetry.counters import Tallies
+from extproc.telemetry.scaling_metrics import Figures
+
+_log = logging.getLogger("extproc.server")
+
+#: Name of the loop that keeps what was learnt, for the supervisor.
+_MEMORY = "autoscaling memory"
+
+#: Name of the loop that writes Events about found pools.
+_EVENTS = "autoscaling events"
+
+#: Seconds that handing over may hold up the end of a process.
+_LAST_S = 1.0
+
+#: Seconds between two looks for refused annotations to write Events about.
+_REPORT_S = 1.0
+
+
+class Autoscaler:
+    """Scales every pool that asks for it: those written out, and found ones as they come and go.
+
+    Args:
+        settings: The whole configuration.
+        sites: The pools.
+        tallies: Where facts go.
+        leads: Whether this replica holds the Lease.
+        clock: Monotonic seconds.
+        token: Gives what pages of other pickers want; empty for nothing.
+
+    Raises:
+        ConfigError: A policy or an address of a peer cannot be read.
+
+    Attributes:
+        loops: By name of the pool.
+        peers: The other pickers.
+        on_change: Called when a loop has looked.
+        on_gone: Called when there will be no more of a loop.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        sites: Sites,
+        tallies: Tallies,
+        *,
+        leads: Callable[[], bool],
+        clock: Callable[[], float],
+        token: Callable[[], str],
+    ) -> None:
+        shared = settings.autoscaling
+        self._rules = shared.found if settings.cluster.every_pool != "none" else ()
+        self._save_s = shared.save_s
+        self._supervisor = tallies.supervisor
+        self._changed = asyncio.Event()
+        self._others = asyncio.Event()
+        self._numbers: dict[str, int] = {}
+        self.on_change: Callable[[Loop], None] = lambda _: None
+        self.on_gone: Callable[[Loop], None] = lambda _: None
+        identity = _identity()
+        self.peers = Peers(
+            identity,
+            shared.peers,
+            timeout_s=shared.peer_timeout_s,
+            own=self._own,
+            token=token,
+        )
+        self.peers.woken = self._woken
+        self.loops: dict[str, Loop] = {}
+        self._scaled: dict[str, Scaled] = {}
+        #: What found pools said of themselves when they were looked at; None to look again.
+        self._said: dict[str, tuple[Site, Mapping[str, str] | None]] = {}
+        self._faults: dict[str, str] = {}
+        #: Annotations of found pools that were refused (count), and why until an Event says it.
+        self._refusals: Counter[str] = Counter()
+        self._unreported: dict[str, str] = {}
+        #: States of pools that were not found yet, and seconds our clock is ahead of theirs.
+        self._kept: dict[str, State] = {}
+        self._shift_s = 0.0
+        self._sites = sites
+        here = kubernetes_plan.namespace(os.environ)
+        self._cluster = _build_cluster(settings, identity)
+        self._around = Around(tallies, self.peers, self._cluster, here, leads, clock, self._looked)
+        for one in pools.planned(settings):
+            wanted = one.settings.pool.autoscaling
+            if wanted is not None:
+                self._add(Scaled(sites.by_name[one.name], wanted, self._around))
+        # A file is this replica's own.
+        self._writes: Callable[[], bool] = _always if shared.state_file else leads
+        self._memory = _build_memory(
+            shared, self._cluster, settings.cluster.lease.namespace or here, clock
+        )
+        tallies.scaling = self.figures
+        if self._rules:
+            sites.on_change = self.follow
+
+    def figures(self) -> Mapping[str, Figures]:
+        """What is shown, by pool."""
+        shown = {name: one.charts.figures() for name, one in self._scaled.items()}
+        for name, count in self._refusals.items():
+            shown[name] = msgspec.structs.replace(shown.get(name, Figures()), refusals=count)
+        return shown
+
+    async def start(self) -> None:
+        """Go on where another replica stopped.
+
+        Raises:
+            ConfigError: The API server's address or credentials are missing or broken.
+        """
+        for one in self._scaled.values():
+            one.attach()
+        if self._cluster is not None:
+            await self._cluster.open()
+        # What is kept was written by others: it must not keep this replica from starting.
+        await self._supervisor.attempt("autoscaling", self._recall(), of=_MEMORY)
+        for one in self._scaled.values():
+            remind = functools.partial(self._remind, one.loop)
+            self._supervisor.call("autoscaling", remind, of=one.site.name)
+
+    def follow(self) -> None:
+        """Scale the pools that Kubernetes brought, and only those that are still there."""
+        brought = self._sites.brought
+        for name in [one for one in self._said if one not in brought]:
+            self._forget(name)
+        for name, site in sorted(brought.items()):
+            if self._said.get(name) != (site, site.annotations):
+                rescale = functools.partial(self._rescale, name, site)
+                self._supervisor.call("autoscaling", rescale, of=name)
+        self._others.set()
+
+    async def run(self) -> None:
+        """All loops, as pools come and go, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            keep = self._supervisor.keep
+            if self._memory is not None:
+                saving = functools.partial(self._keep, self._memory)
+                tasks.create_task(keep("autoscaling", saving, of=_MEMORY), name=_MEMORY)
+            if self._cluster is not None and self._rules:
+                reporting = functools.partial(self._report, self._cluster)
+                tasks.create_task(keep("autoscaling", reporting, of=_EVENTS), name=_EVENTS)
+            running: dict[Scaled, asyncio.Task[None]] = {}
+            while True:
+                self._others.clear()
+                for one in [one for one in running if one not in self._scaled.values()]:
+                    running.pop(one).cancel()
+                for name, one in self._scaled.items():
+                    if one not in running:
+                        kept = keep("autoscaling", one.run, of=f"pool {name}")
+                        running[one] = tasks.create_task(kept, name=f"autoscaling {name}")
+                await self._others.wait()
+
+    async def hand_over(self) -> None:
+        """Leave what was learnt to whoever leads next, while this one still does."""
+        if self._memory is not None and self._writes():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._save(self._memory), _LAST_S)
+
+    async def close(self) -> None:
+        """End what was started."""
+        self.peers.close()
+        if self._cluster is not None:
+            await self._cluster.close()
+
+    async def _recall(self) -> None:
+        if self._memory is None:
+            return
+        self._kept, self._shift_s = await self._memory.load() or ({}, 0.0)
+        if self._kept:
+            _log.info("autoscaling: going on with what was kept of %d pools", len(self._kept))
+
+    def _add(self, one: Scaled) -> None:
+        self._scaled[one.site.name] = one
+        self.loops[one.site.name] = one.loop
+
+    def _rescale(self, name: str, site: Site) -> None:
+        """Scale a found pool as it wants to be now."""
+        try:
+            wanted = discovered_scaling.scaling(self._rules, name, site.annotations)
+            self._said[name] = site, site.annotations
+        except ConfigError as error:
+            self._said[name] = site, site.annotations
+            self._drop(name)
+            self._fault(name, str(error))
+            self._refusals[name] += 1
+            self._unreported[name] = str(error)
+            return
+        self._unreported.pop(name, None)
+        now = self._scaled.get(name)
+        if now is not None and now.site is site and now.scaling == wanted:
+            return
+        state = self._drop(name)
+        if wanted is None:
+            return
+        one = Scaled(site, wanted, self._around)
+        other = self._other(one)
+        if other is not None:
+            self._said[name] = site, None  # it is looked at again: the other one may go
+            self._fault(name, f"what it names is scaled for pool {other or 'of the configuration'}")
+            return
+        self._faults.pop(name, None)
+        self._add(one)
+        one.attach()
+        if state is not None:
+            one.loop.restore(state, shift_s=0.0)
+        else:
+            self._remind(one.loop)
+
+    def _other(self, one: Scaled) -> str | None:
+        """The pool for which the same object is scaled already."""
+        if one.target is None:
+            return None
+        place = _place(one.target)
+        taken = (
+            name
+            for name, other in self._scaled.items()
+            if other.target is not None and _place(other.target) == place
+        )
+        return next(taken, None)
+
+    def _drop(self, name: str) -> State | None:
+        """Scale it no longer; returns what was learnt."""
+        one = self._scaled.pop(name, None)
+        if one is None:
+            return None
+        del self.loops[name]
+        one.detach()
+        self.on_gone(one.loop)
+        return one.loop.state()
+
+    def _forget(self, name: str) -> None:
+        """The pool is gone: another one of its name is another one."""
+        self._drop(name)
+        del self._said[name]
+        self._numbers.pop(name, None)
+        self._faults.pop(name, None)
+        self._refusals.pop(name, None)
+        self._unreported.pop(name, None)
+        self._changed.set()
+
+    def _remind(self, loop: Loop) -> None:
+        state = self._kept.pop(loop.name, None)
+        if state is not None:
+            loop.restore(state, shift_s=self._shift_s)
+
+    def _fault(self, name: str, why: str) -> None:
+        if self._faults.get(name) != why:
+            self._faults[name] = why
+            _log.error("pool %s is not scaled: %s", name, why)
+
+    async def _report(self, cluster: scale_subresource.Cluster) -> None:
+        """Write refused annotations into Events on their pools, while this replica leads."""
+        while True:
+            await asyncio.sleep(_REPORT_S)
+            await self.report(cluster)
+            self._supervisor.works("autoscaling", _EVENTS)
+
+    async def report(self, cluster: scale_subresource.Cluster) -> None:
+        """Write those that were not written yet."""
+        while self._unreported and self._around.leads():
+            name, why = self._unreported.popitem()
+            namespace, _, pool = name.rpartition("/")
+            about = Target(
+                kind="InferencePool",
+                name=pool,
+                namespace=namespace,
+                group=watching.POOL_GROUP,
+                version="v1",
+            )
+            note = f"extproc does not scale it: {why}"
+            await cluster.write_event(about, "InvalidAnnotation", note, warning=True)
+
+    async def _keep(self, kept: state_store.Keeping) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), self._save_s)
+            self._changed.clear()
+            if self._writes():
+                await self._save(kept)
+            self._supervisor.works("autoscaling", _MEMORY)
+
+    async def _save(self, kept: state_store.Keeping) -> None:
+        if self._sites.listed:
+            # All pools there are were told of: what is left belongs to none.
+            self._kept.clear()
+        await kept.save(self._kept | {name: loop.state() for name, loop in self.loops.items()})
+
+    def _looked(self, loop: Loop) -> None:
+        if loop.desired is not None and self._numbers.get(loop.name) != loop.desired.replicas:
+            self._numbers[loop.name] = loop.desired.replicas
+            self._changed.set()
+        self._supervisor.works("autoscaling", loop.name)
+        self._supervisor.call("autoscaling", functools.partial(self.on_change, loop), of=loop.name)
+
+    def _own(self) -> dict[str, Counters]:
+        return {name: one.counts.read() for name, one in self._scaled.items()}
+
+    def _woken(self, pools: Iterable[str]) -> None:
+        for name in pools:
+            if name in self.loops:
+                self.loops[name].wake()
+
+
+def _always() -> bool:
+    return True
+
+
+def _identity() -> str:
+    """The name of this picker in this life."""
+    return f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
+
+
+def _build_cluster(settings: Settings, identity: str) -> scale_subresource.Cluster | None:
+    """What scales objects; None where nothing that is scaled is in Kubernetes."""
+    if not pools.scaled(settings):
+        return None
+    cluster = settings.cluster
+    reaching = watching.Settings(sources=(), kubeconfig=cluster.kubeconfig, context=cluster.context)
+    return scale_subresource.Cluster(reaching, identity)
+
+
+def _build_memory(
+    shared: Autoscaling,
+    cluster: scale_subresource.Cluster | None,
+    namespace: str,
+    clock: Callable[[], float],
+) -> state_store.Keeping | None:
+    """Where what was learnt outlives this replica; None where nothing does."""
+    if shared.state_file:
+        return state_store.File(Path(shared.state_file), clock=clock, time=_time)
+    if cluster is not None and shared.state:
+        return state_store.Memory(
+            cluster, namespace=namespace, name=shared.state, clock=clock, time=_time
+        )
+    return None
+
+
+def _place(target: Target) -> tuple[str, str, str, str]:
+    """What an object is, whichever version of its API a target names."""
+    return target.group, target.resource, target.namespace, target.name
+
+
+def _time() -> float:
+    """Seconds since 1970."""
+    return dt.datetime.now(dt.UTC).timestamp()

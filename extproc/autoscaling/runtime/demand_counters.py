@@ -1,0 +1,102 @@
+"""What one picker counts of one pool."""
+
+from __future__ import annotations
+
+import math
+
+from extproc.autoscaling.demand_estimator import Counters, Seen
+from extproc.pool import step_time_estimator
+from extproc.pool.snapshot import Pool
+from extproc.server.pool_runtime import Site
+from extproc.telemetry.pool_counters import PoolTallies
+
+#: Refusals of requests that wanted capacity, and will come again.
+_WANTED = frozenset({429, 503})
+
+
+class Counting:
+    """Reads counters of one site. Totals never go down, whatever moves between their parts.
+
+    Args:
+        site: The pool.
+        tallies: What is counted of it.
+    """
+
+    def __init__(self, site: Site, tallies: PoolTallies) -> None:
+        self._site = site
+        self._tallies = tallies
+        self._arrived = 0.0
+        self._prompt_tokens = 0.0
+        self._answered = 0
+        self._reports = 0
+        self._reported_tokens = 0
+        self._answer_tokens = 0.0
+
+    @property
+    def held(self) -> int:
+        """Requests that wait."""
+        return 0 if self._site.gate is None else self._site.gate.queue.count
+
+    @property
+    def available(self) -> int:
+        """Replicas that answer."""
+        return available(self._site.parts.fleet.pool)
+
+    def seen(self, spec: int, now: float) -> Seen:
+        """What is seen of the target itself.
+
+        Args:
+            spec: Replicas asked for.
+            now: Monotonic seconds.
+        """
+        pool = self._site.parts.fleet.pool
+        stale_after_s = self._site.parts.dispatcher.routing.settings.stale_after_s
+        fresh = [one.load for one in pool.members if now - one.load.at < stale_after_s]
+        return Seen(
+            spec=spec,
+            available=available(pool),
+            waiting=math.fsum(load.waiting or 0.0 for load in fresh),
+            running=math.fsum(load.running or 0.0 for load in fresh),
+            rates=step_time_estimator.pooled([one.rates for one in pool.members])
+            if pool.members
+            else None,
+        )
+
+    def read(self) -> Counters:
+        """What it is now."""
+        tallies, pool = self._tallies, self._site.parts.fleet.pool
+        gate = self._site.gate
+        held, held_tokens = (0, 0) if gate is None else (gate.queue.count, gate.queue.tokens)
+        refused = sum(
+            count for (status, _), count in tallies.rejections.items() if status in _WANTED
+        )
+        # A request that stops waiting is counted elsewhere a moment later.
+        self._arrived = max(self._arrived, float(tallies.routed_total + refused + held))
+        tokens = tallies.prompt_tokens - tallies.matched_tokens
+        tokens += held_tokens
+        self._prompt_tokens = max(self._prompt_tokens, float(tokens))
+        self._read_answers(pool)
+        return Counters(
+            held=held,
+            in_flight=sum(member.account.own for member in pool.members),
+            arrived=self._arrived,
+            prompt_tokens=self._prompt_tokens,
+            answered=float(self._answered),
+            answer_tokens=self._answer_tokens,
+        )
+
+    def _read_answers(self, pool: Pool) -> None:
+        """Of streamed answers nobody says how long they were: those of the engines' own count."""
+        tallies = self._tallies
+        answered = tallies.answered_total - self._answered
+        reports = tallies.reported_total - self._reports
+        told = tallies.usage["completion"] - self._reported_tokens
+        self._answered, self._reports = tallies.answered_total, tallies.reported_total
+        self._reported_tokens = tallies.usage["completion"]
+        usual = step_time_estimator.pooled([member.rates for member in pool.members]).output_tokens
+        self._answer_tokens += told + max(0, answered - reports) * usual
+
+
+def available(pool: Pool) -> int:
+    """Replicas that answer; one with several ports is one."""
+    return len({one.endpoint.uid or one.endpoint.address for one in pool.members if one.up})

@@ -1,0 +1,181 @@
+"""The external scaler that KEDA asks and listens to.
+
+A ScaledObject with a trigger `external-push` names the pool and the metric in its metadata:
+
+- `pool`: of a process with several.
+- `metric`: `desired-replicas`, the usual one, with a target of 1, so that the policy decides; or
+  `queue-depth`, all requests that wait or run, so that the HPA does.
+- `target`: of `queue-depth`, requests per replica.
+
+What is not known is UNAVAILABLE, never 0: KEDA then keeps what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import NoReturn, TypeAlias
+
+import grpc
+
+from extproc.autoscaling.runtime.control_loop import Loop
+from extproc.supervision import Supervisor
+from extproc.wire import keda
+
+#: Metrics there are, and how much of each a replica is for unless the trigger says so.
+_TARGETS = {"desired-replicas": 1.0, "queue-depth": 5.0}
+_USUAL = "desired-replicas"
+
+#: Metrics whose target is what it is.
+_FIXED = frozenset({_USUAL})
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+Served: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
+
+
+class Scaler:
+    """Serves the protocol.
+
+    Args:
+        loops: By name of the pool.
+    """
+
+    def __init__(self, loops: Mapping[str, Loop]) -> None:
+        self._loops = loops
+        self._listening: dict[asyncio.Event, Loop] = {}
+        self._closing = False
+
+    def told(self, loop: Loop) -> None:
+        """A loop has looked: whoever listens hears of it if it is another answer."""
+        for event, heard in self._listening.items():
+            if heard is loop:
+                event.set()
+
+    def gone(self, loop: Loop) -> None:
+        """Whoever listens to a loop that is no more has to ask again."""
+        for event in [one for one, heard in self._listening.items() if heard is loop]:
+            del self._listening[event]
+            event.set()
+
+    def release(self) -> None:
+        """End all streams: KEDA goes to another replica."""
+        self._closing = True
+        for event in self._listening:
+            event.set()
+
+    async def is_active(self, data: bytes, context: Context) -> bytes:
+        """Serve `IsActive`."""
+        loop = await self._loop(keda.reference(data), context)
+        return keda.active(result=loop.active)
+
+    async def stream_is_active(self, data: bytes, context: Context) -> AsyncIterator[bytes]:
+        """Serve `StreamIsActive`: the answer now, and every other one at once."""
+        loop = await self._loop(keda.reference(data), context, known=False)
+        event = asyncio.Event()
+        self._listening[event] = loop
+        said: bool | None = None
+        try:
+            while not self._closing and event in self._listening:
+                if loop.desired is not None and loop.active is not said:
+                    said = loop.active
+                    yield keda.active(result=said)
+                await event.wait()
+                event.clear()
+        finally:
+            self._listening.pop(event, None)
+
+    async def metric_spec(self, data: bytes, context: Context) -> bytes:
+        """Serve `GetMetricSpec`."""
+        asked = keda.reference(data)
+        await self._loop(asked, context, known=False)
+        return keda.metric_spec(*await _metric(asked, context))
+
+    async def metrics(self, data: bytes, context: Context) -> bytes:
+        """Serve `GetMetrics`."""
+        asked = keda.metrics_request(data)
+        loop = await self._loop(asked, context)
+        name, _ = await _metric(asked, context)
+        value = 0.0
+        if loop.demand is not None and loop.desired is not None:
+            value = float(loop.desired.replicas) if name == _USUAL else loop.demand.requests
+        return keda.metric_value(asked.metric if asked and asked.metric else name, value)
+
+    async def _loop(
+        self, asked: keda.Asked | None, context: Context, *, known: bool = True
+    ) -> Loop:
+        """Whose pool is meant, which must have been looked at where it has to be `known`."""
+        if asked is None:
+            await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be read")
+        name = asked.metadata.get("pool", "")
+        loop = self._loops.get(name)
+        if loop is None and not name and len(self._loops) == 1:
+            loop = next(iter(self._loops.values()))
+        if loop is None:
+            there = ", ".join(self._loops) or "none"
+            told = f"no pool {name!r} is scaled here; there are: {there}; name one in the metadata"
+            await _refuse(context, grpc.StatusCode.NOT_FOUND, told)
+        if known and loop.desired is None:
+            await _refuse(context, grpc.StatusCode.UNAVAILABLE, "the pool was not looked at yet")
+        return loop
+
+
+async def _metric(asked: keda.Asked | None, context: Context) -> tuple[str, float]:
+    """Which metric is meant, and its target."""
+    metadata = asked.metadata if asked is not None else {}
+    name = metadata.get("metric", _USUAL)
+    if name not in _TARGETS:
+        told = f"no metric {name!r}; there are: {', '.join(_TARGETS)}"
+        await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, told)
+    written = metadata.get("target")
+    if written is None or name in _FIXED:
+        return name, _TARGETS[name]
+    try:
+        target = float(written)
+    except ValueError:
+        target = 0.0
+    if not 0.0 < target < math.inf:
+        told = f"target must be a number above 0, not {written!r}"
+        await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, told)
+    return name, target
+
+
+async def _refuse(context: Context, code: grpc.StatusCode, told: str) -> NoReturn:
+    await context.abort(code, told)
+    raise RuntimeError("unreachable: abort raises")
+
+
+def register(server: grpc.aio.Server, scaler: Scaler, supervisor: Supervisor) -> None:
+    """Serve the protocol on a server, in bytes: reading and writing is the wire's."""
+
+    async def failed(error: Exception, context: Context) -> NoReturn:
+        supervisor.note("keda", error)
+        await _refuse(context, grpc.StatusCode.INTERNAL, "the call failed")
+
+    def call(answer: Callable[[bytes, Context], Awaitable[bytes]]) -> Served:
+        async def safe(data: bytes, context: Context) -> bytes:
+            try:
+                return await answer(data, context)
+            except grpc.aio.BaseError:
+                raise  # how a refusal leaves
+            except Exception as error:  # noqa: BLE001 - gRPC would log what may quote the call
+                await failed(error, context)
+
+        return grpc.unary_unary_rpc_method_handler(safe)
+
+    async def stream(data: bytes, context: Context) -> AsyncIterator[bytes]:
+        try:
+            async for answer in scaler.stream_is_active(data, context):
+                yield answer
+        except grpc.aio.BaseError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            await failed(error, context)
+
+    handlers: dict[str, Served] = {
+        "IsActive": call(scaler.is_active),
+        "StreamIsActive": grpc.unary_stream_rpc_method_handler(stream),
+        "GetMetricSpec": call(scaler.metric_spec),
+        "GetMetrics": call(scaler.metrics),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(keda.SERVICE, handlers),))

@@ -1,0 +1,281 @@
+"""What the other pickers count: asked for at every look, and pushed when a request waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import math
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+from aiohttp import web
+
+from extproc.autoscaling.demand_estimator import Counters
+from extproc.errors import ConfigError
+from extproc.scrape import client
+from extproc.server.admin_access import normalize_address
+
+_log = logging.getLogger("extproc.server")
+
+#: Where pickers tell each other what they count.
+PATH = "/internal/load"
+
+#: Longest page (bytes): a thousand pools.
+_MOST_BYTES = 1 << 20
+
+#: Seconds that the system's resolver may take for one name; its own limit is 5 s per server.
+_RESOLVE_TIMEOUT_S = 5.0
+
+#: Seconds between two looks for an address that is not known yet.
+_RESOLVE_PAUSE_S = 1.0
+
+#: Most addresses of one name that are asked, far more than replicas of one picker.
+_MOST_ADDRESSES = 256
+
+#: What decoding raises on bytes that are no such page: no JSON or numbers out of range, text that
+#: is no UTF-8, and nesting without end.
+_BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What one picker counts; JSON.
+
+    Attributes:
+        picker: Which one, in this life.
+        pools: By name of the pool.
+    """
+
+    picker: Annotated[str, msgspec.Meta(max_length=256)]
+    pools: Annotated[
+        Mapping[Annotated[str, msgspec.Meta(max_length=512)], Counters],
+        msgspec.Meta(max_length=4096),
+    ]
+
+
+_TOLD = msgspec.json.Decoder(Told)
+
+
+def read_told(page: bytes) -> Told | None:
+    """What another picker counts; None for any other bytes, or with a number out of its range."""
+    try:
+        return _TOLD.decode(page)
+    except _BROKEN:
+        return None
+
+
+class _Peer:
+    """One address.
+
+    Attributes:
+        name: Of the picker there, once it answered.
+        told: What it told last; None when it could not be read the last time.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.name = address
+        self.told: Told | None = None
+
+
+class Peers:
+    """All other pickers of the same pools.
+
+    Args:
+        identity: Of this one.
+        written: `host:port` of their pages; a name stands for every address it resolves to.
+        timeout_s: For one answer.
+        own: Gives what this picker counts, by pool.
+        token: Gives what their pages want; empty sends none.
+
+    Raises:
+        ConfigError: An address cannot be read.
+
+    Attributes:
+        woken: Called with the names of pools in which a request waits elsewhere.
+    """
+
+    def __init__(
+        self,
+        identity: str,
+        written: Sequence[str],
+        *,
+        timeout_s: float,
+        own: Callable[[], Mapping[str, Counters]],
+        token: Callable[[], str] = str,
+    ) -> None:
+        self.identity = identity
+        self._token = token
+        self.woken: Callable[[Iterable[str]], None] = lambda _: None
+        self._written = [_split(one) for one in written]
+        self._own = own
+        self._asking = client.Client(timeout_s=timeout_s, cap_bytes=_MOST_BYTES)
+        self._pushing = client.Client(timeout_s=timeout_s, cap_bytes=_MOST_BYTES)
+        self._peers: dict[str, _Peer] = {}
+        self._ourselves: set[str] = set()
+        self._unresolved: frozenset[str] = frozenset()
+        #: IP addresses of each written name, and when they were looked up for a client.
+        self._hosts = [frozenset[str]() for _ in written]
+        self._hosts_at = -math.inf
+
+    def last(self, pool: str) -> dict[str, Counters | None]:
+        """What was read last, without asking."""
+        found: dict[str, Counters | None] = dict.fromkeys(self._unresolved)
+        for peer in self._peers.values():
+            found[peer.name] = None if peer.told is None else peer.told.pools.get(pool)
+        return found
+
+    async def read(self, pool: str) -> dict[str, Counters | None]:
+        """Ask all of them at once; None for one that cannot be read."""
+        if self._written:
+            await self._resolve()
+            await asyncio.gather(*map(self._ask, list(self._peers)))
+        return self.last(pool)
+
+    async def is_peer(self, host: str) -> bool:
+        """Whether another picker has this address; names are resolved again for a new one.
+
+        Args:
+            host: IP address, as `admin_access.normalize_address` writes it.
+        """
+        now = asyncio.get_running_loop().time()
+        if not self._has(host) and now - self._hosts_at >= _RESOLVE_PAUSE_S:
+            # Before the first await, so that a burst of strangers costs one look.
+            self._hosts_at = now
+            self._keep_hosts([await _addresses(*one) for one in self._written])
+        return self._has(host)
+
+    async def push(self) -> None:
+        """Tell all of them, so that whoever may act does so now."""
+        addresses = list(self._peers)
+        if not addresses:
+            return
+        body = msgspec.json.encode(Told(self.identity, self._own()))
+        authorization = self._authorization
+        await asyncio.gather(
+            *(self._pushing.get(_posting(address, body, authorization)) for address in addresses),
+        )
+
+    def close(self) -> None:
+        """End all connections."""
+        self._asking.close()
+        self._pushing.close()
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        """What other pickers ask for and push."""
+        return (web.get(PATH, self._tell), web.post(PATH, self._hear))
+
+    async def _tell(self, _: web.Request) -> web.Response:
+        body = msgspec.json.encode(Told(self.identity, self._own()))
+        return web.Response(body=body, content_type="application/json")
+
+    async def _hear(self, request: web.Request) -> web.Response:
+        told = read_told(await request.read())
+        if told is None:
+            return web.Response(status=400, text="not what pickers tell each other\n")
+        known = [peer for peer in self._peers.values() if peer.name == told.picker]
+        for peer in known:
+            peer.told = told
+        # Of somebody unknown nothing is believed but that it is time to look.
+        self.woken([name for name, counters in told.pools.items() if counters.held])
+        return web.Response(text="ok\n")
+
+    async def _resolve(self) -> None:
+        found: dict[str, _Peer] = {}
+        unresolved = set()
+        resolved = []
+        for host, port in self._written:
+            addresses = await _addresses(host, port)
+            resolved.append(addresses)
+            if not addresses:
+                unresolved.add(f"{host}:{port}")
+            for address in addresses:
+                if address not in self._ourselves:
+                    found[address] = self._peers.get(address) or _Peer(address)
+        for name in unresolved - self._unresolved:
+            _log.warning("autoscaling: peers %s cannot be resolved: nothing is scaled down", name)
+        for address in self._peers.keys() - found.keys():
+            self._asking.forget(_asking(address, ""))
+            self._pushing.forget(_asking(address, ""))
+        self._peers, self._unresolved = found, frozenset(unresolved)
+        self._keep_hosts(resolved)
+
+    @property
+    def _authorization(self) -> str:
+        """The header with the token, as a line; empty without one."""
+        token = self._token()
+        return f"authorization: Bearer {token}\r\n" if token else ""
+
+    def _has(self, host: str) -> bool:
+        return any(host in hosts for hosts in self._hosts)
+
+    def _keep_hosts(self, resolved: Sequence[Sequence[str]]) -> None:
+        """Take over which addresses peers have; a name that has none keeps those of before."""
+        hosts = [
+            frozenset(normalize_address(_split(address)[0]) for address in addresses)
+            for addresses in resolved
+        ]
+        self._hosts = [new or old for new, old in zip(hosts, self._hosts, strict=True)]
+
+    async def _ask(self, address: str) -> None:
+        answer = await self._asking.get(_asking(address, self._authorization))
+        peer = self._peers.get(address)
+        if peer is None:
+            return
+        why = answer.reason if isinstance(answer, client.Failed) else ""
+        told: Told | None = None
+        if isinstance(answer, bytes):
+            told = read_told(answer)
+            why = "" if told else "unreadable"
+        if told is not None and told.picker == self.identity:
+            self._ourselves.add(address)
+            del self._peers[address]
+            return
+        if why and (peer.told is not None or peer.name == address):
+            _log.warning("autoscaling: peer %s: %s: nothing is scaled down", address, why)
+        peer.told = told
+        if told is not None:
+            peer.name = told.picker
+
+
+def _asking(address: str, authorization: str) -> client.Target:
+    host, port = _split(address)
+    return client.target(host, port, path=PATH, accept="application/json", more=authorization)
+
+
+def _posting(address: str, body: bytes, authorization: str) -> client.Target:
+    host, port = _split(address)
+    head = (
+        f"POST {PATH} HTTP/1.1\r\nhost: {address}\r\nuser-agent: extproc\r\n{authorization}"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return client.Target(host, port, head.encode() + body)
+
+
+def _split(written: str) -> tuple[str, int]:
+    host, _, port = written.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(
+            "autoscaling.peers",
+            wanted="host:port, the port being that of the other pickers' pages",
+            found=repr(written),
+            fix="write it like extproc-peers:9090",
+        )
+    return host.strip("[]"), int(port)
+
+
+async def _addresses(host: str, port: int) -> list[str]:
+    """Every `ip:port` of a host; none where it cannot be resolved within `_RESOLVE_TIMEOUT_S`."""
+    with contextlib.suppress(ValueError):
+        ip = ipaddress.ip_address(host)
+        return [f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"]
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError, UnicodeError):
+        return []
+    hosts = dict.fromkeys(str(answer[4][0]) for answer in found[:_MOST_ADDRESSES])
+    return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in hosts]

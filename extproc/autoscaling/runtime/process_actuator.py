@@ -1,0 +1,317 @@
+"""Engines as child processes: the hands, and the endpoints, of a machine without Kubernetes."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import ipaddress
+import logging
+import re
+import shutil
+import socket
+from collections.abc import Callable
+
+from extproc.autoscaling.interface import Desired
+from extproc.autoscaling.runtime.actuator import Failed
+from extproc.autoscaling.runtime.parent_death_signal import leashed
+from extproc.config.autoscaling import PORT, Launch
+from extproc.discovery.discovered_pool import Found
+from extproc.endpoint import Endpoint
+from extproc.scrape import client
+from extproc.server.pool_runtime import Site
+from extproc.supervision import Supervisor, place_of
+
+_log = logging.getLogger("extproc.server")
+
+#: Name of the loop that starts and ends engines, for the supervisor.
+_ENGINES = "engines"
+
+#: Seconds between two looks whether an engine answers, or has nothing left to do.
+_LOOK_S = 0.1
+
+#: Seconds until another engine is tried where one ended by itself.
+_AGAIN_S = 5.0
+
+#: Seconds one answer to a look may take, and bytes of it.
+_HEALTH_S, _HEALTH_BYTES = 1.0, 65536
+
+#: Largest TCP port.
+_MOST_PORT = 65535
+
+#: Its digits (count): `int` raises on thousands of them.
+_MOST_PORT_DIGITS = 5
+
+#: Last lines of an engine that are shown when it fails (count).
+_LAST_LINES = 5
+
+
+class Engine:
+    """One child.
+
+    Attributes:
+        address: `ip:port`; empty while it is unknown.
+        ready: Whether it answers, and may get requests.
+        wanted: Whether it is to stay.
+    """
+
+    def __init__(self, number: int, address: str) -> None:
+        self.number = number
+        self.address = address
+        self.ready = False
+        self.wanted = True
+        self.leaves = asyncio.Event()
+        self.lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
+
+
+class Engines:
+    """Starts and ends engines, and is the discovery of their pool.
+
+    Args:
+        wanted: How.
+        site: Whose endpoints they are.
+        clock: Monotonic seconds.
+        supervisor: Hears of what raises; None for one of its own.
+    """
+
+    scales = True
+
+    def __init__(
+        self,
+        wanted: Launch,
+        site: Site,
+        *,
+        clock: Callable[[], float],
+        supervisor: Supervisor | None = None,
+    ) -> None:
+        self._wanted = wanted
+        self._site = site
+        self._clock = clock
+        self._supervisor = supervisor or Supervisor(clock=clock)
+        self._http = client.Client(timeout_s=_HEALTH_S, cap_bytes=_HEALTH_BYTES)
+        self._engines: dict[Engine, asyncio.Task[bool]] = {}
+        self._numbers = 0
+        self._spec = 0
+        self._changed = asyncio.Event()
+        self._not_before = 0.0
+
+    @property
+    def acts(self) -> bool:
+        """Always: there is no Lease without Kubernetes."""
+        return True
+
+    def begin(self) -> None:
+        """There is no engine yet, which is knowledge: the pool is empty."""
+        self._publish()
+
+    async def look(self, available: int) -> int | Failed:
+        """See `Hands`."""
+        del available
+        return self._spec
+
+    async def scale(self, desired: Desired, spec: int) -> Failed | None:
+        """See `Hands`: the rest happens in `run`."""
+        del spec
+        self._spec = desired.replicas
+        self._changed.set()
+        return None
+
+    def recall(self, replicas: int) -> None:
+        """See `Hands`: engines of another process ended with it."""
+
+    async def run(self) -> None:
+        """Have as many engines as are wanted, until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    self._changed.clear()
+                    wait_s = self._not_before - self._clock()
+                    try:
+                        self._adjust(tasks)
+                        self._supervisor.works("autoscaling", _ENGINES)
+                    except Exception as error:  # noqa: BLE001 - the group's end would end all engines
+                        wait_s = self._supervisor.failed("autoscaling", error, of=_ENGINES)
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._changed.wait(), wait_s if wait_s > 0 else None)
+        finally:
+            self._http.close()
+
+    def _adjust(self, tasks: asyncio.TaskGroup) -> None:
+        staying = [engine for engine in self._engines if engine.wanted]
+        # The youngest go first: the others have more in their caches. What is not ready goes before.
+        going = sorted(staying, key=lambda one: (one.ready, -one.number))
+        for engine in going[: max(0, len(staying) - self._spec)]:
+            engine.wanted = False
+            engine.leaves.set()
+        if self._clock() < self._not_before:
+            return
+        for _ in range(self._spec - len(staying)):
+            self._numbers += 1
+            engine = Engine(self._numbers, "")
+            kept = self._supervisor.attempt(
+                "autoscaling", self._keep(engine), of=f"engine {engine.number}"
+            )
+            task = tasks.create_task(kept, name=f"engine {engine.number}")
+            self._engines[engine] = task
+        self._publish()
+
+    def _publish(self) -> None:
+        """Say which endpoints there are: those that answer and are to stay."""
+        ready = [one for one in self._engines if one.ready and one.wanted]
+        endpoints = [
+            Endpoint(one.address, name=f"engine-{one.number}", uid=str(one.number)) for one in ready
+        ]
+        self._site.take(Found(tuple(endpoints)))
+
+    async def _keep(self, engine: Engine) -> None:
+        """One engine from its start to its end."""
+        argv = list(self._wanted.command)
+        if any(PORT in word for word in argv):
+            port = _free_port(self._wanted.host)
+            argv = [word.replace(PORT, str(port)) for word in argv]
+            engine.address = _address(self._wanted.host, port)
+        if shutil.which(argv[0]) is None:
+            engine.lines.append(f"there is no program {argv[0]}")
+            self._ended(engine)
+            return
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *leashed(argv),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+            )
+        except OSError as error:
+            engine.lines.append(f"it cannot be started: {error.strerror}")
+            self._ended(engine)
+            return
+        reading = asyncio.ensure_future(self._read(engine, process))
+        try:
+            await self._serve(engine, process)
+        finally:
+            try:
+                await self._end(process)
+                await reading
+            finally:
+                self._ended(engine)
+
+    async def _serve(self, engine: Engine, process: asyncio.subprocess.Process) -> None:
+        ended = asyncio.ensure_future(process.wait())
+        leaves = asyncio.ensure_future(engine.leaves.wait())
+        starting = asyncio.ensure_future(self._answers(engine))
+        try:
+            await asyncio.wait(
+                {ended, leaves, starting},
+                timeout=self._wanted.start_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if ended.done():
+                return
+            if not starting.done():
+                if engine.wanted:
+                    _log.warning(
+                        "engine %d did not answer within %g s", engine.number, self._wanted.start_s
+                    )
+                return
+            fault = starting.exception()
+            if fault is not None:
+                engine.lines.append(f"its health could not be looked at: {place_of(fault)}")
+                return
+            engine.ready = True
+            _log.info("engine %d serves on %s", engine.number, engine.address)
+            self._publish()
+            busy = self._in_flight(engine)
+            await asyncio.wait({ended, leaves}, return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._wanted.drain_s):
+                    while busy() and not ended.done():
+                        # A count has no event, and nobody is in a hurry here.
+                        await asyncio.wait({ended}, timeout=_LOOK_S)
+        finally:
+            for task in (ended, leaves, starting):
+                task.cancel()
+
+    def _in_flight(self, engine: Engine) -> Callable[[], int]:
+        """Our open requests on an engine, also once it is no endpoint any longer."""
+        member = self._site.parts.fleet.pool.find(engine.address)
+        return (lambda: 0) if member is None else (lambda: member.account.in_flight)
+
+    async def _answers(self, engine: Engine) -> None:
+        """Until it does."""
+        while True:
+            if engine.address:
+                host, _, port = engine.address.rpartition(":")
+                where = client.target(host.strip("[]"), int(port), path=self._wanted.health)
+                if isinstance(await self._http.get(where), bytes):
+                    self._http.forget(where)
+                    return
+            await asyncio.sleep(_LOOK_S)
+
+    async def _read(self, engine: Engine, process: asyncio.subprocess.Process) -> None:
+        """Take in what an engine prints, and where it listens if it says so."""
+        if process.stdout is None:
+            return
+        where = re.compile(re.escape(self._wanted.listening) + r"(\S+:\d+)\b")
+        with contextlib.suppress(ValueError):  # a line without an end
+            async for raw in process.stdout:
+                line = raw.decode("utf-8", "replace").rstrip()
+                engine.lines.append(line)
+                _log.debug("engine %d: %s", engine.number, line)
+                match = where.search(line)
+                if match and not engine.address:
+                    engine.address = reachable(match[1], self._wanted.host)
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if process.returncode is None:
+                process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), self._wanted.stop_s)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    def _ended(self, engine: Engine) -> None:
+        """Forget it; where it was wanted, another one follows after a while."""
+        self._engines.pop(engine, None)
+        if engine.wanted:
+            _log.warning(
+                "engine %d ended: %s", engine.number, " | ".join(engine.lines) or "it said nothing"
+            )
+            self._not_before = self._clock() + _AGAIN_S
+        self._publish()
+        self._changed.set()
+
+
+def reachable(printed: str, host: str) -> str:
+    """`ip:port` of an engine that printed where it listens; empty where that is no port.
+
+    Args:
+        printed: `host:port`, also as a URL.
+        host: Address of the endpoints. It stands in for every address (`0.0.0.0`, `[::]`) and for a
+            name such as `localhost`: an endpoint is an address that others can connect to.
+    """
+    place, _, port = printed.rpartition("/")[2].rpartition(":")
+    if not (port.isascii() and port.isdigit() and len(port) <= _MOST_PORT_DIGITS):
+        return ""
+    if not 1 <= int(port) <= _MOST_PORT:
+        return ""
+    try:
+        address = ipaddress.ip_address(place.strip("[]"))
+    except ValueError:
+        return _address(host, int(port))
+    return _address(host if address.is_unspecified else str(address), int(port))
+
+
+def _free_port(host: str) -> int:
+    """A port nobody listens on at this moment."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

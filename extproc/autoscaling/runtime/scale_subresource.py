@@ -1,0 +1,222 @@
+"""Scales an object of Kubernetes, where this replica holds the Lease and nobody else scales it."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from extproc.autoscaling.interface import Desired
+from extproc.autoscaling.runtime import competing_autoscalers, scale_objects
+from extproc.autoscaling.runtime.actuator import Failed
+from extproc.config.autoscaling import Target
+from extproc.discovery.kubernetes import api_errors
+from extproc.discovery.kubernetes import settings as watching
+from extproc.errors import ConfigError
+from extproc.supervision import Supervisor
+
+if TYPE_CHECKING:
+    from extproc.discovery.kubernetes import api_client
+
+_log = logging.getLogger("extproc.server")
+
+#: Seconds one request may take. Bound to what the election leaves: a leader stops `duration_s -
+#: renew_s` (5 s) before another can begin, and what it asked for must be over by then.
+_LIMIT_S = 4.0
+
+#: Events that may wait to be written (count).
+_MOST_EVENTS = 16
+
+
+class Cluster:
+    """The way to the API server, for all targets of this process.
+
+    Args:
+        reaching: Where its address and our credentials are.
+        identity: Of this replica.
+    """
+
+    def __init__(self, reaching: watching.Settings, identity: str) -> None:
+        self.identity = identity
+        self._reaching = reaching
+        self._server: api_client.Server | None = None
+        self._warned = False
+
+    async def open(self) -> None:
+        """Load configuration and credentials.
+
+        Raises:
+            ConfigError: They are missing or broken.
+        """
+        from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy, not for everybody
+
+        self._server = api_client.Server(self._reaching)
+        await self._server.open()
+
+    async def close(self) -> None:
+        """End all connections."""
+        if self._server is not None:
+            await self._server.close()
+
+    async def send(
+        self, method: str, path: str, body: scale_objects.Object | None = None
+    ) -> bytes | api_errors.Refused:
+        """One request; a second time with fresh credentials where the first ones were too old."""
+        if self._server is None:
+            return api_errors.Refused(0, "not connected")
+        kind = scale_objects.MERGE if method == "PATCH" else "application/json"
+        found: bytes | api_errors.Refused = api_errors.Refused(0, "not asked")
+        for _ in range(2):
+            generation = self._server.generation
+            found = await self._server.send(
+                method, path, body=body, seconds=_LIMIT_S / 2.0, kind=kind
+            )
+            if not isinstance(found, api_errors.Refused) or not found.stale:
+                return found
+            try:
+                await self._server.renew(generation)
+            except ConfigError as error:
+                return api_errors.Refused(0, str(error))
+        return found
+
+    async def write_event(
+        self, about: Target, reason: str, note: str, *, warning: bool = False
+    ) -> None:
+        """Write an Event; the first that cannot be written is logged, and none is tried again.
+
+        Args:
+            about: The object, with everything filled in.
+            reason: A single word.
+            note: For people.
+            warning: Whether it asks for attention.
+        """
+        body = scale_objects.event(
+            about,
+            uid="",
+            reason=reason,
+            note=note,
+            warning=warning,
+            at=dt.datetime.now(dt.UTC),
+            by=self.identity,
+        )
+        path = scale_objects.namespaced_path("", "v1", about.namespace, "events")
+        refused = await self.send("POST", path, body)
+        if isinstance(refused, api_errors.Refused) and not self._warned:
+            self._warned = True
+            _log.warning("autoscaling: no Event can be written: %s", refused.message)
+
+
+class Scale:
+    """The hands of one target.
+
+    Args:
+        target: What is scaled, with everything filled in.
+        cluster: How it is reached.
+        leads: Whether this replica holds the Lease.
+        supervisor: Counts Events that raise; None for one of its own.
+    """
+
+    scales = True
+
+    def __init__(
+        self,
+        target: Target,
+        cluster: Cluster,
+        leads: Callable[[], bool],
+        supervisor: Supervisor | None = None,
+    ) -> None:
+        self._target = target
+        self._cluster = cluster
+        self._leads = leads
+        self._supervisor = supervisor or Supervisor()
+        self._path = scale_objects.target_path(target)
+        self._rivals = competing_autoscalers.Rivals(target, cluster)
+        #: Why we stand down, until the leader wrote it into an Event.
+        self._unsaid = ""
+        self._denials = api_errors.Denials()
+        self._events: asyncio.Queue[tuple[str, str, bool]] = asyncio.Queue(_MOST_EVENTS)
+
+    @property
+    def acts(self) -> bool:
+        """Whether this replica leads, and others were looked for and not found."""
+        return self._leads() and self._rivals.names == ()
+
+    async def look(self, available: int) -> int | Failed:
+        """See `Hands`."""
+        del available
+        if self._unsaid and self._leads():
+            self._record("StandsDown", self._unsaid, warning=True)
+            self._unsaid = ""
+        found = await self._cluster.send("GET", f"{self._path}/scale")
+        missing = self._denials.is_missing("get", found)
+        if isinstance(found, api_errors.Refused):
+            return Failed(self._refusal("read", found, "get" if missing else ""))
+        spec = scale_objects.replicas(found)
+        return Failed(f"the scale of {self._named} cannot be read") if spec is None else spec
+
+    async def scale(self, desired: Desired, spec: int) -> Failed | None:
+        """See `Hands`."""
+        found = await self._cluster.send(
+            "PATCH", f"{self._path}/scale", scale_objects.scale(desired.replicas)
+        )
+        missing = self._denials.is_missing("patch", found)
+        if isinstance(found, api_errors.Refused):
+            return Failed(self._refusal("changed", found, "patch" if missing else ""))
+        told = f"from {spec} to {desired.replicas} replicas, {desired.why}"
+        told += f": {desired.because}" if desired.because else ""
+        self._record("Scaled", told)
+        return None
+
+    def recall(self, replicas: int) -> None:
+        """See `Hands`: the object itself says it."""
+
+    async def run(self) -> None:
+        """Look for others who scale, and write Events, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._write_events(), name=f"events of {self._named}")
+            while True:
+                pause_s = await self.look_for_others()
+                await asyncio.sleep(pause_s)
+
+    async def look_for_others(self) -> float:
+        """Stand down while another autoscaler has the target; returns seconds to wait."""
+        before = self._rivals.names
+        pause_s = await self._rivals.update()
+        now = self._rivals.names
+        if now and now != before:
+            names = " and ".join(now)
+            _log.warning("autoscaling: %s scales %s: we do not", names, self._named)
+            self._unsaid = f"{names} scales it: extproc does not"
+        elif before and not now:
+            self._unsaid = ""
+            _log.info("autoscaling: no other autoscaler of %s is left: we scale it", self._named)
+        return pause_s
+
+    def _record(self, reason: str, note: str, *, warning: bool = False) -> None:
+        """Write an Event soon; dropped while too many wait."""
+        if not self._events.full():
+            self._events.put_nowait((reason, note, warning))
+
+    async def _write_events(self) -> None:
+        while True:
+            reason, note, warning = await self._events.get()
+            event = self._cluster.write_event(self._target, reason, note, warning=warning)
+            # What it raises must not begin the look for others anew.
+            await self._supervisor.attempt("autoscaling", event, of=f"event about {self._named}")
+
+    @property
+    def _named(self) -> str:
+        return scale_objects.title(self._target)
+
+    def _refusal(self, what: str, refused: api_errors.Refused, verb: str) -> str:
+        """A refusal for people; with the right that is missing where `verb` names it."""
+        text = f"the scale of {self._named} cannot be {what}: {refused.status or 'no answer'} "
+        text += refused.message
+        if verb:
+            text += (
+                f'; add to a Role of the service account there: apiGroups: ["{self._target.group}"], '
+                f'resources: ["{self._target.resource}/scale"], verbs: ["{verb}"]'
+            )
+        return text

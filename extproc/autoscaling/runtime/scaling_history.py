@@ -1,0 +1,107 @@
+"""What was seen of one pool over time: the four charts that autoscaling is judged by."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from extproc.autoscaling.demand import Demand
+from extproc.autoscaling.demand_estimator import Counters
+from extproc.autoscaling.interface import Desired
+from extproc.autoscaling.time_window import Window
+from extproc.telemetry.scaling_metrics import Figures
+
+#: Seconds that the rate of requests is taken over, as in the charts of the queue-depth policy's
+#: origin (docs/spec/prior-systems.md#wallaroo).
+RATE_S = 180.0
+
+#: Seconds below which a rate says little.
+_FEW_S = 10.0
+
+#: Seconds the depth is averaged over where the policy has no window.
+_WINDOW_S = 60.0
+
+
+class Charts:
+    """What was seen of one pool, over time. Mutable; its loop owns it.
+
+    Attributes:
+        window_s: Seconds the depth is averaged over.
+        demand: What was seen last.
+        desired: What was decided last.
+        changes: Times another number was asked for, by reason.
+        failures: Times that, or looking, failed.
+        wake_s: From the last request that waited at zero until a replica was asked for; None while
+            there was none.
+    """
+
+    def __init__(self) -> None:
+        self.window_s = _WINDOW_S
+        self.demand: Demand | None = None
+        self.desired: Desired | None = None
+        self.changes: Counter[str] = Counter()
+        self.failures = 0
+        self.wake_s: float | None = None
+        self._depths = Window()
+        self._rates = Window()
+        self._arrived: dict[str, float] = {}
+
+    def take(
+        self, demand: Demand, desired: Desired, pickers: Mapping[str, Counters | None]
+    ) -> None:
+        """One look.
+
+        Args:
+            demand: What was seen.
+            desired: What was decided.
+            pickers: Counters of every picker.
+        """
+        now = demand.now
+        since = now - self.demand.now if self.demand is not None else 0.0
+        came = 0.0
+        for name, told in pickers.items():
+            if told is not None:
+                before = self._arrived.get(name, told.arrived)
+                came += max(0.0, told.arrived - before)
+                self._arrived[name] = told.arrived
+        self._rates = self._rates.seen(now, came / since if since > 0 else 0.0, span_s=RATE_S)
+        self._depths = self._depths.seen(now, depth(demand), span_s=self.window_s)
+        self.demand, self.desired = demand, desired
+
+    def changed(self, why: str) -> None:
+        """Another number was asked for."""
+        self.changes[str(why)] += 1
+
+    def figures(self) -> Figures:
+        """What is shown of it."""
+        demand = self.demand
+        if demand is None or self.desired is None:
+            return Figures(failures=self.failures)
+        gauges = {
+            "desired_replicas": float(self.desired.replicas),
+            "queue_depth": depth(demand),
+            "queue_depth_mean": self._depths.mean(demand.now, self.window_s),
+            "requests_per_second": self._rate(demand.now),
+            "work_per_second": demand.arriving,
+            "replica_work_per_second": demand.throughput,
+            "cold_start_seconds": demand.cold_start_s,
+            "complete": float(demand.complete),
+        }
+        if self.wake_s is not None:
+            gauges["wake_seconds"] = self.wake_s
+        replicas = {
+            "asked": demand.spec,
+            "available": demand.available,
+            "starting": demand.starting,
+        }
+        return Figures(gauges, replicas, self.changes, self.failures)
+
+    def _rate(self, now: float) -> float:
+        """Of a few seconds one request would be many per second."""
+        watched_s = self._rates.watched_s(now)
+        return self._rates.mean(now, RATE_S) * min(1.0, watched_s / _FEW_S)
+
+
+def depth(demand: Demand) -> float:
+    """Requests that wait or run, per replica that answers."""
+    return demand.requests / max(1, demand.available)

@@ -1,0 +1,190 @@
+"""What outlives a replica: states of all loops, in a ConfigMap or a file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Protocol
+
+import msgspec
+
+from extproc.autoscaling.runtime import scale_objects
+from extproc.autoscaling.runtime.control_loop import State
+from extproc.autoscaling.runtime.scale_subresource import Cluster
+from extproc.discovery.kubernetes import api_errors
+
+_log = logging.getLogger("extproc.server")
+
+#: Key in the ConfigMap.
+_KEY = "pools.json"
+
+
+#: Seconds on a clock: up to the year 9999.
+_Moment = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """What stands in the ConfigMap; JSON.
+
+    Attributes:
+        at: Monotonic seconds of the writer.
+        time: Seconds since 1970 at the same moment: clocks of two processes have only that in
+            common.
+        pools: States by name of the pool.
+    """
+
+    at: _Moment
+    time: _Moment
+    pools: Mapping[str, msgspec.Raw]
+
+
+class Keeping(Protocol):
+    """Where states are kept."""
+
+    async def load(self) -> tuple[dict[str, State], float] | None:
+        """States by pool, and seconds our clock shows more than theirs; None where it fails."""
+
+    async def save(self, pools: Mapping[str, State]) -> None:
+        """Write; what cannot be written now is written later."""
+
+
+class File:
+    """One file, of one picker.
+
+    Args:
+        path: Of it.
+        clock: Monotonic seconds.
+        time: Seconds since 1970.
+    """
+
+    def __init__(
+        self, path: Path, *, clock: Callable[[], float], time: Callable[[], float]
+    ) -> None:
+        self._path = path
+        self._clock = clock
+        self._time = time
+        self._said = ""
+
+    async def load(self) -> tuple[dict[str, State], float] | None:
+        """See `Keeping`."""
+        try:
+            text = self._path.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return {}, 0.0
+        except OSError as error:
+            self._say("read", error)
+            return None
+        return read(text, self._clock(), self._time())
+
+    async def save(self, pools: Mapping[str, State]) -> None:
+        """See `Keeping`: whoever is killed meanwhile leaves the one before."""
+        text = write(pools, self._clock(), self._time())
+        beside = self._path.with_name(f"{self._path.name}.new")
+        try:
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(self._path)
+        except OSError as error:
+            self._say("written", error)
+        else:
+            self._said = ""
+
+    def _say(self, what: str, error: OSError) -> None:
+        told = f"autoscaling: {self._path} cannot be {what}: {error.strerror}"
+        if told != self._said:
+            self._said = told
+            _log.warning("%s", told)
+
+
+class Memory:
+    """One ConfigMap.
+
+    Args:
+        cluster: How it is reached.
+        namespace: Where it is.
+        name: Of it.
+        clock: Monotonic seconds.
+        time: Seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        namespace: str,
+        name: str,
+        clock: Callable[[], float],
+        time: Callable[[], float],
+    ) -> None:
+        self._cluster = cluster
+        self._namespace = namespace
+        self._name = name
+        self._clock = clock
+        self._time = time
+        self._said = ""
+        self._denials = api_errors.Denials()
+        self._root = scale_objects.namespaced_path("", "v1", namespace, "configmaps")
+        self._path = scale_objects.namespaced_path("", "v1", namespace, "configmaps", name)
+
+    async def load(self) -> tuple[dict[str, State], float] | None:
+        """See `Keeping`."""
+        found = await self._cluster.send("GET", self._path)
+        missing = self._denials.is_missing("get", found)
+        if isinstance(found, api_errors.Refused):
+            if found.status == 404:
+                return {}, 0.0
+            self._say("read", found, "get" if missing else "")
+            return None
+        self._said = ""
+        return read(scale_objects.data(found).get(_KEY, ""), self._clock(), self._time())
+
+    async def save(self, pools: Mapping[str, State]) -> None:
+        """See `Keeping`."""
+        text = write(pools, self._clock(), self._time())
+        found = await self._cluster.send("PATCH", self._path, {"data": {_KEY: text}})
+        verb = "patch"
+        if isinstance(found, api_errors.Refused) and found.status == 404:
+            verb = "create"
+            body = scale_objects.config_map(self._namespace, self._name, {_KEY: text})
+            found = await self._cluster.send("POST", self._root, body)
+        missing = self._denials.is_missing(verb, found)
+        if isinstance(found, api_errors.Refused):
+            self._say("written", found, verb if missing else "")
+        else:
+            self._said = ""
+
+    def _say(self, what: str, refused: api_errors.Refused, verb: str) -> None:
+        told = (
+            f"autoscaling: ConfigMap {self._namespace}/{self._name} cannot be {what}: "
+            f"{refused.status or 'no answer'} {refused.message}"
+        )
+        if verb:
+            told += (
+                "; add to a Role of the service account there: "
+                f'apiGroups: [""], resources: ["configmaps"], verbs: ["{verb}"]'
+            )
+        if told != self._said:
+            self._said = told
+            _log.warning("%s", told)
+
+
+def write(pools: Mapping[str, State], now: float, time: float) -> str:
+    """States as they are kept."""
+    raw = {name: msgspec.Raw(msgspec.json.encode(state)) for name, state in pools.items()}
+    return msgspec.json.encode(Stored(now, time, raw)).decode()
+
+
+def read(text: str, now: float, time: float) -> tuple[dict[str, State], float]:
+    """States from what was kept, and how much our clock is ahead; what is unreadable is nothing."""
+    found: dict[str, State] = {}
+    try:
+        stored = msgspec.json.decode(text or "{}", type=Stored)
+    except scale_objects.DECODE_FAILURES:
+        return found, 0.0
+    for name, raw in stored.pools.items():
+        try:
+            found[name] = msgspec.json.decode(raw, type=State)
+        except scale_objects.DECODE_FAILURES:
+            continue
+    # A clock that was set back must not make what was seen lie in the future.
+    return found, now - stored.at - max(0.0, time - stored.time)

@@ -1,0 +1,184 @@
+"""The upstream picker's flags that are no setting of ours, and what becomes of each.
+
+A value that means what we do anyway is taken without a word. Any other is either named in one
+warning, where nothing a client or gateway relies on is lost, or refused with what to do instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from extproc.config import validation
+from extproc.errors import ConfigError
+
+
+class Compatible(msgspec.Struct, frozen=True):
+    """One flag of the upstream picker.
+
+    Attributes:
+        name: Without dashes.
+        harmless: Values that change nothing here.
+        refused: Whether any other value ends the program; otherwise it is a warning.
+        say: What to do instead, or why nothing has to be done.
+        boolean: Whether it may stand without a value, meaning true.
+    """
+
+    name: str
+    harmless: frozenset[str]
+    refused: bool
+    say: str
+    boolean: bool = False
+
+
+_EMPTY = frozenset({""})
+_OFF = frozenset({"false", "False", "FALSE", "f", "F", "0"})
+_NO_AUTH = "/metrics has no authentication; guard its port with a NetworkPolicy"
+
+FLAGS: Sequence[Compatible] = (
+    Compatible(
+        "grpc-max-send-msg-size",
+        _EMPTY,
+        refused=False,
+        say="answers are sent in messages of 64 KiB at most",
+    ),
+    Compatible(
+        "refresh-prometheus-metrics-interval",
+        _EMPTY,
+        refused=False,
+        say="the metrics page is made when it is asked for",
+    ),
+    Compatible("metrics-endpoint-auth", _OFF, refused=True, say=_NO_AUTH, boolean=True),
+    Compatible("metrics-cert-dir", _EMPTY, refused=True, say=_NO_AUTH),
+    Compatible("metrics-client-ca-file", _EMPTY, refused=True, say=_NO_AUTH),
+    Compatible(
+        "model-server-metrics-port",
+        frozenset({"", "0"}),
+        refused=True,
+        say="label the endpoint with metrics-port instead",
+    ),
+    Compatible(
+        "model-server-metrics-https-insecure-skip-verify",
+        frozenset({"true", "True", "TRUE", "t", "T", "1"}),
+        refused=True,
+        say="set scrape.verify_tls in the configuration",
+        boolean=True,
+    ),
+    Compatible("enable-pprof", _OFF, refused=False, say="there is no profiler page", boolean=True),
+    Compatible("tracing", _OFF, refused=False, say="no traces are sent", boolean=True),
+    Compatible(
+        "enable-grpc-stream-metrics",
+        frozenset({*_OFF, "true", "True", "TRUE", "t", "T", "1"}),
+        refused=False,
+        say="streams are always counted",
+        boolean=True,
+    ),
+    Compatible(
+        "allow-experimental-plugins",
+        _OFF,
+        refused=False,
+        say="every plugin is allowed",
+        boolean=True,
+    ),
+    Compatible(
+        "tls-min-version",
+        frozenset({"", "VersionTLS12"}),
+        refused=True,
+        say="TLS 1.2 and 1.3 are served",
+    ),
+    Compatible(
+        "tls-cipher-suites",
+        _EMPTY,
+        refused=True,
+        say="set the environment variable GRPC_SSL_CIPHER_SUITES",
+    ),
+    *(
+        Compatible(
+            name,
+            frozenset(),
+            refused=False,
+            say="engines are recognised by the metrics they export, and another name is not "
+            "looked for; it is deprecated upstream, too: remove it",
+        )
+        for name in (
+            "total-queued-requests-metric",
+            "total-running-requests-metric",
+            "kv-cache-usage-percentage-metric",
+            "lora-info-metric",
+            "cache-info-metric",
+        )
+    ),
+)
+
+#: Log flags of Go programs that do not have `log` or `zap` in their name.
+_LOG_FLAGS = frozenset(
+    {"v", "vmodule", "stderrthreshold", "add-dir-header", "skip-headers", "one-output"}
+)
+
+
+def verdicts(args: argparse.Namespace) -> Iterator[str]:
+    """A warning for each flag that has no effect.
+
+    Raises:
+        ConfigError: A flag asks for something that must not silently be missing.
+    """
+    for flag in FLAGS:
+        found: str | None = getattr(args, flag.name.replace("-", "_"))
+        if found is None or found in flag.harmless:
+            continue
+        if flag.refused:
+            raise ConfigError(
+                f"--{flag.name}", wanted=_wanted(flag), found=repr(found), fix=flag.say
+            )
+        yield f"--{flag.name} has no effect: {flag.say}"
+
+
+def unknown(words: Sequence[str], *, known: Iterable[str]) -> Iterator[str]:
+    """A warning for each log flag among words nobody knows.
+
+    Args:
+        words: What the parser left.
+        known: Every flag there is, for the guess at what was meant.
+
+    Raises:
+        ConfigError: A word is no log flag.
+    """
+    names = list(known)
+    value_may_follow = False
+    for word in words:
+        name, equals, _ = word.lstrip("-").partition("=")
+        name = name.replace("_", "-")
+        if word.startswith("-") and _logs(name):
+            yield f"{word} has no effect: logging is set with --log-level"
+            value_may_follow = not equals
+        elif value_may_follow and not word.startswith("-"):
+            value_may_follow = False
+        else:
+            raise _no_such(word, name, names)
+
+
+def _wanted(flag: Compatible) -> str:
+    if flag.boolean:
+        return "false" if "false" in flag.harmless else "true"
+    named = sorted(flag.harmless - _EMPTY)
+    return f"nothing or {named[0]}" if named else "nothing"
+
+
+def _logs(name: str) -> bool:
+    return name in _LOG_FLAGS or "log" in name or name.startswith("zap")
+
+
+def _no_such(word: str, name: str, known: Sequence[str]) -> ConfigError:
+    if not word.startswith("-"):
+        return ConfigError(
+            word, wanted="flags only", found="a word that belongs to none", fix="remove it"
+        )
+    meant = validation.nearest(name, known)
+    return ConfigError(
+        word,
+        wanted="a flag of this command",
+        found="an unknown one",
+        fix=f"did you mean --{meant}?" if meant else "see --help",
+    )

@@ -1,0 +1,141 @@
+"""The upstream picker's flags that say what to follow in Kubernetes, as overrides of settings."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from extproc.cli import flag_values
+from extproc.config import loader
+from extproc.errors import ConfigError
+
+
+class Named(msgspec.Struct, frozen=True):
+    """One flag.
+
+    Attributes:
+        name: Without dashes.
+        metavar: For --help.
+        text: For --help.
+    """
+
+    name: str
+    metavar: str
+    text: str
+
+
+FLAGS: Sequence[Named] = (
+    Named("pool-name", "NAME", "InferencePool to follow; with endpoints of your own only a label"),
+    Named("pool-namespace", "NAME", "namespace of the pool; $NAMESPACE or the pod's own if unset"),
+    Named("pool-group", "GROUP", "API group of the InferencePool"),
+    Named("endpoint-selector", "a=b,c=d", "labels of pods to follow without an InferencePool"),
+    Named("endpoint-target-ports", "PORT,...", "ports of these pods, each an endpoint"),
+)
+
+
+def overrides(args: argparse.Namespace, tree: Mapping[str, object]) -> Iterator[loader.Override]:
+    """What the flags set.
+
+    Args:
+        args: Parsed words.
+        tree: The configuration file as it was written.
+
+    Raises:
+        ConfigError: A flag is wrong, or goes with another source of endpoints.
+    """
+    name, selector = args.pool_name, args.endpoint_selector
+    if name:
+        yield loader.Override(("pool", "name"), name, "--pool-name")
+    pool = tree.get("pool")
+    written = dict(pool) if isinstance(pool, dict) else {}
+    listed = bool(args.endpoints or args.endpoints_file)
+    elsewhere = listed or any(written.get(key) for key in ("endpoints", "endpoints_file"))
+    if selector and (listed or elsewhere):
+        raise ConfigError(
+            "--endpoint-selector",
+            wanted="one source of endpoints",
+            found="endpoints listed besides",
+            fix="remove one of them",
+        )
+    if elsewhere or tree.get("pools"):
+        return
+    before = written.get("kubernetes")
+    found = _object(args, before if isinstance(before, dict) else {})
+    if found:
+        if found != before:
+            flag = "--endpoint-selector" if selector else "--pool-name"
+            yield loader.Override(("pool", "kubernetes"), found, flag)
+    elif args.pool_namespace and _every_pool(tree):
+        yield loader.Override(("cluster", "namespace"), args.pool_namespace, "--pool-namespace")
+
+
+def _object(args: argparse.Namespace, before: Mapping[str, object]) -> dict[str, object]:
+    """The section `pool.kubernetes` with the flags in it; empty where nobody names an object."""
+    found = dict(before)
+    if args.endpoint_selector:
+        found.pop("inference_pool", None)
+        found.pop("service", None)
+        found["selector"] = labels(args.endpoint_selector)
+    elif args.pool_name and not (found.get("selector") or found.get("service")):
+        found["inference_pool"] = args.pool_name
+    if not any(found.get(key) for key in ("inference_pool", "selector", "service")):
+        return {}
+    if args.endpoint_target_ports and args.endpoint_target_ports != "[]":
+        found["ports"] = ports(args.endpoint_target_ports)
+    if args.pool_namespace:
+        found["namespace"] = args.pool_namespace
+    if args.pool_group and found.get("inference_pool"):
+        found["group"] = args.pool_group
+    return found
+
+
+def ineffective(args: argparse.Namespace, *, followed: bool) -> Iterator[str]:
+    """A warning for each of these flags that changes nothing.
+
+    Args:
+        args: Parsed words.
+        followed: Whether anything is followed in Kubernetes.
+    """
+    if followed:
+        return
+    for flag in FLAGS[1:]:
+        given = getattr(args, flag.name.replace("-", "_"))
+        if given and given != "[]":
+            yield f"--{flag.name} has no effect: no endpoints come from Kubernetes"
+
+
+def labels(text: str) -> dict[str, str]:
+    """`a=b,c=d` to a mapping.
+
+    Raises:
+        ConfigError: A part is no pair.
+    """
+    found = {}
+    for word in flag_values.listed("--endpoint-selector", text):
+        key, equals, value = word.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(
+                "--endpoint-selector",
+                wanted="labels as key=value, separated by commas",
+                found=word,
+                fix="write app=vllm,tier=gpu",
+            )
+        found[key.strip()] = value.removeprefix("=").strip()
+    return found
+
+
+def ports(text: str) -> list[int]:
+    """`8000,8001` to numbers; the brackets of a Go list are taken too.
+
+    Raises:
+        ConfigError: One is none.
+    """
+    words = flag_values.listed("--endpoint-target-ports", text.strip("[]").replace(" ", ","))
+    return [flag_values.whole("--endpoint-target-ports", word) for word in words]
+
+
+def _every_pool(tree: Mapping[str, object]) -> bool:
+    cluster = tree.get("cluster")
+    return isinstance(cluster, dict) and cluster.get("every_pool") == "namespace"

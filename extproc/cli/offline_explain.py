@@ -1,0 +1,112 @@
+"""A pool written down, brought to life: the state `/debug/pool` shows, back into a fleet."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from extproc.config import factory
+from extproc.config import settings as sections
+from extproc.decision import Decision, Outcome
+from extproc.endpoint import Endpoint, Load, Models
+from extproc.errors import ConfigError
+from extproc.pool.condition import Verdict
+from extproc.pool.store import Fleet, Mark
+from extproc.prefix_cache import cache_model
+from extproc.request import RawRequest
+from extproc.telemetry.pool_state import EndpointState, PoolState
+
+#: The moment of the decision; only differences to it mean anything.
+_NOW = 1_000_000.0
+
+
+def decide(settings: sections.Settings, pool: PoolState, raw: RawRequest, *, where: str) -> Outcome:
+    """What a server with these settings would decide in this situation.
+
+    Args:
+        settings: Of the server.
+        pool: What it would know.
+        raw: The request.
+        where: The state's file, for errors.
+
+    Raises:
+        ConfigError: An address stands twice in the state, or the settings have no profile.
+    """
+    first = _bring_to_life(settings, pool, where=where)
+    outcome = first.dispatcher.route(raw, _NOW)
+    if not isinstance(outcome, Decision) or not outcome.blocks:
+        return outcome
+    # Beliefs about this prompt are blocks, and what its blocks are the first run tells. The
+    # second one starts anew, since round robin and the like have moved on.
+    parts = _bring_to_life(settings, pool, where=where)
+    tokens = settings.prefix.schedule.tokens
+    for known, member in zip(pool.endpoints, parts.fleet.pool.members, strict=True):
+        depth = bisect_right(tokens, known.matched_tokens) - 1
+        parts.index.record(cache_model.key(member.endpoint), outcome.blocks[:depth])
+    return parts.dispatcher.route(raw, _NOW)
+
+
+def _bring_to_life(settings: sections.Settings, pool: PoolState, *, where: str) -> factory.Parts:
+    parts = factory.build(settings)
+    endpoints = [
+        Endpoint(known.address, name=known.name, labels=known.labels) for known in pool.endpoints
+    ]
+    parts.fleet.replace(endpoints, _NOW)
+    if len(parts.fleet.pool.members) < len(endpoints):
+        raise ConfigError(
+            where, wanted="every address once", found="one of them twice", fix="remove one"
+        )
+    for known in pool.endpoints:
+        _charge(parts.fleet, known)
+    return parts
+
+
+def _charge(fleet: Fleet, known: EndpointState) -> None:
+    """Give an endpoint the load, the accounts and the failures that are written down."""
+    member = fleet.pool.find(known.address)
+    if member is None:
+        return
+    load = _load(known)
+    if load is not None:
+        # Before any request is charged: then the mark alone says what of the load was ours.
+        fleet.observe(Mark(member.endpoint, _own_at_scrape(known)), load, _NOW)
+    if known.models is not None:
+        models = Models(frozenset(known.models), frozenset(known.model_adapters or ()))
+        fleet.observe_models(member.endpoint, models)
+    account = member.account
+    for at in range(known.in_flight):
+        prompt_tokens = 0 if at else known.prompt_tokens
+        account.open("", prompt_tokens, cached_tokens=prompt_tokens, now=_NOW)
+    account.sent = known.queued_tokens
+    account.done, account.written = 0.0, account.seen
+    for _ in range(known.failures):
+        fleet.scrape_failed(Mark(member.endpoint, 0), "refused", _NOW)
+    if known.health in {"ejected", "probing"}:
+        for _ in range(fleet.health.settings.failures):
+            fleet.told(member.endpoint, Verdict.FAILED, sent_at=_NOW, now=_NOW)
+
+
+def _load(known: EndpointState) -> Load | None:
+    """The scrape that is written down; None when nothing of one is."""
+    load = Load(
+        at=_NOW - (known.age_s or 0.0),
+        engine=known.engine,
+        waiting=known.waiting,
+        running=known.running,
+        kv_usage=known.kv_usage,
+        adapters=_set(known.adapters),
+        waiting_adapters=_set(known.waiting_adapters),
+        adapter_slots=known.adapter_slots,
+    )
+    empty = known.age_s is None and load == Load(at=load.at)
+    return None if empty else load
+
+
+def _own_at_scrape(known: EndpointState) -> int:
+    """Our own requests at the scrape, so that `foreign` comes out as written."""
+    if known.foreign is None:
+        return known.in_flight
+    return round((known.running or 0.0) + (known.waiting or 0.0) - known.foreign)
+
+
+def _set(names: tuple[str, ...] | None) -> frozenset[str] | None:
+    return None if names is None else frozenset(names)

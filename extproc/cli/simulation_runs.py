@@ -1,0 +1,265 @@
+"""From a scenario file to what is run: settings of every strategy, rows of the trace, and runs.
+
+Runs are spread over processes; what is sent to them are values, so that it works with `spawn`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
+from multiprocessing import connection
+from pathlib import Path
+
+import msgspec
+
+from extproc.config import loader, profiles, validation
+from extproc.config import settings as sections
+from extproc.errors import ConfigError
+from extproc.simulator.fleet import report, run_metrics, scenario, simulation, workloads
+from extproc.simulator.fleet.client import Client
+
+
+class Column(msgspec.Struct, frozen=True):
+    """One strategy, ready to run.
+
+    Attributes:
+        name: What the results call it.
+        settings: Configuration of its pickers; None for the clairvoyant one.
+        client: How its requests are offered; None for the scenario's client.
+        autoscaling: How many engines are up; None for what the scenario says.
+        warnings: What its configuration says and nobody acts on.
+    """
+
+    name: str
+    settings: sections.Settings | None
+    client: Client | None = None
+    autoscaling: scenario.Autoscaling | None = None
+    warnings: Sequence[str] = ()
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Everything that will be run.
+
+    Attributes:
+        scenario: What is simulated; its seeds are those that are run.
+        columns: Strategies, in the order of the results.
+        trace: File with the rows of the workload; empty for none.
+    """
+
+    scenario: scenario.Scenario
+    columns: Sequence[Column]
+    trace: str = ""
+
+    @property
+    def tasks(self) -> list[tuple[Column, int]]:
+        """Every run: strategy and seed. Seeds change last, so that columns fill together."""
+        return [(column, seed) for seed in self.scenario.seeds for column in self.columns]
+
+
+def plan(
+    path: Path, *, strategies: Sequence[str], configs: Sequence[Path], seeds: Sequence[int]
+) -> Plan:
+    """Read a scenario.
+
+    Args:
+        path: The file.
+        strategies: Strategies or variants of the scenario to run, by name.
+        configs: Configuration files to run besides. With neither, all strategies of the scenario.
+        seeds: In place of the scenario's; empty for those.
+
+    Raises:
+        ConfigError: The scenario, a configuration, a strategy or the trace is wrong or missing.
+    """
+    where = str(path)
+    whole = read(path)
+    wanted = _wanted(whole, strategies, configs)
+    whole = msgspec.structs.replace(whole, strategies=wanted, seeds=seeds or whole.seeds)
+    scenario.check(whole, where=where)
+    columns = [column(variant, folder=path.parent, where=where) for variant in whole.variants]
+    trace = _trace(whole.workload, folder=path.parent, where=where)
+    return Plan(whole, columns, trace)
+
+
+def read(path: Path) -> scenario.Scenario:
+    """A scenario as its file says it.
+
+    Raises:
+        ConfigError: It cannot be read, or something in it is unknown, missing or out of range.
+    """
+    where = str(path)
+    tree = loader.tree_of(loader.text_of(path), where=where)
+    return validation.convert(tree, scenario.Scenario, where=where)
+
+
+def column(variant: scenario.Variant, *, folder: Path, where: str) -> Column:
+    """The settings of a variant.
+
+    Args:
+        variant: As the scenario says it.
+        folder: What its configuration file is relative to.
+        where: The scenario's file, for errors.
+
+    Raises:
+        ConfigError: The configuration is wrong, or there is no such strategy.
+    """
+    spot = f"{where}: strategy {variant.name}"
+    if variant.strategy == scenario.CLAIRVOYANT:
+        if variant.config or variant.settings:
+            raise ConfigError(
+                spot,
+                wanted="no configuration beside the strategy clairvoyant",
+                found="config" if variant.config else "settings",
+                fix="remove it; nothing would read it",
+            )
+        return Column(variant.name, None, variant.client, variant.autoscaling)
+    if variant.config:
+        document = loader.read(folder / variant.config)
+    else:
+        document = msgspec.structs.replace(loader.EMPTY, where=spot, folder=str(folder))
+    tree = _merged(document.tree, variant.settings)
+    document = msgspec.structs.replace(document, tree=tree)
+    overrides = []
+    if variant.strategy:
+        overrides.append(loader.Override(("scheduling", "strategy"), variant.strategy, spot))
+    settings = loader.settings(document, overrides)
+    profiles.resolve_all(settings, where=spot)
+    return Column(variant.name, settings, variant.client, variant.autoscaling, document.warnings)
+
+
+def runs(todo: Plan, *, jobs: int) -> Iterator[report.Run]:
+    """Run everything; yields each run when it is over.
+
+    Args:
+        todo: What to run.
+        jobs: Processes; 1 runs in this one.
+    """
+    tasks = todo.tasks
+    if min(jobs, len(tasks)) == 1:
+        _collect_rarely()
+        for one, seed in tasks:
+            yield report.Run(one.name, seed, run(todo.scenario, one, seed=seed, trace=todo.trace))
+        return
+    context = multiprocessing.get_context("spawn")
+    with futures.ProcessPoolExecutor(
+        min(jobs, len(tasks)), mp_context=context, initializer=_worker
+    ) as pool:
+        try:
+            with _unheard_by_children():
+                waiting = {
+                    pool.submit(run, todo.scenario, one, seed=seed, trace=todo.trace): (
+                        one.name,
+                        seed,
+                    )
+                    for one, seed in tasks
+                }
+            for future in futures.as_completed(waiting):
+                name, seed = waiting[future]
+                yield report.Run(name, seed, future.result())
+        except BaseException:
+            # Without this, leaving would wait for the runs in progress.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+
+
+def run(whole: scenario.Scenario, one: Column, *, seed: int, trace: str) -> run_metrics.Summary:
+    """One strategy with one seed."""
+    rows = _rows(trace) if trace else ()
+    return simulation.run(
+        whole,
+        one.settings,
+        seed=seed,
+        rows=rows,
+        client=one.client,
+        autoscaling=one.autoscaling,
+    )
+
+
+@functools.cache
+def _rows(trace: str) -> tuple[str, ...]:
+    """Lines of a trace; every run of a process reads the same ones."""
+    return tuple(loader.text_of(Path(trace)).splitlines())
+
+
+@contextlib.contextmanager
+def _unheard_by_children() -> Iterator[None]:
+    """Processes started inside never hear of Ctrl-C: the parent does, and ends them.
+
+    A blocked signal stays blocked across fork and exec (POSIX), so that it holds while a worker
+    is still starting. What comes meanwhile is delivered to the parent at the end.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _worker() -> None:
+    _collect_rarely()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Nobody else ends a worker in the middle of a run once its parent was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _collect_rarely() -> None:
+    # A turn over a thousand endpoints makes a thousand candidates, and Python would look for
+    # cycles among everything alive after each: a fifth of the time.
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+
+
+def _wanted(
+    whole: scenario.Scenario, strategies: Sequence[str], configs: Sequence[Path]
+) -> Sequence[str | scenario.Variant]:
+    if not strategies and not configs:
+        return whole.strategies
+    known = {variant.name: variant for variant in whole.variants}
+    named: list[str | scenario.Variant] = [known.get(name, name) for name in strategies]
+    return named + [
+        scenario.Variant(name=path.stem, config=str(path.absolute())) for path in configs
+    ]
+
+
+def _trace(workload: workloads.Workload, *, folder: Path, where: str) -> str:
+    """The file of a trace, with the environment's names filled in."""
+    if not isinstance(workload, workloads.Trace):
+        return ""
+    name = os.path.expandvars(workload.file)
+    path = folder / name
+    if "$" in name or not path.is_file():
+        raise ConfigError(
+            f"{where}: workload.file",
+            wanted="a trace",
+            found=f"an environment without the name in {workload.file}"
+            if "$" in name
+            else f"no file {path}",
+            fix="set the variable to the folder that holds the trace"
+            if "$" in name
+            else "check the path; it is relative to the scenario",
+        )
+    return str(path)
+
+
+def _merged(tree: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
+    """A tree with the keys of another put over it, at every depth."""
+    merged = dict(tree)
+    for key, value in over.items():
+        below = merged.get(key)
+        both = isinstance(below, dict) and isinstance(value, dict)
+        merged[key] = _merged(below, value) if both else value  # type: ignore[arg-type]  # both are
+    return merged

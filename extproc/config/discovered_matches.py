@@ -1,0 +1,141 @@
+"""Which requests a pool that Kubernetes brings may claim: rules of the configuration.
+
+Annotations of an InferencePool, all optional, state a claim as `pools[].match` does:
+`extproc/hosts`, `extproc/paths` and `extproc/models` are lists with commas, `extproc/headers` is a
+list of `name=value`. Whoever may write an InferencePool could take the requests of all others with
+them, so a claim is in force only where a rule allows it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+
+from extproc.config import constraints
+from extproc.routing import pool_match
+from extproc.routing.pool_match import Claim
+
+#: Annotations of an InferencePool, by field of a claim.
+ANNOTATIONS: Mapping[str, str] = {
+    kind: f"extproc/{kind}" for kind in ("hosts", "paths", "headers", "models")
+}
+
+#: Conditions of one kind in a claim (count), and the length of each (characters). Every request is
+#: held against all of them.
+_MAX_CONDITIONS = 64
+_MAX_LENGTH = 256
+
+
+class ClaimRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the annotations of pools that Kubernetes brings may claim.
+
+    Attributes:
+        pools: Which pools, as patterns of `namespace/name` with `*` and `?`. No default: a rule is
+            trust in whoever may write these InferencePools.
+        hosts: As in `pools.match`; a claim must name hosts, and each must be one of these or below
+            one. `{namespace}` and `{name}` are those of the pool, here and in the others. None: a
+            claim may name any host, or none.
+        paths: The same for paths.
+        headers: These headers with these values a claim must name. None: any, or none.
+        models: The same as hosts for models.
+    """
+
+    pools: Annotated[tuple[constraints.Name, ...], msgspec.Meta(min_length=1)]
+    hosts: tuple[constraints.Name, ...] = ()
+    paths: tuple[constraints.Name, ...] = ()
+    headers: Mapping[str, str] = {}
+    models: tuple[constraints.Name, ...] = ()
+
+    def limit(self, key: str) -> Claim:
+        """The claim of a pool may be no wider than this.
+
+        Args:
+            key: `namespace/name` of the pool.
+        """
+        namespace, _, name = key.partition("/")
+
+        def filled(text: str) -> str:
+            return text.replace("{namespace}", namespace).replace("{name}", name)
+
+        return Claim(
+            hosts=tuple(filled(host).lower() for host in self.hosts),
+            paths=tuple(filled(path) for path in self.paths),
+            headers={key.lower(): filled(value) for key, value in self.headers.items()},
+            models=tuple(filled(model) for model in self.models),
+        )
+
+
+class Granted(msgspec.Struct, frozen=True):
+    """What comes of a pool's annotations.
+
+    Attributes:
+        claim: In force; empty where none is.
+        refused: Why the annotations are ignored; empty where they are not, or state no claim.
+    """
+
+    claim: Claim = Claim()
+    refused: str = ""
+
+
+def granted(rules: Sequence[ClaimRule], key: str, annotations: Mapping[str, str]) -> Granted:
+    """The claim of a pool, as far as it is allowed.
+
+    A claim that reaches beyond every rule is ignored as a whole: without the condition that is too
+    much it would be wider still.
+
+    Args:
+        rules: Of the configuration.
+        key: `namespace/name` of the pool.
+        annotations: Of its object.
+    """
+    listed = {kind: _words(annotations.get(name, "")) for kind, name in ANNOTATIONS.items()}
+    if not any(listed.values()):
+        return Granted()
+    unreadable = _unreadable(listed)
+    if unreadable:
+        return Granted(refused=unreadable)
+    pairs = (word.partition("=") for word in listed["headers"])
+    claim = Claim(
+        hosts=tuple(host.lower() for host in listed["hosts"]),
+        paths=tuple(listed["paths"]),
+        models=tuple(listed["models"]),
+        headers={name.strip().lower(): value.strip() for name, _, value in pairs},
+    )
+    limits = [rule.limit(key) for rule in rules if _fits(rule, key)]
+    if any(pool_match.within(claim, limit) for limit in limits):
+        return Granted(claim)
+    why = "reaches beyond what its rules allow" if limits else "has no rule"
+    return Granted(refused=f"{pool_match.described(claim)} {why} in cluster.claims")
+
+
+def lines(rules: Sequence[ClaimRule]) -> Iterator[str]:
+    """What the rules mean, for people."""
+    if not rules:
+        yield "claims      none: annotations of InferencePools are ignored (cluster.claims)"
+    for rule in rules:
+        limit = Claim(hosts=rule.hosts, paths=rule.paths, headers=rule.headers, models=rule.models)
+        within = "anything" if limit.empty else pool_match.described(limit)
+        yield f"claims      of {', '.join(rule.pools)}, by annotations: {within}"
+
+
+def _fits(rule: ClaimRule, key: str) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in rule.pools)
+
+
+def _unreadable(listed: Mapping[str, Sequence[str]]) -> str:
+    """What is wrong with the annotations; empty where nothing is."""
+    for kind, words in listed.items():
+        if len(words) > _MAX_CONDITIONS:
+            return f"{ANNOTATIONS[kind]} has {len(words)} entries, above {_MAX_CONDITIONS}"
+        if any(len(word) > _MAX_LENGTH for word in words):
+            return f"{ANNOTATIONS[kind]} has an entry of more than {_MAX_LENGTH} characters"
+    if not all("=" in word for word in listed["headers"]):
+        return f"{ANNOTATIONS['headers']} is no list of name=value"
+    return ""
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]

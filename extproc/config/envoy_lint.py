@@ -1,0 +1,409 @@
+"""What an Envoy configuration does to requests that wait and to answers that take long.
+
+Reads the static part of an Envoy file, or a dump of its configuration: every HTTP connection
+manager with an ext_proc filter, its routes, and the clusters they name. Defaults are Envoy's
+(docs/spec/envoy.md#time-limits, docs/spec/envoy.md#large-bodies).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import msgspec
+
+from extproc.config import envoy_tree
+from extproc.config import settings as sections
+from extproc.config.envoy_tree import Tree
+from extproc.errors import ConfigError
+from extproc.flow_control.request_headers import Manners
+from extproc.protocol import headers
+from extproc.routing.policy_resolver import OBJECTIVE_HEADERS
+
+_MANAGER = "http_connection_manager.v3.HttpConnectionManager"
+_PROCESSOR = "ext_proc.v3.ExternalProcessor"
+_MIB = 1024 * 1024
+
+#: Envoy's defaults.
+_MESSAGE_S = 0.2
+_STREAM_IDLE_S = 300.0
+_ROUTE_S = 15.0
+_BUFFER_BYTES = _MIB
+
+#: Below this many seconds, clients with slow links cannot send a large body.
+_UPLOAD_S = 60.0
+
+#: vLLM (uvicorn) closes idle connections after this many seconds.
+_ENGINE_KEEPS_S = 5.0
+
+#: Headers by which a client could say where its request goes.
+_STEERING = frozenset(
+    {
+        headers.DESTINATION,
+        headers.SELECTION,
+        "x-gateway-destination-endpoint-subset",
+        "x-gateway-destination-endpoint-served",
+    }
+)
+
+#: Headers that say whose a request is, how much it counts and how soon it wants its first token.
+_TURNS = frozenset({*Manners().tenant_headers, *OBJECTIVE_HEADERS, *Manners().slo_headers})
+
+#: Body modes in which Envoy waits for each answer no longer than `message_timeout`.
+_TIMED = frozenset({"NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL"})
+
+#: Body modes that buffer the request.
+_BUFFERED = frozenset({"BUFFERED", "BUFFERED_PARTIAL"})
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing about the file.
+
+    Attributes:
+        grave: `cut` for what ends a request or an answer that is in order, `warning` for what may
+            surprise, `fine` for what was looked at and holds.
+        place: Where in the file.
+        text: What it does, and what to write instead.
+    """
+
+    grave: Literal["cut", "warning", "fine"]
+    place: str
+    text: str
+
+
+def read(tree: object, settings: sections.Settings, *, where: str) -> Iterator[Finding]:
+    """Everything worth saying about an Envoy configuration.
+
+    Args:
+        tree: The file, as mappings and lists.
+        settings: Of the picker behind it.
+        where: The file, for errors.
+
+    Raises:
+        ConfigError: It has no connection manager with an ext_proc filter, or a time that is none.
+    """
+    clusters = {
+        name: one for one in envoy_tree.walk(tree) if (name := envoy_tree.cluster_name(one))
+    }
+    managers = [one for one in envoy_tree.walk(tree) if envoy_tree.is_a(one, _MANAGER)]
+    seen = False
+    for at, manager in enumerate(managers):
+        processors = [one for one in envoy_tree.walk(manager) if envoy_tree.is_a(one, _PROCESSOR)]
+        for processor in processors:
+            seen = True
+            place = f"connection manager {manager.get('stat_prefix', at)}"
+            yield from _manager(manager, processor, settings, place=place, where=where)
+            yield from _uploads(manager, place=place, where=where)
+            yield from _clients(manager, place=place)
+            yield from _routes(manager, settings, place=place, where=where)
+            yield from _processor(processor, clusters, settings, place=place, where=where)
+    if not seen:
+        raise ConfigError(
+            where,
+            wanted="an HTTP connection manager with an ext_proc filter",
+            found=f"{len(managers)} without" if managers else "no connection manager",
+            fix="name the file of an Envoy that asks this picker",
+        )
+    limits = [one for one in envoy_tree.walk(tree) if "per_connection_buffer_limit_bytes" in one]
+    yield from _buffers(limits, managers, settings)
+    named = {name for manager in managers for name in envoy_tree.route_clusters(manager)}
+    if not envoy_tree.has_cluster_discovery(tree):
+        yield from _missing_clusters(sorted({*named, *_picker_clusters(managers)} - set(clusters)))
+    for name in sorted(named & set(clusters)):
+        yield from _engines(name, clusters[name], where=where)
+
+
+def _picker_clusters(managers: list[Tree]) -> Iterator[str]:
+    """Clusters that the ext_proc filters of connection managers name."""
+    for manager in managers:
+        for processor in envoy_tree.walk(manager):
+            if envoy_tree.is_a(processor, _PROCESSOR):
+                service = processor.get("grpc_service") or {}
+                name = (service.get("envoy_grpc") or {}).get("cluster_name")
+                if name:
+                    yield str(name)
+
+
+def _missing_clusters(names: list[str]) -> Iterator[Finding]:
+    for name in names:
+        yield Finding(
+            "cut",
+            f"cluster {name}",
+            "no cluster has this name, and there is no cds_config that could bring it: what goes "
+            "there is answered with 503; add it",
+        )
+
+
+def longest_hold_s(settings: sections.Settings) -> float:
+    """How long a request may wait before it is routed (seconds); 0 where none does."""
+    holding = settings.holding
+    if not holding.enabled:
+        return 0.0
+    named = max((holding.timeout_s, holding.empty_timeout_s, *holding.by_objective.values()))
+    return min(named, holding.most_timeout_s)
+
+
+def _manager(
+    manager: Tree, processor: Tree, settings: sections.Settings, *, place: str, where: str
+) -> Iterator[Finding]:
+    hold_s = longest_hold_s(settings)
+    idle_s = envoy_tree.seconds(manager, "stream_idle_timeout", _STREAM_IDLE_S, where=where)
+    if idle_s and idle_s <= max(hold_s, _STREAM_IDLE_S):
+        yield Finding(
+            "cut" if idle_s <= hold_s else "warning",
+            place,
+            f"stream_idle_timeout is {idle_s:g} s: it ends requests that wait up to {hold_s:g} s, "
+            "and answers that say nothing for that long; write 3600s",
+        )
+    else:
+        yield Finding("fine", place, f"stream_idle_timeout is {_told(idle_s)}")
+    common = manager.get("common_http_protocol_options") or {}
+    whole_s = envoy_tree.seconds(common, "max_stream_duration", 0.0, where=where)
+    if whole_s:
+        yield Finding(
+            "warning",
+            place,
+            f"max_stream_duration is {whole_s:g} s: every answer that takes longer is cut",
+        )
+    body = envoy_tree.mode(processor, "request_body_mode")
+    message_s = envoy_tree.seconds(processor, "message_timeout", _MESSAGE_S, where=where)
+    if body in _TIMED and message_s <= hold_s:
+        yield Finding(
+            "cut",
+            place,
+            f"message_timeout is {message_s:g} s: with request_body_mode {body} a request that "
+            f"waits longer gets 504, and requests may wait {hold_s:g} s; write "
+            f"{hold_s + 60:g}s, at most 3600s",
+        )
+    elif body in _TIMED and message_s <= 1.0:
+        yield Finding(
+            "warning",
+            place,
+            f"message_timeout is {message_s:g} s: a picker that is busy for that long costs a 504",
+        )
+    else:
+        yield Finding("fine", place, f"message_timeout is {message_s:g} s, body mode {body}")
+
+
+def _uploads(manager: Tree, *, place: str, where: str) -> Iterator[Finding]:
+    """What ends clients that send nothing, or a request in drops; waits are not counted in it."""
+    head_s = envoy_tree.seconds(manager, "request_headers_timeout", 0.0, where=where)
+    if not head_s:
+        yield Finding(
+            "warning",
+            place,
+            "request_headers_timeout is off: a client that never ends its headers keeps its "
+            "connection; write 10s",
+        )
+    upload_s = envoy_tree.seconds(manager, "request_timeout", 0.0, where=where)
+    if not upload_s:
+        yield Finding(
+            "warning",
+            place,
+            "request_timeout is off: nothing but stream_idle_timeout ends a body that comes in "
+            "drops; write 600s",
+        )
+    elif upload_s < _UPLOAD_S:
+        yield Finding(
+            "warning", place, f"request_timeout is {upload_s:g} s: slow uploads are cut; write 600s"
+        )
+    else:
+        yield Finding("fine", place, f"request_timeout is {upload_s:g} s")
+
+
+def _clients(manager: Tree, *, place: str) -> Iterator[Finding]:
+    """Which headers of clients reach the picker."""
+    removed = envoy_tree.removed_headers(manager)
+    steering = sorted(_STEERING - removed)
+    if steering:
+        yield Finding(
+            "warning",
+            place,
+            f"nothing removes {', '.join(steering)} of clients before ext_proc: they steer where "
+            "requests go; remove them in a header_mutation filter in front of it",
+        )
+    turns = sorted(_TURNS - removed)
+    if turns:
+        yield Finding(
+            "fine", place, f"clients are trusted to say whose turn it is: {', '.join(turns)} pass"
+        )
+    else:
+        yield Finding("fine", place, "clients cannot say whose turn it is")
+
+
+def _routes(
+    manager: Tree, settings: sections.Settings, *, place: str, where: str
+) -> Iterator[Finding]:
+    hold_s = longest_hold_s(settings)
+    for number, route in enumerate(envoy_tree.routes(manager)):
+        spot = f"{place}, route {number}"
+        answer_s = envoy_tree.seconds(route, "timeout", _ROUTE_S, where=where)
+        if answer_s:
+            yield Finding(
+                "cut",
+                spot,
+                f"timeout is {answer_s:g} s from the end of the request to the end of the answer, "
+                f"waiting included: long answers are cut; write 0s",
+            )
+        else:
+            yield Finding("fine", spot, "timeout is off")
+        if "idle_timeout" in route:
+            idle_s = envoy_tree.seconds(route, "idle_timeout", 0.0, where=where)
+            if idle_s and idle_s <= hold_s:
+                yield Finding(
+                    "cut",
+                    spot,
+                    f"idle_timeout is {idle_s:g} s, before stream_idle_timeout: it ends requests "
+                    f"that wait up to {hold_s:g} s",
+                )
+        longest = route.get("max_stream_duration") or {}
+        whole_s = envoy_tree.seconds(longest, "max_stream_duration", 0.0, where=where)
+        if whole_s:
+            yield Finding(
+                "warning", spot, f"max_stream_duration is {whole_s:g} s: longer answers are cut"
+            )
+
+
+def _processor(
+    processor: Tree, clusters: Mapping[str, Tree], settings: sections.Settings, **spot: str
+) -> Iterator[Finding]:
+    place, where = spot["place"], spot["where"]
+    service = processor.get("grpc_service") or {}
+    whole_s = envoy_tree.seconds(service, "timeout", 0.0, where=where)
+    if whole_s:
+        yield Finding(
+            "cut",
+            place,
+            f"grpc_service.timeout is {whole_s:g} s: the stream to the picker ends then, and with "
+            "it the account of the request; remove it",
+        )
+    if envoy_tree.mode(processor, "request_body_mode") == "NONE":
+        yield Finding(
+            "warning",
+            place,
+            "request_body_mode is NONE: the picker sees neither model nor prompt; write BUFFERED "
+            "or FULL_DUPLEX_STREAMED",
+        )
+    if envoy_tree.mode(processor, "response_header_mode") == "SKIP":
+        yield Finding(
+            "warning",
+            place,
+            "response_header_mode is SKIP: the picker sees no status, so failing endpoints stay in "
+            "use; write SEND",
+        )
+    yield from _bodies(processor, place=place)
+    options = processor.get("metadata_options") or {}
+    received = ((options.get("receiving_namespaces") or {}).get("untyped")) or []
+    if "envoy.lb" not in received:
+        yield Finding(
+            "warning",
+            place,
+            "metadata_options.receiving_namespaces lacks envoy.lb: the destination crosses as a "
+            "header only",
+        )
+    cluster = clusters.get(((service.get("envoy_grpc") or {}).get("cluster_name")) or "")
+    if cluster is not None:
+        yield from _breakers(cluster, settings, place=f"cluster {cluster['name']}")
+
+
+def _bodies(processor: Tree, *, place: str) -> Iterator[Finding]:
+    """What body and trailer modes do together."""
+    duplex = "FULL_DUPLEX_STREAMED"
+    for way in ("request", "response"):
+        trailers = envoy_tree.mode(processor, f"{way}_trailer_mode")
+        if envoy_tree.mode(processor, f"{way}_body_mode") == duplex and trailers != "SEND":
+            yield Finding("cut", place, f"{way}_body_mode {duplex} needs {way}_trailer_mode SEND")
+    if envoy_tree.mode(processor, "response_trailer_mode") != "SEND":
+        yield Finding(
+            "warning",
+            place,
+            "response_trailer_mode is not SEND: the picker cannot tell when an answer ends, so its "
+            "account of open requests is too low",
+        )
+    if (
+        processor.get("failure_mode_allow")
+        and envoy_tree.mode(processor, "request_body_mode") == duplex
+    ):
+        yield Finding(
+            "warning",
+            place,
+            f"failure_mode_allow has no effect on requests with a body in {duplex}: once a piece "
+            "was sent, a lost picker is a 500",
+        )
+
+
+def _breakers(cluster: Tree, settings: sections.Settings, *, place: str) -> Iterator[Finding]:
+    """One stream to the picker is open for every request under way, waiting ones included."""
+    held = settings.holding.max_requests if settings.holding.enabled else 0
+    wanted = max(held, envoy_tree.REQUESTS + 1)
+    found = envoy_tree.open_requests(cluster)
+    if found < wanted:
+        yield Finding(
+            "cut" if found <= held else "warning",
+            place,
+            f"circuit_breakers let {found} requests be open at once, one for every request under "
+            f"way; {held} may wait alone: write max_requests and max_pending_requests 40000",
+        )
+
+
+def _engines(name: str, cluster: Tree, *, where: str) -> Iterator[Finding]:
+    place = f"cluster {name}"
+    if envoy_tree.open_requests(cluster) <= envoy_tree.REQUESTS:
+        yield Finding(
+            "warning",
+            place,
+            f"circuit_breakers let {envoy_tree.open_requests(cluster)} requests be open at once",
+        )
+    options: Tree = next(
+        (
+            one["common_http_protocol_options"]
+            for one in (*envoy_tree.walk(cluster),)
+            if isinstance(one.get("common_http_protocol_options"), Mapping)
+        ),
+        {},
+    )
+    idle_s = envoy_tree.seconds(options, "idle_timeout", 3600.0, where=where)
+    if idle_s >= _ENGINE_KEEPS_S or not idle_s:
+        yield Finding(
+            "warning",
+            place,
+            f"idle_timeout of upstream connections is {_told(idle_s)}: vLLM closes them after "
+            f"{_ENGINE_KEEPS_S:g} s, and a request on its way then is a 503; write 2s",
+        )
+
+
+def _buffers(
+    limits: list[Tree], managers: list[Tree], settings: sections.Settings
+) -> Iterator[Finding]:
+    modes = {
+        envoy_tree.mode(processor, "request_body_mode")
+        for manager in managers
+        for processor in envoy_tree.walk(manager)
+        if envoy_tree.is_a(processor, _PROCESSOR)
+    }
+    if not modes & _BUFFERED:
+        return
+    listeners = [one for one in limits if "filter_chains" in one]
+    size = min(
+        (int(one["per_connection_buffer_limit_bytes"]) for one in listeners),
+        default=_BUFFER_BYTES,
+    )
+    wanted = settings.limits.max_body_bytes
+    if size < wanted:
+        yield Finding(
+            "warning",
+            "listener",
+            f"per_connection_buffer_limit_bytes is {size}: larger bodies are 413, and the picker "
+            f"would take {wanted}",
+        )
+    if size > settings.limits.max_message_bytes:
+        yield Finding(
+            "cut",
+            "listener",
+            f"per_connection_buffer_limit_bytes is {size}, above limits.max_message_bytes "
+            f"({settings.limits.max_message_bytes}): a larger body breaks the stream",
+        )
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:g} s" if seconds else "off"

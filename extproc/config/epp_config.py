@@ -1,0 +1,345 @@
+"""The grammar of the upstream picker's file: plugins by name, profiles that refer to them.
+
+`EndpointPickerConfig` is read by it, and so is `scheduling` of our own file. What upstream wires
+together from producers, handlers and scorers is one index and one account here, so plugin types
+whose work is done anyway are taken and left out (`upstream_types`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from extproc.config import decision_trees, scheduling_schema, upstream_flow_control, validation
+from extproc.config import settings as sections
+from extproc.config.epp_past_types import DECISION_TREE
+from extproc.config.epp_plugin_type import UpstreamType
+from extproc.config.epp_plugin_types import TYPES
+from extproc.config.profile_builder import ROLES, Outline, Part
+from extproc.errors import ConfigError
+from extproc.scheduling import registry
+
+#: API groups the file was published under, newest first.
+VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
+KIND = "EndpointPickerConfig"
+
+_SATURATION = (
+    "saturationDetector is not acted on: with the feature gate flowControl a request waits while it "
+    "would wait longer than holding.busy_s on every endpoint, without it requests go to engines at once"
+)
+
+#: Parameters of data sources that name files with certificates.
+_CERTIFICATES = ("caCertPath", "clientCertPath", "clientKeyPath")
+
+_NOT_SPLIT = "prefill, decode and encode are not split here"
+
+#: Handlers that use several profiles, for the steps of a request or by what a header names, and
+#: what is missing here.
+_SPLITTING: Mapping[str, str] = {
+    "disagg-profile-handler": _NOT_SPLIT,
+    "pd-profile-handler": _NOT_SPLIT,
+    "header-profile-handler": "no header chooses a profile here",
+}
+
+#: Top-level keys, and what becomes of those that are taken without effect.
+_KEYS: Mapping[str, str] = {
+    "apiVersion": "",
+    "kind": "",
+    "metadata": "",
+    "plugins": "",
+    "schedulingProfiles": "",
+    "featureGates": "",
+    "dataLayer": "",
+    "requestHandler": "",
+    "parser": "parser is deprecated and not needed: every surface is parsed",
+    "flowControl": "",
+    "saturationDetector": _SATURATION,
+}
+
+#: Handlers that choose among profiles: type to the parameters that name the one that routes here,
+#: and its name where they do not.
+_HANDLERS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "disagg-profile-handler": (("profiles", "decode"), "decode"),
+    "pd-profile-handler": (("decodeProfile",), "decode"),
+    "header-profile-handler": (("defaultProfile",), "decode"),
+    "data-parallel-profile-handler": ((), "decode"),
+    "slo-aware-profile-handler": ((), "default"),
+    "predicted-latency-profile-handler": ((), "predicted-latency-no-routing"),
+}
+
+
+def translated(tree: Mapping[str, object], *, where: str) -> tuple[dict[str, object], list[str]]:
+    """An EndpointPickerConfig as a tree of our own settings.
+
+    Args:
+        tree: The file.
+        where: Its name, for errors.
+
+    Returns:
+        The tree, and warnings about what is read and not acted on.
+
+    Raises:
+        ConfigError: The version or a key is unknown.
+    """
+    version = tree.get("apiVersion")
+    if version not in VERSIONS:
+        raise ConfigError(
+            validation.place(where, ("apiVersion",)),
+            wanted=f"one of {', '.join(VERSIONS)}",
+            found=validation.show(version),
+            fix=f"write {VERSIONS[0]}",
+        )
+    warnings = []
+    if version != VERSIONS[0]:
+        warnings.append(f"apiVersion {version} is deprecated: write {VERSIONS[0]}")
+    for key, value in tree.items():
+        if key not in _KEYS:
+            meant = validation.nearest(key, _KEYS)
+            raise ConfigError(
+                validation.place(where, (key,)),
+                wanted=f"one of {', '.join(_KEYS)}",
+                found=f"the unknown key {key}",
+                fix=f"did you mean {meant}?" if meant else "remove it",
+            )
+        if _KEYS[key] and value:
+            warnings.append(_KEYS[key])
+    holding, unmapped = upstream_flow_control.holding_of(tree, where=where)
+    warnings += unmapped
+    scheduling: dict[str, object] = {
+        key: tree[key] for key in ("plugins", "schedulingProfiles") if tree.get(key) is not None
+    }
+    if not scheduling.get("plugins"):
+        # Upstream's own default when nothing is configured (docs/spec/protocol.md#default-profile).
+        scheduling = {"strategy": "weighted"}
+    ours: dict[str, object] = {
+        "apiVersion": sections.API_VERSION,
+        "kind": sections.KIND,
+        "scheduling": scheduling,
+    }
+    if holding is not None:
+        ours["holding"] = holding
+    return ours, warnings
+
+
+def by_reference(
+    rules: scheduling_schema.Rules, tables: registry.Tables, path: validation.Path, *, where: str
+) -> Outline:
+    """The outline of the profile that plugins and scheduling profiles mean.
+
+    Args:
+        rules: Whose `plugins` are not empty.
+        tables: The kinds there are.
+        path: Where the rules stand in the file.
+        where: The file, for errors.
+
+    Raises:
+        ConfigError: A type or reference is unknown, a name stands twice, or it is not clear which
+            profile routes.
+    """
+    named = _named(rules.plugins, tables, where=where, path=path)
+    chosen, at = _routing(rules, where=where, path=path)
+    here = (*path, "schedulingProfiles", at)
+    parts: list[Part] = []
+    for number, reference in enumerate(chosen.plugins):
+        spot = (*here, "plugins", number, "pluginRef")
+        if reference.plugin_ref not in named:
+            raise _unknown(reference.plugin_ref, named, validation.place(where, spot))
+        index, written, kind = named[reference.plugin_ref]
+        if not kind:
+            continue
+        spot = (*path, "plugins", index)
+        plugin = _meant(written, kind, named, where=where, path=(*spot, "parameters"))
+        weight = 1.0 if reference.weight is None else reference.weight
+        parts += [
+            Part(role, plugin, spot, "parameters", weight)
+            for role in ROLES
+            if kind in getattr(tables, role)
+        ]
+    return Outline(chosen.name, tuple(parts), here, _MAX_SCORE)
+
+
+def remarks(plugins: Sequence[scheduling_schema.NamedPlugin]) -> Iterator[str]:
+    """What is worth saying of plugins that are read: old names, and work that is not done."""
+    for plugin in plugins:
+        known = TYPES.get(plugin.type)
+        name = plugin.name or plugin.type
+        if known is not None and known.status in ("deprecated", "unsupported"):
+            yield f"plugin {name}: {known.note}"
+        if known is not None and plugin.parameters.get("insecureSkipVerify") is False:
+            yield (
+                f"plugin {name}: insecureSkipVerify: false is not acted on; set scrape.verify_tls "
+                "of an ExtProcConfig where engines are scraped over https"
+            )
+        certificates = [key for key in _CERTIFICATES if plugin.parameters.get(key)]
+        if known is not None and certificates:
+            yield (
+                f"plugin {name}: {', '.join(certificates)} are not read: engines are scraped "
+                "without a client certificate, and checked against the system's authorities with "
+                "scrape.verify_tls"
+            )
+
+
+def check_supported(rules: scheduling_schema.Rules, path: validation.Path, *, where: str) -> None:
+    """Refuse what a deployment is built around and nothing of ours does.
+
+    Args:
+        rules: How requests are routed.
+        path: Where the rules stand in the file.
+        where: The file, for errors.
+
+    Raises:
+        ConfigError: Requests are to be split over several engines.
+    """
+    profiles = [one.name for one in rules.scheduling_profiles]
+    for index, plugin in enumerate(rules.plugins):
+        if plugin.type in _SPLITTING and len(profiles) > 1:
+            others = ", ".join(name for name in profiles if name != _decoding(plugin))
+            raise ConfigError(
+                validation.place(where, (*path, "plugins", index, "type")),
+                wanted="one endpoint for a request",
+                found=f"{plugin.type} with profiles {', '.join(profiles)}: "
+                f"{_SPLITTING[plugin.type]}, so engines of {others} would idle",
+                fix="route to engines that do all of it with one profile, or accept that engines "
+                f"of {_decoding(plugin)} do all of it with --allow-unsupported "
+                "(scheduling.allow_unsupported)",
+            )
+
+
+#: Names an error lists (count): those of one file, not every type there is.
+_MOST_SHOWN = 20
+
+_MAX_SCORE = scheduling_schema.Plugin(kind="max-score-picker")
+
+
+def _named(
+    plugins: Sequence[scheduling_schema.NamedPlugin],
+    tables: registry.Tables,
+    *,
+    where: str,
+    path: validation.Path,
+) -> dict[str, tuple[int, scheduling_schema.NamedPlugin, str]]:
+    """Plugins by name, with their position and their kind here; an empty kind is left out."""
+    ours = {*tables.filters, *tables.scorers, *tables.costs, *tables.pickers}
+    named: dict[str, tuple[int, scheduling_schema.NamedPlugin, str]] = {}
+    for index, plugin in enumerate(plugins):
+        name = plugin.name or plugin.type
+        if name in named:
+            raise ConfigError(
+                validation.place(where, (*path, "plugins", index, "name")),
+                wanted="every name once",
+                found=f"{name} twice",
+                fix="give one of them another name",
+            )
+        theirs = TYPES.get(plugin.type)
+        if theirs is not None:
+            kind = theirs.kind
+            if not kind:
+                _check_idle(theirs, plugin, validation.place(where, (*path, "plugins", index)))
+        elif plugin.type in ours:
+            kind = plugin.type
+        else:
+            spot = validation.place(where, (*path, "plugins", index, "type"))
+            raise _unknown(plugin.type, {*TYPES, *ours}, spot)
+        named[name] = (index, plugin, kind)
+    return named
+
+
+def _meant(
+    written: scheduling_schema.NamedPlugin,
+    kind: str,
+    named: Mapping[str, tuple[int, scheduling_schema.NamedPlugin, str]],
+    *,
+    where: str,
+    path: validation.Path,
+) -> scheduling_schema.Plugin:
+    """A plugin as we write it; a decision tree with the filters it refers to in its nodes."""
+    plugin = scheduling_schema.Plugin(kind=kind, params=_effective(written))
+    if written.type != DECISION_TREE:
+        return plugin
+
+    def find(name: str, spot: validation.Path) -> tuple[scheduling_schema.Plugin, bool]:
+        if name not in named:
+            raise _unknown(name, named, validation.place(where, spot))
+        _, written, kind = named[name]
+        if not kind:
+            raise ConfigError(
+                validation.place(where, spot),
+                wanted="a filter that does something here",
+                found=written.type,
+                fix=TYPES[written.type].note,
+            )
+        found = scheduling_schema.Plugin(kind=kind, params=_effective(written))
+        return found, written.type == DECISION_TREE
+
+    params = decision_trees.rooted(plugin.params, find, where=where, path=path)
+    return msgspec.structs.replace(plugin, params=params)
+
+
+def _check_idle(known: UpstreamType, plugin: scheduling_schema.NamedPlugin, spot: str) -> None:
+    """Refuse parameters that not even a plugin without effect can have."""
+    if not known.parameters:
+        return
+    for name in plugin.parameters:
+        meant = validation.nearest(name, known.parameters)
+        if name not in known.parameters and meant:
+            raise ConfigError(
+                f"{spot}.parameters.{name}",
+                wanted=f"one of {', '.join(known.parameters)}",
+                found=f"the unknown parameter {name}",
+                fix=f"did you mean {meant}?",
+            )
+
+
+def _effective(plugin: scheduling_schema.NamedPlugin) -> Mapping[str, object]:
+    """Its parameters as its kind has them, without those that are taken without effect."""
+    known = TYPES.get(plugin.type)
+    if known is None:
+        return plugin.parameters
+    left = {k: value for k, value in plugin.parameters.items() if k not in known.parameters}
+    return left if known.translate is None else known.translate(left)
+
+
+def _routing(
+    scheduling: scheduling_schema.Rules, *, where: str, path: validation.Path
+) -> tuple[scheduling_schema.SchedulingProfile, int]:
+    """The one profile that chooses who serves, and its position."""
+    profiles = scheduling.scheduling_profiles
+    if not profiles:
+        refs = tuple(
+            scheduling_schema.PluginRef(plugin_ref=plugin.name or plugin.type)
+            for plugin in scheduling.plugins
+        )
+        return scheduling_schema.SchedulingProfile(name="default", plugins=refs), 0
+    if len(profiles) == 1:
+        return profiles[0], 0
+    wanted = next((_decoding(one) for one in scheduling.plugins if one.type in _HANDLERS), "")
+    for at, profile in enumerate(profiles):
+        if profile.name == wanted:
+            return profile, at
+    raise ConfigError(
+        validation.place(where, (*path, "schedulingProfiles")),
+        wanted=f"the profile {wanted}" if wanted else "one profile, or a handler that names one",
+        found=", ".join(profile.name for profile in profiles),
+        fix="keep the profile that picks who serves the request",
+    )
+
+
+def _decoding(handler: scheduling_schema.NamedPlugin) -> str:
+    """The profile a handler decodes by; other stages are not picked here."""
+    keys, name = _HANDLERS[handler.type]
+    value: object = handler.parameters
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, str) else name
+
+
+def _unknown(name: str, known: Mapping[str, object] | set[str], spot: str) -> ConfigError:
+    meant = validation.nearest(name, known)
+    few = len(known) <= _MOST_SHOWN
+    return ConfigError(
+        spot,
+        wanted=f"one of {', '.join(sorted(known))}" if few else "a plugin type that exists",
+        found=name,
+        fix=f"did you mean {meant}?" if meant else "extproc check --plugins lists what there is",
+    )

@@ -1,0 +1,146 @@
+"""Nodes of a filter tree as people write them, ours or the first gateway's spelling, to filters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+
+from extproc.config import constraints, scheduling_schema, validation
+from extproc.errors import ConfigError
+from extproc.scheduling import filter_tree
+from extproc.scheduling.framework import Filter
+
+#: Most nodes of one tree. The largest known tree has 13; the bound is against aliases in a YAML
+#: file that make a node its own successor.
+LARGEST = 100
+
+#: Filter names of the first gateway (docs/spec/prior-systems.md#single-strategies) and our kinds.
+KINDS: Mapping[str, str] = {
+    "affinity_lora": "adapter-active",
+    "can_accept_new_lora": "can-accept-adapter",
+    "critical_request": "critical-request",
+    "drop_request": "drop-request",
+    "least_kv_cache": "kv-range",
+    "least_queuing": "queue-range",
+    "low_cost_lora": "low-cost-adapter",
+    "low_latency": "low-latency",
+    "sheddable_request": "sheddable-capacity",
+    "top_k": "top-k",
+}
+
+#: Its filter options and values that are called otherwise here.
+_OPTIONS: Mapping[str, str] = {"topK": "k", "topKBy": "by"}
+_VALUES: Mapping[object, str] = {
+    "waiting_queue_size": "waiting",
+    "kv_cache_usage_percent": "kv_usage",
+}
+
+#: Makes a filter of an entry that stands at a path.
+Build = Callable[[scheduling_schema.Plugin, validation.Path], Filter]
+
+
+class _Ours(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A node as this project spells it; successors are nodes again."""
+
+    kind: constraints.Name
+    params: Mapping[str, object] = {}
+    on_success: object = None
+    on_failure: object = None
+    on_either: object = None
+
+
+class _Theirs(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """A node as the first gateway spells it."""
+
+    name: constraints.Name
+    filter_option: Mapping[str, object] | None = None
+    next_on_success: object = None
+    next_on_failure: object = None
+    next_on_success_or_failure: object = None
+
+
+def grown(
+    params: Mapping[str, object], build: Build, *, where: str, path: validation.Path
+) -> dict[str, object]:
+    """Parameters of a tree with a filter in every node.
+
+    Args:
+        params: As written: `root`, or the root node itself, as the first gateway's files have it.
+        build: Makes the filters.
+        where: The file, for errors.
+        path: Where `params` stands in it, for errors.
+
+    Raises:
+        ConfigError: A node cannot be read, its filter cannot be made, or there are too many.
+    """
+    left = iter(range(LARGEST))
+    if "root" not in params and ("kind" in params or "name" in params):
+        return {"root": _node(params, build, left, where=where, path=path)}
+    made: dict[str, object] = dict(params)
+    if "root" in made:
+        made["root"] = _node(made["root"], build, left, where=where, path=(*path, "root"))
+    return made
+
+
+def _node(
+    written: object, build: Build, left: Iterator[int], *, where: str, path: validation.Path
+) -> filter_tree.Node:
+    if next(left, None) is None:
+        raise ConfigError(
+            validation.place(where, path[:6]),
+            wanted=f"a tree of at most {LARGEST} nodes",
+            found="more",
+            fix="see whether an alias makes a node its own successor",
+        )
+    theirs = isinstance(written, dict) and "name" in written
+    entry, named, below = (_their if theirs else _our)(written, where=where, path=path)
+    if entry.kind == filter_tree.Tree.kind:
+        raise ConfigError(
+            validation.place(where, (*path, "kind")),
+            wanted="a filter that is no tree",
+            found=entry.kind,
+            fix="write its root here: a node is a tree already",
+        )
+    made = build(entry, path)
+    successors = {
+        ours: _node(node, build, left, where=where, path=(*path, spelt))
+        for (ours, spelt), node in zip(named.items(), below, strict=True)
+        if node is not None
+    }
+    return filter_tree.Node(filter=made, **successors)
+
+
+#: An entry for its filter, how each of our successors is spelt there, and these.
+_Read = tuple[scheduling_schema.Plugin, Mapping[str, str], tuple[object, object, object]]
+
+
+def _our(written: object, *, where: str, path: validation.Path) -> _Read:
+    node = validation.convert(written, _Ours, where=where, path=path)
+    names = ("on_success", "on_failure", "on_either")
+    entry = scheduling_schema.Plugin(kind=node.kind, params=node.params)
+    return (
+        entry,
+        {name: name for name in names},
+        (node.on_success, node.on_failure, node.on_either),
+    )
+
+
+def _their(written: object, *, where: str, path: validation.Path) -> _Read:
+    node = validation.convert(written, _Theirs, where=where, path=path)
+    options = {
+        _OPTIONS.get(name, name): _VALUES.get(value, value) if isinstance(value, str) else value
+        for name, value in (node.filter_option or {}).items()
+    }
+    spelt = {
+        "on_success": "nextOnSuccess",
+        "on_failure": "nextOnFailure",
+        "on_either": "nextOnSuccessOrFailure",
+    }
+    return (
+        scheduling_schema.Plugin(kind=KINDS.get(node.name, node.name), params=options),
+        spelt,
+        (node.next_on_success, node.next_on_failure, node.next_on_success_or_failure),
+    )

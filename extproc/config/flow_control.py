@@ -1,0 +1,92 @@
+"""The holding section: how requests wait for capacity, and what tenants may take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from extproc.config import constraints
+from extproc.flow_control import queued_item
+from extproc.flow_control.rate_limit import Limit
+from extproc.flow_control.request_headers import Manners
+
+_MIB = 1024 * 1024
+
+
+class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How requests wait while no endpoint is there or free, and what tenants may take.
+
+    Attributes:
+        enabled: Hold them. False: requests go to busy engines, which queue them themselves, and
+            without endpoints they are 503 at once, as the protocol has it. Holding needs time
+            limits of the data plane that allow it; `extproc check --envoy FILE` reads them.
+        timeout_s: Longest wait in seconds. 60 is upstream's, and what clients usually allow.
+        empty_timeout_s: Longest wait in seconds where there is no endpoint. 300 lets an engine
+            start; 0 answers 503 at once.
+        most_timeout_s: Longest wait in seconds that a request may ask for. 3600 is the most that
+            Envoy's message_timeout takes.
+        by_objective: Longest waits in seconds by objective. None: all wait alike.
+        timeout_header: Request header with the longest wait in milliseconds; empty reads none.
+        busy_s: Seconds that a request may be expected to wait on an endpoint before the endpoint
+            counts as busy, five times that for priorities above 0. 0.1 sends one prompt after
+            another, as each is computed: engines stay fed, and the rest is decided later, by who
+            needs it. At 0.5 priorities wait a third longer, and nothing is served more.
+        max_requests: Requests that may wait (count). 10000 take some 150 MB with short prompts.
+        max_bytes: Bytes of their bodies together. 256 MiB is half of what may be assembled.
+        order: Of one tenant's requests: `fcfs` by arrival, `edf` by deadline, or `slo` by arrival
+            plus `x-llm-d-slo-ttft-ms`. `fcfs`: who came first is served first.
+        fairness: Among tenants of one priority: `least-served` by tokens attained, `round-robin` by
+            requests, or `none`. `least-served`: requests differ a hundredfold in cost.
+        half_life_s: Seconds after which what a tenant attained counts half. 60 forgets a burst
+            within minutes.
+        tenant_header: Request header that names the tenant, before `x-llm-d-inference-fairness-id`
+            and its older name. Empty: only those.
+        by_adapter: Let the model or adapter be the tenant where no header names one. False: such
+            requests are one tenant.
+        limit: What each tenant may take. Null: any amount.
+        limits: What single tenants may take. None: the same as others.
+    """
+
+    enabled: bool = False
+    timeout_s: constraints.Seconds = 60.0
+    empty_timeout_s: constraints.Seconds = 300.0
+    most_timeout_s: constraints.PositiveSeconds = 3600.0
+    by_objective: Mapping[constraints.Name, constraints.Seconds] = {}
+    timeout_header: str = "x-extproc-hold-ms"
+    busy_s: constraints.PositiveSeconds = 0.1
+    max_requests: constraints.Positive = 10_000
+    max_bytes: constraints.Positive = 256 * _MIB
+    order: queued_item.Order = "fcfs"
+    fairness: queued_item.Fairness = "least-served"
+    half_life_s: constraints.PositiveSeconds = 60.0
+    tenant_header: str = ""
+    by_adapter: bool = False
+    limit: Limit | None = None
+    limits: Mapping[constraints.Name, Limit] = {}
+
+    @property
+    def queue(self) -> queued_item.Settings:
+        """As the queue takes it."""
+        return queued_item.Settings(
+            timeout_s=self.timeout_s,
+            empty_timeout_s=self.empty_timeout_s,
+            most_timeout_s=self.most_timeout_s,
+            by_objective=self.by_objective,
+            max_requests=self.max_requests,
+            max_bytes=self.max_bytes,
+            order=self.order,
+            fairness=self.fairness,
+            half_life_s=self.half_life_s,
+        )
+
+    @property
+    def manners(self) -> Manners:
+        """Which headers are read."""
+        usual = Manners()
+        tenant = (self.tenant_header.lower(),) if self.tenant_header else ()
+        return Manners(
+            tenant_headers=(*tenant, *usual.tenant_headers),
+            by_adapter=self.by_adapter,
+            timeout_headers=(self.timeout_header.lower(),) if self.timeout_header else (),
+        )

@@ -1,0 +1,66 @@
+"""Settings that are allowed and probably not meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from extproc.config import epp_config, policy_schema, pools
+from extproc.config import settings as sections
+
+
+def advice(settings: sections.Settings) -> Iterator[str]:
+    """One sentence for each thing worth a second look."""
+    yield from epp_config.remarks(settings.scheduling.plugins)
+    yield from _rewrites(settings)
+    yield from _xds(settings)
+    yield from _scaling(settings)
+    scrape, limits = settings.scrape, settings.limits
+    if not (pools.given(settings.pool) or settings.pools or pools.from_kubernetes(settings)):
+        yield "there are no endpoints: every request is refused with 503"
+    if scrape.enabled and scrape.stale_after_s < scrape.idle_interval_s + scrape.timeout_s:
+        yield (
+            "scrape.stale_after_s is below idle_interval_s plus timeout_s: loads of idle endpoints "
+            "count as unknown between two scrapes"
+        )
+    if scrape.busy_interval_s > scrape.idle_interval_s:
+        yield "scrape.busy_interval_s is above idle_interval_s: busy endpoints are looked at less"
+    if limits.max_message_bytes < limits.max_body_bytes:
+        yield (
+            "limits.max_message_bytes is below max_body_bytes: a larger body is refused where the "
+            "data plane sends it in one message (BUFFERED)"
+        )
+    if settings.answers.stream_share and not settings.answers.feedback:
+        yield "answers.stream_share has no effect while answers.feedback is false"
+    if settings.scheduling.unknown_model == "reject" and not (scrape.enabled and scrape.models):
+        yield "scheduling.unknown_model is reject, and nobody asks which models there are: all pass"
+    if settings.conformance:
+        yield "conformance is on: clients choose their endpoint with a header"
+    if settings.seed is not None:
+        yield "seed is set: replicas with the same seed draw the same endpoints"
+    if not settings.scheduling.honour_subset:
+        yield "scheduling.honour_subset is false: endpoints a gateway excludes are used all the same"
+
+
+def _rewrites(settings: sections.Settings) -> Iterator[str]:
+    yield from policy_schema.remarks(settings.pool.rewrites, "pool.rewrites")
+    for at, pool in enumerate(settings.pools):
+        yield from policy_schema.remarks(pool.rewrites, f"pools[{at}].rewrites")
+
+
+def _scaling(settings: sections.Settings) -> Iterator[str]:
+    pools = settings.pools or (settings.pool,)
+    least = [pool.autoscaling.min for pool in pools if pool.autoscaling]
+    least += [rule.min for rule in settings.autoscaling.found]
+    if 0 in least and not settings.holding.enabled:
+        yield (
+            "autoscaling.min is 0 and holding.enabled is false: requests are refused with 503 while "
+            "the first engine starts, and nothing wakes one before the next look"
+        )
+
+
+def _xds(settings: sections.Settings) -> Iterator[str]:
+    if settings.xds.enabled and not settings.scheduling.fallbacks:
+        yield (
+            "xds is served and scheduling.fallbacks is 0: when an endpoint fails, Envoy chooses "
+            "the next one itself"
+        )

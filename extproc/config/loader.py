@@ -1,0 +1,337 @@
+"""Files and flags to settings. A flag beats the file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from extproc.config import epp_config, pool_schema, pools, validation
+from extproc.config import settings as sections
+from extproc.discovery import endpoint_list
+from extproc.discovery.file import YAML_FAILURES
+from extproc.errors import ConfigError
+from extproc.protocol import body_buffer
+
+#: Levels a tree may have; the deepest setting stands at seven.
+_DEEPEST = 20
+
+#: Values a tree may have (count), as often as anchors repeat them: a few lines of YAML can mean
+#: billions.
+_MOST_VALUES = 500_000
+
+
+class Document(msgspec.Struct, frozen=True):
+    """A configuration as it was written.
+
+    Attributes:
+        where: The file or flag, for errors.
+        tree: Mappings, lists and scalars.
+        folder: What files it names are relative to; empty for the working directory.
+        warnings: What was read and is not acted on.
+    """
+
+    where: str
+    tree: Mapping[str, object]
+    folder: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+class Override(msgspec.Struct, frozen=True):
+    """One setting given by a flag.
+
+    Attributes:
+        path: Keys from the top, such as `("server", "grpc_port")`.
+        value: What the flag said, in the type the section wants.
+        flag: The flag, for errors.
+    """
+
+    path: tuple[str, ...]
+    value: object
+    flag: str
+
+
+#: No file: defaults, and what flags say.
+EMPTY = Document("the command line", {"apiVersion": sections.API_VERSION, "kind": sections.KIND})
+
+
+def read(path: Path) -> Document:
+    """Read a file.
+
+    Raises:
+        ConfigError: It cannot be read or is not one YAML or JSON mapping.
+    """
+    document = parse(text_of(path), where=str(path))
+    return msgspec.structs.replace(document, folder=str(path.parent))
+
+
+def text_of(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ConfigError: It cannot be read or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            str(path), wanted="a readable file", found=error.strerror or "", fix="check the path"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            str(path),
+            wanted="UTF-8 text",
+            found=f"byte {error.start} that is not",
+            fix="convert the file",
+        ) from None
+    except ValueError:
+        raise ConfigError(
+            repr(str(path)), wanted="a file name", found="a NUL in it", fix="correct the name"
+        ) from None
+
+
+def parse(text: str, *, where: str) -> Document:
+    """Take a configuration apart without looking at what it means.
+
+    The upstream picker's file is read as well, and comes out as a tree of ours.
+
+    Args:
+        text: YAML or JSON.
+        where: The file or flag, for errors.
+
+    Raises:
+        ConfigError: It is not one mapping, or a key stands twice.
+    """
+    tree = tree_of(text, where=where)
+    _refuse_unusable(tree, where=where, path=(), seen=itertools.count())
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            where,
+            wanted="a mapping with apiVersion and kind",
+            found=validation.show(tree),
+            fix=f"begin with 'apiVersion: {sections.API_VERSION}'",
+        )
+    if tree.get("kind") == epp_config.KIND:
+        ours, warnings = epp_config.translated(tree, where=where)
+        return Document(validation.Flat(where, ("scheduling",)), ours, warnings=tuple(warnings))
+    return Document(where, tree)
+
+
+def tree_of(text: str, *, where: str) -> object:
+    """YAML or JSON as mappings, lists and scalars.
+
+    Raises:
+        ConfigError: It is neither, or a key stands twice.
+    """
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            return json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, where))
+        except (ValueError, RecursionError):
+            pass  # a flow mapping of YAML begins the same way; what is neither, YAML will say
+    try:
+        loader = _Loader(text)  # which looks for characters that YAML does not have
+        loader.where = where
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+    except YAML_FAILURES as error:
+        raise _malformed(error, where) from None
+
+
+def settings(document: Document, overrides: Sequence[Override] = ()) -> sections.Settings:
+    """Settings from a document and the flags that beat it.
+
+    Raises:
+        ConfigError: Something is unknown, missing, of the wrong type, out of range, or does not go
+            together.
+    """
+    where = document.where
+    _known_kind(document)
+    validation.convert(document.tree, sections.Settings, where=where)
+    tree: Mapping[str, object] = document.tree
+    for override in overrides:
+        tree = _put(tree, override.path, override.value)
+        # The file is in order, so what fails now is this flag.
+        validation.convert(tree, sections.Settings, where=override.flag)
+    merged = validation.convert(tree, sections.Settings, where=where)
+    flags = sorted({override.flag for override in overrides})
+    listed = "--endpoints" if "--endpoints" in flags else validation.place(where, ("pool",))
+    entries(merged.pool, where=listed)
+    for at, pool in enumerate(merged.pools):
+        entries(pool, where=validation.place(where, ("pools", at)))
+    together(merged, where=f"{where} with {', '.join(flags)}" if flags else where)
+    return _anchored(merged, document.folder)
+
+
+def entries(pool: pool_schema.Source, *, where: str) -> tuple[endpoint_list.Entry, ...]:
+    """The endpoints listed in the pool section, read as those of an endpoints file are.
+
+    Args:
+        pool: The section.
+        where: Where the list stands, for errors.
+
+    Raises:
+        ConfigError: An address is none, or stands twice.
+    """
+    listed: list[object] = [
+        {"address": entry.address, "name": entry.name, "labels": dict(entry.labels)}
+        if isinstance(entry, pool_schema.EndpointEntry)
+        else entry
+        for entry in pool.endpoints
+    ]
+    return endpoint_list.from_document({"endpoints": listed}, where=where)
+
+
+def _anchored(merged: sections.Settings, folder: str) -> sections.Settings:
+    """The same settings with plugin files looked for beside the configuration."""
+    scheduling = merged.scheduling
+    if not scheduling.plugin_files:
+        return merged
+    files = tuple(str(Path(folder, name)) for name in scheduling.plugin_files)
+    return msgspec.structs.replace(
+        merged, scheduling=msgspec.structs.replace(scheduling, plugin_files=files)
+    )
+
+
+def _known_kind(document: Document) -> None:
+    tree = document.tree
+    for key, value in (("apiVersion", sections.API_VERSION), ("kind", sections.KIND)):
+        if key not in tree:
+            raise ConfigError(
+                document.where,
+                wanted=f"the key {key}",
+                found="none",
+                fix=f"begin with '{key}: {value}'",
+            )
+
+
+def together(merged: sections.Settings, *, where: str) -> None:
+    """Refuse settings that are right one by one and cannot be meant together.
+
+    Args:
+        merged: All of them.
+        where: The file or flags they came from, for errors.
+
+    Raises:
+        ConfigError: Names the field that contradicts another one.
+    """
+    scrape, limits = merged.scrape, merged.limits
+    pools.together(merged, where=where)
+    if scrape.stale_after_s <= scrape.busy_interval_s:
+        raise ConfigError(
+            validation.place(where, ("scrape", "stale_after_s")),
+            wanted=f"more than busy_interval_s ({scrape.busy_interval_s:g})",
+            found=f"{scrape.stale_after_s:g}",
+            fix="raise it, or every load counts as unknown before the next scrape",
+        )
+    least = body_buffer.SHARES * limits.max_body_bytes
+    if limits.max_body_bytes > body_buffer.ALWAYS_TAKEN_BYTES and limits.max_assembly_bytes < least:
+        raise ConfigError(
+            validation.place(where, ("limits", "max_assembly_bytes")),
+            wanted=f"at least {body_buffer.SHARES} times max_body_bytes ({least})",
+            found=str(limits.max_assembly_bytes),
+            fix="raise it or lower max_body_bytes, or the largest body is never let in",
+        )
+    if merged.server.cert_path and not merged.server.secure_serving:
+        raise ConfigError(
+            validation.place(where, ("server", "cert_path")),
+            wanted="no certificate while secure_serving is false",
+            found=merged.server.cert_path,
+            fix="set secure_serving to true or remove cert_path",
+        )
+
+
+def _put(tree: Mapping[str, object], path: tuple[str, ...], value: object) -> dict[str, object]:
+    """A copy of a tree with one value replaced."""
+    head, *rest = path
+    if not rest:
+        return {**tree, head: value}
+    below = tree.get(head)
+    inner = _put(below if isinstance(below, dict) else {}, tuple(rest), value)
+    return {**tree, head: inner}
+
+
+def _refuse_unusable(
+    tree: object, *, where: str, path: validation.Path, seen: Iterator[int]
+) -> None:
+    """YAML can say .inf and .nan, and a mapping that holds itself; no setting can mean them."""
+    if next(seen) > _MOST_VALUES:
+        raise ConfigError(
+            where,
+            wanted=f"at most {_MOST_VALUES} values",
+            found="more",
+            fix="anchors refer to anchors; write the values out",
+        )
+    if len(path) > _DEEPEST:
+        raise ConfigError(
+            where,
+            wanted=f"at most {_DEEPEST} levels",
+            found=f"more, below {validation.spell(path[:3])}",
+            fix="an anchor refers to what it stands in; write the value out",
+        )
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            _refuse_unusable(value, where=where, path=(*path, str(key)), seen=seen)
+    elif isinstance(tree, list):
+        for at, value in enumerate(tree):
+            _refuse_unusable(value, where=where, path=(*path, at), seen=seen)
+    elif isinstance(tree, float) and not math.isfinite(tree):
+        raise ConfigError(
+            validation.place(where, path),
+            wanted="a finite number",
+            found=str(tree),
+            fix="write a number; a very large one is as good as infinity",
+        )
+
+
+def _twice(where: str, key: object, line: str) -> ConfigError:
+    return ConfigError(
+        where,
+        wanted="every key once in its mapping",
+        found=f"{key} twice{line}",
+        fix="keep one; the other would be lost without a word",
+    )
+
+
+def _once(pairs: list[tuple[str, object]], where: str) -> dict[str, object]:
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _twice(where, next(key for key in keys if keys.count(key) > 1), "")
+    return tree
+
+
+def _malformed(error: Exception, where: str) -> ConfigError:
+    mark = getattr(error, "problem_mark", None)
+    spot = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
+    problem = getattr(error, "problem", None) or " ".join(str(error).split())[:200]
+    problem = problem or type(error).__name__
+    return ConfigError(spot, wanted="YAML or JSON", found=problem, fix="correct the syntax there")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key may stand once."""
+
+    where = ""
+
+    def construct_mapping(
+        self,
+        node: yaml.MappingNode,
+        deep: bool = False,  # noqa: FBT001, FBT002 - PyYAML's signature, called by position
+    ) -> dict[Hashable, object]:
+        """Build a mapping; PyYAML would keep the last of equal keys without a word."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.value in seen:
+                line = f" (again in line {key.start_mark.line + 1})"
+                raise _twice(self.where, key.value, line)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)

@@ -1,0 +1,302 @@
+"""Plugins of others: from Python files and installed packages to tables of kinds.
+
+A file named in `scheduling.plugin_files`, or a package with an entry point in the group
+`extproc.plugins`, adds every class it defines that has a `kind` and one of the methods keep, score,
+price or pick. Nothing registers itself: the tables are a value, made anew at start and at each
+reload, with the files read anew. A file runs once for each content it has: what checks a
+configuration and what routes by it share its classes. Packages are imported as Python imports them:
+once for each process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+from msgspec import inspect as reading
+
+from extproc.config import scheduling_schema, validation
+from extproc.errors import ConfigError
+from extproc.scheduling import plugin_guard, registry
+from extproc.scheduling.framework import Signal
+
+#: Entry points of packages that bring plugins; the value is a module or one class.
+GROUP = "extproc.plugins"
+
+#: Which method makes which role, and the table it goes to.
+METHODS: Mapping[str, str] = {
+    "keep": "filters",
+    "score": "scorers",
+    "price": "costs",
+    "pick": "pickers",
+}
+
+#: Where a module keeps what it was made of.
+_CONTENT = "__extproc_content__"
+
+_KIND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+
+
+class Brought(msgspec.Struct, frozen=True):
+    """Plugin classes of one file or package.
+
+    Attributes:
+        origin: The file, or the entry point and its package.
+        classes: In the order they are defined; at least one.
+    """
+
+    origin: str
+    classes: tuple[type, ...]
+
+
+def tables(
+    scheduling: scheduling_schema.Scheduling,
+    *,
+    where: str,
+    guards: plugin_guard.Guards | None = None,
+) -> registry.Tables:
+    """Every kind a configuration may name: the built-in ones and those of others.
+
+    Args:
+        scheduling: Names the files and the time budget.
+        where: The file or flags it came from, for errors.
+        guards: Clock and counters for plugins of others; None leaves them bare, which is for
+            looking at a configuration and not for routing.
+
+    Raises:
+        ConfigError: A file cannot be read or imported, brings no plugin or a broken one, or a kind
+            exists already.
+    """
+    limits = plugin_guard.Limits(budget_s=scheduling.plugin_budget_ms / 1000)
+    brought = [*installed()]
+    for at, name in enumerate(scheduling.plugin_files):
+        spot = validation.place(where, ("scheduling", "plugin_files", at))
+        brought.append(from_file(Path(name), where=spot))
+    return combine(brought, guards and msgspec.structs.replace(guards, limits=limits))
+
+
+def combine(
+    brought: Sequence[Brought], guards: plugin_guard.Guards | None = None
+) -> registry.Tables:
+    """The built-in kinds and those that were brought.
+
+    Raises:
+        ConfigError: Two classes of one role have one kind.
+    """
+    built_in = registry.BUILT_IN
+    made: dict[str, dict[str, Any]] = {
+        table: dict(getattr(built_in, table)) for table in METHODS.values()
+    }
+    outsiders: dict[type, str] = {}
+    for one in brought:
+        for cls in one.classes:
+            outsiders[cls] = one.origin
+            for role in roles(cls):
+                table = made[METHODS[role]]
+                kind: str = cls.kind  # type: ignore[attr-defined]  # `_checked` saw it
+                if kind in table:
+                    raise ConfigError(
+                        _line_of(cls, one.origin),
+                        wanted=f"a kind that no other class with {role} has",
+                        found=f"{kind}, {_owner(table[kind], outsiders)}",
+                        fix=f"give {cls.__name__} another kind",
+                    )
+                table[kind] = cls
+    return registry.Tables(**made, outsiders=outsiders, guards=guards)
+
+
+def roles(cls: type) -> tuple[str, ...]:
+    """The methods of a class that make it a plugin: some of keep, score, price, pick."""
+    return tuple(method for method in METHODS if callable(getattr(cls, method, None)))
+
+
+def installed() -> Iterator[Brought]:
+    """What installed packages bring, by the name of their entry points.
+
+    Raises:
+        ConfigError: One cannot be imported, or brings no plugin or a broken one.
+    """
+    for point in _points(tuple(sys.path)):
+        origin = f"entry point {point.name} of {point.dist.name if point.dist else 'a package'}"
+        try:
+            loaded = point.load()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # even an exit: somebody else's code
+            raise ConfigError(
+                origin,
+                wanted="a module or class that can be imported",
+                found=_told(error),
+                fix="correct the package or uninstall it",
+            ) from error
+        if isinstance(loaded, ModuleType):
+            yield _brought(loaded, origin)
+        else:
+            yield Brought(origin, (_checked(loaded, origin),))
+
+
+@lru_cache(maxsize=4)
+def _points(_: tuple[str, ...]) -> Sequence[metadata.EntryPoint]:
+    """Entry points of what is installed on this path, by name; every package is read for it."""
+    return sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name)
+
+
+def from_file(path: Path, *, where: str) -> Brought:
+    """Take the plugins of a Python file, and run it unless its last run had the same content.
+
+    Args:
+        path: The file.
+        where: Where it is named, for errors.
+
+    Raises:
+        ConfigError: It cannot be read, raises, or brings no plugin or a broken one.
+    """
+    try:
+        source = path.read_bytes()
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
+        why = getattr(error, "strerror", None) or type(error).__name__
+        raise ConfigError(
+            where,
+            wanted="a readable Python file",
+            found=f"{path}: {why}",
+            fix="correct the path; it is relative to the configuration file",
+        ) from None
+    # A name of its own for each path: annotations written as text are looked up by module name,
+    # and a reload then takes the place of what it replaces.
+    module = ModuleType(f"extproc plugin {path}")
+    module.__file__ = str(path)
+    before = sys.modules.get(module.__name__)
+    if before is not None and getattr(before, _CONTENT, None) == source:
+        return _brought(before, str(path))
+    setattr(module, _CONTENT, source)
+    sys.modules[module.__name__] = module
+    try:
+        _execute(source, module, path)
+        return _brought(module, str(path))
+    except BaseException:
+        del sys.modules[module.__name__]
+        if before is not None:
+            sys.modules[module.__name__] = before
+        raise
+
+
+def _execute(source: bytes, module: ModuleType, path: Path) -> None:
+    """Run source as the body of a module.
+
+    Not through an import: Python's cache of compiled files goes by size and whole seconds, and
+    would miss a quick edit.
+    """
+    try:
+        code = compile(source, str(path), "exec", dont_inherit=True)
+        exec(code, module.__dict__)  # noqa: S102 - the configuration asks for this code to run
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # even an exit: somebody else's code
+        line = error.lineno if isinstance(error, SyntaxError) else None
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename == str(path):
+                line = frame.lineno
+        raise ConfigError(
+            f"{path}:{line or 1}",
+            wanted="a Python file that can be imported",
+            found=_told(error),
+            fix="correct it, or take the file out of scheduling.plugin_files",
+        ) from error
+
+
+def _brought(module: ModuleType, origin: str) -> Brought:
+    """The plugins a module defines; what it only imports is not its own."""
+    own = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__ and roles(value)
+    ]
+    plugins = dict.fromkeys(cls for cls in own if hasattr(cls, "kind"))
+    if not plugins:
+        nameless = f"{own[0].__name__} with {roles(own[0])[0]} and no kind" if own else "none"
+        raise ConfigError(
+            _line_of(own[0], origin) if own else origin,
+            wanted=f"a class with a kind and one of the methods {', '.join(METHODS)}",
+            found=nameless,
+            fix="add one; `extproc plugin template scorer` prints a start",
+        )
+    return Brought(origin, tuple(_checked(cls, origin) for cls in plugins))
+
+
+def _checked(cls: Any, origin: str) -> type:
+    """A class that can be a plugin.
+
+    Raises:
+        ConfigError: It cannot; says at which line it begins.
+    """
+    if not isinstance(cls, type) or not roles(cls):
+        raise ConfigError(
+            origin,
+            wanted=f"a module, or a class with one of the methods {', '.join(METHODS)}",
+            found=validation.show(cls),
+            fix="let the entry point name one",
+        )
+    for complaint, found, fix in _complaints(cls):
+        raise ConfigError(_line_of(cls, origin), wanted=complaint, found=found, fix=fix)
+    return cls
+
+
+def _complaints(cls: Any) -> Iterator[tuple[str, str, str]]:
+    """What keeps a class from being a plugin: wanted, found, what to do."""
+    name = cls.__name__
+    if not issubclass(cls, msgspec.Struct):
+        yield (
+            f"the parameters of {name} as fields of a msgspec struct",
+            f"class {name}({', '.join(base.__name__ for base in cls.__bases__)})",
+            f"write class {name}(msgspec.Struct, frozen=True)",
+        )
+    kind = getattr(cls, "kind", None)
+    if not isinstance(kind, str) or not _KIND.fullmatch(kind):
+        yield (
+            f"a kind of {name} in lower case with dashes",
+            validation.show(kind) if isinstance(kind, str | None) else "a field",
+            'write kind: ClassVar[str] = "my-kind"',
+        )
+    needs = getattr(cls, "needs", None)
+    # A property: what it needs depends on its parameters.
+    signals = isinstance(needs, frozenset) and all(isinstance(one, Signal) for one in needs)
+    if not signals and not isinstance(needs, property):
+        yield (
+            f"the signals {name} reads as a frozenset of Signal",
+            "none" if needs is None else type(needs).__name__,
+            "write needs: ClassVar[frozenset[Signal]] = frozenset({...})",
+        )
+    try:
+        reading.type_info(cls)
+    except Exception as error:  # noqa: BLE001 - whatever its annotations do
+        yield (
+            f"annotations of {name} that can be read",
+            _told(error),
+            "import at the top of the file what they name",
+        )
+
+
+def _line_of(cls: type, origin: str) -> str:
+    """File and line at which a class begins; its origin when nobody knows."""
+    try:
+        return f"{inspect.getsourcefile(cls)}:{inspect.findsource(cls)[1] + 1}"
+    except (OSError, TypeError):
+        return origin
+
+
+def _owner(cls: type, outsiders: Mapping[type, str]) -> str:
+    return f"which {cls.__name__} of {outsiders[cls]} has" if cls in outsiders else "a built-in"
+
+
+def _told(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,0 +1,91 @@
+"""Objectives and rewrites in the configuration, for pools that no Kubernetes object describes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+
+from extproc.config import constraints
+from extproc.pool import inference_policy
+
+Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+Weight = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
+
+
+class RewriteTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A model that requests for another are sent to.
+
+    Attributes:
+        model: The name to put into the body, a base model or an adapter. No default: a target is
+            its name.
+        weight: Its part among the targets. Null: where nobody has one all are drawn alike, and
+            where somebody has one those without are not drawn.
+    """
+
+    model: constraints.BoundedName
+    weight: Weight | None = None
+
+
+class Rewrite(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Requests for these models go to others.
+
+    Attributes:
+        models: Names in requests, exactly. None: every request that no other rewrite names.
+        targets: Who is drawn from, at least one.
+    """
+
+    models: tuple[constraints.BoundedName, ...] = ()
+    targets: Annotated[tuple[RewriteTarget, ...], msgspec.Meta(min_length=1)]
+
+
+def policy(objectives: Mapping[str, int], rewrites: Sequence[Rewrite]) -> inference_policy.Policy:
+    """The sections as a value."""
+    if not (objectives or rewrites):
+        return inference_policy.NONE
+    rules = [
+        inference_policy.Rule(
+            each.models,
+            tuple(inference_policy.Target(one.model, one.weight) for one in each.targets),
+        )
+        for each in rewrites
+    ]
+    return inference_policy.Policy(objectives, tuple(rules))
+
+
+def lines(objectives: Mapping[str, int], rewrites: Sequence[Rewrite]) -> Iterator[str]:
+    """The sections in words, for `extproc check`."""
+    if objectives:
+        ranked = sorted(objectives.items(), key=lambda pair: (-pair[1], pair[0]))
+        yield "objectives  " + ", ".join(f"{name} {priority}" for name, priority in ranked)
+    head = "rewrites    "
+    for each in rewrites:
+        targets = ", ".join(
+            one.model if one.weight is None else f"{one.model} ({one.weight})"
+            for one in each.targets
+        )
+        yield f"{head}{', '.join(each.models) or 'every other model'} to {targets}"
+        head = " " * len(head)
+
+
+def remarks(rewrites: Sequence[Rewrite], where: str) -> Iterator[str]:
+    """Rewrites that are allowed and probably not meant.
+
+    Args:
+        rewrites: In their order.
+        where: Where they stand, such as `pool.rewrites`.
+    """
+    first: dict[str, int] = {}
+    for at, each in enumerate(rewrites):
+        for model in each.models or ("",):
+            before = first.setdefault(model, at)
+            if before != at:
+                named = model or "every other model"
+                yield f"{where}[{at}] is never used for {named}: {where}[{before}] comes first"
+        weights = [one.weight for one in each.targets]
+        unweighted = [one.model for one in each.targets if one.weight is None]
+        if sum(weight or 0 for weight in weights) and unweighted:
+            yield f"{where}[{at}] never draws {', '.join(unweighted)}: others have a weight"
+        elif 0 in weights and not any(weights):
+            yield f"{where}[{at}] has only weights of 0: its targets are drawn alike"

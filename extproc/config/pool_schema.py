@@ -1,0 +1,153 @@
+"""Where endpoints come from, and which requests are for which pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+
+from extproc.config import constraints, policy_schema, scheduling_schema
+from extproc.config.autoscaling import Scaling
+from extproc.config.discovered_matches import ClaimRule
+from extproc.discovery.kubernetes import settings as watching
+from extproc.election import settings as electing
+from extproc.routing import pool_match
+
+#: A port number of an engine (TCP).
+EnginePort = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class EndpointEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One endpoint written out.
+
+    Attributes:
+        address: `ip:port`, `[ipv6]:port` or `hostname:port`; a name stands for every address it
+            resolves to. No default: an endpoint is its address.
+        name: What people call it; empty takes the address.
+        labels: Free labels (hardware, zone, role). None, because nothing needs them.
+    """
+
+    address: constraints.Name
+    name: str = ""
+    labels: Mapping[str, str] = {}
+
+
+class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The endpoints of a pool in a Kubernetes cluster: exactly one of the first three fields.
+
+    Attributes:
+        inference_pool: Name of an InferencePool; its selector and target ports are followed.
+        selector: Labels pods must have, for clusters without the CRD. None.
+        service: Name of a Service whose EndpointSlices are followed; labels of pods are then
+            unknown. Empty for none.
+        namespace: Of all these. Empty: the one this process runs in, from the environment variable
+            NAMESPACE or the service account, else `default`.
+        group: API group of the InferencePool. `inference.networking.k8s.io` is v1; the older
+            `inference.networking.x-k8s.io` is v1alpha2.
+        ports: Ports of the pods a selector finds, each an endpoint of its own. None: pods name
+            theirs in the annotation `model-pod-port`, as those of KubeAI do.
+        port: Name of the Service's port, or number of the port on the pods. Empty: its only one.
+    """
+
+    inference_pool: str = ""
+    selector: Mapping[constraints.Name, str] = {}
+    service: str = ""
+    namespace: str = ""
+    group: Literal["inference.networking.k8s.io", "inference.networking.x-k8s.io"] = (
+        "inference.networking.k8s.io"
+    )
+    ports: Annotated[tuple[EnginePort, ...], msgspec.Meta(max_length=watching.MOST_PORTS)] = ()
+    port: str = ""
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where endpoints come from: a list, a file that is watched, or Kubernetes.
+
+    Attributes:
+        name: Label of the pool in metrics and logs. Empty: a single pool needs no telling apart.
+        endpoints: Addresses, or entries with name and labels. None, because nobody else knows
+            them.
+        endpoints_file: YAML or JSON file with the same list under `endpoints`, watched for
+            changes; empty for none.
+        kubernetes: What to follow in a cluster; null for nothing. At most one of the three sources
+            is used.
+        dns_refresh_s: Seconds between look-ups of host names. 30 is the usual lifetime of a
+            record in a cluster.
+        objectives: Priority by the name that `x-llm-d-inference-objective` carries; requests below
+            0 are dropped while every endpoint is full. None: every request has priority 0.
+        rewrites: Other models for requests that name some, by weight: canaries and aliases. None:
+            engines get the name the client sent.
+        autoscaling: How many replicas there are; null leaves that to others.
+    """
+
+    name: str = ""
+    endpoints: tuple[constraints.Name | EndpointEntry, ...] = ()
+    endpoints_file: str = ""
+    kubernetes: Kubernetes | None = None
+    dns_refresh_s: constraints.PositiveSeconds = 30.0
+    objectives: Mapping[constraints.BoundedName, policy_schema.Priority] = {}
+    rewrites: tuple[policy_schema.Rewrite, ...] = ()
+    autoscaling: Scaling | None = None
+
+
+class Pool(Source, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One pool of several in a process.
+
+    Attributes:
+        name: Label of the pool in metrics, logs and decisions. No default: pools are told apart by
+            it.
+        endpoints: Addresses, or entries with name and labels. None, because nobody else knows
+            them.
+        endpoints_file: YAML or JSON file with the same list under `endpoints`, watched for
+            changes; empty for none.
+        kubernetes: What to follow in a cluster; null for nothing. At most one of the three sources
+            is used.
+        dns_refresh_s: Seconds between look-ups of host names. 30 is the usual lifetime of a
+            record in a cluster.
+        objectives: Priority by the name that `x-llm-d-inference-objective` carries. None: every
+            request has priority 0.
+        rewrites: Other models for requests that name some. None: engines get the client's name.
+        autoscaling: How many replicas there are; null leaves that to others.
+        match: Which requests it is for. None: those that name a model its endpoints list, that the
+            data plane hints to them, or that no other pool takes.
+        scheduling: How its requests are routed; null takes the section of that name at the top.
+    """
+
+    name: constraints.Name
+    match: pool_match.Claim = pool_match.Claim()
+    scheduling: scheduling_schema.Scheduling | None = None
+
+
+class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the Kubernetes cluster is reached, and what of it concerns the whole process.
+
+    Attributes:
+        kubeconfig: Path of a kubeconfig file. Empty: the pod's service account if there is one,
+            else what KUBECONFIG names, else the usual place.
+        context: Context in that file; empty for its current one.
+        every_pool: Serve every InferencePool of a `namespace`, or of the whole `cluster`, as a pool
+            of its own, beside those written out. `none`: only those.
+        namespace: For `every_pool: namespace`. Empty: the one this process runs in.
+        claims: Which claims of such pools, stated by annotations of their InferencePools, are in
+            force: those that lie within one of these rules. None: whoever may write an
+            InferencePool cannot take requests that another pool serves.
+        policies: Follow InferenceObjectives and InferenceModelRewrites in the namespaces of
+            InferencePools. True; it takes rights to read them, and does nothing without the CRDs.
+        override_ip: Let a pod's annotation `model-pod-ip` replace its IP, as KubeAI's
+            allowPodAddressOverride does. False: whoever may annotate a pod could draw traffic to
+            any address.
+        leader_election: Be ready only while this replica holds a Lease, as the upstream picker's
+            high-availability mode. False: every replica picks, and a gateway may use any of them.
+        lease: Which Lease that is, and how patiently it is held; its own defaults give reasons.
+    """
+
+    kubeconfig: str = ""
+    context: str = ""
+    every_pool: Literal["none", "namespace", "cluster"] = "none"
+    namespace: str = ""
+    claims: tuple[ClaimRule, ...] = ()
+    policies: bool = True
+    override_ip: bool = False
+    leader_election: bool = False
+    lease: electing.Settings = electing.Settings()

@@ -1,0 +1,228 @@
+"""The pools that settings mean, and whether what they say of them goes together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from extproc.config import (
+    autoscaling,
+    discovered_scaling,
+    epp_config,
+    pool_schema,
+    scheduling_schema,
+    validation,
+)
+from extproc.config import settings as sections
+from extproc.errors import ConfigError
+from extproc.routing import pool_match
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """One pool as it is to be built.
+
+    Attributes:
+        name: In metrics, logs and decisions.
+        claim: The requests it is for.
+        settings: As if it were the only one.
+    """
+
+    name: str
+    claim: pool_match.Claim
+    settings: sections.Settings
+
+
+def planned(settings: sections.Settings) -> Sequence[Planned]:
+    """The pools that are written out; none where all come from Kubernetes."""
+    if not settings.pools:
+        if settings.cluster.every_pool != "none" and not given(settings.pool):
+            return ()
+        return (Planned(settings.pool.name, pool_match.Claim(), settings),)
+    return [
+        Planned(
+            pool.name,
+            pool.match,
+            msgspec.structs.replace(
+                settings,
+                pool=_plain(pool),
+                pools=(),
+                scheduling=pool.scheduling or settings.scheduling,
+            ),
+        )
+        for pool in settings.pools
+    ]
+
+
+def brought(settings: sections.Settings, name: str, claim: pool_match.Claim) -> Planned:
+    """A pool that Kubernetes brings and nobody wrote out."""
+    pool = pool_schema.Source(name=name)
+    return Planned(name, claim, msgspec.structs.replace(settings, pool=pool, pools=()))
+
+
+def given(pool: pool_schema.Source) -> bool:
+    """Whether a section says where endpoints come from."""
+    return any(_sources(pool))
+
+
+def from_kubernetes(settings: sections.Settings) -> bool:
+    """Whether anything comes from a cluster."""
+    pools = settings.pools or (settings.pool,)
+    return settings.cluster.every_pool != "none" or any(pool.kubernetes for pool in pools)
+
+
+def scaled(settings: sections.Settings) -> bool:
+    """Whether objects of a cluster are scaled, which one replica may do."""
+    pools = settings.pools or (settings.pool,)
+    if settings.cluster.every_pool != "none":
+        found = settings.autoscaling.found
+        if any(rule.target is not None or rule.annotations for rule in found):
+            return True
+    return any(pool.autoscaling is not None and pool.autoscaling.target for pool in pools)
+
+
+def followed(pool: pool_schema.Source) -> bool:
+    """Whether the process itself knows where endpoints are, so that nobody brings them."""
+    return bool(pool.endpoints or pool.endpoints_file)
+
+
+def together(settings: sections.Settings, *, where: str) -> None:
+    """Refuse sections that are right one by one and cannot be meant together.
+
+    Args:
+        settings: All of them.
+        where: The file or flags they came from, for errors.
+
+    Raises:
+        ConfigError: Several sources in one pool, a name twice, or a pool besides pools.
+    """
+    sections_of: list[tuple[validation.Path, pool_schema.Source]] = [(("pool",), settings.pool)]
+    sections_of += [(("pools", at), pool) for at, pool in enumerate(settings.pools)]
+    for path, pool in sections_of:
+        _one_source(pool, validation.place(where, path))
+        if pool.autoscaling is not None:
+            autoscaling.checked(
+                pool.autoscaling, where=validation.place(where, (*path, "autoscaling"))
+            )
+        if pool.kubernetes is not None:
+            _one_object(pool.kubernetes, validation.place(where, (*path, "kubernetes")))
+    _found(settings, where)
+    if not settings.scheduling.allow_unsupported:
+        _supported(settings, where)
+    if settings.pools and given(settings.pool):
+        raise ConfigError(
+            validation.place(where, ("pools",)),
+            wanted="pool or pools",
+            found="both",
+            fix="make the one in `pool` the first of `pools`, with a name",
+        )
+    names: set[str] = set()
+    for at, one in enumerate(settings.pools):
+        if one.name in names:
+            raise ConfigError(
+                validation.place(where, ("pools", at, "name")),
+                wanted="every name once",
+                found=f"{one.name} again",
+                fix="give it another name",
+            )
+        names.add(one.name)
+        if not given(one):
+            raise ConfigError(
+                validation.place(where, ("pools", at)),
+                wanted="endpoints, endpoints_file, kubernetes or autoscaling.launch",
+                found="none of them",
+                fix="say where its endpoints come from",
+            )
+
+
+def _supported(settings: sections.Settings, where: str) -> None:
+    """Refuse rules, of all requests, pools or models, that ask for what is missing here."""
+    scheduled: list[tuple[validation.Path, scheduling_schema.Scheduling]] = [
+        (("scheduling",), settings.scheduling)
+    ]
+    scheduled += [
+        (("pools", at, "scheduling"), pool.scheduling)
+        for at, pool in enumerate(settings.pools)
+        if pool.scheduling is not None and not pool.scheduling.allow_unsupported
+    ]
+    for path, rules in scheduled:
+        epp_config.check_supported(rules, path, where=where)
+        for model, own in rules.models.items():
+            epp_config.check_supported(own, (*path, "models", model), where=where)
+
+
+def _found(settings: sections.Settings, where: str) -> None:
+    rules = settings.autoscaling.found
+    for at, rule in enumerate(rules):
+        discovered_scaling.checked(
+            rule, where=validation.place(where, ("autoscaling", "found", at))
+        )
+    if rules and settings.cluster.every_pool == "none":
+        raise ConfigError(
+            validation.place(where, ("autoscaling", "found")),
+            wanted="pools that Kubernetes brings",
+            found="cluster.every_pool: none",
+            fix="set cluster.every_pool, or write pool.autoscaling",
+        )
+
+
+def _one_source(pool: pool_schema.Source, where: str) -> None:
+    found = list(_sources(pool))
+    if len(found) > 1:
+        raise ConfigError(
+            where,
+            wanted="one of endpoints, endpoints_file, kubernetes and autoscaling.launch",
+            found=" and ".join(found),
+            fix="keep one; the file is watched, the list is not",
+        )
+
+
+def _sources(pool: pool_schema.Source) -> Iterator[str]:
+    if pool.endpoints:
+        yield "endpoints"
+    if pool.endpoints_file:
+        yield "endpoints_file"
+    if pool.kubernetes is not None:
+        yield "kubernetes"
+    if pool.autoscaling is not None and pool.autoscaling.launch is not None:
+        yield "autoscaling.launch"
+
+
+def _one_object(found: pool_schema.Kubernetes, where: str) -> None:
+    named = [
+        name
+        for name, value in (
+            ("inference_pool", found.inference_pool),
+            ("selector", found.selector),
+            ("service", found.service),
+        )
+        if value
+    ]
+    if len(named) != 1:
+        raise ConfigError(
+            where,
+            wanted="one of inference_pool, selector and service",
+            found=" and ".join(named) or "none of them",
+            fix="name the one object whose endpoints these are",
+        )
+    misplaced = [
+        (name, owner)
+        for name, value, owner in (
+            ("ports", found.ports, "selector"),
+            ("port", found.port, "service"),
+        )
+        if value and owner not in named
+    ]
+    for name, owner in misplaced:
+        raise ConfigError(
+            where,
+            wanted=f"{name} only with {owner}",
+            found=f"{name} with {named[0]}",
+            fix=f"remove {name}; {named[0]} says itself which ports there are",
+        )
+
+
+def _plain(pool: pool_schema.Pool) -> pool_schema.Source:
+    """The part of a pool that a process with one pool would have in `pool`."""
+    fields = {name: getattr(pool, name) for name in pool_schema.Source.__struct_fields__}
+    return pool_schema.Source(**fields)

@@ -1,0 +1,161 @@
+"""The scheduling section: which endpoint is chosen, in one word, by roles or as upstream writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+
+from extproc.config import constraints
+
+
+class Plugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A filter or the picker.
+
+    Attributes:
+        kind: Its name in the catalogue; `extproc check` lists them. No default: it says what the
+            entry is.
+        params: Its parameters; none takes the defaults of the plugin, each of which is explained
+            there.
+    """
+
+    kind: constraints.Name
+    params: Mapping[str, object] = {}
+
+
+class WeightedScorer(Plugin, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A scorer and its say.
+
+    Attributes:
+        kind: See `Plugin`.
+        weight: Factor of its score (0..1) in the total. 1: scorers are equal until somebody says
+            otherwise.
+        params: See `Plugin`.
+    """
+
+    weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+
+
+_MAX_SCORE = Plugin(kind="max-score")
+
+
+class ProfileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A scheduling profile written out.
+
+    Attributes:
+        name: Shown in decisions. `custom` tells it from the named strategies.
+        filters: In the order they run. None: every endpoint may serve.
+        scorers: Each with its weight. None: then the picker alone decides.
+        picker: Chooses by totals. `max-score` does what the weights say.
+        cost: A cost model in place of the scorers' sum. None: the weights say what counts.
+    """
+
+    name: constraints.Name = "custom"
+    filters: tuple[Plugin, ...] = ()
+    scorers: tuple[WeightedScorer, ...] = ()
+    picker: Plugin = _MAX_SCORE
+    cost: Plugin | None = None
+
+
+class NamedPlugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A plugin that profiles refer to, as the upstream picker's file writes it.
+
+    Attributes:
+        type: Its kind, ours or upstream's. No default: it says what the entry is.
+        name: What profiles call it; empty takes the type.
+        parameters: Its parameters; none takes the defaults of the plugin.
+    """
+
+    type: constraints.Name
+    name: str = ""
+    parameters: Mapping[str, object] = {}
+
+
+class PluginRef(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
+    """A plugin's part in a profile.
+
+    Attributes:
+        plugin_ref: Its name. No default: it says what the entry is.
+        weight: Factor of a scorer's score; null is 1, as upstream.
+    """
+
+    plugin_ref: constraints.Name
+    weight: Annotated[float, msgspec.Meta(ge=0)] | None = None
+
+
+class SchedulingProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A profile that refers to plugins.
+
+    Attributes:
+        name: Shown in decisions. No default: handlers choose by it.
+        plugins: Filters in order, scorers with weights, at most one picker.
+    """
+
+    name: constraints.Name
+    plugins: tuple[PluginRef, ...] = ()
+
+
+class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How one model, or all of them, are routed: the first of profile, plugins, strategy.
+
+    Attributes:
+        strategy: One word for a whole profile. `adaptive` estimates seconds from what it learns,
+            so it has no weights to tune.
+        profile: A profile written out by roles, the shortest way; null takes plugins or the strategy.
+        plugins: The same in the grammar of the upstream picker's file. None: the strategy.
+        scheduling_profiles: `schedulingProfiles` in a file: which of the plugins make a profile,
+            and their weights. None: all of them, in order.
+    """
+
+    strategy: constraints.Name = "adaptive"
+    profile: ProfileEntry | None = None
+    plugins: tuple[NamedPlugin, ...] = ()
+    scheduling_profiles: tuple[SchedulingProfile, ...] = msgspec.field(
+        name="schedulingProfiles", default=()
+    )
+
+
+class Scheduling(Rules, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which endpoint is chosen.
+
+    Attributes:
+        strategy: One word for a whole profile; profile and plugins come before it. `adaptive`
+            estimates seconds from what it learns, so it has no weights to tune.
+        profile: A profile written out by roles, the shortest way; null takes plugins or the strategy.
+        plugins: The same in the grammar of the upstream picker's file. None: the strategy.
+        scheduling_profiles: `schedulingProfiles` in a file: which of the plugins make a profile,
+            and their weights. None: all of them, in order.
+        models: Rules of single models, by the name in the request; of `model_adapter`, by the
+            model. None: all are routed alike.
+        allow_unsupported: Go on where plugins ask for what is missing here and a deployment is
+            built around, such as prefill engines of their own. False: it would look as if it
+            worked, with engines that idle.
+        fallbacks: Further endpoints named after the chosen one (count). 0, because only a data
+            plane with an override-host policy can use them.
+        honour_subset: Keep to the endpoints a gateway allows (EPP protocol 004, subset hint). True,
+            because ignoring it sends requests where they were not allowed.
+        unknown_model: What becomes of a request for a model that no endpoint lists, once all of
+            them have listed theirs: `pass` routes it as if all served it, `reject` answers 404 with
+            the names there are. `pass`, as upstream: engines answer 404 themselves, and some serve
+            names they do not list.
+        kubeai_names: Read `model_adapter` as KubeAI does: the base model before an underscore, its
+            adapter behind it, where an endpoint lists both and none the whole name. The body's
+            `model` becomes the adapter's name. True, because such a name serves nothing otherwise.
+        plugin_files: Python files whose plugins may be named, relative to the configuration file.
+            None, because their code runs in this process.
+        plugin_budget_ms: Milliseconds one call of a plugin of others may take; after 3 overruns in
+            10 calls it is left out for 30 s. 2 are several decisions of built-in plugins over 100
+            endpoints, and every stream waits that long.
+    """
+
+    models: Mapping[str, Rules] = {}
+    allow_unsupported: bool = False
+    fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
+    honour_subset: bool = True
+    unknown_model: Literal["pass", "reject"] = "pass"
+    kubeai_names: bool = True
+    plugin_files: tuple[constraints.Name, ...] = ()
+    plugin_budget_ms: constraints.PositiveMilliseconds = 2.0

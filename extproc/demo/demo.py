@@ -1,0 +1,311 @@
+"""`extproc demo`: a real Envoy, extproc and four simulated engines, and what routing changes.
+
+The same conversations run twice, by round robin and by the default strategy, each time on fresh
+engines with empty caches. Everything listens on loopback and is gone at the end; with --keep it
+stays, on the usual ports where they are free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from extproc.cli import envoy_files, main
+from extproc.demo import stack, traffic
+from extproc.endpoint import Load
+from extproc.errors import ConfigError
+from extproc.scrape import metrics_page
+from extproc.server import listeners
+
+_ENGINES = 4
+_MODEL = "demo-model"
+_ADAPTERS = ("sql-lora", "chat-lora", "code-lora", "docs-lora")
+_CONVERSATIONS = 40
+_TURNS = 5
+_AT_ONCE = 16
+_FIRST_ENGINE_PORT = 8001
+_STRATEGIES = ("round-robin", "adaptive")
+
+
+class Run(msgspec.Struct, frozen=True):
+    """What one strategy came to.
+
+    Attributes:
+        strategy: Its name.
+        samples: One per request.
+        hit_ratio: Share of prompt tokens the engines found in their prefix caches.
+        requests: Requests by engine address.
+    """
+
+    strategy: str
+    samples: Sequence[traffic.Sample]
+    hit_ratio: float
+    requests: Counter[str]
+
+
+class Installation(msgspec.Struct, frozen=True):
+    """Where everything listens."""
+
+    envoy: int
+    admin: int
+    metrics: int
+    engines: tuple[str, ...]
+
+
+class Ports:
+    """Ports of an installation.
+
+    Args:
+        usual: Whether to take those that the documentation names, where they are free.
+    """
+
+    def __init__(self, *, usual: bool) -> None:
+        self._usual = usual
+
+    def take(self, number: int) -> int:
+        """This port, or any that is free."""
+        if self._usual and not listeners.is_taken("127.0.0.1", number):
+            return number
+        return stack.free_port()
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its flags to the `extproc` parser."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="run Envoy, extproc and four simulated engines on loopback",
+        description=__doc__,
+    )
+    parser.add_argument("--keep", action="store_true", help="leave it running until Ctrl-C")
+    parser.add_argument(
+        "--envoy-config",
+        default="override-host-eds",
+        metavar="NAME|FILE",
+        help="the Envoy configuration to run (%(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the conversations (%(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; returns the exit status."""
+    import uvloop
+
+    try:
+        template = envoy_files.find(args.envoy_config, where="--envoy-config")
+        return uvloop.run(_demo(template, keep=args.keep, seed=args.seed))
+    except ConfigError as error:
+        main.print_error(error)
+        return 2
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 0
+
+
+async def _demo(template: Path, *, keep: bool, seed: int) -> int:
+    _stop_on_sigterm()
+    total = _CONVERSATIONS * _TURNS
+    print(
+        f"{_ENGINES} simulated vLLM engines, {_CONVERSATIONS} conversations of {_TURNS} turns, "
+        f"{_AT_ONCE} at once, a quarter on {len(_ADAPTERS)} LoRA adapters."
+    )
+    runs = []
+    for strategy in _STRATEGIES:
+        last = strategy == _STRATEGIES[-1]
+        async with stack.stack() as children:
+            place = await _install(children, template, strategy, Ports(usual=keep and last))
+            runs.append(await _measure(place, strategy, seed=seed, show=_progress(strategy, total)))
+            if last:
+                print(_table(runs))
+                print(await _decision(place))
+                print(_hints(place, keep=keep))
+            if last and keep:
+                await asyncio.Event().wait()
+    return 0 if _healthy(runs) else 1
+
+
+def _stop_on_sigterm() -> None:
+    """End as on Ctrl-C: through the blocks that stop the children and remove their folder."""
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+async def _install(
+    children: stack.Stack, template: Path, strategy: str, numbers: Ports
+) -> Installation:
+    loras = [word for name in _ADAPTERS for word in ("--lora", name)]
+    arguments = ["--model", _MODEL, "--profile", "demo", "--max-loras", "2", *loras]
+    started = await asyncio.gather(
+        *(
+            children.engine("--port", str(numbers.take(_FIRST_ENGINE_PORT + at)), *arguments)
+            for at in range(_ENGINES)
+        )
+    )
+    addresses = tuple(address for _, address in started)
+    envoy_ports = stack.EnvoyPorts(
+        listener=numbers.take(8080), admin=numbers.take(9901), extproc=numbers.take(9002)
+    )
+    metrics, xds = numbers.take(9090), numbers.take(18000)
+    words = ["--endpoints", ",".join(addresses), "--strategy", strategy, "--host", "127.0.0.1"]
+    words += ["--grpc-port", str(envoy_ports.extproc)]
+    words += ["--grpc-health-port", str(numbers.take(9003))]
+    words += ["--metrics-port", str(metrics), "--drain-timeout", "0s"]
+    if stack.asks_for_xds(template):
+        words += ["--xds", "--xds-port", str(xds), "--fallback-endpoints", "2"]
+    await children.extproc(*words)
+    config = stack.envoy_config(
+        template,
+        envoy_ports,
+        engines=addresses,
+        pickers={"extproc-xds": [f"127.0.0.1:{xds}"]},
+    )
+    await children.envoy(config)
+    return Installation(envoy_ports.listener, envoy_ports.admin, metrics, addresses)
+
+
+async def _measure(
+    place: Installation, strategy: str, *, seed: int, show: Callable[[traffic.Sample], None]
+) -> Run:
+    talks = traffic.conversations(
+        _CONVERSATIONS, _TURNS, model=_MODEL, adapters=_ADAPTERS, seed=seed
+    )
+    url = f"http://127.0.0.1:{place.envoy}"
+    samples = await traffic.play(url, talks, at_once=_AT_ONCE, on_answer=show)
+    hits = queries = 0.0
+    async with aiohttp.ClientSession() as session:
+        for address in place.engines:
+            async with session.get(f"http://{address}/metrics") as response:
+                load = metrics_page.read(await response.read(), 0.0)
+            if isinstance(load, Load):
+                hits += load.prefix_hits or 0.0
+                queries += load.prefix_queries or 0.0
+    requests = Counter(dict.fromkeys(place.engines, 0))
+    requests.update(f"127.0.0.1:{sample.engine}" for sample in samples if sample.engine)
+    return Run(strategy, samples, hits / queries if queries else 0.0, requests)
+
+
+def _progress(strategy: str, total: int) -> Callable[[traffic.Sample], None]:
+    """A line that grows on a terminal, and one line at the end elsewhere."""
+    done = 0
+    live = sys.stdout.isatty()
+
+    def show(_: traffic.Sample) -> None:
+        nonlocal done
+        done += 1
+        if not live and done < total:
+            return
+        bar = "#" * (30 * done // total)
+        end = "\n" if done == total else ""
+        print(f"{chr(13) if live else ''}{strategy:12} [{bar:30}] {done}/{total}", end=end)
+        sys.stdout.flush()
+
+    return show
+
+
+def _table(runs: Sequence[Run]) -> str:
+    head = f"{'':34}" + "".join(f"{one.strategy:>14}" for one in runs)
+    lines = ["", head, "-" * len(head)]
+
+    def row(name: str, values: Sequence[str]) -> None:
+        lines.append(f"{name:34}" + "".join(f"{value:>14}" for value in values))
+
+    failed = [sum(sample.status != 200 for sample in one.samples) for one in runs]
+    row("requests", [str(len(one.samples)) for one in runs])
+    row("failed", [str(count) for count in failed])
+    row("prefix cache hit ratio (engines)", [f"{one.hit_ratio:.1%}" for one in runs])
+    for share, name in ((0.5, "TTFT p50"), (0.95, "TTFT p95")):
+        row(f"{name}, ms", [f"{1e3 * _ttft(one.samples, share):.0f}" for one in runs])
+    later = [[sample for sample in one.samples if not sample.first] for one in runs]
+    row("TTFT p50 of follow-up turns, ms", [f"{1e3 * _ttft(part, 0.5):.0f}" for part in later])
+    for at in range(_ENGINES):
+        row(f"requests on engine {at + 1}", [str(list(one.requests.values())[at]) for one in runs])
+    return "\n".join(lines)
+
+
+def _ttft(samples: Sequence[traffic.Sample], share: float) -> float:
+    times = sorted(sample.ttft_s for sample in samples if sample.status == 200)
+    return times[min(len(times) - 1, int(share * len(times)))] if times else 0.0
+
+
+def _healthy(runs: Sequence[Run]) -> bool:
+    return all(sample.status == 200 for one in runs for sample in one.samples)
+
+
+async def _decision(place: Installation) -> str:
+    """The decision that saved the most prompt tokens, in words."""
+    base = f"http://127.0.0.1:{place.metrics}/debug/decisions"
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{base}?limit={_CONVERSATIONS * _TURNS}") as response:
+            listed = (await response.json())["decisions"]
+        decisions = []
+        for summary in listed:
+            async with session.get(f"{base}/{summary['id']}") as response:
+                decisions.append(await response.json())
+    best = max(decisions, key=_cached_tokens, default=None)
+    return "" if best is None else render_decision(best)
+
+
+def render_decision(decision: dict[str, Any]) -> str:
+    """A decision in two lines.
+
+    Args:
+        decision: As the page `/debug/decisions/{id}` shows it.
+    """
+    chosen = decision["endpoints"][0]
+    costs = {it["endpoint"]: it.get("cost") for it in decision["finalists"]}
+    unit = (decision["cost"] or {}).get("unit", "")
+    other = decision["runner_up"]
+    line = (
+        f"\nOne decision: {_cached_tokens(decision)} of {decision['request']['prompt_tokens']} prompt "
+        f"tokens were cached on {chosen}, so the request went there"
+    )
+    if costs.get(chosen) is not None and costs.get(other) is not None:
+        line += (
+            f",\nat an estimated {costs[chosen]:.0f} {unit}; the next best, {other}, would have "
+            f"taken {costs[other]:.0f} {unit}"
+        )
+    return f"{line}."
+
+
+def _cached_tokens(decision: dict[str, Any]) -> int:
+    """Prompt tokens of a request that were believed cached on the chosen endpoint."""
+    chosen = decision["endpoints"][0]
+    return max(
+        (it["matched_tokens"] for it in decision["candidates"] if it["endpoint"] == chosen),
+        default=0,
+    )
+
+
+def _hints(place: Installation, *, keep: bool) -> str:
+    if not keep:
+        return (
+            "\nStopped. `make demo KEEP=1` or `extproc demo --keep` leaves it running, for "
+            "requests of your own."
+        )
+    body = f'{{"model":"{_MODEL}","messages":[{{"role":"user","content":"hello"}}],"max_tokens":8}}'
+    extproc = f"{Path(sys.executable).parent}/extproc"
+    if Path.cwd() in Path(sys.executable).parents:
+        extproc = str(Path(sys.executable).parent.relative_to(Path.cwd()) / "extproc")
+    server = "" if place.metrics == 9090 else f" --server http://127.0.0.1:{place.metrics}"
+    return "\n".join(
+        [
+            "",
+            "Running until Ctrl-C.",
+            f"  curl 127.0.0.1:{place.envoy}/v1/chat/completions -d '{body}'",
+            f"  {extproc} explain --last{server}",
+            f"  echo '{body}' | {extproc} explain{server}",
+            f"  curl 127.0.0.1:{place.metrics}/metrics        # the picker",
+            f"  curl 127.0.0.1:{place.metrics}/debug/pool     # what it knows of the engines",
+            f"  curl {place.engines[0]}/metrics        # an engine",
+            f"  curl 127.0.0.1:{place.admin}/stats          # Envoy",
+        ]
+    )

@@ -1,0 +1,211 @@
+"""`extproc demo-scale`: a real Envoy, extproc, and no engine until somebody asks.
+
+The first request is held while extproc starts an engine, load calls for more, and silence takes all
+of them away. Everything listens on free loopback ports and is gone at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from extproc.cli import envoy_files
+from extproc.demo import scaling_plot, stack
+
+_MODEL = "demo-model"
+_MOST = 4
+
+#: A real cold start takes a minute; everything here is some ten times faster. In short, the load is a
+#: fifth, and what is waited for half.
+_COLD_S = 4.0
+_SHORT_LOAD, _SHORT_WAITS = 0.2, 0.5
+
+#: Requests one simulated engine takes at once, and tokens of an answer: some 3 s of work.
+_AT_ONCE, _TOKENS = 4, 120
+
+#: How many clients ask, and for how long (seconds).
+_LOAD = ((2, 10.0), (20, 30.0), (2, 15.0))
+
+#: Seconds between two looks at the picker, and until zero must be reached.
+_LOOK_S, _ZERO_S = 0.5, 60.0
+
+#: What the policy waits for, and how long it looks back (seconds).
+_WAITS_S = {"wait_s": 3.0, "rise_s": 3.0, "window_s": 15.0, "down_s": 6.0, "idle_s": 8.0}
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """One answer.
+
+    Attributes:
+        status: HTTP status; 0 where there was none.
+        seconds: From asking to the last byte.
+    """
+
+    status: int
+    seconds: float
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where everything listens."""
+
+    envoy: int
+    pages: int
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its flags to the `extproc` parser."""
+    parser = subparsers.add_parser(
+        "demo-scale",
+        help="run Envoy and extproc on loopback, and engines from zero and back",
+        description=__doc__,
+    )
+    add = parser.add_argument
+    add("--envoy-config", default="original-dst", metavar="NAME|FILE", help="to run (%(default)s)")
+    add("--plot", default=".cache/demo-scale.png", help="file for the charts (%(default)s)")
+    add("--short", action="store_true", help="a fifth of the load, scaled sooner")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; returns the exit status."""
+    import uvloop
+
+    template = envoy_files.find(args.envoy_config, where="--envoy-config")
+    try:
+        return uvloop.run(_demo(template, Path(args.plot), short=args.short))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 0
+
+
+async def _demo(template: Path, plot: Path, *, short: bool) -> int:
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    async with stack.stack() as children, aiohttp.ClientSession() as http:
+        place = await _install(children, template, waits=_SHORT_WAITS if short else 1.0)
+        chart = scaling_plot.Chart()
+        watching = asyncio.get_running_loop().create_task(_watch(http, place, chart), name="watch")
+        try:
+            answers = await _play(http, place, chart, share=_SHORT_LOAD if short else 1.0)
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+    print(scaling_plot.told(chart))
+    print(scaling_plot.written(chart, plot))
+    lost = [one for one in answers if one.status != 200]
+    slowest = max(one.seconds for one in answers)
+    print(f"{len(answers)} requests, {len(lost)} lost, the slowest took {slowest:.1f} s.")
+    back = bool(chart.rows) and chart.rows[-1].available == 0
+    print("No engine is left." if back else "Engines are left, which should not be.")
+    return 1 if lost or not back else 0
+
+
+def _scaling(*, waits: float) -> dict[str, Any]:
+    """Settings of autoscaling, with times of another length."""
+    return {
+        "policy": "adaptive",
+        "params": {name: waits * it for name, it in _WAITS_S.items()} | {"interval_s": 0.5},
+        "meter": {"cold_start_s": waits * (_COLD_S + 2.0), "concurrency": _AT_ONCE},
+        "min": 0,
+        "max": _MOST,
+    }
+
+
+async def _install(children: stack.Stack, template: Path, *, waits: float) -> Place:
+    engine = [sys.executable, "-m", "extproc", "engine", "--port", "{port}", "--model", _MODEL]
+    engine += ["--cold-start-s", str(waits * _COLD_S), "--max-num-seqs", str(_AT_ONCE)]
+    config = {
+        "apiVersion": "extproc/v1alpha1",
+        "kind": "ExtProcConfig",
+        "holding": {"enabled": True},
+        "pool": {"autoscaling": {**_scaling(waits=waits), "launch": {"command": engine}}},
+    }
+    ports = stack.EnvoyPorts(
+        listener=stack.free_port(), admin=stack.free_port(), extproc=stack.free_port()
+    )
+    pages = stack.free_port()
+    await children.extproc(
+        *("--config-text", json.dumps(config), "--host", "127.0.0.1", "--drain-timeout", "0s"),
+        *("--grpc-port", str(ports.extproc), "--grpc-health-port", str(stack.free_port())),
+        *("--metrics-port", str(pages)),
+    )
+    await children.envoy(stack.envoy_config(template, ports))
+    return Place(ports.listener, pages)
+
+
+async def _play(
+    http: aiohttp.ClientSession, place: Place, chart: scaling_plot.Chart, *, share: float
+) -> Sequence[Answered]:
+    print(f"No engine runs, {_MOST} at most may. One request:")
+    first = await _ask(http, place)
+    print(f"  held while an engine started, answered with {first.status} in {first.seconds:.1f} s")
+    answers = [first]
+    for clients, seconds in _LOAD:
+        print(f"{clients} clients, {share * seconds:.0f} s")
+        until = time.monotonic() + share * seconds
+        async with asyncio.TaskGroup() as tasks:
+            asking = [
+                tasks.create_task(_client(http, place, until), name="client")
+                for _ in range(clients)
+            ]
+        answers += [one for task in asking for one in task.result()]
+        num_engines = chart.rows[-1].available if chart.rows else 0
+        print(f"  {num_engines} {'engine serves' if num_engines == 1 else 'engines serve'}")
+    print("Nobody asks any longer")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ZERO_S):
+            await chart.empty()
+    return answers
+
+
+async def _client(http: aiohttp.ClientSession, place: Place, until: float) -> Sequence[Answered]:
+    answers = []
+    while time.monotonic() < until:
+        answers.append(await _ask(http, place))
+    return answers
+
+
+async def _ask(http: aiohttp.ClientSession, place: Place) -> Answered:
+    began = time.monotonic()
+    body = {"model": _MODEL, "prompt": "What is an engine?", "max_tokens": _TOKENS}
+    url = f"http://127.0.0.1:{place.envoy}/v1/completions"
+    status = 0
+    with contextlib.suppress(aiohttp.ClientError):
+        async with http.post(url, json=body) as answer:
+            status = answer.status
+            await answer.read()
+    return Answered(status, time.monotonic() - began)
+
+
+async def _watch(http: aiohttp.ClientSession, place: Place, chart: scaling_plot.Chart) -> None:
+    """Look at the picker's page, until cancelled."""
+    began, url = time.monotonic(), f"http://127.0.0.1:{place.pages}/metrics"
+    while True:
+        async with http.get(url) as answer:
+            text = await answer.text()
+        found = dict(re.findall(r"^extproc_scaling_(\w+\{.*?\}) (\S+)$", text, re.MULTILINE))
+        pool = '{pool=""}'
+        chart.add(
+            scaling_plot.Row(
+                at_s=time.monotonic() - began,
+                depth=float(found.get(f"queue_depth{pool}", 0.0)),
+                mean_depth=float(found.get(f"queue_depth_mean{pool}", 0.0)),
+                requests_per_s=float(found.get(f"requests_per_second{pool}", 0.0)),
+                asked=int(float(found.get('replicas{pool="",state="asked"}', 0.0))),
+                available=int(float(found.get('replicas{pool="",state="available"}', 0.0))),
+            )
+        )
+        await asyncio.sleep(_LOOK_S)

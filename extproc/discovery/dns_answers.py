@@ -1,0 +1,84 @@
+"""Entries and DNS answers to endpoints: pure.
+
+A name that does not resolve now keeps its last answer: a resolver that is down for a minute must
+not take the engines with it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from extproc.discovery import endpoint_list
+from extproc.endpoint import Endpoint
+
+#: Host name to its IP addresses; an empty tuple means that it did not resolve.
+Answers = Mapping[str, tuple[str, ...]]
+
+
+class Resolution(msgspec.Struct, frozen=True):
+    """The endpoints of a list, and what became of its names.
+
+    Attributes:
+        endpoints: In the order of the list, and by address within one name; none twice.
+        answers: The answer in use of every name that ever had one and is still listed.
+        kept: Names that did not resolve and stand on an earlier answer.
+        missing: Names that did not resolve and never have; they have no endpoint.
+        left_out: Addresses beyond `entries.MAX_ENDPOINTS`, which are no endpoints (count).
+    """
+
+    endpoints: tuple[Endpoint, ...]
+    answers: Answers
+    kept: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    left_out: int = 0
+
+
+def names(listed: Sequence[endpoint_list.Entry]) -> tuple[str, ...]:
+    """The host names that need an answer, each once, in order."""
+    return tuple(dict.fromkeys(entry.host for entry in listed if not entry.literal))
+
+
+def merge(listed: Sequence[endpoint_list.Entry], fresh: Answers, *, last: Answers) -> Resolution:
+    """Turns entries into endpoints, one per address, up to `entries.MAX_ENDPOINTS`.
+
+    Args:
+        listed: The entries.
+        fresh: Answers of this round; a name that is not in it did not resolve.
+        last: `Resolution.answers` of the round before.
+    """
+    answers = {}
+    kept, missing = [], []
+    for name in names(listed):
+        if fresh.get(name):
+            answers[name] = tuple(sorted(set(fresh[name]), key=_order))
+        elif last.get(name):
+            answers[name] = last[name]
+            kept.append(name)
+        else:
+            missing.append(name)
+    endpoints: dict[str, Endpoint] = {}
+    left_out = 0
+    for entry in listed:
+        ips = (entry.host,) if entry.literal else answers.get(entry.host, ())
+        if len(endpoints) == endpoint_list.MAX_ENDPOINTS:
+            left_out += len(ips)
+            continue
+        for ip in ips:
+            address = f"[{ip}]:{entry.port}" if ":" in ip else f"{ip}:{entry.port}"
+            if address in endpoints:
+                continue
+            if len(endpoints) == endpoint_list.MAX_ENDPOINTS:
+                left_out += 1
+                continue
+            name = entry.name if entry.literal else f"{entry.name or entry.host}@{ip}"
+            endpoints[address] = Endpoint(address, name=name, labels=entry.labels)
+    return Resolution(tuple(endpoints.values()), answers, tuple(kept), tuple(missing), left_out)
+
+
+def _order(ip: str) -> tuple[int, int, str]:
+    """IPv4 before IPv6, then by number. A zone (`fe80::1%eth0`) is part of the address."""
+    address = ipaddress.ip_address(ip)
+    return address.version, int(address), ip

@@ -1,0 +1,333 @@
+"""The API server through the official client: its configuration, tokens, TLS and session. A shell.
+
+Importing this takes half a second and 20 MB, so `follow` does it only when it is asked for.
+
+What comes back is left as bytes: the client's own models would cost a core at 1,000 pods a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+
+import aiohttp
+import yaml
+from kubernetes.aio import client, config
+from kubernetes.aio.config import incluster_config
+
+from extproc.discovery.kubernetes import api_errors, settings, watch_events
+from extproc.discovery.kubernetes.watch_plan import Collection
+from extproc.errors import ConfigError
+
+#: What a connection may end with, besides an answer.
+_LOST = (aiohttp.ClientError, OSError, TimeoutError, EOFError)
+
+#: What broken kubeconfig files make the client raise, besides its own error.
+_MISREAD = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    TypeError,
+    ValueError,
+    yaml.YAMLError,
+)
+
+_JSON = "application/json"
+
+#: Longest pause that the server can ask for (seconds): pools stand still meanwhile.
+_MOST_RETRY_AFTER_S = 10
+
+#: Longest body of an error that is read.
+_MOST_ERROR_BYTES = 64 * 1024
+
+#: A peer that vanished without a word is noticed after 15 + 3 * 5 seconds; a watch may be silent
+#: for minutes.
+_KEEPALIVE = {
+    "TCP_KEEPIDLE": 15,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 3,
+}
+
+
+class _Session:
+    """One client, closed when it is retired and nobody reads from it any more."""
+
+    def __init__(self, opened: client.ApiClient) -> None:
+        self.client = opened
+        self._users = 0
+        self._retired = False
+
+    @contextlib.asynccontextmanager
+    async def used(self) -> AsyncIterator[client.ApiClient]:
+        self._users += 1
+        try:
+            yield self.client
+        finally:
+            self._users -= 1
+            await self._close_if_idle()
+
+    async def retire(self) -> None:
+        self._retired = True
+        await self._close_if_idle()
+
+    async def _close_if_idle(self) -> None:
+        if self._retired and not self._users:
+            await self.client.close()
+
+
+class Server:
+    """Asks one API server.
+
+    Args:
+        wanted: Where its address and our credentials are.
+
+    Attributes:
+        name: Its address, for people.
+    """
+
+    def __init__(self, wanted: settings.Settings) -> None:
+        self._wanted = wanted
+        self._session: _Session | None = None
+        self._generation = 0
+        self._renewing = asyncio.Lock()
+        self.name = "the API server"
+
+    async def open(self) -> None:
+        """Loads the configuration.
+
+        Raises:
+            ConfigError: If it is missing or broken.
+        """
+        opened = await _load(self._wanted)
+        old, self._session = self._session, _Session(opened)
+        self._generation += 1
+        self.name = str(opened.configuration.host)
+        if old is not None:
+            await old.retire()
+
+    async def renew(self, generation: int) -> None:
+        """Loads tokens, certificates and address again; what is being read goes on.
+
+        Args:
+            generation: That which failed; of many that fail at once the first loads for all.
+
+        Raises:
+            ConfigError: If the configuration is broken now.
+        """
+        async with self._renewing:
+            if generation == self._generation:
+                await self.open()
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        if self._session is not None:
+            await self._session.retire()
+
+    @property
+    def generation(self) -> int:
+        """Of the credentials in use."""
+        return self._generation
+
+    async def page(self, collection: Collection, more: str) -> bytes | api_errors.Refused:
+        """One page of a list.
+
+        Args:
+            collection: Of what.
+            more: Token of the page; empty for the first.
+        """
+        query = {"limit": str(self._wanted.page)} | ({"continue": more} if more else {})
+        wanted = self._wanted
+        timeout = aiohttp.ClientTimeout(total=wanted.request_s, sock_connect=wanted.connect_s)
+        async with self._asked(collection, query, timeout) as answer:
+            if isinstance(answer, api_errors.Refused):
+                return answer
+            try:
+                return await answer.read()
+            except _LOST as error:
+                return api_errors.Refused(0, _why(error))
+
+    async def send(
+        self, method: str, path: str, *, body: object = None, seconds: float, kind: str = _JSON
+    ) -> bytes | api_errors.Refused:
+        """Any other request, for those who share the way to the server.
+
+        Args:
+            method: HTTP method.
+            path: From `/apis` or `/api` on.
+            body: What becomes JSON; None for nothing.
+            seconds: For everything.
+            kind: Content type of the body, which says how a PATCH is meant.
+        """
+        if self._session is None:
+            return api_errors.Refused(0, "not connected")
+        limits = aiohttp.ClientTimeout(total=seconds)
+        async with self._session.used() as opened:
+            answer = await _ask(opened, path, {}, limits, method=method, body=body, kind=kind)
+            if isinstance(answer, api_errors.Refused):
+                return answer
+            async with answer:
+                try:
+                    return await answer.read()
+                except _LOST as error:
+                    return api_errors.Refused(0, _why(error))
+
+    @contextlib.asynccontextmanager
+    async def watch(
+        self, collection: Collection, version: str, seconds: int
+    ) -> AsyncIterator[AsyncIterator[bytes] | api_errors.Refused]:
+        """The bytes of a watch, as they come.
+
+        Args:
+            collection: Of what.
+            version: Resource version to go on after.
+            seconds: After which the server ends it.
+        """
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(seconds),
+        }
+        timeout = aiohttp.ClientTimeout(
+            total=seconds + self._wanted.request_s, sock_connect=self._wanted.connect_s
+        )
+        async with self._asked(collection, query, timeout) as answer:
+            if isinstance(answer, api_errors.Refused):
+                yield answer
+                return
+            _keep_alive(answer)
+            async with contextlib.aclosing(_chunks(answer)) as chunks:
+                yield chunks
+
+    @contextlib.asynccontextmanager
+    async def _asked(
+        self, collection: Collection, query: Mapping[str, str], limits: aiohttp.ClientTimeout
+    ) -> AsyncIterator[aiohttp.ClientResponse | api_errors.Refused]:
+        selectors = {"labelSelector": collection.labels, "fieldSelector": collection.fields}
+        query = {**query, **{key: text for key, text in selectors.items() if text}}
+        if self._session is None:
+            yield api_errors.Refused(0, "not connected")
+            return
+        async with self._session.used() as opened:
+            answer: aiohttp.ClientResponse | api_errors.Refused
+            try:
+                # A watch may last for minutes, but it begins at once.
+                async with asyncio.timeout(self._wanted.request_s):
+                    answer = await _ask(opened, collection.path, query, limits)
+            except TimeoutError:
+                answer = api_errors.Refused(0, "no answer in time")
+            try:
+                yield answer
+            finally:
+                if isinstance(answer, aiohttp.ClientResponse):
+                    answer.close()
+
+
+async def _ask(
+    opened: client.ApiClient,
+    path: str,
+    query: Mapping[str, str],
+    limits: aiohttp.ClientTimeout,
+    *,
+    method: str = "GET",
+    body: object = None,
+    kind: str = _JSON,
+) -> aiohttp.ClientResponse | api_errors.Refused:
+    try:
+        method, url, headers, *_ = await opened.param_serialize(
+            method,
+            path,
+            query_params=list(query.items()),
+            header_params={"Accept": _JSON} | ({} if body is None else {"Content-Type": kind}),
+            auth_settings=["BearerToken"],
+        )
+        found = await opened.call_api(method, url, headers, body, _request_timeout=limits)
+        response: aiohttp.ClientResponse = found.response
+        if response.status in {200, 201}:
+            return response
+        async with response:
+            said = await response.content.read(_MOST_ERROR_BYTES)
+    except config.ConfigException as error:
+        return api_errors.Refused(0, _why(error), stale=True)
+    except _LOST as error:
+        return api_errors.Refused(0, _why(error), stale=isinstance(error, aiohttp.ClientSSLError))
+    return api_errors.Refused(
+        response.status,
+        watch_events.status(said).message or response.reason or "",
+        _seconds(response.headers.get("Retry-After", "")),
+        stale=response.status == 401,
+    )
+
+
+async def _chunks(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
+    """Until the watch ends, however it does: what follows is to go on from the last version."""
+    with contextlib.suppress(*_LOST):
+        async for chunk in response.content.iter_any():
+            yield chunk
+
+
+def _keep_alive(response: aiohttp.ClientResponse) -> None:
+    connection = response.connection
+    transport = connection.transport if connection is not None else None
+    link = transport.get_extra_info("socket") if transport is not None else None
+    if link is None:
+        return
+    with contextlib.suppress(OSError):
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, number in _KEEPALIVE.items():
+            # Not every system has them all.
+            option = getattr(socket, name, None)
+            if option is not None:
+                link.setsockopt(socket.IPPROTO_TCP, option, number)
+
+
+async def _load(wanted: settings.Settings) -> client.ApiClient:
+    configuration = client.Configuration()
+    # Every watch holds a connection; the default of 100 would leave the last ones waiting.
+    configuration.connection_pool_maxsize = 0
+    where = wanted.kubeconfig
+    try:
+        if not where and _inside():
+            where = "the service account"
+            config.load_incluster_config(client_configuration=configuration)
+        else:
+            where = where or os.environ.get("KUBECONFIG", "") or "~/.kube/config"
+            await config.load_kube_config(
+                config_file=where,
+                context=wanted.context or None,
+                client_configuration=configuration,
+                persist_config=False,
+            )
+        # In a thread: it reads the system's authorities, for as long as 0.2 s.
+        return await asyncio.to_thread(client.ApiClient, configuration=configuration)
+    except (config.ConfigException, *_MISREAD) as error:
+        raise ConfigError(
+            "kubernetes",
+            wanted="the address of an API server and credentials for it",
+            found=f"{_why(error)} ({where})",
+            fix="run inside a pod with a service account, or name a kubeconfig file",
+        ) from error
+
+
+def _inside() -> bool:
+    """Whether this is a pod with a service account."""
+    token = pathlib.Path(incluster_config.SERVICE_TOKEN_FILENAME)
+    return token.is_file() and bool(os.environ.get(incluster_config.SERVICE_HOST_ENV_NAME))
+
+
+def _seconds(text: str) -> float:
+    """Retry-After in seconds, up to 10; the form with a date is not used by API servers."""
+    return (
+        float(min(int(text), _MOST_RETRY_AFTER_S))
+        if text.isascii() and text.isdigit() and len(text) < 9
+        else 0.0
+    )
+
+
+def _why(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

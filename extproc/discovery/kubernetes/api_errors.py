@@ -1,0 +1,102 @@
+"""What an API server may be asked, and what it may say: a protocol and values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import msgspec
+
+from extproc.discovery.kubernetes.watch_plan import Collection
+
+#: Answers 403 in a row (count) after which a right that was there before is missing.
+FINAL_DENIALS = 4
+
+#: Refusals that come after the right was checked.
+_AUTHORIZED = frozenset({404, 409})
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """No answer, or not the one asked for.
+
+    Attributes:
+        status: HTTP status; 0 when there was no answer at all.
+        message: For people.
+        retry_after_s: How long the server asks to be left alone.
+        stale: Whether fresh credentials may help.
+    """
+
+    status: int
+    message: str
+    retry_after_s: float = 0.0
+    stale: bool = False
+
+
+class Denials:
+    """Distinguishes a missing right from an API server that has just started and knows no Roles.
+
+    The right to do what was allowed before is missing from the fourth 403 in a row on, any other
+    right from the first one.
+    """
+
+    def __init__(self) -> None:
+        self._allowed: set[str] = set()
+        self._refused: Counter[str] = Counter()
+
+    def is_missing(self, verb: str, answer: bytes | Refused) -> bool:
+        """Take in an answer; whether it means that the right to `verb` is missing."""
+        if not isinstance(answer, Refused) or answer.status in _AUTHORIZED:
+            self._allowed.add(verb)
+            self._refused[verb] = 0
+            return False
+        if answer.status != 403:
+            self._refused[verb] = 0
+            return False
+        self._refused[verb] += 1
+        return verb not in self._allowed or self._refused[verb] >= FINAL_DENIALS
+
+
+class Server(Protocol):
+    """Who is asked; `api.Server` is one."""
+
+    @property
+    def name(self) -> str:
+        """Its address, for people."""
+
+    @property
+    def generation(self) -> int:
+        """Of the credentials in use."""
+
+    async def renew(self, generation: int) -> None:
+        """Loads tokens, certificates and address again; what is being read goes on.
+
+        Args:
+            generation: That which failed; of many that fail at once the first loads for all.
+
+        Raises:
+            ConfigError: If the configuration is broken now.
+        """
+
+    async def page(self, collection: Collection, more: str) -> bytes | Refused:
+        """One page of a list.
+
+        Args:
+            collection: Of what.
+            more: Token of the page; empty for the first.
+        """
+
+    def watch(
+        self, collection: Collection, version: str, seconds: int
+    ) -> AbstractAsyncContextManager[AsyncIterator[bytes] | Refused]:
+        """The bytes of a watch, as they come, until it ends in whatever way.
+
+        Args:
+            collection: Of what.
+            version: Resource version to go on after.
+            seconds: After which the server ends it.
+        """
+
+    async def close(self) -> None:
+        """Ends all connections."""

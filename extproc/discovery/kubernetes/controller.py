@@ -1,0 +1,194 @@
+"""All collections of a cluster together, and whoever is told of its pools. A shell."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+
+from extproc.discovery.discovered_pool import Found
+from extproc.discovery.kubernetes import api_errors, reflector, settings, store, watch_status
+from extproc.discovery.kubernetes.watch_plan import Collection
+from extproc.discovery.static_discovery import DiscoveryFact
+from extproc.supervision import Supervisor
+
+#: Name of the loop that tells of pools, for the supervisor.
+_REPORTS = "reports"
+
+#: Whoever is told of pools: those that are new or different by key, and keys that are gone.
+OnPools = Callable[[Mapping[str, Found], frozenset[str]], None]
+
+
+async def connect(wanted: settings.Settings) -> api_errors.Server:
+    """The API server, through the official client.
+
+    Raises:
+        ConfigError: If its address or the credentials are missing or broken.
+    """
+    from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy, and not for everybody
+
+    server = api_client.Server(wanted)
+    await server.open()
+    return server
+
+
+class Follower:
+    """Tells of pools at the start and whenever they change.
+
+    `start` comes first, then `run`. While the server is away the last pools stand.
+
+    Args:
+        wanted: What is watched, and how patiently.
+        connect: Opens the API server.
+        clock: Monotonic seconds.
+        rng: Chance, for spreading what would else fall together.
+        on_pools: Called with the pools that changed and the keys of those that are gone; again with
+            the same and what came since if it raises. A pool is first told of when everything it
+            depends on was listed.
+        on_fact: Called when something happened. Kinds: `synced` and `unsynced`
+            (at the start), `disconnected` and `connected`, `unauthorized`, `misconfigured`,
+            `forbidden`, `not-installed`, `relisted`, `unreadable` and `broken-object`.
+        supervisor: Keeps the loops alive; None for one of its own.
+    """
+
+    def __init__(
+        self,
+        wanted: settings.Settings,
+        *,
+        connect: Callable[[settings.Settings], Awaitable[api_errors.Server]] = connect,
+        clock: Callable[[], float],
+        rng: random.Random,
+        on_pools: OnPools,
+        on_fact: Callable[[DiscoveryFact], None] = lambda _: None,
+        supervisor: Supervisor | None = None,
+    ) -> None:
+        self._wanted = wanted
+        self._connect = connect
+        self._clock = clock
+        self._rng = rng
+        self._on_pools = on_pools
+        self._on_fact = on_fact
+        self._supervisor = supervisor or Supervisor(clock=clock)
+        self._cluster = store.Cluster(wanted)
+        self._server: api_errors.Server | None = None
+        self._feeds: tuple[reflector.Feed, ...] = ()
+        self._wake = asyncio.Event()
+        self._watches = watch_status.Watches(self._cluster.collections, clock())
+        #: What `on_pools` has not taken yet.
+        self._found: dict[str, Found] = {}
+        self._removed: set[str] = set()
+        self._told_synced = False
+
+    @property
+    def synced(self) -> bool:
+        """Whether everything was listed at least once, if only to find that nothing is there."""
+        return self._cluster.synced
+
+    @property
+    def statuses(self) -> tuple[watch_status.WatchStatus, ...]:
+        """State of every watch."""
+        return self._watches.statuses
+
+    async def start(self) -> None:
+        """Lists everything and tells of the pools, or gives up waiting after a while.
+
+        Raises:
+            ConfigError: If the API server's address or the credentials are missing or broken.
+        """
+        self._server = server = await self._connect(self._wanted)
+        self._feeds = tuple(
+            reflector.Feed(
+                one,
+                server,
+                self._cluster,
+                listener=self,
+                wanted=self._wanted,
+                clock=self._clock,
+                rng=self._rng,
+                supervisor=self._supervisor,
+            )
+            for one in self._cluster.collections
+        )
+        try:
+            async with asyncio.timeout(self._wanted.start_s), asyncio.TaskGroup() as tasks:
+                for one in self._feeds:
+                    title = one.collection.title
+                    kept = self._supervisor.keep("kubernetes", one.sync, of=title)
+                    tasks.create_task(kept, name=f"list {title}")
+        except TimeoutError:
+            missing = [
+                one.title for one in self._cluster.collections if not self._cluster.answered(one)
+            ]
+            self.happened(
+                "unsynced",
+                f"{server.name} has not listed {', '.join(missing)} within "
+                f"{self._wanted.start_s:g} s; their pools are not ready until it does",
+            )
+        except BaseException:
+            await self.close()
+            raise
+        if not self._supervisor.call("kubernetes", self._report, of=_REPORTS):
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Follows everything until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for one in self._feeds:
+                    title = one.collection.title
+                    kept = self._supervisor.keep("kubernetes", one.run, of=title)
+                    tasks.create_task(kept, name=f"watch {title}")
+                kept = self._supervisor.keep("kubernetes", self._reports, of=_REPORTS)
+                tasks.create_task(kept, name="report pools of Kubernetes")
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Ends all connections; `run` does so itself, if it ever began."""
+        if self._server is not None:
+            await self._server.close()
+
+    def changed(self) -> None:
+        """A feed has brought something."""
+        if self._cluster.dirty or (not self._told_synced and self._cluster.synced):
+            self._wake.set()
+
+    def state(self, collection: Collection, kind: str, detail: str) -> None:
+        """Take in the state of a feed; what is about the server is logged once for all feeds."""
+        facts = self._watches.update(
+            collection, kind, detail, server=self._name(), now=self._clock()
+        )
+        for fact, text in facts:
+            self.happened(fact, text)
+
+    def happened(self, kind: str, detail: str) -> None:
+        """Something worth a log line."""
+        self._on_fact(DiscoveryFact(kind, detail, self._cluster.endpoints))
+
+    def _name(self) -> str:
+        return self._server.name if self._server is not None else ""
+
+    async def _reports(self) -> None:
+        """The first change after a quiet time at once, what follows in batches."""
+        while True:
+            await self._wake.wait()
+            self._report()
+            self._supervisor.works("kubernetes", _REPORTS)
+            await asyncio.sleep(self._wanted.coalesce_s)
+
+    def _report(self) -> None:
+        changes = self._cluster.collect()
+        for key, fault in changes.faults.items():
+            self._supervisor.note("kubernetes", fault, of=key)
+        for key in changes.removed:
+            self._found.pop(key, None)
+        self._removed = (self._removed - changes.found.keys()) | changes.removed
+        self._found |= changes.found
+        if self._found or self._removed:
+            self._on_pools(self._found, frozenset(self._removed))
+            self._found, self._removed = {}, set()
+        # Only now: where something raised, the next try begins at once.
+        self._wake.clear()
+        if self._cluster.synced and not self._told_synced:
+            self._told_synced = True
+            self.happened("synced", self._name())

@@ -1,0 +1,139 @@
+"""Pools over cached objects: each knows its pods or slices and says what is found of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from extproc.discovery import discovered_pool
+from extproc.discovery.kubernetes import objects, pod_endpoints
+from extproc.endpoint import NO_LABELS, Endpoint
+from extproc.pool import inference_policy
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes a pool of pods.
+
+    Attributes:
+        selector: Labels a pod must carry, all of them.
+        ports: Target ports; none when each pod names its own.
+        ref: How objectives and rewrites name it; None for what is no InferencePool.
+        app_protocol: As written.
+        annotations: Of the InferencePool.
+        created: When the InferencePool was, RFC 3339 in UTC.
+    """
+
+    selector: Mapping[str, str]
+    ports: tuple[int, ...]
+    ref: objects.PoolRef | None = None
+    app_protocol: str = ""
+    annotations: Mapping[str, str] = NO_LABELS
+    created: str = ""
+
+
+def spec_of(pool: objects.InferencePool) -> Spec:
+    """The spec of an InferencePool."""
+    return Spec(
+        selector=pool.selector,
+        ports=pool.ports,
+        ref=objects.PoolRef(pool.group, pool.name),
+        app_protocol=pool.app_protocol,
+        annotations=pool.annotations,
+        created=pool.created,
+    )
+
+
+class PodView:
+    """A pool of pods.
+
+    Args:
+        namespace: Of the pods.
+        spec: None as long as the object that defines the pool is not there.
+        override_ip: See `Settings.override_ip`.
+
+    Attributes:
+        namespace: The same.
+        spec: The same.
+        policy: What is decreed for it.
+    """
+
+    def __init__(self, namespace: str, spec: Spec | None, *, override_ip: bool) -> None:
+        self.namespace = namespace
+        self.spec = spec
+        self.policy = inference_policy.NONE
+        self._override_ip = override_ip
+        self._members: dict[str, tuple[objects.Pod, tuple[Endpoint, ...]]] = {}
+
+    def respecify(self, spec: Spec | None, pods: Iterable[objects.Pod]) -> None:
+        """The pool is defined anew.
+
+        Args:
+            spec: How; None if nothing defines it any more.
+            pods: All of the namespace.
+        """
+        self.spec = spec
+        self._members = {}
+        for pod in pods:
+            self.consider(pod.name, pod)
+
+    def consider(self, name: str, pod: objects.Pod | None) -> bool:
+        """A pod has changed, or is gone.
+
+        Returns:
+            Whether that changes the pool.
+        """
+        spec = self.spec
+        before = self._members.get(name)
+        if pod is None or spec is None or not pod_endpoints.selects(spec.selector, pod.labels):
+            self._members.pop(name, None)
+            return before is not None and bool(before[1])
+        endpoints = pod_endpoints.of_pod(pod, spec.ports, override_ip=self._override_ip)
+        if before is not None and before[1] == endpoints:
+            # The endpoints known are kept, so that most comparisons of pools end at identity.
+            self._members[name] = (pod, before[1])
+            return False
+        self._members[name] = (pod, endpoints)
+        return before is not None or bool(endpoints)
+
+    def found(self) -> discovered_pool.Found:
+        """What to say of the pool."""
+        if self.spec is None:
+            return discovered_pool.Found(exists=False)
+        return discovered_pool.Found(
+            pod_endpoints.merge(self._members.values()),
+            policy=self.policy,
+            app_protocol=self.spec.app_protocol,
+            annotations=self.spec.annotations,
+            created=self.spec.created,
+        )
+
+
+class SliceView:
+    """The pool of a Service.
+
+    Args:
+        namespace: Of the Service.
+        port: See `settings.Service`.
+
+    Attributes:
+        namespace: The same.
+        slices: By name.
+    """
+
+    def __init__(self, namespace: str, port: str) -> None:
+        self.namespace = namespace
+        self.slices: dict[str, objects.Slice] = {}
+        self._port = port
+
+    def found(self) -> discovered_pool.Found:
+        """What to say of the pool. A Service without pods has a slice all the same."""
+        slices = self.slices.values()
+        return discovered_pool.Found(
+            pod_endpoints.of_slices(slices, self._port),
+            exists=bool(slices),
+            app_protocol=pod_endpoints.app_protocol(slices, self._port),
+        )
+
+
+View = PodView | SliceView

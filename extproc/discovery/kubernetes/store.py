@@ -1,0 +1,388 @@
+"""What is known of a cluster, and the pools over it. One change costs what it touches.
+
+Whatever the order in which lists, events and whole collections arrive, the pools are those that a
+fresh list of everything would make.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from extproc.discovery import discovered_pool
+from extproc.discovery.kubernetes import (
+    decrees,
+    objects,
+    pool_views,
+    resources,
+    settings,
+    watch_plan,
+)
+from extproc.discovery.kubernetes.watch_plan import Collection
+from extproc.pool import inference_policy
+
+
+class Presence(enum.Enum):
+    """What the server says of a collection."""
+
+    #: Nothing yet.
+    UNKNOWN = "unknown"
+    #: Here it is.
+    LISTED = "listed"
+    #: There is no such resource.
+    ABSENT = "absent"
+    #: We may not see it.
+    FORBIDDEN = "forbidden"
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """Pools that are not what they were.
+
+    Attributes:
+        found: New or different, by key.
+        removed: Keys of those that are no pools of ours any more.
+        faults: What making a pool raised, by key; it is tried again at the next call.
+    """
+
+    found: Mapping[str, discovered_pool.Found]
+    removed: frozenset[str]
+    faults: Mapping[str, Exception] = {}
+
+
+class Cluster:
+    """Caches of API objects, and the pools over them.
+
+    Args:
+        wanted: What is watched.
+
+    Raises:
+        ConfigError: If the sources contradict themselves.
+    """
+
+    def __init__(self, wanted: settings.Settings) -> None:
+        watch_plan.check(wanted.sources)
+        self._wanted = wanted
+        self.collections = watch_plan.of(wanted.sources, policies=wanted.policies)
+        self._presence = dict.fromkeys(self.collections, Presence.UNKNOWN)
+        self._objects: dict[Collection, dict[tuple[str, str], objects.Value]] = {
+            one: {} for one in self.collections
+        }
+        self._pods: dict[str, dict[str, objects.Pod]] = defaultdict(dict)
+        self._pools: dict[str, dict[str, objects.InferencePool]] = defaultdict(dict)
+        self._decrees: dict[tuple[resources.Resource, str], dict[str, objects.Value]]
+        self._decrees = defaultdict(dict)
+        self._services = {
+            (one.namespace, one.name): one.key
+            for one in wanted.sources
+            if isinstance(one, settings.Service)
+        }
+        self._groups = {
+            one.key: one.group
+            for one in wanted.sources
+            if isinstance(one, settings.InferencePoolRef)
+        }
+        self._views: dict[str, pool_views.View] = {}
+        #: One label of every selector, to find the pools a pod may belong to.
+        self._anchors: dict[tuple[str, str, str], dict[str, pool_views.PodView]] = defaultdict(dict)
+        self._settled: set[str] = set()
+        self._told: dict[str, discovered_pool.Found] = {}
+        self._dirty: set[str] = set()
+        self._redecreed: set[str] = set()
+        for source in wanted.sources:
+            self._begin(source)
+        self._fixed = frozenset(self._views)
+
+    @property
+    def dirty(self) -> bool:
+        """Whether `collect` may have something to say."""
+        return bool(self._dirty)
+
+    @property
+    def synced(self) -> bool:
+        """Whether the server has answered for every collection."""
+        return all(self.answered(one) for one in self.collections)
+
+    @property
+    def endpoints(self) -> int:
+        """Endpoints of all pools (count), as last collected."""
+        return sum(len(one.endpoints) for one in self._told.values())
+
+    def replace(
+        self, collection: Collection, values: Iterable[objects.Value]
+    ) -> Mapping[tuple[str, str], Exception]:
+        """A list: these are all objects of a collection; what taking one of them in raised."""
+        faults: dict[tuple[str, str], Exception] = {}
+        listed = {(value.namespace, value.name): value for value in values}
+        for key in [key for key in self._objects[collection] if key not in listed]:
+            self.put(collection, key, None)
+        for key, value in listed.items():
+            try:
+                self.put(collection, key, value)
+            except Exception as error:  # noqa: BLE001 - the other objects count
+                faults[key] = error
+        self.settle(collection, Presence.LISTED)
+        return faults
+
+    def put(
+        self, collection: Collection, key: tuple[str, str], value: objects.Value | None
+    ) -> None:
+        """An event: an object is like this now, or gone.
+
+        Args:
+            collection: Of which it is an object.
+            key: Its namespace and name.
+            value: The object; None when it is gone.
+        """
+        if collection.namespace not in {"", key[0]}:
+            return
+        known = self._objects[collection]
+        old = known.get(key)
+        if old == value:
+            return
+        if value is None:
+            del known[key]
+        else:
+            known[key] = value
+        match value or old:
+            case objects.Pod():
+                self._pod(key, old, value)
+            case objects.InferencePool() as pool:
+                self._pool(pool, value)
+            case objects.Slice():
+                self._slice(old, value)
+            case _:
+                self._decree(collection.resource, key, old, value)
+
+    def settle(self, collection: Collection, presence: Presence) -> None:
+        """What the server says of a collection as a whole. What is absent is empty."""
+        if self._presence[collection] is presence:
+            return
+        self._presence[collection] = presence
+        if presence is Presence.ABSENT:
+            for name in list(self._objects[collection]):
+                self.put(collection, name, None)
+        for key, view in self._views.items():
+            if collection.namespace in {"", view.namespace}:
+                self._redecree(key)
+                self._dirty.add(key)
+
+    def answered(self, collection: Collection) -> bool:
+        """Whether the server has said what pools need to know of a collection."""
+        presence = self._presence[collection]
+        if collection.resource.optional:
+            return presence is not Presence.UNKNOWN
+        return presence in {Presence.LISTED, Presence.ABSENT}
+
+    def collect(self) -> Changes:
+        """The pools that changed since the last call; those not known in full are left for later."""
+        changed: dict[str, discovered_pool.Found] = {}
+        removed: set[str] = set()
+        waiting: set[str] = set()
+        faults: dict[str, Exception] = {}
+        for key in self._dirty:
+            view = self._views.get(key)
+            if view is None:
+                self._redecreed.discard(key)
+                if self._told.pop(key, None) is not None:
+                    removed.add(key)
+            elif not self._complete(key, view):
+                waiting.add(key)
+            else:
+                try:
+                    now = self._found(key, view)
+                except Exception as error:  # noqa: BLE001 - the other pools are told of
+                    faults[key] = error
+                    waiting.add(key)
+                    continue
+                if self._told.get(key) != now:
+                    self._told[key] = changed[key] = now
+        self._dirty = waiting
+        return Changes(changed, frozenset(removed), faults)
+
+    def _found(self, key: str, view: pool_views.View) -> discovered_pool.Found:
+        """A pool as it is now."""
+        if key in self._redecreed and isinstance(view, pool_views.PodView):
+            view.policy = self._policy(view)
+        now = view.found()
+        self._redecreed.discard(key)
+        return now
+
+    def _begin(self, source: settings.Source) -> None:
+        """The pools there are whether or not anything is found."""
+        override = self._wanted.override_ip
+        match source:
+            case settings.InferencePoolRef():
+                self._views[source.key] = pool_views.PodView(
+                    source.namespace, None, override_ip=override
+                )
+            case settings.Selector():
+                spec = pool_views.Spec(selector=source.labels, ports=source.ports)
+                view = pool_views.PodView(source.namespace, spec, override_ip=override)
+                self._views[source.key] = view
+                self._anchor(source.key, view)
+            case settings.Service():
+                self._views[source.key] = pool_views.SliceView(source.namespace, source.port)
+            case settings.Everything():
+                return
+        self._dirty.add(source.key)
+
+    def _pod(
+        self, key: tuple[str, str], old: objects.Value | None, new: objects.Value | None
+    ) -> None:
+        namespace, name = key
+        pod = new if isinstance(new, objects.Pod) else None
+        if pod is None:
+            self._pods[namespace].pop(name, None)
+        else:
+            self._pods[namespace][name] = pod
+        labels: set[tuple[str, str]] = set()
+        for one in (old, pod):
+            if isinstance(one, objects.Pod):
+                labels.update(one.labels.items())
+        for label, text in labels:
+            for at, view in self._anchors.get((namespace, label, text), _NOBODY).items():
+                if view.consider(name, pod):
+                    self._dirty.add(at)
+
+    def _pool(self, pool: objects.InferencePool, new: objects.Value | None) -> None:
+        key = f"{pool.namespace}/{pool.name}"
+        if not self._ours(pool, key):
+            return
+        if isinstance(new, objects.InferencePool):
+            self._pools[key][pool.group] = new
+        else:
+            self._pools[key].pop(pool.group, None)
+        known = self._pools[key]
+        valid = next((known[group] for group in resources.POOLS_OF if group in known), None)
+        view = self._views.get(key)
+        if view is None:
+            view = pool_views.PodView(pool.namespace, None, override_ip=self._wanted.override_ip)
+            self._views[key] = view
+        if not isinstance(view, pool_views.PodView):
+            return
+        self._unanchor(key, view)
+        spec = None if valid is None else pool_views.spec_of(valid)
+        view.respecify(spec, self._pods[pool.namespace].values())
+        self._anchor(key, view)
+        self._redecree(key)
+        self._dirty.add(key)
+        if valid is None and key not in self._fixed:
+            del self._views[key], self._pools[key]
+            self._settled.discard(key)
+
+    def _ours(self, pool: objects.InferencePool, key: str) -> bool:
+        """A pool asked for by name is of the group asked for, and nobody else's name is taken."""
+        if key in self._fixed:
+            return self._groups.get(key) == pool.group
+        return any(
+            isinstance(one, settings.Everything)
+            and one.group == pool.group
+            and one.namespace in {"", pool.namespace}
+            for one in self._wanted.sources
+        )
+
+    def _anchor(self, key: str, view: pool_views.PodView) -> None:
+        if view.spec is not None:
+            self._anchors[self._rarest(view.namespace, view.spec.selector)][key] = view
+
+    def _unanchor(self, key: str, view: pool_views.PodView) -> None:
+        if view.spec is None:
+            return
+        for label, text in view.spec.selector.items():
+            at = (view.namespace, label, text)
+            if self._anchors.get(at, _NOBODY).pop(key, None) and not self._anchors[at]:
+                del self._anchors[at]
+
+    def _rarest(self, namespace: str, selector: Mapping[str, str]) -> tuple[str, str, str]:
+        """The label fewest pools share: with `app=vllm` on all of them, that one says little."""
+        places = [(namespace, label, text) for label, text in sorted(selector.items())]
+        return min(places, key=lambda place: len(self._anchors.get(place, _NOBODY)))
+
+    def _slice(self, old: objects.Value | None, new: objects.Value | None) -> None:
+        for one in (old, new):
+            if not isinstance(one, objects.Slice):
+                continue
+            key = self._services.get((one.namespace, one.service), "")
+            view = self._views.get(key)
+            if isinstance(view, pool_views.SliceView):
+                if one is new:
+                    view.slices[one.name] = one
+                else:
+                    view.slices.pop(one.name, None)
+                self._dirty.add(key)
+
+    def _decree(
+        self,
+        resource: resources.Resource,
+        key: tuple[str, str],
+        old: objects.Value | None,
+        new: objects.Value | None,
+    ) -> None:
+        namespace, name = key
+        kept = self._decrees[resource, namespace]
+        if new is None:
+            kept.pop(name, None)
+        else:
+            kept[name] = new
+        for one in (old, new):
+            if isinstance(one, objects.Objective | objects.Rewrite) and one.pool is not None:
+                self._redecree(f"{namespace}/{one.pool.name}")
+
+    def _redecree(self, key: str) -> None:
+        """The policy of a pool has to be made anew, once, however many objects changed."""
+        self._redecreed.add(key)
+        self._dirty.add(key)
+
+    def _policy(self, view: pool_views.PodView) -> inference_policy.Policy:
+        if view.spec is None or view.spec.ref is None:
+            return inference_policy.NONE
+        in_force = [
+            one
+            for kind in resources.DECREES
+            for one in self._decrees[self._valid(kind, view.namespace), view.namespace].values()
+        ]
+        return decrees.policy_of(
+            view.spec.ref,
+            [one for one in in_force if isinstance(one, objects.Objective)],
+            [one for one in in_force if isinstance(one, objects.Rewrite)],
+        )
+
+    def _valid(
+        self, kind: tuple[resources.Resource, resources.Resource], namespace: str
+    ) -> resources.Resource:
+        """The new group, as a whole, where it is installed; the old one otherwise."""
+        new, old = kind
+        listed = any(
+            one.covers(new, namespace) and presence is Presence.LISTED
+            for one, presence in self._presence.items()
+        )
+        return new if listed else old
+
+    def _complete(self, key: str, view: pool_views.View) -> bool:
+        """Whether all that a pool depends on was answered for. Once it was, it stays so."""
+        if key in self._settled:
+            return True
+        if isinstance(view, pool_views.SliceView):
+            needed = [
+                one
+                for one in self.collections
+                if one.resource == resources.SLICES and one.namespace == view.namespace
+            ]
+        elif view.spec is not None and view.spec.ref is None:
+            needed = [one for one in self.collections if one.covers(resources.PODS, view.namespace)]
+        else:
+            needed = [
+                one
+                for one in self.collections
+                if one.resource != resources.SLICES and one.namespace in {"", view.namespace}
+            ]
+        if not all(self.answered(one) for one in needed):
+            return False
+        self._settled.add(key)
+        return True
+
+
+_NOBODY: dict[str, pool_views.PodView] = {}

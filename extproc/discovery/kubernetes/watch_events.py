@@ -1,0 +1,251 @@
+"""List pages and watch lines to values. Total: bytes that make no sense are a value as well."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from extproc.discovery.kubernetes import decode, objects, resources
+
+_Raw = TypeVar("_Raw")
+
+
+class Set(msgspec.Struct, frozen=True):
+    """An object is there, and looks like this.
+
+    Attributes:
+        value: The object.
+        version: Resource version to resume a watch after.
+    """
+
+    value: objects.Value
+    version: str
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """An object is not there any more."""
+
+    namespace: str
+    name: str
+    version: str
+
+
+class Broken(msgspec.Struct, frozen=True):
+    """An object is there, and cannot be read: it counts as gone.
+
+    Attributes:
+        namespace: Where it is.
+        name: Its name.
+        version: Resource version to resume a watch after.
+        reason: What is wrong.
+    """
+
+    namespace: str
+    name: str
+    version: str
+    reason: str
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """A bookmark: nothing else happened up to this version."""
+
+    version: str
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """The server gives up a watch. 410: what came after our version is forgotten.
+
+    Attributes:
+        code: As an HTTP status.
+        message: For people.
+    """
+
+    code: int
+    message: str
+
+
+class Unreadable(msgspec.Struct, frozen=True):
+    """No event at all: something was missed, and nobody can say what."""
+
+    reason: str
+
+
+Event = Set | Gone | Broken | Mark | Failure | Unreadable
+
+
+class Page(msgspec.Struct, frozen=True):
+    """Part of a list.
+
+    Attributes:
+        values: Objects that could be read.
+        broken: Those that could not.
+        version: Resource version of the list.
+        more: Token of the next page; empty on the last.
+    """
+
+    values: tuple[objects.Value, ...]
+    broken: tuple[Broken, ...]
+    version: str
+    more: str = ""
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The server's words for an error.
+
+    Attributes:
+        code: As an HTTP status.
+        reason: One word.
+        message: For people.
+    """
+
+    code: int = 0
+    reason: str = ""
+    message: str = ""
+
+
+class _Line(msgspec.Struct, Generic[_Raw], gc=False):
+    type: str
+    object: _Raw
+
+
+class _ListMeta(msgspec.Struct, rename={"version": "resourceVersion", "more": "continue"}):
+    version: str = ""
+    more: str = ""
+
+
+class _List(msgspec.Struct):
+    metadata: _ListMeta
+    items: list[msgspec.Raw] | None = None
+
+
+class _Key(msgspec.Struct, rename={"version": "resourceVersion"}):
+    """Of an object whose other fields cannot be read."""
+
+    name: str = ""
+    namespace: str = ""
+    version: str = ""
+
+
+class _Keyed(msgspec.Struct):
+    metadata: _Key
+
+
+_KEYED = msgspec.json.Decoder(_Keyed)
+_STATUS = msgspec.json.Decoder(Status)
+_LIST = msgspec.json.Decoder(_List)
+_ANY_LINE = msgspec.json.Decoder(_Line[msgspec.Raw])
+
+
+class Reader:
+    """Reads the pages and lines of one resource.
+
+    Args:
+        resource: Which one.
+    """
+
+    def __init__(self, resource: resources.Resource) -> None:
+        form = decode.FORMS[resource]
+        self._value = form.value
+        self._object: msgspec.json.Decoder[Any] = msgspec.json.Decoder(form.raw)
+        generic: Any = _Line
+        self._line: msgspec.json.Decoder[_Line[Any]] = msgspec.json.Decoder(generic[form.raw])
+
+    def line(self, text: bytes) -> Event:
+        """One line of a watch."""
+        try:
+            line = self._line.decode(text)
+        except decode.BROKEN:
+            return self._other(text)
+        raw = line.object
+        version = raw.metadata.resource_version
+        match line.type:
+            case "ADDED" | "MODIFIED":
+                if not raw.metadata.name:
+                    return _NAMELESS
+                value = self._made(raw)
+                return value if isinstance(value, Broken) else Set(value, version)
+            case "DELETED":
+                return Gone(raw.metadata.namespace, raw.metadata.name, version)
+            case "BOOKMARK":
+                return Mark(version)
+            case _:
+                return self._other(text)
+
+    def page(self, text: bytes) -> Page | Unreadable:
+        """One page of a list."""
+        try:
+            page = _LIST.decode(text)
+        except decode.BROKEN as error:
+            return Unreadable(_why(error))
+        values: list[objects.Value] = []
+        broken: list[Broken] = []
+        for item in page.items or ():
+            found = self._read(item)
+            if isinstance(found, Broken):
+                broken.append(found)
+            else:
+                values.append(found)
+        return Page(tuple(values), tuple(broken), page.metadata.version, page.metadata.more)
+
+    def _read(self, text: msgspec.Raw) -> objects.Value | Broken:
+        try:
+            raw = self._object.decode(text)
+        except decode.BROKEN as error:
+            key = _key(text)
+            return Broken(key.namespace, key.name, key.version, _why(error))
+        if not raw.metadata.name:
+            return Broken(raw.metadata.namespace, "", "", "it has no name")
+        return self._made(raw)
+
+    def _made(self, raw: Any) -> objects.Value | Broken:
+        """The value of an object; what makes the reader raise is broken, and alone."""
+        try:
+            return self._value(raw)
+        except Exception as error:  # noqa: BLE001 - one object must not hide all others
+            named = raw.metadata
+            reason = f"reading it raised {type(error).__name__}"
+            return Broken(named.namespace, named.name, named.resource_version, reason)
+
+    def _other(self, text: bytes) -> Event:
+        """A line that is no object of ours: an error, a bare bookmark or a broken object."""
+        try:
+            line = _ANY_LINE.decode(text)
+        except decode.BROKEN as error:
+            return Unreadable(_why(error))
+        key = _key(line.object)
+        match line.type:
+            case "ERROR":
+                failed = status(line.object)
+                return Failure(failed.code, failed.message or failed.reason)
+            case "BOOKMARK" if key.version:
+                return Mark(key.version)
+            case "DELETED" if key.name:
+                return Gone(key.namespace, key.name, key.version)
+            case "ADDED" | "MODIFIED" if key.name:
+                found = self._read(line.object)
+                if isinstance(found, Broken):
+                    return found
+        return Unreadable(f"an event of type {line.type[:40]!r} that says nothing")
+
+
+_NAMELESS = Unreadable("an object without a name")
+
+
+def status(text: bytes | msgspec.Raw) -> Status:
+    """The server's words, as far as they are any."""
+    try:
+        return _STATUS.decode(text)
+    except decode.BROKEN:
+        return Status(message=bytes(text)[:200].decode("utf-8", "replace"))
+
+
+def _key(text: msgspec.Raw) -> _Key:
+    try:
+        return _KEYED.decode(text).metadata
+    except decode.BROKEN:
+        return _Key()
+
+
+def _why(error: Exception) -> str:
+    return str(error)[:200] or type(error).__name__

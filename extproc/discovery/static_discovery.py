@@ -1,0 +1,214 @@
+"""The loop that keeps the fleet's endpoint list true: flags, file and DNS joined. A shell."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from extproc.discovery import dns_answers, endpoint_list, file
+from extproc.endpoint import Endpoint
+from extproc.errors import ConfigError
+from extproc.supervision import Supervisor
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How sources are followed.
+
+    Attributes:
+        file: Path of the endpoints file; empty for flags only.
+        poll_s: How often the file's stamp is looked at. One stat call a second costs nothing, and
+            works on every file system, ConfigMap mounts included.
+        limit_bytes: Longest file taken: upstream's 1 MiB is some 8,000 endpoints with labels.
+        refresh_s: How often names are resolved again: the usual DNS time to live inside a cluster.
+        retry_s: The same while some name does not resolve.
+        jitter: Each refresh is spread by this share to either side, lest replicas ask at once.
+        pool: Name of the pool, for the supervisor.
+    """
+
+    file: str = ""
+    poll_s: float = 1.0
+    limit_bytes: int = 8 * 1024 * 1024
+    refresh_s: float = 30.0
+    retry_s: float = 3.0
+    jitter: float = 0.1
+    pool: str = ""
+
+
+class DiscoveryFact(msgspec.Struct, frozen=True):
+    """Something worth a log line and a counter.
+
+    Attributes:
+        kind: `replaced` (the fleet has a new list), `file-broken` (the old list stays),
+            `name-kept` (a name stands on its last answer), `name-missing` (it has no endpoint),
+            `truncated` (there are more addresses than a pool may have) or `complete` (no longer).
+        detail: What exactly.
+        endpoints: Endpoints now.
+    """
+
+    kind: str
+    detail: str
+    endpoints: int
+
+
+class Fleet(Protocol):
+    """Who is told."""
+
+    def replace(self, endpoints: Sequence[Endpoint], now: float) -> None:
+        """These are all endpoints there are."""
+
+
+class Resolver(Protocol):
+    """Who answers for names; `dns.Resolver` is one."""
+
+    async def resolve(self, names: Sequence[str]) -> dns_answers.Answers:
+        """Answers, empty for what failed."""
+
+
+class Discovery:
+    """Tells the fleet at start, when the file changes and when DNS answers differ.
+
+    Args:
+        settings: How sources are followed.
+        fleet: Who is told.
+        listed: Entries from flags; they come before those of the file.
+        resolver: Who answers for names.
+        clock: Monotonic seconds.
+        rng: Chance, for spreading refreshes.
+        on_fact: Called when something happened.
+        supervisor: Hears of steps that went well; None for one of its own.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        *,
+        listed: Sequence[endpoint_list.Entry],
+        resolver: Resolver,
+        clock: Callable[[], float],
+        rng: random.Random,
+        on_fact: Callable[[DiscoveryFact], None] = lambda _: None,
+        supervisor: Supervisor | None = None,
+    ) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._path = pathlib.Path(settings.file) if settings.file else None
+        self._flags = tuple(listed)
+        self._resolver = resolver
+        self._clock = clock
+        self._rng = rng
+        self._on_fact = on_fact
+        self._supervisor = supervisor or Supervisor(clock=clock)
+        self._name = settings.pool
+        self._filed: tuple[endpoint_list.Entry, ...] = ()
+        self._stamp: file.Stamp | None = None
+        self._refresh_at = float("-inf")
+        #: Whether the file has another list that the fleet does not have yet.
+        self._unresolved = False
+        self._told: tuple[Endpoint, ...] | None = None
+        self._answers: dns_answers.Answers = {}
+        self._troubled: frozenset[str] = frozenset()
+        self._left_out = 0
+
+    @property
+    def left_out(self) -> int:
+        """Addresses of the list that are no endpoints, as a pool may not have as many (count)."""
+        return self._left_out
+
+    async def start(self) -> None:
+        """Loads everything and tells the fleet.
+
+        Raises:
+            ConfigError: If the file is broken. Later a broken file leaves the old endpoints, but a
+                start without any is better refused.
+        """
+        if self._path is not None:
+            self._stamp = file.stamp(self._path)
+            self._filed = await self._load(self._path)
+        # Without the endpoints nobody is ready; the loop resolves them as soon as it can.
+        self._unresolved = not await self._supervisor.attempt(
+            "discovery", self._resolve(), of=self._name
+        )
+
+    async def run(self) -> None:
+        """Follows the sources until cancelled; `start` comes before."""
+        while True:
+            await asyncio.sleep(self._settings.poll_s)
+            await self.step()
+            self._supervisor.works("discovery", self._name)
+
+    async def step(self) -> None:
+        """Looks once: reloads a changed file, resolves again when that is due."""
+        if await self._reloaded():
+            self._unresolved = True
+        if self._unresolved or self._due():
+            await self._resolve()
+
+    def _due(self) -> bool:
+        return self._clock() >= self._refresh_at and bool(dns_answers.names(self._all()))
+
+    def _all(self) -> tuple[endpoint_list.Entry, ...]:
+        return self._flags + self._filed
+
+    async def _reloaded(self) -> bool:
+        if self._path is None:
+            return False
+        stamp = file.stamp(self._path)
+        if stamp == self._stamp:
+            return False
+        # Taken before reading: what is written during the read makes another change.
+        self._stamp = stamp
+        try:
+            self._filed = await self._load(self._path)
+        except ConfigError as error:
+            self._note("file-broken", str(error))
+            return False
+        return True
+
+    async def _load(self, path: pathlib.Path) -> tuple[endpoint_list.Entry, ...]:
+        # In a thread: a long file takes longer than a routing decision may wait.
+        return await asyncio.to_thread(file.load, path, limit_bytes=self._settings.limit_bytes)
+
+    async def _resolve(self) -> None:
+        listed = self._all()
+        names = dns_answers.names(listed)
+        fresh = await self._resolver.resolve(names) if names else {}
+        result = dns_answers.merge(listed, fresh, last=self._answers)
+        settings = self._settings
+        troubled = result.kept or result.missing
+        spread = self._rng.uniform(1.0 - settings.jitter, 1.0 + settings.jitter)
+        wait_s = settings.retry_s if troubled else settings.refresh_s
+        self._refresh_at = self._clock() + wait_s * spread
+        self._answers = result.answers
+        self._note_names(result)
+        if result.endpoints != self._told:
+            self._fleet.replace(result.endpoints, self._clock())
+            self._told = result.endpoints
+            self._note("replaced", f"{len(listed)} entries")
+        self._note_left_out(result.left_out)
+        self._unresolved = False
+
+    def _note_names(self, result: dns_answers.Resolution) -> None:
+        """Says so once when a name stops resolving, not at every refresh."""
+        for kind, names in (("name-kept", result.kept), ("name-missing", result.missing)):
+            for name in names:
+                if name not in self._troubled:
+                    self._note(kind, name)
+        self._troubled = frozenset(result.kept + result.missing)
+
+    def _note_left_out(self, left_out: int) -> None:
+        """Says so once when addresses begin to be left out, and once when none is any more."""
+        before, self._left_out = self._left_out, left_out
+        if left_out and not before:
+            wanted = f"expected at most {endpoint_list.MAX_ENDPOINTS} addresses; split the pool"
+            self._note("truncated", f"{left_out} addresses are left out; {wanted}")
+        elif before and not left_out:
+            self._note("complete", "no address is left out any more")
+
+    def _note(self, kind: str, detail: str) -> None:
+        self._on_fact(DiscoveryFact(kind, detail, len(self._told or ())))

@@ -1,0 +1,318 @@
+"""Who waits, who goes on and who is told no: every decision about waiting, for any driver.
+
+The server awaits and sets timers, the simulator plans events; both ask here what to do and when to
+ask again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from extproc import decision as outcomes
+from extproc.decision import Rejection
+from extproc.flow_control.endpoint_sets import EndpointBits
+from extproc.flow_control.queue import Blocked, Gone, Look, Queue
+from extproc.flow_control.queued_item import Settings, Waiter
+from extproc.flow_control.request_headers import Want
+
+#: Shortest and longest time until capacity is looked for again without an event (seconds).
+_SOONEST_S = 0.002
+_LATEST_S = 1.0
+
+#: Share of its longest wait for which a request may wait for one endpoint while another one has a
+#: place.
+_PATIENCE = 0.5
+
+#: What waits.
+Item = TypeVar("Item")
+#: What is decided of one that goes on.
+Way = TypeVar("Way")
+
+
+class Acts(msgspec.Struct, Generic[Item, Way], frozen=True):
+    """What is done to requests.
+
+    Attributes:
+        decide: What would come of one now, without charging anybody; whether it may still wait for
+            an endpoint while another one has a place is the second argument.
+        waits: One goes on waiting, for the endpoint of this address; empty for any.
+        go: One that waited goes where this decision says, and is charged at once.
+        refuse: One that waited is told no.
+        fail: What of these calls raised an exception, for one that waited: it is told so. None lets
+            the exception through.
+        bits: Which requests can be served by the same endpoints; see `EndpointBits`. None: those of
+            equal targets.
+    """
+
+    decide: Callable[[Item, bool], Way | Rejection]
+    waits: Callable[[Item, str], None]
+    go: Callable[[Item, Way], None]
+    refuse: Callable[[Item, Rejection], None]
+    fail: Callable[[Item, Exception], None] | None = None
+    bits: Callable[[], EndpointBits] | None = None
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
+    """What one call of `pump` may do; the next one goes on from there.
+
+    Attributes:
+        looks: Requests that are looked at (count).
+        seconds: Time after which no further one is.
+        clock: Seconds, for that.
+    """
+
+    looks: int
+    seconds: float
+    clock: Callable[[], float]
+
+
+class Turnstile(Generic[Item, Way]):
+    """Holds the requests of one pool until they can be served, or told that they will not.
+
+    Args:
+        settings: How requests wait; `queue.adopt` replaces them.
+        acts: What is done to requests.
+        budget: What one call of `pump` may do; None for all there is to do.
+
+    Attributes:
+        queue: Who waits.
+        outcomes: What came of requests that waited: `went`, `expired`, `displaced`, `left`,
+            `refused`, `closed`, `failed` (counts).
+    """
+
+    def __init__(
+        self, settings: Settings, acts: Acts[Item, Way], *, budget: Budget | None = None
+    ) -> None:
+        self._acts = acts
+        self._budget = budget
+        self._changed = False
+        self._soonest_s = math.inf
+        self._items: dict[Waiter, tuple[Item, Rejection]] = {}
+        self._closed = False
+        self.queue = Queue(settings)
+        self.outcomes: Counter[str] = Counter()
+
+    def why(self, outcome: Way | Rejection, *, priority: int, toward: str = "") -> Rejection | None:
+        """Why a request that has just come cannot go on; None where it can.
+
+        Where waiting helps, `waits_s` is a number.
+
+        Args:
+            outcome: What would come of it if nobody else waited.
+            priority: Of the request.
+            toward: Address of the endpoint it would go to; empty where that is not known.
+        """
+        if isinstance(outcome, Rejection):
+            return outcome
+        if self.queue.count and self.queue.ahead(priority):
+            # Whoever waits longer goes first; the turn may be this one's all the same.
+            return outcomes.busy(0.0, waits_for=toward)
+        return None
+
+    def hold(self, item: Item, want: Want, why: Rejection, now: float) -> Waiter | Rejection:
+        """Begin to wait.
+
+        Args:
+            item: What waits, for `acts`.
+            want: What it says of itself.
+            why: Why it cannot go on.
+            now: Monotonic seconds.
+
+        Returns:
+            Its place, or why not, where waiting changes nothing or there is no room or no time.
+        """
+        if why.waits_s is None:
+            return self._estimated(why, now)
+        if self._closed:
+            return _shutting_down()
+        timeout_s = self._timeout_s(want, why)
+        if timeout_s <= 0.0:
+            return self._estimated(why, now)
+        waiter = Waiter(
+            arrived=now,
+            deadline=now + timeout_s,
+            tenant=want.tenant,
+            priority=want.priority,
+            target=want.target,
+            size=want.size,
+            tokens=want.tokens,
+            slo_s=want.slo_s,
+        )
+        self._follow_endpoints()
+        joined = self.queue.join(waiter, now)
+        if isinstance(joined, Rejection):
+            return joined
+        if joined.displaced:
+            displaced = _displaced(self.queue.full(now).retry_after_s)
+            for other in joined.displaced:
+                self._refuse(other, "displaced", displaced)
+        self.changed()
+        self._items[waiter] = (item, why)
+        self.queue.turn(waiter, why.waits_for)
+        self._acts.waits(item, why.waits_for)
+        return waiter
+
+    def left(self, waiter: Waiter) -> bool:
+        """The client is gone; returns whether the request was still waiting."""
+        if self._items.pop(waiter, None) is None:
+            return False
+        self.queue.leave(waiter)
+        self.outcomes["left"] += 1
+        return True
+
+    def changed(self) -> None:
+        """Something happened that may be capacity: whoever was looked at is looked at again."""
+        self._changed = True
+
+    def pump(self, now: float) -> float | None:
+        """Let requests go on, and end those that waited too long, as far as the budget allows.
+
+        Args:
+            now: Monotonic seconds.
+
+        Returns:
+            Seconds after which to ask again even if nothing happens, 0 for at once; None where
+            nobody waits.
+        """
+        enough = _limit(self._budget)
+        for waiter in self.queue.expired(now, enough=enough):
+            self._refuse(waiter, "expired", self._expired(self._items[waiter][1], now))
+        self._follow_endpoints()
+        if not self.queue.sweeps:
+            self._changed, self._soonest_s = False, math.inf
+        whole = self.queue.pump(lambda waiter: self._look(waiter, now), now, enough=enough)
+        if self.queue.count and (self._changed or not whole):
+            return 0.0
+        return self.next_s(self._soonest_s, now)
+
+    def _look(self, waiter: Waiter, now: float) -> Look:
+        """Look whether one that waits can go on now."""
+        item, _ = self._items[waiter]
+        try:
+            return self._decide(waiter, item, now)
+        except Exception as error:
+            if self._acts.fail is None:
+                raise
+            # It must neither stop those behind it nor raise again at each change.
+            self._items.pop(waiter, None)
+            self.outcomes["failed"] += 1
+            self._acts.fail(item, error)
+            return Gone.REFUSED
+
+    def _decide(self, waiter: Waiter, item: Item, now: float) -> Look:
+        patient = now - waiter.arrived < _PATIENCE * (waiter.deadline - waiter.arrived)
+        outcome = self._acts.decide(item, patient)
+        if not isinstance(outcome, Rejection):
+            self._acts.go(item, outcome)
+            self._forget(waiter, "went")
+            return Gone.WENT
+        if outcome.waits_s is None:
+            self._refuse(waiter, "refused", outcome)
+            return Gone.REFUSED
+        self._items[waiter] = (item, outcome)
+        self._soonest_s = min(self._soonest_s, outcome.waits_s)
+        toward = outcome.waits_for
+        self.queue.turn(waiter, toward)
+        self._acts.waits(item, toward)
+        if toward and not outcome.closed:
+            return Blocked(toward=toward)
+        return Blocked(busy=self.queue.sets.named(outcome.busy))
+
+    def _follow_endpoints(self) -> None:
+        """Notice that endpoints, or what they serve, are others than before."""
+        if self._acts.bits is not None:
+            self.queue.adopt_bits(self._acts.bits())
+
+    def next_s(self, soonest_s: float, now: float) -> float | None:
+        """When to look again: the first endpoint is free, or the first deadline is over.
+
+        Args:
+            soonest_s: Seconds until an endpoint is believed free; infinity where only an event
+                brings it.
+            now: Monotonic seconds.
+
+        Returns:
+            Seconds; None where nobody waits.
+        """
+        deadline = self.queue.next_deadline()
+        if deadline is None:
+            return None
+        wait_s = max(_SOONEST_S, min(soonest_s, deadline - now))
+        return wait_s if soonest_s == math.inf else min(wait_s, _LATEST_S)
+
+    def close(self) -> None:
+        """Nobody waits any longer: 503, and whoever comes is told the same."""
+        self._closed = True
+        for waiter in list(self.queue):
+            self.queue.leave(waiter)
+            self._refuse(waiter, "closed", _shutting_down())
+
+    def _estimated(self, why: Rejection, now: float) -> Rejection:
+        """A refusal with the queue's own estimate of when trying again helps."""
+        if why.retry_after_s is None or not self.queue.count:
+            return why
+        return msgspec.structs.replace(why, retry_after_s=self.queue.wait_s(now))
+
+    def _refuse(self, waiter: Waiter, how: str, why: Rejection) -> None:
+        self._acts.refuse(self._forget(waiter, how), why)
+
+    def _forget(self, waiter: Waiter, how: str) -> Item:
+        item, _ = self._items.pop(waiter)
+        self.outcomes[how] += 1
+        return item
+
+    def _expired(self, why: Rejection, now: float) -> Rejection:
+        """503 where there is no endpoint, 429 where all are busy.
+
+        Source: docs/spec/protocol.md#error-statuses.
+        """
+        if why.status == 503:
+            return self._estimated(why, now)
+        told = msgspec.structs.replace(
+            why, message="no endpoint was free in time", reason="rejected-ttl-expired"
+        )
+        return self._estimated(told, now)
+
+    def _timeout_s(self, want: Want, why: Rejection) -> float:
+        settings = self.queue.settings
+        if want.timeout_s is not None:
+            return min(want.timeout_s, settings.most_timeout_s)
+        usual_s = settings.by_objective.get(want.objective, settings.timeout_s)
+        if why.status == 503 and settings.empty_timeout_s is not None:
+            usual_s = settings.empty_timeout_s
+        return min(usual_s, settings.most_timeout_s)
+
+
+def _limit(budget: Budget | None) -> Callable[[], bool]:
+    """Counts calls, and says when they are enough: never before the second one."""
+    if budget is None:
+        return lambda: False
+    looks, clock = 0, budget.clock
+    until = clock() + budget.seconds
+
+    def enough() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks > budget.looks or (looks > 1 and clock() >= until)
+
+    return enough
+
+
+def _shutting_down() -> Rejection:
+    return Rejection(
+        503, "the picker is shutting down", reason="rejected-shutting-down", retry_after_s=1
+    )
+
+
+def _displaced(retry_after_s: int | None) -> Rejection:
+    return Rejection(
+        429,
+        "displaced by a request of higher priority",
+        reason="evicted-priority",
+        retry_after_s=retry_after_s,
+    )

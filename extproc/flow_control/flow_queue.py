@@ -1,0 +1,176 @@
+"""Lanes: the requests of one tenant that wait one way, and those of all tenants."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+
+from extproc.flow_control.queued_item import Waiter
+
+#: Rank, number, place and the request.
+_Entry = tuple[float, int, int, Waiter]
+
+#: A tenant's place in a line: its turn, then rank and number of its head, then the tenant.
+Key = tuple[float, float, int, str]
+
+#: Entries that may be stale before a heap is made anew (count).
+_SLACK = 16
+
+
+class Lane:
+    """Requests of one tenant for one way, first the one that goes next.
+
+    A request that stops waiting stays where it is until it comes to the front; when half of a lane
+    are such, the lane is cleaned, so that memory follows what waits.
+
+    Attributes:
+        key: Its valid entry in the line.
+    """
+
+    __slots__ = ("_gone", "_heap", "key")
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+        self._gone = 0
+        self.key: Key | None = None
+
+    def add(self, rank: float, waiter: Waiter) -> bool:
+        """Put a request in its place; returns whether it is first."""
+        heapq.heappush(self._heap, (rank, waiter.number, waiter.place, waiter))
+        return self._heap[0][3] is waiter
+
+    def head(self) -> _Entry | None:
+        """The request that goes next; None when none waits."""
+        heap = self._heap
+        while heap:
+            entry = heap[0]
+            waiter = entry[3]
+            # `_here`, written out: each look at who goes next asks it.
+            if waiter.waits and waiter.place == entry[2]:
+                return entry
+            heapq.heappop(heap)
+            self._gone -= 1
+        return None
+
+    def left(self) -> None:
+        """One of the requests stopped waiting."""
+        self._gone += 1
+        if self._gone * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if _here(entry)]
+            heapq.heapify(self._heap)
+            self._gone = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._gone
+
+    def __iter__(self) -> Iterator[Waiter]:
+        return (entry[3] for entry in self._heap if _here(entry))
+
+
+class Line:
+    """The lanes of one way, first the tenant whose turn it is.
+
+    The turn of a tenant mostly goes up, which is noticed when its lane comes to the front; where it
+    goes down `refresh` must be called, and `rebuild` where it goes down for many.
+
+    Args:
+        turn: The turn of a tenant: the lowest goes first.
+    """
+
+    __slots__ = ("_heap", "_lanes", "_turn")
+
+    def __init__(self, turn: Callable[[str], float]) -> None:
+        self._turn = turn
+        self._lanes: dict[str, Lane] = {}
+        self._heap: list[Key] = []
+
+    def add(self, rank: float, waiter: Waiter) -> bool:
+        """Put a request in its place; returns whether its tenant is new here."""
+        tenant = waiter.tenant
+        lane = self._lanes.get(tenant)
+        new = lane is None
+        if lane is None:
+            lane = self._lanes[tenant] = Lane()
+        if lane.add(rank, waiter):
+            self._place(tenant, lane)
+        return new
+
+    def left(self, tenant: str) -> bool:
+        """A request of a tenant stopped waiting; returns whether it was its last one here."""
+        lane = self._lanes[tenant]
+        lane.left()
+        if len(lane):
+            return False
+        del self._lanes[tenant]
+        self._clean()
+        return True
+
+    def key(self) -> Key | None:
+        """The place of the request that goes next; None when none waits."""
+        heap, lanes = self._heap, self._lanes
+        while heap:
+            key = heap[0]
+            tenant = key[3]
+            lane = lanes.get(tenant)
+            if lane is None or lane.key != key:
+                heapq.heappop(heap)
+                continue
+            fresh = self._key_of(tenant, lane)
+            if fresh == key:
+                return key
+            lane.key = fresh
+            heapq.heapreplace(heap, fresh)
+            if heap[0] is fresh:
+                return fresh
+        return None
+
+    def head(self, key: Key) -> Waiter:
+        """The request at the place that `key` returned."""
+        head = self._lanes[key[3]].head()
+        if head is None:
+            raise LookupError("no request waits at this place; call head directly after key")
+        return head[3]
+
+    def refresh(self, tenant: str) -> None:
+        """The turn of a tenant went down."""
+        self._place(tenant, self._lanes[tenant])
+
+    def rebuild(self) -> None:
+        """The turns of many tenants went down."""
+        for tenant, lane in self._lanes.items():
+            lane.key = self._key_of(tenant, lane)
+        self._heap = [lane.key for lane in self._lanes.values() if lane.key is not None]
+        heapq.heapify(self._heap)
+
+    def lane(self, tenant: str) -> Lane:
+        """The requests of a tenant that has some here."""
+        return self._lanes[tenant]
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def __iter__(self) -> Iterator[Waiter]:
+        for lane in self._lanes.values():
+            yield from lane
+
+    def _place(self, tenant: str, lane: Lane) -> None:
+        fresh = self._key_of(tenant, lane)
+        if lane.key is None or fresh < lane.key:
+            lane.key = fresh
+            heapq.heappush(self._heap, fresh)
+            self._clean()
+
+    def _clean(self) -> None:
+        if len(self._heap) > 2 * len(self._lanes) + _SLACK:
+            self.rebuild()
+
+    def _key_of(self, tenant: str, lane: Lane) -> Key:
+        head = lane.head()
+        if head is None:
+            raise LookupError("an empty lane has no place; remove it with its last request")
+        return self._turn(tenant), head[0], head[1], tenant
+
+
+def _here(entry: _Entry) -> bool:
+    """Whether its waiter still waits, and in this place."""
+    return entry[3].waits and entry[3].place == entry[2]

@@ -1,0 +1,51 @@
+"""Anthropic messages: `{model, system, messages, tools}`."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from extproc import decision
+from extproc.decision import Rejection
+from extproc.parsing import canonical_prompt, envelope, inputs
+from extproc.request import RawRequest, Request
+
+_WANTED: Final = "invalid messages request: must have at least one message"
+
+
+class Turn(msgspec.Struct, gc=False):
+    """One message; only an object can be one."""
+
+    role: Any = None
+    content: Any = None
+
+
+class Body(envelope.Envelope, gc=False):
+    """What is read of a messages body."""
+
+    messages: list[Turn] | None = None
+    system: Any = None
+    tools: msgspec.Raw = canonical_prompt.ABSENT
+
+
+_DECODER = msgspec.json.Decoder(Body)
+
+
+def parse(raw: RawRequest) -> Request | Rejection:
+    """Read a messages request; 400 without a model or without at least one message."""
+    body = envelope.decode(_DECODER, raw, wanted=_WANTED)
+    if isinstance(body, Rejection):
+        return body
+    if not body.messages:
+        return decision.bad_request(_WANTED)
+    fields = [canonical_prompt.salt(body.cache_salt), canonical_prompt.option(b"t", body.tools)]
+    if body.system is not None:
+        fields.append(canonical_prompt.MESSAGE + b"system" + canonical_prompt.content(body.system))
+    for turn in body.messages:
+        fields += (
+            canonical_prompt.MESSAGE,
+            canonical_prompt.as_bytes(turn.role),
+            canonical_prompt.content(turn.content),
+        )
+    return envelope.request("messages", raw, body, prompt=inputs.framed(b"".join(fields)))

@@ -1,0 +1,375 @@
+"""JSON bodies read within bounds: work and memory grow with the bytes, whatever they hold.
+
+Two bytes of JSON can make an object of a hundred. So a body is decoded at once only where it cannot
+hold many values. Any other one is decoded field by field: long texts become UTF-8 without ever being
+one `str`, lists of token ids become bytes, and what has more values than the rest of the budget stays
+JSON, as the client wrote it. Equal beginnings stay equal, so such a body still finds its prefix.
+
+What surfaces get in place of a decoded value:
+
+| type | what it stands for |
+|---|---|
+| `bytes` | a long text, as UTF-8 |
+| `tokens.Packed` | a list of token ids |
+| `msgspec.Raw` | JSON that has too many values to be built |
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from extproc.parsing import canonical_prompt, tokens
+
+Decoded = TypeVar("Decoded", bound=msgspec.Struct)
+
+#: Values that are built of any body (count); 135 bytes each where they are smallest.
+MAX_VALUES: Final = 4096
+#: Bytes of a body that allow for one value more: under three times its size. Prose has a comma in 80.
+_BYTES_PER_VALUE: Final = 48
+#: Longest body that is decoded without counting first (bytes). One of empty objects takes 1.4 MiB and
+#: some 4 ms, and one body is decoded at a time. Counting adds a fifth to the decoding of prose.
+_SHORT_BYTES: Final = 16 * 1024
+#: Elements of one array that are looked at (count): messages, parts, documents, members of a batch.
+#: An array of more stays JSON.
+MAX_ELEMENTS: Final = 4096
+#: Longest text with a character beyond U+FFFF that becomes one `str`, of 4 bytes for each of its
+#: characters. Escapes are looked for in longer ones only, since that takes as long as decoding.
+_WIDE_BYTES: Final = 256 * 1024
+_WIDE_ESCAPED_BYTES: Final = 1024 * 1024
+#: First bytes of characters beyond U+FFFF in UTF-8.
+_WIDE_LEADS = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")
+#: Bytes of a text that are decoded at once.
+_CHUNK_BYTES: Final = 64 * 1024
+#: Values of JSON that is decoded at once as long as the budget lasts (count).
+_CHEAP: Final = 64
+#: Bytes of a body for each quotation mark, below which its strings are not gone through one by one.
+_BYTES_PER_QUOTE: Final = 256
+#: Arrays and objects in one another that are looked into; below, JSON stays as it is.
+_DEEPEST: Final = 4
+#: Arrays that begin in one another. Going through them takes ten times as long as through others.
+_DEEP = b"[" * 64
+
+#: What stands before or between values.
+_MARKS = (b",", b"{", b"[")
+_ALL_MARKS = b"".join(_MARKS)
+#: Bytes for each mark, above which marks are rare.
+_RARE_BYTES: Final = 40
+#: Bytes in its middle that show how dense the marks of the first chunk are.
+_SAMPLE_BYTES: Final = 512
+
+_OPENING_QUOTE = 0x22
+_BACKSLASH = 0x5C
+_OPENING_BRACKET = 0x5B
+_OPENING_BRACE = 0x7B
+
+#: Bytes of the longest escape of a JSON string: a backslash, `u` and four digits.
+_ESCAPE_BYTES: Final = 6
+_HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
+
+_ABSENT = canonical_prompt.ABSENT
+_DECODE = msgspec.json.Decoder().decode
+_TEXT = msgspec.json.Decoder(str).decode
+
+
+def _leading(count: int) -> Any:
+    """A decoder of the first elements of an array; the others are skipped, and not built."""
+    names = [(f"element_{at}", msgspec.Raw, _ABSENT) for at in range(count)]
+    return msgspec.json.Decoder(msgspec.defstruct("_First", names, array_like=True, gc=False))
+
+
+#: For short arrays, since the longer one takes tens of microseconds for any.
+_FEW = 64
+_FIRST_FEW, _FIRST = _leading(_FEW + 1), _leading(MAX_ELEMENTS + 1)
+#: Elements of the budget that the longer one takes besides those it finds (count).
+_LONG_ARRAY = 256
+#: Arrays of which the longer one is tried at once (bytes), so that they are gone through once.
+_LONG_ARRAY_BYTES: Final = 16 * 1024
+_ATTEMPTS = ((_FIRST_FEW, 1), (_FIRST, _LONG_ARRAY))
+
+
+def _is_there(raw: msgspec.Raw) -> bool:
+    return raw is not _ABSENT
+
+
+class _Object(msgspec.Struct, gc=False):
+    """What an object in a history is told by."""
+
+    type: msgspec.Raw = _ABSENT
+    text: msgspec.Raw = _ABSENT
+    role: msgspec.Raw = _ABSENT
+    content: msgspec.Raw = _ABSENT
+
+
+_OBJECT = msgspec.json.Decoder(_Object).decode
+
+
+def num_values(json: bytes, most: int) -> int:
+    """More values than JSON text has, strings included; counting stops soon after `most`."""
+    middle = min(len(json), _CHUNK_BYTES) // 2
+    sample = json[middle : middle + _SAMPLE_BYTES]
+    counted, is_dense = 0, sum(map(sample.count, _MARKS)) * _RARE_BYTES > len(sample)
+    for at in range(0, len(json), _CHUNK_BYTES):
+        chunk = json[at : at + _CHUNK_BYTES]
+        before = counted
+        if is_dense:
+            counted += len(chunk) - len(chunk.translate(None, _ALL_MARKS))
+        else:
+            # Replacing jumps from mark to mark, three times as fast where they are rare.
+            for mark in _MARKS:
+                counted += len(chunk) - len(chunk.replace(mark, b""))
+        if counted > most:
+            break
+        is_dense = (counted - before) * _RARE_BYTES > len(chunk)
+    return counted
+
+
+def is_light(body: bytes) -> bool:
+    """Whether a body can be decoded at once; a short one can, since it cannot hold much."""
+    if len(body) <= _SHORT_BYTES:
+        return True
+    most = _budget(body)
+    if _is_mostly_text(body, most):
+        return True
+    return not _is_wide(body) and num_values(body, most) <= most
+
+
+def _is_mostly_text(json: bytes, most: int) -> bool:
+    """Whether long strings, none of them wide, leave at most so many bytes to anything else.
+
+    No more values than bytes are outside of strings, and commas in prose are not gone through. False
+    for JSON with so many quotation marks that counting is no dearer.
+    """
+    num_outside, start, before, is_inside = 0, 0, -1, False
+    for _ in range(len(json) // _BYTES_PER_QUOTE):
+        at = json.find(b'"', before + 1)
+        if at < 0:
+            return not is_inside and num_outside + len(json) - before - 1 <= most
+        if not is_inside:
+            num_outside += at - before
+            start, is_inside = at, True
+        elif json[at - 1] != _BACKSLASH or not _is_escaping(json[before + 1 : at]):
+            if at - start > _WIDE_BYTES or num_outside > most:
+                return False
+            is_inside = False
+        before = at
+    return False
+
+
+def _is_escaping(text: bytes) -> bool:
+    """Whether a text of a string ends within an escape: with an odd number of backslashes."""
+    return (len(text) - len(text.rstrip(b"\\"))) % 2 == 1
+
+
+def _budget(body: bytes) -> int:
+    return MAX_VALUES + len(body) // _BYTES_PER_VALUE
+
+
+def _is_wide(json: bytes) -> bool:
+    if len(json) <= _WIDE_BYTES:
+        return False
+    if not json.isascii() and any(lead in json for lead in _WIDE_LEADS):
+        return True
+    # A search for one byte is forty times as fast as one for two.
+    return len(json) > _WIDE_ESCAPED_BYTES and b"\\" in json and b"\\u" in json
+
+
+def decode(decoder: msgspec.json.Decoder[Decoded], body: bytes) -> Decoded:
+    """Decode a body into the struct of a surface.
+
+    Args:
+        decoder: Of the struct.
+        body: JSON, of any content.
+
+    Raises:
+        msgspec.DecodeError: The body is no JSON, or a typed field is of another type.
+        UnicodeDecodeError: A text is no UTF-8.
+        RecursionError: It nests too deep.
+    """
+    if len(body) <= _SHORT_BYTES or is_light(body):
+        return decoder.decode(body)
+    found: Decoded = _Reading(body).struct(decoder.type, body)
+    return found
+
+
+class _Reading:
+    """The decoding of one body, and what is left of its budget of values."""
+
+    def __init__(self, body: bytes) -> None:
+        self._left = _budget(body)
+        self._elements_left = 2 * MAX_ELEMENTS + self._left
+
+    def struct(self, kind: Any, json: bytes | msgspec.Raw) -> Any:
+        """A struct of a surface from its object."""
+        twin, elements = _twin(kind)
+        raws = twin.decode(json)
+        built = {}
+        for field in kind.__struct_fields__:
+            raw = getattr(raws, field)
+            if raw is _ABSENT:
+                continue
+            if field in elements:
+                built[field] = self._structs(elements[field], raw)
+            else:
+                built[field] = raw if field in _raw_fields(kind) else self.value(raw, _DEEPEST)
+        return kind(**built)
+
+    def _structs(self, kind: Any, raw: msgspec.Raw) -> list[Any] | None:
+        """Messages; of too many, one whose content is all of them, as JSON."""
+        first = bytes(memoryview(raw)[:1])
+        if first == b"n":
+            return None
+        if first != b"[":
+            raise msgspec.ValidationError("Expected `array | null`")
+        found = self._elements(raw)
+        return [kind(content=raw)] if found is None else [self.struct(kind, one) for one in found]
+
+    def value(self, raw: msgspec.Raw, depth: int) -> Any:
+        """A value of any type, as the table of the module has it."""
+        first = memoryview(raw)[0]
+        if first == _OPENING_QUOTE:
+            return _text(raw)
+        if first not in (_OPENING_BRACKET, _OPENING_BRACE):
+            return _DECODE(raw)
+        json = bytes(raw)
+        if first == _OPENING_BRACKET and (packed := tokens.scan(json)) is not None:
+            return packed
+        is_wide = _is_wide(json)
+        cost = num_values(json, self._left)
+        # Marks in texts are no values: what has many is looked into before it is paid for.
+        if depth and (is_wide or cost > min(self._left, _CHEAP)):
+            read: dict[str, Any] | list[Any] | None
+            if first == _OPENING_BRACE:
+                read = self._object(raw, depth - 1)
+            else:
+                read = self._array(raw, depth - 1)
+            if read is not None:
+                return read
+        if is_wide or cost > self._left:
+            return raw
+        self._left -= cost
+        return _DECODE(json)
+
+    def _array(self, raw: msgspec.Raw, depth: int) -> list[Any] | None:
+        found = self._elements(raw)
+        if found is None:
+            return None
+        # An array in an array is a member of a batch: token ids, or nothing worth a look.
+        return [
+            self.value(element, depth if memoryview(element)[0] == _OPENING_BRACE else 0)
+            for element in found
+        ]
+
+    def _elements(self, raw: msgspec.Raw) -> list[msgspec.Raw] | None:
+        """The elements of an array; None when they are too many in it or in the body, or too deep."""
+        if _DEEP in bytes(raw):
+            return None
+        is_long = len(memoryview(raw)) > _LONG_ARRAY_BYTES
+        for decoder, cost in ((_FIRST, _LONG_ARRAY),) if is_long else _ATTEMPTS:
+            if self._elements_left <= 0:
+                return None
+            first = decoder.decode(raw)
+            names = first.__struct_fields__
+            if getattr(first, names[-1]) is not _ABSENT:
+                self._elements_left -= len(names) + cost
+                continue
+            found = list(itertools.takewhile(_is_there, map(first.__getattribute__, names)))
+            self._elements_left -= len(found) + cost
+            return found
+        return None
+
+    def _object(self, raw: msgspec.Raw, depth: int) -> dict[str, Any] | None:
+        """A message or a part of text; None for any other object."""
+        parts = _OBJECT(raw)
+        if parts.role is not _ABSENT and parts.content is not _ABSENT:
+            content = self.value(parts.content, depth)
+            return {"role": self.value(parts.role, 0), "content": content}
+        if parts.text is not _ABSENT and parts.type is not _ABSENT:
+            kind = self.value(parts.type, 0)
+            if type(kind) is str and kind in canonical_prompt.TEXT_PARTS:
+                return {"type": kind, "text": self.value(parts.text, 0)}
+        return None
+
+
+def _text(raw: msgspec.Raw) -> str | bytes:
+    """A string: as such while it is short, else as UTF-8, decoded in chunks."""
+    json = bytes(raw)
+    if len(json) <= _CHUNK_BYTES:
+        return _TEXT(json)
+    if json.isascii() and b"\\u" not in json:
+        return json[1:-1] if b"\\" not in json else _TEXT(json).encode()
+    pieces: list[bytes] = []
+    at, end = 1, len(json) - 1
+    while at < end:
+        stop = _chunk_end(json, at, end)
+        pieces.append(_TEXT(b'"%b"' % json[at:stop]).encode())
+        at = stop
+    return b"".join(pieces)
+
+
+def _chunk_end(json: bytes, at: int, end: int) -> int:
+    """Where a chunk of a string ends: between two characters, and not inside a surrogate pair."""
+    if end - at <= _CHUNK_BYTES:
+        return end
+    stop = at + _CHUNK_BYTES
+    if begun := _open_escape(json, at, stop):
+        stop = begun
+    limit = stop
+    while stop > limit - 4 and json[stop] & 0xC0 == 0x80:
+        stop -= 1
+    pair = _HIGH_SURROGATE.search(json, max(at, stop - _ESCAPE_BYTES), stop)
+    if pair and _open_escape(json, at, pair.start() + 1):
+        stop = pair.start()
+    return stop if stop > at else end
+
+
+def _open_escape(json: bytes, at: int, stop: int) -> int:
+    """Where the escape begins that goes on at `stop`; 0 when none does.
+
+    Args:
+        json: Holds a string.
+        at: Where a part of it begins, with no escape open.
+        stop: Where it is to be cut.
+    """
+    last = json.rfind(b"\\", max(at, stop - _ESCAPE_BYTES + 1), stop)
+    if last < 0:
+        return 0
+    run = json[at : last + 1]
+    # Of a run of backslashes each second one is escaped by the one before.
+    if (len(run) - len(run.rstrip(b"\\"))) % 2 == 0:
+        return 0
+    length = _ESCAPE_BYTES if json[last + 1 : last + 2] == b"u" else 2
+    return last if last + length > stop else 0
+
+
+@functools.cache
+def _twin(kind: Any) -> tuple[msgspec.json.Decoder[Any], dict[str, Any]]:
+    """A decoder that leaves every field of a struct as JSON, and its fields that list structs."""
+    fields = msgspec.structs.fields(kind)
+    twin = msgspec.defstruct(
+        f"_{kind.__name__}", [(field.name, msgspec.Raw, _ABSENT) for field in fields], gc=False
+    )
+    return msgspec.json.Decoder(twin), {
+        field.name: element for field in fields if (element := _element(field.type)) is not None
+    }
+
+
+@functools.cache
+def _raw_fields(kind: Any) -> frozenset[str]:
+    """Fields that a surface takes as JSON anyway."""
+    return frozenset(
+        field.name for field in msgspec.structs.fields(kind) if field.type is msgspec.Raw
+    )
+
+
+def _element(kind: Any) -> Any:
+    """The struct of a field `list[struct] | None`; None for any other field."""
+    for member in getattr(kind, "__args__", ()):
+        for element in getattr(member, "__args__", ()):
+            if isinstance(element, type) and issubclass(element, msgspec.Struct):
+                return element
+    return None

@@ -1,0 +1,117 @@
+"""Chat completions: `{model, messages, tools, ...}` (OpenAI, vLLM, SGLang)."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from extproc import decision
+from extproc.decision import Rejection
+from extproc.parsing import canonical_prompt, envelope, inputs
+from extproc.request import RawRequest, Request
+
+_WANTED: Final = "invalid chat completions request: must have valid messages field"
+
+
+class Message(msgspec.Struct, gc=False):
+    """One message of the history; only an object can be one."""
+
+    role: Any = None
+    content: Any = None
+    name: Any = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_call_id: Any = None
+    tool_calls: msgspec.Raw = canonical_prompt.ABSENT
+    function_call: msgspec.Raw = canonical_prompt.ABSENT
+
+
+class Body(envelope.Envelope, gc=False):
+    """What is read of a chat body."""
+
+    messages: list[Message] | None = None
+    tools: msgspec.Raw = canonical_prompt.ABSENT
+    functions: msgspec.Raw = canonical_prompt.ABSENT
+    documents: msgspec.Raw = canonical_prompt.ABSENT
+    chat_template: msgspec.Raw = canonical_prompt.ABSENT
+    chat_template_kwargs: msgspec.Raw = canonical_prompt.ABSENT
+    reasoning_effort: msgspec.Raw = canonical_prompt.ABSENT
+
+
+_ABSENT = canonical_prompt.ABSENT
+_DECODER = msgspec.json.Decoder(Body)
+
+#: How messages of the usual roles start.
+_HEADS = {
+    role: canonical_prompt.MESSAGE + role.encode()
+    for role in ("system", "developer", "user", "assistant", "tool", "function")
+}
+
+
+def parse(raw: RawRequest) -> Request | Rejection:
+    """Read a chat request; 400 without a model or without at least one message."""
+    body = envelope.decode(_DECODER, raw, wanted=_WANTED)
+    if isinstance(body, Rejection):
+        return body
+    if not body.messages:
+        return decision.bad_request(_WANTED)
+    fields = _options(body)
+    for turn in body.messages:
+        _add_message(fields, turn)
+    return envelope.request("chat", raw, body, prompt=inputs.framed(b"".join(fields)))
+
+
+def _options(body: Body) -> list[bytes]:
+    """What stands before the messages, or changes how the template lays them out.
+
+    Hardly a request has any of it: a look at each field costs less than a walk over a table.
+    """
+    fields = [] if body.cache_salt is None else [canonical_prompt.salt(body.cache_salt)]
+    if body.chat_template is not _ABSENT:
+        fields.append(canonical_prompt.option(b"m", body.chat_template))
+    if body.chat_template_kwargs is not _ABSENT:
+        fields.append(canonical_prompt.option(b"k", body.chat_template_kwargs))
+    if body.reasoning_effort is not _ABSENT:
+        fields.append(canonical_prompt.option(b"e", body.reasoning_effort))
+    if body.documents is not _ABSENT:
+        fields.append(canonical_prompt.option(b"d", body.documents))
+    if body.functions is not _ABSENT:
+        fields.append(canonical_prompt.option(b"f", body.functions))
+    if body.tools is not _ABSENT:
+        fields.append(canonical_prompt.option(b"t", body.tools))
+    return fields
+
+
+def _add_message(fields: list[bytes], turn: Message) -> None:
+    """Append a message field by field: pieces are joined, and so copied, only once."""
+    role, content = turn.role, turn.content
+    head = _HEADS.get(role) if type(role) is str else None
+    fields.append(head or canonical_prompt.MESSAGE + canonical_prompt.as_bytes(role))
+    if turn.name is not None or turn.tool_call_id is not None:
+        fields += (canonical_prompt.NAME, canonical_prompt.as_bytes(turn.name))
+        fields += (canonical_prompt.NAME, canonical_prompt.as_bytes(turn.tool_call_id))
+    reasoning = turn.reasoning_content or turn.reasoning
+    if reasoning:
+        fields += (canonical_prompt.REASONING, canonical_prompt.as_bytes(reasoning))
+    if type(content) is str:
+        fields += (canonical_prompt.TEXT, content.encode())
+    else:
+        fields.append(canonical_prompt.content(content))
+    if turn.tool_calls is not _ABSENT or turn.function_call is not _ABSENT:
+        fields += (
+            canonical_prompt.calls(turn.tool_calls),
+            canonical_prompt.calls(turn.function_call),
+        )
+
+
+def loose_prompt(messages: object) -> inputs.Prompt | None:
+    """A conversation that was decoded without a type; None when it is not one."""
+    if type(messages) is msgspec.Raw:
+        return inputs.framed(canonical_prompt.MESSAGE + canonical_prompt.item(messages))
+    if type(messages) is not list or not messages:
+        return None
+    turns = [turn for turn in messages if type(turn) is dict]
+    if len(turns) != len(messages):
+        return None
+    return inputs.framed(b"".join([canonical_prompt.loose_message(turn) for turn in turns]))

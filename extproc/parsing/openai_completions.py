@@ -1,0 +1,81 @@
+"""Surfaces whose prompt is one field: completions, images, embeddings, pooling."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from extproc import decision
+from extproc.decision import Rejection
+from extproc.parsing import canonical_prompt, envelope, inputs, openai_chat
+from extproc.request import RawRequest, Request
+
+_NO_PROMPT: Final = "invalid completions request: must have prompt field"
+_NO_IMAGE_PROMPT: Final = "invalid images generations request: must have prompt field"
+_NO_INPUT: Final = "invalid embeddings request: must have input field"
+
+
+class Body(envelope.Envelope, gc=False):
+    """What is read of a body with a `prompt`.
+
+    `prompt_embeds` is vLLM's alternative to a prompt: base64 of a tensor.
+    """
+
+    prompt: Any = None
+    prompt_embeds: Any = None
+
+
+class InputBody(envelope.Envelope, gc=False):
+    """What is read of a body with an `input`; vLLM also embeds a conversation."""
+
+    input: Any = None
+    messages: Any = None
+
+
+_DECODER = msgspec.json.Decoder(Body)
+_INPUT_DECODER = msgspec.json.Decoder(InputBody)
+
+
+def parse(raw: RawRequest) -> Request | Rejection:
+    """Read a completions request; 400 without a model or a prompt."""
+    return _prompted(raw, "completions", wanted=_NO_PROMPT)
+
+
+def parse_images(raw: RawRequest) -> Request | Rejection:
+    """Read an image generation request; 400 without a model or a prompt."""
+    return _prompted(raw, "images", wanted=_NO_IMAGE_PROMPT)
+
+
+def _prompted(raw: RawRequest, api: str, *, wanted: str) -> Request | Rejection:
+    body = envelope.decode(_DECODER, raw, wanted=wanted)
+    if isinstance(body, Rejection):
+        return body
+    prompt = inputs.prompt_of(body.prompt)
+    if prompt is None and body.prompt_embeds is not None:
+        prompt = inputs.framed(canonical_prompt.item({"data": body.prompt_embeds}))
+    if prompt is None:
+        return decision.bad_request(wanted)
+    return envelope.request(api, raw, body, prompt=inputs.salted(prompt, body.cache_salt))
+
+
+def parse_embeddings(raw: RawRequest) -> Request | Rejection:
+    """Read an embeddings request; 400 without a model, or with neither input nor messages."""
+    return _embedded(raw, "embeddings")
+
+
+def parse_pooling(raw: RawRequest) -> Request | Rejection:
+    """Read a pooling request: 400 without a model. What it pools is the engine's business."""
+    return _embedded(raw, "pooling")
+
+
+def _embedded(raw: RawRequest, api: str) -> Request | Rejection:
+    body = envelope.decode(_INPUT_DECODER, raw, wanted=_NO_INPUT)
+    if isinstance(body, Rejection):
+        return body
+    prompt = inputs.prompt_of(body.input) or openai_chat.loose_prompt(body.messages)
+    if prompt is None:
+        if api == "embeddings":
+            return decision.bad_request(_NO_INPUT)
+        prompt = inputs.NOTHING
+    return envelope.request(api, raw, body, prompt=inputs.salted(prompt, body.cache_salt))

@@ -1,0 +1,91 @@
+"""The Responses API: `{model, instructions, input, tools}`, and the items of a conversation."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from extproc import decision
+from extproc.decision import Rejection
+from extproc.parsing import canonical_prompt, envelope, inputs
+from extproc.request import RawRequest, Request
+
+_NO_INPUT: Final = "invalid responses request: must have input field"
+_NO_ITEMS: Final = "invalid conversations request: must have items field"
+
+
+class Body(envelope.Envelope, gc=False):
+    """What is read of a responses body. `prompt` names a stored template."""
+
+    input: Any = None
+    instructions: Any = None
+    tools: msgspec.Raw = canonical_prompt.ABSENT
+    reasoning: msgspec.Raw = canonical_prompt.ABSENT
+    prompt: msgspec.Raw = canonical_prompt.ABSENT
+
+
+class ItemsBody(envelope.Envelope, gc=False):
+    """What is read of a body that opens a conversation."""
+
+    items: Any = None
+
+
+#: A list, or one of too many items.
+_LISTS = frozenset({list, msgspec.Raw})
+
+_DECODER = msgspec.json.Decoder(Body)
+_ITEMS_DECODER = msgspec.json.Decoder(ItemsBody)
+
+
+def parse(raw: RawRequest) -> Request | Rejection:
+    """Read a responses request; 400 without a model or without input."""
+    body = envelope.decode(_DECODER, raw, wanted=_NO_INPUT)
+    if isinstance(body, Rejection):
+        return body
+    history = _history(body.input)
+    if history is None:
+        return decision.bad_request(_NO_INPUT)
+    fields = [
+        canonical_prompt.salt(body.cache_salt),
+        canonical_prompt.option(b"p", body.prompt),
+        canonical_prompt.option(b"e", body.reasoning),
+        canonical_prompt.option(b"t", body.tools),
+    ]
+    if body.instructions is not None:
+        fields.append(
+            canonical_prompt.MESSAGE + b"system" + canonical_prompt.content(body.instructions)
+        )
+    prompt = inputs.framed(b"".join([*fields, history]))
+    return envelope.request("responses", raw, body, prompt=prompt)
+
+
+def parse_conversation(raw: RawRequest) -> Request | Rejection:
+    """Read a conversation's first items; 400 without a model or without items."""
+    body = envelope.decode(_ITEMS_DECODER, raw, wanted=_NO_ITEMS)
+    if isinstance(body, Rejection):
+        return body
+    history = _history(body.items) if type(body.items) in _LISTS else None
+    if history is None:
+        return decision.bad_request(_NO_ITEMS)
+    return envelope.request("conversations", raw, body, prompt=inputs.framed(history))
+
+
+def _history(value: object) -> bytes | None:
+    """A string is one user message; of a list each member is a message or another item."""
+    if type(value) is str:
+        return canonical_prompt.MESSAGE + b"user" + canonical_prompt.TEXT + value.encode()
+    if type(value) is bytes:
+        return canonical_prompt.MESSAGE + b"user" + canonical_prompt.TEXT + value
+    if type(value) is msgspec.Raw:
+        return canonical_prompt.MESSAGE + canonical_prompt.item(value)
+    if type(value) is not list:
+        return None
+    return b"".join(
+        [
+            canonical_prompt.loose_message(entry)
+            if type(entry) is dict
+            else canonical_prompt.MESSAGE + canonical_prompt.content(entry)
+            for entry in value
+        ]
+    )

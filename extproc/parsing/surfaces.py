@@ -1,0 +1,120 @@
+"""The one door of the room: a raw request in, a request or a 400 out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import msgspec
+
+from extproc import decision
+from extproc.decision import Rejection
+from extproc.parsing import (
+    anthropic_messages,
+    envelope,
+    generate,
+    multipart,
+    opaque,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+    paths,
+    preparsed,
+    rendering,
+    vllm_api,
+    vllm_grpc,
+)
+from extproc.request import MAX_NAME_BYTES, RawRequest, Request, is_long_name
+
+#: Surface (a value of `paths.SURFACES`) to the function that reads it.
+PARSERS: Mapping[str, Callable[[RawRequest], Request | Rejection]] = {
+    "chat": openai_chat.parse,
+    "chat_render": rendering.parse_chat,
+    "completions": openai_completions.parse,
+    "completions_render": rendering.parse_completions,
+    "embeddings": openai_completions.parse_embeddings,
+    "responses": openai_responses.parse,
+    "conversations": openai_responses.parse_conversation,
+    "images": openai_completions.parse_images,
+    "transcriptions": multipart.parse_transcriptions,
+    "translations": multipart.parse_translations,
+    "messages": anthropic_messages.parse,
+    "count_tokens": rendering.parse_count_tokens,
+    "rerank": vllm_api.parse_rerank,
+    "score": vllm_api.parse_score,
+    "pooling": openai_completions.parse_pooling,
+    "tokenize": rendering.parse_tokenize,
+    "generate": generate.parse,
+    "sglang_generate": generate.parse_native,
+    "grpc_generate": vllm_grpc.parse_generate,
+    "grpc_embed": vllm_grpc.parse_embed,
+}
+
+#: The answer to a model or adapter name that nobody would remember.
+LONG_NAME: Final = decision.bad_request(
+    f"expected a model or adapter name of at most {MAX_NAME_BYTES} bytes, got a longer one; "
+    "correct the name"
+)
+
+#: Surfaces whose parser makes the best of a cut body: it refuses nothing and wants no prompt.
+TOTAL = frozenset({"transcriptions", "translations", "count_tokens", "tokenize"})
+
+
+def parse(raw: RawRequest) -> Request | Rejection:
+    """Read a request. Total: whatever the bytes, the answer is a value.
+
+    Args:
+        raw: A request whose body is complete, or marked as truncated.
+
+    Returns:
+        The request, `opaque` when there is no body or the path is not in the table (`grpc` when it
+        is a gRPC method); or a rejection with status 400 (docs/spec/protocol.md#request-flow) on a
+        path that is, and on every path for a model or adapter name that is too long.
+    """
+    if type(raw) is preparsed.PreparsedRequest:
+        return raw.outcome
+    if opaque.is_bodiless(raw):
+        return _named(opaque.bare(raw, paths.OPAQUE), raw)
+    read = _read(raw)
+    return read if isinstance(read, Rejection) else _named(read, raw)
+
+
+def parse_supplied(raw: RawRequest, model: str) -> Request | Rejection | None:
+    """Read a request that names no model as if a header had named one.
+
+    Args:
+        raw: A request that `parse` refuses with `envelope.NO_MODEL`.
+        model: Its model.
+
+    Returns:
+        As of `parse`; None where its body was read before, and something else is wrong with it.
+    """
+    if type(raw) is preparsed.PreparsedRequest:
+        supplied = raw.supplied
+        return None if supplied is None else msgspec.structs.replace(supplied, model=model)
+    headers = {**raw.headers, envelope.MODEL_HEADERS[0]: model}
+    return parse(msgspec.structs.replace(raw, headers=headers))
+
+
+def _named(request: Request, raw: RawRequest) -> Request | Rejection:
+    """The request, unless one of the names it carries is longer than any name is."""
+    model, adapter, header = request.model, request.adapter, envelope.model_header(raw.headers)
+    # A character has four bytes at most: most names need no closer look.
+    if 4 * (len(model) + len(adapter) + len(header)) <= MAX_NAME_BYTES:
+        return request
+    return LONG_NAME if any(map(is_long_name, (model, adapter, header))) else request
+
+
+def _read(raw: RawRequest) -> Request | Rejection:
+    """Read a request with a body."""
+    api = paths.surface_of(paths.path_of(raw))
+    reader = PARSERS.get(api)
+    if reader is None and raw.headers.get("content-type", "").startswith("application/grpc"):
+        return opaque.bare(raw, paths.GRPC)
+    if raw.truncated and api not in TOTAL:
+        return opaque.parse_truncated(raw, api)
+    try:
+        return opaque.parse(raw, api) if reader is None else reader(raw)
+    except RecursionError:
+        # Decoding stayed within the interpreter's depth, and writing the value again did not.
+        return opaque.bare(raw, api) if reader is None else envelope.too_deep()

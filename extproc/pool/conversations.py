@@ -1,0 +1,134 @@
+"""Which prompts go on from which, and where the one before went.
+
+A conversation is known by the deepest block of its latest prompt, which every later prompt of it
+contains. Engines forget prefixes, and so does the index that follows them; this does not, so that a
+conversation whose prefix is lost can still be told from one that is new.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from extproc.pool.inflight import Account
+
+#: Weight of a request in what is learnt. At 0.01 it follows a change of traffic within a few hundred.
+_ALPHA = 0.01
+
+#: Conversations away for each open request that count at most: where users read for long, what they
+#: go on from has mostly made room for others. Simulated days of chats (Mooncake) are 2 % slower
+#: without a bound.
+_MOST_AWAY = 0.5
+
+
+class Visit(msgspec.Struct, eq=False):
+    """The latest prompt of a conversation.
+
+    Attributes:
+        account: Of the endpoint it was sent to; weak, so that endpoints that left are freed.
+        at: When, monotonic seconds.
+        ended: When its request was over; infinity while it is open.
+    """
+
+    account: weakref.ref[Account]
+    at: float
+    ended: float = math.inf
+
+
+class Recurrence:
+    """The latest prompts and where they went. Mutable; one owner.
+
+    Args:
+        most: Prompts remembered (count). 65,536 take some 17 MB.
+
+    Attributes:
+        share: Share of requests that go on from an earlier one, 0..1.
+        prompt_tokens: Of a request, mean.
+    """
+
+    __slots__ = ("_interval_s", "_most", "_open_s", "_went", "prompt_tokens", "share")
+
+    def __init__(self, most: int = 65_536) -> None:
+        self._most = most
+        self._went: OrderedDict[int, Visit] = OrderedDict()
+        self._interval_s = self._open_s = 0.0
+        self.share = 0.5
+        self.prompt_tokens = 0.0
+
+    def __len__(self) -> int:
+        """Prompts remembered (count)."""
+        return len(self._went)
+
+    def home(self, chain: Sequence[int]) -> Account | None:
+        """Where the latest prompt went that this one goes on from; None if new or freed.
+
+        Args:
+            chain: The prompt's block hashes, root first.
+        """
+        latest = self._latest(chain)
+        return None if latest is None else latest.account()
+
+    def growth(self, prompt_tokens: int) -> float:
+        """Tokens a conversation will grow by: young ones grow to the size of the others.
+
+        Args:
+            prompt_tokens: Of its latest prompt.
+        """
+        return self.share * max(0.0, self.prompt_tokens - prompt_tokens)
+
+    def away(self, others: float = 0.0) -> float:
+        """Conversations that will go on and have no request open now, for each open request.
+
+        r max(0, t (1 - s) / b - 1), half of one at most: of open requests the share r goes on t
+        seconds after it was sent, and for b of these it is open (Little's law). Where others send the
+        share s of all requests, as many turns lie between two that are seen here.
+
+        Args:
+            others: s, 0..1.
+        """
+        if not self._open_s:
+            return 0.0
+        pauses = max(0.0, self._interval_s * (1.0 - others) / self._open_s - 1.0)
+        return min(_MOST_AWAY, self.share * pauses)
+
+    def sent(
+        self, chain: Sequence[int], account: Account, *, prompt_tokens: int, now: float
+    ) -> Visit | None:
+        """A prompt was sent.
+
+        Args:
+            chain: Its block hashes, root first.
+            account: Of the endpoint it was sent to.
+            prompt_tokens: Of the prompt.
+            now: Monotonic seconds.
+
+        Returns:
+            What wants to know when the request ends; None where it could not be known again.
+        """
+        if not chain:
+            return None
+        went, latest = self._went, self._latest(chain)
+        self.share += _ALPHA * ((latest is not None) - self.share)
+        self.prompt_tokens += _ALPHA * (prompt_tokens - self.prompt_tokens)
+        if latest is not None:
+            # Of the same turns, so that neither runs ahead while engines fill.
+            self._interval_s += _ALPHA * (now - latest.at - self._interval_s)
+            self._open_s += _ALPHA * (min(latest.ended, now) - latest.at - self._open_s)
+        visit = went[chain[-1]] = Visit(weakref.ref(account), now)
+        went.move_to_end(chain[-1])
+        if len(went) > self._most:
+            went.popitem(last=False)
+        return visit
+
+    def _latest(self, chain: Sequence[int]) -> Visit | None:
+        """Where and when the latest prompt went that this one goes on from."""
+        went = self._went
+        for block in reversed(chain):
+            found = went.get(block)
+            if found is not None:
+                return found
+        return None

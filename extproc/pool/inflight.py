@@ -1,0 +1,387 @@
+"""In-flight accounts: what this picker has open on each endpoint, and what of it still queues.
+
+An account belongs to one incarnation of one endpoint. It is changed only by tickets and by scrapes,
+and a ticket is closed exactly once, so the counters return to zero when the last stream ends and
+can never go below it.
+
+Queued work is dead-reckoned: uncached prompt tokens are added when a request is sent and drain at
+the speed of the engine. Engines serve first come first served, so a request that ended says that
+everything sent before it was computed, and a scrape that shows w waiting requests says that the
+last w of ours were not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Rates
+from extproc.pool import holdings
+from extproc.pool.works import Works
+
+if TYPE_CHECKING:
+    from extproc.pool.conversations import Visit
+
+#: Adapters remembered as recently used; more than any engine has slots.
+_MOST_RECENT = 64
+
+#: Tokens of one engine iteration (`max_num_batched_tokens`): vLLM's default on cards below 70 GB
+#: (docs/spec/engines.md#iteration-time). It only says how often a prefill pays for the decodes
+#: beside it.
+_BUDGET_TOKENS = 2048
+
+
+class Standing(msgspec.Struct, frozen=True, gc=False):
+    """What one endpoint's adapters come to, as long as neither its account nor its load changes.
+
+    Attributes:
+        load: Of which it was worked out.
+        known: Names that were known to be adapters then.
+        full: Every slot is in use.
+        room: A slot is free.
+        idle: Adapters believed loaded, in use or not.
+    """
+
+    load: Load
+    known: frozenset[str]
+    full: bool
+    room: bool = False
+    idle: frozenset[str] = frozenset()
+
+
+class Account:
+    """The open requests of one endpoint incarnation.
+
+    Attributes:
+        endpoint: Whose account it is.
+        in_flight: Open requests (count).
+        mirrored: Of these, other pickers' (count), where pickers tell each other.
+        prompt_tokens: Estimated prompt tokens of the open requests.
+        open_tokens: The same, what several of them begin with counted once, and what young
+            conversations among them will grow by; 0 while nobody needs it.
+        opened: Tickets ever opened (count).
+        answered: Of these, closed with an answer.
+        served: Of these, those with a prompt that this picker sent itself.
+        idled: How often an answer left no open request behind (count).
+        ran: Adapter or model names of requests answered since the last scrape.
+        texts: Of the answered since the last comparison with the engine's counters, those with prompts of
+            text: [requests, bytes of text] by adapter or model name.
+        adapters: Open requests by adapter or model name.
+        recent: Names of `adapters` ever opened, the latest last.
+        sent: Uncached prompt tokens ever sent.
+        done: Of these, computed as of `at`.
+        at: Monotonic seconds at which `done` was true.
+        tokens_per_s: How fast `done` grows.
+        written: KV tokens that requests ever sent take.
+        seen: Of these, in the last scrape.
+        standing: What `adapters` worked out of `adapters` and `recent`; None since they changed.
+        works: The usual work of a request, of the whole pool.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_held",
+        "_open",
+        "adapters",
+        "answered",
+        "at",
+        "done",
+        "endpoint",
+        "idled",
+        "in_flight",
+        "mirrored",
+        "open_tokens",
+        "opened",
+        "prompt_tokens",
+        "ran",
+        "recent",
+        "seen",
+        "sent",
+        "served",
+        "standing",
+        "texts",
+        "tokens_per_s",
+        "works",
+        "written",
+    )
+
+    def __init__(self, endpoint: Endpoint, works: Works | None = None) -> None:
+        self.endpoint = endpoint
+        self.works = works or Works()
+        self.in_flight = 0
+        self.mirrored = 0
+        self.prompt_tokens = 0
+        self.open_tokens = 0.0
+        self._held = holdings.Held()
+        self.opened = 0
+        self.answered = 0
+        self.served = 0
+        self.idled = 0
+        self.ran: set[str] = set()
+        self.texts: dict[str, list[int]] = {}
+        self.adapters: dict[str, int] = {}
+        self.recent: dict[str, None] = {}
+        self.sent = 0
+        self.done = 0.0
+        self.at = 0.0
+        self.tokens_per_s = 1.0 / DEFAULT_RATES.prefill_s
+        self.written = 0
+        self.seen = 0
+        self.standing: Standing | None = None
+        self._open: dict[Ticket, None] = {}
+
+    def open(
+        self,
+        target: str,
+        prompt_tokens: int,
+        *,
+        cached_tokens: int,
+        now: float,
+        prompt_bytes: int = 0,
+    ) -> Ticket:
+        """Charge one request and hand out its ticket.
+
+        Args:
+            target: Adapter or model name of the request.
+            prompt_tokens: Estimated prompt tokens, 0 or more.
+            cached_tokens: Of these, believed to be in the engine's prefix cache.
+            now: Monotonic seconds.
+            prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
+        """
+        self.standing = None
+        self.in_flight += 1
+        self.opened += 1
+        self.prompt_tokens += prompt_tokens
+        self.adapters[target] = self.adapters.get(target, 0) + 1
+        if target and target != next(reversed(self.recent), ""):
+            self.recent.pop(target, None)
+            self.recent[target] = None
+            if len(self.recent) > _MOST_RECENT:
+                del self.recent[next(iter(self.recent))]
+        self._drain(now)
+        work = max(prompt_tokens - cached_tokens, 1)
+        self.sent += work
+        self.written += work
+        ticket = Ticket(
+            self, target, prompt_tokens, work, self.sent, prompt_bytes, now, self.endpoint
+        )
+        self._open[ticket] = None
+        return ticket
+
+    def hold(
+        self, ticket: Ticket, blocks: Sequence[int], tokens: Sequence[int], *, growth: float
+    ) -> None:
+        """Count what a request will hold in the cache while it is open.
+
+        Args:
+            ticket: Just opened.
+            blocks: Its prompt's chain of block hashes, root first; not empty.
+            tokens: Prompt tokens by depth of a chain.
+            growth: Tokens its conversation will grow by.
+        """
+        ticket.held = self._held.take(blocks, tokens, growth=growth)
+        self.open_tokens = self._held.tokens
+
+    def promise(
+        self, blocks: Sequence[int], tokens: Sequence[int], *, growth: float
+    ) -> holdings.Share:
+        """Count what a request will hold that waits to be sent here; arguments as of `hold`."""
+        share = self._held.take(blocks, tokens, growth=growth)
+        self.open_tokens = self._held.tokens
+        return share
+
+    def take_back(self, share: holdings.Share) -> None:
+        """A request that was promised is sent, or never will be."""
+        self._held.give_back(share)
+        self.open_tokens = self._held.tokens
+
+    def queued(self, now: float) -> float:
+        """Uncached prompt tokens sent and believed not yet computed."""
+        left = self.sent - self.done - (now - self.at) * self.tokens_per_s
+        return max(0.0, left)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Prompt tokens of open requests that others of them have too; 0 while nobody needs it."""
+        return self._held.shared
+
+    @property
+    def own(self) -> int:
+        """Open requests that this picker sent (count)."""
+        return self.in_flight - self.mirrored
+
+    def count_settled(self, until: float) -> int:
+        """Open requests with a prompt that this picker sent by then (count)."""
+        count = 0
+        for ticket in self._open:
+            if ticket.at <= until:
+                count += bool(ticket.prompt_tokens) and not ticket.mirrored
+        return count
+
+    def pace(self, rates: Rates, requests: float) -> None:
+        """Set how fast queued work drains.
+
+        Args:
+            rates: How fast the engine is.
+            requests: Requests on it (count), whose decodes share its iterations.
+        """
+        per_token = rates.prefill_s + rates.iteration_s(requests) / _BUDGET_TOKENS
+        self.tokens_per_s = 1.0 / per_token
+
+    def scraped(self, *, sent: int, written: int, waiting: float | None, now: float) -> None:
+        """Correct the queue by what a scrape shows.
+
+        Args:
+            sent: `sent` when the scrape was asked for.
+            written: `written` then.
+            waiting: Requests queued in the engine that must be ours; None when the page did not say.
+            now: Monotonic seconds.
+        """
+        self.seen = written
+        self._drain(now)
+        if waiting is None:
+            return
+        before = [ticket for ticket in self._open if ticket.sent <= sent]
+        largest = max((ticket.work for ticket in before), default=0)
+        queueing = min(int(waiting), len(before))
+        # The first of those that wait, counted from the end, has everything before it admitted.
+        admitted = sent
+        for ticket in islice(reversed(before), queueing - 1, queueing) if queueing else ():
+            admitted = ticket.sent - ticket.work
+        # One admitted prompt may still be in the middle of its prefill.
+        self.done = min(max(self.done, admitted - largest), admitted)
+
+    def _take(self, standing_in: Ticket, ticket: Ticket) -> None:
+        """Put a ticket in the place of one that was just opened for it."""
+        del self._open[standing_in]
+        ticket.work, ticket.sent, ticket.held = standing_in.work, standing_in.sent, None
+        self._open[ticket] = None
+
+    def _drain(self, now: float) -> None:
+        passed = now - self.at
+        if passed > 0.0:
+            self.done = min(self.done + passed * self.tokens_per_s, self.sent)
+            self.at = now
+
+    def _close(self, ticket: Ticket, now: float, *, answered: bool) -> None:
+        del self._open[ticket]
+        self.standing = None
+        self.in_flight -= 1
+        self.prompt_tokens -= ticket.prompt_tokens
+        if ticket.held is not None:
+            self._held.give_back(ticket.held)
+            self.open_tokens = self._held.tokens
+        left = self.adapters[ticket.target] - 1
+        if left:
+            self.adapters[ticket.target] = left
+        else:
+            del self.adapters[ticket.target]
+        self._drain(now)
+        if answered:
+            self._remember(ticket)
+            self.done = max(self.done, ticket.sent)
+        else:
+            # It never ran: its work is gone, and nothing is known of what was sent before it.
+            self.done = min(self.done + ticket.work, self.sent)
+
+    def _remember(self, ticket: Ticket) -> None:
+        """Note what learning wants to know of an answer; bounded, as nobody may ever ask."""
+        self.answered += 1
+        if ticket.prompt_tokens:
+            self.works.add(ticket.work)
+            self.served += not ticket.mirrored
+        if not self.in_flight:
+            self.idled += 1
+        if len(self.ran) < _MOST_RECENT:
+            self.ran.add(ticket.target)
+        if ticket.prompt_bytes:
+            texts = self.texts.get(ticket.target)
+            if texts is None:
+                if len(self.texts) >= _MOST_RECENT:
+                    return
+                texts = self.texts[ticket.target] = [0, 0]
+            texts[0] += 1
+            texts[1] += ticket.prompt_bytes
+
+
+class Ticket(msgspec.Struct, eq=False):
+    """The handle of one open request.
+
+    Attributes:
+        target: Adapter or model name.
+        prompt_tokens: Estimated prompt tokens.
+        work: Of these, not in the engine's prefix cache, at least 1.
+        sent: `Account.sent` with this request.
+        prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
+        at: Monotonic seconds at which it was opened.
+        endpoint: Whose account it is charged to.
+        blocks: The prompt's chain while it may have to be taken back; empty when it stands.
+        alone: Whether no other endpoint was named that may answer in its place.
+        refused: Whether it was answered, and not served.
+        held: What it holds of the cache; None while nobody needs it.
+        visit: Told when it ends; None where nobody wants to know.
+        mirrored: Whether another picker sent it.
+    """
+
+    _account: Account | None
+    target: str
+    prompt_tokens: int
+    work: int
+    sent: int
+    prompt_bytes: int
+    at: float
+    endpoint: Endpoint
+    blocks: Sequence[int] = ()
+    alone: bool = True
+    refused: bool = False
+    held: holdings.Share | None = None
+    visit: Visit | None = None
+    mirrored: bool = False
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were believed cached."""
+        return max(0, self.prompt_tokens - self.work)
+
+    def close(self, now: float, *, answered: bool = True) -> None:
+        """Give back what was charged.
+
+        Args:
+            now: Monotonic seconds.
+            answered: Whether the engine began to answer; False when it was never reached or the
+                client left before.
+
+        Raises:
+            RuntimeError: The ticket was closed before, which is a bug of the caller.
+        """
+        account = self._account
+        if account is None:
+            raise RuntimeError("ticket closed twice; close it in one finally block")
+        self._account = None
+        if self.visit is not None:
+            self.visit.ended = now
+        account._close(self, now, answered=answered)  # noqa: SLF001 - the two halves of one thing
+
+    def move(self, to: Account, now: float) -> None:
+        """Charge another endpoint: it answers in place of the one that was chosen.
+
+        Args:
+            to: Its account.
+            now: Monotonic seconds.
+
+        Raises:
+            RuntimeError: The ticket was closed before.
+        """
+        self.close(now, answered=False)
+        moved = to.open(
+            self.target,
+            self.prompt_tokens,
+            cached_tokens=0,
+            now=now,
+            prompt_bytes=self.prompt_bytes,
+        )
+        to._take(moved, self)  # noqa: SLF001 - the two halves of one thing
+        self._account, self.endpoint = to, to.endpoint

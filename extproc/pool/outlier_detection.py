@@ -1,0 +1,341 @@
+"""Which endpoints fail, who of them is left out for it, and when they are tried again.
+
+Evidence comes from requests, the strongest there is, and from scrapes, which only say whether an
+engine can be reached and whether it moves. What was measured with Envoy 1.40, and what follows:
+
+- An engine that refuses, resets or times out before its answer begins shows as response headers of
+  Envoy's own: 503, 504, or 502 for what is no HTTP. It is a failure like a 5xx of the engine.
+- A client that leaves before the answer begins shows as the end of the stream without response
+  headers. That says nothing, unless the engine gave no sign of life all the while.
+- After the answer began, a reset by the engine looks like a client that left, and like the end.
+- With retries in the data plane the answer may be another endpoint's; `served` metadata says whose.
+
+An endpoint is left out while it wants to be and the rest of the pool can spare it. With n endpoints,
+c of them surely gone (nobody listens, or scrapes and requests agree), at most min(floor(s * (n - c)), n - c - 1) of
+the others are left out, s being `most_share`, the worst first.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import msgspec
+
+from extproc.pool.condition import FINE, Condition, Settings, State, Verdict
+from extproc.pool.endpoint_health import Record
+
+#: Requests in the window below which a share of failures means nothing (count, fading).
+_FEWEST = 8.0
+
+#: Failures left in the window that are as good as none (count, fading).
+_FORGOTTEN = 0.01
+
+#: Share of a back-off that chance takes away, so that pickers do not probe together.
+_JITTER = 0.2
+
+#: Seconds for which others come first after a failure. An engine that died fails all its requests
+#: within that, and has less in flight than the others until then.
+_DOUBT_S = 1.0
+
+_IN = State.IN
+_DOUBTED = State.DOUBTED
+_DOWN = State.DOWN
+
+
+class Health:
+    """The health of one pool's endpoints. Mutable; its fleet owns it.
+
+    Args:
+        settings: When endpoints are left out; may be replaced at any time.
+        rng: Chance, for back-off.
+
+    Attributes:
+        version: Changes whenever a condition does.
+        newest: When the last endpoint came or came back; minus infinity when none did.
+        ejections: By cause.
+        probes: Requests that tried an endpoint, by what they came to: `ok`, `failed`, `unclear`.
+    """
+
+    def __init__(self, settings: Settings, rng: random.Random) -> None:
+        self.settings = settings
+        self._rng = rng
+        self._records: dict[int, Record] = {}
+        self.version = 0
+        self.newest = -math.inf
+        self.ejections: Counter[str] = Counter()
+        self.probes: Counter[str] = Counter()
+
+    def condition(self, incarnation: int) -> Condition:
+        """How an endpoint is."""
+        return self._records[incarnation].condition
+
+    def joined(self, incarnation: int, now: float, *, late: bool) -> None:
+        """An endpoint came; `settle` when all did.
+
+        Args:
+            incarnation: Which one.
+            now: Monotonic seconds; as everywhere.
+            late: Whether others were there before it.
+        """
+        self._records[incarnation] = Record(Condition(since=now) if late else FINE, now)
+        if late:
+            self.newest = now
+
+    def left(self, incarnation: int) -> None:
+        """An endpoint left; `settle` when all did."""
+        del self._records[incarnation]
+
+    def sent(self, incarnation: int, now: float) -> None:
+        """A request was sent to an endpoint that is out: it is the probe, if one was due."""
+        record = self._records[incarnation]
+        known = record.condition
+        if known.state is _DOUBTED:
+            self._believe(record)
+        elif known.state is not _IN and known.until <= now:
+            record.probe_at = now
+            until = now + self.settings.base_s
+            self._become(record, msgspec.structs.replace(known, state=State.PROBING, until=until))
+
+    def told(
+        self,
+        incarnation: int,
+        verdict: Verdict,
+        *,
+        sent_at: float,
+        now: float,
+        cause: str = "errors",
+        sole: bool = True,
+    ) -> None:
+        """A request says something of its endpoint.
+
+        Args:
+            incarnation: Of the endpoint when the request was sent.
+            verdict: What it says.
+            sent_at: When it was sent.
+            now: Monotonic seconds.
+            cause: Why it failed.
+            sole: Whether nobody else can have answered in its place.
+        """
+        record = self._records.get(incarnation)
+        if record is None:
+            return
+        if verdict is Verdict.SERVED:
+            self._served(record, sent_at, now, sole=sole)
+        elif verdict is Verdict.FAILED:
+            self._failed(record, sent_at, now, cause)
+        elif verdict is Verdict.LEFT and self._hung(record, sent_at, now):
+            self._failed(record, sent_at, now, "hung")
+        else:
+            if verdict is Verdict.NEITHER:
+                record.sign_at = now
+            self._unclear(record, sent_at, now)
+
+    def reached(
+        self, incarnation: int, now: float, *, restarted: bool, moved: bool | None, idle: bool
+    ) -> None:
+        """A scrape connected.
+
+        Args:
+            incarnation: Whose.
+            now: Monotonic seconds.
+            restarted: The engine is another process than at the scrape before.
+            moved: Whether its counters moved; None when it has none.
+            idle: Whether it has nothing to do.
+        """
+        record = self._records[incarnation]
+        # Where nobody listened, somebody does now: what failed meanwhile was nobody's answer.
+        back = record.unreachable or record.refused
+        record.refused = False
+        record.misses, record.missed_at = 0, math.inf
+        record.blind, record.met = False, True
+        if moved or idle:
+            record.sign_at = now
+        hung = record.condition.cause == "hung"
+        if back or restarted or (hung and moved):
+            record.hurt = False
+            record.acquit(now)
+            self.settle(now)
+        elif self.settings.failures and moved is False and not idle:
+            known = record.condition
+            if now - record.sign_at < self.settings.hang_s:
+                return
+            if known.state <= _DOUBTED:
+                if not record.wants:
+                    record.wants = "hung"
+                    self.settle(now)
+            elif hung:
+                # Whatever is sent to it stays there: not before it shows a sign of life.
+                until = now + self.settings.base_s
+                self._become(record, msgspec.structs.replace(known, until=until))
+
+    def missed(self, incarnation: int, now: float, *, connected: bool, refused: bool) -> None:
+        """A scrape failed.
+
+        Args:
+            incarnation: Whose.
+            now: Monotonic seconds.
+            connected: Something answered, only not with a page: that says nothing.
+            refused: Nobody listens at the endpoint's own port.
+        """
+        record = self._records[incarnation]
+        before = record.unreachable, record.certain
+        record.refused = refused
+        if connected:
+            record.misses, record.missed_at = 0, math.inf
+        else:
+            record.misses += 1
+            record.missed_at = min(record.missed_at, now)
+        if (record.unreachable, record.certain) != before:
+            self.settle(now)
+
+    def settle(self, now: float) -> None:
+        """Decide again who is out."""
+        records = self._records.values()
+        suspects = [one for one in records if one.misses or one.wants or one.condition.state]
+        if not suspects:
+            return
+        certain = [record for record in suspects if record.certain]
+        rest = len(self._records) - len(certain)
+        spare = min(int(self.settings.most_share * rest), rest - 1)
+        doubtful = [one for one in suspects if (one.wants or one.unreachable) and not one.certain]
+        # Of equals those who are out stay out.
+        doubtful.sort(key=lambda one: (one.unreachable, one.row, one.condition.state), reverse=True)
+        out = {id(record) for record in (*certain, *doubtful[: max(spare, 0)])}
+        for record in suspects:
+            if id(record) in out:
+                self._leave_out(record, now)
+            elif record.condition.state > _DOUBTED:
+                self._take_back(record, now)
+
+    def _served(self, record: Record, sent_at: float, now: float, *, sole: bool) -> None:
+        record.sign_at = now
+        if sole and record.missed_at <= sent_at:
+            gone = record.unreachable
+            record.blind = True
+            if gone:
+                self.settle(now)
+        known = record.condition
+        if known.state is _DOUBTED:
+            self._believe(record)
+        elif known.state is not _IN:
+            if sent_at < known.since:
+                return
+            if sent_at >= record.probe_at:
+                self.probes["ok"] += 1
+            record.acquit(now)
+        elif not record.row and not record.bad:
+            record.hurt = False
+            return
+        record.hurt, record.row = False, 0
+        record.fade(now, self.settings.window_s)
+        record.good += 1.0
+        if record.bad < _FORGOTTEN:
+            record.bad = 0.0
+        self._judge(record, now, "errors")
+
+    def _failed(self, record: Record, sent_at: float, now: float, cause: str) -> None:
+        known = record.condition
+        certain = record.certain
+        record.hurt = True
+        if known.state > _DOUBTED:
+            if sent_at >= record.probe_at:
+                self.probes["failed"] += 1
+                record.probe_at = math.inf
+                times, state = known.times + 1, _out(record)
+                until = self._until(record, times, now)
+                self._become(record, Condition(state, known.cause, known.since, until, times))
+            if record.certain is not certain:
+                self.settle(now)
+            return
+        record.row += 1
+        if record.bad:
+            record.fade(now, self.settings.window_s)
+        else:
+            record.good, record.at = 0.0, now
+        record.bad += 1.0
+        self._judge(record, now, cause)
+        if record.condition.state <= _DOUBTED and self.settings.failures:
+            self._doubt(record, now)
+
+    def _doubt(self, record: Record, now: float) -> None:
+        """Let others come first for a moment, while enough of them are there."""
+        known = record.condition
+        others = sum(1 for one in self._records.values() if one.condition.state is not _IN)
+        spare = int(self.settings.most_share * len(self._records))
+        if others < spare or known.state is _DOUBTED:
+            until = now + _DOUBT_S
+            doubt = msgspec.structs.replace(known, state=_DOUBTED, cause="doubted", until=until)
+            self._become(record, doubt)
+
+    def _believe(self, record: Record) -> None:
+        """End a doubt."""
+        known = record.condition
+        self._become(record, Condition(since=known.since, times=known.times))
+
+    def _unclear(self, record: Record, sent_at: float, now: float) -> None:
+        """A probe that says nothing makes room for the next one."""
+        known = record.condition
+        if known.state is State.PROBING and sent_at >= record.probe_at:
+            self.probes["unclear"] += 1
+            record.probe_at = math.inf
+            self._become(record, msgspec.structs.replace(known, state=_out(record), until=now))
+
+    def _hung(self, record: Record, sent_at: float, now: float) -> bool:
+        """Whether the endpoint gave no sign of life while a request was there, and that was long.
+
+        Twice as long as where counters stand still: an engine that has none may be at one answer.
+        """
+        return now - sent_at >= 2.0 * self.settings.hang_s and record.sign_at < sent_at
+
+    def _judge(self, record: Record, now: float, cause: str) -> None:
+        """Weigh what requests say of an endpoint that takes part."""
+        settings = self.settings
+        before, row = record.wants, record.row
+        total = record.good + record.bad
+        guilty = settings.failures > 0 and (
+            row >= settings.failures
+            or (total >= _FEWEST and record.bad >= settings.failure_share * total)
+        )
+        record.wants = (before or cause) if guilty else ""
+        worse = guilty and row % settings.failures == 0
+        if worse or (record.wants != before) or record.unreachable or record.condition.state:
+            self.settle(now)
+
+    def _leave_out(self, record: Record, now: float) -> None:
+        known = record.condition
+        if known.state is State.PROBING or known.state is _out(record):
+            return
+        times = 1 if now - record.back_at > self.settings.cap_s else known.times + 1
+        cause = "unreachable" if record.unreachable else record.wants
+        record.probe_at = math.inf
+        self.ejections[cause] += 1
+        until = self._until(record, times, now)
+        self._become(record, Condition(_out(record), cause, now, until, times))
+
+    def _take_back(self, record: Record, now: float) -> None:
+        record.back_at = now
+        record.probe_at = math.inf
+        self.newest = now
+        self._become(record, Condition(since=now, times=record.condition.times))
+
+    def _become(self, record: Record, condition: Condition) -> None:
+        record.condition = condition
+        self.version += 1
+
+    def _until(self, record: Record, times: int, now: float) -> float:
+        """When a request may try an endpoint: after `base_s` * 2^(times - 1), at most `cap_s`.
+
+        One that scrapes could reach and cannot any more is left to them: a request could only fail.
+        """
+        if record.unreachable and (record.met or record.refused):
+            return math.inf
+        settings = self.settings
+        whole = min(settings.cap_s, settings.base_s * 2.0 ** min(times - 1, 30))
+        return now + whole * (1.0 - _JITTER * self._rng.random())
+
+
+def _out(record: Record) -> State:
+    """The state of an endpoint that is left out."""
+    return _DOWN if record.unreachable else State.EJECTED

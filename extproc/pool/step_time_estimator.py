@@ -1,0 +1,328 @@
+"""How fast an engine is, learnt from its own counters.
+
+An iteration takes `a + b P + c B + d K` seconds (docs/spec/engines.md#iteration-time): P prompt
+tokens computed, B sequences that decode, K tokens of context they have together. Some also bring an
+adapter onto the device, which takes l. Between two scrapes of a busy engine that adds up to
+
+    elapsed = a S + b P + c G + d K S + l L
+
+with S iterations, P prompt tokens and G generated tokens, all of which are differences of counters;
+K is the mean of what the KV cache held at both ends, and L are the adapters that came onto the
+device. Windows of about a second are the rows of a least squares problem that forgets. What the
+engine has not shown yet stays near the prior, which is what the rest of the pool has shown.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+import msgspec
+
+from extproc.endpoint import DEFAULT_RATES, Load, Rates, Totals
+from extproc.pool import least_squares
+from extproc.pool.engine_counters import Counts, Meter
+
+#: Shortest window that is a row (s), and fewest iterations in it: counters move by whole ones, and
+#: with long prompts one takes a second.
+_WINDOW_S, _WINDOW_STEPS = 0.5, 4
+
+#: Share of the past that a new row leaves. Some fifty rows count, about a minute of load; 0.95
+#: follows changes twice as fast, and doubles the error of the next window under steady load.
+_KEEP = 0.98
+
+#: The same from the second unusual row of one sign on: the engine changed. At half its speed the time
+#: of an iteration is within 15 % again after 20 to 30 rows, with 0.9 after 40 to 60.
+_KEEP_LESS = 0.8
+
+#: Weight of a prior against rows, whose squares are below 1 each: of one that nobody has shown, and
+#: of what the rest of the pool has shown. What the rows do not tell apart stays with the prior:
+#: engines of a pool mostly are alike, and a difference that is noise would send one of them more
+#: than its share.
+_WEAK, _STRONG = 0.05, 3.0
+
+#: Share by which an engine must differ from the pool to count as different.
+_ALIKE = 0.3
+
+#: Share by which the time of a window may differ from what was foretold and still be usual.
+_USUAL = 0.25
+
+#: Windows with adapter loads remembered, and wanted before their median counts. Loads are seen a
+#: scrape late or early now and then, so some windows say nonsense.
+_MOST_LOADS, _ENOUGH_LOADS = 9, 3
+
+#: Share of a new mean in the running one.
+_ALPHA = 0.2
+
+#: Bounds of a, b, c, d and l: beyond them a row was not what it seemed.
+_BOUNDS = ((1e-4, 2.0), (1e-7, 1e-2), (1e-7, 5e-2), (1e-9, 1e-4), (1e-3, 60.0))
+
+#: Where l stands among them.
+_LOADING = 4
+
+
+class Learner:
+    """Learns the rates of one engine.
+
+    Args:
+        prior: What to believe until the engine shows otherwise.
+
+    Attributes:
+        rates: What it has shown, near the prior where it has not.
+    """
+
+    __slots__ = (
+        "_last",
+        "_loads",
+        "_meter",
+        "_off",
+        "_outputs",
+        "_prior",
+        "_squares",
+        "_start",
+        "_steps",
+        "_told",
+        "_weight",
+        "rates",
+    )
+
+    def __init__(self, prior: Rates = DEFAULT_RATES) -> None:
+        self.rates = msgspec.structs.replace(prior, evidence=0.0)
+        self._prior = _unknowns(prior)
+        self._weight = _WEAK
+        self._meter = Meter()
+        self._off = 0.0  # of the last row, if it was unusual
+        self._loads: deque[float] = deque(maxlen=_MOST_LOADS)
+        self._squares = least_squares.Squares(_BOUNDS)
+        self._start: Counts | None = None
+        self._last: Load | None = None
+        self._outputs: Totals | None = None
+        self._steps: float | None = None  # at the last scrape
+        self._told = False  # by the engine, how long adapters take
+
+    def lean(self, prior: Rates) -> None:
+        """Take another prior.
+
+        Args:
+            prior: What several engines of the pool have shown, from `pooled`; nothing happens
+                while it has no evidence.
+        """
+        if prior.evidence:
+            self._prior = _unknowns(prior)
+            self._weight = _STRONG
+
+    def feed(
+        self, load: Load, *, ran: Iterable[str] = (), idled: int = 0, shared: float = 0.0
+    ) -> None:
+        """Take in the next scrape.
+
+        Args:
+            load: Its `at` must not be before the last one's.
+            ran: Adapters of requests that ended since the last scrape.
+            idled: How often nothing of ours was left on the engine (count, ever). A window in which
+                that grew has time in which nothing ran.
+            shared: Tokens of context that running requests have from each other's blocks: the cache
+                holds them once, and every iteration reads them once for each.
+        """
+        last, self._last = self._last, load
+        if last is not None and restarted(last, load):
+            self._start = None
+            self._outputs = None
+            self._meter = Meter()
+            last = None
+        self._learn_output(load.totals)
+        self._learn_adapters(last, load)
+        here = self._meter.read(load, ran=ran, idled=idled, shared=shared)
+        # In the middle of an iteration its time has passed and its tokens do not count yet: windows
+        # begin and end just after one.
+        moved = here is not None and here.steps != self._steps
+        self._steps = None if here is None else here.steps
+        start = self._start
+        if start is not None and (here is None or start.idled != here.idled):
+            start = self._start = None
+        if here is None or not load.running:
+            self._start = None
+        elif moved and start is None:
+            self._start = here
+        elif moved and start is not None:
+            steps = here.steps - start.steps
+            if here.at - start.at >= _WINDOW_S and steps >= _WINDOW_STEPS:
+                self._start = here
+                self._row(start, here)
+        if load.running and here is not None and here.context is not None:
+            mean = here.context / max(1.0, load.running)
+            self.rates = msgspec.structs.replace(self.rates, context_tokens=mean)
+
+    def _row(self, start: Counts, end: Counts) -> None:
+        seconds = end.at - start.at - max(0.0, end.loading_s - start.loading_s)
+        steps = end.steps - start.steps
+        if steps < 1 or seconds <= 0:
+            return
+        generated = end.generated - start.generated
+        if start.context is None or end.context is None:
+            context = generated * self.rates.context_tokens
+        else:
+            context = 0.5 * (start.context + end.context) * steps
+        computed = max(0.0, end.computed - start.computed)
+        loads = end.loads - start.loads
+        row = (steps, computed, generated, context, loads)
+        foretold = zip(_unknowns(self.rates), row, strict=True)
+        self._weigh(row, seconds, seconds - sum(each * count for each, count in foretold))
+        evidence = self.rates.evidence * _KEEP + steps
+        found = self._squares.solve(self._anchored, self._weight)
+        if self._loading_known:
+            found[_LOADING] = self.rates.adapter_load_s if self._told else median(self._loads)
+        self.rates = msgspec.structs.replace(_known(found, self.rates), evidence=evidence)
+
+    def _weigh(self, row: Sequence[float], seconds: float, rest: float) -> None:
+        """Add a row, having seen how far it is from what was foretold.
+
+        Args:
+            row: Counts.
+            seconds: The time they took.
+            rest: What was not foretold of it.
+        """
+        off = rest / seconds
+        usual = abs(off) <= _USUAL
+        changed = not usual and off * self._off > 0.0
+        keep, weight = _KEEP_LESS if changed else _KEEP, 1.0
+        loads = row[_LOADING]
+        if loads:
+            low, high = _BOUNDS[_LOADING]
+            load_s = self.rates.adapter_load_s + rest / loads
+            self._loads.append(min(high, max(low, load_s)))
+            keep, weight = _KEEP, 1.0 if usual else _USUAL / abs(off)
+        self._off = 0.0 if usual or loads else off
+        self._squares.add(row, seconds, keep=keep, weight=weight)
+
+    @property
+    def _anchored(self) -> Sequence[float]:
+        """The prior, a weak default behind it.
+
+        Where rows do not tell unknowns apart, engines that lean on their mean would drift together:
+        simulated H100 with long prompts came to eleven times their time per sequence.
+        """
+        share = _WEAK / _STRONG if self._weight is _STRONG else 0.0
+        usual = _unknowns(DEFAULT_RATES)[:_LOADING]
+        return [
+            *(
+                theirs + share * (ours - theirs)
+                for theirs, ours in zip(self._prior, usual, strict=False)
+            ),
+            self._prior[_LOADING],
+        ]
+
+    @property
+    def settled(self) -> Rates:
+        """What was learnt where it differs from the pool, and the pool's where it hardly does."""
+        own = self.rates
+        if self._weight is _WEAK:
+            return own
+        if not own.evidence:
+            return _known(self._prior, own)
+        settled = [
+            theirs if abs(ours - theirs) <= _ALIKE * theirs else ours
+            for ours, theirs in zip(_unknowns(own), self._prior, strict=True)
+        ]
+        if not self._loading_known:
+            settled[_LOADING] = self._prior[_LOADING]
+        return _known(settled, own)
+
+    @property
+    def _loading_known(self) -> bool:
+        """Whether this engine has shown how long adapters take."""
+        return self._told or len(self._loads) >= _ENOUGH_LOADS
+
+    def _learn_output(self, totals: Totals) -> None:
+        """Running mean of generated tokens per finished request."""
+        if totals.finished is None or totals.generated_tokens is None:
+            return
+        before = self._outputs
+        if before is None or before.finished is None or before.generated_tokens is None:
+            self._outputs = totals
+            return
+        finished = totals.finished - before.finished
+        generated = totals.generated_tokens - before.generated_tokens
+        # Tokens come before their request is finished: ten of them make the edges small.
+        if finished < 10 or generated <= 0:
+            return
+        self._outputs = totals
+        mean = generated / finished
+        old = self.rates.output_tokens
+        new = mean if not self.rates.evidence else old + _ALPHA * (mean - old)
+        self.rates = msgspec.structs.replace(self.rates, output_tokens=max(1.0, new))
+
+    def _learn_adapters(self, last: Load | None, load: Load) -> None:
+        """Running mean of seconds per adapter load, where the engine tells them."""
+        if last is None:
+            return
+        old, new = last.totals, load.totals
+        if None in (old.adapter_loads, old.adapter_load_s, new.adapter_loads, new.adapter_load_s):
+            return
+        loads = (new.adapter_loads or 0.0) - (old.adapter_loads or 0.0)
+        seconds = (new.adapter_load_s or 0.0) - (old.adapter_load_s or 0.0)
+        if loads < 1 or seconds < 0:
+            return
+        mean = self.rates.adapter_load_s + _ALPHA * (seconds / loads - self.rates.adapter_load_s)
+        self.rates = msgspec.structs.replace(self.rates, adapter_load_s=mean)
+        self._told = True
+
+
+def pooled(rates: Sequence[Rates]) -> Rates:
+    """What to expect of an engine nobody knows: the mean of those that showed something.
+
+    Its `evidence` is how many those are if there are several, else 0: one engine is no pool.
+    """
+    shown = [one for one in rates if one.evidence]
+    if not shown:
+        return DEFAULT_RATES
+    count = len(shown)
+    means = [sum(column) / count for column in zip(*map(_unknowns, shown), strict=True)]
+    facts = Rates(
+        output_tokens=sum(one.output_tokens for one in shown) / count,
+        context_tokens=sum(one.context_tokens for one in shown) / count,
+        evidence=float(count) if count > 1 else 0.0,
+    )
+    return _known(means, facts)
+
+
+def restarted(before: Load, after: Load) -> bool:
+    """Whether the engine is another process than at the last scrape.
+
+    Args:
+        before: The scrape before.
+        after: The last one.
+    """
+    if before.started_at is not None and after.started_at is not None:
+        # Whole seconds: an exporter may round.
+        return after.started_at > before.started_at + 1.0
+    pairs = (
+        (before.prefix_queries, after.prefix_queries),
+        (before.totals.generated_tokens, after.totals.generated_tokens),
+    )
+    return any(old is not None and new is not None and new < old for old, new in pairs)
+
+
+def _unknowns(rates: Rates) -> tuple[float, float, float, float, float]:
+    """The numbers a, b, c, d and l in rates."""
+    return (
+        rates.step_s,
+        rates.prefill_s,
+        rates.decode_s,
+        rates.context_s,
+        rates.adapter_load_s,
+    )
+
+
+def _known(unknowns: Sequence[float], facts: Rates) -> Rates:
+    """Rates of these numbers, everything else taken from `facts`."""
+    step_s, prefill_s, decode_s, context_s, adapter_load_s = unknowns
+    return msgspec.structs.replace(
+        facts,
+        step_s=step_s,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        context_s=context_s,
+        adapter_load_s=adapter_load_s,
+    )

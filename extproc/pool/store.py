@@ -1,0 +1,443 @@
+"""The one writer of the pool."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from extproc.endpoint import METRICS_PORT, Endpoint, Load, Models, Rates, Totals
+from extproc.pool import (
+    condition,
+    inference_policy,
+    outlier_detection,
+    plausibility,
+    step_time_estimator,
+)
+from extproc.pool.bytes_per_token import Tokenisers
+from extproc.pool.foreign_traffic import Peers
+from extproc.pool.inflight import Account
+from extproc.pool.learners import Learners
+from extproc.pool.model_index import Serving
+from extproc.pool.snapshot import Member, Pool
+from extproc.pool.works import Works
+
+#: Scrape failures that say the endpoint cannot be reached at all.
+NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})
+
+#: Adapter names remembered (count); far more than a pool serves.
+MOST_ADAPTERS = 4096
+
+_NONE: frozenset[str] = frozenset()
+
+
+class Mark(msgspec.Struct, frozen=True, gc=False):
+    """What was true when a scrape was sent.
+
+    Attributes:
+        endpoint: The endpoint in its life then.
+        in_flight: Our own requests on it.
+        sent: `Account.sent`.
+        written: `Account.written`.
+        served: `Account.served`.
+    """
+
+    endpoint: Endpoint
+    in_flight: int
+    sent: int = 0
+    written: int = 0
+    served: int = 0
+
+
+class Observed(Protocol):
+    """Whoever wants to know what scrapes show."""
+
+    def __call__(
+        self, endpoint: Endpoint, *, before: Load, after: Load, rates: Rates, restarted: bool
+    ) -> None:
+        """A scrape was taken in.
+
+        Args:
+            endpoint: Of whom.
+            before: The load until then.
+            after: The load from now on.
+            rates: How fast the engine is.
+            restarted: Whether the engine is another process now.
+        """
+
+
+def _nobody(
+    endpoint: Endpoint, *, before: Load, after: Load, rates: Rates, restarted: bool
+) -> None:
+    """Nobody wants to know."""
+
+
+class Fleet:
+    """Replaces the pool when discovery, a scrape or an account says so.
+
+    Args:
+        on_gone: Called with every endpoint incarnation that left, so that beliefs about it can be
+            dropped.
+        on_observed: Called after every scrape that was taken in.
+        wellbeing: Decides who is left out; None for the defaults and chance without a seed.
+
+    Attributes:
+        tokenisers: Bytes per token of every model, learnt.
+        peers: What other pickers of these endpoints do.
+        health: Which endpoints fail.
+    """
+
+    def __init__(
+        self,
+        on_gone: Callable[[Endpoint], None],
+        on_observed: Observed | None = None,
+        *,
+        wellbeing: outlier_detection.Health | None = None,
+    ) -> None:
+        self._on_gone = on_gone
+        self._on_observed = on_observed or _nobody
+        self._pool = Pool(members=(), positions={})
+        self._incarnations = 0
+        self._adapters: frozenset[str] = frozenset()
+        self._learners = Learners()
+        self._synced = False
+        self._policy = inference_policy.NONE
+        self._works = Works(self._price)
+        self.tokenisers = Tokenisers()
+        self.peers = Peers()
+        self.health = wellbeing or outlier_detection.Health(condition.Settings(), random.Random(0))
+        self._shown = self.health.version
+
+    @property
+    def pool(self) -> Pool:
+        """The current picture; it stays as it is, a later change makes a new one."""
+        return self._pool
+
+    @property
+    def synced(self) -> bool:
+        """Whether discovery has spoken at least once."""
+        return self._synced
+
+    @property
+    def policy(self) -> inference_policy.Policy:
+        """What discovery says was decreed about requests to this pool."""
+        return self._policy
+
+    def decree(self, policy: inference_policy.Policy) -> None:
+        """Take discovery's objectives and rewrites as the whole truth."""
+        if policy != self._policy:
+            self._policy = policy
+
+    def replace(self, endpoints: Sequence[Endpoint], now: float) -> None:
+        """Take discovery's list as the whole truth.
+
+        An endpoint that stays keeps its account and load; its labels are updated. One that comes
+        back, or whose address belongs to another pod now, gets a new incarnation and a clean
+        account, while tickets of its earlier life still close against the earlier account.
+
+        Args:
+            endpoints: All endpoints, at most one per address; of duplicates the first counts.
+            now: Monotonic seconds.
+        """
+        old = {member.endpoint.address: member for member in self._pool.members}
+        members: dict[str, Member] = {}
+        for endpoint in endpoints:
+            if endpoint.address in members:
+                continue
+            if endpoint.models is not None:
+                self._learn_adapters(endpoint.models.adapters)
+            known = old.get(endpoint.address)
+            if known is not None and known.endpoint.uid == endpoint.uid:
+                del old[endpoint.address]
+            else:
+                known = None
+            members[endpoint.address] = (
+                self._joined(endpoint, now) if known is None else _relabelled(known, endpoint)
+            )
+        self._synced = True
+        for member in old.values():
+            self.health.left(member.endpoint.incarnation)
+        self.health.settle(now)
+        listed = list(members.values())
+        if self.health.version != self._shown:
+            listed = [self._conditioned(member) for member in listed]
+        self._publish(tuple(listed))
+        for member in old.values():
+            self._learners.left(member.endpoint.incarnation)
+            self.tokenisers.forget(member.endpoint.incarnation)
+            self._on_gone(member.endpoint)
+
+    def begin_scrape(self, endpoint: Endpoint) -> Mark:
+        """Note our own requests at the moment a scrape is sent."""
+        member = self._pool.find(endpoint.address)
+        if member is None:
+            return Mark(endpoint, 0)
+        account = member.account
+        return Mark(endpoint, account.in_flight, account.sent, account.written, account.served)
+
+    def observe(self, mark: Mark, load: Load, now: float) -> None:
+        """Take in a scrape.
+
+        The part of the engine's work that is not ours, max(0, scraped - own at scrape), is fixed
+        here. Own is the larger of the counts at both ends of the scrape: what started or ended in
+        between may or may not be in the page, and must not be taken for foreign work.
+        """
+        member = self._current(mark)
+        if member is None:
+            return
+        account = member.account
+        restart = step_time_estimator.restarted(member.load, load)
+        self.tokenisers.scraped(account, load)
+        own = max(mark.in_flight, account.in_flight)
+        scraped = (load.running or 0.0) + (load.waiting or 0.0)
+        progress = plausibility.advanced(member.progress, account, before=member.load, after=load)
+        flaws = plausibility.flaws(load, account, progress=progress, served=mark.served)
+        is_void = bool(flaws & plausibility.VOID)
+        foreign = 0.0 if is_void else max(0.0, scraped - own)
+        if not is_void:
+            self.peers.saw(own, foreign, before=member.load, after=load)
+        # Who waits nobody says. Others first: what is ours drains between pages, and an engine on which
+        # we have requests must not seem to have less of a queue for it.
+        waiting = min(foreign, load.waiting or 0.0)
+        queued = None if is_void or load.waiting is None else load.waiting - waiting
+        account.scraped(sent=mark.sent, written=mark.written, waiting=queued, now=now)
+        learner = self._learners.leaning(member.endpoint.incarnation, now)
+        # Of the open requests; those that run are a part of them, or more where others send too.
+        shared = account.shared_tokens * (load.running or 0.0) / max(1, account.in_flight)
+        ran = account.ran & self._adapters
+        learner.feed(load, ran=ran, idled=account.idled, shared=shared)
+        account.ran = set()
+        rates = learner.settled
+        account.pace(rates, own + foreign)
+        self._learn_adapters((load.adapters or _NONE) | (load.waiting_adapters or _NONE))
+        self._swap(
+            msgspec.structs.replace(
+                member,
+                load=load,
+                foreign=foreign,
+                rates=rates,
+                foreign_waiting=waiting,
+                foreign_tokens=self._works.price(waiting, load.kv_tokens),
+                flaws=flaws,
+                progress=progress,
+                failures=0,
+                failure="",
+                models=None if restart else member.models,
+            )
+        )
+        self._note_page(member, load, now, restarted=restart)
+        self._on_observed(
+            member.endpoint,
+            before=member.load,
+            after=load,
+            rates=rates,
+            restarted=restart,
+        )
+
+    def scrape_failed(self, mark: Mark, reason: str, now: float) -> None:
+        """Count a failed scrape; the last load stays and ages.
+
+        Only a connection that was refused or timed out says that the engine is down. A page that
+        is missing or unreadable says nothing about its ability to serve.
+        """
+        member = self._current(mark)
+        if member is None:
+            return
+        lost = reason in NO_CONNECTION
+        failures = member.failures + 1 if lost else 0
+        self._swap(msgspec.structs.replace(member, failures=failures, failure=reason))
+        self.health.missed(
+            member.endpoint.incarnation,
+            now,
+            connected=not lost,
+            refused=reason == "refused" and METRICS_PORT not in member.endpoint.labels,
+        )
+        self._follow()
+
+    def sent(self, endpoint: Endpoint, now: float) -> None:
+        """A request is on its way to an endpoint that is left out, perhaps to try it."""
+        member = self._pool.find(endpoint.address)
+        if member is not None and member.condition.state:
+            self.health.sent(member.endpoint.incarnation, now)
+            self._follow()
+
+    def told(
+        self,
+        endpoint: Endpoint,
+        verdict: condition.Verdict,
+        *,
+        sent_at: float,
+        now: float,
+        cause: str = "errors",
+        sole: bool = True,
+    ) -> None:
+        """A request says something of the endpoint it was sent to.
+
+        Args:
+            endpoint: In its life when the request was sent.
+            verdict: What it says.
+            sent_at: Monotonic seconds when it was sent.
+            now: Monotonic seconds.
+            cause: Why it failed.
+            sole: Whether nobody else can have answered in its place.
+        """
+        self.health.told(
+            endpoint.incarnation, verdict, sent_at=sent_at, now=now, cause=cause, sole=sole
+        )
+        if self.health.version != self._shown:
+            self._follow()
+
+    def observe_models(self, endpoint: Endpoint, models: Models) -> None:
+        """Take in which names an engine answers to; they stand until it restarts.
+
+        Args:
+            endpoint: In its life when it was asked.
+            models: What it listed.
+        """
+        member = self._pool.find(endpoint.address)
+        if member is None or member.endpoint.incarnation != endpoint.incarnation:
+            return
+        self._learn_adapters(models.adapters)
+        if member.models != models:
+            self._swap(msgspec.structs.replace(member, models=models))
+
+    def _price(self) -> None:
+        """Price the work of others anew: the usual work of a request has changed."""
+        works, pool = self._works, self._pool
+        members = tuple(
+            [
+                msgspec.structs.replace(
+                    one, foreign_tokens=works.price(one.foreign_waiting, one.load.kv_tokens)
+                )
+                if one.foreign_waiting
+                else one
+                for one in pool.members
+            ]
+        )
+        self._pool = msgspec.structs.replace(pool, members=members)
+
+    def _note_page(self, member: Member, load: Load, now: float, *, restarted: bool) -> None:
+        """Update the health of an endpoint that served a metrics page.
+
+        Args:
+            member: With the load until then.
+            load: The page.
+            now: Monotonic seconds.
+            restarted: Whether the engine is another process now.
+        """
+        self.health.reached(
+            member.endpoint.incarnation,
+            now,
+            restarted=restarted,
+            moved=_moved(member.load.totals, load.totals),
+            idle=not member.account.in_flight or not (load.running or load.waiting),
+        )
+        self._follow()
+
+    def _learn_adapters(self, named: frozenset[str]) -> None:
+        """Remember which names are adapters; bounded, as engines list what clients made up."""
+        if not named <= self._adapters and len(self._adapters) < MOST_ADAPTERS:
+            self._adapters |= named
+
+    def _current(self, mark: Mark) -> Member | None:
+        member = self._pool.find(mark.endpoint.address)
+        if member is None or member.endpoint.incarnation != mark.endpoint.incarnation:
+            return None
+        return member
+
+    def _conditioned(self, member: Member) -> Member:
+        known = self.health.condition(member.endpoint.incarnation)
+        if member.condition is known:
+            return member
+        return msgspec.structs.replace(member, condition=known)
+
+    def _follow(self) -> None:
+        """Publish conditions that changed."""
+        version = self.health.version
+        if version == self._shown:
+            return
+        self._shown = version
+        pool = self._pool
+        members = tuple([self._conditioned(member) for member in pool.members])
+        self._pool = msgspec.structs.replace(
+            pool,
+            members=members,
+            down=sum(not member.up for member in members),
+            unsure=sum(bool(member.condition.state) for member in members),
+            newest=self.health.newest,
+        )
+
+    def _joined(self, endpoint: Endpoint, now: float) -> Member:
+        self._incarnations += 1
+        born = msgspec.structs.replace(endpoint, incarnation=self._incarnations)
+        learner = self._learners.joined(born.incarnation)
+        # Those of the first list, and of a list after an empty one, are as old as the others.
+        self.health.joined(born.incarnation, now, late=bool(self._pool.members))
+        account = Account(born, self._works)
+        account.pace(learner.rates, 0.0)
+        known = self.health.condition(born.incarnation)
+        return Member(endpoint=born, account=account, rates=learner.rates, condition=known)
+
+    def _swap(self, member: Member) -> None:
+        pool = self._pool
+        at = pool.positions[member.endpoint.address]
+        old = pool.members[at]
+        members = (*pool.members[:at], member, *pool.members[at + 1 :])
+        self._pool = Pool(
+            members=members,
+            positions=pool.positions,
+            down=pool.down,
+            unsure=pool.unsure,
+            newest=pool.newest,
+            adapters=self._adapters,
+            serving=pool.serving if old.serves is member.serves else _serving(members),
+            is_patchy=pool.is_patchy if old.flaws == member.flaws else _patchy(members),
+        )
+
+    def _publish(self, members: tuple[Member, ...]) -> None:
+        self._shown = self.health.version
+        positions = {member.endpoint.address: at for at, member in enumerate(members)}
+        down = sum(not member.up for member in members)
+        self._pool = Pool(
+            members=members,
+            positions=positions,
+            down=down,
+            unsure=sum(bool(member.condition.state) for member in members),
+            newest=self.health.newest,
+            adapters=self._adapters,
+            serving=_serving(members),
+            is_patchy=_patchy(members),
+        )
+
+
+def _moved(before: Totals, after: Totals) -> bool | None:
+    """Whether an engine computed anything between two pages.
+
+    None where it has no counter that moves with every iteration: others stand still for as long as
+    one answer takes.
+    """
+    seen = after.steps, after.computed_tokens, after.decoded_tokens
+    if seen == (None, None, None):
+        return None
+    return seen != (before.steps, before.computed_tokens, before.decoded_tokens)
+
+
+def _patchy(members: Sequence[Member]) -> bool:
+    """Whether what is unknown of some is known of others, or not to be believed."""
+    flaws = {member.flaws for member in members}
+    return len(flaws) > 1 or any(flaw & plausibility.VOID for flaw in flaws)
+
+
+def _serving(members: Sequence[Member]) -> Serving:
+    return Serving([(member.endpoint, member.serves) for member in members])
+
+
+def _relabelled(known: Member, endpoint: Endpoint) -> Member:
+    """With what discovery says now. Where that is another word on models, the list is stale."""
+    renamed = msgspec.structs.replace(endpoint, incarnation=known.endpoint.incarnation)
+    if renamed == known.endpoint:
+        return known
+    models = known.models if renamed.models == known.endpoint.models else None
+    return msgspec.structs.replace(known, endpoint=renamed, models=models)

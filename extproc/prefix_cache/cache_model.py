@@ -1,0 +1,188 @@
+"""Keeps the prefix index near what engines really hold."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Rates
+from extproc.prefix_cache.calibration import Calibration
+from extproc.prefix_cache.index import Key, PrefixIndex
+from extproc.request import BYTES_PER_TOKEN
+
+#: Weight of a request in the means of its endpoint, once there were 1 / _ALPHA of them.
+_ALPHA = 0.05
+
+
+class Belief:
+    """What is known of one endpoint's cache.
+
+    Attributes:
+        calibration: Predictions against counters.
+        nominal_tokens: KV tokens the engine says it has; None while it did not.
+        block_tokens: Prompt tokens of a block of the index, mean.
+        prompt_tokens: Of a request, mean; 0 before the first.
+        capacity_tokens: Prompt tokens believed kept; None while nominal is unknown.
+        requests: How many were sent (count).
+    """
+
+    __slots__ = (
+        "block_tokens",
+        "calibration",
+        "capacity_tokens",
+        "nominal_tokens",
+        "prompt_tokens",
+        "requests",
+    )
+
+    def __init__(self, block_tokens: float) -> None:
+        self.calibration = Calibration()
+        self.nominal_tokens: int | None = None
+        self.block_tokens = block_tokens
+        self.prompt_tokens = 0.0
+        self.capacity_tokens: int | None = None
+        self.requests = 0
+
+
+class Beliefs:
+    """Sizes each endpoint's part of the index by its engine's capacity and counters.
+
+    Args:
+        index: Whose parts are sized.
+        tokens: Cumulative prompt tokens by depth of a chain, at `BYTES_PER_TOKEN`.
+        most_blocks: Blocks of one endpoint at most, whatever its engine holds.
+    """
+
+    def __init__(self, index: PrefixIndex, tokens: Sequence[int], *, most_blocks: int) -> None:
+        self._index = index
+        self._tokens = tokens
+        self._most = most_blocks
+        self._of: dict[Key, Belief] = {}
+
+    def of(self, endpoint: Endpoint) -> Belief:
+        """What is known of an endpoint's cache; made at the first call."""
+        known = self._of.get(key(endpoint))
+        if known is None:
+            known = self._of[key(endpoint)] = Belief(float(self._tokens[1]))
+        return known
+
+    def sent(
+        self,
+        endpoint: Endpoint,
+        blocks: Sequence[int],
+        *,
+        prompt_tokens: int,
+        cached_tokens: int,
+        bytes_per_token: float = BYTES_PER_TOKEN,
+    ) -> None:
+        """A request was committed to an endpoint.
+
+        Args:
+            endpoint: To whom.
+            blocks: Its prompt's chain.
+            prompt_tokens: Its length.
+            cached_tokens: Of these, believed cached there.
+            bytes_per_token: Of its prompt.
+        """
+        belief = self.of(endpoint)
+        belief.requests += 1
+        # The mean of all requests at first, or a mean that began at 0 would make the cache small.
+        weight = max(_ALPHA, 1.0 / belief.requests)
+        if blocks:
+            depth = len(blocks)
+            mean = self._tokens[depth] / depth * BYTES_PER_TOKEN / bytes_per_token
+            belief.block_tokens += weight * (mean - belief.block_tokens)
+        belief.prompt_tokens += weight * (prompt_tokens - belief.prompt_tokens)
+        belief.calibration.sent(prompt_tokens, cached_tokens)
+
+    def unsent(
+        self,
+        endpoint: Endpoint,
+        blocks: Sequence[int],
+        *,
+        prompt_tokens: int,
+        cached_tokens: int,
+        bytes_per_token: float = BYTES_PER_TOKEN,
+    ) -> None:
+        """A request that was committed did not run: nothing of it is cached.
+
+        Args:
+            endpoint: In its life then.
+            blocks: Its prompt's chain.
+            prompt_tokens: Its length.
+            cached_tokens: Of these, believed cached before.
+            bytes_per_token: Of its prompt.
+        """
+        known = self._of.get(key(endpoint))
+        if known is None:
+            return
+        known.calibration.unsent(prompt_tokens, cached_tokens)
+        if blocks:
+            # Tokens by depth were rounded down.
+            kept = (cached_tokens + 1) * bytes_per_token / BYTES_PER_TOKEN
+            self._index.retract(key(endpoint), blocks, bisect.bisect_right(self._tokens, kept) - 1)
+
+    def observed(
+        self, endpoint: Endpoint, *, before: Load, after: Load, rates: Rates, restarted: bool
+    ) -> None:
+        """A scrape was taken in.
+
+        Args:
+            endpoint: Of whom.
+            before: The load until then.
+            after: The load from now on.
+            rates: How fast it is; answers take room in the cache as well.
+            restarted: Whether the engine is another process now: its cache is empty.
+        """
+        belief = self.of(endpoint)
+        if restarted:
+            self._index.wipe(key(endpoint))
+            belief.calibration = Calibration()
+        else:
+            queries, hits = _moved(before, after)
+            belief.calibration.counted(queries, hits)
+        if after.kv_tokens:
+            belief.nominal_tokens = after.kv_tokens
+            self._resize(endpoint, belief, rates)
+
+    def told(self, endpoint: Endpoint, *, prompt_tokens: int, predicted: int, cached: int) -> None:
+        """An answer of an endpoint of the pool said how much of its prompt was found."""
+        belief = self.of(endpoint)
+        if belief.calibration.told(prompt_tokens, predicted, cached):
+            self._resize(endpoint, belief, DEFAULT_RATES)
+
+    def forget(self, endpoint: Endpoint) -> None:
+        """An endpoint left."""
+        self._of.pop(key(endpoint), None)
+        self._index.forget(key(endpoint))
+
+    def _resize(self, endpoint: Endpoint, belief: Belief, rates: Rates) -> None:
+        if belief.nominal_tokens is None:
+            return
+        prompt = belief.prompt_tokens
+        # Nothing was sent yet: nothing says how much room answers take.
+        share = prompt / (prompt + rates.output_tokens) if prompt else 1.0
+        tokens = belief.nominal_tokens * share * belief.calibration.factor
+        belief.capacity_tokens = round(tokens)
+        blocks = min(self._most, max(1, round(tokens / belief.block_tokens)))
+        held = self._index.capacity(key(endpoint))
+        # Means move with every request: a small change is not worth walking the index.
+        if abs(blocks - held) > 0.02 * held:
+            self._index.resize(key(endpoint), blocks)
+
+
+def key(endpoint: Endpoint) -> Key:
+    """What the prefix index calls an endpoint in one of its lives."""
+    return endpoint.address, endpoint.incarnation
+
+
+def _moved(before: Load, after: Load) -> tuple[float, float]:
+    """Tokens looked up and found between two scrapes; none where a counter is missing."""
+    if (
+        before.prefix_queries is None
+        or before.prefix_hits is None
+        or after.prefix_queries is None
+        or after.prefix_hits is None
+    ):
+        return 0.0, 0.0
+    return after.prefix_queries - before.prefix_queries, after.prefix_hits - before.prefix_hits

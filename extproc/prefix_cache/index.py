@@ -1,0 +1,342 @@
+"""Who is believed to hold which block: a tree of runs of blocks, each with a bit mask of endpoints.
+
+One walk along a chain answers for all endpoints at once: from run to run the masks shrink, and the
+depth at which an endpoint's bit drops out is its unbroken run from the root. A block behind a gap
+never counts.
+
+The index believes what it was told to record. It does not see what the engine evicts or generates;
+`resize` brings its bound near the engine's own, `forget` ends a belief with its endpoint. Beyond a
+bound of bytes over all endpoints it gives up what was used longest ago, whose ever it is.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Final
+
+from extproc.prefix_cache.radix_tree import Belief, Totals
+from extproc.prefix_cache.runs import WIDTH, Run, packed
+
+#: An endpoint in one of its lives: its address and its incarnation.
+Key = tuple[str, int]
+
+#: Bytes of one run with its share of its parent's table, without the blocks; tracemalloc says 250
+#: to 285.
+_RUN_BYTES = 270
+
+#: Bytes of an index unless another bound is set; `prefix.max_bytes` has the reason.
+DEFAULT_MAX_BYTES: Final = 512 * 1024 * 1024
+
+#: Calls of `record` in an epoch, in which all touches have one age: ages are few shared objects, and
+#: among endpoints what was used longest ago is known to that many calls.
+_EPOCH = 256
+
+#: Set bits above which looking at every bit is faster than searching for the next one.
+_MANY = 32
+
+
+class PrefixIndex:
+    """Block hashes of all endpoints, bounded for each and for all of them.
+
+    Endpoints are addressed by slot, a small integer that `slot` hands out and `forget` takes back.
+    A slot number is only good until its key is forgotten: look slots up when the pool changes.
+
+    Args:
+        capacity_blocks: Blocks believed held by one endpoint, until `resize` says otherwise.
+        max_bytes: Estimated bytes of memory at most.
+    """
+
+    def __init__(self, capacity_blocks: int, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        self._capacity = capacity_blocks
+        self._max_bytes = max_bytes
+        self._root = Run(b"", None)
+        self._root.children = {}
+        # Masks of one endpoint are shared objects: most runs are held by exactly one.
+        self._bits: list[int] = []
+        self._slots: dict[Key, int] = {}
+        self._free: list[int] = []
+        self._beliefs: list[Belief] = []
+        self._runs = 0
+        self._blocks = 0
+        self._totals = Totals()
+        self._records = 0
+        self._epoch = 0
+        #: A heap of every slot with an epoch: none of its parts was touched before that.
+        self._ages: list[tuple[int, int]] = []
+
+    def slot(self, key: Key) -> int:
+        """The slot of an endpoint; given out at the first call, the lowest free one."""
+        slot = self._slots.get(key)
+        if slot is None:
+            if self._free:
+                slot = min(self._free)
+                self._free.remove(slot)
+                self._beliefs[slot] = Belief(self._capacity, self._totals)
+            else:
+                slot = len(self._bits)
+                self._bits.append(1 << slot)
+                self._beliefs.append(Belief(self._capacity, self._totals))
+                heapq.heappush(self._ages, (self._epoch, slot))
+            self._slots[key] = slot
+        return slot
+
+    def match(self, blocks: Sequence[int]) -> list[int]:
+        """How many leading blocks each endpoint holds.
+
+        Args:
+            blocks: A chain, root first.
+
+        Returns:
+            Depth by slot, one for every slot ever given out; 0 where nothing matches.
+        """
+        depths = [0] * len(self._bits)
+        run = self._root.child(blocks[0]) if blocks else None
+        if run is None:
+            return depths
+        chain = packed(blocks)
+        end = len(blocks)
+        alive = run.holders
+        depth = 0
+        while run is not None:
+            if run.holders != alive:
+                _note(depths, alive ^ run.holders, depth)
+                alive = run.holders
+            along = run.common(chain, depth)
+            if run.partly:
+                for slot in _slots(run.partly):
+                    depths[slot] = depth + min(along, self._beliefs[slot].keep(run))
+            depth += along
+            if depth == end or along * WIDTH < len(run.hashes):
+                break
+            run = run.children.get(blocks[depth]) if run.children else None
+        _note(depths, alive, depth)
+        return depths
+
+    def record(self, key: Key, blocks: Sequence[int]) -> None:
+        """Believe that an endpoint now holds a chain, most recently used.
+
+        A chain longer than the endpoint's capacity is cut at its tail.
+
+        Args:
+            key: Which endpoint; unknown ones are given a slot.
+            blocks: A chain, root first.
+        """
+        slot = self.slot(key)
+        belief = self._beliefs[slot]
+        end = min(len(blocks), belief.capacity)
+        chain = packed(blocks if end == len(blocks) else blocks[:end])
+        path: list[tuple[Run, int]] = []
+        run = self._root
+        depth = 0
+        while depth < end:
+            child = run.children.get(blocks[depth]) if run.children else None
+            if child is None:
+                run = self._grow(run, blocks[depth], chain[depth * WIDTH :], slot=slot)
+                if path and path[-1][0] is run:
+                    path.pop()
+                path.append((run, run.size))
+                break
+            along = child.common(chain, depth)
+            depth += along
+            if along * WIDTH < len(child.hashes) and (depth < end or belief.keep(child) > along):
+                child = self._cut(run, child, taken=along)
+            path.append((child, along))
+            run = child
+        self._touch(slot, path)
+        if belief.held > belief.capacity:
+            self._release(slot)
+        if self.bytes_estimate() > self._max_bytes:
+            self._release_oldest()
+
+    def retract(self, key: Key, blocks: Sequence[int], keep: int) -> None:
+        """Stop believing that an endpoint holds a chain, or anything that goes on from it.
+
+        Args:
+            key: Which endpoint.
+            blocks: The chain, root first.
+            keep: Leading blocks that are still believed held.
+        """
+        slot = self._slots.get(key)
+        if slot is None:
+            return
+        chain = packed(blocks)
+        run, depth = self._root, 0
+        while depth < len(blocks):
+            child = run.child(blocks[depth])
+            if child is None:
+                return
+            along = child.common(chain, depth)
+            if depth + along > keep:
+                self._give_up_below(child, slot, max(0, keep - depth))
+                return
+            if along * WIDTH < len(child.hashes):
+                return
+            run, depth = child, depth + along
+
+    def resize(self, key: Key, capacity_blocks: int) -> None:
+        """Bound one endpoint; what no longer fits is forgotten, least recently used first.
+
+        Args:
+            key: Which endpoint; unknown ones are given a slot.
+            capacity_blocks: Blocks believed held by it at most; 0 for none.
+        """
+        slot = self.slot(key)
+        self._beliefs[slot].capacity = capacity_blocks
+        self._release(slot)
+
+    def capacity(self, key: Key) -> int:
+        """Blocks believed held by an endpoint at most."""
+        slot = self._slots.get(key)
+        return self._capacity if slot is None else self._beliefs[slot].capacity
+
+    def wipe(self, key: Key) -> None:
+        """Believe that an endpoint holds nothing; it keeps its slot and capacity."""
+        capacity = self.capacity(key)
+        self.resize(key, 0)
+        self.resize(key, capacity)
+
+    def forget(self, key: Key) -> None:
+        """End every belief about an endpoint and take its slot back; O(runs held)."""
+        if key in self._slots:
+            self.wipe(key)
+            self._free.append(self._slots.pop(key))
+
+    def keys(self) -> tuple[Key, ...]:
+        """The endpoints that have a slot."""
+        return tuple(self._slots)
+
+    def held(self, key: Key) -> int:
+        """Blocks believed held by an endpoint; 0 for unknown ones."""
+        slot = self._slots.get(key)
+        return 0 if slot is None else self._beliefs[slot].held
+
+    @property
+    def blocks_total(self) -> int:
+        """Blocks believed held, summed over endpoints: a block that two hold counts twice."""
+        return sum(belief.held for belief in self._beliefs)
+
+    def bytes_estimate(self) -> int:
+        """Estimated bytes of memory."""
+        tree = _RUN_BYTES * self._runs + WIDTH * self._blocks
+        return tree + self._totals.bytes_estimate
+
+    def _touch(self, slot: int, path: Sequence[tuple[Run, int]]) -> None:
+        """Hold the first blocks of each run of a path, the root as used last."""
+        self._records += 1
+        if not self._records % _EPOCH:
+            self._epoch += 1
+        bit, belief, epoch = self._bits[slot], self._beliefs[slot], self._epoch
+        for run, keep in reversed(path):
+            belief.touch(run, keep, epoch)
+            if keep * WIDTH < len(run.hashes):
+                run.partly |= bit
+            elif not run.holders & bit:
+                run.holders = run.holders | bit if run.holders else bit
+                run.partly &= ~bit
+
+    def _grow(self, run: Run, head: int, hashes: bytes, *, slot: int) -> Run:
+        """Put new blocks behind a run: into it while only this endpoint holds it, to its end."""
+        self._blocks += len(hashes) // WIDTH
+        bit = self._bits[slot]
+        if run.holders == bit and not run.partly and run.children is None:
+            run.extend(hashes)
+            return run
+        self._runs += 1
+        child = Run(hashes, run)
+        run.adopt(child, head)
+        return child
+
+    def _cut(self, parent: Run, lower: Run, *, taken: int) -> Run:
+        """Cut a run where a chain parts from it: a new one takes the first blocks."""
+        upper = lower.cut(taken)
+        parent.adopt(upper, upper.head)
+        upper.adopt(lower, lower.head)
+        upper.holders = lower.holders
+        self._runs += 1
+        for slot in _slots(lower.holders):
+            self._beliefs[slot].cut(upper, lower)
+        for slot in _slots(lower.partly):
+            bit = self._bits[slot]
+            if not self._beliefs[slot].cut(upper, lower):
+                lower.partly ^= bit
+            if self._beliefs[slot].keep(upper) == taken:
+                upper.holders |= bit
+            else:
+                upper.partly |= bit
+        return upper
+
+    def _release(self, slot: int) -> None:
+        """Let an endpoint give up what is above its bound, and drop what nobody holds any more."""
+        for run, keep in self._beliefs[slot].shrink():
+            self._let_go(run, self._bits[slot], keep)
+
+    def _release_oldest(self) -> None:
+        """Let endpoints give up what was used longest ago, until the index fits its bound."""
+        ages = self._ages
+        while self._totals.parts and self.bytes_estimate() > self._max_bytes:
+            age, slot = ages[0]
+            belief = self._beliefs[slot]
+            oldest = belief.oldest
+            if oldest is not None and oldest <= age:
+                self._let_go(belief.give_up_oldest(), self._bits[slot], 0)
+            else:
+                # Nothing that old is left. Without any part the next one will be of this epoch.
+                later = max(age, self._epoch) + 1 if oldest is None else oldest
+                heapq.heapreplace(ages, (later, slot))
+
+    def _give_up_below(self, top: Run, slot: int, keep: int) -> None:
+        """Let an endpoint give up all behind the first blocks of a run, leaves first."""
+        bit, belief = self._bits[slot], self._beliefs[slot]
+        below = [top]
+        for run in below:
+            if run.children:
+                held = [one for one in run.children.values() if (one.holders | one.partly) & bit]
+                below += held
+        for run in reversed(below):
+            kept = keep if run is top else 0
+            if belief.give_up(run, kept):
+                self._let_go(run, bit, kept)
+
+    def _let_go(self, run: Run, bit: int, keep: int) -> None:
+        """An endpoint holds only so many blocks of a run any more: drop what nobody holds."""
+        run.holders &= ~bit
+        run.partly = run.partly | bit if keep else run.partly & ~bit
+        if run.holders:
+            return
+        held = run.size
+        if run.partly:
+            self._shorten(run)
+            held -= run.size
+        else:
+            run.leave()
+            self._runs -= 1
+        self._blocks -= held
+
+    def _shorten(self, run: Run) -> None:
+        """Cut a leaf that nobody holds all of to what is still held by somebody."""
+        keeps = [(self._beliefs[slot].keep(run), slot) for slot in _slots(run.partly)]
+        longest = max(keep for keep, _ in keeps)
+        run.shorten(longest)
+        for keep, slot in keeps:
+            if keep == longest:
+                run.partly &= ~self._bits[slot]
+                run.holders = run.holders | self._bits[slot] if run.holders else self._bits[slot]
+
+
+def _slots(mask: int) -> list[int]:
+    """The slots of a mask, ascending; text beats shifting wide integers."""
+    return [slot for slot, bit in enumerate(f"{mask:b}"[::-1]) if bit == "1"]
+
+
+def _note(depths: list[int], mask: int, depth: int) -> None:
+    """Write a depth for every bit of a mask."""
+    if mask.bit_count() > _MANY:
+        for slot, bit in enumerate(f"{mask:b}"[::-1]):
+            if bit == "1":
+                depths[slot] = depth
+        return
+    while mask:
+        slot = mask.bit_length() - 1
+        depths[slot] = depth
+        mask ^= 1 << slot

@@ -1,0 +1,209 @@
+"""What one endpoint is believed to hold: its bounded part of the tree of runs.
+
+Of a run an endpoint holds the first so many blocks, and all of it if it holds anything behind it.
+Its parts stand in a ring by the time of their last touch, and of the parts of one path the root
+counts as touched last. So the oldest part is always a leaf of what the endpoint holds, and giving
+up blocks from its end is exactly least-recently-used with tails before roots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from extproc.prefix_cache.runs import Run
+
+#: Bytes of one part.
+_PART_BYTES = 80
+
+#: Bytes of a place in the table of parts of runs that another belief owns.
+_SHARED_BYTES = 70
+
+
+class Totals:
+    """Parts of all beliefs of an index.
+
+    Attributes:
+        parts: All of them (count).
+        shared: Those of runs that another belief owns (count).
+    """
+
+    __slots__ = ("parts", "shared")
+
+    def __init__(self) -> None:
+        self.parts = 0
+        self.shared = 0
+
+    @property
+    def bytes_estimate(self) -> int:
+        """Estimated bytes of memory, without the runs."""
+        return _PART_BYTES * self.parts + _SHARED_BYTES * self.shared
+
+
+class Part:
+    """What one endpoint holds of a run, between two neighbours in the endpoint's ring.
+
+    Attributes:
+        run: Of which.
+        keep: How many blocks of it, from its start.
+        age: Epoch of the last touch, see `PrefixIndex`.
+        older: The neighbour that was touched before.
+        newer: The neighbour that was touched after.
+    """
+
+    __slots__ = ("age", "keep", "newer", "older", "run")
+
+    def __init__(self, run: Run, keep: int, age: int) -> None:
+        self.run = run
+        self.keep = keep
+        self.age = age
+        self.older = self
+        self.newer = self
+
+
+class Belief:
+    """The blocks of one endpoint, at most `capacity` of them.
+
+    Args:
+        capacity: Bound on `held`.
+        totals: Where parts of all beliefs are counted.
+
+    Attributes:
+        capacity: Bound on `held`; 0 holds nothing.
+        held: Blocks held now.
+    """
+
+    __slots__ = ("_ring", "_shared", "_totals", "capacity", "held")
+
+    def __init__(self, capacity: int, totals: Totals) -> None:
+        self.capacity = capacity
+        self.held = 0
+        self._totals = totals
+        #: Parts of runs that somebody else owns.
+        self._shared: dict[Run, Part] = {}
+        # The sentinel: its newer neighbour is the oldest part.
+        self._ring = Part(Run(b"", None), 0, 0)
+
+    @property
+    def oldest(self) -> int | None:
+        """Epoch of the part that was touched longest ago; None where nothing is held."""
+        part = self._ring.newer
+        return None if part is self._ring else part.age
+
+    def keep(self, run: Run) -> int:
+        """How many blocks of a run are held, from its start."""
+        part = run.part if run.owner is self else self._shared.get(run)
+        return 0 if part is None else part.keep
+
+    def touch(self, run: Run, keep: int, age: int) -> None:
+        """Hold so many blocks of a run, at least as many as before, as the newest part."""
+        part = run.part if run.owner is self else self._shared.get(run)
+        if part is None:
+            part = Part(run, 0, age)
+            self._enter(part)
+        else:
+            part.older.newer = part.newer
+            part.newer.older = part.older
+            part.age = age
+        self.held += keep - part.keep
+        part.keep = keep
+        _stand(part, before=self._ring)
+
+    def cut(self, upper: Run, lower: Run) -> int:
+        """Follow a cut of a held run: `lower` is it, without the blocks that `upper` took.
+
+        Returns:
+            How many blocks of `lower` are held now.
+        """
+        part = lower.part if lower.owner is self else self._shared.get(lower)
+        if part is None:
+            return 0
+        taken = upper.size
+        if part.keep <= taken:
+            self._drop(lower)
+            part.run = upper
+            self._enter(part)
+            return 0
+        part.keep -= taken
+        above = Part(upper, taken, part.age)
+        self._enter(above)
+        _stand(above, before=part.newer)
+        return part.keep
+
+    def shrink(self) -> Iterator[tuple[Run, int]]:
+        """Give up the least recently used blocks above `capacity`, tails first.
+
+        Yields:
+            Each run of which blocks were given up, and how many are still held.
+        """
+        while self.held > self.capacity:
+            part = self._ring.newer
+            keep = max(0, part.keep - (self.held - self.capacity))
+            self._keep_of(part, keep)
+            yield part.run, keep
+
+    def give_up_oldest(self) -> Run:
+        """Give up the part that was touched longest ago; there must be one.
+
+        Returns:
+            Its run.
+        """
+        part = self._ring.newer
+        self._keep_of(part, 0)
+        return part.run
+
+    def give_up(self, run: Run, keep: int) -> int:
+        """Hold at most so many blocks of a run.
+
+        Returns:
+            How many were given up.
+        """
+        part = run.part if run.owner is self else self._shared.get(run)
+        if part is None or part.keep <= keep:
+            return 0
+        given = part.keep - keep
+        self._keep_of(part, keep)
+        return given
+
+    def parts(self) -> Iterator[tuple[Run, int]]:
+        """Every run of which something is held, and how many blocks; the oldest first."""
+        part = self._ring.newer
+        while part is not self._ring:
+            yield part.run, part.keep
+            part = part.newer
+
+    def _keep_of(self, part: Part, keep: int) -> None:
+        """Hold only so many blocks of a part, or none of it any more."""
+        self.held -= part.keep - keep
+        part.keep = keep
+        if not keep:
+            self._drop(part.run)
+            part.older.newer = part.newer
+            part.newer.older = part.older
+
+    def _enter(self, part: Part) -> None:
+        """Keep a part where it is found: in its run, unless somebody else is there."""
+        self._totals.parts += 1
+        run = part.run
+        if run.owner is None:
+            run.owner = self
+            run.part = part
+        else:
+            self._totals.shared += 1
+            self._shared[run] = part
+
+    def _drop(self, run: Run) -> None:
+        """Forget the part of a run."""
+        self._totals.parts -= 1
+        if run.owner is self:
+            run.owner = run.part = None
+        else:
+            self._totals.shared -= 1
+            del self._shared[run]
+
+
+def _stand(part: Part, *, before: Part) -> None:
+    """Put a part into a ring, as the older neighbour of another."""
+    part.older = before.older
+    part.newer = before
+    before.older.newer = part
+    before.older = part

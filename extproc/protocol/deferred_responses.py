@@ -1,0 +1,108 @@
+"""Which messages of a request wait for their answer until the pick is known."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import msgspec
+
+from extproc.protocol.body_buffer import Gathering
+from extproc.protocol.messages import Kind
+from extproc.protocol.replies import (
+    CHUNK_BYTES,
+    Chunk,
+    Continue,
+    Headers,
+    Reply,
+    Route,
+    chunks,
+    then,
+)
+
+_REQUEST_HEADERS = Kind.REQUEST_HEADERS
+_REQUEST_BODY = Kind.REQUEST_BODY
+_REQUEST_TRAILERS = Kind.REQUEST_TRAILERS
+
+
+class Debts(msgspec.Struct):
+    """What one request is owed.
+
+    Attributes:
+        headers: The answer to its headers.
+        trailers: The answer to the trailers that ended its body.
+        others: Answers to what came while it was held.
+        scores: Of the endpoints, told with the pick.
+    """
+
+    headers: bool = False
+    trailers: bool = False
+    others: tuple[Reply, ...] = ()
+    scores: tuple[tuple[str, float], ...] = ()
+
+    def pay(
+        self,
+        destination: str,
+        set_headers: Headers,
+        *,
+        remove_headers: tuple[str, ...],
+        body_shown: bool,
+        body: bytes | None = None,
+    ) -> tuple[Reply, ...]:
+        """All answers where the body goes on by itself.
+
+        Args:
+            destination: The pick.
+            set_headers: Further request headers to set.
+            remove_headers: Request headers to remove.
+            body_shown: Whether a body message waits for its answer.
+            body: What the body becomes; None leaves it as it is.
+        """
+        if self.headers:
+            kind = _REQUEST_HEADERS
+        elif body_shown:
+            kind = _REQUEST_BODY
+        else:
+            return self._last(destination)
+        return (
+            Route(kind, destination, set_headers, remove_headers, body, self.scores),
+            *self._last(""),
+        )
+
+    def hand_on(
+        self,
+        gathering: Gathering,
+        destination: str,
+        set_headers: Headers,
+        *,
+        remove_headers: tuple[str, ...],
+    ) -> Iterable[Reply]:
+        """All answers where we hand the body on; it is held until its pieces are written.
+
+        Args:
+            gathering: The body.
+            destination: The pick.
+            set_headers: Further request headers to set.
+            remove_headers: Request headers to remove.
+        """
+        first: tuple[Reply, ...] = ()
+        if self.headers:
+            first = (
+                Route(
+                    _REQUEST_HEADERS, destination, set_headers, remove_headers, None, self.scores
+                ),
+            )
+            destination = ""
+        body = gathering.joined()
+        ends = not self.trailers
+        if len(body) <= CHUNK_BYTES:
+            gathering.release()
+            return (*first, Chunk(_REQUEST_BODY, body, ends, destination), *self._last(""))
+        pieces = chunks(_REQUEST_BODY, body, end_of_stream=ends, destination=destination)
+        return then(itertools.chain(first, pieces, self._last("")), gathering.release)
+
+    def _last(self, destination: str) -> tuple[Reply, ...]:
+        """What comes behind; it names the destination where nothing else could."""
+        if not self.trailers:
+            return self.others
+        return (Continue(_REQUEST_TRAILERS, destination), *self.others)

@@ -1,0 +1,181 @@
+"""Seeing the answer: replies to its headers and body, when to ask for it, keeping the end of it.
+
+Usage stands at the end of an answer, whole or streamed, so the tail is all that is kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from extproc.protocol.headers import (
+    RESPONSE_MARKER,
+    SERVED_HEADER,
+    changed_length,
+    is_length,
+)
+from extproc.protocol.messages import BodyMode, Event, Kind, Modes
+from extproc.protocol.model_name_restorer import Restorer
+from extproc.protocol.replies import (
+    Answered,
+    Chunk,
+    Continue,
+    Headers,
+    Replaced,
+    Reply,
+    chunks,
+)
+from extproc.protocol.settings import ExchangeSettings
+
+#: Bytes of the answer's end that are kept. vLLM writes `usage` after `choices`; this leaves room
+#: for prompt log-probabilities and tool calls after it.
+TAIL_BYTES = 65536
+
+#: Largest answer that is asked for in one message. It must stay below Envoy's buffer limit
+#: (1 MiB), above which a buffered answer becomes a 500.
+WHOLE_ANSWER_BYTES = 262144
+
+
+class Tail:
+    """The last bytes of a body that passes by."""
+
+    __slots__ = ("_chunks", "_held")
+
+    def __init__(self) -> None:
+        self._chunks: deque[bytes] = deque()
+        self._held = 0
+
+    def add(self, chunk: bytes) -> None:
+        """Take the next chunk."""
+        if not chunk:
+            return
+        self._chunks.append(chunk)
+        self._held += len(chunk)
+        while self._held - len(self._chunks[0]) >= TAIL_BYTES:
+            self._held -= len(self._chunks.popleft())
+
+    def joined(self) -> bytes:
+        """What is kept: at least the last `TAIL_BYTES` bytes, or everything if there were fewer."""
+        return b"".join(self._chunks)
+
+
+_NONE = BodyMode.NONE
+_STREAMED = BodyMode.STREAMED
+_DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
+_STREAMS = frozenset({_STREAMED, _DUPLEX})
+
+#: The replies there are where the headers depend on nothing, by the mode to switch to.
+_MARKED = {mode: (Answered((RESPONSE_MARKER,), mode),) for mode in (None, *BodyMode)}
+_PLAIN = {mode: (Answered((), mode),) for mode in (None, *BodyMode)}
+
+
+def answer(
+    event: Event,
+    modes: Modes,
+    settings: ExchangeSettings,
+    *,
+    watch_stream: bool,
+    owed: Headers = (),
+    restored: bool = False,
+) -> tuple[Answered]:
+    """The reply to the response headers.
+
+    Args:
+        event: The response headers.
+        modes: The configured modes.
+        settings: Of the server.
+        watch_stream: Whether this exchange is in the sample of watched streams.
+        owed: Further headers for the client.
+        restored: Whether another model name goes into its body.
+    """
+    mode = None
+    if (settings.feedback or restored) and not event.end_of_stream:
+        mode = feedback_mode(modes, event.headers, watch_stream=watch_stream or restored)
+    # The length is told with the body where that is buffered; a stream's is not known yet.
+    streams = restored and (mode or modes.response) in _STREAMS
+    if not settings.conformance and not owed and not streams:
+        return (_MARKED if settings.response_marker else _PLAIN)[mode]
+    marks: Headers = (RESPONSE_MARKER,) if settings.response_marker else ()
+    if settings.conformance:
+        marks = (*marks, (SERVED_HEADER, served(event)))
+    return (Answered((*marks, *owed), mode, ("content-length",) if streams else ()),)
+
+
+def served(event: Event) -> str:
+    """What to report as the endpoint that served, in conformance mode."""
+    hints = event.hints
+    if hints is None or not hints.balancer:
+        return "fail: missing envoy lb metadata"
+    return hints.served or "fail: missing destination endpoint served metadata"
+
+
+def feedback_mode(
+    modes: Modes, headers: Mapping[str, str], *, watch_stream: bool
+) -> BodyMode | None:
+    """The response body mode to switch to, or None to leave it.
+
+    Envoy honours `mode_override` only where the request was buffered (it ignores it in
+    FULL_DUPLEX_STREAMED). A whole answer costs one message; it is asked for only when its size is
+    declared and safe to buffer. A streamed answer must not be buffered, as that would hold its
+    first token back to the end.
+
+    Args:
+        modes: The configured modes.
+        headers: Response headers.
+        watch_stream: Whether this exchange is in the sample of watched streams.
+    """
+    if not _STREAMED < modes.request < _DUPLEX or modes.response is not _NONE:
+        return None
+    if "text/event-stream" in headers.get("content-type", ""):
+        return BodyMode.STREAMED if watch_stream else None
+    length = headers.get("content-length", "")
+    if is_length(length) and int(length) <= WHOLE_ANSWER_BYTES:
+        return BodyMode.BUFFERED
+    return BodyMode.STREAMED if watch_stream else None
+
+
+class Restoration:
+    """The replies to an answer whose model gets the client's name again.
+
+    Args:
+        restorer: Changes the bytes.
+        mode: How the body is shown.
+        length: The `content-length` of the answer; empty when it has none.
+    """
+
+    __slots__ = ("_length", "_mode", "_restorer")
+
+    def __init__(self, restorer: Restorer, mode: BodyMode, *, length: str) -> None:
+        self._restorer = restorer
+        self._mode = mode
+        self._length = length
+
+    def body(self, event: Event) -> Iterable[Reply]:
+        """The replies to a body message."""
+        mode = self._mode
+        buffered = _STREAMED < mode < _DUPLEX
+        # What is buffered is one message, and trailers may end it.
+        body = self._restorer.pass_on(event.body, last=event.end_of_stream or buffered)
+        if mode is _DUPLEX:
+            if not body and not event.end_of_stream:
+                return ()
+            return chunks(Kind.RESPONSE_BODY, body, end_of_stream=event.end_of_stream)
+        if body == event.body:
+            return (Continue(Kind.RESPONSE_BODY),)
+        grown = len(body) - len(event.body)
+        return (
+            Replaced(
+                Kind.RESPONSE_BODY, body, changed_length(self._length, grown) if buffered else ()
+            ),
+        )
+
+    def trailers(self) -> Iterable[Reply]:
+        """What goes before the answer to trailers that end the body.
+
+        Only FULL_DUPLEX_STREAMED has a way to say it. Something is held back then only where the
+        body was cut inside of a name.
+        """
+        rest = self._restorer.rest()
+        if not rest or self._mode is not _DUPLEX:
+            return ()
+        return (Chunk(Kind.RESPONSE_BODY, rest, end_of_stream=False),)

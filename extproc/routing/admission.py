@@ -1,0 +1,81 @@
+"""Whether a request goes where there is a place, or waits for where it is better off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from extproc import decision as outcomes
+from extproc.decision import Decision, Outcome, Rejection
+from extproc.endpoint import Candidate
+from extproc.routing import saturation
+
+
+def decide(
+    run: Callable[[Sequence[Candidate]], Outcome],
+    candidates: Sequence[Candidate],
+    limit_s: float,
+    *,
+    priority: int,
+    patient: bool,
+    shared: bool = False,
+) -> Outcome:
+    """Choose among all endpoints, and go there if it has a place.
+
+    Where the endpoint of choice has none and others have, the request waits for it if that costs
+    less: c(wanted) + w + limit < min c(free), with c what the profile's cost model says and w the
+    wait that it does not know of. So a conversation is not computed anew, and pushes nobody out,
+    because somewhere else was a place for a moment. Costs are in seconds, and so is a limit; without
+    a cost model the free ones are all there is to choose among.
+
+    Args:
+        run: Chooses among some.
+        candidates: Who is in play, at least one.
+        limit_s: Seconds of waiting from which an endpoint has no place.
+        priority: Of the request.
+        patient: Whether it may wait for an endpoint while another one has a place.
+        shared: Whether requests of priorities above 0 come.
+
+    Returns:
+        A decision, or why it waits and for whom.
+    """
+    over = saturation.over_s(candidates, limit_s, priority=priority, shared=shared)
+    free = [one for one, seconds in zip(candidates, over, strict=True) if seconds <= 0.0]
+    if not free and not patient:
+        return outcomes.busy(min(over), busy=_addresses(candidates))
+    outcome = run(candidates)
+    if isinstance(outcome, Rejection) or len(free) == len(candidates):
+        return outcome
+    address = outcome.endpoints[0].address
+    at = next(i for i, one in enumerate(candidates) if one.endpoint.address == address)
+    if over[at] <= 0.0:
+        return outcome
+    if not free:
+        rather = address if _in_seconds(outcome) else ""
+        return outcomes.busy(min(over), waits_for=rather, closed=True, busy=_addresses(candidates))
+    if patient and _costs_less(outcome, candidates[at], free, limit_s):
+        return outcomes.busy(over[at], waits_for=address)
+    return run(free)
+
+
+def _addresses(candidates: Sequence[Candidate]) -> Sequence[str]:
+    return [one.endpoint.address for one in candidates]
+
+
+def _in_seconds(decision: Decision) -> bool:
+    return decision.priced is not None and decision.priced.unit == "s"
+
+
+def _costs_less(
+    decision: Decision, wanted: Candidate, free: Sequence[Candidate], limit_s: float
+) -> bool:
+    """Whether waiting for an endpoint costs less than any that has a place; see `decide`."""
+    priced = decision.priced
+    if priced is None or not _in_seconds(decision):
+        return False
+    finalists = (one.endpoint.address for one in decision.finalists)
+    costs = dict(zip(finalists, priced.costs, strict=True))
+    others = [costs[one.endpoint.address] for one in free if one.endpoint.address in costs]
+    known_s = wanted.queued_tokens * wanted.rates.prefill_s
+    unknown_s = max(0.0, saturation.wait_s(wanted) - known_s)
+    waiting = costs[wanted.endpoint.address] + unknown_s + limit_s
+    return waiting < min(others, default=waiting)

@@ -1,0 +1,156 @@
+"""Who a request may go to: those the data plane allows, that serve its model, and that are well."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from extproc import decision as outcomes
+from extproc.decision import Rejection
+from extproc.endpoint import Endpoint
+from extproc.pool import condition, snapshot
+from extproc.pool.condition import State
+from extproc.pool.model_index import Split
+from extproc.pool.snapshot import Member, Pool
+from extproc.request import Request
+
+#: Why endpoints are put aside.
+FAILING: Final = "failing"
+WARMING: Final = "warming"
+PROBE: Final = "probe"
+
+#: A reason, and who was put aside for it.
+Aside = tuple[str, Sequence[Endpoint]]
+
+
+class Eligible(msgspec.Struct, frozen=True, gc=False):
+    """Who a request may go to.
+
+    Attributes:
+        members: In pool order, at least one.
+        left_out: Who may not because they do not serve the model.
+        unlisted: Nobody allowed lists the model, and all of them listed theirs.
+        put_aside: Who may not for another reason, by reason: `failing` for endpoints whose requests
+            fail or that are out of reach, `warming` for those that are new or just back and whose
+            turn it was not, `probe` for all but the one that is tried again.
+    """
+
+    members: Sequence[Member]
+    left_out: Sequence[Endpoint] = ()
+    unlisted: bool = False
+    put_aside: Sequence[Aside] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is nothing to be told of anybody left out."""
+        return not (self.left_out or self.unlisted or self.put_aside)
+
+
+def find(
+    pool: Pool,
+    request: Request,
+    *,
+    honour_subset: bool,
+    reject_unlisted: bool,
+    health: condition.Settings,
+    now: float,
+    rng: random.Random,
+) -> Eligible | Rejection:
+    """Find out who a request may go to.
+
+    Args:
+        pool: The snapshot.
+        request: Model, adapter and subset count.
+        honour_subset: Keep to the endpoints the data plane allows.
+        reject_unlisted: Refuse what nobody serves, where what everybody serves is known.
+        health: How endpoints are tried again and eased in.
+        now: Monotonic seconds.
+        rng: Chance, for slow start.
+
+    Returns:
+        The endpoints; 503 when none is allowed, or 404.
+    """
+    subset = request.subset if honour_subset else None
+    split = pool.serving.who(request.model, request.adapter)
+    members = pool.allowed(subset, split)
+    unlisted = False
+    left_out: Sequence[Endpoint] = ()
+    if members:
+        left_out = _left_out(pool, subset, split)
+    else:
+        members = pool.allowed(subset)
+        if not members:
+            # An endpoint that comes helps whoever was not told which ones to use.
+            return outcomes.no_endpoints(waits_s=math.inf if subset is None else None)
+        if reject_unlisted:
+            return outcomes.model_not_found(request.target, pool.serving.names)
+        unlisted = True
+    put_aside: tuple[Aside, ...] = ()
+    if pool.unsure:
+        members, put_aside = _well(members, now, patience_s=health.base_s)
+    if now - pool.newest < health.slow_start_s:
+        members, waiting = _warm(members, now, health, rng)
+        put_aside += waiting
+    return Eligible(members, left_out, unlisted, put_aside)
+
+
+def _well(
+    members: Sequence[Member], now: float, *, patience_s: float
+) -> tuple[Sequence[Member], tuple[Aside, ...]]:
+    """Those that take part, and those that are to be tried again.
+
+    One that no request has tried for `patience_s` since it was due gets the next one.
+    """
+    kept: list[Member] = []
+    left: list[Endpoint] = []
+    for member in members:
+        known = member.condition
+        if known.state and known.until > now:
+            left.append(member.endpoint)
+            continue
+        if known.state > State.DOUBTED and known.until + patience_s <= now:
+            others = [one.endpoint for one in members if one is not member]
+            return [member], ((PROBE, others),) if others else ()
+        kept.append(member)
+    if not kept:
+        kept = list(snapshot.taking_part(members))
+        tried = {member.endpoint.address for member in kept}
+        left = [endpoint for endpoint in left if endpoint.address not in tried]
+    return kept, ((FAILING, left),) if left else ()
+
+
+def _warm(
+    members: Sequence[Member], now: float, health: condition.Settings, rng: random.Random
+) -> tuple[Sequence[Member], tuple[Aside, ...]]:
+    """Ease in who is new: a candidate with probability f + (1 - f) t / T.
+
+    t is the seconds since it came or came back, T `slow_start_s`, f `slow_start_floor`. When chance
+    would leave nobody, all stay.
+    """
+    whole, floor = health.slow_start_s, health.slow_start_floor
+    kept: list[Member] = []
+    left: list[Endpoint] = []
+    for member in members:
+        age = now - member.condition.since
+        if (
+            age < whole
+            and member.condition.state <= State.DOUBTED
+            and rng.random() >= floor + (1.0 - floor) * age / whole
+        ):
+            left.append(member.endpoint)
+        else:
+            kept.append(member)
+    return (kept, ((WARMING, left),)) if kept and left else (members, ())
+
+
+def _left_out(pool: Pool, subset: Sequence[str] | None, split: Split | None) -> Sequence[Endpoint]:
+    if split is None:
+        return ()
+    if subset is None:
+        return split.others
+    allowed = {member.endpoint.address for member in pool.allowed(subset)}
+    return tuple([endpoint for endpoint in split.others if endpoint.address in allowed])

@@ -1,0 +1,94 @@
+"""The name of a model as a request has it, and as its engine knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from extproc.decision import Outcome, Rejection
+from extproc.parsing import envelope, model_edit, paths
+from extproc.pool.model_index import Serving
+from extproc.request import RawRequest, Request
+
+
+class Renamed(msgspec.Struct, frozen=True, gc=False):
+    """A request that names its model in another way than its engine does.
+
+    Attributes:
+        request: What is asked for: the base model, and the adapter if there is one.
+        hashed: The same named as engines hash it, so that it shares blocks with requests that used
+            the engine's name from the start.
+        sent: The name to put into the body; empty where it stays.
+    """
+
+    request: Request
+    hashed: Request
+    sent: str = ""
+
+
+def of(
+    request: Request,
+    headers: Mapping[str, str],
+    serving: Serving,
+    *,
+    decreed: str,
+    kubeai_names: bool,
+) -> Renamed | None:
+    """Find out what is asked for.
+
+    A rewrite's target, or else a gateway's header, names the model in place of the body
+    (docs/spec/protocol.md#model-rewrite). Then the name may be SGLang's `model:adapter`, or
+    KubeAI's `model_adapter`.
+
+    Args:
+        request: As parsed.
+        headers: Of the request, names in lower case.
+        serving: Who serves what.
+        decreed: The target of a rewrite; empty where there is none.
+        kubeai_names: Whether `model_adapter` is understood.
+
+    Returns:
+        None where the name is what it seems.
+    """
+    target = decreed or envelope.model_header(headers)
+    asked = msgspec.structs.replace(request, model=target) if target else request
+    name = asked.model
+    if not asked.adapter:
+        if ":" in name and (alias := serving.apart(name)) is not None:
+            both = msgspec.structs.replace(asked, model=alias.base, adapter=alias.adapter)
+            return Renamed(both, both, target)
+        if kubeai_names and "_" in name and (alias := serving.alias(name)) is not None:
+            return Renamed(
+                msgspec.structs.replace(asked, model=alias.base, adapter=alias.adapter),
+                msgspec.structs.replace(asked, model=alias.adapter),
+                alias.adapter,
+            )
+    return Renamed(asked, asked, target) if target else None
+
+
+def told(outcome: Outcome, raw: RawRequest, request: Request, sent: str) -> Outcome:
+    """An outcome that says what the body is to name, and the answer after it.
+
+    Args:
+        outcome: Of the renamed request.
+        raw: The request as it came.
+        request: As parsed.
+        sent: See `Renamed`.
+    """
+    if not sent or isinstance(outcome, Rejection):
+        return outcome
+    splice = model_edit.splice(raw, sent)
+    client_model = ""
+    if splice is not None:
+        if raw.body[splice.start : splice.stop] == splice.content:
+            # The body says so already.
+            return outcome
+        if splice.start != splice.stop:
+            client_model = request.model
+        elif request.api == paths.OPAQUE:
+            # A body on an unknown path is looked into, but may be anything: nothing is added.
+            splice = None
+    return msgspec.structs.replace(
+        outcome, model_rewrite=sent, splice=splice, client_model=client_model
+    )

@@ -1,0 +1,92 @@
+"""The list of models that several engines serve together, as OpenAI's API has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+from urllib.parse import unquote
+
+import msgspec
+
+from extproc import decision as outcomes
+from extproc.decision import Answer
+from extproc.protocol import error_response
+from extproc.routing.director import Dispatcher
+
+#: Where engines list their models.
+PATH: Final = "/v1/models"
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One model.
+
+    Attributes:
+        id: What requests name.
+        object: Always `model`.
+        created: Unix seconds; 0, because engines do not agree.
+        owned_by: Who answers.
+        root: The base model.
+        parent: The base model of an adapter; None for a base model.
+    """
+
+    id: str
+    object: str = "model"
+    created: int = 0
+    owned_by: str = "extproc"
+    root: str = ""
+    parent: str | None = None
+
+
+def asked(path: str) -> str | None:
+    """Which model a path asks about: empty for all of them, None where it asks something else."""
+    path = path.rstrip("/")
+    if path == PATH:
+        return ""
+    # The OpenAI SDK writes a slash in a name as %2F.
+    return unquote(path.removeprefix(PATH + "/")) if path.startswith(PATH + "/") else None
+
+
+def answer(dispatchers: Sequence[Dispatcher], name: str) -> Answer | None:
+    """What to answer.
+
+    Args:
+        dispatchers: Whose endpoints count.
+        name: From `asked`.
+
+    Returns:
+        None while no endpoint listed anything: an engine is asked then.
+    """
+    entries = _entries(dispatchers)
+    if not entries:
+        return None
+    if not name:
+        return _json(200, {"object": "list", "data": [entries[one] for one in sorted(entries)]})
+    if name in entries:
+        return _json(200, entries[name])
+    return Answer(404, error_response.body(outcomes.model_not_found(name, entries)))
+
+
+def names(dispatcher: Dispatcher) -> frozenset[str]:
+    """Every name requests to a pool may carry: what endpoints listed, and what rewrites take."""
+    return dispatcher.pool.serving.names | dispatcher.decreed_names
+
+
+def _entries(dispatchers: Iterable[Dispatcher]) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for dispatcher in dispatchers:
+        for member in dispatcher.pool.members:
+            models = member.serves
+            if models is None:
+                continue
+            for base in models.bases:
+                entries.setdefault(base, Entry(base, root=base))
+            parent = min(models.bases, default=None)
+            for adapter in models.adapters:
+                entries.setdefault(adapter, Entry(adapter, root=adapter, parent=parent))
+        for other in names(dispatcher):
+            entries.setdefault(other, Entry(other, root=other))
+    return entries
+
+
+def _json(status: int, content: object) -> Answer:
+    return Answer(status, msgspec.json.encode(content))

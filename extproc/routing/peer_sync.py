@@ -1,0 +1,400 @@
+"""What pickers tell each other of requests, where they do.
+
+Each picker writes facts about its own requests to an outbox, which somebody carries to the others.
+Their mirrors charge and believe what they read as if they had decided it themselves, without
+counting it as theirs. Facts may be late, lost, doubled and out of order: every so often a picker
+says which of its requests are open, and a picker that falls silent has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Final
+
+import msgspec
+
+from extproc.decision import Decision
+from extproc.pool.inflight import Account, Ticket
+from extproc.prefix_cache.blocks import HASH_MASK
+from extproc.routing.director import Dispatcher
+
+#: Facts that wait to be carried (count), some 10 s of a busy picker. The oldest are dropped first:
+#: what is open is said again and again.
+MOST_WAITING = 20_000
+
+#: Requests of one picker that are mirrored (count), and ended ones remembered until it says what
+#: is open. Far more than a picker has in a second.
+MOST_OPEN = 50_000
+
+#: Pickers that are listened to (count).
+MOST_PICKERS = 256
+
+#: Longest message that is decoded (bytes): 500 requests with prompts of a million tokens have 5 MB.
+MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+_Block = Annotated[int, msgspec.Meta(ge=0, le=HASH_MASK)]
+_Name = Annotated[str, msgspec.Meta(max_length=512)]
+_PickerName = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class Sent(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
+    """A request was committed to an endpoint.
+
+    Attributes:
+        number: Of the request, its picker's own, counted from 1.
+        pool: Name of the pool.
+        address: Of the endpoint.
+        target: Adapter or model name.
+        prompt_tokens: Estimated prompt tokens.
+        prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
+        blocks: The prompt's chain of block hashes, root first.
+    """
+
+    number: _Number
+    pool: _Name
+    address: _Name
+    target: _Name
+    prompt_tokens: _Tokens
+    prompt_bytes: _Bytes
+    blocks: Sequence[_Block]
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag="e", gc=False):
+    """A request is over.
+
+    Attributes:
+        number: Of the request.
+        answered: Whether the engine computed it.
+        ran: Whether its prompt may be cached where it was sent; False when it was refused there.
+    """
+
+    number: _Number
+    answered: bool
+    ran: bool = True
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, tag="o", gc=False):
+    """Which requests are open; every other one up to `until` is over.
+
+    Attributes:
+        until: The latest number.
+        numbers: Of the open requests.
+        serial: Of the list, its picker's own, counted from 1; 0 from versions that do not number
+            lists.
+    """
+
+    until: _Number
+    numbers: Sequence[_Number]
+    serial: _Number = 0
+
+
+class Left(msgspec.Struct, frozen=True, array_like=True, tag="l", gc=False):
+    """The picker ends. What it has open goes on without it, and only scrapes show it."""
+
+
+Fact = Sent | Ended | Open | Left
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Facts of one picker, in the order in which they became true.
+
+    Attributes:
+        picker: Name of the picker in this life; no other has it, nor had it.
+        facts: What it says.
+    """
+
+    picker: _PickerName
+    facts: Sequence[Fact]
+
+
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """As it is carried: msgpack, without names of fields."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(carried: bytes) -> Message | None:
+    """What was carried; None where it cannot be read, as from another version.
+
+    Nor is a message with a number or a name out of range: none of it is believed.
+    """
+    if len(carried) > MAX_MESSAGE_BYTES:
+        return None
+    try:
+        return _decoder.decode(carried)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+class Outbox:
+    """Facts of this picker that wait to be carried. Mutable; one owner.
+
+    Args:
+        picker: Its name.
+        on_waiting: Called when the first fact waits.
+    """
+
+    def __init__(self, picker: str, on_waiting: Callable[[], None]) -> None:
+        self.picker = picker
+        self._on_waiting = on_waiting
+        self._latest = 0
+        self._latest_list = 0
+        self._numbers: dict[Ticket, int] = {}
+        self._waiting: list[Fact] = []
+
+    def journal(self, pool: str) -> Journal:
+        """What the dispatcher of a pool writes to."""
+        return Journal(self, pool)
+
+    def sent(self, pool: str, ticket: Ticket, blocks: Sequence[int]) -> None:
+        """A request was charged to an endpoint."""
+        self._latest += 1
+        self._numbers[ticket] = self._latest
+        self._put(
+            Sent(
+                self._latest,
+                pool,
+                ticket.endpoint.address,
+                ticket.target,
+                ticket.prompt_tokens,
+                ticket.prompt_bytes,
+                blocks,
+            )
+        )
+
+    def ended(self, ticket: Ticket, *, answered: bool, ran: bool) -> None:
+        """A request is over; nothing happens where it was not told of."""
+        number = self._numbers.pop(ticket, None)
+        if number is not None:
+            self._put(Ended(number, answered, ran))
+
+    def say_open(self) -> None:
+        """Say which requests are open."""
+        self._latest_list += 1
+        self._put(Open(self._latest, list(self._numbers.values()), self._latest_list))
+
+    def say_left(self) -> None:
+        """Say that this picker ends."""
+        self._put(Left())
+
+    def take(self, most: int = MOST_WAITING) -> Message | None:
+        """What waits, the oldest first; None for nothing. What is lost is not told again.
+
+        Args:
+            most: Facts to take (count).
+        """
+        facts, self._waiting = self._waiting[:most], self._waiting[most:]
+        return Message(self.picker, facts) if facts else None
+
+    def _put(self, fact: Fact) -> None:
+        waiting = self._waiting
+        if len(waiting) >= MOST_WAITING:
+            del waiting[: MOST_WAITING // 2]
+        waiting.append(fact)
+        if len(waiting) == 1:
+            self._on_waiting()
+
+
+class Journal:
+    """An outbox as the dispatcher of one pool sees it.
+
+    Args:
+        outbox: Where facts wait.
+        pool: Name of the pool.
+    """
+
+    __slots__ = ("_outbox", "_pool")
+
+    def __init__(self, outbox: Outbox, pool: str) -> None:
+        self._outbox = outbox
+        self._pool = pool
+
+    def sent(self, ticket: Ticket, decision: Decision) -> None:
+        """A decision was committed."""
+        self._outbox.sent(self._pool, ticket, decision.blocks)
+
+    def moved(self, ticket: Ticket, blocks: Sequence[int]) -> None:
+        """Another endpoint answers than the one that was chosen."""
+        self._outbox.ended(ticket, answered=False, ran=False)
+        self._outbox.sent(self._pool, ticket, blocks)
+
+    def ended(self, ticket: Ticket, *, answered: bool, ran: bool) -> None:
+        """A request is over."""
+        self._outbox.ended(ticket, answered=answered, ran=ran)
+
+
+class _Charged(msgspec.Struct, frozen=True):
+    """One request of another picker, as it stands in our accounts."""
+
+    pool: str
+    dispatcher: Dispatcher
+    account: Account
+    ticket: Ticket
+
+
+class _Peer:
+    """One other picker: what it has open, and what of it is over that may still be told of."""
+
+    __slots__ = ("ended", "heard", "open", "serial", "still", "until")
+
+    def __init__(self) -> None:
+        self.heard = 0.0
+        self.open: dict[int, _Charged] = {}
+        self.ended: dict[int, None] = {}
+        self.until = 0
+        self.serial = 0
+        self.still: frozenset[int] = frozenset()
+
+    def over(self, number: int) -> bool:
+        """Whether a request is known to have ended."""
+        return number in self.ended or (number <= self.until and number not in self.still)
+
+
+class Mirror:
+    """Charges the requests of other pickers. Mutable; one owner.
+
+    Args:
+        own: Name of this picker, whose facts are passed over.
+        dispatchers: The dispatcher of a pool by name; None for a pool that is not here.
+        silent_s: Seconds after which a picker that says nothing counts as gone.
+    """
+
+    def __init__(
+        self, own: str, dispatchers: Callable[[str], Dispatcher | None], *, silent_s: float
+    ) -> None:
+        self._own = own
+        self._dispatchers = dispatchers
+        self._silent_s = silent_s
+        self._peers: dict[str, _Peer] = {}
+
+    @property
+    def pickers(self) -> int:
+        """Other pickers that are heard (count)."""
+        return len(self._peers)
+
+    @property
+    def open(self) -> int:
+        """Their requests that stand in our accounts (count)."""
+        return sum(len(peer.open) for peer in self._peers.values())
+
+    def take(self, message: Message, now: float) -> set[str]:
+        """Take in what a picker says.
+
+        Args:
+            message: As it was carried.
+            now: Monotonic seconds.
+
+        Returns:
+            Names of the pools in which requests ended.
+        """
+        freed: set[str] = set()
+        if message.picker == self._own:
+            return freed
+        peer = self._peers.get(message.picker)
+        if peer is None:
+            if len(self._peers) >= MOST_PICKERS:
+                return freed
+            peer = self._peers[message.picker] = _Peer()
+        peer.heard = now
+        for fact in message.facts:
+            match fact:
+                case Sent():
+                    self._sent(peer, fact, now)
+                case Ended():
+                    self._ended(peer, fact, now, freed)
+                case Open():
+                    _settle(peer, fact, now, freed)
+                case Left():
+                    self._drop(message.picker, now, freed)
+                    return freed
+        return freed
+
+    def drop_silent(self, now: float) -> set[str]:
+        """Forget pickers that say nothing any more, and what they had open.
+
+        Args:
+            now: Monotonic seconds.
+
+        Returns:
+            Names of the pools in which requests stood.
+        """
+        freed: set[str] = set()
+        for name, peer in list(self._peers.items()):
+            if now - peer.heard >= self._silent_s:
+                self._drop(name, now, freed)
+        return freed
+
+    def _sent(self, peer: _Peer, fact: Sent, now: float) -> None:
+        number = fact.number
+        if number in peer.open or peer.over(number) or len(peer.open) >= MOST_OPEN:
+            return
+        dispatcher = self._dispatchers(fact.pool)
+        member = None if dispatcher is None else dispatcher.pool.find(fact.address)
+        if dispatcher is None or member is None:
+            return
+        target, prompt_tokens, prompt_bytes = fact.target, fact.prompt_tokens, fact.prompt_bytes
+        blocks = fact.blocks[: dispatcher.deepest]
+        # What we believe, not what the other one does: how much of it is true changes what we
+        # believe of that cache. Held against predictions of others, ours would never be corrected,
+        # and pickers would come to differ more and more.
+        cached = dispatcher.believed(member, blocks, target=target, prompt_bytes=prompt_bytes)
+        ticket = dispatcher.charge(
+            member,
+            blocks,
+            target=target,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=min(cached, prompt_tokens),
+            prompt_bytes=prompt_bytes,
+            now=now,
+        )
+        ticket.mirrored = True
+        member.account.mirrored += 1
+        peer.open[number] = _Charged(fact.pool, dispatcher, member.account, ticket)
+
+    def _ended(self, peer: _Peer, fact: Ended, now: float, freed: set[str]) -> None:
+        number = fact.number
+        if number > peer.until or number in peer.still:
+            # It may be told of later, or once more.
+            peer.ended[number] = None
+            if len(peer.ended) > MOST_OPEN:
+                del peer.ended[next(iter(peer.ended))]
+        charged = peer.open.pop(number, None)
+        if charged is not None:
+            _close(charged, now, freed, answered=fact.answered, ran=fact.ran)
+
+    def _drop(self, name: str, now: float, freed: set[str]) -> None:
+        for charged in self._peers.pop(name).open.values():
+            _close(charged, now, freed, answered=False, ran=True)
+
+
+def _settle(peer: _Peer, fact: Open, now: float, freed: set[str]) -> None:
+    """Close what is over, and forget of what ended before all that cannot come back."""
+    # A picker that sends nothing lists the same latest number again and again.
+    if (fact.until, fact.serial) < (peer.until, peer.serial):
+        return  # overtaken by a later one
+    peer.until, peer.serial, peer.still = fact.until, fact.serial, frozenset(fact.numbers)
+    for number in [number for number in peer.open if peer.over(number)]:
+        _close(peer.open.pop(number), now, freed, answered=False, ran=True)
+    kept = [n for n in peer.ended if n > peer.until or n in peer.still]
+    peer.ended = dict.fromkeys(kept)
+
+
+def _close(charged: _Charged, now: float, freed: set[str], *, answered: bool, ran: bool) -> None:
+    charged.account.mirrored -= 1
+    if ran:
+        charged.ticket.close(now, answered=answered)
+    else:
+        charged.dispatcher.withdraw(charged.ticket, now)
+    freed.add(charged.pool)
+
+
+def connect(pools: Iterable[tuple[str, Dispatcher]], outbox: Outbox) -> None:
+    """Let dispatchers write to an outbox; for those that do already, nothing changes."""
+    for name, dispatcher in pools:
+        if dispatcher.journal is None:
+            dispatcher.journal = outbox.journal(name)

@@ -1,0 +1,72 @@
+"""What requests that wait for an endpoint will hold there: it is promised, so that others see it.
+
+Conversations that wait for an endpoint push each other's prefixes out of its cache as much as those
+that it serves. Nobody who comes should think that there is room, only because they wait with us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from extproc.pool import holdings
+from extproc.pool.conversations import Recurrence
+from extproc.pool.inflight import Account
+from extproc.pool.store import Fleet
+
+
+class Promise(msgspec.Struct, frozen=True, gc=False):
+    """What one request that waits will hold.
+
+    Attributes:
+        account: Of the endpoint it waits for.
+        share: Of its cache.
+    """
+
+    account: Account
+    share: holdings.Share
+
+
+class Promises:
+    """Made to the endpoints of one fleet, and taken back.
+
+    Args:
+        fleet: The endpoints.
+        recurrence: How conversations grow.
+        tokens: Prompt tokens by depth of a chain.
+
+    Attributes:
+        counted: Whether anybody looks at them.
+    """
+
+    def __init__(self, fleet: Fleet, recurrence: Recurrence, tokens: Sequence[int]) -> None:
+        self._fleet = fleet
+        self._recurrence = recurrence
+        self._tokens = tokens
+        self.counted = False
+
+    def make(self, address: str, chain: Sequence[int], *, prompt_tokens: int) -> Promise | None:
+        """Promise an endpoint a request that waits for it.
+
+        Args:
+            address: Of the endpoint; empty for none.
+            chain: The prompt's block hashes, root first.
+            prompt_tokens: Of the prompt.
+
+        Returns:
+            What to take back once the request goes on or leaves; None where there is nothing.
+        """
+        if not (address and chain and self.counted):
+            return None
+        member = self._fleet.pool.find(address)
+        if member is None:
+            return None
+        growth = self._recurrence.growth(prompt_tokens)
+        return Promise(member.account, member.account.promise(chain, self._tokens, growth=growth))
+
+
+def take_back(promise: Promise | None) -> None:
+    """The request goes on, or waits no longer."""
+    if promise is not None:
+        promise.account.take_back(promise.share)

@@ -1,0 +1,181 @@
+"""What was decreed about requests: their priority, and the models that stand in for others."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from extproc.decision import Rejection
+from extproc.parsing import envelope, surfaces
+from extproc.pool import inference_policy
+from extproc.pool.inference_policy import Policy, Rule, Target
+from extproc.request import RawRequest, Request
+
+#: Headers that name an InferenceObjective; the first one that is there counts
+#: (docs/spec/protocol.md#header-names).
+OBJECTIVE_HEADERS: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+
+
+class Decrees:
+    """Reads a pool's policy for one request after the other.
+
+    Of several rules for a model an exact one counts before one without models, and of these the
+    first (docs/spec/protocol.md#inferencemodelrewrite; the policy has them in order of age).
+    """
+
+    def __init__(self) -> None:
+        self._decreed = self._configured = inference_policy.NONE
+        self._priorities: Mapping[str, int] = {}
+        self._exact: dict[str, Rule] = {}
+        self._generic: Rule | None = None
+
+    def follow(self, decreed: Policy, configured: Policy) -> None:
+        """Go by these from now on; does nothing while they are the same values as before.
+
+        Args:
+            decreed: What discovery says.
+            configured: What the configuration says, which counts where discovery is silent.
+        """
+        if decreed is self._decreed and configured is self._configured:
+            return
+        self._decreed, self._configured = decreed, configured
+        both = inference_policy.merged(decreed, configured)
+        self._priorities = both.priorities
+        self._exact = {}
+        self._generic = None
+        for rule in both.rules:
+            for model in rule.models:
+                self._exact.setdefault(model, rule)
+            if not rule.models and self._generic is None:
+                self._generic = rule
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Models that requests may name because a rule puts others in their place."""
+        return frozenset(self._exact)
+
+    @property
+    def supplies(self) -> bool:
+        """Whether a rule is for every request, also for one that names no model."""
+        return self._generic is not None
+
+    def ranked(self, request: Request, headers: Mapping[str, str]) -> Request:
+        """The request with the priority of the objective it names; as it is where it names none.
+
+        Args:
+            request: As parsed.
+            headers: Of the request, names in lower case.
+        """
+        if not self._priorities:
+            return request
+        name = objective_of(headers)
+        priority = self._priorities.get(name)
+        if priority is None:
+            return request
+        return msgspec.structs.replace(request, objective=name, priority=priority)
+
+    def target(self, request: Request, rng: random.Random) -> str:
+        """The model that stands in for the one a request names; empty where no rule is for it.
+
+        Turns of one conversation get the same one: a request with a session draws by the hash of
+        it, in every replica alike, and moves only when the weights do.
+
+        Args:
+            request: As parsed.
+            rng: Draws for requests without a session.
+        """
+        rule = self._exact.get(request.model, self._generic)
+        if rule is None or not request.model:
+            # What names no model, such as GET /health, is no request for one.
+            return ""
+        return _drawn(rule, request.session, rng)
+
+    def supplied(self, raw: RawRequest, refused: Rejection, rng: random.Random) -> Request | None:
+        """The request, where it was refused for naming no model, and a rule has one for all.
+
+        Args:
+            raw: As it came.
+            refused: What parsing it gave.
+            rng: As for `target`.
+
+        Returns:
+            None where it stays refused.
+        """
+        rule = self._generic
+        if refused != envelope.NO_MODEL or rule is None:
+            return None
+        # As if the gateway had named one: what else is wrong with it still counts.
+        request = surfaces.parse_supplied(raw, rule.targets[0].model)
+        if request is None or isinstance(request, Rejection):
+            return None
+        return msgspec.structs.replace(request, model=_drawn(rule, request.session, rng))
+
+
+def objective_of(headers: Mapping[str, str]) -> str:
+    """The objective the headers name; empty when they name none."""
+    for name in OBJECTIVE_HEADERS:
+        value = headers.get(name)
+        if value:
+            return value
+    return ""
+
+
+def chosen(targets: Sequence[Target], share: float) -> Target:
+    """One of a rule's targets.
+
+    Where some have a weight, only those are drawn, in proportion; where none has, or they sum up to
+    0, all are drawn alike (docs/spec/protocol.md#model-rewrite).
+
+    Args:
+        targets: At least one.
+        share: Where on the way through all weights, 0 to below 1.
+    """
+    total = sum([target.weight or 0 for target in targets])
+    if not total:
+        return targets[int(share * len(targets))]
+    left = share * total
+    for target in targets:
+        left -= target.weight or 0
+        if left < 0:
+            return target
+    # Unreachable by arithmetic of whole numbers below 2**53; the last one with a weight otherwise.
+    return max(targets, key=lambda one: one.weight or 0)
+
+
+def kept(rule: Rule, session: str) -> Target:
+    """The target that a session has, in every replica and as long as weights stay.
+
+    Weighted rendezvous: the least `-ln(u) / weight`, u in (0, 1) by the hash of session and target.
+    Sessions are spread in proportion; another weight moves only sessions to or from its target.
+
+    Args:
+        rule: With two targets or more.
+        session: Not empty.
+    """
+    weighted = any(target.weight for target in rule.targets)
+    # With the rule in it, since two canaries at once must not hit the same conversations.
+    key = "\n".join((session, *rule.models, ""))
+    best, least = rule.targets[0], math.inf
+    for target in rule.targets:
+        weight = (target.weight or 0) if weighted else 1
+        if not weight:
+            continue
+        hashed = hashlib.blake2b((key + target.model).encode("utf-8", "replace"), digest_size=6)
+        share = (int.from_bytes(hashed.digest()) + 0.5) / (1 << 48)
+        distance = -math.log(share) / weight
+        if distance < least:
+            best, least = target, distance
+    return best
+
+
+def _drawn(rule: Rule, session: str, rng: random.Random) -> str:
+    if len(rule.targets) == 1:
+        return rule.targets[0].model
+    if not session:
+        return chosen(rule.targets, rng.random()).model
+    return kept(rule, session).model

@@ -1,0 +1,41 @@
+"""What an answer cost, told to the data plane with its last message.
+
+Source: docs/spec/protocol.md#header-names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from extproc.parsing import usage
+from extproc.protocol.messages import Event, Kind
+from extproc.protocol.replies import Costed, Reply
+
+
+def ends(event: Event) -> bool:
+    """Whether a message is the last one of an answer's body."""
+    kind = event.kind
+    return (kind is Kind.RESPONSE_BODY and event.end_of_stream) or kind is Kind.RESPONSE_TRAILERS
+
+
+def told(
+    replies: Iterable[Reply], tail: bytes, weights: Mapping[usage.Kind, float]
+) -> Iterable[Reply]:
+    """Replies to the last message of an answer, with its cost on the last of them.
+
+    `cost = max(0, sum of weight * tokens)` over the kinds of tokens the answer reports.
+
+    Args:
+        replies: To that message.
+        tail: The end of the answer's body.
+        weights: By kind of token, as `usage.read` has them.
+
+    Returns:
+        The same where the answer reports nothing that has a weight.
+    """
+    used = usage.read(tail)
+    if used.keys().isdisjoint(weights):
+        return replies
+    cost = max(0.0, sum(weight * used.get(kind, 0) for kind, weight in weights.items()))
+    said = tuple(replies)
+    return (*said[:-1], Costed(said[-1], cost)) if said else said

@@ -1,0 +1,56 @@
+"""What a dispatcher routes by: profiles and settings, replaced as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from extproc.pool import inference_policy
+from extproc.scheduling.framework import Signal
+from extproc.scheduling.profile import Profile
+
+
+class DispatchSettings(msgspec.Struct, frozen=True):
+    """How requests are routed.
+
+    Attributes:
+        stale_after_s: Age at which a scraped load counts as unknown.
+        fallbacks: Further endpoints named after the chosen one.
+        honour_subset: Keep to the endpoints the data plane allows. True, because ignoring the hint
+            sends requests where they were not allowed.
+        reject_unlisted: Refuse requests for models that nobody serves, where what everybody serves
+            is known. False, because engines answer that themselves.
+        busy_s: How long a request may wait on an endpoint before it counts as busy; None never
+            looks.
+        kubeai_names: Read `model_adapter` as the adapter of a base model, where both are known.
+    """
+
+    stale_after_s: float
+    fallbacks: int = 0
+    honour_subset: bool = True
+    reject_unlisted: bool = False
+    kubeai_names: bool = True
+    busy_s: float | None = None
+
+
+class Routing(msgspec.Struct, frozen=True):
+    """Everything a new configuration may change about routing; replaced as one value.
+
+    Attributes:
+        profile: For models without one of their own.
+        by_model: Profiles of single models.
+        settings: How requests are routed.
+        policy: Objectives and rewrites that the configuration has.
+    """
+
+    profile: Profile
+    by_model: Mapping[str, Profile]
+    settings: DispatchSettings
+    policy: inference_policy.Policy = inference_policy.NONE
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """Every signal any profile reads."""
+        profiles = (self.profile, *self.by_model.values())
+        return frozenset().union(*(profile.needs for profile in profiles))

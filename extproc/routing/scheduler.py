@@ -1,0 +1,182 @@
+"""Which endpoint is best for a request, as things are now."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from extproc import decision as outcomes
+from extproc.decision import Outcome, Rejection
+from extproc.endpoint import Candidate
+from extproc.parsing import first_user_message
+from extproc.pool import load_imputation, snapshot
+from extproc.pool.conversations import Recurrence
+from extproc.pool.store import Fleet
+from extproc.prefix_cache import blocks
+from extproc.prefix_cache.index import PrefixIndex
+from extproc.request import BYTES_PER_TOKEN, Request
+from extproc.routing import (
+    admission,
+    eligibility,
+    rendezvous_affinity,
+    routing_config,
+    saturation,
+    shedding,
+)
+from extproc.routing.prefix_matcher import Matching
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Signal
+from extproc.scheduling.profile import Profile
+
+
+class Choice:
+    """Chooses for requests that are parsed and hashed, and charges nobody.
+
+    Args:
+        fleet: Endpoints and loads.
+        index: Who is believed to hold which prefix block.
+        recurrence: Which prompts go on from which; only read.
+        schedule: How prompts are cut into blocks.
+        rng: All chance there is.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: PrefixIndex,
+        recurrence: Recurrence,
+        *,
+        schedule: blocks.Schedule,
+        rng: random.Random,
+    ) -> None:
+        self._fleet = fleet
+        self._matching = Matching(fleet, index)
+        self._recurrence = recurrence
+        self._schedule = schedule
+        self._imputer = load_imputation.Imputer()
+        self._rng = rng
+        # Until then others leave more room, because a request of a priority above 0 came.
+        self._shared_until = -math.inf
+
+    def adopt(self, routing: routing_config.Routing) -> None:
+        """Choose by another configuration from the next request on."""
+        self._routing = routing
+        self._settings = routing.settings
+        self._read_opening = (
+            first_user_message.of if Signal.OPENING in routing.needs else first_user_message.unread
+        )
+        self._homing = Signal.HOMES in routing.needs
+
+    def of(
+        self,
+        request: Request,
+        now: float,
+        *,
+        chain: Sequence[int],
+        headers: Mapping[str, str],
+        patient: bool,
+        prompted: Callable[[], Request] | None = None,
+    ) -> Outcome:
+        """See `Dispatcher.choose`; `prompted` gives the request with its prompt where it has none."""
+        pool = self._fleet.pool
+        read_opening: Callable[[Request], str] = self._read_opening
+        if prompted is not None and not request.prompt:
+            read_opening = _later(read_opening, prompted)
+        found = self._find_eligible(pool, request, now)
+        if isinstance(found, Rejection):
+            return found
+        members = found.members
+        request, ratio = self._counted(request)
+        adapter = request.adapter or (request.model if request.model in pool.adapters else "")
+        matched = self._matching.of(chain, members, self._schedule.tokens_at(ratio))
+        home, learnt = None, (0.0, 0.0, 0.0, 0.0)
+        if self._homing:
+            peers, known = self._fleet.peers, self._recurrence
+            others, home = peers.share, known.home(chain)
+            learnt = (known.share, known.growth(request.prompt_tokens), others, known.away(others))
+            if chain and others >= rendezvous_affinity.LEAST_SHARE:
+                key = request.session or read_opening(request)
+                matched, at = rendezvous_affinity.expected(
+                    key, request.prompt_tokens, members, matched=matched, peers=peers
+                )
+                # Where our own last turn of it went, the others do not know.
+                home = home if at is None else members[at].account
+        candidates = snapshot.candidates(
+            members,
+            matched,
+            adapter=adapter,
+            adapters=pool.adapters,
+            now=now,
+            imputation=self._imputer.of(
+                members, oldest=now - self._settings.stale_after_s, is_patchy=pool.is_patchy
+            ),
+            home=home,
+        )
+        routing = self._routing
+        profile = routing.by_model.get(request.model, routing.profile)
+        if request.priority < 0 and shedding.saturated(profile, candidates):
+            return outcomes.shed()
+        turn = Turn(request, now, self._rng, headers, chain, read_opening, adapter, *learnt)
+        outcome = self._run(profile, turn, candidates, patient=patient)
+        if isinstance(outcome, Rejection) or found.whole:
+            return outcome
+        return msgspec.structs.replace(
+            outcome, left_out=found.left_out, unlisted=found.unlisted, put_aside=found.put_aside
+        )
+
+    def _find_eligible(
+        self, pool: snapshot.Pool, request: Request, now: float
+    ) -> eligibility.Eligible | Rejection:
+        """The endpoints that a request may go to, or why to none."""
+        return eligibility.find(
+            pool,
+            request,
+            honour_subset=self._settings.honour_subset,
+            reject_unlisted=self._settings.reject_unlisted,
+            health=self._fleet.health.settings,
+            now=now,
+            rng=self._rng,
+        )
+
+    def _run(
+        self, profile: Profile, turn: Turn, candidates: Sequence[Candidate], *, patient: bool
+    ) -> Outcome:
+        """What a profile decides, where requests may wait for endpoints among those that are free."""
+        count = 1 + self._settings.fallbacks
+        if self._settings.busy_s is None:
+            return profile.run(turn, candidates, count=count)
+        if turn.request.priority > 0:
+            self._shared_until = turn.now + saturation.REMEMBERED_S
+        return admission.decide(
+            lambda some: profile.run(turn, some, count=count),
+            candidates,
+            self._settings.busy_s,
+            priority=turn.request.priority,
+            patient=patient,
+            shared=turn.now < self._shared_until,
+        )
+
+    def _counted(self, request: Request) -> tuple[Request, float]:
+        """The request with the tokens that its model is believed to count, and bytes per token."""
+        ratio = self._fleet.tokenisers.of(request.target, request.prompt_bytes)
+        if ratio != BYTES_PER_TOKEN:
+            tokens = max(1, round(request.prompt_bytes / ratio))
+            request = msgspec.structs.replace(request, prompt_tokens=tokens)
+        return request, ratio
+
+    def believed(
+        self, member: snapshot.Member, chain: Sequence[int], *, bytes_per_token: float
+    ) -> int:
+        """Prompt tokens of a chain that are believed cached on an endpoint."""
+        tokens = self._schedule.tokens_at(bytes_per_token)
+        return self._matching.of(chain, (member,), tokens)[0]
+
+
+def _later(
+    read: Callable[[Request], str], prompted: Callable[[], Request]
+) -> Callable[[Request], str]:
+    """Reads the opening of a request whose prompt was let go."""
+    return lambda _: read(prompted())

@@ -1,0 +1,133 @@
+"""A tree of filters: which one comes next depends on whether anybody was left.
+
+A filter that runs others stands here and not among the filters, which do not know each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import msgspec
+
+from extproc.decision import Branch, Decision
+from extproc.endpoint import Candidate, Endpoint
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Answerer, Filter, Keyed, Observer, Signal
+
+
+class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A filter of a tree and what follows it.
+
+    Attributes:
+        filter: A ready filter.
+        on_success: Next, if it left anybody; None for `on_either`.
+        on_failure: Next, if it left nobody or raised; None for `on_either`.
+        on_either: Next, where the one above says nothing; None ends the walk.
+    """
+
+    filter: Any
+    on_success: Node | None = None
+    on_failure: Node | None = None
+    on_either: Node | None = None
+
+    def next(self, *, left_anybody: bool) -> tuple[str, Node | None]:
+        """What follows and by which name; an empty name and None at the end of the walk."""
+        named = self.on_success if left_anybody else self.on_failure
+        if named is not None:
+            return ("success" if left_anybody else "failure"), named
+        return ("" if self.on_either is None else "either"), self.on_either
+
+    def __repr__(self) -> str:
+        ways = (("yes", self.on_success), ("no", self.on_failure), ("then", self.on_either))
+        below = ", ".join(f"{word} {node!r}" for word, node in ways if node is not None)
+        return f"{self.filter.kind} ({below})" if below else f"{self.filter.kind}"
+
+
+class Tree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """Walks from `root` to an end of the tree (docs/spec/prior-systems.md#tree-semantics).
+
+    A filter succeeds when it leaves at least one candidate. Then what it left goes on to the next
+    node; when it fails, what came in goes on. Where there is no next node the walk ends with what
+    the last filter left: nobody, if it failed, and the client is told 429. A filter that raises has
+    failed; at the end of the walk its exception is the tree's.
+
+    In a configuration a node is `kind`, `params`, `on_success`, `on_failure` and `on_either`, or
+    in the spelling of the first gateway `name`, `filterOption`, `nextOnSuccess`, `nextOnFailure`
+    and `nextOnSuccessOrFailure`.
+
+    Attributes:
+        root: Where the walk starts.
+    """
+
+    kind: ClassVar[str] = "tree"
+
+    root: Node
+
+    @cached_property
+    def filters(self) -> tuple[Filter, ...]:
+        """Every filter of the tree, each once."""
+        return tuple({id(node.filter): node.filter for node in _nodes(self.root)}.values())
+
+    @cached_property
+    def needs(self) -> frozenset[Signal]:
+        """Every signal its filters read."""
+        return frozenset().union(*(each.needs for each in self.filters))
+
+    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """See the class."""
+        return self.walk(turn, candidates)[0]
+
+    def walk(
+        self, turn: Turn, candidates: Sequence[Candidate]
+    ) -> tuple[Sequence[Candidate], Sequence[Branch]]:
+        """See `plugins.Branching`."""
+        node: Node | None = self.root
+        kept: Sequence[Candidate] = candidates
+        branches: list[Branch] = []
+        while node is not None:
+            error: Exception | None = None
+            try:
+                kept = node.filter.keep(turn, candidates)
+            except Exception as raised:  # noqa: BLE001 - an error takes the failure branch
+                kept, error = (), raised
+            way, below = node.next(left_anybody=bool(kept))
+            if error is not None and below is None:
+                raise error
+            fault = type(error).__name__ if error is not None else ""
+            branches.append(Branch(node.filter.kind, kept, way, fault))
+            candidates = kept or candidates
+            node = below
+        return kept, branches
+
+    def chosen(self, decision: Decision, now: float) -> None:
+        """Tell the filters that remember."""
+        for each in self.filters:
+            if isinstance(each, Observer):
+                each.chosen(decision, now)
+
+    def keys(self, turn: Turn) -> Mapping[str, str]:
+        """What its filters want to remember the request by."""
+        keys: dict[str, str] = {}
+        for each in self.filters:
+            if isinstance(each, Keyed):
+                keys |= each.keys(turn)
+        return keys
+
+    def answer_headers(self, turn: Turn, chosen: Endpoint) -> Sequence[tuple[str, str]]:
+        """What its filters tell the client."""
+        return [
+            header
+            for each in self.filters
+            if isinstance(each, Answerer)
+            for header in each.answer_headers(turn, chosen)
+        ]
+
+
+def _nodes(node: Node | None) -> Iterator[Node]:
+    """A node and everything below it."""
+    if node is not None:
+        yield node
+        for below in (node.on_success, node.on_failure, node.on_either):
+            yield from _nodes(below)

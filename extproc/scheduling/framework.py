@@ -1,0 +1,137 @@
+"""What a filter, a scorer and a picker are.
+
+Plugins are structural: a class with these members fits, wherever it comes from. Its parameters are
+its own fields, frozen, with units in their names and defaults with a reason. Scorers, filters and
+pickers read candidates and never change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Protocol, runtime_checkable
+
+from extproc.decision import Branch, Decision, Priced
+from extproc.endpoint import Candidate, Endpoint
+from extproc.scheduling.context import Turn
+
+
+class Signal(Enum):
+    """What a plugin reads of a candidate; `extproc check` holds it against what is scraped."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    KV_USAGE = "kv_usage"
+    ADAPTERS = "adapters"
+    IN_FLIGHT = "in_flight"
+    PREFIX = "prefix"
+    QUEUED = "queued"
+    RATES = "rates"
+    RESIDENCY = "residency"
+    OPENING = "opening"
+    HEADERS = "headers"
+    LABELS = "labels"
+    HOMES = "homes"
+
+
+class BypassedError(Exception):
+    """A plugin is not asked for a while, because it took too long before."""
+
+
+class Plugin(Protocol):
+    """What all plugins share."""
+
+    @property
+    def kind(self) -> str:
+        """Its name in the catalogue, kebab-case; unique among filters, scorers or pickers."""
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """The signals it reads."""
+
+
+class Filter(Plugin, Protocol):
+    """Decides who may serve."""
+
+    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Keep some of the candidates, in their order; keeping none refuses the request."""
+
+
+@runtime_checkable
+class Branching(Protocol):
+    """A filter that runs others and can say which."""
+
+    def walk(
+        self, turn: Turn, candidates: Sequence[Candidate]
+    ) -> tuple[Sequence[Candidate], Sequence[Branch]]:
+        """What `keep` keeps, and the way there."""
+
+
+class Scorer(Plugin, Protocol):
+    """Judges one quality of every candidate."""
+
+    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+        """Score in 0..1, higher is better, one for each candidate in their order."""
+
+
+class Cost(Plugin, Protocol):
+    """Judges every candidate in one unit; takes the place of the scorers."""
+
+    def price(self, turn: Turn, candidates: Sequence[Candidate]) -> Priced:
+        """Cost of each candidate in their order, lower is better; finite."""
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A plugin with a memory: any filter, scorer, cost model or picker may be one."""
+
+    def chosen(self, decision: Decision, now: float) -> None:
+        """A decision of its profile was committed: the first endpoint got the request."""
+
+
+@runtime_checkable
+class Keyed(Protocol):
+    """An observer that remembers by something a decision does not hold, such as a header."""
+
+    def keys(self, turn: Turn) -> Mapping[str, str]:
+        """What it will want to know when the decision is committed; becomes `Decision.keys`."""
+
+
+@runtime_checkable
+class Answerer(Protocol):
+    """A plugin that tells the client something: any filter, scorer or picker may be one."""
+
+    def answer_headers(self, turn: Turn, chosen: Endpoint) -> Sequence[tuple[str, str]]:
+        """Headers for the answer, names in lower case, now that `chosen` serves."""
+
+
+@runtime_checkable
+class Detector(Protocol):
+    """A filter that knows when an endpoint is full: then requests below priority 0 are dropped."""
+
+    def full(self, candidate: Candidate) -> bool:
+        """Whether it has no room; False where nobody knows."""
+
+
+class Picker(Plugin, Protocol):
+    """Chooses."""
+
+    def pick(
+        self,
+        turn: Turn,
+        candidates: Sequence[Candidate],
+        totals: Sequence[float],
+        *,
+        count: int,
+    ) -> list[int]:
+        """Choose up to `count` different candidates.
+
+        Args:
+            turn: The turn.
+            candidates: Never empty.
+            totals: Weighted sums of the scores, or negated costs, aligned with `candidates`.
+            count: At least 1.
+
+        Returns:
+            Positions in `candidates`, in order of preference.
+        """

@@ -1,0 +1,246 @@
+"""What stands between a profile and a plugin somebody else wrote.
+
+A plugin that overruns its time is not asked for a while, and whatever it raises is counted. Python
+cannot interrupt a plugin that runs: the first slow calls are paid for in full, and one that never
+returns holds everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from operator import index
+from typing import Any, TypeVar
+
+import msgspec
+
+from extproc.decision import Decision, Priced
+from extproc.endpoint import Candidate, Endpoint
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import BypassedError, Signal
+
+Given = TypeVar("Given")
+
+#: A header an answer can carry (RFC 9110, 5.1 and 5.5): a lower-case token, visible text.
+_HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
+_VALUE = re.compile(r"[\x20-\x7e]*")
+
+
+class ExitError(Exception):
+    """A plugin tried to end the process or its task; told apart from an exit that is meant."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much time a plugin may take.
+
+    Attributes:
+        budget_s: Seconds one call may take. 2 ms are several decisions of the built-in plugins
+            over 100 endpoints; all streams of the process wait that long.
+        strikes: Overruns among the last calls that end in a bypass (count). 3, because a pause of
+            the machine makes one, and hardly three in ten.
+        calls: How many calls back overruns count.
+        bypass_s: Seconds without it, until one call is tried. 30 keep a plugin that takes a whole
+            second to 3 % of the time.
+    """
+
+    budget_s: float = 0.002
+    strikes: int = 3
+    calls: int = 10
+    bypass_s: float = 30.0
+
+
+class Counts:
+    """What happened, by role and kind of the plugin; outlives the plugins of one configuration.
+
+    Attributes:
+        overruns: Calls above the budget.
+        bypasses: Times a plugin was put aside.
+        exceptions: Calls that raised.
+    """
+
+    def __init__(self) -> None:
+        self.overruns: Counter[tuple[str, str]] = Counter()
+        self.bypasses: Counter[tuple[str, str]] = Counter()
+        self.exceptions: Counter[tuple[str, str]] = Counter()
+
+
+class Guards(msgspec.Struct, frozen=True):
+    """What the guards of one process share.
+
+    Attributes:
+        stopwatch: Seconds from any start, never going back.
+        counts: Where facts go.
+        limits: The same for every plugin.
+    """
+
+    stopwatch: Callable[[], float]
+    counts: Counts
+    limits: Limits = Limits()
+
+
+class Guarded:
+    """One plugin behind its guard; fits every role its plugin fits.
+
+    A call while the plugin is bypassed raises `BypassedError`, which the profile takes as it takes
+    a plugin's own exceptions. The plugin is given tuples, so that it cannot reorder what others
+    read, and its answers are copied into plain numbers and text, which it cannot change afterwards
+    and everybody can print. The account of time is per instance and also kept in dry runs: it says
+    what the plugin costs, not what was decided.
+
+    Args:
+        plugin: A filter, scorer, cost model or picker.
+        guards: Clock, counters and limits.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_chosen",
+        "_guards",
+        "_keys",
+        "_on_trial",
+        "_recent",
+        "_until",
+        "kind",
+        "max_num_of_endpoints",
+        "needs",
+        "plugin",
+    )
+
+    def __init__(self, plugin: Any, guards: Guards) -> None:
+        self.plugin = plugin
+        self.kind: str = plugin.kind
+        self.needs: frozenset[Signal] = plugin.needs
+        self._answer = getattr(plugin, "answer_headers", None)
+        self._chosen = getattr(plugin, "chosen", None)
+        self._keys = getattr(plugin, "keys", None)
+        width = getattr(plugin, "max_num_of_endpoints", 1)
+        #: See `Profile.width`.
+        self.max_num_of_endpoints = width if isinstance(width, int) else 1
+        self._guards = guards
+        #: The last calls as bits, the youngest lowest; 1 is an overrun.
+        self._recent = 0
+        self._until = float("-inf")
+        self._on_trial = False
+
+    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """See `plugins.Filter`."""
+        plugin, given = self.plugin, tuple(candidates)
+        return self._run("filter", turn.now, lambda: list(plugin.keep(turn, given)))
+
+    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+        """See `plugins.Scorer`."""
+        plugin, given = self.plugin, tuple(candidates)
+        return self._run("scorer", turn.now, lambda: list(map(float, plugin.score(turn, given))))
+
+    def price(self, turn: Turn, candidates: Sequence[Candidate]) -> Priced:
+        """See `plugins.Cost`."""
+        plugin, given = self.plugin, tuple(candidates)
+        return self._run("cost", turn.now, lambda: _plain(plugin.price(turn, given), len(given)))
+
+    def pick(
+        self,
+        turn: Turn,
+        candidates: Sequence[Candidate],
+        totals: Sequence[float],
+        *,
+        count: int,
+    ) -> list[int]:
+        """See `plugins.Picker`."""
+        plugin, given, sums = self.plugin, tuple(candidates), tuple(totals)
+        return self._run(
+            "picker",
+            turn.now,
+            lambda: list(map(index, plugin.pick(turn, given, sums, count=count))),
+        )
+
+    def chosen(self, decision: Decision, now: float) -> None:
+        """See `plugins.Observer`; what it raises is counted and goes no further."""
+        remember = self._chosen
+        if remember is None:
+            return
+        with contextlib.suppress(Exception):  # counted, and the request is decided already
+            self._run("observer", now, lambda: remember(decision, now))
+
+    def keys(self, turn: Turn) -> Mapping[str, str]:
+        """See `plugins.Keyed`."""
+        remember = self._keys
+        if remember is None:
+            return {}
+        return self._run("observer", turn.now, lambda: _texts(dict(remember(turn))))
+
+    def answer_headers(self, turn: Turn, chosen: Endpoint) -> Sequence[tuple[str, str]]:
+        """See `plugins.Answerer`."""
+        tell = self._answer
+        if tell is None:
+            return ()
+        return self._run("answerer", turn.now, lambda: _headers(dict(tell(turn, chosen))))
+
+    def _run(self, role: str, now: float, act: Callable[[], Given]) -> Given:
+        """Let the plugin act, unless it is bypassed.
+
+        Args:
+            role: For the counters.
+            now: Monotonic seconds; what a bypass is timed by.
+            act: Calls the plugin.
+
+        Raises:
+            BypassedError: It overran too often.
+            ExitError: It tried to leave.
+        """
+        if now < self._until:
+            raise BypassedError
+        guards = self._guards
+        started = guards.stopwatch()
+        try:
+            return act()
+        except KeyboardInterrupt:
+            raise
+        except Exception:
+            guards.counts.exceptions[role, self.kind] += 1
+            raise
+        except BaseException as error:
+            # SystemExit and the like would take the process or the stream along.
+            guards.counts.exceptions[role, self.kind] += 1
+            raise ExitError from error
+        finally:
+            overran = guards.stopwatch() - started > guards.limits.budget_s
+            if overran or self._recent or self._on_trial:
+                self._note(role, now, overran=overran)
+
+    def _note(self, role: str, now: float, *, overran: bool) -> None:
+        """Remember a call, and put the plugin aside when it is time."""
+        counts, limits = self._guards.counts, self._guards.limits
+        self._recent = (self._recent << 1 | overran) & ((1 << limits.calls) - 1)
+        if overran:
+            counts.overruns[role, self.kind] += 1
+            if self._on_trial or self._recent.bit_count() >= limits.strikes:
+                counts.bypasses[role, self.kind] += 1
+                self._until = now + limits.bypass_s
+                self._recent = 0
+                self._on_trial = True
+                return
+        self._on_trial = False
+
+
+def _plain(priced: Priced, size: int) -> Priced:
+    """The same costs as plain numbers, each term as long as the costs."""
+    costs = list(map(float, priced.costs))
+    terms = [(str(name), list(map(float, numbers))) for name, numbers in priced.terms]
+    if any(len(numbers) != size for numbers in (costs, *(numbers for _, numbers in terms))):
+        raise ValueError(f"expected {size} costs and as many of each term")
+    return Priced(str(priced.name), str(priced.unit), costs, terms)
+
+
+def _texts(given: dict[Any, Any]) -> dict[str, str]:
+    if not all(isinstance(text, str) for pair in given.items() for text in pair):
+        raise TypeError("expected text for names and values")
+    return given
+
+
+def _headers(given: dict[Any, Any]) -> list[tuple[str, str]]:
+    headers = list(_texts(given).items())
+    if not all(_HEADER.fullmatch(name) and _VALUE.fullmatch(value) for name, value in headers):
+        raise ValueError("expected header names in lower case and values in visible ASCII")
+    return headers

@@ -1,0 +1,111 @@
+"""The profiles that need no configuration, by one word.
+
+The weights of `balanced` hold five unlike things against each other. Each is a number of points; the
+reasons name the trade that fixes it. Take prefix 3 as the yardstick: a fully cached prompt is worth
+three points.
+
+- in-flight 4: more than prefix, so that no cached prefix holds an endpoint for ever, even while
+  nothing is scraped. A full match survives until its holder has about 24 requests more than an
+  idle one (4 * (1 - 8/(8 + 24)) = 3); half a match until 5 more, a tenth until 1 more.
+- kv-utilisation 2: a holder at 90 % gives up half a point to one at 65 %. Enough to decide between
+  equals and to move short matches, not enough to scatter conversations.
+- queue-depth 1, over a span of at least 8 requests: dead-reckoned requests count the queue already;
+  this adds that waiting is worse than running. With a span of 1, one waiting request would cost as
+  much as a third of the prompt.
+- lora-affinity 6: where the adapter is loaded beats where there is room by 1.2 points, about the
+  load of 4 requests on an idle endpoint, and beats full slots by 6, so an adapter is forced into a
+  full endpoint only when its holders drown. It must outweigh a KV difference of one half
+  (docs/reference/protocol-conformance.md#point-118). It is the same for everybody when the base
+  model is asked for.
+
+The weights of `weighted` are those the upstream picker takes when it is told nothing: queue 2, KV 2
+and prefix 3, since with 1 each two load signals outvote a cached prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from extproc.scheduling.costs.estimated_time import EstimatedTime
+from extproc.scheduling.costs.lmetric import LMetric
+from extproc.scheduling.filter_chain import FilterChain
+from extproc.scheduling.filters.adapter_capable import AdapterCapable
+from extproc.scheduling.filters.kv_range import KvRange
+from extproc.scheduling.filters.lora_affinity import LoraAffinity as KeepLoraAffinity
+from extproc.scheduling.filters.queue_range import QueueRange
+from extproc.scheduling.filters.top_k import TopK
+from extproc.scheduling.pickers.least_request import LeastRequest
+from extproc.scheduling.pickers.max_score import MaxScore
+from extproc.scheduling.pickers.max_score_picker import MaxScorePicker
+from extproc.scheduling.pickers.prefix_hash import PrefixHash
+from extproc.scheduling.pickers.random import Random
+from extproc.scheduling.pickers.rendezvous import Rendezvous
+from extproc.scheduling.pickers.round_robin import RoundRobin
+from extproc.scheduling.profile import Profile
+from extproc.scheduling.scorers.in_flight import InFlight
+from extproc.scheduling.scorers.kv_cache_utilization import KvUtilisation
+from extproc.scheduling.scorers.kv_cache_utilization_scorer import KvCacheUtilizationScorer
+from extproc.scheduling.scorers.lora_affinity import LoraAffinity
+from extproc.scheduling.scorers.prefix_cache import PrefixCache
+from extproc.scheduling.scorers.prefix_cache_scorer import PrefixCacheScorer
+from extproc.scheduling.scorers.queue_depth import QueueDepth
+from extproc.scheduling.scorers.queue_scorer import QueueScorer
+
+
+def profiles() -> Mapping[str, Profile]:
+    """The named profiles, made anew at each call: round robin keeps its place in its picker."""
+    balanced = Profile(
+        name="balanced",
+        filters=(),
+        scorers=(
+            (InFlight(), 4.0),
+            (QueueDepth(min_span_requests=8.0), 1.0),
+            (KvUtilisation(), 2.0),
+            (PrefixCache(), 3.0),
+            (LoraAffinity(), 6.0),
+        ),
+        picker=MaxScore(),
+    )
+    weighted = Profile(
+        name="weighted",
+        filters=(),
+        scorers=(
+            (QueueScorer(), 2.0),
+            (KvCacheUtilizationScorer(), 2.0),
+            (PrefixCacheScorer(), 3.0),
+        ),
+        picker=MaxScorePicker(),
+    )
+    plain = (
+        Profile("least-request", (), (), LeastRequest()),
+        Profile("round-robin", (), (), RoundRobin()),
+        Profile("random", (), (), Random()),
+        Profile("lmetric", (), (), MaxScore(), LMetric()),
+        Profile("adaptive", (), (), Rendezvous(), EstimatedTime()),
+    )
+    named = (balanced, weighted, *plain, *_gateway(), *_kubeai())
+    return MappingProxyType({profile.name: profile for profile in named})
+
+
+def _gateway() -> tuple[Profile, ...]:
+    """The strategies of the first llm-instance-gateway (docs/spec/prior-systems.md#filter-tree)."""
+    queue, kv = TopK(by="waiting", k=1), TopK(by="kv_usage", k=1)
+    affinity = KeepLoraAffinity(max_waiting_requests=math.inf)
+    return (
+        Profile("least-queue", (queue,), (), Random()),
+        Profile("least-kv-cache", (kv,), (), Random()),
+        Profile("queue-kv", (QueueRange(), KvRange()), (), Random()),
+        Profile("lora-queue", (affinity, queue), (), Random()),
+        Profile("lora-kv", (affinity, kv), (), Random()),
+        *(Profile(name, (FilterChain(),), (), Random()) for name in ("filter-chain", "maximum")),
+    )
+
+
+def _kubeai() -> tuple[Profile, ...]:
+    """The strategies of KubeAI (docs/spec/prior-systems.md#kubeai)."""
+    return (
+        Profile("least-load", (AdapterCapable(),), (), LeastRequest(full_scan=True)),
+        Profile("prefix-hash", (), (), PrefixHash()),
+    )

@@ -1,0 +1,128 @@
+"""Asking one endpoint which models it serves: seldom, and soon after it is new or another process.
+
+A shell, driven by the endpoint's scrape loop, so that the two share one connection.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from extproc.endpoint import Endpoint
+from extproc.scrape import client, models_page, needs, schedule
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """When to ask.
+
+    Attributes:
+        interval_s: Seconds between two lists; None for never.
+        retry_s: Wait after the first failure; it doubles with each further one, up to the interval.
+            An engine that has just started may not list anything yet.
+        jitter: Each wait is spread by this share to either side, lest all ask at once.
+        missed_s: Least time between two lists when requests for unlisted models want one sooner. 5:
+            an adapter that was just loaded is found soon, and a client that makes names up costs
+            200 endpoints 40 small pages a second at most.
+    """
+
+    interval_s: float | None
+    retry_s: float = 2.0
+    jitter: float = 0.1
+    missed_s: float = 5.0
+
+
+#: For who wants no lists.
+NEVER = Settings(interval_s=None)
+
+
+class Roll:
+    """The models of one endpoint incarnation.
+
+    A failure leaves what is known: models change with the process, not with its load.
+
+    Args:
+        endpoint: Whom to ask.
+        fleet: Where names go.
+        client: Fetches pages.
+        clock: Monotonic seconds.
+        rng: Chance, for the jitter.
+        settings: When to ask.
+        missed: Requests so far for models that nobody lists (count).
+
+    Attributes:
+        target: Its own port, wherever its metrics are.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        fleet: needs.Fleet[Any],
+        client: needs.Fetcher,
+        clock: Callable[[], float],
+        rng: random.Random,
+        settings: Settings,
+        missed: Callable[[], int],
+    ) -> None:
+        self.target = _target(endpoint)
+        self._endpoint = endpoint
+        self._fleet = fleet
+        self._client = client
+        self._clock = clock
+        self._rng = rng
+        self._settings = settings
+        self._missed = missed
+        self._missed_then = 0
+        self._asked = self._due = -math.inf
+        self._failures = 0
+        self._listed = False
+
+    async def step(self) -> str:
+        """Asks if it is time.
+
+        Returns:
+            `ok`, or why there is no list; empty if it was not asked.
+        """
+        began = self._clock()
+        interval_s = self._settings.interval_s
+        if interval_s is None or not (began >= self._due or self._wiped() or self._wanted(began)):
+            return ""
+        self._asked, self._missed_then = began, self._missed()
+        found = await self._client.get(self.target)
+        if isinstance(found, client.Failed):
+            outcome, models = found.reason, None
+        else:
+            models = models_page.read(found)
+            outcome = "unreadable" if models is None else "ok"
+        self._listed = models is not None
+        if models is None:
+            self._failures += 1
+        else:
+            self._failures = 0
+            self._fleet.observe_models(self._endpoint, models)
+        self._due = began + schedule.listing_wait_s(
+            interval_s,
+            retry_s=self._settings.retry_s,
+            jitter=self._settings.jitter,
+            failures=self._failures,
+            rng=self._rng,
+        )
+        return outcome
+
+    def _wiped(self) -> bool:
+        """Whether what it listed last was forgotten since, as a restart of the engine does."""
+        member = self._fleet.pool.find(self._endpoint.address)
+        return self._listed and member is not None and member.models is None
+
+    def _wanted(self, now: float) -> bool:
+        """Whether somebody asked for an unlisted model since the last list, which is old enough."""
+        return self._missed() != self._missed_then and now >= self._asked + self._settings.missed_s
+
+
+def _target(endpoint: Endpoint) -> client.Target:
+    port = int(endpoint.address.rpartition(":")[2])
+    return client.target(endpoint.ip, port, path=models_page.PATH, accept="application/json")

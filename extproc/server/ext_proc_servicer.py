@@ -1,0 +1,257 @@
+"""The ext_proc servicer: one coroutine per stream, one turn per event."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterable
+from typing import NamedTuple
+
+import grpc
+
+from extproc.errors import ProtocolError
+from extproc.protocol.messages import Event
+from extproc.protocol.replies import Reply
+from extproc.protocol.upload_progress import Uploads
+from extproc.server import grpc_workarounds, memory
+from extproc.server.stream_handler import Shared, Stream, opened
+from extproc.wire import codec
+
+_log = logging.getLogger("extproc.server")
+
+Context = grpc.aio.ServicerContext[Event, bytes]
+
+#: Seconds in which a data plane reads that streams ended; busy ones take some ms.
+_APART_S = 0.5
+
+
+#: Share of `body_idle_s` between two looks at the bodies on their way.
+_LOOK = 1 / 12
+
+#: Refusals written at once (count), and seconds they may take: some milliseconds of the event loop,
+#: and a data plane that reads nothing does not hold up the next.
+_BATCH = 100
+_WRITE_S = 1.0
+
+
+class _Open(NamedTuple):
+    """A stream that is open."""
+
+    stream: Stream
+    context: Context
+    reads: grpc_workarounds.Reads[Event]
+
+    @property
+    def arriving_bytes(self) -> int | None:
+        """Of a request body that the stream waits for; None where it does not."""
+        return self.stream.exchange.arriving_bytes if self.reads.waits else None
+
+    def end(self, task: asyncio.Task[None]) -> None:
+        """End it where it waits for more, else once it has said what it is saying.
+
+        gRPC ends no call of which a write was cancelled: it tries to begin the answer again
+        (GRPC_CALL_ERROR_TOO_MANY_OPERATIONS), and the client waits for an end that never comes.
+        """
+        self.stream.over = True
+        if self.reads.waits:
+            task.cancel()
+
+
+class Servicer:
+    """Translates streams to turns.
+
+    Args:
+        shared: What all streams have in common.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self._crowds = memory.Crowds(memory.trimmer())
+        self._streams: dict[asyncio.Task[None], _Open] = {}
+        self._uploads: Uploads[asyncio.Task[None]] = Uploads()
+        self._refused: dict[asyncio.Task[None], asyncio.Task[None]] = {}
+
+    async def process(self, _: AsyncIterator[Event], context: Context) -> None:
+        """Serve one stream to its end."""
+        task = _own_task()
+        tallies = self.shared.tallies
+        tallies.streams_open += 1
+        self.shared.on_opened()
+        self._crowds.count(tallies.streams_open)
+        stream = opened(self.shared)
+        reads = grpc_workarounds.Reads(context.read, self._ends)
+        self._streams[task] = _Open(stream, context, reads)
+        crowded = tallies.streams_open > self.shared.settings.max_streams
+        turn = stream.turn_away if crowded else stream.turn
+        end = "error"
+        try:
+            while not stream.over:
+                event = await reads
+                if not isinstance(event, Event):
+                    break
+                # No await beyond this point, until the answers are written.
+                for reply in turn(event):
+                    await context.write(codec.encode(reply))
+                if stream.unread is not None or stream.held is not None:
+                    await self._finish_turn(stream, context)
+            await self._refusal(task)
+            end = "ok"
+        except asyncio.CancelledError:
+            # The client left, or we are closing: then the stream ends with OK, and the data
+            # plane goes on without us instead of cutting the answer.
+            end = "cancelled"
+            if not self.shared.closing and not reads.given_up:
+                raise
+            task.uncancel()
+        except ProtocolError as error:
+            end = "protocol"
+            _log.warning("stream ended: %s", error)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except grpc.aio.BaseError:
+            # A write after the peer left; the end arrives as an error instead of a cancellation.
+            end = "cancelled"
+        except Exception as error:  # noqa: BLE001 - a bug of ours: counted, logged and answered
+            await self._fail(stream, context, error)
+        finally:
+            del self._streams[task]
+            tallies.streams_open -= 1
+            self._crowds.count(tallies.streams_open)
+            tallies.streams[end] += 1
+            stream.finish()
+
+    async def _fail(self, stream: Stream, context: Context, error: Exception) -> None:
+        """Answer for a bug with 500, or end the stream with INTERNAL once the response began."""
+        self.shared.bugs.note(error)
+        replies = stream.fail()
+        if not replies:
+            await context.abort(grpc.StatusCode.INTERNAL, "the picker ran into a bug")
+        await _write(context, replies)
+
+    async def _finish_turn(self, stream: Stream, context: Context) -> None:
+        """Wait for what a turn has to wait for, and answer."""
+        await self._read_body(stream, context)
+        await _resume(stream, context)
+
+    async def _read_body(self, stream: Stream, context: Context) -> None:
+        """Have a large body read, and answer its request."""
+        raw, large_bodies = stream.unread, self.shared.large_bodies
+        if raw is None or large_bodies is None:
+            return
+        try:
+            read = await large_bodies.read(raw)
+        except Exception as error:  # noqa: BLE001 - counted and logged, and the request is answered
+            replies = stream.take_unread(error)
+        else:
+            replies = stream.take_read(read)
+            del read
+        del raw  # its prompt must not wait for the peer
+        for reply in replies:
+            await context.write(codec.encode(reply))
+
+    async def follow_uploads(self) -> None:
+        """Refuse requests whose body stops arriving, until cancelled."""
+        while True:
+            await asyncio.sleep(self.shared.settings.body_idle_s * _LOOK)
+            await self.refuse_stalled()
+
+    async def refuse_stalled(self) -> None:
+        """Look at all bodies on their way, and answer for those that stand still with 408."""
+        for task in self._refused:
+            # Envoy ends the stream of an immediate response at once. Whoever does not is cut off.
+            known = self._streams.get(task)
+            if known is not None:
+                known.reads.give_up()
+                task.cancel()
+        self._refused = {}
+        sizes = {task: one.arriving_bytes for task, one in self._streams.items()}
+        shared = self.shared
+        stalled = self._uploads.look(
+            {task: size_bytes for task, size_bytes in sizes.items() if size_bytes is not None},
+            shared.clock(),
+            idle_s=shared.settings.body_idle_s,
+            most_streams=shared.settings.max_streams,
+            most_bytes=shared.budget.limit_bytes,
+        )
+        for batch in (stalled[start : start + _BATCH] for start in range(0, len(stalled), _BATCH)):
+            writes = []
+            for task in batch:
+                one = self._streams.get(task)
+                # While the batch before was written, the rest of the body may have come.
+                if one is not None and one.arriving_bytes is not None:
+                    replies = one.stream.stall()
+                    writes.append(asyncio.ensure_future(_write(one.context, replies)))
+                    self._refused[task] = writes[-1]
+            if writes:
+                await asyncio.wait(writes, timeout=_WRITE_S)
+
+    def _ends(self) -> bool:
+        """Whether streams are ended by us, and not by their clients."""
+        return self.shared.closing
+
+    async def _refusal(self, task: asyncio.Task[None]) -> None:
+        """Wait until a stream's refusal is written, where `refuse_stalled` writes one."""
+        if task in self._refused:
+            await asyncio.wait([self._refused[task]], timeout=_WRITE_S)
+
+    async def release(self, within_s: float, *, apart_s: float = _APART_S) -> None:
+        """End every open stream with OK: Envoy goes on without the processor.
+
+        A stream whose request is not decided yet ends as soon as it is: without an answer Envoy
+        would go on without an endpoint. After GOAWAY gRPC closes a connection at once with its last
+        stream, and the data plane loses what it has not read yet if it writes to the connection
+        then, as Envoy does for each end it reads. So its oldest stream ends last and alone.
+
+        Args:
+            within_s: Seconds that requests have to become complete.
+            apart_s: Seconds between the ends on a connection and the last of them.
+        """
+        self.shared.closing = True
+        last: dict[str, asyncio.Task[None]] = {}
+        others = 0
+        for task, one in list(self._streams.items()):
+            if one.stream.picked and last.setdefault(one.context.peer(), task) is not task:
+                one.end(task)
+                others += 1
+        if others:
+            await asyncio.wait(last.values(), timeout=apart_s)
+        for task in last.values():
+            if task in self._streams:
+                self._streams[task].end(task)
+        if self._streams:
+            await asyncio.wait(self._streams, timeout=within_s)
+
+
+def _own_task() -> asyncio.Task[None]:
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("process runs inside a task of the gRPC server")
+    return task
+
+
+async def _write(context: Context, replies: Iterable[Reply]) -> None:
+    """Write answers beside the handler of a stream, which reads."""
+    with contextlib.suppress(grpc.aio.BaseError):  # the client left meanwhile
+        for reply in replies:
+            await context.write(codec.encode(reply))
+
+
+async def _resume(stream: Stream, context: Context) -> None:
+    """Wait with a request that is held, and answer it."""
+    held = stream.held
+    if held is None:
+        return
+    answer = await held.answer
+    del held  # its prompt must not wait for the peer
+    for reply in stream.resume(answer):
+        await context.write(codec.encode(reply))
+
+
+def register(server: grpc.aio.Server, servicer: Servicer) -> None:
+    """Serve ext_proc on a server. The codec functions are the (de)serialisers."""
+    handler: grpc.RpcMethodHandler[Event, bytes] = grpc.stream_stream_rpc_method_handler(
+        servicer.process, request_deserializer=codec.decode, response_serializer=None
+    )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(codec.SERVICE, {codec.METHOD: handler}),)
+    )

@@ -1,0 +1,187 @@
+"""The Lease of an election, through the client of discovery. A shell."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import os
+import random
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from extproc.config import election
+from extproc.config.settings import Settings
+from extproc.discovery.kubernetes import api_errors
+from extproc.election import leader_elector, lease
+from extproc.election.lease_state import Put, Record
+from extproc.errors import ConfigError
+from extproc.supervision import Supervisor
+
+if TYPE_CHECKING:
+    from extproc.discovery.kubernetes import api_client
+
+_log = logging.getLogger("extproc.server")
+
+#: Facts of an election that need nobody's attention.
+_QUIET = frozenset({"elected", "follows", "recovered", "resigned"})
+
+#: What a write meets where somebody else was faster: of a deleted Lease 404, else 409.
+_OUTRUN = frozenset({404, 409})
+
+
+class Leases:
+    """Reads and writes one Lease.
+
+    Args:
+        plan: Which one, and how the API server is reached.
+    """
+
+    def __init__(self, plan: election.Plan) -> None:
+        self._plan = plan
+        self._lease = plan.lease
+        # Two calls, a read and a write, fit in the time that a leader has.
+        self._limit_s = plan.lease.renew_s / 2.0
+        self._server: api_client.Server | None = None
+        self._stored: lease.Object | None = None
+        self._denials = api_errors.Denials()
+
+    async def open(self) -> None:
+        """Load the configuration and credentials.
+
+        Raises:
+            ConfigError: They are missing or broken.
+        """
+        from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy, not for everybody
+
+        self._server = api_client.Server(self._plan.reaching)
+        await self._server.open()
+
+    async def close(self) -> None:
+        """End all connections."""
+        if self._server is not None:
+            await self._server.close()
+
+    async def look(self) -> Record | leader_elector.Failed | None:
+        """What is stored; None for nothing."""
+        found = await self._send("GET", lease.path(self._lease.namespace, self._lease.name))
+        if isinstance(found, api_errors.Refused) and found.status == 404:
+            self._denials.is_missing("get", found)
+            self._stored = None
+            return None
+        return self._taken(found)
+
+    async def put(self, put: Put) -> Record | leader_elector.Failed:
+        """Write, if the stored version is the one the write names."""
+        place, name = self._lease.namespace, self._lease.name
+        body = lease.write(
+            put, namespace=place, name=name, at=dt.datetime.now(dt.UTC), before=self._stored
+        )
+        if put.version:
+            found = await self._send("PUT", lease.path(place, name), body)
+        else:
+            found = await self._send("POST", lease.path(place), body)
+        return self._taken(found, put=put)
+
+    def _taken(
+        self, found: bytes | api_errors.Refused, put: Put | None = None
+    ) -> Record | leader_elector.Failed:
+        if isinstance(found, api_errors.Refused):
+            outrun = put is not None and found.status in _OUTRUN
+            # A namespace that is not there answers 404 to a create.
+            outrun = outrun and (found.status == 409 or bool(put and put.version))
+            verb = "get" if put is None else "update" if put.version else "create"
+            missing = self._denials.is_missing(verb, found)
+            reason = "forbidden" if missing else "unauthorized" if found.status == 401 else ""
+            message = self._refusal(found, missing=missing)
+            return leader_elector.Failed(message, outrun=outrun, reason=reason)
+        for verb in ("get",) if put is None else ("update", "create"):
+            self._denials.is_missing(verb, found)
+        read = lease.read(found)
+        if isinstance(read, lease.Unreadable):
+            return leader_elector.Failed(f"{self._where}: {read.reason}")
+        record, self._stored = read
+        return record
+
+    async def _send(
+        self, method: str, path: str, body: lease.Object | None = None
+    ) -> bytes | api_errors.Refused:
+        if self._server is None:
+            return api_errors.Refused(0, "not connected")
+        generation = self._server.generation
+        found = await self._server.send(method, path, body=body, seconds=self._limit_s)
+        if isinstance(found, api_errors.Refused) and found.stale:
+            try:
+                # For the next attempt: tokens are rotated under our feet.
+                await self._server.renew(generation)
+            except ConfigError as error:
+                return api_errors.Refused(0, str(error))
+        return found
+
+    @property
+    def _where(self) -> str:
+        return f"Lease {self._lease.namespace}/{self._lease.name}"
+
+    def _refusal(self, refused: api_errors.Refused, *, missing: bool) -> str:
+        text = f"{self._where}: {refused.status or 'no answer'} {refused.message}"
+        if missing:
+            text += (
+                "; add to a Role of the service account there: "
+                'apiGroups: ["coordination.k8s.io"], resources: ["leases"], '
+                'verbs: ["get", "create", "update"]'
+            )
+        return text
+
+
+def stand(
+    settings: Settings, *, able: Callable[[], bool], supervisor: Supervisor
+) -> leader_elector.Elector | None:
+    """The election that settings ask for; None for none.
+
+    Args:
+        settings: The whole configuration.
+        able: Whether this replica could serve: one that could not leaves the Lease to others.
+        supervisor: Hears of attempts that raise.
+
+    Raises:
+        ConfigError: There is no Kubernetes to ask, or the section `cluster` contradicts itself.
+    """
+    plan = election.plan(settings, where="the configuration", environment=os.environ)
+    if plan is None:
+        return None
+    identity = _identity()
+    return leader_elector.Elector(
+        identity,
+        plan.lease,
+        Leases(plan),
+        clock=_clock,
+        # Not the configured seed: replicas that share one would always ask at the same time.
+        rng=random.Random(identity),
+        stands=able,
+        on_fact=_tell,
+        supervisor=supervisor,
+    )
+
+
+def _tell(fact: leader_elector.Fact) -> None:
+    level = logging.INFO if fact.kind in _QUIET else logging.WARNING
+    _log.log(level, "election: %s: %s", fact.kind, fact.detail or "nobody")
+
+
+def _clock() -> float:
+    """Monotonic seconds that go on while the machine sleeps, where the system counts them.
+
+    Others' clocks go on as well: a leader that wakes up must know that its time is over.
+    """
+    if sys.platform == "linux":
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()
+
+
+def _identity() -> str:
+    """Of this process in this life: the pod's name, and chance that replicas do not share."""
+    pod = os.environ.get("POD_NAME") or socket.gethostname()
+    return f"{pod}_{secrets.token_hex(4)}"

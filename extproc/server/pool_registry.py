@@ -1,0 +1,288 @@
+"""The pools of a running picker: those that are written out, and those that Kubernetes brings."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+from extproc.config import discovered_matches, pools
+from extproc.config.settings import Settings
+from extproc.discovery.discovered_pool import Found
+from extproc.errors import ConfigError
+from extproc.pool.snapshot import Pool
+from extproc.routing import pool_match
+from extproc.routing.pool_selector import Switchboard
+from extproc.server.flow_control_shell import Gate
+from extproc.server.health import H2C, SPOKEN
+from extproc.server.pool_runtime import Shared, Site
+from extproc.supervision import Supervisor
+from extproc.telemetry.pool_metrics import Watched
+
+#: Comparisons of conditions when pools are connected (count), a few tens of milliseconds of the event
+#: loop: a hundred pools with a host each need half of it, and with 64 hosts each a thousand times
+#: more.
+_MAX_COMPARISONS: Final = 20_000
+
+_log = logging.getLogger("extproc.server")
+
+
+class Sites:
+    """All pools, and the switchboard over them.
+
+    Args:
+        settings: The whole configuration.
+        shared: What all sites have in common.
+        written: Names of written pools by the keys discovery in Kubernetes has for them.
+        heard: Whether Kubernetes, where it is asked, told everything once.
+
+    Raises:
+        ConfigError: A profile cannot be built.
+
+    Attributes:
+        by_name: The sites.
+        switchboard: Routes over them.
+        gates: Where requests wait, by pool.
+        on_change: Called when Kubernetes told something of the pools.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        shared: Shared,
+        *,
+        written: Mapping[str, str],
+        heard: Callable[[], bool],
+    ) -> None:
+        self._settings = settings
+        self._shared = shared
+        self._written = written
+        self._heard = heard
+        self._changed = asyncio.Event()
+        self.by_name = {one.name: Site(one, shared) for one in pools.planned(settings)}
+        #: Of these, the ones that are no longer there when Kubernetes says so.
+        self._brought: set[str] = set()
+        self.switchboard = Switchboard()
+        self.gates: dict[str, Gate] = {}
+        self.on_change: Callable[[], None] = _nobody
+        self._connect()
+
+    @property
+    def supervisor(self) -> Supervisor:
+        """Keeps loops alive."""
+        return self._shared.supervisor
+
+    @property
+    def synced(self) -> bool:
+        """Whether every pool is known, and there is one; a pool that is gone holds up no other."""
+        sites = self.by_name.values()
+        return (
+            self._heard()
+            and all(site.parts.fleet.synced for site in sites)
+            and (not sites or any(site.exists for site in sites))
+        )
+
+    @property
+    def listed(self) -> bool:
+        """Whether Kubernetes, where it is asked, told everything once."""
+        return self._heard()
+
+    @property
+    def brought(self) -> Mapping[str, Site]:
+        """Those that Kubernetes brought and nobody wrote out."""
+        return {name: self.by_name[name] for name in self._brought}
+
+    @property
+    def fits(self) -> bool:
+        """Whether requests of at least one pool can be read; a strange one holds up no other."""
+        sites = self.by_name.values()
+        return not sites or any(site.app_protocol in SPOKEN for site in sites)
+
+    @property
+    def h2c(self) -> frozenset[str]:
+        """Names of the pools whose engines speak HTTP/2 without TLS."""
+        return frozenset(name for name, site in self.by_name.items() if site.app_protocol == H2C)
+
+    @property
+    def profile(self) -> str:
+        """Names of the scheduling profiles in force, each once."""
+        return ",".join(dict.fromkeys(site.profile for site in self.by_name.values()))
+
+    @property
+    def max_prompt_bytes(self) -> int:
+        """How much of a prompt any pool hashes."""
+        schedules = [site.parts.settings.prefix.schedule for site in self.by_name.values()]
+        return max((schedule.limit_bytes for schedule in schedules), default=0)
+
+    def pools(self) -> Mapping[str, Pool]:
+        """The current pools by name."""
+        return {name: site.parts.fleet.pool for name, site in self.by_name.items()}
+
+    def watched(self) -> Mapping[str, Watched]:
+        """The pools as the metrics page sees them."""
+        return {name: site.watched for name, site in self.by_name.items()}
+
+    async def sync(self) -> None:
+        """Learn the endpoints of written pools.
+
+        Raises:
+            ConfigError: An endpoints file cannot be read.
+        """
+        for site in self.by_name.values():
+            await site.sync()
+
+    async def run(self) -> None:
+        """Run every site, as they come and go, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            running: dict[str, tuple[Site, asyncio.Task[None]]] = {}
+            while True:
+                self._changed.clear()
+                for name, (site, task) in list(running.items()):
+                    if self.by_name.get(name) is not site:
+                        task.cancel()
+                        del running[name]
+                for name, site in self.by_name.items():
+                    if name not in running:
+                        kept = self._shared.supervisor.keep("pools", site.run, of=name)
+                        running[name] = site, tasks.create_task(kept, name=f"pool {name}")
+                await self._changed.wait()
+
+    def take(self, changed: Mapping[str, Found], gone: Iterable[str]) -> None:
+        """Take in what discovery in Kubernetes says.
+
+        Args:
+            changed: Pools that are new or other than before, by its keys.
+            gone: Keys of pools that are no longer followed.
+        """
+        call = self._shared.supervisor.call
+        before = self._claims()
+        for key, found in changed.items():
+            # What is wrong with one pool is taken in without it; the others have their own.
+            call("pools", functools.partial(self._take, key, found), of=key)
+        for key in gone:
+            if key in self._brought:
+                self._brought.discard(key)
+                call("pools", self.by_name.pop(key).close, of=key)
+                _log.info("pool %s is no longer served", key)
+        if before != self._claims():
+            self._connect()
+            self._changed.set()
+        call("pools", self.on_change)
+
+    def replanned(self, settings: Settings) -> Callable[[], None]:
+        """Build what other settings mean; calling what is returned puts it in force.
+
+        Pools that are written out keep their sources; which pools there are changes with a restart.
+
+        Raises:
+            ConfigError: A profile cannot be built; nothing was changed.
+        """
+        plans = {one.name: one for one in pools.planned(settings)}
+        grants: dict[str, discovered_matches.Granted] = {}
+        for name in self._brought:
+            granted = self._granted(settings, name, self.by_name[name].annotations)
+            grants[name] = granted
+            plans[name] = pools.brought(settings, name, granted.claim)
+        steps = [
+            site.replanned(plans[name]) for name, site in self.by_name.items() if name in plans
+        ]
+
+        def adopt() -> None:
+            self._settings = settings
+            for step in steps:
+                step()
+            for name, granted in grants.items():
+                self._grant(self.by_name[name], granted)
+            self._connect()
+
+        return adopt
+
+    def _take(self, key: str, found: Found) -> None:
+        name = self._written.get(key)
+        site = self._bring(key, found) if name is None else self.by_name[name]
+        if site is not None:
+            site.take(found)
+
+    def _bring(self, key: str, found: Found) -> Site | None:
+        granted = self._granted(self._settings, key, found.annotations)
+        site = self.by_name.get(key)
+        if site is not None:
+            self._grant(site, granted)
+            return site
+        try:
+            site = Site(pools.brought(self._settings, key, granted.claim), self._shared)
+        except ConfigError as error:  # the same settings were built at start
+            _log.error("pool %s cannot be served: %s", key, error)
+            return None
+        self.by_name[key] = site
+        self._brought.add(key)
+        _log.info("pool %s is served", key)
+        self._grant(site, granted)
+        return site
+
+    def _granted(
+        self, settings: Settings, key: str, annotations: Mapping[str, str]
+    ) -> discovered_matches.Granted:
+        return discovered_matches.granted(settings.cluster.claims, key, annotations)
+
+    def _grant(self, site: Site, granted: discovered_matches.Granted) -> None:
+        """Put a claim in force, or report why it is not, once for each reason."""
+        site.claim = granted.claim
+        if granted.refused and granted.refused != site.refused_claim:
+            _log.warning("pool %s claims nothing: %s", site.name, granted.refused)
+        site.refused_claim = granted.refused
+
+    def _claims(self) -> Mapping[str, object]:
+        """What decides over the order of pools, by name."""
+        return {name: (site.claim, site.created) for name, site in self.by_name.items()}
+
+    def _find_overlaps(self, ordered: Sequence[str]) -> None:
+        """Note for each pool that Kubernetes brought which earlier one claims requests of it.
+
+        Beyond `_MAX_COMPARISONS` the youngest pools are not compared: which pool takes a request
+        does not depend on it.
+        """
+        claiming = [self.by_name[name] for name in ordered if not self.by_name[name].claim.empty]
+        left = _MAX_COMPARISONS
+        for at, site in enumerate(claiming):
+            if site.name not in self._brought:
+                continue
+            overlaps = ""
+            for earlier in itertools.islice(claiming, at):
+                left -= pool_match.num_comparisons(earlier.claim, site.claim)
+                if left < 0:
+                    break
+                if pool_match.overlap(earlier.claim, site.claim):
+                    overlaps = earlier.name
+                    break
+            if overlaps and overlaps != site.overlaps:
+                _log.warning(
+                    "pool %s claims requests of pool %s, which is older or written out and takes them",
+                    site.name,
+                    overlaps,
+                )
+            site.overlaps = overlaps
+
+    def _connect(self) -> None:
+        """Pools in the order they are written out, then the others by their age.
+
+        A name is chosen by whoever brings a pool, the time of creation is not.
+        """
+        gates = {name: site.gate for name, site in self.by_name.items() if site.gate is not None}
+        self.gates.clear()
+        self.gates.update(gates)
+        # An object of unknown age is taken for the youngest.
+        others = sorted(self._brought, key=lambda name: (self.by_name[name].created or "~", name))
+        ordered = [name for name in self.by_name if name not in self._brought] + others
+        self._find_overlaps(ordered)
+        self.switchboard.adopt(
+            [self.by_name[name].claimant for name in ordered],
+            list_models=self._settings.answers.list_models,
+        )
+
+
+def _nobody() -> None:
+    """Nobody wants to know."""

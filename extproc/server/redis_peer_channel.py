@@ -1,0 +1,247 @@
+"""Carries facts between pickers, through a stream in Redis or Valkey. A shell."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+import random
+import secrets
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from extproc import distribution
+from extproc.config.peer_sync import Sharing
+from extproc.errors import ConfigError
+from extproc.routing import peer_sync
+from extproc.routing.director import Dispatcher
+from extproc.server.pool_registry import Sites
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+_log = logging.getLogger("extproc.server")
+
+#: Facts in one entry of the stream (count), some 100 KB with long prompts.
+_MOST_FACTS = 500
+
+#: Entries read at once (count).
+_MOST_ENTRIES = 100
+
+#: Milliseconds that a read waits for news.
+_BLOCK_MS = 1000
+
+#: Seconds that the server may take to answer, beyond that.
+_PATIENCE_S = 2.0
+
+#: Seconds between attempts to reach a server that is away, at first and at most.
+_BACK_OFF_S, _MOST_BACK_OFF_S = 0.1, 5.0
+
+_FIELD = b"m"
+
+
+class Line:
+    """What ties this picker to the others.
+
+    Args:
+        settings: Which server, and how often.
+        sites: Our pools.
+        clock: Monotonic seconds.
+
+    Raises:
+        ConfigError: The client is not installed, or the URL is none.
+    """
+
+    def __init__(self, settings: Sharing, sites: Sites, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._sites = sites
+        self._clock = clock
+        self._supervisor = sites.supervisor
+        self._writing, self._reading = _client(settings), _client(settings)
+        self._waiting = asyncio.Event()
+        name = f"{socket.gethostname()}_{secrets.token_hex(4)}"
+        # Pickers that lost the same server do not come back in step.
+        self._rng = random.Random(name)
+        self._outbox = peer_sync.Outbox(name, self._waiting.set)
+        self.mirror = peer_sync.Mirror(name, self._dispatcher, silent_s=settings.silent_s)
+        self._away: set[str] = set()
+        self._told_at = -math.inf
+
+    async def run(self) -> None:
+        """Tell and listen until cancelled; then say goodbye."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                keep = self._supervisor.keep
+                tasks.create_task(keep("sharing", self._beat, of="beat"), name="sharing beat")
+                for what, once in (("tell", self._tell), ("listen", self._listen)):
+                    lasting = functools.partial(self._keep, what, once)
+                    tasks.create_task(keep("sharing", lasting, of=what), name=f"sharing {what}")
+        finally:
+            self._outbox.say_left()
+            with contextlib.suppress(*_failures()):
+                async with asyncio.timeout(_PATIENCE_S):
+                    await self._flush()
+            for one in (self._writing, self._reading):
+                with contextlib.suppress(*_failures()):
+                    async with asyncio.timeout(_PATIENCE_S):
+                        await one.aclose()
+
+    async def _beat(self) -> None:
+        """Say what is open, and forget those who say nothing."""
+        while True:
+            # Pools come and go.
+            sites = self._sites.by_name.items()
+            peer_sync.connect([(name, site.parts.dispatcher) for name, site in sites], self._outbox)
+            self._outbox.say_open()
+            self._freed(self.mirror.drop_silent(self._clock()))
+            self._supervisor.works("sharing", "beat")
+            await asyncio.sleep(self._settings.beat_s)
+
+    async def _keep(self, what: str, once: Callable[[], Any]) -> None:
+        """Do one thing again and again, however often the server is away."""
+        wait_s = _BACK_OFF_S
+        while _wanted():
+            began = self._clock()
+            try:
+                await once()
+            except _failures() as error:
+                if what not in self._away:
+                    self._away.add(what)
+                    _log.warning("sharing: cannot %s: %s", what, type(error).__name__)
+                if self._clock() - began > _MOST_BACK_OFF_S:
+                    wait_s = _BACK_OFF_S
+                await asyncio.sleep(wait_s * (0.5 + self._rng.random()))
+                wait_s = min(2.0 * wait_s, _MOST_BACK_OFF_S)
+
+    def _works(self, what: str) -> None:
+        self._supervisor.works("sharing", what)
+        if what in self._away:
+            self._away.remove(what)
+            _log.info("sharing: can %s again", what)
+
+    async def _tell(self) -> None:
+        """Write what waits, until that fails; what was taken then is lost.
+
+        At once after a pause, and not sooner than `flush_s` after the last time.
+        """
+        while _wanted():
+            await self._waiting.wait()
+            await asyncio.sleep(max(0.0, self._told_at + self._settings.flush_s - self._clock()))
+            self._waiting.clear()
+            await self._flush()
+            self._told_at = self._clock()
+            self._works("tell")
+
+    async def _flush(self) -> None:
+        """Write all that waits, in one round trip."""
+        pipeline = self._writing.pipeline(transaction=False)
+        while (message := self._outbox.take(_MOST_FACTS)) is not None:
+            pipeline.xadd(
+                self._settings.stream,
+                {_FIELD: peer_sync.encode(message)},
+                maxlen=self._settings.max_entries,
+                approximate=True,
+            )
+        await pipeline.execute()
+
+    async def _listen(self) -> None:
+        """Read from the end of the stream on, until that fails; what comes meanwhile is lost."""
+        stream, client = self._settings.stream, self._reading
+        newest: Any = await client.xrevrange(stream, count=1)
+        last: bytes = newest[0][0] if newest else b"0-0"
+        self._works("listen")
+        while _wanted():
+            found: Any = await client.xread({stream: last}, count=_MOST_ENTRIES, block=_BLOCK_MS)
+            for _, entries in found or ():
+                for entry, fields in entries:
+                    heard = functools.partial(self._heard, fields.get(_FIELD, b""))
+                    # Anybody who may write to the stream chose these bytes.
+                    self._supervisor.call("sharing", heard, of="an entry of the stream")
+                    last = entry
+
+    def _heard(self, carried: bytes) -> None:
+        message = peer_sync.decode(carried)
+        if message is not None:
+            self._freed(self.mirror.take(message, self._clock()))
+
+    def _freed(self, pools: set[str]) -> None:
+        """Others' requests ended: there may be capacity for those who wait here."""
+        for name in pools:
+            gate = self._sites.gates.get(name)
+            if gate is not None:
+                gate.changed()
+
+    def _dispatcher(self, pool: str) -> Dispatcher | None:
+        site = self._sites.by_name.get(pool)
+        return None if site is None else site.parts.dispatcher
+
+    def gauges(self) -> dict[str, Callable[[], float]]:
+        """Readers of what the metrics page shows of it, by name."""
+        return {
+            "extproc_sharing_pickers": lambda: float(self.mirror.pickers),
+            "extproc_sharing_open": lambda: float(self.mirror.open),
+        }
+
+
+def line(settings: Sharing, sites: Sites, clock: Callable[[], float]) -> Line | None:
+    """The line that settings ask for; None where pickers do not talk.
+
+    Raises:
+        ConfigError: The client is not installed, or the URL is none.
+    """
+    return Line(settings, sites, clock) if settings.url else None
+
+
+def require(settings: Sharing) -> None:
+    """Refuse settings that ask for sharing without its extra, or with an address that is no URL.
+
+    Raises:
+        ConfigError: The client is not installed, or the URL is none.
+    """
+    if settings.url:
+        _client(settings)  # which connects when it is used
+
+
+def _wanted() -> bool:
+    """Whether nobody asked this task to end: the client may swallow that while it connects."""
+    task = asyncio.current_task()
+    return task is None or not task.cancelling()
+
+
+def _client(settings: Sharing) -> Redis:
+    try:
+        from redis import asyncio as client  # noqa: PLC0415 - an extra, not for everybody
+        from redis.asyncio.retry import Retry  # noqa: PLC0415 - the same
+        from redis.backoff import NoBackoff  # noqa: PLC0415 - the same
+    except ImportError:
+        raise ConfigError(
+            "sharing.url",
+            wanted="the Python package redis",
+            found="it is not installed",
+            fix=f"{distribution.install_command('sharing')}, or leave sharing.url empty",
+        ) from None
+    try:
+        return client.Redis.from_url(
+            settings.url,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),  # ours has no end
+            socket_connect_timeout=_PATIENCE_S,
+            socket_timeout=_BLOCK_MS / 1000.0 + _PATIENCE_S,
+        )
+    except ValueError:
+        raise ConfigError(
+            "sharing.url",
+            wanted="redis://, rediss:// or unix:// with host and port, or a path",
+            found="another URL",  # it may carry a password
+            fix="write it as redis://:password@host:6379/0",
+        ) from None
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What a server that is away, restarts or is full makes calls raise."""
+    from redis.exceptions import RedisError  # noqa: PLC0415 - see `_client`
+
+    return (RedisError, OSError, TimeoutError)

@@ -1,0 +1,419 @@
+"""One HTTP exchange as one ext_proc stream: events in, answers out, accounts closed."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar
+
+import msgspec
+
+from extproc.decision import Answer, Decision, Outcome, Rejection
+from extproc.parsing import usage
+from extproc.pool.inflight import Ticket
+from extproc.protocol.body_buffer import Budget
+from extproc.protocol.exchange import Exchange
+from extproc.protocol.messages import Event, Kind
+from extproc.protocol.replies import Reply
+from extproc.protocol.settings import ExchangeSettings
+from extproc.protocol.transitions import Asked, Told
+from extproc.request import RawRequest
+from extproc.routing import request_cost
+from extproc.routing.director import Dispatcher
+from extproc.routing.pool_selector import Routed, Switchboard
+from extproc.routing.request_preparer import Prepared
+from extproc.server.bug_log import Bugs
+from extproc.server.flow_control_shell import Gate, Granted, Held, Reservation
+from extproc.server.large_bodies import INLINE_BYTES, LargeBodies
+from extproc.telemetry import explanation, pool_counters
+from extproc.telemetry.counters import Tallies
+from extproc.telemetry.decision_log import Recorded, Ring
+from extproc.telemetry.pool_counters import PoolTallies
+
+_RESPONSE_HEADERS = Kind.RESPONSE_HEADERS
+
+#: What a client hears whose request body stopped arriving.
+STALLED = Rejection(408, "the request body stopped arriving, or arrives too slowly")
+
+#: What a client hears whose request ran into a bug.
+_BUG = Rejection(500, "the picker ran into a bug; its log says where")
+
+
+class StreamSettings(msgspec.Struct, frozen=True):
+    """What all streams have in common.
+
+    Attributes:
+        max_streams: Open streams above which requests are refused.
+        body_idle_s: Seconds without a further message after which a request body is given up.
+        stream_share: Share of streamed answers watched for usage, 0..1.
+        explain_header: Put the short form of the decision on answers.
+        request_cost: Weight of a token by kind, see `dispatch.costing`; empty tells no cost.
+    """
+
+    max_streams: int
+    body_idle_s: float = 60.0
+    stream_share: float = 0.0
+    explain_header: bool = False
+    request_cost: Mapping[usage.Kind, float] = {}
+
+
+class Shared:
+    """What all streams of a server have in common.
+
+    Args:
+        switchboard: Decides.
+        exchange_settings: What all exchanges have in common.
+        budget: Bytes all exchanges may gather.
+        tallies: Where facts go.
+        clock: Monotonic seconds.
+        rng: For sampling streamed answers.
+        ring: Where decisions are kept.
+        settings: How streams are served.
+
+    Attributes:
+        gates: Where requests wait, by pool; a pool that is not there holds none.
+        large_bodies: Reads large bodies; None reads them on the event loop.
+        closing: Whether the server is about to end.
+        on_opened: Called when a stream was opened.
+        bugs: Where exceptions of ours go.
+    """
+
+    def __init__(
+        self,
+        *,
+        switchboard: Switchboard,
+        exchange_settings: ExchangeSettings,
+        budget: Budget,
+        tallies: Tallies,
+        clock: Callable[[], float],
+        rng: random.Random,
+        ring: Ring,
+        settings: StreamSettings,
+    ) -> None:
+        self.switchboard = switchboard
+        self.exchange_settings = exchange_settings
+        self.budget = budget
+        self.tallies = tallies
+        self.clock = clock
+        self.rng = rng
+        self.ring = ring
+        self.settings = settings
+        self.gates: Mapping[str, Gate] = {}
+        self.large_bodies: LargeBodies | None = None
+        self.closing = False
+        self.on_opened: Callable[[], None] = _nothing
+        self.bugs = Bugs(tallies.bugs, clock)
+
+    @property
+    def crowded(self) -> Rejection:
+        """Why a request is refused when too many streams are open."""
+        return Rejection(
+            429,
+            f"more than {self.settings.max_streams} requests are in progress",
+            reason="rejected-saturated",
+            retry_after_s=1,
+        )
+
+
+class Stream(msgspec.Struct, eq=False):
+    """One HTTP exchange from first event to end: the exchange, its ticket and its times.
+
+    Made by `opened`.
+
+    Attributes:
+        exchange: What was said so far.
+        held: Where the request waits; None while it does not.
+        unread: The request while its large body is to be read elsewhere; None while none is.
+        address: The endpoint it was sent to, `ip:port`; empty before that.
+        over: Whether nothing more is to be said.
+    """
+
+    _shared: Shared
+    exchange: Exchange
+    _started_s: float
+    _tallies: PoolTallies
+    held: Held | None = None
+    unread: RawRequest | None = None
+    address: str = ""
+    over: bool = False
+    _picked_s: float = 0.0
+    _dispatcher: Dispatcher | None = None
+    _gate: Gate | None = None
+    _reservation: Reservation | None = None
+    _ticket: Ticket | None = None
+    _recorded: Recorded | None = None
+    _used: Mapping[str, int] | None = None
+    _failed: bool = False
+
+    @property
+    def picked(self) -> bool:
+        """Whether Envoy was told where to go, and can go on without us."""
+        return self._ticket is not None
+
+    def turn(self, event: Event) -> Iterable[Reply]:
+        """One event in, answers out. Synchronous: a turn sees one pool from start to end."""
+        exchange = self.exchange
+        replies = exchange.receive(event)
+        pending = exchange.pending
+        if pending is not None:
+            if len(pending.body) > INLINE_BYTES and self._shared.large_bodies is not None:
+                self.unread = pending
+                return ()
+            return self._decide(pending)
+        if event.kind is _RESPONSE_HEADERS:
+            if self._ticket is not None:
+                shared = self._shared
+                now = shared.clock()
+                shared.tallies.headers_s.add(now - self._picked_s)
+                try:
+                    self._tell(event, now)
+                except Exception as error:  # noqa: BLE001 - what is learnt must not cost the answer
+                    shared.bugs.note(error)
+        elif exchange.rejection is not None and not self.over:
+            self._tallies.rejected(exchange.rejection)
+            self.over = True
+        elif self._shared.settings.request_cost and exchange.tail and request_cost.ends(event):
+            weights = self._shared.settings.request_cost
+            return request_cost.told(replies, exchange.tail.joined(), weights)
+        return replies
+
+    def stall(self) -> Iterable[Reply]:
+        """Refuse, because the request body does not arrive."""
+        return (self._reject(STALLED),)
+
+    def fail(self) -> Iterable[Reply]:
+        """Answer for a bug: 500 while the response has not begun, afterwards nothing."""
+        self.over = self._failed = True
+        exchange = self.exchange
+        if exchange.asked is Asked.REFUSED or exchange.told is not Told.IDLE:
+            return ()
+        return (self._reject(_BUG),)
+
+    def turn_away(self, _: Event) -> Iterable[Reply]:
+        """Refuse, because too many streams are open."""
+        return (self._reject(self._shared.crowded),)
+
+    def _reject(self, rejection: Rejection) -> Reply:
+        self._refund()
+        self._tallies.rejected(rejection)
+        self.over = True
+        return self.exchange.refuse(rejection)
+
+    def _refund(self) -> None:
+        """Give back what the request took from its tenant's allowance: it was not served."""
+        if self._reservation is not None:
+            self._reservation.refund()
+
+    def take_read(self, read: RawRequest | Rejection) -> Iterable[Reply]:
+        """A large body was read, or cannot be: the answers to the request. Synchronous as a turn."""
+        self.unread = None
+        return (self._reject(read),) if isinstance(read, Rejection) else self._decide(read)
+
+    def take_unread(self, error: Exception) -> Iterable[Reply]:
+        """Reading a large body failed: it is sent somewhere, as what meets a bug."""
+        raw, self.unread = self.unread, None
+        if raw is None:
+            raise RuntimeError("no body is read elsewhere; call once after `unread` was set")
+        return self._rescue(raw, self._shared.clock(), error)
+
+    def _decide(self, raw: RawRequest) -> Iterable[Reply]:
+        shared = self._shared
+        now = shared.clock()
+        try:
+            routed = shared.switchboard.route(raw, now)
+        except Exception as error:  # noqa: BLE001 - see `_rescue`
+            return self._rescue(raw, now, error)
+        return self._take(routed, raw, now)
+
+    def _rescue(self, raw: RawRequest, now: float, error: Exception) -> Iterable[Reply]:
+        """One request's failure never touches another, and this one still gets an answer."""
+        shared = self._shared
+        shared.bugs.note(error)
+        routed = shared.switchboard.rescue(raw, now, why=type(error).__name__)
+        return self._take(routed, raw, now)
+
+    def _take(self, routed: Routed, raw: RawRequest, now: float) -> Iterable[Reply]:
+        shared, exchange = self._shared, self.exchange
+        outcome = routed.outcome
+        if isinstance(outcome, Answer):
+            shared.tallies.answers += 1
+            self.over = True
+            return (exchange.answer(outcome),)
+        if routed.pool:
+            self._tallies = shared.tallies.of(routed.pool)
+        self._dispatcher = routed.dispatcher
+        gate = shared.gates.get(routed.pool)
+        if gate is not None and routed.prepared is not None:
+            refused = self._wait(gate, routed.prepared, outcome, now)
+            if self.held is not None:
+                return ()
+            outcome = refused or outcome
+        if isinstance(outcome, Rejection):
+            return (self._reject(outcome),)
+        return self._go(outcome, raw, now, ticket=None)
+
+    def _wait(
+        self, gate: Gate, prepared: Prepared, outcome: Outcome, now: float
+    ) -> Rejection | None:
+        """Hold the request where that helps; why it may not even wait, else None."""
+        reserved = gate.reserve(prepared, now)
+        if isinstance(reserved, Rejection):
+            return reserved
+        # No more of the request: it would stay until the end of the answer, outside of any budget.
+        self._gate, self._reservation = gate, reserved
+        held = gate.admit(prepared, outcome, now, tenant=reserved.tenant)
+        if isinstance(held, Held):
+            self.held = held
+            return None
+        return held
+
+    def resume(self, answer: Granted | Rejection) -> Iterable[Reply]:
+        """The wait is over: the answers to the request. Synchronous as a turn."""
+        held, self.held = self.held, None
+        if held is None:
+            raise RuntimeError("nothing is held; resume once after a wait")
+        if isinstance(answer, Granted):
+            self._ticket = answer.ticket
+        if isinstance(answer, Rejection):
+            return (self._reject(answer),)
+        now = self._shared.clock()
+        self._shared.tallies.held_s.add(now - held.waiter.arrived)
+        return self._go(answer.decision, held.prepared.raw, now, ticket=answer.ticket)
+
+    def _go(
+        self, outcome: Decision, raw: RawRequest, now: float, *, ticket: Ticket | None
+    ) -> Iterable[Reply]:
+        """Tell Envoy where to go; a request that waited is charged already."""
+        shared, exchange = self._shared, self.exchange
+        named = raw.headers.get("x-request-id", "")
+        new = "" if named else str(uuid.uuid4())
+        if shared.settings.explain_header:
+            told = ("x-extproc-decision", explanation.short(outcome))
+            outcome = msgspec.structs.replace(
+                outcome, answer_headers=(*outcome.answer_headers, told)
+            )
+        self._commit(outcome, now, named or new, ticket=ticket)
+        replies = exchange.resolve(outcome, request_id=new)
+        if outcome.model_rewrite:
+            self._tallies.rewritten(edited=exchange.edited)
+        return replies
+
+    def _commit(
+        self, decision: Decision, now: float, request_id: str, *, ticket: Ticket | None
+    ) -> None:
+        shared, dispatcher = self._shared, self._dispatcher
+        if dispatcher is None:
+            raise RuntimeError("a decision without the dispatcher that took it")
+        self._recorded = shared.ring.add(request_id, decision, now, pool=shared.switchboard.usual)
+        self._ticket = ticket or dispatcher.commit(decision, now)
+        self.address = decision.endpoints[0].address
+        self._picked_s = shared.clock()
+        shared.tallies.route_s.add(self._picked_s - now)
+        self._tallies.routed(decision)
+        # Nothing of the answer is needed: the stream ends and Envoy goes on without us.
+        self.over = shared.closing or dispatcher.response_unwatched(decision)
+
+    def _tell(self, event: Event, now: float) -> None:
+        """What response headers say of the endpoint."""
+        if self._ticket is not None and self._dispatcher is not None:
+            served = "" if event.hints is None else event.hints.served
+            self._dispatcher.told(self._ticket, self.exchange.status, now, served=served)
+            self.address = self._ticket.endpoint.address
+
+    def finish(self) -> None:
+        """Give back everything, however the stream ended. Called once.
+
+        A step that raises is a bug, which must not keep what the others give back.
+        """
+        for step in self.last_steps:
+            try:
+                step(self)
+            except Exception as error:  # noqa: BLE001 - counted and logged
+                self._shared.bugs.note(error)
+
+    def _close(self) -> None:
+        """Give back the body, and the place in the queue."""
+        self.exchange.close()
+        gate = self._gate
+        if gate is not None and self.held is not None:
+            gate.left(self.held, self._shared.clock())
+            self.held = None
+
+    def _settle(self) -> None:
+        """Close the accounts; a request that failed before its response is withdrawn."""
+        ticket, dispatcher = self._ticket, self._dispatcher
+        if ticket is None or dispatcher is None:
+            self._refund()
+            return
+        now, status = self._shared.clock(), self.exchange.status
+        try:
+            if self._failed and not status:
+                dispatcher.withdraw(ticket, now)
+            else:
+                dispatcher.complete(ticket, now, answered=bool(status))
+        finally:
+            if self._gate is not None:
+                self._gate.changed()
+
+    def _count(self) -> None:
+        """Count how the request ended."""
+        if self._ticket is None:
+            return
+        shared, status = self._shared, self.exchange.status
+        took_s = shared.clock() - self._started_s
+        dispatcher, address = self._dispatcher, self.address
+        here = dispatcher is not None and dispatcher.pool.find(address) is not None
+        self._tallies.finished(address if here else pool_counters.LEFT, status)
+        shared.tallies.exchange_s.add(took_s)
+        recorded = self._recorded
+        if recorded is not None:
+            recorded.status, recorded.seconds = status, took_s
+
+    def _read_usage(self) -> None:
+        """Read what the answer took, where its end was visible."""
+        tail = self.exchange.tail
+        if self._ticket is None or tail is None:
+            return
+        used = self._used = usage.read(tail.joined())
+        self._tallies.used(used)
+        if self._recorded is not None:
+            self._recorded.usage = used
+
+    def _learn(self) -> None:
+        """Learn from what the answer took."""
+        dispatcher, recorded, ticket = self._dispatcher, self._recorded, self._ticket
+        if dispatcher is None or recorded is None or ticket is None or self._used is None:
+            return
+        dispatcher.learn(recorded.decision, self._used, served=ticket.endpoint)
+
+    def _charge(self) -> None:
+        """Let the tenant's account follow what the answer took."""
+        if self._used is not None and self._gate is not None and self._reservation is not None:
+            self._gate.used(self._reservation, self._used, self._shared.clock())
+
+    #: What gives back and learns from a stream, in order; what frees others comes first.
+    last_steps: ClassVar[Sequence[Callable[[Stream], None]]] = (
+        _close,
+        _settle,
+        _count,
+        _read_usage,
+        _learn,
+        _charge,
+    )
+
+
+def opened(shared: Shared) -> Stream:
+    """A stream whose first event is to come."""
+    share = shared.settings.stream_share
+    watched = share > 0.0 and shared.rng.random() < share
+    return Stream(
+        shared,
+        Exchange(shared.exchange_settings, shared.budget, watch_stream=watched),
+        shared.clock(),
+        shared.tallies.of(shared.switchboard.usual),
+    )
+
+
+def _nothing() -> None:
+    """Nothing."""

@@ -1,0 +1,269 @@
+"""The xDS server: Envoys open streams and are told of pools and of every change of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+
+import grpc
+
+from extproc import distribution
+from extproc.errors import ConfigError
+from extproc.pool.snapshot import Pool
+from extproc.supervision import Supervisor
+from extproc.telemetry.xds_metrics import XdsTallies
+from extproc.xds import resources
+from extproc.xds.cluster_options import Traits
+from extproc.xds.resources import Snapshot
+
+if TYPE_CHECKING:
+    from extproc.xds.messages import Heard, Said, Speaker
+
+SERVICE = "envoy.service.discovery.v3.AggregatedDiscoveryService"
+WHOLE = "StreamAggregatedResources"
+DIFFERENCES = "DeltaAggregatedResources"
+
+#: Types as metrics name them.
+KINDS = {resources.CLUSTER: "clusters", resources.ASSIGNMENT: "endpoints"}
+
+#: Seconds between two looks at the pools. A change waits half of it on average, and what changes
+#: together goes out together; a look at twenty pools takes microseconds.
+_LOOK_S = 0.05
+
+#: Requests of one stream that may wait; Envoy has two or three under way.
+_MOST_WAITING = 32
+
+#: Seconds after the last request until the stream is ended. An Envoy that is gone shows as the end
+#: of its requests, and as a cancellation right after; to end the stream in between is an error.
+_GONE_S = 0.1
+
+#: Seconds in which an Envoy reads what is being said; a stream is not cancelled in the middle of it,
+#: for gRPC ends no call of which a write was cancelled.
+_RELEASE_S = 2.0
+
+#: Refusals remembered, so that each is logged once however many Envoys and streams repeat it.
+_MOST_REFUSALS = 256
+
+_log = logging.getLogger("extproc.server")
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class _Stream:
+    """One open stream.
+
+    Args:
+        speaker: What is said on it.
+        task: Serves it.
+    """
+
+    def __init__(self, speaker: Speaker, task: asyncio.Task[None]) -> None:
+        self.speaker = speaker
+        self.task = task
+        self.node = ""
+        #: Requests of Envoy; None says that something else is to be looked at.
+        self.inbox: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_WAITING)
+        self.over = False
+
+    async def read(self, context: Context) -> None:
+        """Put what Envoy says into the inbox."""
+        with contextlib.suppress(grpc.aio.BaseError):
+            while isinstance(data := await context.read(), bytes):
+                await self.inbox.put(data)
+        self.over = True
+        await self.inbox.put(None)
+
+    def wake(self) -> None:
+        """There is another snapshot, or we are closing; a full inbox will be woken by what is in it."""
+        if not self.inbox.full():
+            self.inbox.put_nowait(None)
+
+
+def require() -> None:
+    """Refuse to serve xDS without its extra.
+
+    Raises:
+        ConfigError: The types of Envoy are not installed.
+    """
+    if importlib.util.find_spec("envoy_data_plane") is None:
+        raise ConfigError(
+            "xds.enabled",
+            wanted="the types of Envoy's xDS (envoy-data-plane)",
+            found="no such package",
+            fix=f"{distribution.install_command('xds')}, or set xds.enabled to false",
+        )
+
+
+class Discovery:
+    """Serves aggregated discovery.
+
+    Nothing is told before `synced`: a picker that has just started knows no endpoints yet, and an
+    Envoy that comes over from another one must not be told to forget its own.
+
+    Args:
+        pools: The pools by name.
+        h2c: Names of those whose engines speak HTTP/2 without TLS.
+        synced: Whether they are known.
+        traits: What every cluster has in common.
+        tallies: Where facts go.
+        supervisor: Hears of what raises; None for one of its own.
+
+    Raises:
+        ConfigError: The types of Envoy are not installed.
+    """
+
+    def __init__(
+        self,
+        pools: Callable[[], Mapping[str, Pool]],
+        *,
+        h2c: Callable[[], Collection[str]],
+        synced: Callable[[], bool],
+        traits: Traits,
+        tallies: XdsTallies,
+        supervisor: Supervisor | None = None,
+    ) -> None:
+        require()
+        # Here and not above: a second and 50 MB that only those pay who serve xDS.
+        board = importlib.import_module("extproc.xds.snapshot_cache")
+        self._messages = importlib.import_module("extproc.xds.messages")
+        self._board = board.Board(traits)
+        self._pools = pools
+        self._h2c = h2c
+        self._synced = synced
+        self._tallies = tallies
+        self._supervisor = supervisor or Supervisor()
+        self._snapshot: Snapshot | None = None
+        self._streams: set[_Stream] = set()
+        self._somebody = asyncio.Event()
+        self._refusals: set[tuple[str, str]] = set()
+        self._closing = False
+        #: Endpoints with which a pool could not be posted, by its name.
+        self._faulty: dict[str, Mapping[str, int]] = {}
+
+    async def run(self) -> None:
+        """Look at the pools as long as somebody listens."""
+        while True:
+            await self._somebody.wait()
+            self.step()
+            self._supervisor.works("xds")
+            await asyncio.sleep(_LOOK_S)
+
+    def step(self) -> None:
+        """Tell every stream if resources changed."""
+        if not self._synced():
+            return
+        pools, h2c = self._pools(), self._h2c()
+        if self._snapshot is not None and not self._board.behind(pools, h2c):
+            return
+        if self._board.post(pools, h2c) or self._snapshot is None:
+            self._snapshot = self._board.snapshot
+            for stream in self._streams:
+                stream.wake()
+        for name, fault in self._board.faults.items():
+            # Pools are new objects after every scrape; a list of endpoints is not.
+            if self._faulty.get(name) is not pools[name].positions:
+                self._supervisor.note("xds", fault, of=name)
+        self._faulty = {name: pools[name].positions for name in self._board.faults}
+
+    async def whole(self, _: AsyncIterator[bytes], context: Context) -> None:
+        """Serve `StreamAggregatedResources`."""
+        await self._serve(self._messages.WholeSpeaker(), context)
+
+    async def differences(self, _: AsyncIterator[bytes], context: Context) -> None:
+        """Serve `DeltaAggregatedResources`."""
+        await self._serve(self._messages.DifferencesSpeaker(), context)
+
+    async def release(self) -> None:
+        """End every stream with OK and take no more: Envoys keep what they hold, and go on."""
+        self._closing = True
+        tasks = [stream.task for stream in self._streams]
+        for stream in self._streams:
+            stream.wake()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_RELEASE_S)
+
+    async def _serve(self, speaker: Speaker, context: Context) -> None:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("streams run inside a task of the gRPC server")
+        if self._closing:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "draining; ask another picker")
+        stream = _Stream(speaker, task)
+        self._streams.add(stream)
+        self._somebody.set()
+        self._tallies.streams_open += 1
+        readable, failed = True, False
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                reading = tasks.create_task(stream.read(context), name="xds reading")
+                readable = await self._converse(stream, context)
+                reading.cancel()
+        except Exception as error:  # noqa: BLE001 - gRPC would log what may quote Envoy's message
+            self._supervisor.note("xds", error, of=stream.node)
+            failed = True
+        finally:
+            self._streams.discard(stream)
+            self._tallies.streams_open -= 1
+            if not self._streams:
+                # Nobody looks at the pools from now on, so this gets old.
+                self._snapshot = None
+                self._somebody.clear()
+        if failed:
+            await context.abort(grpc.StatusCode.INTERNAL, "the stream failed; open another one")
+        if not readable:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a request cannot be read")
+
+    async def _converse(self, stream: _Stream, context: Context) -> bool:
+        """Answer until Envoy is done or we are closing; False if it sends what cannot be read."""
+        told: Snapshot | None = None
+        while not self._closing:
+            if self._snapshot is not None and self._snapshot is not told:
+                told = self._snapshot
+                await self._send(stream.speaker.publish(told), context)
+            data = await stream.inbox.get()
+            if data is None:
+                if stream.over:
+                    await asyncio.sleep(_GONE_S)
+                    return True
+                continue
+            heard = stream.speaker.hear(data)
+            if heard is None:
+                return False
+            self._note(stream, heard)
+            await self._send(heard.answers, context)
+        return True
+
+    async def _send(self, answers: tuple[Said, ...], context: Context) -> None:
+        # Envoy may have left; then the end of what it says is next.
+        with contextlib.suppress(grpc.aio.BaseError):
+            for answer in answers:
+                self._tallies.responses[KINDS[answer.type_url]] += 1
+                await context.write(answer.data)
+
+    def _note(self, stream: _Stream, heard: Heard) -> None:
+        if heard.node and not stream.node:
+            stream.node = heard.node
+            _log.info("xDS: Envoy %s listens", heard.node)
+        refusal = heard.refusal
+        if refusal is None:
+            return
+        kind = KINDS[refusal.type_url]
+        self._tallies.refusals[kind] += 1
+        key = (kind, refusal.error)
+        if key not in self._refusals and len(self._refusals) < _MOST_REFUSALS:
+            self._refusals.add(key)
+            _log.error("xDS: Envoy %s refused %s: %s", stream.node, kind, refusal.error)
+
+
+def register(server: grpc.aio.Server, discovery: Discovery) -> None:
+    """Serve aggregated discovery on a server, in bytes: reading and writing is the room's."""
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+        WHOLE: grpc.stream_stream_rpc_method_handler(discovery.whole),
+        DIFFERENCES: grpc.stream_stream_rpc_method_handler(discovery.differences),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

@@ -1,0 +1,292 @@
+"""Engines that come and go under an autoscaling policy, and requests that wait for them."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from extproc import decision as outcomes
+from extproc.autoscaling import demand_estimator, registry
+from extproc.autoscaling.demand import Bounds, Demand
+from extproc.autoscaling.policy_runner import Kept, Scaler
+from extproc.config.flow_control import Holding
+from extproc.decision import Rejection
+from extproc.endpoint import Rates
+from extproc.flow_control import controller
+from extproc.simulator.fleet import flow_control
+from extproc.simulator.fleet.engine_node import Site
+from extproc.simulator.fleet.event_queue import Timeline
+from extproc.simulator.fleet.scaling_history import Charts, Scaling
+from extproc.simulator.fleet.scenario import Autoscaling, Hold
+from extproc.simulator.fleet.sim_request import Trip
+
+#: Longer than anything that is simulated (seconds).
+_FOREVER_S = 1e9
+
+
+class _Is(enum.Enum):
+    """What a site is."""
+
+    DOWN = enum.auto()
+    STARTING = enum.auto()
+    UP = enum.auto()
+    LEAVING = enum.auto()
+
+
+class _Room(msgspec.Struct, frozen=True):
+    """There is a place on a replica; which one, the picker says."""
+
+
+class Acts(msgspec.Struct, frozen=True):
+    """What replicas do to their world.
+
+    Attributes:
+        listed: These sites are up.
+        go: A trip may go to a site.
+        over: A trip went nowhere; its `failure` says why.
+        rates: How fast engines are, as far as pickers know.
+    """
+
+    listed: Callable[[Sequence[int]], None]
+    go: Callable[[Trip], None]
+    over: Callable[[Trip], None]
+    rates: Callable[[], Rates | None]
+
+
+class Replicas:
+    """The replicas of one target. Mutable; the world owns it.
+
+    Args:
+        asked: What the scenario says.
+        sites: All engines there may be.
+        timeline: The clock.
+        acts: What it does to the world.
+    """
+
+    def __init__(
+        self, asked: Autoscaling, sites: Sequence[Site], *, timeline: Timeline, acts: Acts
+    ) -> None:
+        self._asked = asked
+        self._sites = sites
+        self._timeline = timeline
+        self._acts = acts
+        self._is = [_Is.DOWN] * len(sites)
+        #: When each site was asked for.
+        self._born = [0.0] * len(sites)
+        self._loads = [0] * len(sites)
+        acts_ = controller.Acts(
+            decide=lambda trip, _: self._room(trip),
+            waits=lambda _, __: None,
+            go=self._go,
+            refuse=self._refuse,
+        )
+        self._gate = flow_control.Gate(_holding(asked.hold), timeline=timeline, acts=acts_)
+        self._spec = min(asked.start, len(sites))
+        self._counters = demand_estimator.Counters()
+        self._charts = Charts(asked.window_s)
+        self._fresh()
+
+    def begin(self) -> None:
+        """The replicas of the beginning are there, and the policy looks for the first time."""
+        for n in range(self._spec):
+            self._is[n] = _Is.UP
+            self._sites[n].start()
+            self._charts.asked(n, 0.0)
+            self._charts.up(n, 0.0)
+        self._list()
+        self._tick()
+        for at in self._asked.restarts_s:
+            self._timeline.at(at, self._restart)
+
+    @property
+    def settled(self) -> bool:
+        """Whether there are as few replicas as there may be."""
+        here = sum(kind is not _Is.DOWN for kind in self._is)
+        return not self._gate.queue.count and here <= self._asked.min
+
+    def arrived(self, trip: Trip) -> None:
+        """A request came: it goes on, waits or is refused."""
+        self._charts.arrived(self._timeline.now)
+        self._count(arrived=1, prompt_tokens=trip.work.prompt_tokens)
+        room, gate = self._room(trip), self._gate
+        refused = gate.admit(trip, room)
+        if refused is not None:
+            self._refuse(trip, refused)
+        elif not gate.holds(trip):
+            self._go(trip, _Room())
+        elif not self._spec:
+            self._look()
+
+    def left(self, trip: Trip) -> bool:
+        """The client of a trip has gone; returns whether the trip was still waiting."""
+        return self._gate.left(trip)
+
+    def ended(self, trip: Trip) -> None:
+        """A trip that went on has ended."""
+        n = trip.site
+        self._loads[n] -= 1
+        tokens = 0 if trip.failure else trip.work.output_tokens
+        self._count(in_flight=-1, answered=0 if trip.failure else 1, answer_tokens=tokens)
+        if self._is[n] is _Is.LEAVING and not self._loads[n]:
+            self._gone(n)
+        if not trip.failure:
+            self._gate.charge(trip)
+        self._gate.pump()
+
+    def close(self, over_at: float) -> Scaling:
+        """What came of it; the last request had ended at `over_at`."""
+        now = self._timeline.now
+        self._charts.row(
+            now,
+            requests=float(self._gate.queue.count + sum(self._loads)),
+            available=sum(kind is _Is.UP for kind in self._is),
+            spec=self._spec,
+        )
+        return self._charts.closed(now, over_at=over_at)
+
+    # Requests.
+
+    def _room(self, _trip: Trip) -> _Room | Rejection:
+        """A place on a replica, or why there is none."""
+        most = self._asked.hold.per_replica
+        up = [load for load, kind in zip(self._loads, self._is, strict=True) if kind is _Is.UP]
+        if not up:
+            return outcomes.no_endpoints(waits_s=math.inf)
+        if most is None or min(up) < most:
+            return _Room()
+        return outcomes.busy(math.inf)
+
+    def _go(self, trip: Trip, _room: _Room) -> None:
+        self._acts.go(trip)
+        if trip.site >= 0:
+            self._loads[trip.site] += 1
+            self._count(in_flight=1)
+
+    def _refuse(self, trip: Trip, why: Rejection) -> None:
+        trip.refused(why, self._timeline.now)
+        self._acts.over(trip)
+
+    def _count(self, **more: float) -> None:
+        told = self._counters
+        added = {name: getattr(told, name) + value for name, value in more.items()}
+        self._counters = msgspec.structs.replace(told, **added)
+
+    # The policy.
+
+    def _fresh(self) -> None:
+        asked = self._asked
+        policy = registry.make(asked.policy, asked.params, where="autoscaling")
+        self._scaler = Scaler(policy, Bounds(min=asked.min, max=len(self._sites)))
+        self._meter = demand_estimator.Meter(asked.meter)
+
+    def _restart(self) -> None:
+        """Another picker, which reads what this one wrote."""
+        kept = msgspec.json.encode(self._scaler.state())
+        learnt = msgspec.json.encode(self._meter.learnt)
+        self._fresh()
+        self._scaler.restore(msgspec.json.decode(kept, type=Kept))
+        self._meter.restore(msgspec.json.decode(learnt, type=demand_estimator.Learnt))
+
+    def _tick(self) -> None:
+        self._look()
+        self._timeline.after(self._scaler.policy.interval_s, self._tick)
+
+    def _look(self) -> None:
+        demand = self._demand()
+        self._charts.row(
+            demand.now,
+            requests=demand.requests,
+            available=demand.available,
+            spec=demand.spec,
+        )
+        self._spec = self._scaler.step(demand).replicas
+        self._match()
+
+    def _demand(self) -> Demand:
+        now = self._timeline.now
+        pages = [site.page(now) for site, kind in self._pairs() if kind is _Is.UP]
+        seen = demand_estimator.Seen(
+            spec=self._spec,
+            available=len(pages),
+            waiting=sum(page.waiting or 0.0 for page in pages),
+            running=sum(page.running or 0.0 for page in pages),
+            rates=self._acts.rates(),
+        )
+        told = msgspec.structs.replace(self._counters, held=self._gate.queue.count)
+        return self._meter.read(now, {"picker": told}, seen)
+
+    # Replicas.
+
+    def _pairs(self) -> list[tuple[Site, _Is]]:
+        return list(zip(self._sites, self._is, strict=True))
+
+    def _list(self) -> None:
+        self._acts.listed([n for n, kind in enumerate(self._is) if kind is _Is.UP])
+
+    def _match(self) -> None:
+        """As many replicas as the spec says; those that leave are not among them."""
+        here = [n for n, kind in enumerate(self._is) if kind in {_Is.STARTING, _Is.UP}]
+        # Not ready first, then the youngest, as a ReplicaSet does
+        # (docs/spec/prior-systems.md#autoscaler).
+        here.sort(key=lambda n: (self._is[n] is _Is.STARTING, self._born[n]))
+        for n in here[self._spec :]:
+            self._leave(n)
+        free = [n for n, kind in enumerate(self._is) if kind is _Is.DOWN]
+        for n in free[: max(0, self._spec - len(here))]:
+            self._start(n)
+
+    def _start(self, n: int) -> None:
+        now = self._timeline.now
+        self._is[n] = _Is.STARTING
+        self._born[n] = now
+        self._charts.asked(n, now)
+        self._timeline.after(self._asked.cold_start_s, lambda: self._up(n, now))
+
+    def _up(self, n: int, born: float) -> None:
+        if self._is[n] is not _Is.STARTING or self._born[n] != born:
+            return  # taken away meanwhile
+        self._is[n] = _Is.UP
+        self._sites[n].start()
+        self._charts.up(n, self._timeline.now)
+        self._list()
+        self._gate.pump()
+
+    def _leave(self, n: int) -> None:
+        if self._is[n] is _Is.STARTING or not self._loads[n]:
+            self._gone(n)
+            return
+        self._is[n] = _Is.LEAVING
+        self._charts.leaves(n, self._timeline.now)
+        self._list()
+        grace_s, born = self._asked.grace_s, self._born[n]
+        if grace_s is not None:
+            self._timeline.after(grace_s, lambda: self._cut(n, born))
+
+    def _cut(self, n: int, born: float) -> None:
+        """What has not finished in time is lost."""
+        if self._is[n] is _Is.LEAVING and self._born[n] == born:
+            self._sites[n].stop()
+
+    def _gone(self, n: int) -> None:
+        before, self._is[n] = self._is[n], _Is.DOWN
+        self._sites[n].up = False
+        self._charts.gone(n, self._timeline.now)
+        if before is _Is.UP:
+            self._list()
+        elif before is _Is.LEAVING:
+            self._match()  # one that is wanted may have found no room
+
+
+def _holding(hold: Hold) -> Holding:
+    """How requests wait for a replica, as pickers are told."""
+    budget_s = _FOREVER_S if hold.budget_s is None else hold.budget_s
+    return Holding(
+        enabled=True,
+        timeout_s=budget_s,
+        empty_timeout_s=budget_s,
+        most_timeout_s=budget_s,
+        max_requests=hold.requests,
+    )

@@ -1,0 +1,172 @@
+"""One simulated engine on the timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from extproc.endpoint import Load, Totals
+from extproc.simulator import core, engine_request, profiles
+from extproc.simulator.fleet.event_queue import Timeline
+from extproc.simulator.fleet.sim_request import Trip
+
+#: Called when a trip's first token came, and when it ended.
+Told = Callable[[Trip], None]
+#: Called with seconds between tokens and how many tokens came so.
+Gaps = Callable[[float, int], None]
+
+
+class Site:
+    """An engine, its queue of trips and its metrics page. Mutable; the world owns it.
+
+    Args:
+        timeline: The clock.
+        profile: The machine.
+        finished: Told of every trip that ended, with or without failure.
+        gaps: Told of the time between tokens.
+
+    Attributes:
+        up: Whether the process is there.
+        refusing: Whether it answers 503 at once.
+    """
+
+    def __init__(
+        self, timeline: Timeline, profile: profiles.Profile, *, finished: Told, gaps: Gaps
+    ) -> None:
+        self.profile = profile
+        self.up = False
+        self.refusing = False
+        self.preemptions = 0
+        self._timeline = timeline
+        self._finished = finished
+        self._gaps = gaps
+        self.trips: dict[str, Trip] = {}
+        self.start()
+        self.up = False
+
+    @property
+    def well(self) -> bool:
+        """Whether it serves."""
+        return self.up and not self.refusing and not self._hung
+
+    def start(self) -> None:
+        """A new process with an empty cache."""
+        self.engine = core.Engine(self.profile)
+        self.up = True
+        self.refusing = self._hung = False
+        self._steps = self._computed = self._generated = self._ended = 0
+        self._due: float | None = None
+        # As of the last step: vLLM names none before its first one, and never with LoRA off.
+        self._active: tuple[str, ...] | None = None
+
+    def hang(self) -> None:
+        """Compute nothing more; requests are taken in all the same."""
+        self._hung = True
+        self._due = None
+
+    def stop(self) -> None:
+        """The process dies, and with it everything it was working on."""
+        self.up = False
+        self._due = None
+        lost = list(self.trips.values())
+        self.trips.clear()
+        self.preemptions += self.engine.preemptions
+        self.engine.preemptions = 0
+        for trip in lost:
+            trip.failure = "engine died"
+            self._finished(trip)
+
+    def submit(self, trip: Trip) -> None:
+        """Take a trip in, or end it with a failure."""
+        if not self.up:
+            trip.failure = "connection refused"
+        elif self.refusing:
+            trip.failure = "answered 503"
+        else:
+            work = trip.work
+            refusal = self.engine.submit(
+                engine_request.Job(
+                    trip.id, work.prompt_tokens, work.output_tokens, work.keys, work.adapter
+                ),
+                self._timeline.now,
+            )
+            if refusal is not None:
+                trip.failure = refusal.name.lower().replace("_", " ")
+        if trip.failure:
+            # Not at once: whoever sends again on failure would recurse.
+            self._timeline.after(0.0, lambda: self._finished(trip))
+            return
+        self.trips[trip.id] = trip
+        self._kick()
+
+    def cancel(self, trip: Trip, why: str) -> None:
+        """The client of a trip has gone."""
+        if self.trips.pop(trip.id, None) is None:
+            return
+        self.engine.cancel(trip.id, self._timeline.now)
+        trip.failure = why
+        self._kick()
+        self._finished(trip)
+
+    def page(self, now: float) -> Load:
+        """Its metrics page, as the scraper would have read it."""
+        engine = self.engine
+        running = None if self._active is None else frozenset(self._active)
+        return Load(
+            at=now,
+            engine="vllm",
+            waiting=float(engine.waiting),
+            running=float(engine.running),
+            kv_usage=engine.kv_usage,
+            kv_blocks=engine.profile.blocks,
+            block_tokens=engine.profile.block_tokens,
+            # vLLM fills both labels from one set (docs/spec/engines.md#lora-info).
+            adapters=running,
+            waiting_adapters=running,
+            adapter_slots=None if self._active is None else self.profile.max_loras,
+            prefix_queries=float(engine.prefix_queries),
+            prefix_hits=float(engine.prefix_hits),
+            totals=Totals(
+                steps=float(self._steps),
+                step_tokens=float(self._computed + self._generated),
+                generated_tokens=float(self._generated),
+                finished=float(self._ended),
+            ),
+        )
+
+    def _kick(self) -> None:
+        """Plan the end of the iterations in progress, if that is not planned yet."""
+        if self._hung:
+            return
+        engine, timeline = self.engine, self._timeline
+        due = engine.due
+        if due is None:
+            due = engine.begin(timeline.now)
+        if due is not None and due != self._due:
+            self._due = due
+            timeline.at(due, lambda: self._step(engine, due))
+
+    def _step(self, engine: core.Engine, due: float) -> None:
+        if engine is not self.engine or self._due != due or engine.due != due:
+            return  # another process, or the plan was cut short since
+        self._due = None
+        done = engine.commit(due)
+        if self.profile.max_loras:
+            self._active = engine.slots.active
+        self._steps += done.steps
+        self._computed += sum(first.computed_tokens for first in done.first_tokens)
+        self._generated += done.tokens
+        self._ended += len(done.finished)
+        if done.decoding:
+            self._gaps(done.duration_s / done.steps, done.decoding * done.steps)
+        for gap in done.resumed_s:
+            self._gaps(gap, 1)
+        trips = self.trips
+        for first in done.first_tokens:
+            trips[first.id].first_s = due - trips[first.id].sent_at
+        for finished in done.finished:
+            trip = trips.pop(finished.job.id)
+            trip.took_s = due - trip.sent_at
+            trip.cached_tokens = finished.cached_tokens
+            trip.preemptions = finished.preemptions
+            self._finished(trip)
+        self._kick()

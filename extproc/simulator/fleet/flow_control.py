@@ -1,0 +1,143 @@
+"""Where requests of one picker wait for capacity: the server's turnstile, in virtual time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Generic
+
+import msgspec
+
+from extproc.config.flow_control import Holding
+from extproc.decision import Rejection
+from extproc.flow_control.controller import Acts, Turnstile, Way
+from extproc.flow_control.queue import Queue
+from extproc.flow_control.queued_item import Waiter
+from extproc.flow_control.request_headers import Want
+from extproc.simulator.fleet.event_queue import Timeline
+from extproc.simulator.fleet.sim_request import Trip
+
+
+class Gate(Generic[Way]):
+    """Holds trips until they can be served, or refused. Mutable; whoever holds trips owns it.
+
+    Args:
+        holding: How requests wait; what tenants may take is not simulated.
+        timeline: The clock.
+        acts: What is done to trips.
+    """
+
+    def __init__(self, holding: Holding, *, timeline: Timeline, acts: Acts[Trip, Way]) -> None:
+        self._manners = holding.manners
+        self._timeline = timeline
+        self._acts = acts
+        own = msgspec.structs.replace(acts, go=self._go, refuse=self._refuse)
+        self._turnstile = Turnstile(holding.queue, own)
+        self._waiters: dict[str, Waiter] = {}
+        self._soon = False
+        self._due_at = math.inf
+
+    @property
+    def queue(self) -> Queue:
+        """Who waits."""
+        return self._turnstile.queue
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """What came of trips that waited; see `Turnstile`."""
+        return self._turnstile.outcomes
+
+    def admit(self, trip: Trip, outcome: Way | Rejection, *, toward: str = "") -> Rejection | None:
+        """Let a trip that has just come go on, wait, or be refused.
+
+        Args:
+            trip: Which.
+            outcome: What would come of it if nobody else waited.
+            toward: Address of the endpoint it would go to; empty where that is not known.
+
+        Returns:
+            Why it is refused. None where it waits, or may go where `outcome` says.
+        """
+        why = self._turnstile.why(outcome, priority=trip.work.priority, toward=toward)
+        return None if why is None else self.hold(trip, why)
+
+    def holds(self, trip: Trip) -> bool:
+        """Whether a trip waits."""
+        return trip.id in self._waiters
+
+    def hold(self, trip: Trip, why: Rejection) -> Rejection | None:
+        """Begin to wait.
+
+        Args:
+            trip: Which.
+            why: Why it cannot go on.
+
+        Returns:
+            Why not, where that changes nothing, or there is no room or no time.
+        """
+        now, work = self._timeline.now, trip.work
+        want = Want(
+            tenant=self._tenant(trip),
+            priority=work.priority,
+            target=work.adapter,
+            tokens=work.prompt_tokens,
+        )
+        waiter = self._turnstile.hold(trip, want, why, now)
+        if isinstance(waiter, Rejection):
+            return waiter
+        self._waiters[trip.id] = waiter
+        self._wake(self._turnstile.next_s(why.waits_s or 0.0, now))
+        return None
+
+    def left(self, trip: Trip) -> bool:
+        """The client of a trip has gone; returns whether the trip was still waiting."""
+        waiter = self._waiters.pop(trip.id, None)
+        return waiter is not None and self._turnstile.left(waiter)
+
+    def changed(self) -> None:
+        """Something happened that may be capacity."""
+        self._turnstile.changed()
+        if self.queue.count and not self._soon:
+            self._soon = True
+            self._timeline.after(0.0, self.pump)
+
+    def charge(self, trip: Trip) -> None:
+        """A trip has ended with an answer, and its tenant's turns follow."""
+        tokens = self.queue.settings.output_weight * trip.work.output_tokens
+        self.queue.charge(self._tenant(trip), tokens, self._timeline.now)
+
+    def pump(self) -> None:
+        """Let trips go on, and end those that waited too long."""
+        self._soon = False
+        wait_s = self._turnstile.pump(self._timeline.now)
+        if wait_s == 0.0:
+            self.changed()
+        else:
+            self._wake(wait_s)
+
+    def _go(self, trip: Trip, way: Way) -> None:
+        del self._waiters[trip.id]
+        self._acts.go(trip, way)
+
+    def _refuse(self, trip: Trip, why: Rejection) -> None:
+        del self._waiters[trip.id]
+        self._acts.refuse(trip, why)
+
+    def _tenant(self, trip: Trip) -> str:
+        work = trip.work
+        return work.tenant or self._manners.tenant({}, work.adapter)
+
+    def _wake(self, wait_s: float | None) -> None:
+        """Look again after so many seconds, unless that happens sooner anyway."""
+        if wait_s is None:
+            return
+        when = self._timeline.now + wait_s
+        if when < self._due_at:
+            self._due_at = when
+            self._timeline.at(when, lambda: self._due(when))
+
+    def _due(self, when: float) -> None:
+        if when != self._due_at:
+            return  # one that is sooner took its place
+        self._due_at = math.inf
+        self.pump()

@@ -1,0 +1,207 @@
+"""The picker that knows: true queues, true caches, true lengths of answers, no delay.
+
+It prices like the adaptive strategy, greedily, one request after another, but every term is exact.
+What it gains over the adaptive strategy is what better knowledge could gain. It is no proof of the
+optimum: a scheduler that also knew the requests to come could beat it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from extproc.endpoint import Endpoint
+from extproc.pool.conversations import Recurrence
+from extproc.pool.inflight import Account, Ticket
+from extproc.scheduling.costs.estimated_time import EstimatedTime
+from extproc.simulator import engine_request, lora
+from extproc.simulator.fleet.engine_node import Site
+from extproc.simulator.fleet.event_queue import Timeline
+from extproc.simulator.fleet.sim_request import KEY_TOKENS, Trip, Work
+
+#: What the adaptive strategy weighs its terms with.
+_WEIGHTS = EstimatedTime()
+
+#: Keys of a prompt of which one is a block of the chain; 64 tokens, as the dispatcher's first blocks.
+_CHAIN = 4
+
+
+class _Seen(msgspec.Struct):
+    """One engine and one request.
+
+    Attributes:
+        site: The engine.
+        work: The request.
+        others: What every job there still needs.
+        cached: Prompt tokens of the request that its cache has.
+        home: Whether the conversation lives there.
+        held: Tokens that the open prompts there will hold.
+    """
+
+    site: Site
+    work: Work
+    others: Sequence[engine_request.Outstanding]
+    cached: int
+    home: bool
+    held: float
+
+
+class Clairvoyant:
+    """See the module.
+
+    Args:
+        sites: All engines there will ever be.
+        timeline: The clock; not used, as nothing it knows ages.
+    """
+
+    def __init__(self, sites: Sequence[Site], timeline: Timeline) -> None:
+        del timeline
+        self._sites = sites
+        self._listed: Sequence[int] = ()
+        self._uncached: dict[str, int] = {}
+        self._recurrence = Recurrence()
+        self._accounts = [Account(Endpoint(f"engine-{n}")) for n in range(len(sites))]
+        self._tickets: dict[str, Ticket] = {}
+
+    def listed(self, up: Sequence[int]) -> None:
+        """See `Picker`; it is not told of anything it does not know."""
+        self._listed = up
+
+    def pick(self, trip: Trip) -> int:
+        """See `Picker`."""
+        work = trip.work
+        chain = work.keys[_CHAIN - 1 : work.prompt_tokens // KEY_TOKENS : _CHAIN]
+        home = self._recurrence.home(chain)
+        seen = [self._look(n, work, home=home) for n in self._listed if self._sites[n].up]
+        if not seen:
+            trip.failure = "rejected 503"
+            return -1
+        most = max(one.cached for one in seen)
+        growth = self._recurrence.growth(work.prompt_tokens)
+        best = min(seen, key=lambda one: self._price(one, most, growth))
+        where = next(n for n in self._listed if self._sites[n] is best.site)
+        trip.predicted_tokens = best.cached
+        self._uncached[trip.id] = work.prompt_tokens - best.cached
+        account = self._accounts[where]
+        ticket = self._tickets[trip.id] = account.open(
+            "", work.prompt_tokens, cached_tokens=best.cached, now=0.0
+        )
+        self._recurrence.sent(chain, account, prompt_tokens=work.prompt_tokens, now=0.0)
+        if chain:
+            size = _CHAIN * KEY_TOKENS
+            account.hold(ticket, chain, range(0, (len(chain) + 1) * size, size), growth=growth)
+        return where
+
+    def left(self, trip: Trip) -> bool:
+        """See `Picker`; nobody waits."""
+        del trip
+        return False
+
+    def ended(self, trip: Trip) -> None:
+        """See `Picker`."""
+        del self._uncached[trip.id]
+        self._tickets.pop(trip.id).close(0.0)
+
+    def rates(self) -> None:
+        """See `Picker`; it needs no estimate."""
+
+    def _look(self, n: int, work: Work, *, home: Account | None) -> _Seen:
+        engine = self._sites[n].engine
+        size = engine.profile.block_tokens
+        cached = engine.pool.match(work.keys, (work.prompt_tokens - 1) // size) * size
+        others, account = list(engine.outstanding()), self._accounts[n]
+        return _Seen(self._sites[n], work, others, cached, account is home, account.open_tokens)
+
+    def _price(self, seen: _Seen, most: int, growth: float) -> float:
+        """Seconds; `most` is the tokens cached where most of them are."""
+        work, machine = seen.work, seen.site.engine.profile
+        per_token, per_seq = machine.prefill_s_per_token, machine.decode_s_per_seq
+        prefill = (work.prompt_tokens - seen.cached) * per_token
+        queued = waiting = first = 0
+        slower = load = 0.0
+        own = per_seq + machine.context_s_per_token * (work.prompt_tokens + work.output_tokens / 2)
+        step_s = machine.base_s
+        for other in seen.others:
+            queued += self._left(other)
+            waiting += other.waiting
+            first += other.prompt_left > 0
+            each = per_seq + machine.context_s_per_token * other.context
+            step_s += 0.0 if other.waiting else each
+            together = min(other.output_left, work.output_tokens)
+            slower += together * each
+            load += together * own
+        count = len(seen.others)
+        adapter = self._adapter_s(seen)
+        return (
+            queued * per_token
+            + prefill
+            + 1.5 * step_s
+            + adapter
+            + self._stall_s(seen)
+            + _WEIGHTS.own_share * slower
+            + _WEIGHTS.others_share * (load + count * (prefill + min(adapter, machine.lora_load_s)))
+            + _WEIGHTS.waiting_share * first * prefill
+            + _WEIGHTS.waste_share * (count + waiting) * (most - seen.cached) * per_token
+            + self._crowding_s(seen, growth)
+        )
+
+    def _left(self, other: engine_request.Outstanding) -> int:
+        """Prompt tokens a job has still to compute."""
+        if not other.waiting:
+            return other.prompt_left
+        return min(self._uncached.get(other.id, other.prompt_left), other.prompt_left)
+
+    def _crowding_s(self, seen: _Seen, growth: float) -> float:
+        """As the adaptive strategy's term, with what is truly cached."""
+        if seen.home:
+            return 0.0
+        machine = seen.site.engine.profile
+        wanted = seen.work.prompt_tokens - seen.cached + growth
+        share = (seen.held + wanted) / machine.kv_tokens
+        low, full, lost = _WEIGHTS.roomy, _WEIGHTS.full, _WEIGHTS.lost
+        value = min((share - low) / (full - low), (lost - share) / (lost - full), 1.0)
+        cache_s = machine.kv_tokens * machine.prefill_s_per_token
+        return _WEIGHTS.crowding * self._recurrence.share * cache_s * max(0.0, value)
+
+    def _stall_s(self, seen: _Seen) -> float:
+        """Seconds until all those ahead and this request find room in the cache."""
+        engine, work = seen.site.engine, seen.work
+        machine = engine.profile
+        wanted = work.prompt_tokens - seen.cached + work.output_tokens // 2
+        for other in seen.others:
+            if other.waiting:
+                wanted += self._left(other) + other.output_left // 2
+        missing = wanted - engine.pool.available * machine.block_tokens
+        if missing <= 0:
+            return 0.0
+        step_s = machine.base_s + machine.decode_s_per_seq * engine.running
+        waited = 0
+        running = (other for other in seen.others if not other.waiting)
+        for other in sorted(running, key=lambda one: one.output_left):
+            missing -= other.context
+            waited = other.output_left
+            if missing <= 0:
+                return waited * step_s
+        # Those that wait must run as well before there is room.
+        return waited * step_s * (1.0 + missing / max(1, machine.kv_tokens))
+
+    def _adapter_s(self, seen: _Seen) -> float:
+        """Seconds until the adapter is there."""
+        adapter, engine = seen.work.adapter, seen.site.engine
+        machine, slots = engine.profile, engine.slots
+        if not adapter or adapter in slots.resident:
+            return 0.0
+        ahead = {o.adapter for o in seen.others if o.waiting and o.adapter} - set(slots.resident)
+        if slots.fit(adapter) is not lora.Fit.NONE and not ahead:
+            return machine.lora_load_s
+        # A slot is free when the last sequence of some adapter ends.
+        ends: dict[str, int] = {}
+        for other in seen.others:
+            if other.adapter and not other.waiting:
+                ends[other.adapter] = max(ends.get(other.adapter, 0), other.output_left)
+        free = sorted(ends.values())
+        place = min(len(ahead), len(free) - 1)
+        wait = free[place] if free else 0
+        step_s = machine.base_s + machine.decode_s_per_seq * engine.running
+        return machine.lora_load_s + wait * step_s

@@ -1,0 +1,311 @@
+"""One picker in a simulated world: the parts of a real one, and what it is told when."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from extproc.config import factory
+from extproc.config import settings as sections
+from extproc.decision import Decision, Outcome, Rejection
+from extproc.endpoint import Endpoint, Load, Models, Rates
+from extproc.flow_control import controller
+from extproc.flow_control.endpoint_sets import EndpointBits
+from extproc.pool.inflight import Ticket
+from extproc.pool.store import Mark
+from extproc.request import Request
+from extproc.routing import pending_load
+from extproc.scheduling.framework import Signal
+from extproc.scrape import schedule
+from extproc.simulator.fleet import flow_control
+from extproc.simulator.fleet.engine_node import Site
+from extproc.simulator.fleet.event_queue import Timeline
+from extproc.simulator.fleet.sim_request import KEY_TOKENS, Trip, Work
+
+#: Failures that a data plane, or the engine itself, answers with 503.
+_LOST = frozenset({"connection refused", "engine died", "answered 503"})
+
+#: What the base model is called.
+MODEL = "base"
+
+_NO_HEADERS: Mapping[str, str] = {}
+
+
+class Picker(Protocol):
+    """Whoever says where a trip goes."""
+
+    def listed(self, up: Sequence[int]) -> None:
+        """Discovery names the endpoints: indices of sites."""
+
+    def pick(self, trip: Trip) -> int:
+        """The site a trip goes to; -1 and a `failure` in the trip when it is refused, -1 when it waits.
+
+        Of one that waits the world is told what came of it.
+        """
+
+    def left(self, trip: Trip) -> bool:
+        """The client of a trip has gone; returns whether the trip was still waiting."""
+
+    def ended(self, trip: Trip) -> None:
+        """A picked trip ended."""
+
+    def rates(self) -> Rates | None:
+        """How fast engines are, as far as it has learnt; None for not at all."""
+
+
+class Dispatching:
+    """The real dispatcher, scraped for by the timeline as the real scraper would.
+
+    Args:
+        settings: As from a configuration file.
+        sites: All engines there will ever be.
+        timeline: The clock.
+        delay_s: Seconds from the moment a page was true to the moment it is taken in.
+        models: What every engine lists, where the settings ask for it.
+        told_max_tokens: Whether requests say how long their answers will be.
+        went: Told of a trip that waited and goes to its `site`, or is refused with a `failure`; None
+            where nobody waits, whatever the settings say.
+    """
+
+    def __init__(
+        self,
+        settings: sections.Settings,
+        sites: Sequence[Site],
+        *,
+        timeline: Timeline,
+        delay_s: float,
+        models: Models,
+        told_max_tokens: bool = False,
+        went: Callable[[Trip], None] | None = None,
+    ) -> None:
+        if went is None and settings.holding.enabled:
+            off = msgspec.structs.replace(settings.holding, enabled=False)
+            settings = msgspec.structs.replace(settings, holding=off)
+        self.parts = factory.build(settings, where="scenario")
+        self._sites = sites
+        self._timeline = timeline
+        self._delay_s = delay_s
+        self._models = models if settings.scrape.models else None
+        self._told = told_max_tokens
+        scrape = settings.scrape
+        self._scraping = scrape.enabled
+        self._pace = self.parts.scraping.pace
+        self._needs = self.parts.dispatcher.routing.needs
+        self._cuts = [tokens for tokens in settings.prefix.schedule.tokens if tokens]
+        self._tickets: dict[str, Ticket] = {}
+        self._promises: dict[str, pending_load.Promise] = {}
+        self._endpoints = [
+            Endpoint(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000", name=f"engine-{n}")
+            for n in range(len(sites))
+        ]
+        self._sites_of = {endpoint.address: n for n, endpoint in enumerate(self._endpoints)}
+        self._watched: set[int] = set()
+        self._failures = [0] * len(sites)
+        self._watches = [0] * len(sites)
+        self._busy: dict[int, int] = {}
+        self._touched: set[int] = set()
+        self._bits: EndpointBits | None = None
+        self.gate: flow_control.Gate[Decision] | None = None
+        if went is not None and settings.holding.enabled:
+            acts = controller.Acts(
+                decide=self._decide_again,
+                waits=self._promise,
+                go=lambda trip, outcome: self._grant(trip, outcome, went),
+                refuse=lambda trip, why: self._refuse(trip, why, went),
+                bits=self._endpoint_bits,
+            )
+            self.gate = flow_control.Gate(settings.holding, timeline=timeline, acts=acts)
+
+    def listed(self, up: Sequence[int]) -> None:
+        """See `Picker`."""
+        self.parts.fleet.replace([self._endpoints[n] for n in up], self._timeline.now)
+        self._changed()
+        fresh = set(up) - self._watched
+        self._watched = set(up)
+        if not self._scraping:
+            return
+        for n in sorted(fresh):
+            # A new endpoint is asked at once, like the real scraper does, but not all together.
+            spread = self._pace.fast_s * self.parts.rng.random()
+            self._failures[n] = 0
+            self._watches[n] += 1
+            watch = self._watches[n]
+            self._timeline.after(spread, lambda n=n, watch=watch: self._scrape(n, watch))  # type: ignore[misc]
+
+    def pick(self, trip: Trip) -> int:
+        """See `Picker`."""
+        outcome, gate = self._decide(trip), self.gate
+        if gate is not None:
+            toward = "" if isinstance(outcome, Rejection) else outcome.endpoints[0].address
+            refused = gate.admit(trip, outcome, toward=toward)
+            if gate.holds(trip):
+                return -1
+            outcome = refused or outcome
+        if isinstance(outcome, Decision):
+            return self._commit(trip, outcome)
+        trip.refused(outcome, self._timeline.now)
+        return -1
+
+    def left(self, trip: Trip) -> bool:
+        """See `Picker`."""
+        self._take_back(trip)
+        return self.gate is not None and self.gate.left(trip)
+
+    def _decide_again(self, trip: Trip, patient: bool) -> Outcome:  # noqa: FBT001 - as `Acts` calls it
+        self._take_back(trip)  # nobody waits behind itself
+        return self._decide(trip, patient=patient)
+
+    def _endpoint_bits(self) -> EndpointBits:
+        """As `Acts` takes it; targets are adapters."""
+        serving = self.parts.dispatcher.serving_bits
+        if self._bits is None or self._bits.version is not serving:
+            self._bits = EndpointBits(
+                of=lambda adapter: serving.of(adapter or MODEL),
+                named=serving.named,
+                version=serving,
+            )
+        return self._bits
+
+    def _promise(self, trip: Trip, address: str) -> None:
+        made = self.parts.dispatcher.promises.make(
+            address, self._chain(trip.work), prompt_tokens=trip.work.prompt_tokens
+        )
+        if made is not None:
+            self._promises[trip.id] = made
+
+    def _take_back(self, trip: Trip) -> None:
+        pending_load.take_back(self._promises.pop(trip.id, None))
+
+    def _decide(self, trip: Trip, *, patient: bool = True) -> Outcome:
+        work = trip.work
+        request = Request(
+            api="completions",
+            model=work.adapter or MODEL,
+            prompt=work.opening.encode(),
+            prompt_tokens=work.prompt_tokens,
+            max_tokens=work.output_tokens if self._told else None,
+            session=work.session,
+            priority=work.priority,
+        )
+        return self.parts.dispatcher.choose(
+            request,
+            self._timeline.now,
+            chain=self._chain(work),
+            headers=_NO_HEADERS,
+            patient=patient,
+        )
+
+    def _grant(self, trip: Trip, outcome: Decision, went: Callable[[Trip], None]) -> None:
+        trip.site = self._commit(trip, outcome)
+        went(trip)
+
+    def _refuse(self, trip: Trip, why: Rejection, went: Callable[[Trip], None]) -> None:
+        self._take_back(trip)
+        trip.refused(why, self._timeline.now)
+        went(trip)
+
+    def _commit(self, trip: Trip, outcome: Decision) -> int:
+        """Charge a decision; returns the site."""
+        work = trip.work
+        self._tickets[trip.id] = self.parts.dispatcher.commit(outcome, self._timeline.now)
+        trip.predicted_tokens = min(outcome.matched_tokens, work.prompt_tokens)
+        n = self._sites_of[outcome.endpoints[0].address]
+        self._busy[n] = self._busy.get(n, 0) + 1
+        self._touched.add(n)
+        return n
+
+    def _chain(self, work: Work) -> Sequence[int]:
+        """The prompt's block hashes; like a real picker, none where no profile reads them."""
+        if Signal.PREFIX not in self._needs:
+            return ()
+        cuts, keys = self._cuts, work.keys
+        full = bisect.bisect_right(cuts, min(work.prompt_tokens, len(keys) * KEY_TOKENS))
+        return [keys[tokens // KEY_TOKENS - 1] for tokens in cuts[:full]]
+
+    def ended(self, trip: Trip) -> None:
+        """See `Picker`."""
+        ticket = self._tickets.pop(trip.id)
+        dispatcher, now = self.parts.dispatcher, self._timeline.now
+        status = _status(trip)
+        if status:
+            dispatcher.told(ticket, status, now)
+        dispatcher.complete(ticket, now, answered=bool(status))
+        if self.gate is not None and not trip.failure:
+            self.gate.charge(trip)
+        self._changed()
+        left = self._busy[trip.site] - 1
+        if left:
+            self._busy[trip.site] = left
+        else:
+            del self._busy[trip.site]
+
+    def rates(self) -> Rates | None:
+        """See `Picker`."""
+        members = self.parts.fleet.pool.members
+        return max((m.rates for m in members), key=lambda r: r.evidence, default=None)
+
+    def _scrape(self, n: int, watch: int) -> None:
+        if n not in self._watched or self._watches[n] != watch:
+            return  # dropped since; when it was listed again, that began a watch of its own
+        timeline, fleet = self._timeline, self.parts.fleet
+        mark = fleet.begin_scrape(self._endpoint(n))
+        site = self._sites[n]
+        page = site.page(timeline.now) if site.up else None
+        busy = n in self._busy or n in self._touched
+        self._touched.discard(n)
+
+        def taken() -> None:
+            self._taken(n, mark, page)
+            # From the start of the scrape to the start of the next one.
+            wait = self._wait_s(n, busy=busy) - self._delay_s
+            timeline.after(max(wait, 0.0), lambda: self._scrape(n, watch))
+
+        timeline.after(self._delay_s, taken)
+
+    def _taken(self, n: int, mark: Mark, page: Load | None) -> None:
+        fleet, now = self.parts.fleet, self._timeline.now
+        if page is None:
+            self._failures[n] += 1
+            fleet.scrape_failed(mark, "refused", now)
+        else:
+            self._failures[n] = 0
+            fleet.observe(mark, page, now)
+            member = fleet.pool.find(self._endpoints[n].address)
+            # As the real scraper does: once an engine's page could be read.
+            if self._models is not None and member is not None and member.models is None:
+                fleet.observe_models(member.endpoint, self._models)
+            self._changed()
+
+    def _changed(self) -> None:
+        """Something happened that those who wait may have waited for."""
+        if self.gate is not None:
+            self.gate.changed()
+
+    def _wait_s(self, n: int, *, busy: bool) -> float:
+        all_, active = len(self._watched), len(self._busy)
+        return schedule.wait_s(
+            self._pace,
+            busy=busy,
+            busy_endpoints=max(active, int(busy)),
+            idle_endpoints=max(0, all_ - active),
+            failures=self._failures[n],
+            refused=bool(self._failures[n]),  # the one way a simulated scrape fails
+            rng=self.parts.rng,
+        )
+
+    def _endpoint(self, n: int) -> Endpoint:
+        member = self.parts.fleet.pool.find(self._endpoints[n].address)
+        return self._endpoints[n] if member is None else member.endpoint
+
+
+def _status(trip: Trip) -> str:
+    """The status a data plane would have shown; empty when the client left before there was one."""
+    if not trip.failure or not math.isnan(trip.first_s):
+        return "200"
+    if trip.failure == "timeout":
+        return ""
+    return "503" if trip.failure in _LOST else "400"

@@ -1,0 +1,261 @@
+"""What came of one run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from extproc.simulator.fleet.engine_node import Site
+from extproc.simulator.fleet.scaling_history import Scaling
+from extproc.simulator.fleet.sim_request import Trip
+
+#: Gaps between tokens are counted in bins this much apart (ratio); percentiles are as exact.
+_BIN = math.log(1.01)
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """A distribution in a few numbers; NaN where there is nothing.
+
+    Attributes:
+        mean: Of all values; as all others in the unit of the values.
+        p50: Median.
+        p90: 90th percentile.
+        p95: 95th percentile.
+        p99: 99th percentile.
+    """
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+
+class PerEndpoint(msgspec.Struct, frozen=True):
+    """What one engine did.
+
+    Attributes:
+        requests: Requests it was sent (count).
+        prompt_tokens: Their prompts.
+        hit_ratio: Share of their prompt tokens that its cache had.
+        preemptions: Recomputed sequences.
+    """
+
+    requests: int
+    prompt_tokens: int
+    hit_ratio: float
+    preemptions: int
+
+
+class Refusals(msgspec.Struct, frozen=True):
+    """What refused requests were told.
+
+    Attributes:
+        told: Those with a Retry-After (count).
+        latest_s: Seconds until the last of them was refused; 0 where none was.
+        retry_after_s: What they were told.
+        retry_after_most_s: The longest of it; 0 where there is none.
+    """
+
+    told: int
+    latest_s: float
+    retry_after_s: Spread
+    retry_after_most_s: int
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """One run. Times in seconds, throughput per second from the first sending to the last answer.
+
+    Attributes:
+        duration_s: From the first sending to the last answer.
+        requests: Answered requests.
+        failed: Failed requests by reason.
+        requests_per_s: Answered requests.
+        output_tokens_per_s: Tokens of answers.
+        total_tokens_per_s: Tokens of prompts and answers.
+        ttft_s: Time to first token.
+        tpot_s: Time per output token after the first.
+        itl_s: Time between tokens, every gap for itself.
+        e2e_s: Time to the last token.
+        token_s: Time to the last token per token: what llmperf calls inter-token latency.
+        hit_ratio: Share of prompt tokens that engines had cached.
+        predicted_ratio: The same as pickers believed when they picked.
+        requests_max_over_mean: Most requests of one engine over the mean.
+        tokens_max_over_mean: The same for prompt tokens.
+        endpoints: Every engine.
+        held_s: Mean time in the client, before any other time begins: where it is not 0 the limit of
+            the client, not the fleet, sets the pace. NaN where nothing says.
+        ttft_quantiles_s: Time to first token at 0, 1, ..., 100 percent (nearest rank); empty when
+            nothing was answered.
+        scaling: What became of replicas; None where they are always there.
+        refusals: What those were told that were refused; None where nobody was.
+    """
+
+    duration_s: float
+    requests: int
+    failed: dict[str, int]
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    ttft_s: Spread
+    tpot_s: Spread
+    itl_s: Spread
+    e2e_s: Spread
+    token_s: Spread
+    hit_ratio: float
+    predicted_ratio: float
+    requests_max_over_mean: float
+    tokens_max_over_mean: float
+    endpoints: Sequence[PerEndpoint]
+    held_s: float = math.nan
+    ttft_quantiles_s: Sequence[float] = ()
+    scaling: Scaling | None = None
+    refusals: Refusals | None = None
+
+
+class Tally:
+    """Collects trips. Mutable; one owner.
+
+    Args:
+        since_s: Trips sent before are left out.
+    """
+
+    def __init__(self, since_s: float = 0.0) -> None:
+        self._since_s = since_s
+        self.trips: list[Trip] = []
+        self._bins: Counter[int] = Counter()
+        self._gap_sum = 0.0
+        self._gaps = 0
+        self._preemptions: list[int] = []
+        self._scaling: Scaling | None = None
+
+    def add(self, trip: Trip) -> None:
+        """A trip ended."""
+        if trip.sent_at >= self._since_s:
+            self.trips.append(trip)
+
+    def gaps(self, seconds: float, count: int) -> None:
+        """So many tokens came so long after the one before."""
+        self._bins[round(math.log(seconds) / _BIN)] += count
+        self._gap_sum += seconds * count
+        self._gaps += count
+
+    def forget_gaps(self) -> None:
+        """What comes from now on counts."""
+        self._bins.clear()
+        self._gap_sum = 0.0
+        self._gaps = 0
+
+    def close(self, sites: Sequence[Site], scaling: Scaling | None = None) -> None:
+        """The run is over."""
+        self._scaling = scaling
+        self._preemptions = [site.preemptions + site.engine.preemptions for site in sites]
+
+    def summary(self) -> Summary:
+        """The run in numbers; `close` comes first."""
+        done = [trip for trip in self.trips if not trip.failure]
+        failed = Counter(trip.failure for trip in self.trips if trip.failure)
+        begin = min((trip.sent_at for trip in self.trips), default=0.0)
+        end = max((trip.sent_at + trip.took_s for trip in done), default=begin)
+        duration = max(end - begin, 1e-9)
+        outputs = sum(trip.work.output_tokens for trip in done)
+        prompts = sum(trip.work.prompt_tokens for trip in done)
+        endpoints = self._endpoints()
+        return Summary(
+            duration_s=duration,
+            requests=len(done),
+            failed=dict(failed),
+            requests_per_s=len(done) / duration,
+            output_tokens_per_s=outputs / duration,
+            total_tokens_per_s=(outputs + prompts) / duration,
+            ttft_s=spread([trip.first_s for trip in done]),
+            tpot_s=spread(
+                [
+                    (trip.took_s - trip.first_s) / (trip.work.output_tokens - 1)
+                    for trip in done
+                    if trip.work.output_tokens > 1
+                ]
+            ),
+            itl_s=self._between(),
+            e2e_s=spread([trip.took_s for trip in done]),
+            token_s=spread([trip.took_s / trip.work.output_tokens for trip in done]),
+            hit_ratio=_share(sum(trip.cached_tokens for trip in done), prompts),
+            predicted_ratio=_share(sum(trip.predicted_tokens for trip in done), prompts),
+            requests_max_over_mean=_over_mean([one.requests for one in endpoints]),
+            tokens_max_over_mean=_over_mean([one.prompt_tokens for one in endpoints]),
+            endpoints=endpoints,
+            held_s=math.fsum(trip.held_s for trip in done) / len(done) if done else math.nan,
+            ttft_quantiles_s=quantiles([trip.first_s for trip in done]),
+            scaling=self._scaling,
+            refusals=_refusals(self.trips),
+        )
+
+    def _endpoints(self) -> list[PerEndpoint]:
+        size = len(self._preemptions)
+        requests, prompts, cached = [0] * size, [0] * size, [0] * size
+        for trip in self.trips:
+            if trip.site >= 0:
+                requests[trip.site] += 1
+                prompts[trip.site] += trip.work.prompt_tokens
+                cached[trip.site] += trip.cached_tokens
+        return [
+            PerEndpoint(requests[n], prompts[n], _share(cached[n], prompts[n]), again)
+            for n, again in enumerate(self._preemptions)
+        ]
+
+    def _between(self) -> Spread:
+        wanted = [share * self._gaps for share in (0.5, 0.9, 0.95, 0.99)]
+        found: list[float] = []
+        seen = 0
+        for place in sorted(self._bins):
+            seen += self._bins[place]
+            while len(found) < len(wanted) and seen >= wanted[len(found)]:
+                found.append(math.exp(place * _BIN))
+        if not self._gaps:
+            return spread([])
+        return Spread(self._gap_sum / self._gaps, *found)
+
+
+def _refusals(trips: Sequence[Trip]) -> Refusals | None:
+    refused = [trip for trip in trips if not math.isnan(trip.refused_s)]
+    if not refused:
+        return None
+    told = [trip.retry_after_s for trip in refused if trip.retry_after_s]
+    return Refusals(
+        told=len(told),
+        latest_s=max(trip.refused_s for trip in refused),
+        retry_after_s=spread([float(seconds) for seconds in told]),
+        retry_after_most_s=max(told, default=0),
+    )
+
+
+def spread(values: list[float]) -> Spread:
+    """Mean and percentiles (nearest rank) of values in any order."""
+    if not values:
+        return Spread(math.nan, math.nan, math.nan, math.nan, math.nan)
+    ordered = sorted(values)
+    at = [_rank(ordered, percent) for percent in (50, 90, 95, 99)]
+    return Spread(sum(ordered) / len(ordered), *at)
+
+
+def quantiles(values: list[float]) -> list[float]:
+    """Values at 0, 1, ..., 100 percent (nearest rank); empty where there is nothing."""
+    ordered = sorted(values)
+    return [_rank(ordered, percent) for percent in range(101)] if ordered else []
+
+
+def _rank(ordered: Sequence[float], percent: int) -> float:
+    """The smallest value that so many percent of the values do not exceed."""
+    return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _over_mean(values: Sequence[int]) -> float:
+    total = sum(values)
+    return max(values) * len(values) / total if total else math.nan

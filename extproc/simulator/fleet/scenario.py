@@ -1,0 +1,281 @@
+"""What is simulated, as a file says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+
+from extproc.autoscaling import demand_estimator, registry
+from extproc.errors import ConfigError
+from extproc.simulator import profiles
+from extproc.simulator.fleet.client import Client
+from extproc.simulator.fleet.sim_request import KEY_TOKENS
+from extproc.simulator.fleet.workloads import TIMED, Workload
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Factor = Annotated[float, msgspec.Meta(gt=0)]
+
+#: The strategy that sees what no picker can; see `clairvoyant`.
+CLAIRVOYANT = "clairvoyant"
+
+
+class Engines(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Some engines that are alike.
+
+    Attributes:
+        count: How many.
+        profile: A machine by name: demo, l4-8b-fp8, l4-8b-fp8-2k, a10-7b-fp16, a100-8b-bf16,
+            a100-7b-fp16, h100-8b-bf16, 2xh100-70b-fp8, 4xh100-70b-bf16. The default is the one the
+            published runs we compare with were made on.
+        speed: Factor of its speed.
+        ready_s: When they come up, virtual seconds. 0: they are there from the start.
+        set: Numbers of the machine that differ, such as `kv_tokens: 4200`: base_s,
+            prefill_s_per_token, decode_s_per_seq, context_s_per_token, kv_tokens, token_budget,
+            max_num_seqs, max_model_len, max_queued, max_loras, lora_load_s, lora_kv_tokens.
+    """
+
+    count: Positive = 8
+    profile: str = "l4-8b-fp8"
+    speed: Factor = 1.0
+    ready_s: Seconds = 0.0
+    set: Mapping[str, float] = {}
+
+    def resolved(self) -> profiles.Profile:
+        """The machine.
+
+        Raises:
+            ConfigError: There is no such profile or field, or the numbers do not go together.
+        """
+        base = profiles.named(self.profile)
+        whole = {field.name: field.type for field in msgspec.structs.fields(profiles.Profile)}
+        changed: dict[str, float] = {}
+        for name, value in self.set.items():
+            kind = whole.get(name)
+            if kind not in {"int", "float", int, float}:
+                raise ConfigError(
+                    f"fleet: set: {name}",
+                    wanted=f"one of {', '.join(n for n in whole if n != 'name')}",
+                    found=name,
+                    fix="name a number of the profile",
+                )
+            changed[name] = int(value) if kind in {"int", int} else float(value)
+        profile = msgspec.structs.replace(base, **changed).faster(self.speed)
+        profiles.check(profile)
+        return profile
+
+
+class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An engine that fails.
+
+    Attributes:
+        engine: Which one, counted from 0 in the order of the fleet.
+        at_s: When, virtual seconds.
+        how: `dies`: the process is gone, and connections are refused. `errors`: it answers 503 at
+            once to every new request, and goes on with the others. `hangs`: it takes requests in
+            and computes nothing more, while its metrics page stays. `dies`, which is what most do.
+        noticed_s: Seconds until discovery drops it. 1: a Kubernetes watch tells of a dead
+            container within about a second. None: never, as with a static list.
+        back_s: Seconds until a new process with an empty cache is there, or `errors` end. None:
+            never.
+    """
+
+    engine: NotNegative
+    at_s: Seconds
+    how: Literal["dies", "errors", "hangs"] = "dies"
+    noticed_s: Seconds | None = 1.0
+    back_s: Seconds | None = None
+
+
+class Picking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The pickers.
+
+    Attributes:
+        replicas: Pickers; each request goes to one of them at random.
+        share_delay_s: Seconds after which pickers have told each other of a request that was sent
+            or ended. None: they do not talk.
+        scrape_s: Seconds between scrapes of an endpoint, busy or idle. None: as the configuration
+            says.
+        delay_s: Seconds from the moment a page was true to the moment it is taken in. 5 ms is what
+            vLLM takes for its page.
+        told_max_tokens: Whether requests carry `max_tokens`, and with it the true length of their
+            answers, as those of `vllm bench serve` do. False: people rarely know it.
+    """
+
+    replicas: Positive = 1
+    share_delay_s: Seconds | None = None
+    scrape_s: Factor | None = None
+    delay_s: Seconds = 0.005
+    told_max_tokens: bool = False
+
+
+class Hold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How requests wait for a replica, by the rules of pickers' `holding`.
+
+    Attributes:
+        per_replica: Requests a replica is given at once; further ones wait. None: all, so that
+            they wait only while there is no replica.
+        requests: Requests that may wait; further ones are refused with 429.
+        budget_s: Seconds after which a request that waits is refused, with 503 where there is no
+            replica and 429 where all are busy. None: never.
+    """
+
+    per_replica: Positive | None = None
+    requests: Positive = 10_000
+    budget_s: Seconds | None = None
+
+
+class Autoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How many engines of the fleet are up. The fleet names those there may be.
+
+    Attributes:
+        policy: Its name in the catalogue of policies.
+        params: Its parameters.
+        meter: How demand is measured.
+        min: Replicas at least.
+        start: Replicas in the beginning.
+        cold_start_s: Seconds from asking for a replica to its first request. 60: weights of a small
+            model from a local disk.
+        grace_s: Seconds a replica that is taken away may finish what it has. None: until it has,
+            as with a grace period longer than any answer.
+        hold: How requests wait, in place of the pickers' own `holding`.
+        restarts_s: When the picker is replaced by another one that goes on from its state.
+        window_s: Seconds charts average the queue depth over.
+    """
+
+    policy: str = registry.DEFAULT
+    params: dict[str, object] = {}
+    meter: demand_estimator.Settings = demand_estimator.Settings()
+    min: NotNegative = 0
+    start: NotNegative = 0
+    cold_start_s: Seconds = 60.0
+    grace_s: Seconds | None = None
+    hold: Hold = Hold()
+    restarts_s: Sequence[float] = ()
+    window_s: Seconds = 60.0
+
+
+class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A strategy with a name of its own.
+
+    Attributes:
+        name: What the results call it.
+        config: A configuration file, relative to the scenario. Empty: none.
+        settings: Sections of a configuration, written here.
+        strategy: One word, as in `scheduling.strategy`. Empty: as the configuration says.
+        client: What is different in the client, for published runs in which clients were.
+        autoscaling: In place of the scenario's.
+    """
+
+    name: str
+    config: str = ""
+    settings: Mapping[str, object] = {}
+    strategy: str = ""
+    client: Client | None = None
+    autoscaling: Autoscaling | None = None
+
+
+class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A fleet, a workload and the strategies to compare.
+
+    Attributes:
+        title: One line.
+        fleet: The engines.
+        workload: What is asked.
+        client: How it is offered.
+        picking: The pickers.
+        outages: Engines that die.
+        autoscaling: How many engines of the fleet are up. None: all, always.
+        strategies: Named strategies, `clairvoyant`, or variants.
+        seeds: Seeds; every strategy runs with each. Five, so that an interval can be given.
+        measure_from_s: Requests sent before are left out of the results.
+        until_s: The simulation ends at this virtual time at the latest. 86400: a day is a
+            scenario that does not end.
+    """
+
+    title: str = ""
+    fleet: Sequence[Engines] = (Engines(),)
+    workload: Workload
+    client: Client = Client()
+    picking: Picking = Picking()
+    outages: Sequence[Outage] = ()
+    autoscaling: Autoscaling | None = None
+    strategies: Sequence[str | Variant] = ("adaptive",)
+    seeds: Annotated[Sequence[int], msgspec.Meta(min_length=1)] = (1, 2, 3, 4, 5)
+    measure_from_s: Seconds = 0.0
+    until_s: Factor = 86_400.0
+
+    @property
+    def variants(self) -> list[Variant]:
+        """All strategies as variants."""
+        return [
+            Variant(name=one, strategy=one) if isinstance(one, str) else one
+            for one in self.strategies
+        ]
+
+
+def check(scenario: Scenario, *, where: str) -> None:
+    """Refuse what cannot be simulated.
+
+    Raises:
+        ConfigError: Arrivals are missing or said twice, an engine is not there, or a profile is
+            wrong.
+    """
+    for at, engines in enumerate(scenario.fleet):
+        _check_engines(engines, where=f"{where}: fleet[{at}]")
+    size = sum(engines.count for engines in scenario.fleet)
+    for outage in scenario.outages:
+        if outage.engine >= size:
+            raise ConfigError(
+                f"{where}: outages",
+                wanted=f"an engine from 0 to {size - 1}",
+                found=str(outage.engine),
+                fix="count engines from 0 in the order of the fleet",
+            )
+    clients = [scenario.client, *(v.client for v in scenario.variants if v.client is not None)]
+    for client in clients:
+        _check_client(client, scenario.workload, where=where)
+    for scaled in (scenario.autoscaling, *(v.autoscaling for v in scenario.variants)):
+        if scaled is not None:
+            registry.make(scaled.policy, scaled.params, where=f"{where}: autoscaling")
+    names = [variant.name for variant in scenario.variants]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"{where}: strategies",
+            wanted="names that differ",
+            found=f"{twice[0]!r} more than once",
+            fix="give each variant its own name",
+        )
+
+
+def _check_engines(engines: Engines, *, where: str) -> None:
+    try:
+        profile = engines.resolved()
+    except ConfigError as error:
+        # The same, with the place in the scenario.
+        raise ConfigError(where, wanted=error.wanted, found=error.found, fix=error.fix) from None
+    if profile.block_tokens != KEY_TOKENS:
+        raise ConfigError(
+            f"{where}.set.block_tokens",
+            wanted=f"{KEY_TOKENS}, the tokens of one block of a simulated prompt",
+            found=str(profile.block_tokens),
+            fix="remove it",
+        )
+
+
+def _check_client(client: Client, workload: Workload, *, where: str) -> None:
+    ways = (client.users is not None) + (client.rate_per_s is not None)
+    wanted = 0 if isinstance(workload, TIMED) else 1
+    if ways != wanted:
+        raise ConfigError(
+            f"{where}: client",
+            wanted="no users and no rate_per_s with a trace or groups, which have times of their own"
+            if not wanted
+            else "one of users (closed loop) and rate_per_s (Poisson arrivals)",
+            found=f"{ways} of them",
+            fix="say how requests are offered once",
+        )

@@ -1,0 +1,271 @@
+"""A fleet, its pickers and its clients, run to the end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from extproc.config import settings as sections
+from extproc.endpoint import Models, Rates
+from extproc.simulator.fleet import workloads
+from extproc.simulator.fleet.autoscaled_fleet import Acts, Replicas
+from extproc.simulator.fleet.client import Client, Sender
+from extproc.simulator.fleet.engine_node import Site
+from extproc.simulator.fleet.event_queue import Timeline
+from extproc.simulator.fleet.oracle_picker import Clairvoyant
+from extproc.simulator.fleet.peer_sync import Talk
+from extproc.simulator.fleet.picker import MODEL, Dispatching, Picker
+from extproc.simulator.fleet.run_metrics import Summary, Tally
+from extproc.simulator.fleet.scenario import Autoscaling, Outage, Scenario
+from extproc.simulator.fleet.sim_request import Trip, Work
+
+
+class World:
+    """One run of one strategy. Mutable; run it once.
+
+    Args:
+        scenario: What is simulated; `scenario.check` must accept it.
+        settings: Configuration of the pickers; None for the clairvoyant one.
+        seed: Of all chance. Arrivals and lengths do not depend on the strategy.
+        rows: Lines of the trace, for workloads that are one.
+        client: How requests are offered; None for the scenario's own.
+        autoscaling: How many engines are up; None for the scenario's own.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        settings: sections.Settings | None,
+        *,
+        seed: int,
+        rows: Iterable[str] = (),
+        client: Client | None = None,
+        autoscaling: Autoscaling | None = None,
+    ) -> None:
+        self.timeline = Timeline()
+        self.tally = Tally(scenario.measure_from_s)
+        self._scenario = scenario
+        self._chance = random.Random(seed)
+        self._served = 0
+        self.sites: list[Site] = []
+        self._listed: list[bool] = []
+        self._picker_of: dict[str, Picker] = {}
+        self._client = client or scenario.client
+        scaled = autoscaling or scenario.autoscaling
+        #: Trips their clients left, and engines go on with.
+        self._left: set[str] = set()
+        for engines in scenario.fleet:
+            profile = engines.resolved()
+            for _ in range(engines.count):
+                self._engine(
+                    Site(self.timeline, profile, finished=self._ended, gaps=self.tally.gaps),
+                    engines.ready_s if scaled is None else None,
+                )
+        self.pickers = [
+            self._picker(settings, seed=seed * 1000 + n, waits=scaled is None)
+            for n in range(scenario.picking.replicas)
+        ]
+        share_delay_s = scenario.picking.share_delay_s
+        if share_delay_s is not None:
+            told = [one.parts.dispatcher for one in self.pickers if isinstance(one, Dispatching)]
+            Talk(told, timeline=self.timeline, delay_s=share_delay_s)
+        self._replicas = None if scaled is None else self._scaled(scaled)
+        self._sender = Sender(
+            self._client,
+            workloads.sessions(scenario.workload, random.Random(seed * 2 + 1), rows),
+            adapters=workloads.adapters(scenario.workload),
+            timeline=self.timeline,
+            rng=random.Random(seed * 2 + 2),
+            send=self._send,
+        )
+
+    def run(self) -> Tally:
+        """Run to the end.
+
+        Returns:
+            What came of it.
+        """
+        timeline, sender, until = self.timeline, self._sender, self._scenario.until_s
+        for outage in self._scenario.outages:
+            timeline.at(outage.at_s, lambda outage=outage: self._fail(outage))  # type: ignore[misc]
+        if self._scenario.measure_from_s:
+            timeline.at(self._scenario.measure_from_s, self.tally.forget_gaps)
+        replicas = self._replicas
+        if replicas is None:
+            self._list()
+        else:
+            replicas.begin()
+        sender.start()
+        while not sender.over and timeline.now < until and timeline.step():
+            pass
+        over_at = timeline.now
+        while replicas and not replicas.settled and timeline.now < until and timeline.step():
+            pass
+        self.tally.close(self.sites, replicas.close(over_at) if replicas else None)
+        return self.tally
+
+    def _engine(self, site: Site, ready_s: float | None) -> None:
+        """One engine; `ready_s` of None: the policy says when."""
+        n = len(self.sites)
+        self.sites.append(site)
+        self._listed.append(ready_s == 0)
+        if ready_s is None:
+            return
+        if ready_s:
+            self.timeline.at(ready_s, lambda: self._back(n))
+        else:
+            site.start()
+
+    def _picker(self, settings: sections.Settings | None, *, seed: int, waits: bool) -> Picker:
+        """One picker; requests wait in it, or where replicas come and go."""
+        if settings is None:
+            return Clairvoyant(self.sites, self.timeline)
+        return Dispatching(
+            adjusted(settings, self._scenario, seed=seed),
+            self.sites,
+            timeline=self.timeline,
+            delay_s=self._scenario.picking.delay_s,
+            models=Models(frozenset({MODEL}), workloads.named(self._scenario.workload)),
+            told_max_tokens=self._scenario.picking.told_max_tokens,
+            went=self._went if waits else None,
+        )
+
+    def _scaled(self, asked: Autoscaling) -> Replicas:
+        def listed(up: Sequence[int]) -> None:
+            self._listed = [n in up for n in range(len(self.sites))]
+            self._list()
+
+        def rates() -> Rates | None:
+            return self.pickers[0].rates()
+
+        acts = Acts(listed=listed, go=self._go, over=self._over, rates=rates)
+        return Replicas(asked, self.sites, timeline=self.timeline, acts=acts)
+
+    def _list(self) -> None:
+        up = [n for n, listed in enumerate(self._listed) if listed]
+        for picker in self.pickers:
+            picker.listed(up)
+
+    def _back(self, n: int) -> None:
+        site = self.sites[n]
+        if site.refusing:
+            site.refusing = False
+        else:
+            if site.up:
+                site.stop()
+            site.start()
+        self._listed[n] = True
+        self._list()
+
+    def _gone(self, n: int) -> None:
+        if not self.sites[n].well:
+            self._listed[n] = False
+            self._list()
+
+    def _fail(self, outage: Outage) -> None:
+        n = outage.engine
+        site = self.sites[n]
+        match outage.how:
+            case "dies":
+                site.stop()
+            case "hangs":
+                site.hang()
+            case "errors":
+                site.refusing = True
+        if outage.noticed_s is not None:
+            self.timeline.after(outage.noticed_s, lambda: self._gone(n))
+        if outage.back_s is not None:
+            self.timeline.after(outage.back_s, lambda: self._back(n))
+
+    def _send(self, work: Work) -> Trip:
+        self._served += 1
+        trip = Trip(f"r{self._served}", work, self.timeline.now)
+        replicas = self._replicas
+        if replicas is None:
+            self._go(trip)
+        else:
+            # On the next event: the sender must know the trip before it can end.
+            self.timeline.after(0.0, lambda: replicas.arrived(trip))
+        if self._client.timeout_s is not None and not trip.failure:
+            self.timeline.after(self._client.timeout_s, lambda: self._give_up(trip))
+        return trip
+
+    def _go(self, trip: Trip) -> None:
+        """A picker says where to."""
+        pickers = self.pickers
+        picker = pickers[0] if len(pickers) == 1 else self._chance.choice(pickers)
+        self._picker_of[trip.id] = picker
+        trip.site = picker.pick(trip)
+        if trip.site >= 0 or trip.failure:
+            self._went(trip)
+
+    def _went(self, trip: Trip) -> None:
+        """A picker has said where to, or that it goes nowhere."""
+        if trip.site >= 0:
+            self.sites[trip.site].submit(trip)
+            return
+        del self._picker_of[trip.id]
+        # On the next event, as above.
+        self.timeline.after(0.0, lambda: self._over(trip))
+
+    def _give_up(self, trip: Trip) -> None:
+        """The client has waited long enough."""
+        if trip.site < 0:
+            picker = self._picker_of.get(trip.id)
+            if picker is not None and picker.left(trip):
+                del self._picker_of[trip.id]
+                trip.failure = "timeout"
+                self._over(trip)
+            elif self._replicas and self._replicas.left(trip):
+                trip.failure = "timeout"
+                self._over(trip)
+        elif not self._client.abandons:
+            self.sites[trip.site].cancel(trip, "timeout")
+        elif trip.id in self._picker_of:
+            self._left.add(trip.id)
+            trip.failure = "timeout"
+            self._over(trip)
+
+    def _ended(self, trip: Trip) -> None:
+        self._picker_of.pop(trip.id).ended(trip)
+        if self._replicas:
+            self._replicas.ended(trip)
+        if trip.id in self._left:
+            self._left.remove(trip.id)
+        else:
+            self._over(trip)
+
+    def _over(self, trip: Trip) -> None:
+        self.tally.add(trip)
+        self._sender.finished(trip)
+
+
+def run(
+    scenario: Scenario,
+    settings: sections.Settings | None,
+    *,
+    seed: int,
+    rows: Iterable[str] = (),
+    client: Client | None = None,
+    autoscaling: Autoscaling | None = None,
+) -> Summary:
+    """Simulate once, from the first request to the last answer; arguments as in `World`."""
+    whole = World(scenario, settings, seed=seed, rows=rows, client=client, autoscaling=autoscaling)
+    return whole.run().summary()
+
+
+def adjusted(settings: sections.Settings, scenario: Scenario, *, seed: int) -> sections.Settings:
+    """A configuration with the scenario's seed and scrape interval."""
+    scrape_s = scenario.picking.scrape_s
+    scrape = settings.scrape
+    if scrape_s is not None:
+        scrape = msgspec.structs.replace(
+            scrape,
+            busy_interval_s=scrape_s,
+            idle_interval_s=scrape_s,
+            stale_after_s=max(scrape.stale_after_s, 3 * scrape_s),
+            max_scrapes_per_s=1e9,
+        )
+    return msgspec.structs.replace(settings, seed=seed, scrape=scrape)

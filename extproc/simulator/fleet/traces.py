@@ -1,0 +1,110 @@
+"""Recorded requests: the two formats the field publishes."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import msgspec
+
+from extproc.errors import ConfigError
+from extproc.simulator.fleet.prompt_blocks import Streams
+from extproc.simulator.fleet.sim_request import KEY_TOKENS, Work
+
+Format = Literal["mooncake", "azure"]
+
+#: Tokens of a Mooncake block.
+_MOONCAKE_TOKENS = 512
+_PER_BLOCK = _MOONCAKE_TOKENS // KEY_TOKENS
+
+_AZURE_HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
+class _Row(msgspec.Struct, frozen=True):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def read(
+    format_: Format, rows: Iterable[str], *, where: str, spread_s: float = 0.0
+) -> Iterator[tuple[float, Work]]:
+    """Requests with their times in seconds, in the order of the file.
+
+    Args:
+        format_: What the lines are.
+        rows: The lines.
+        where: The file, for errors.
+        spread_s: Rows of one time stamp are spread evenly over so many seconds.
+
+    Raises:
+        ConfigError: A line is not what the format says.
+    """
+    made = _mooncake(rows, where) if format_ == "mooncake" else _azure(rows, where)
+    return _spread(made, spread_s) if spread_s else made
+
+
+def _spread(made: Iterator[tuple[float, Work]], spread_s: float) -> Iterator[tuple[float, Work]]:
+    together: list[Work] = []
+    stamp = 0.0
+    for at, work in made:
+        if together and at != stamp:
+            yield from _apart(stamp, together, spread_s)
+            together = []
+        stamp = at
+        together.append(work)
+    yield from _apart(stamp, together, spread_s)
+
+
+def _apart(at: float, works: list[Work], spread_s: float) -> Iterator[tuple[float, Work]]:
+    for place, work in enumerate(works):
+        yield at + spread_s * place / len(works), work
+
+
+def _mooncake(rows: Iterable[str], where: str) -> Iterator[tuple[float, Work]]:
+    decoder = msgspec.json.Decoder(_Row)
+    for number, line in enumerate(rows, 1):
+        if not line.strip():
+            continue
+        try:
+            row = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise _unreadable(
+                where, number, "timestamp, input_length, output_length and hash_ids", str(error)
+            ) from None
+        ids, tokens = row.hash_ids, max(1, row.input_length)
+        blocks = min(tokens // KEY_TOKENS, len(ids) * _PER_BLOCK)
+        keys = [ids[k // _PER_BLOCK] * _PER_BLOCK + k % _PER_BLOCK + 1 for k in range(blocks)]
+        # Every row begins with the same block: a system prompt. What follows is the user's.
+        opening = str(ids[1] if len(ids) > 1 else ids[0] if ids else number)
+        yield (
+            row.timestamp / 1000,
+            Work(tokens, max(1, row.output_length), keys, opening=f"block {opening}"),
+        )
+
+
+def _azure(rows: Iterable[str], where: str) -> Iterator[tuple[float, Work]]:
+    streams = Streams()
+    begin: dt.datetime | None = None
+    for number, line in enumerate(rows, 1):
+        text = line.strip()
+        if not text or text == _AZURE_HEAD:
+            continue
+        try:
+            stamp, prompt, output = text.split(",")
+            # Seven digits of a second; datetime takes six.
+            at = dt.datetime.fromisoformat(stamp[:26])
+            tokens, answer = max(1, int(prompt)), max(1, int(output))
+        except ValueError as error:
+            raise _unreadable(where, number, _AZURE_HEAD, str(error)) from None
+        begin = at if begin is None else begin
+        work = Work(tokens, answer, streams.keys(number, tokens), opening=f"row {number}")
+        yield (at - begin).total_seconds(), work
+
+
+def _unreadable(where: str, number: int, wanted: str, found: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: line {number}", wanted=wanted, found=found, fix="check the trace's format"
+    )

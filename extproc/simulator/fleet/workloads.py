@@ -1,0 +1,339 @@
+"""What is asked: kinds of workload as a scenario names them, and the sessions they yield.
+
+Every kind yields sessions and ends by itself (`sessions`). A session of one request is how
+independent requests look.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated
+
+import msgspec
+
+from extproc.simulator.fleet import traces
+from extproc.simulator.fleet.length_distributions import Lengths
+from extproc.simulator.fleet.prompt_blocks import Streams
+from extproc.simulator.fleet.sim_request import Session, Work
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class _Kind(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"
+):
+    """What all kinds have in common: there is nothing."""
+
+
+class Independent(_Kind, frozen=True, kw_only=True, tag="independent"):
+    """Prompts that share nothing.
+
+    Attributes:
+        requests: How many.
+        prompt: Tokens of a prompt.
+        output: Tokens of an answer.
+        adapters: LoRA adapters; the n-th session (that of the n-th user where users are) asks for
+            adapter n modulo this. 0: the base model.
+    """
+
+    requests: Positive
+    prompt: Lengths
+    output: Lengths
+    adapters: NotNegative = 0
+
+    def source(self, rng: random.Random) -> Iterator[Session]:
+        """Its sessions."""
+        salt = rng.getrandbits(32)  # other seeds, other texts: hashes of them fall elsewhere
+        streams = Streams()
+        for n in range(self.requests):
+            tokens = self.prompt.whole(rng)
+            keys = streams.keys(n, tokens)
+            output = self.output.whole(rng)
+            yield Session((Work(tokens, output, keys, opening=f"{salt} prompt {n}"),))
+
+
+class Shared(_Kind, frozen=True, kw_only=True, tag="shared-prefixes"):
+    """Prompts that begin with one of a few long texts.
+
+    Attributes:
+        requests: How many.
+        groups: How many texts there are.
+        prefix: Tokens of such a text.
+        prompt: Tokens each prompt adds.
+        output: Tokens of an answer.
+        hot_share: Share of requests that begin with the first text; the others are spread evenly.
+            0: all evenly.
+        adapters: As with `independent`.
+    """
+
+    requests: Positive
+    groups: Positive
+    prefix: Lengths
+    prompt: Lengths
+    output: Lengths
+    hot_share: Share = 0.0
+    adapters: NotNegative = 0
+
+    def source(self, rng: random.Random) -> Iterator[Session]:
+        """Its sessions."""
+        salt = rng.getrandbits(32)  # other seeds, other texts: hashes of them fall elsewhere
+        streams = Streams()
+        prefixes = [self.prefix.whole(rng) for _ in range(self.groups)]
+        for n in range(self.requests):
+            group = 0 if rng.random() < self.hot_share else rng.randrange(self.groups)
+            first = prefixes[group]
+            tokens = first + self.prompt.whole(rng)
+            keys = streams.joined(("group", group), n, first=first, tokens=tokens)
+            output = self.output.whole(rng)
+            yield Session((Work(tokens, output, keys, opening=f"{salt} group {group}"),))
+
+
+class Conversations(_Kind, frozen=True, kw_only=True, tag="conversations"):
+    """Turns that repeat all that was said before.
+
+    Attributes:
+        conversations: How many.
+        turns: Turns of a conversation.
+        prompt: Tokens each turn adds.
+        output: Tokens of an answer; they are part of the next turn's prompt.
+        think_s: Seconds between an answer and the next turn.
+        system: Tokens of the system prompt every conversation begins with.
+        systems: How many different system prompts there are.
+        longest_tokens: A conversation ends before a prompt and its answer exceed this.
+        adapters: As with `independent`.
+    """
+
+    conversations: Positive
+    turns: Lengths
+    prompt: Lengths
+    output: Lengths
+    think_s: Lengths = Lengths(mean=0.0, lowest=0.0)
+    system: Lengths = Lengths(mean=0.0, lowest=0.0)
+    systems: Positive = 1
+    longest_tokens: Positive = 8192
+    adapters: NotNegative = 0
+
+    def source(self, rng: random.Random) -> Iterator[Session]:
+        """Its sessions."""
+        salt = rng.getrandbits(32)  # other seeds, other texts: hashes of them fall elsewhere
+        streams = Streams()
+        openings = [round(self.system.draw(rng)) for _ in range(self.systems)]
+        for n in range(self.conversations):
+            kind = rng.randrange(self.systems)
+            works: list[Work] = []
+            tokens = openings[kind]
+            for _ in range(self.turns.whole(rng)):
+                tokens += self.prompt.whole(rng)
+                output = self.output.whole(rng)
+                if works and tokens + output > self.longest_tokens:
+                    break
+                keys = streams.joined(
+                    ("system", kind), n, first=openings[kind], tokens=tokens + output
+                )
+                works.append(
+                    Work(tokens, output, keys, session=str(n), opening=f"{salt} conversation {n}")
+                )
+                tokens += output
+            yield Session(works, [self.think_s.draw(rng) for _ in works[1:]])
+
+
+class Repeated(_Kind, frozen=True, kw_only=True, tag="repeated-prompts"):
+    """KubeAI's chat-py client: prompts of messages 1, 1 to 3, 1 to 5, ..., shuffled and cycled.
+
+    Attributes:
+        requests: How many.
+        conversations: How many conversations the prompts come from.
+        turns: Prompts of each conversation.
+        prompt: Tokens each message adds, before scaling.
+        mean_prompt_tokens: Mean prompt that all messages are scaled to.
+        output: Tokens of an answer; answers are not repeated.
+    """
+
+    requests: Positive
+    conversations: Positive
+    turns: Positive
+    prompt: Lengths
+    mean_prompt_tokens: Positive
+    output: Lengths
+
+    def source(self, rng: random.Random) -> Iterator[Session]:
+        """Its sessions."""
+        salt = rng.getrandbits(32)  # other seeds, other texts: hashes of them fall elsewhere
+        lengths: list[tuple[int, float]] = []
+        for n in range(self.conversations):
+            tokens = 0.0
+            for _ in range(self.turns):
+                tokens += self.prompt.draw(rng)
+                lengths.append((n, tokens))
+        scale = self.mean_prompt_tokens * len(lengths) / sum(tokens for _, tokens in lengths)
+        prompts = [(n, max(4, round(tokens * scale))) for n, tokens in lengths]
+        rng.shuffle(prompts)
+        streams = Streams()
+        for k in range(self.requests):
+            n, tokens = prompts[k % len(prompts)]
+            output = self.output.whole(rng)
+            keys = streams.keys(n, tokens)
+            yield Session(
+                (Work(tokens, output, keys, session=str(n), opening=f"{salt} conversation {n}"),)
+            )
+
+
+class Trace(_Kind, frozen=True, kw_only=True, tag="trace"):
+    """Requests that were recorded.
+
+    Attributes:
+        format: `mooncake` (JSON lines: timestamp in ms, input_length, output_length, hash_ids of
+            512-token blocks) or `azure` (CSV: TIMESTAMP, ContextTokens, GeneratedTokens).
+        file: The trace. `$NAME` in it is the environment's.
+        rate_scale: How much faster than recorded; the same requests in less time.
+        first: How many rows are skipped.
+        requests: How many are sent; None for all.
+        longest_tokens: Requests longer than this (prompt and answer) are left out: the engine
+            would refuse them. None: none are.
+        spread_s: Rows recorded at one moment are spread evenly over so many seconds, in their
+            order. 0: all at once, as recorded.
+    """
+
+    format: traces.Format
+    file: str
+    rate_scale: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    first: NotNegative = 0
+    requests: Positive | None = None
+    longest_tokens: Positive | None = None
+    spread_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+    def replay(self, rows: Iterable[str]) -> Iterator[Session]:
+        """Its sessions, at their own times.
+
+        Args:
+            rows: Lines of the file.
+
+        Raises:
+            errors.ConfigError: A line is not what the format says.
+        """
+        sent = 0
+        begin: float | None = None
+        for at, work in traces.read(self.format, rows, where=self.file, spread_s=self.spread_s):
+            if (
+                self.longest_tokens
+                and work.prompt_tokens + work.output_tokens > self.longest_tokens
+            ):
+                continue
+            sent += 1
+            if sent <= self.first:
+                continue
+            if self.requests is not None and sent > self.first + self.requests:
+                return
+            begin = at if begin is None else begin
+            yield Session((work,), at=(at - begin) / self.rate_scale)
+
+
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Some of those who ask.
+
+    Attributes:
+        tenant: What they are called, where requests wait in turns.
+        priority: Of their requests, as an objective would give it.
+        rate_per_s: Their sessions begin at this rate, as a Poisson process.
+        from_s: When they begin, virtual seconds.
+        until_s: When no more of their sessions begin. None: when the workload is over.
+        workload: What they ask.
+    """
+
+    tenant: str
+    priority: int = 0
+    rate_per_s: Annotated[float, msgspec.Meta(gt=0)]
+    from_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    until_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    workload: Independent | Shared | Conversations | Repeated
+
+    def source(self, rng: random.Random, number: int) -> Iterator[Session]:
+        """Its sessions at their times.
+
+        Args:
+            rng: Chance of its own, so that it asks the same whoever else is there.
+            number: Which of the groups it is; they share no blocks.
+        """
+        salt = (number + 1) << 54
+        at = self.from_s
+        for session in self.workload.source(random.Random(rng.getrandbits(64))):
+            at += rng.expovariate(self.rate_per_s)
+            if self.until_s is not None and at >= self.until_s:
+                return
+            works = [
+                msgspec.structs.replace(
+                    work,
+                    keys=[key + salt for key in work.keys],
+                    tenant=self.tenant,
+                    priority=self.priority,
+                )
+                for work in session.works
+            ]
+            yield Session(works, session.think_s, at)
+
+
+class Groups(_Kind, frozen=True, kw_only=True, tag="groups"):
+    """Several who ask at once, each at their own rate.
+
+    Attributes:
+        groups: Who they are. Each asks the same at the same times whoever else is there.
+    """
+
+    groups: Annotated[Sequence[Group], msgspec.Meta(min_length=1)]
+
+    def source(self, rng: random.Random) -> Iterator[Session]:
+        """Its sessions."""
+        base = rng.getrandbits(64)
+        sources = [
+            group.source(random.Random(f"{base} {group.tenant} {group.priority}"), number)
+            for number, group in enumerate(self.groups)
+        ]
+        return heapq.merge(*sources, key=lambda session: session.at or 0.0)
+
+
+Workload = Independent | Shared | Conversations | Repeated | Trace | Groups
+
+#: Kinds that say themselves when sessions begin.
+TIMED = (Trace, Groups)
+
+
+def sessions(workload: Workload, rng: random.Random, rows: Iterable[str] = ()) -> Iterator[Session]:
+    """The sessions of a workload.
+
+    Args:
+        workload: Which one.
+        rng: Chance; a trace leaves nothing to it.
+        rows: Lines of the trace, where the workload is one.
+
+    Raises:
+        errors.ConfigError: A line of the trace is not what its format says.
+    """
+    return workload.replay(rows) if isinstance(workload, Trace) else workload.source(rng)
+
+
+def adapters(workload: Workload) -> int:
+    """How many LoRA adapters it asks for; 0 for the base model only."""
+    return 0 if isinstance(workload, Trace | Repeated | Groups) else workload.adapters
+
+
+def named(workload: Workload) -> frozenset[str]:
+    """Names of those adapters."""
+    return frozenset(_name(number) for number in range(adapters(workload)))
+
+
+def adapted(works: Sequence[Work], number: int) -> list[Work]:
+    """The same requests for the adapter of that number; adapters share no blocks."""
+    salt = (number + 1) << 44
+    name = _name(number)
+    return [
+        msgspec.structs.replace(work, adapter=name, keys=[key + salt for key in work.keys])
+        for work in works
+    ]
+
+
+def _name(number: int) -> str:
+    return f"adapter-{number}"

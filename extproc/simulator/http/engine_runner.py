@@ -1,0 +1,161 @@
+"""The engine loop: the pure core paced by the real clock, and the answers it is giving."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+
+from extproc.simulator import core, engine_request, faults, stats
+
+#: How far the loop may fall behind its schedule and still catch up; beyond, time is lost. Timers
+#: of the event loop are coarse (1 ms in uvloop), so single steps are late and must not add up.
+_LAG_S = 0.1
+
+
+class Generation:
+    """One job's way through the engine, as its handler watches it.
+
+    Attributes:
+        id: The job's id.
+        tokens: Output tokens it will have.
+        ready: Output tokens that are there.
+        cached_tokens: Prompt tokens found in the prefix cache; valid once `ready` is not 0.
+    """
+
+    __slots__ = ("_waiter", "cached_tokens", "id", "ready", "stream", "tokens")
+
+    def __init__(self, job_id: str, tokens: int, *, stream: bool) -> None:
+        self.id = job_id
+        self.tokens = tokens
+        self.stream = stream
+        self.ready = 0
+        self.cached_tokens = 0
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether all tokens are there."""
+        return self.ready >= self.tokens
+
+    async def past(self, seen: int) -> int:
+        """Wait for more than `seen` tokens; returns how many are there."""
+        while self.ready <= seen and not self.done:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self.ready
+
+    async def end(self) -> None:
+        """Wait for all tokens."""
+        await self.past(self.tokens - 1)
+
+    def advance(self, ready: int) -> None:
+        """So many tokens are there now."""
+        self.ready = ready
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+class Runner:
+    """Paces one core. Its profile is already scaled by the speed: all its times are wall seconds.
+
+    Args:
+        engine: The core.
+        counts: Its statistics.
+        trouble: Armed faults; `slow` stretches steps.
+        coalesce_s: Tokens that come within this time are delivered together, as a busy vLLM does;
+            0 delivers every step.
+    """
+
+    def __init__(
+        self, engine: core.Engine, counts: stats.Stats, trouble: faults.Faults, *, coalesce_s: float
+    ) -> None:
+        self.engine = engine
+        self.stats = counts
+        self._trouble = trouble
+        self._coalesce_s = coalesce_s
+        self._open: dict[str, Generation] = {}
+        self._streams: dict[str, Generation] = {}
+        self._ids = itertools.count()
+        self._wake = asyncio.Event()
+        self._end = 0.0
+
+    def next_id(self) -> str:
+        """An id for a new job."""
+        return str(next(self._ids))
+
+    def submit(
+        self, new: engine_request.Job, *, stream: bool
+    ) -> Generation | engine_request.Refusal:
+        """Put a job into the engine."""
+        now, due = time.monotonic(), self.engine.due
+        if due is not None and due < now:
+            now = due  # the loop is late: on its schedule the job came before the next step
+        refusal = self.engine.submit(new, now)
+        if refusal is not None:
+            if refusal is engine_request.Refusal.BUSY:
+                self.stats.rejected()
+            return refusal
+        generation = Generation(new.id, new.output_tokens, stream=stream)
+        self._open[new.id] = generation
+        if stream:
+            self._streams[new.id] = generation
+        self._wake.set()
+        return generation
+
+    def close(self, generation: Generation, reason: str) -> None:
+        """A handler is through with its generation; what is not done by then is aborted.
+
+        Args:
+            generation: Which.
+            reason: The `finished_reason` to count if it is done.
+        """
+        self._open.pop(generation.id, None)
+        self._streams.pop(generation.id, None)
+        if generation.done:
+            self.stats.ended(reason)
+            return
+        self.engine.cancel(generation.id, time.monotonic())
+        self.stats.ended("abort")
+
+    async def run(self) -> None:
+        """Step for ever."""
+        while True:
+            if not await self.step():
+                self._wake.clear()
+                await self._wake.wait()
+                self._end = time.monotonic()
+
+    async def step(self) -> bool:
+        """One plan of the core at its pace; returns whether there was anything to do."""
+        start = max(self._end, time.monotonic() - _LAG_S)
+        due = self.engine.begin(start, horizon=start + self._coalesce_s)
+        if due is None:
+            return False
+        slow = self._trouble.slowdown(start)
+        delay = start + (due - start) * slow - time.monotonic()
+        # Below half a millisecond the timer would oversleep; the schedule makes up for it.
+        await asyncio.sleep(delay if delay > 0.0005 else 0)
+        due = self.engine.due or due  # an arrival may have cut it short
+        self._end = start + (due - start) * slow
+        self._deliver(self.engine.commit(self._end))
+        return True
+
+    def _deliver(self, result: engine_request.StepResult) -> None:
+        """Hand out what a plan brought."""
+        self.stats.observe(result, time.time())
+        for started in result.started:
+            generation = self._open.get(started.id)
+            if generation is not None:
+                generation.cached_tokens = started.cached_tokens
+        for done in result.finished:
+            generation = self._open.get(done.job.id)
+            if generation is not None:
+                generation.advance(generation.tokens)
+        generated = self.engine.generated
+        for job_id, generation in self._streams.items():
+            if not generation.done:
+                ready = generated(job_id)
+                if ready > generation.ready:
+                    generation.advance(ready)

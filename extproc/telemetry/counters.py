@@ -1,0 +1,111 @@
+"""Plain counts of a whole process, and where those of its pools are.
+
+Rendering happens when somebody asks (`exposition`), so that adding a fact is an integer addition.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from extproc.scheduling import plugin_guard
+from extproc.supervision import Supervisor
+from extproc.telemetry.pool_counters import PoolTallies
+from extproc.telemetry.scaling_metrics import Figures
+from extproc.telemetry.watch_metrics import WatchFigures
+from extproc.telemetry.xds_metrics import XdsTallies
+
+
+class Distribution:
+    """A histogram with fixed upper bounds.
+
+    Args:
+        bounds: Ascending upper bounds, in the unit of what is added.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+_ROUTE_BOUNDS_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.1)
+_STALL_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_ANSWER_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Tallies:
+    """Everything that is counted.
+
+    Attributes:
+        streams: ext_proc streams by gRPC end: `ok`, `cancelled`, `protocol`, `error`.
+        streams_open: Open streams now.
+        answers: Requests answered here in place of an engine.
+        reloads: Attempts to read the configuration again, by result: `ok`, `error`.
+        reload_failed: Whether the last of them failed, and an older configuration is in force.
+        restart_needed: Whether the configuration differs in what only a restart changes.
+        bugs: Exceptions of ours that streams ran into, by (type, place).
+        plugins: Overruns, bypasses and exceptions of plugins of others, by (role, kind).
+        route_s: Time of decisions.
+        headers_s: From pick to response headers.
+        exchange_s: From first event to end.
+        scrape_s: Time of scrapes.
+        held_s: How long requests waited for capacity and then went on.
+        large_bodies: Bodies for the process that reads large ones, by what came of them: `read`,
+            `failed`, `refused`.
+        large_body_s: How long they waited and were read.
+        loop_stall_s: How late timers of the event loop were.
+        loop_stall_cpu_s: Of that, what the thread of the event loop computed.
+        xds: Counts of the xDS server.
+        scaling: Gives what is shown of autoscaling, by pool.
+        watches: Gives how the watches of Kubernetes stand.
+        supervisor: Keeps loops alive, and counts their failures.
+        pools: Counts of each pool by its name; what was refused before a pool was found is under
+            the empty name, or under that of the only pool.
+    """
+
+    def __init__(self) -> None:
+        self.streams: Counter[str] = Counter()
+        self.streams_open = 0
+        self.answers = 0
+        self.bugs: Counter[tuple[str, str]] = Counter()
+        self.plugins = plugin_guard.Counts()
+        self.reloads: Counter[str] = Counter()
+        self.reload_failed = False
+        self.restart_needed = False
+        self.route_s = Distribution(_ROUTE_BOUNDS_S)
+        self.headers_s = Distribution(_ANSWER_BOUNDS_S)
+        self.exchange_s = Distribution(_ANSWER_BOUNDS_S)
+        self.scrape_s = Distribution(_ANSWER_BOUNDS_S)
+        self.held_s = Distribution(_ANSWER_BOUNDS_S)
+        self.large_bodies: Counter[str] = Counter()
+        self.large_body_s = Distribution(_ANSWER_BOUNDS_S)
+        self.loop_stall_s = Distribution(_STALL_BOUNDS_S)
+        self.loop_stall_cpu_s = Distribution(_STALL_BOUNDS_S)
+        self.xds = XdsTallies()
+        self.scaling: Callable[[], Mapping[str, Figures]] = dict
+        self.watches: Callable[[], Iterable[WatchFigures]] = tuple
+        self.supervisor = Supervisor()
+        self.pools: dict[str, PoolTallies] = {}
+
+    def of(self, pool: str) -> PoolTallies:
+        """Counts of one pool."""
+        found = self.pools.get(pool)
+        if found is None:
+            found = self.pools[pool] = PoolTallies()
+        return found
+
+    def reloaded(self, *, ok: bool, restart: bool) -> None:
+        """The configuration was read again, or could not be."""
+        self.reloads["ok" if ok else "error"] += 1
+        self.reload_failed = not ok
+        if ok:
+            self.restart_needed = restart

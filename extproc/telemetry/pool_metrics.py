@@ -1,0 +1,357 @@
+"""What is known and counted of each pool, as Prometheus families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from extproc.endpoint import Endpoint
+from extproc.pool.snapshot import Member, Pool
+from extproc.telemetry.pool_counters import PoolTallies
+
+
+class Cache(msgspec.Struct, frozen=True):
+    """What is believed of one endpoint's prefix cache.
+
+    Attributes:
+        predicted_tokens: Prompt tokens predicted to be found there, ever.
+        observed_tokens: Prompt tokens its engine found, as far as they were ours.
+        capacity_tokens: Prompt tokens it is believed to keep; None while nobody knows.
+    """
+
+    predicted_tokens: float
+    observed_tokens: float
+    capacity_tokens: int | None
+
+
+#: What became of the claim of a pool: there is none, it counts, an earlier pool claims some of the
+#: same requests, or annotations state one that no rule of `cluster.claims` allows.
+ClaimState = Literal["none", "in_force", "overlapped", "refused"]
+
+
+class Watched(msgspec.Struct, frozen=True):
+    """One pool as the page sees it.
+
+    Attributes:
+        pool: The snapshot.
+        cache: What is believed of an endpoint's prefix cache.
+        bytes_per_token: What was learnt of tokenisers, by model.
+        ejections: Endpoints left out, by cause.
+        probes: Requests that tried one again, by what they came to.
+        held: Requests that wait, and bytes of their bodies; None where none ever does.
+        waits: Requests that waited, by what came of it.
+        returning: Share of requests that go on from an earlier one, and conversations expected to go
+            on for each open request; None where nobody learns that.
+        claim: What became of its claim.
+        addresses_left_out: Addresses from flags, files and DNS beyond the bound of a pool (count).
+    """
+
+    pool: Pool
+    cache: Callable[[Endpoint], Cache]
+    bytes_per_token: Mapping[str, float] = {}
+    ejections: Mapping[str, int] = {}
+    probes: Mapping[str, int] = {}
+    held: tuple[int, int] | None = None
+    waits: Mapping[str, int] = {}
+    returning: tuple[float, float] | None = None
+    claim: ClaimState = "none"
+    addresses_left_out: int = 0
+
+
+#: A family of counters: name, help text, labels behind `pool`, and what a pool's counts give it.
+_Row = tuple[str, str, tuple[str, ...], Callable[[PoolTallies], Iterable[tuple[list[str], float]]]]
+
+_COUNTERS: tuple[_Row, ...] = (
+    (
+        "extproc_picks",
+        "Requests routed, by endpoint.",
+        ("endpoint",),
+        lambda one: [([address], count) for address, count in one.picks.items()],
+    ),
+    (
+        "extproc_rejections",
+        "Requests refused.",
+        ("status", "reason"),
+        lambda one: [([str(code), why], count) for (code, why), count in one.rejections.items()],
+    ),
+    (
+        "extproc_degraded_decisions",
+        "Decisions not taken the ordinary way.",
+        ("why",),
+        lambda one: [([why], count) for why, count in one.degraded.items()],
+    ),
+    (
+        "extproc_responses",
+        "Answers seen, by status.",
+        ("endpoint", "status"),
+        lambda one: [(list(key), count) for key, count in one.responses.items()],
+    ),
+    (
+        "extproc_unanswered",
+        "Routed requests that ended without an answer.",
+        ("endpoint",),
+        lambda one: [([address], count) for address, count in one.unanswered.items()],
+    ),
+    (
+        "extproc_prompt_tokens",
+        "Estimated prompt tokens routed.",
+        (),
+        lambda one: [([], one.prompt_tokens)],
+    ),
+    (
+        "extproc_matched_tokens",
+        "Prompt tokens believed cached on the chosen endpoint.",
+        (),
+        lambda one: [([], one.matched_tokens)],
+    ),
+    (
+        "extproc_usage_tokens",
+        "Tokens the engines reported.",
+        ("kind",),
+        lambda one: [([kind], count) for kind, count in one.usage.items()],
+    ),
+    (
+        "extproc_scrapes",
+        "Scrapes of engines.",
+        ("endpoint", "result"),
+        lambda one: [(list(key), count) for key, count in one.scrapes.items()],
+    ),
+    (
+        "extproc_models_scrapes",
+        "Times endpoints were asked which models they serve.",
+        ("endpoint", "result"),
+        lambda one: [(list(key), count) for key, count in one.listings.items()],
+    ),
+    (
+        "extproc_model_rewrites",
+        "Requests whose model got another name, by whether the body could be edited.",
+        ("result",),
+        lambda one: [([result], count) for result, count in one.rewrites.items()],
+    ),
+    (
+        "extproc_unlisted_models",
+        "Requests for models that no endpoint lists, routed or refused.",
+        (),
+        lambda one: [([], one.unlisted)],
+    ),
+)
+
+#: A gauge of an endpoint: name, help text, and its value at a time; None is not shown.
+_Gauge = tuple[str, str, Callable[[Member, float], float | None]]
+
+_GAUGES: tuple[_Gauge, ...] = (
+    (
+        "extproc_endpoint_in_flight",
+        "Requests this picker has open.",
+        lambda one, _: one.account.own,
+    ),
+    (
+        "extproc_endpoint_foreign",
+        "Requests of others at the last scrape.",
+        lambda one, _: one.foreign,
+    ),
+    (
+        "extproc_endpoint_up",
+        "1 unless its scrapes cannot connect.",
+        lambda one, _: float(one.reachable),
+    ),
+    (
+        "extproc_endpoint_ejected",
+        "1 while it is left out because it fails or cannot be reached.",
+        lambda one, _: float(one.out),
+    ),
+    (
+        "extproc_endpoint_load_age_seconds",
+        "Age of the last scrape.",
+        lambda one, now: now - one.load.at,
+    ),
+    (
+        "extproc_endpoint_models",
+        "Models and adapters an endpoint listed; absent while nobody knows.",
+        lambda one, _: (
+            None if one.models is None else len(one.models.bases) + len(one.models.adapters)
+        ),
+    ),
+    (
+        "extproc_endpoint_queued_tokens",
+        "Uncached prompt tokens sent and believed not yet computed.",
+        lambda one, now: one.account.queued(now) + one.foreign_tokens,
+    ),
+    (
+        "extproc_endpoint_prefill_seconds_per_token",
+        "Learnt seconds for each uncached prompt token.",
+        lambda one, _: one.rates.prefill_s,
+    ),
+    (
+        "extproc_endpoint_step_seconds",
+        "Learnt time of an iteration.",
+        lambda one, _: one.rates.step_s,
+    ),
+    (
+        "extproc_endpoint_decode_seconds_per_sequence",
+        "Learnt time that a decoding sequence adds to an iteration.",
+        lambda one, _: one.rates.decode_s,
+    ),
+    (
+        "extproc_endpoint_context_seconds_per_token",
+        "Learnt time that a token of context adds to an iteration.",
+        lambda one, _: one.rates.context_s,
+    ),
+    (
+        "extproc_endpoint_adapter_load_seconds",
+        "Learnt time of an adapter load.",
+        lambda one, _: one.rates.adapter_load_s,
+    ),
+    (
+        "extproc_endpoint_output_tokens",
+        "Learnt tokens of an answer.",
+        lambda one, _: one.rates.output_tokens,
+    ),
+)
+
+
+def counters(tallies: Mapping[str, PoolTallies]) -> Iterator[Metric]:
+    """Everything that is counted, with the pool as first label."""
+    for name, text, labels, read in _COUNTERS:
+        family = CounterMetricFamily(name, text, labels=["pool", *labels])
+        for pool, one in tallies.items():
+            for values, count in read(one):
+                family.add_metric([pool, *values], count)
+        yield family
+
+
+def endpoints(watched: Mapping[str, Watched], now: float) -> Iterator[Metric]:
+    """What is known of every endpoint.
+
+    Args:
+        watched: By name of the pool.
+        now: Monotonic seconds, for ages.
+    """
+    for name, text, read in _GAUGES:
+        family = GaugeMetricFamily(name, text, labels=["pool", "endpoint"])
+        for pool, one in watched.items():
+            for member in one.pool.members:
+                value = read(member, now)
+                if value is not None:
+                    family.add_metric([pool, member.endpoint.address], value)
+        yield family
+    yield from _caches(watched)
+    yield from _health(watched)
+    yield from _waits(watched)
+    yield from _claims(watched)
+    yield from _addresses_left_out(watched)
+    yield from _conversations(watched)
+    ratio = GaugeMetricFamily(
+        "extproc_bytes_per_token",
+        "Learnt bytes of a prompt token, of the models that engines answered for.",
+        labels=["pool", "model"],
+    )
+    for pool, one in watched.items():
+        for model, value in one.bytes_per_token.items():
+            ratio.add_metric([pool, model], value)
+    yield ratio
+
+
+def _conversations(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+    share = GaugeMetricFamily(
+        "extproc_returning_share",
+        "Learnt share of requests that go on from an earlier one.",
+        labels=["pool"],
+    )
+    away = GaugeMetricFamily(
+        "extproc_conversations_away",
+        "Learnt conversations that will go on and have no request open, for each open request.",
+        labels=["pool"],
+    )
+    for pool, one in watched.items():
+        if one.returning is not None:
+            share.add_metric([pool], one.returning[0])
+            away.add_metric([pool], one.returning[1])
+    yield from (share, away)
+
+
+def _health(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+    ejections = CounterMetricFamily(
+        "extproc_ejections",
+        "Times an endpoint was left out, by cause.",
+        labels=["pool", "cause"],
+    )
+    probes = CounterMetricFamily(
+        "extproc_probes",
+        "Requests that tried an endpoint again, by what they came to.",
+        labels=["pool", "result"],
+    )
+    for pool, one in watched.items():
+        for cause, count in one.ejections.items():
+            ejections.add_metric([pool, cause], count)
+        for result, count in one.probes.items():
+            probes.add_metric([pool, result], count)
+    yield from (ejections, probes)
+
+
+def _claims(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+    claims = GaugeMetricFamily(
+        "extproc_pool_claim",
+        "1 for what became of the claim of a pool: none, in_force, overlapped or refused.",
+        labels=["pool", "state"],
+    )
+    for pool, one in watched.items():
+        claims.add_metric([pool, one.claim], 1)
+    yield claims
+
+
+def _addresses_left_out(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+    left_out = GaugeMetricFamily(
+        "extproc_discovery_addresses_left_out",
+        "Addresses from flags, files and DNS beyond those that a pool may have.",
+        labels=["pool"],
+    )
+    for pool, one in watched.items():
+        left_out.add_metric([pool], one.addresses_left_out)
+    yield left_out
+
+
+def _waits(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+    requests = GaugeMetricFamily(
+        "extproc_held_requests", "Requests that wait for capacity.", labels=["pool"]
+    )
+    size = GaugeMetricFamily("extproc_held_bytes", "Bytes of their bodies.", labels=["pool"])
+    waits = CounterMetricFamily(
+        "extproc_waits", "Requests that waited, by what came of it.", labels=["pool", "end"]
+    )
+    for pool, one in watched.items():
+        if one.held is not None:
+            requests.add_metric([pool], one.held[0])
+            size.add_metric([pool], one.held[1])
+        for end, count in one.waits.items():
+            waits.add_metric([pool, end], count)
+    yield from (requests, size, waits)
+
+
+def _caches(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+    labels = ["pool", "endpoint"]
+    predicted = CounterMetricFamily(
+        "extproc_prefix_predicted_tokens",
+        "Prompt tokens predicted to be cached, of requests that were looked up.",
+        labels=labels,
+    )
+    observed = CounterMetricFamily(
+        "extproc_prefix_observed_tokens", "Of these, found by the engine.", labels=labels
+    )
+    capacity = GaugeMetricFamily(
+        "extproc_prefix_capacity_tokens",
+        "Prompt tokens an endpoint is believed to keep.",
+        labels=labels,
+    )
+    for pool, one in watched.items():
+        for member in one.pool.members:
+            key = [pool, member.endpoint.address]
+            cache = one.cache(member.endpoint)
+            predicted.add_metric(key, cache.predicted_tokens)
+            observed.add_metric(key, cache.observed_tokens)
+            if cache.capacity_tokens is not None:
+                capacity.add_metric(key, cache.capacity_tokens)
+    yield from (predicted, observed, capacity)

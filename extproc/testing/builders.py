@@ -1,0 +1,140 @@
+"""Builders of turns and candidates that name only the fact that matters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from random import Random
+from typing import Any
+
+import msgspec
+
+from extproc.endpoint import UNKNOWN, Candidate, Endpoint, Load, Rates, Residency
+from extproc.request import Request
+from extproc.scheduling.context import Turn
+
+#: Monotonic seconds of every turn; scrapes are a second old.
+NOW = 100.0
+
+_OF_TURN = frozenset(Turn.__struct_fields__) - {"request", "rng", "adapter", "read_opening"}
+_OF_CANDIDATE = frozenset(Candidate.__struct_fields__) - {"endpoint", "load"}
+_OF_LOAD = frozenset(Load.__struct_fields__) - {"at"}
+_RESIDENCIES = tuple(Residency)
+_SETS = ("adapters", "waiting_adapters")
+
+
+def turn(seed: int = 1, *, opening: str = "", **facts: Any) -> Turn:
+    """A turn of a chat request.
+
+    Args:
+        seed: Of its chance.
+        opening: Beginning of the first user message.
+        **facts: Fields of `Turn` (`headers`, `blocks`, `now`) and of `Request`; an `adapter` is
+            known to both.
+    """
+    own = {name: facts.pop(name) for name in _OF_TURN & facts.keys()}
+    request = Request(**{"api": "chat", **facts})
+    own["adapter"] = request.adapter
+    if opening:
+        own["read_opening"] = lambda _: opening
+    return Turn(**{"request": request, "now": NOW, "rng": Random(seed), **own})
+
+
+def candidate(name: str, **facts: Any) -> Candidate:
+    """A candidate at `NAME:8000`.
+
+    Args:
+        name: Its name and host.
+        **facts: Fields of `Candidate` and of `Load`, and `labels`. Sets may be lists, `residency`
+            a word and `rates` a mapping. Without a fact of the load it was never scraped;
+            `requests` is the larger of `in_flight` and running plus waiting unless it is given.
+
+    Raises:
+        TypeError: There is no fact of that name.
+    """
+    strange = facts.keys() - _OF_CANDIDATE - _OF_LOAD - {"labels"}
+    if strange:
+        known = sorted({*_OF_CANDIDATE, *_OF_LOAD, "labels"})
+        raise TypeError(f"expected some of {', '.join(known)}, got {', '.join(sorted(strange))}")
+    endpoint = Endpoint(f"{name}:8000", name=name, labels=facts.pop("labels", {}))
+    own = {key: facts.pop(key) for key in _OF_CANDIDATE & facts.keys()}
+    if isinstance(own.get("residency"), str):
+        own["residency"] = Residency[own["residency"].upper()]
+    if isinstance(own.get("rates"), Mapping):
+        own["rates"] = Rates(**own["rates"])
+    facts |= {key: frozenset(facts[key]) for key in _SETS if facts.get(key) is not None}
+    age_s = own.pop("age_s", 1.0 if facts else math.inf)
+    load = Load(at=NOW - age_s, **facts) if facts else UNKNOWN
+    scraped = (load.waiting or 0) + (load.running or 0)
+    own["requests"] = float(own.get("requests", max(own.get("in_flight", 0), scraped)))
+    return Candidate(endpoint=endpoint, load=load, age_s=age_s, **own)
+
+
+def candidates(endpoints: Mapping[str, Mapping[str, Any] | None]) -> list[Candidate]:
+    """Candidates from names to facts; None or an empty mapping for one nobody knows."""
+    return [candidate(name, **(facts or {})) for name, facts in endpoints.items()]
+
+
+def names(chosen: Iterable[Candidate | Endpoint]) -> list[str]:
+    """What candidates or endpoints are called."""
+    return [item.endpoint.name if isinstance(item, Candidate) else item.name for item in chosen]
+
+
+def crowd(size: int, *, known: bool = True, seed: int = 7) -> list[Candidate]:
+    """Candidates with a bit of everything; every fifth was never scraped.
+
+    Args:
+        size: How many.
+        known: False for one where nobody was ever scraped.
+        seed: Of what they are.
+    """
+    rng = Random(seed)
+    made = []
+    for i in range(size):
+        facts: dict[str, Any] = {
+            "in_flight": rng.randrange(20),
+            "prompt_tokens": rng.randrange(20_000),
+            "matched_tokens": rng.choice((0, 0, 64, 900)),
+            "queued_tokens": rng.choice((0.0, 512.0, 9000.0)),
+            "unseen_tokens": rng.choice((0.0, 4096.0)),
+            "residency": rng.choice(_RESIDENCIES),
+            "labels": rng.choice(({}, {"zone": "a"}, {"zone": "b", "hardware": "h100"})),
+        }
+        if i % 3:
+            facts["rates"] = Rates(prefill_s=rng.uniform(2e-5, 3e-4), evidence=1000.0)
+        if known and i % 5:
+            facts |= scraped(rng)
+        made.append(candidate(f"10.0.{i // 250}.{i % 250}", **facts))
+    return made
+
+
+def alike(size: int, *, known: bool = True, seed: int = 7) -> list[Candidate]:
+    """Candidates that differ in what was scraped and in nothing else, dead reckoning included.
+
+    Args:
+        size: How many; every fifth was never scraped.
+        known: False for one where nobody was ever scraped.
+        seed: Of what they are.
+    """
+    rng = Random(seed)
+    made = [
+        candidate(f"10.0.{i // 250}.{i % 250}", **(scraped(rng) if i % 5 else {}))
+        for i in range(size)
+    ]
+    same: dict[str, Any] = {"requests": 4.0} if known else {"requests": 4.0, "load": UNKNOWN}
+    return [msgspec.structs.replace(one, **same) for one in made]
+
+
+def scraped(rng: Random) -> dict[str, Any]:
+    """Facts of one metrics page."""
+    return {
+        "engine": "vllm",
+        "waiting": rng.randrange(60),
+        "running": rng.randrange(100),
+        "kv_usage": rng.random(),
+        "adapters": rng.choice(([], ["lora"], ["x", "y"], None)),
+        "waiting_adapters": rng.choice(([], ["lora"], None)),
+        "adapter_slots": rng.choice((2, 4, None)),
+        "kv_blocks": rng.choice((2000, 20_000, None)),
+        "block_tokens": 16,
+    }

@@ -1,0 +1,221 @@
+"""Asking a plugin the same thing in several ways; what the checks of all roles share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from extproc.decision import NO_KEYS, Decision
+from extproc.endpoint import Candidate
+from extproc.scheduling.context import Turn
+from extproc.scheduling.framework import Answerer, Keyed, Observer, Plugin, Signal
+from extproc.testing import builders
+
+Role = TypeVar("Role", bound=Plugin)
+Answer = TypeVar("Answer")
+
+#: Calls a plugin.
+Act = Callable[[Role, Turn, list[Candidate]], Answer]
+
+_KIND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+
+
+def demand(met: object, about: str, wanted: str, found: object = "others") -> None:
+    """Hold a rule.
+
+    Args:
+        met: Whether it is kept.
+        about: The plugin and the situation.
+        wanted: The rule.
+        found: What came instead.
+
+    Raises:
+        AssertionError: It is not.
+    """
+    if not met:
+        raise AssertionError(f"{about}: expected {wanted}, got {short(found)}")
+
+
+def short(value: object) -> str:
+    """A value for a message."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+class _Pair:
+    """Two answers as a message shows them, which nobody reads where they are equal."""
+
+    def __init__(self, one: object, between: str, two: object) -> None:
+        self._parts = one, between, two
+
+    def __repr__(self) -> str:
+        return " ".join(map(short, self._parts))
+
+
+def situation(plugin: Plugin, there: Sequence[Candidate], *, known: bool) -> str:
+    """Who is asked about whom, for messages."""
+    told = "some" if known else "none"
+    return f"{plugin.kind} with {len(there)} endpoints, {told} of them scraped"
+
+
+def asked(seed: int = 1) -> Turn:
+    """The turn of every check: a conversation of 1000 tokens for an adapter that some hold."""
+    return builders.turn(
+        seed,
+        model="lora",
+        prompt=b"p" * 4000,
+        prompt_tokens=1000,
+        session="s-1",
+        headers={":method": "POST", ":path": "/v1/chat/completions", "x-session": "s-1"},
+        blocks=tuple(range(1, 17)),
+        opening="Which way?",
+    )
+
+
+def declared(make: Callable[[], Role]) -> Role:
+    """A plugin that says what it is, and whose parameters are frozen and strict.
+
+    Raises:
+        AssertionError: It is not.
+    """
+    try:
+        plugin = make()
+    except Exception as error:
+        raise AssertionError(
+            f"{getattr(make, '__name__', make)}: expected a plugin made without parameters, got "
+            f"{_told(error)}; give every parameter a default, or hand in a function that makes one"
+        ) from error
+    cls: Any = type(plugin)
+    about: str = cls.__name__
+    demand(
+        _KIND.fullmatch(str(plugin.kind)), about, "a kind in lower case with dashes", plugin.kind
+    )
+    signals = isinstance(plugin.needs, frozenset) and all(
+        isinstance(signal, Signal) for signal in plugin.needs
+    )
+    demand(signals, about, "needs as a frozenset of Signal", plugin.needs)
+    demand(isinstance(plugin, msgspec.Struct), about, "a msgspec struct", cls.__bases__)
+    config = cls.__struct_config__
+    demand(config.frozen, about, "frozen=True", "fields that can be set")
+    demand(
+        config.forbid_unknown_fields,
+        about,
+        "forbid_unknown_fields=True, so that a misspelt parameter is an error",
+        "unknown fields ignored",
+    )
+    return plugin
+
+
+def settled(
+    make: Callable[[], Role],
+    act: Act[Role, Answer],
+    there: Sequence[Candidate],
+    *,
+    about: str,
+    whole: Callable[[Answer], None],
+    seeds: Sequence[int] = (1, 2),
+) -> Answer:
+    """The answer of a plugin, once it is clear that it changes nothing and repeats itself.
+
+    Args:
+        make: Makes the plugin.
+        act: Calls it.
+        there: The candidates.
+        about: The plugin and the situation.
+        whole: Checks an answer on its own.
+        seeds: Over which the answer must be the same.
+
+    Raises:
+        AssertionError: Something is not as it must be.
+    """
+    given, turn = list(there), asked()
+    facts = _written(given, turn)
+    plugin, other = make(), make()
+    answer = _called(act, plugin, turn, given, about)
+    whole(answer)
+    demand(
+        list(map(id, given)) == list(map(id, there)),
+        about,
+        "the candidates left in their order",
+        "another order",
+    )
+    demand(_written(given, turn) == facts, about, "turn and candidates left alone", "a change")
+    for seed in seeds:
+        again = _called(act, plugin, asked(seed), given, about)
+        demand(
+            again == answer,
+            about,
+            f"the same answer to the same question (seed {seed}; memory changes in chosen only, "
+            "because dry runs ask too)",
+            _Pair(answer, "and then", again),
+        )
+    _remember(plugin, there[0], about)
+    demand(
+        _called(act, other, asked(), given, about) == answer,
+        about,
+        "the same answer of a second instance: nothing shared, no chance but turn.rng",
+        "another answer",
+    )
+    _remember(other, there[0], about)
+    one, two = (_called(act, each, asked(), given, about) for each in (plugin, other))
+    whole(one)
+    demand(one == two, about, "equal answers after equal choices", _Pair(one, "and", two))
+    return answer
+
+
+def _called(
+    act: Act[Role, Answer], plugin: Role, turn: Turn, given: list[Candidate], about: str
+) -> Answer:
+    try:
+        return act(plugin, turn, given)
+    except Exception as error:
+        raise AssertionError(f"{about}: expected an answer, got {_told(error)}") from error
+
+
+def _remember(plugin: Plugin, chosen: Candidate, about: str) -> None:
+    """Tell a plugin of a choice, if it has a memory, and ask what it tells the client."""
+    turn, keys = asked(), NO_KEYS
+    try:
+        if isinstance(plugin, Keyed):
+            keys = plugin.keys(turn)
+            _check_texts(keys.items(), f"{about}, keys")
+        if isinstance(plugin, Answerer):
+            _check_texts(plugin.answer_headers(turn, chosen.endpoint), f"{about}, answer_headers")
+        if isinstance(plugin, Observer):
+            plugin.chosen(_decision(turn, chosen, keys), turn.now)
+    except AssertionError:
+        raise
+    except Exception as error:
+        raise AssertionError(
+            f"{about}: expected chosen, keys and answer_headers to take any decision, got "
+            f"{_told(error)}"
+        ) from error
+
+
+def _decision(turn: Turn, chosen: Candidate, keys: Mapping[str, str]) -> Decision:
+    return Decision(
+        request=turn.request,
+        endpoints=[chosen.endpoint],
+        candidates=[chosen],
+        finalists=[chosen],
+        totals=[0.0],
+        blocks=turn.blocks,
+        keys=keys,
+    )
+
+
+def _check_texts(pairs: Iterable[tuple[str, str]], about: str) -> None:
+    odd = [pair for pair in pairs if [isinstance(text, str) for text in pair] != [True, True]]
+    demand(not odd, about, "pairs of text", odd)
+
+
+def _written(there: Sequence[Candidate], turn: Turn) -> bytes:
+    """Everything a plugin could change about its arguments, as bytes to compare."""
+    return msgspec.json.encode([there, turn.request, turn.headers, turn.blocks])
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

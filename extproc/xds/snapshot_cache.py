@@ -1,0 +1,122 @@
+"""The latest resources of all pools, made again only where a pool changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+import xxhash
+
+from extproc.pool.snapshot import Pool
+from extproc.xds import resources
+from extproc.xds.cluster_options import Traits
+from extproc.xds.encoder import Renderer
+from extproc.xds.resources import Place, Resource, Snapshot
+
+
+class _Posted(msgspec.Struct, frozen=True):
+    """One pool as it was posted."""
+
+    pool: Pool
+    h2c: bool
+    places: tuple[Place, ...]
+    assignment: Resource
+    cluster: Resource
+
+
+class Board:
+    """Holds a snapshot and replaces it.
+
+    Who is up is told only to Envoys that do not ask engines themselves. The others know better and
+    sooner, and would hold an engine for dead that recovered while every picker was down.
+
+    Args:
+        traits: What every cluster has in common.
+
+    Attributes:
+        snapshot: The latest resources.
+        faults: What posting a pool raised the last time, by its name; it stays as it was before.
+    """
+
+    def __init__(self, traits: Traits) -> None:
+        self._renderer = Renderer(traits)
+        self._with_health = not traits.health_check.path
+        self._posted: dict[str, _Posted] = {}
+        self.faults: dict[str, Exception] = {}
+        self.snapshot: Snapshot = {resources.CLUSTER: {}, resources.ASSIGNMENT: {}}
+
+    def behind(self, pools: Mapping[str, Pool], h2c: Collection[str] = ()) -> bool:
+        """Whether these pools may need another snapshot; cheap enough to ask twenty times a second.
+
+        Scrapes make a new pool each; only its endpoints, and perhaps who is up, matter here.
+
+        Args:
+            pools: By their names.
+            h2c: Names of those whose engines speak HTTP/2 without TLS.
+        """
+        if len(pools) != len(self._posted):
+            return True
+        for name, pool in pools.items():
+            posted = self._posted.get(resources.cluster_name(name))
+            if posted is None or posted.h2c is not (name in h2c):
+                return True
+            if not self._alike(posted.pool, pool):
+                return True
+        return False
+
+    def post(self, pools: Mapping[str, Pool], h2c: Collection[str] = ()) -> bool:
+        """Take over the pools; returns whether the snapshot is another one now.
+
+        Args:
+            pools: By their names.
+            h2c: As in `behind`.
+        """
+        self.faults.clear()
+        posted: dict[str, _Posted] = {}
+        for name, pool in pools.items():
+            cluster = resources.cluster_name(name)
+            try:
+                posted[cluster] = self._post(name, pool, h2c=name in h2c)
+            except Exception as error:  # noqa: BLE001 - the other pools are told of
+                self.faults[name] = error
+                if cluster in self._posted:
+                    posted[cluster] = self._posted[cluster]
+        self._posted = posted
+        self._renderer.keep({place for one in posted.values() for place in one.places})
+        new: Snapshot = {
+            resources.CLUSTER: {name: one.cluster for name, one in posted.items()},
+            resources.ASSIGNMENT: {name: one.assignment for name, one in posted.items()},
+        }
+        if new == self.snapshot:
+            return False
+        self.snapshot = new
+        return True
+
+    def _post(self, pool_name: str, pool: Pool, *, h2c: bool) -> _Posted:
+        name = resources.cluster_name(pool_name)
+        before = self._posted.get(name)
+        if before is None or before.h2c is not h2c:
+            cluster = _versioned(name, self._renderer.cluster(name, h2c=h2c))
+        elif self._alike(before.pool, pool):
+            return before
+        else:
+            cluster = before.cluster
+        places = resources.places(pool, with_health=self._with_health)
+        if before is not None and before.places == places:
+            return _Posted(pool, h2c, places, before.assignment, cluster)
+        assignment = _versioned(name, self._renderer.assignment(name, places))
+        return _Posted(pool, h2c, places, assignment, cluster)
+
+    def _alike(self, one: Pool, other: Pool) -> bool:
+        """Whether the same is told of both."""
+        if one is other:
+            return True
+        if one.positions is not other.positions:
+            return False
+        if not self._with_health or not (one.down or other.down):
+            return True
+        return [member.up for member in one.members] == [member.up for member in other.members]
+
+
+def _versioned(name: str, body: bytes) -> Resource:
+    return Resource(name, xxhash.xxh3_128_hexdigest(body), body)

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from extproc.autoscaling.runtime.autoscaler import Autoscaler
+from extproc.autoscaling.runtime.control_loop import Loop
+from extproc.autoscaling.runtime.state_store import Memory
+from extproc.config import loader
+from extproc.discovery.discovered_pool import Found
+from extproc.endpoint import Endpoint
+from extproc.scheduling.plugin_guard import Guards
+from extproc.scrape import client, scraper
+from extproc.server.pool_registry import Sites
+from extproc.server.pool_runtime import Shared
+from extproc.telemetry.counters import Tallies
+from tests.autoscaling import demands
+
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\ncluster: {every_pool: cluster}\n"
+RULES = "[{pools: ['a/*'], max: 3, policy: kubeai}, {pools: ['b/*'], annotations: false}]"
+
+
+class Place:
+    """Pools from Kubernetes, their autoscaler, and a clock that a test turns."""
+
+    def __init__(self, rules=RULES, more=""):
+        text = f"{HEAD}holding: {{enabled: true}}\nautoscaling: {{found: {rules}}}\n{more}"
+        settings = loader.settings(loader.parse(text, where="f.yaml"))
+        self.now = 0.0
+        self.listed = True
+        tallies = Tallies()
+        http = client.Client(timeout_s=1.0, cap_bytes=1)
+        guards = Guards(lambda: 0.0, tallies.plugins)
+        shared = Shared(tallies, guards, http, scraper.Census(), lambda: self.now)
+        self.sites = Sites(settings, shared, written={}, heard=lambda: self.listed)
+        self.subject = Autoscaler(
+            settings,
+            self.sites,
+            tallies,
+            leads=lambda: True,
+            clock=lambda: self.now,
+            token=str,
+        )
+        self.gone = []
+        self.subject.on_gone = lambda loop: self.gone.append(loop.name)
+
+    def bring(self, *keys, **said):
+        annotations = {f"extproc/scale-{name}": text for name, text in said.items()}
+        found = Found((Endpoint("127.0.0.1:9"),), annotations=annotations)
+        self.sites.take(dict.fromkeys(keys, found), ())
+
+    def take_away(self, *keys):
+        self.sites.take({}, keys)
+
+    @property
+    def scaled(self):
+        return sorted(self.subject.loops)
+
+
+def test_found_pools_are_scaled_while_they_are_there():
+    """Those a rule is for, by name, in figures and for KEDA alike."""
+    place = Place()
+    place.bring("a/x", "b/y", "c/z")
+    assert place.scaled == ["a/x", "b/y"]
+    assert set(place.subject.figures()) == {"a/x", "b/y"}
+    place.take_away("a/x")
+    assert place.scaled == ["b/y"]
+    assert place.gone == ["a/x"]
+    assert set(place.subject.figures()) == {"b/y"}
+
+
+def test_a_request_that_waits_wakes_the_loop_of_its_pool():
+    """And no longer once the pool is left alone."""
+    place = Place()
+    place.bring("a/x")
+    gate, loop = place.sites.by_name["a/x"].gate, place.subject.loops["a/x"]
+    gate.arrivals()
+    assert loop._woken.is_set()
+    loop._woken.clear()
+    place.bring("a/x", target="none")
+    gate.arrivals()
+    assert not loop._woken.is_set()
+    assert place.scaled == []
+
+
+def test_what_was_learnt_outlives_a_change_of_bounds():
+    """Another loop goes on where the one before stopped; the same wish makes no other loop."""
+    place = Place()
+    place.bring("a/x", max="2")
+    first = place.subject.loops["a/x"]
+    place.bring("a/x", max="2")
+    assert place.subject.loops["a/x"] is first
+    first._scaler.step(demands.demand(now=1.0, spec=1))
+    before = first.state().scaler
+    place.bring("a/x", max="3")
+    second = place.subject.loops["a/x"]
+    assert second is not first
+    assert second.state().scaler == before
+
+
+def test_one_object_is_scaled_for_one_pool(caplog):
+    """The first by name keeps it; the other one has it when the first is gone."""
+    place = Place()
+    place.bring("a/x", "a/y", target="vllm")
+    assert place.scaled == ["a/x"]
+    assert "pool a/y is not scaled: what it names is scaled for pool a/x" in caplog.text
+    place.bring("a/y", target="vllm")
+    assert caplog.text.count("a/y is not scaled") == 1
+    place.take_away("a/x")
+    assert place.scaled == ["a/y"]
+
+
+def test_autoscaler_scales_an_object_for_a_single_pool_whatever_its_version(caplog):
+    """Another version of its API names the same object."""
+    place = Place()
+    place.bring("a/x", target="g.io/v1/fleets/Fleet/vllm")
+    place.bring("a/y", target="g.io/v2/fleets/Fleet/vllm")
+    assert place.scaled == ["a/x"]
+    assert "pool a/y is not scaled: what it names is scaled for pool a/x" in caplog.text
+
+
+def test_an_annotation_that_cannot_be_read_scales_nothing(caplog):
+    """It is said once, and the pool is scaled once it can be."""
+    place = Place()
+    place.bring("a/x", max="2")
+    place.bring("a/x", max="many")
+    assert place.scaled == []
+    assert "annotation of a/x: extproc/scale-max" in caplog.text
+    place.bring("a/x", max="3")
+    assert place.scaled == ["a/x"]
+
+
+class EventsFixture:
+    """Takes Events in place of an API server."""
+
+    def __init__(self):
+        self.written = []
+
+    async def write_event(self, about, reason, note, *, warning):
+        self.written.append((f"{about.kind} {about.namespace}/{about.name}", reason, note, warning))
+
+
+async def test_autoscaler_counts_and_reports_annotations_that_it_refused():
+    """On the metrics page and in an Event on the pool, until the pool is gone."""
+    place, cluster = Place(), EventsFixture()
+    place.bring("a/x", target="apps/v1%2Fnamespaces%2Fkube-system/deployments/Deployment/coredns")
+    place.bring("a/y", max="many")
+    place.bring("a/y", max="2")
+    assert place.scaled == ["a/y"]
+    refusals = {name: one.refusals for name, one in place.subject.figures().items()}
+    assert refusals == {"a/x": 1, "a/y": 1}
+    await place.subject.report(cluster)
+    ((about, reason, note, warning),) = cluster.written
+    assert (about, reason, warning) == ("InferencePool a/x", "InvalidAnnotation", True)
+    assert "expected an API version" in note
+    await place.subject.report(cluster)
+    assert len(cluster.written) == 1
+    place.take_away("a/x")
+    assert set(place.subject.figures()) == {"a/y"}
+
+
+class Cluster:
+    """Keeps what is written to it."""
+
+    async def open(self):
+        pass
+
+
+@pytest.fixture
+def remembered(monkeypatch):
+    """What stands in the ConfigMap, and what is written to it."""
+    state = {"load": ({}, 0.0), "saved": {}}
+
+    async def loaded(_):
+        return state["load"]
+
+    async def saved(_, pools):
+        state["saved"] = dict(pools)
+
+    monkeypatch.setattr(Memory, "load", loaded)
+    monkeypatch.setattr(Memory, "save", saved)
+    return state
+
+
+async def test_a_found_pool_goes_on_where_another_replica_stopped(remembered):
+    """Also when it is found later, and until then nothing of it is forgotten."""
+    other = Place()
+    other.bring("a/x")
+    loop: Loop = other.subject.loops["a/x"]
+    loop._scaler.step(demands.demand(now=1.0, spec=1))
+    remembered["load"] = ({"a/x": loop.state(), "a/none": loop.state()}, 0.0)
+    place = Place()
+    place.subject._cluster = Cluster()
+    place.listed = False
+    await place.subject.start()
+    await place.subject._save(place.subject._memory)
+    assert sorted(remembered["saved"]) == ["a/none", "a/x"]
+    place.bring("a/x")
+    assert place.subject.loops["a/x"].state().scaler == loop.state().scaler
+    place.listed = True
+    await place.subject._save(place.subject._memory)
+    assert sorted(remembered["saved"]) == ["a/x"]
+
+
+async def test_loops_run_and_end_with_their_pools(remembered):
+    """A pool that comes is looked at, one that is gone is not."""
+    place = Place("[{annotations: false}]")
+    looked = asyncio.Queue()
+    place.subject.on_change = lambda loop: looked.put_nowait(loop.name)
+    running = asyncio.ensure_future(place.subject.run())
+    place.bring("a/x")
+    assert await asyncio.wait_for(looked.get(), 60.0) == "a/x"
+    tasks = {task.get_name() for task in asyncio.all_tasks()}
+    assert {"autoscaling a/x", "autoscaling a/x, acting"} & tasks
+    place.take_away("a/x")
+    place.bring("a/y")
+    while await asyncio.wait_for(looked.get(), 60.0) != "a/y":
+        pass
+    assert not {one for one in asyncio.all_tasks() if "a/x" in one.get_name()}
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+class Kept:
+    """What was kept, and cannot be read."""
+
+    async def load(self):
+        raise UnicodeDecodeError("utf-8", b"x", 0, 1, "what was kept")
+
+    async def save(self, pools):
+        raise OverflowError
+
+
+async def test_what_was_kept_and_makes_us_raise_does_not_stop_the_start(caplog):
+    """Every replica reads it: none would start."""
+    place = Place()
+    place.subject._memory, place.subject._cluster = Kept(), None
+    await place.subject.start()
+    assert place.subject._supervisor.failures["autoscaling"] == 1
+    assert "what was kept" not in caplog.text
+
+
+async def test_one_pool_that_makes_us_raise_stops_no_other(monkeypatch):
+    """Its annotations may raise, and so may its loop: the other pool is looked at."""
+    place = Place()
+    place.subject._memory = Kept()
+    place.subject._save_s = 0.001
+    real, looked = Loop.step, asyncio.Event()
+
+    async def step(loop, *, hurry=False):
+        if loop.name == "a/x":
+            raise OverflowError
+        looked.set()
+        return await real(loop, hurry=hurry)
+
+    monkeypatch.setattr(Loop, "step", step)
+    place.bring("a/x", "b/y")
+    task = asyncio.ensure_future(place.subject.run())
+    supervisor = place.subject._supervisor
+    async with asyncio.timeout(60):
+        await looked.wait()
+        while supervisor.failures["autoscaling"] < 2:
+            await asyncio.sleep(0.001)
+    assert not task.done()
+    assert supervisor.degraded == ["autoscaling"]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    rescale = Autoscaler._rescale
+
+    def raising(subject, name, site):
+        if name == "a/x":
+            raise OverflowError
+        rescale(subject, name, site)
+
+    monkeypatch.setattr(Autoscaler, "_rescale", raising)
+    place.bring("a/x", "b/y", max="2")
+    assert place.scaled == ["a/x", "b/y"]
+    place.bring("a/z")
+    assert "a/z" in place.scaled
+
+
+def test_who_is_told_of_a_look_may_raise():
+    """KEDA's streams are told of every look; what that raises does not stop the looking."""
+    place = Place()
+    place.bring("a/x")
+    place.subject.on_change = {}.__getitem__
+    place.subject._looked(place.subject.loops["a/x"])
+    assert place.subject._supervisor.failures["autoscaling"] == 1

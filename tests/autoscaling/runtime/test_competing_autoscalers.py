@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from extproc.autoscaling.interface import Desired
+from extproc.autoscaling.runtime import competing_autoscalers, scale_subresource
+from extproc.config.autoscaling import Target
+from extproc.discovery.kubernetes.api_errors import Refused
+from extproc.supervision import Supervisor
+
+HPA, SCALED_OBJECT = competing_autoscalers.KINDS
+TARGET = Target(name="vllm", namespace="n").filled
+
+
+def listed(*names, target="vllm", kind="Deployment"):
+    reference = {"kind": kind, "name": target}
+    items = [{"metadata": {"name": one}, "spec": {"scaleTargetRef": reference}} for one in names]
+    return json.dumps({"kind": "List", "items": items}).encode()
+
+
+class ApiFixture:
+    """An API server whose answers a test sets, by plural name."""
+
+    identity = "me"
+
+    def __init__(self, **answers):
+        self.answers = {HPA.plural: listed(), SCALED_OBJECT.plural: Refused(404, "none")} | answers
+        self.paths = []
+
+    async def send(self, method, path, body=None):
+        self.paths.append((method, path))
+        return self.answers[path.rpartition("/")[2]]
+
+
+def scale(api):
+    return scale_subresource.Scale(TARGET, api, lambda: True)
+
+
+async def test_rivals_are_listed_in_the_namespace_of_the_target():
+    """Of both kinds, and only those that name the target."""
+    api = ApiFixture(scaledobjects=listed("s"))
+    subject = competing_autoscalers.Rivals(TARGET, api)
+    assert subject.names is None
+    await subject.update()
+    assert subject.names == ("ScaledObject s",)
+    api.answers |= {HPA.plural: listed("h", target="other"), SCALED_OBJECT.plural: listed("s")}
+    await subject.update()
+    assert subject.names == ("ScaledObject s",)
+    assert {path for _, path in api.paths} == {
+        "/apis/autoscaling/v2/namespaces/n/horizontalpodautoscalers",
+        "/apis/keda.sh/v1alpha1/namespaces/n/scaledobjects",
+    }
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [Refused(0, "no answer"), Refused(403, "no"), Refused(429, "busy"), Refused(500, "no"), b"<"],
+)
+async def test_scale_stands_down_while_lists_of_rivals_fail(failure, caplog):
+    """Beside an HPA nothing is scaled in an outage, however long it lasts and however it ends."""
+    caplog.set_level("INFO", "extproc.server")
+    api = ApiFixture(horizontalpodautoscalers=listed("h"))
+    subject = scale(api)
+    await subject.look_for_others()
+    assert not subject.acts
+    api.answers[HPA.plural] = failure
+    for _ in range(20):
+        await subject.look_for_others()
+        assert not subject.acts
+    api.answers[HPA.plural] = listed()
+    assert await subject.look_for_others() == 60.0
+    assert subject.acts
+    assert "no other autoscaler of Deployment n/vllm is left" in caplog.text
+
+
+async def test_scale_goes_on_while_lists_of_rivals_fail():
+    """Where no other autoscaler was known, scaling goes on."""
+    api = ApiFixture()
+    subject = scale(api)
+    await subject.look_for_others()
+    assert subject.acts
+    for failure in (Refused(0, "no answer"), Refused(403, "no"), Refused(503, "busy")):
+        api.answers[HPA.plural] = failure
+        await subject.look_for_others()
+        assert subject.acts
+
+
+async def test_scale_waits_until_every_kind_was_listed(caplog):
+    """A first list that fails says nothing of other autoscalers; the log names it once."""
+    api = ApiFixture(horizontalpodautoscalers=Refused(503, "starting"))
+    subject = scale(api)
+    pauses = [await subject.look_for_others() for _ in range(6)]
+    assert not subject.acts
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    assert caplog.text.count("is not scaled until horizontalpodautoscalers in n were listed") == 1
+    api.answers[HPA.plural] = listed()
+    await subject.look_for_others()
+    assert subject.acts
+
+
+async def test_scale_names_a_right_that_was_there_before_after_several_refusals():
+    """The first look of all names it at once."""
+    subject = scale(ApiFixture(scale=Refused(403, "no")))
+    assert 'resources: ["deployments/scale"]' in (await subject.look(1)).message
+    api = ApiFixture(scale=b'{"spec": {"replicas": 2}}')
+    subject = scale(api)
+    assert await subject.look(1) == 2
+    api.answers["scale"] = Refused(403, "no")
+    advised = ["add to a Role" in (await subject.look(1)).message for _ in range(4)]
+    assert advised == [False, False, False, True]
+
+
+async def test_rivals_count_a_missing_right_after_several_refusals(caplog):
+    """An API server that has just started answers 403 for a moment."""
+    api = ApiFixture(scaledobjects=Refused(403, "no"))
+    subject = scale(api)
+    for _ in range(3):
+        await subject.look_for_others()
+        assert not subject.acts
+        assert "no right to list" not in caplog.text
+    assert await subject.look_for_others() == 60.0
+    assert subject.acts
+    await subject.look_for_others()
+    assert caplog.text.count("no right to list scaledobjects in n") == 1
+
+
+async def test_rivals_count_an_uninstalled_kind_after_several_refusals():
+    """The definitions of an API server that has just started come a moment later."""
+    api = ApiFixture(scaledobjects=listed("s"))
+    subject = scale(api)
+    await subject.look_for_others()
+    api.answers[SCALED_OBJECT.plural] = Refused(404, "no such resource")
+    for _ in range(3):
+        await subject.look_for_others()
+        assert not subject.acts
+    await subject.look_for_others()
+    assert subject.acts
+
+
+async def test_scale_writes_events_after_one_that_raised():
+    """An Event that raises is counted, and the look for rivals is not begun anew."""
+    reasons, written = [], asyncio.Event()
+
+    class Broken(ApiFixture):
+        async def write_event(self, about, reason, note, *, warning=False):
+            reasons.append(reason)
+            if len(reasons) == 1:
+                raise ValueError(note)
+            written.set()
+
+    api, supervisor = Broken(scale=b"{}"), Supervisor()
+    subject = scale_subresource.Scale(TARGET, api, lambda: True, supervisor)
+    async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(subject.run())
+        for replicas in (2, 3):
+            assert await subject.scale(Desired(replicas, "load"), 1) is None
+        await written.wait()
+        running.cancel()
+    assert reasons == ["Scaled", "Scaled"]
+    assert supervisor.failures["autoscaling"] == 1
+    lists = [path for method, path in api.paths if method == "GET"]
+    assert len(lists) == len(competing_autoscalers.KINDS)

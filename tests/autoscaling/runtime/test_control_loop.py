@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from extproc.autoscaling.demand_estimator import Counters
+from extproc.autoscaling.interface import Why
+from extproc.autoscaling.runtime.actuator import Failed
+from extproc.autoscaling.runtime.control_loop import Loop
+from extproc.autoscaling.runtime.demand_counters import Counting
+from extproc.autoscaling.runtime.scaling_history import Charts
+from extproc.config.autoscaling import Scaling
+from extproc.discovery.discovered_pool import Found
+from extproc.endpoint import Endpoint
+from extproc.request import RawRequest
+from extproc.scheduling.plugin_guard import Guards
+from extproc.scrape import client, scraper
+from extproc.server.pool_registry import Sites
+from extproc.server.pool_runtime import Shared
+from extproc.telemetry.counters import Tallies
+from tests.support.scaling import configured
+
+POLICY = {"window_s": 60.0, "interval_s": 5.0, "up": 2.0, "down": 1.0}
+
+
+class Hands:
+    """Remembers what was asked for."""
+
+    scales = True
+
+    def __init__(self, spec):
+        self.spec = spec
+        self.acts = True
+        self.fails = ""
+        self.asked = []
+        self.recalled = None
+
+    def recall(self, replicas):
+        self.recalled = replicas
+
+    async def look(self, available):
+        return Failed(self.fails) if self.fails == "look" else self.spec
+
+    async def scale(self, desired, spec):
+        self.asked.append((desired.replicas, desired.why))
+        if self.fails:
+            return Failed(self.fails)
+        self.spec = desired.replicas
+        return None
+
+
+class Others:
+    """What other pickers tell, or None for one that cannot be read."""
+
+    identity = "me"
+
+    def __init__(self):
+        self.told = {}
+        self.pushed = 0
+        self.reads = 0
+
+    def last(self, pool):
+        return self.told
+
+    async def read(self, pool):
+        self.reads += 1
+        return self.told
+
+    async def push(self):
+        self.pushed += 1
+
+
+class Place:
+    """A pool without a source, its loop, and a clock that a test turns."""
+
+    def __init__(self, *, spec=0, policy="queue-depth", **scaling):
+        self.now = 0.0
+        tallies = Tallies()
+        shared = Shared(
+            tallies,
+            Guards(lambda: 0.0, tallies.plugins),
+            client.Client(timeout_s=1.0, cap_bytes=1),
+            scraper.Census(),
+            lambda: self.now,
+        )
+        pool = {"kubernetes": {"inference_pool": "p", "namespace": "n"}}
+        settings = configured(scaling={}, pool=pool, holding={"enabled": True})
+        self.sites = Sites(settings, shared, written={"n/p": ""}, heard=lambda: True)
+        self.site = self.sites.by_name[""]
+        self.hands, self.others = Hands(spec), Others()
+        self.changes = []
+        self.charts = Charts()
+        params = POLICY if policy == "queue-depth" else {}
+        self.loop = Loop(
+            self.site,
+            Scaling(policy=policy, params=params, **{"max": 3, **scaling}),
+            acting=self.hands,
+            counters=Counting(self.site, tallies.of("")),
+            peers=self.others,
+            charts=self.charts,
+            clock=lambda: self.now,
+            on_change=self.changes.append,
+        )
+        self.site.gate.arrivals = self.loop.arrived
+
+    def come(self, *addresses):
+        self.sites.take({"n/p": Found(tuple(map(Endpoint, addresses)))}, ())
+
+    def ask(self):
+        """A request comes; it waits where there is nothing."""
+        headers = {":method": "POST", ":path": "/v1/completions"}
+        prepared = self.site.parts.dispatcher.prepare(
+            RawRequest(headers, b'{"model": "m", "prompt": "x"}')
+        )
+        why = self.site.parts.dispatcher.decide(prepared, self.now)
+        return self.site.gate.hold(prepared, why, self.now)
+
+    async def pass_s(self, seconds):
+        """Looks, as often as they are due."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += await self.loop.step()
+
+
+async def test_nothing_is_decided_before_the_pool_is_known():
+    """Endpoints that nobody has listed yet are no reason to scale."""
+    place = Place(spec=2)
+    assert await place.loop.step() < 1.0
+    assert (place.loop.desired, place.hands.asked) == (None, [])
+
+
+async def test_a_waiting_request_wakes_the_loop():
+    """At once, without asking others; whoever else may act is told."""
+    place = Place()
+    place.come()
+    running = asyncio.ensure_future(place.loop.run())
+    while not place.changes:
+        await asyncio.sleep(0)
+    reads = place.others.reads
+    place.ask()
+    while not place.hands.asked:
+        await asyncio.sleep(0)
+    assert place.hands.asked == [(1, Why.WAKE)]
+    while not place.others.pushed:
+        await asyncio.sleep(0)
+    assert place.others.reads == reads
+    # Now that one starts, others that wait are no reason to hurry.
+    place.ask()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(place.hands.asked) == 1
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+async def test_only_who_may_act_does():
+    """A follower knows the number and asks for nothing, but tells the others that it waits."""
+    place = Place()
+    place.hands.acts = False
+    place.come()
+    place.ask()
+    assert await place.loop.step(hurry=True) == 1.0
+    assert place.loop.active
+    assert (place.hands.asked, place.others.pushed) == ([], 1)
+    place.loop.wake()
+    assert place.loop._woken.is_set()
+
+
+async def test_a_peer_that_cannot_be_read_keeps_replicas():
+    """Nothing is taken away while it is so, and something is added as ever."""
+    place = Place(spec=3)
+    place.come("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
+    place.others.told = {"other": None}
+    await place.pass_s(300.0)
+    assert place.hands.asked == []
+    assert place.loop.desired.why == Why.UNREAD
+    place.others.told = {"other": Counters(in_flight=0)}
+    await place.pass_s(70.0)
+    assert place.hands.asked[0][0] == 2
+    busy = Place(spec=1)
+    busy.come("127.0.0.1:1")
+    busy.others.told = {"other": None, "third": Counters(in_flight=9)}
+    await busy.pass_s(120.0)
+    assert (2, Why.UP) in busy.hands.asked
+
+
+@pytest.mark.parametrize("policy", ["queue-depth", "adaptive", "kubeai"])
+async def test_no_replica_goes_before_a_window_was_watched(policy):
+    """Whatever the policy, after a start without memory."""
+    place = Place(spec=3, policy=policy)
+    place.come("127.0.0.1:1")
+    await place.pass_s(min(50.0, place.loop._scaler.policy.watch_s - 5.0))
+    assert place.hands.asked == []
+
+
+@pytest.mark.parametrize("scales", [True, False])
+async def test_loop_logs_a_number_for_others_as_no_change(scales, caplog):
+    """Where there is no target, the line does not read as if something was scaled."""
+    caplog.set_level("INFO", "extproc.server")
+    place = Place(min=2)
+    place.hands.scales = scales
+    place.come()
+    await place.pass_s(10.0)
+    (line,) = [text for text in caplog.messages if "from 0 to 2 replicas" in text]
+    assert ("nothing is scaled, as there is no target" in line) is not scales
+
+
+async def test_what_fails_is_tried_again_and_said_once(caplog):
+    """With a request waiting after a second; otherwise at the next look."""
+    caplog.set_level("INFO", "extproc.server")
+    place = Place()
+    place.come()
+    place.ask()
+    place.hands.fails = "no right"
+    assert await place.loop.step() == 1.0
+    assert await place.loop.step() == 1.0
+    assert caplog.messages.count("autoscaling: no right") == 1
+    place.hands.fails = "look"
+    assert await place.loop.step() == 1.0
+    place.hands.fails = ""
+    assert await place.loop.step() == 5.0
+    assert place.hands.spec == 1
+    assert "autoscaling: scaling works again" in caplog.messages
+    assert place.charts.figures().failures == 3
+
+
+async def test_a_loop_goes_on_where_another_stopped():
+    """With the same policy; another one's memory is not read."""
+    place, other = Place(spec=2), Place(spec=2)
+    for one in (place, other):
+        one.come("127.0.0.1:1", "127.0.0.1:2")
+    await place.pass_s(60.0)
+    other.now = 1000.0
+    assert other.loop.restore(place.loop.state(), shift_s=1000.0 - place.now)
+    await other.loop.step()
+    assert other.loop.desired.why != Why.WATCHING
+    assert other.hands.recalled == 2
+    assert not Place(policy="kubeai").loop.restore(place.loop.state(), shift_s=0.0)
+
+
+async def test_counters_tell_what_came_and_what_waits():
+    """Requests that wait, are refused or went on count once each, and totals never go down."""
+    place = Place(spec=1)
+    place.come()
+    held = place.ask()
+    counting = place.loop._counters
+    first = counting.read()
+    assert (first.held, first.in_flight, first.arrived) == (1, 0, 1.0)
+    assert first.prompt_tokens >= 1.0
+    place.come("127.0.0.1:1")
+    granted = await held.answer
+    second = counting.read()
+    assert (second.held, second.in_flight, second.arrived) == (0, 1, 1.0)
+    tallies = counting._tallies
+    tallies.routed(granted.decision)
+    tallies.finished("127.0.0.1:1", "200")
+    tallies.used({"prompt": 3, "completion": 40})
+    third = counting.read()
+    assert (third.arrived, third.answered, third.answer_tokens) == (1.0, 1.0, 40.0)
+    # A streamed answer says nothing of its length: the engines' mean stands for it.
+    tallies.finished("127.0.0.1:1", "200")
+    assert counting.read().answer_tokens > 40.0

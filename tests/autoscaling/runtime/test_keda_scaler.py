@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from extproc.discovery.discovered_pool import Found
+from extproc.endpoint import Endpoint
+from tests.support import ext_proc_script, serving
+from tests.support.scaling import configured
+
+STRING, INT64, DOUBLE, BOOL, MESSAGE = 9, 3, 1, 8, 11
+
+
+def messages():
+    """KEDA's own messages, described here and nowhere else of ours."""
+    file = descriptor_pb2.FileDescriptorProto(
+        name="externalscaler.proto", package="externalscaler", syntax="proto3"
+    )
+
+    def message(name, *fields):
+        made = file.message_type.add(name=name)
+        for number, (field, kind, *rest) in enumerate(fields, 1):
+            label = 3 if "repeated" in rest else 1
+            type_name = f".externalscaler.{rest[0]}" if kind == MESSAGE else None
+            made.field.add(name=field, number=number, type=kind, label=label, type_name=type_name)
+        return made
+
+    ref = message(
+        "ScaledObjectRef",
+        ("name", STRING),
+        ("namespace", STRING),
+        ("scalerMetadata", MESSAGE, "ScaledObjectRef.ScalerMetadataEntry", "repeated"),
+    )
+    entry = ref.nested_type.add(name="ScalerMetadataEntry")
+    entry.options.map_entry = True
+    entry.field.add(name="key", number=1, type=STRING, label=1)
+    entry.field.add(name="value", number=2, type=STRING, label=1)
+    message("IsActiveResponse", ("result", BOOL))
+    message("GetMetricSpecResponse", ("metricSpecs", MESSAGE, "MetricSpec", "repeated"))
+    message(
+        "MetricSpec", ("metricName", STRING), ("targetSize", INT64), ("targetSizeFloat", DOUBLE)
+    )
+    message(
+        "GetMetricsRequest", ("scaledObjectRef", MESSAGE, "ScaledObjectRef"), ("metricName", STRING)
+    )
+    message("GetMetricsResponse", ("metricValues", MESSAGE, "MetricValue", "repeated"))
+    message(
+        "MetricValue", ("metricName", STRING), ("metricValue", INT64), ("metricValueFloat", DOUBLE)
+    )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClassesForFiles([file.name], pool)
+
+
+KEDA = messages()
+
+
+def of(name):
+    return KEDA[f"externalscaler.{name}"]
+
+
+class Client:
+    """What KEDA does."""
+
+    def __init__(self, channel, **metadata):
+        self._channel = channel
+        self.ref = of("ScaledObjectRef")(
+            name="engines", namespace="models", scalerMetadata=metadata
+        )
+
+    def stream(self):
+        return self._channel.unary_stream(
+            "/externalscaler.ExternalScaler/StreamIsActive",
+            request_serializer=of("ScaledObjectRef").SerializeToString,
+            response_deserializer=of("IsActiveResponse").FromString,
+        )(self.ref)
+
+    async def active(self):
+        return (await self._ask("IsActive", self.ref, "IsActiveResponse")).result
+
+    async def spec(self):
+        (one,) = (await self._ask("GetMetricSpec", self.ref, "GetMetricSpecResponse")).metricSpecs
+        return one.metricName, one.targetSize, one.targetSizeFloat
+
+    async def value(self, name):
+        request = of("GetMetricsRequest")(scaledObjectRef=self.ref, metricName=name)
+        (one,) = (await self._ask("GetMetrics", request, "GetMetricsResponse")).metricValues
+        assert one.metricName == name
+        return one.metricValue, one.metricValueFloat
+
+    async def _ask(self, method, request, answer):
+        call = self._channel.unary_unary(
+            f"/externalscaler.ExternalScaler/{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=of(answer).FromString,
+        )
+        return await call(request)
+
+
+@contextlib.asynccontextmanager
+async def picker():
+    settings = configured(
+        holding={"enabled": True},
+        scaling={"max": 4},
+        autoscaling={"keda": {"enabled": True, "port": 0}},
+        pool={"kubernetes": {"inference_pool": "p", "namespace": "n"}},
+    )
+    async with serving.running(settings) as running:
+        picker = running.picker
+        # Not `sync`: there is no API server; what it would say is said here.
+        picker.sites.take({"n/p": Found()}, ())
+        await picker._autoscaler.start()
+        loop = asyncio.ensure_future(picker._autoscaler.run())
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{running.ports.keda}") as channel:
+            yield running, channel
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+
+
+async def test_a_waiting_request_is_pushed():
+    """KEDA listens, hears that nothing is wanted, and hears otherwise when a request waits."""
+    async with picker() as (running, channel):
+        keda = Client(channel)
+        heard = keda.stream()
+        assert (await heard.read()).result is False
+        assert await keda.active() is False
+        name, *target = await keda.spec()
+        assert (name, target) == ("desired-replicas", [1, 1.0])
+        assert await keda.value(name) == (0, 0.0)
+        async with running.channel() as asking:
+            stream = serving.Stream(asking)
+            headers = {":method": "POST", ":path": "/v1/completions", "x-request-id": "r"}
+            await stream.say(ext_proc_script.request_headers(headers, ends=True))
+            assert (await heard.read()).result is True
+            assert await keda.active() is True
+            assert await keda.value(name) == (1, 1.0)
+            depth = Client(channel, metric="queue-depth", target="2.5")
+            name, *target = await depth.spec()
+            assert (name, target) == ("queue-depth", [3, 2.5])
+            assert await depth.value(name) == (1, 1.0)
+            running.picker.sites.take({"n/p": Found((Endpoint("127.0.0.1:9"),))}, ())
+            await stream.hear()
+            stream.call.cancel()
+        running.picker._keda.release()
+        assert await heard.read() is grpc.aio.EOF
+
+
+async def test_whoever_listens_to_a_pool_that_goes_has_to_ask_again():
+    """Its stream ends, so that KEDA hears of the loop that comes after."""
+    async with picker() as (running, channel):
+        heard = Client(channel).stream()
+        await heard.read()
+        scaler = running.picker._autoscaler
+        scaler.on_gone(scaler.loops[""])
+        assert await heard.read() is grpc.aio.EOF
+
+
+@pytest.mark.parametrize(
+    ("metadata", "code"),
+    [
+        ({"pool": "other"}, grpc.StatusCode.NOT_FOUND),
+        ({"metric": "what"}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"metric": "queue-depth", "target": "0"}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"metric": "queue-depth", "target": "x"}, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+async def test_what_cannot_be_answered_is_refused(metadata, code):
+    """An unknown pool or metric, or a target that is none, has a status of its own."""
+    async with picker() as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await Client(channel, **metadata).spec()
+        assert refused.value.code() == code
+
+
+async def test_what_is_not_known_is_not_zero():
+    """Before the first look KEDA is told to keep what it has; a strange message is refused."""
+    settings = configured(scaling={}, autoscaling={"keda": {"enabled": True, "port": 0}})
+    async with (
+        serving.running(settings) as running,
+        grpc.aio.insecure_channel(f"127.0.0.1:{running.ports.keda}") as channel,
+    ):
+        for ask in (Client(channel).active(), Client(channel).value("desired-replicas")):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await ask
+            assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+        strange = channel.unary_unary("/externalscaler.ExternalScaler/IsActive")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await strange(b"\xff")
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_call_that_makes_us_raise_ends_alone(caplog):
+    """It ends with INTERNAL, what was said is not logged, and other calls are answered."""
+    async with picker() as (running, channel):
+        supervisor = running.picker.tallies.supervisor
+        loop = running.picker._autoscaler.loops[""]
+        kind = type(loop)
+
+        class Broken(kind):
+            @property
+            def active(self):
+                raise OverflowError("what KEDA said")
+
+        await Client(channel).active()
+        loop.__class__ = Broken
+        for call in (Client(channel).active(), Client(channel).stream().read()):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert supervisor.failures["keda"] == 2
+        loop.__class__ = kind
+        assert await Client(channel).active() is False
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await Client(channel, pool="nobody").active()
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert supervisor.failures["keda"] == 2
+    assert "what KEDA said" not in caplog.text

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from extproc.autoscaling.demand_estimator import Counters
+from extproc.autoscaling.runtime import peer_counters
+from extproc.autoscaling.runtime.peer_counters import PATH, Peers, Told, read_told
+from extproc.demo import stack
+from extproc.errors import ConfigError
+
+
+@contextlib.asynccontextmanager
+async def picker(name, *written, held=0, port=0):
+    """The part of a picker that talks to others, behind a port."""
+    counters = {"p": Counters(held=held, arrived=float(held))}
+    peers = Peers(name, written, timeout_s=60.0, own=lambda: counters)
+    peers.heard = []
+    peers.woken = peers.heard.extend
+    application = web.Application()
+    application.add_routes(peers.routes())
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    peers.port = runner.addresses[0][1]
+    peers.stop = runner.cleanup
+    try:
+        yield peers
+    finally:
+        peers.close()
+        await runner.cleanup()
+
+
+async def test_pickers_tell_each_other_what_they_count():
+    """Each reads the others by name, and leaves itself out of the addresses it was given."""
+    ports = [stack.free_port() for _ in range(2)]
+    written = [f"127.0.0.1:{port}" for port in ports]
+    async with (
+        picker("a", *written, held=1, port=ports[0]) as one,
+        picker("b", *written, held=2, port=ports[1]) as other,
+    ):
+        assert await one.read("p") == {"b": Counters(held=2, arrived=2.0)}
+        assert await other.read("p") == {"a": Counters(held=1, arrived=1.0)}
+        assert one.last("p") == {"b": Counters(held=2, arrived=2.0)}
+        assert one.last("other pool") == {"b": None}
+
+
+async def test_a_peer_that_cannot_be_read_is_unknown():
+    """It stays in the picture under its name, as somebody of whom nothing is known."""
+    async with picker("b", held=1) as other:
+        one = Peers("a", [f"127.0.0.1:{other.port}"], timeout_s=60.0, own=dict)
+        assert await one.read("p") == {"b": Counters(held=1, arrived=1.0)}
+        await other.stop()
+        assert await one.read("p") == {"b": None}
+        one.close()
+
+
+async def test_a_name_that_cannot_be_resolved_is_unknown():
+    """So is who may be behind it."""
+    one = Peers("a", ["no-such-name.invalid:9090"], timeout_s=60.0, own=dict)
+    assert await one.read("p") == {"no-such-name.invalid:9090": None}
+
+
+async def test_others_are_told_when_a_request_waits():
+    """What is pushed is known without asking, and wakes the pools it says requests wait in."""
+    ports = [stack.free_port() for _ in range(2)]
+    written = [f"127.0.0.1:{port}" for port in ports]
+    async with (
+        picker("a", *written, port=ports[0]) as one,
+        picker("b", *written, held=3, port=ports[1]) as other,
+    ):
+        await one.read("p")
+        await other.read("p")
+        other._own = lambda: {"p": Counters(held=9), "q": Counters()}
+        await other.push()
+        assert one.heard == ["p"]
+        assert one.last("p") == {"b": Counters(held=9)}
+        assert other.heard == []
+
+
+async def test_what_strangers_push_is_not_believed():
+    """It is reason to look, and no number."""
+    async with picker("a") as one:
+        other = Peers(
+            "stranger",
+            [f"127.0.0.1:{one.port}"],
+            timeout_s=60.0,
+            own=lambda: {"p": Counters(held=5)},
+        )
+        await other.read("p")
+        await other.push()
+        assert (one.heard, one.last("p")) == (["p"], {})
+        other.close()
+
+
+async def test_strange_bodies_are_refused():
+    """With 400, and a page that is none is unknown."""
+    async with picker("a") as one, aiohttp.ClientSession() as http:
+        async with http.post(f"http://127.0.0.1:{one.port}{PATH}", data=b"[1]") as answer:
+            assert answer.status == 400
+        async with http.get(f"http://127.0.0.1:{one.port}{PATH}") as answer:
+            told = msgspec.json.decode(await answer.read(), type=Told)
+        assert told.picker == "a"
+
+
+@pytest.mark.parametrize("written", ["host", "host:", ":9", "host:x", "host:0", "host:70000"])
+def test_addresses_need_a_port(written):
+    """Anything else is refused at start."""
+    with pytest.raises(ConfigError, match=r"autoscaling\.peers"):
+        Peers("a", [written], timeout_s=60.0, own=dict)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"",
+        b'{"picker":"\xff","pools":{}}',
+        b'{"picker":"x","pools":' + b'{"a":' * 100_000,
+        b'{"picker":"x","pools":{"p":{"held":-1}}}',
+        b'{"picker":"x","pools":{"p":{"held":' + b"9" * 400 + b"}}}",
+        b'{"picker":"x","pools":{"p":{"arrived":1e300}}}',
+        b'{"picker":"x","pools":{"p":{"arrived":NaN}}}',
+        b'{"picker":"x","pools":{"p":{"arrived":"5"}}}',
+        b'{"picker":"' + b"x" * 257 + b'","pools":{}}',
+    ],
+)
+def test_what_no_picker_counts_is_unreadable(page):
+    """Other bytes, endless nesting, wrong types and numbers beyond their ranges."""
+    assert read_told(page) is None
+
+
+async def test_a_name_whose_servers_never_answer_is_unresolved(monkeypatch):
+    """The look ends after its own limit: the resolver's can be minutes."""
+
+    async def silent(*_, **__):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(peer_counters, "_RESOLVE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
+    one = Peers("a", ["extproc-peers:9090"], timeout_s=60.0, own=dict)
+    async with asyncio.timeout(60.0):
+        assert await one.read("p") == {"extproc-peers:9090": None}
+        assert not await one.is_peer("127.0.0.1")
+
+
+async def test_an_address_that_is_no_name_is_unresolved():
+    """A name that cannot be written for a resolver is one that does not resolve."""
+    one = Peers("a", ["a..b:9090"], timeout_s=60.0, own=dict)
+    assert await one.read("p") == {"a..b:9090": None}
+
+
+async def test_connections_to_peers_that_left_are_closed(monkeypatch):
+    """A rollout leaves nothing behind: what no name stands for any longer is forgotten."""
+    async with picker("b") as other:
+        addresses = [f"127.0.0.1:{other.port}"]
+
+        async def resolved(host, port):
+            return list(addresses)
+
+        monkeypatch.setattr(peer_counters, "_addresses", resolved)
+        one = Peers("a", ["others:9090"], timeout_s=60.0, own=dict)
+        await one.read("p")
+        assert len(one._asking._kept) == 1
+        addresses.clear()
+        await one.read("p")
+        assert len(one._asking._kept) == 0
+        one.close()
+
+
+async def test_addresses_of_peers_are_looked_up_for_a_new_one(monkeypatch):
+    """Once a second at most, and a name that has none for a moment keeps those of before."""
+    answers = [["10.0.0.1:9090", "[fd00::2]:9090"]]
+    looks = []
+
+    async def addresses(host, port):
+        looks.append((host, port))
+        return answers[0]
+
+    monkeypatch.setattr(peer_counters, "_addresses", addresses)
+    one = Peers("a", ["others:9090"], timeout_s=60.0, own=dict)
+    assert await one.is_peer("10.0.0.1")
+    assert await one.is_peer("fd00::2")
+    for _ in range(100):
+        assert not await one.is_peer("10.0.0.9")
+    assert looks == [("others", 9090)]
+    answers[0] = []
+    await one._resolve()
+    assert await one.is_peer("10.0.0.1")
+    answers[0] = ["10.0.0.9:9090"]
+    await one._resolve()
+    assert await one.is_peer("10.0.0.9")
+    assert not await one.is_peer("10.0.0.1")
+    one.close()
+    assert not await Peers("b", [], timeout_s=60.0, own=dict).is_peer("10.0.0.1")

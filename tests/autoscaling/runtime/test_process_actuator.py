@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+
+import aiohttp
+import pytest
+
+from extproc.autoscaling.interface import Desired, Why
+from extproc.autoscaling.runtime import process_actuator
+from tests.support import ext_proc_script, peer, serving
+from tests.support.scaling import configured
+
+#: An engine that starts fast: HTTP that answers 200 to everything, on the port it is given.
+ENGINE = """
+import http.server, sys
+class Engine(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.send_response(200); self.send_header("content-length", "0"); self.end_headers()
+    def log_message(self, *_): pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Engine)
+print(f"listening on 127.0.0.1:{server.server_port}", flush=True)
+server.serve_forever()
+"""
+
+REQUEST = {":method": "POST", ":path": "/v1/completions", "x-request-id": "r"}
+
+
+@contextlib.asynccontextmanager
+async def picker(command, **scaling):
+    settings = configured(
+        holding={"enabled": True},
+        scaling={"launch": {"command": command, "stop_s": 1.0}, "max": 2, **scaling},
+    )
+    async with serving.running(settings) as running:
+        await running.sync()
+        yield running
+
+
+async def pick(running):
+    """Where one request goes, held until it can."""
+    async with running.channel() as channel:
+        stream = serving.Stream(channel)
+        await stream.say(ext_proc_script.request_headers(REQUEST, ends=True))
+        (said,) = await stream.hear()
+        stream.call.cancel()
+    return dict(said.sets).get(peer.DESTINATION, str(said.status))
+
+
+async def test_the_first_request_starts_an_engine():
+    """It is held at zero, an engine is started, and it goes there once that answers."""
+    async with picker([sys.executable, "-c", ENGINE, "{port}"]) as running:
+        assert running.picker.sites.synced
+        assert not running.picker.sites.pools()[""].members
+        address = await pick(running)
+        (member,) = running.picker.sites.pools()[""].members
+        assert member.endpoint.address == address
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(f"http://127.0.0.1:{running.ports.pages}/metrics") as page,
+        ):
+            text = await page.text()
+        assert 'extproc_scaling_changes_total{pool="",why="wake"} 1.0' in text
+        assert 'extproc_scaling_replicas{pool="",state="asked"}' in text
+    with contextlib.suppress(ConnectionRefusedError):
+        await asyncio.open_connection(*address.split(":"))
+        raise AssertionError("the engine outlived the picker")
+
+
+async def test_an_engine_may_say_itself_where_it_listens():
+    """Without `{port}` the address is read from its output."""
+    async with picker([sys.executable, "-c", ENGINE, "0"]) as running:
+        assert (await pick(running)).startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("printed", "address"),
+    [
+        ("127.0.0.2:8000", "127.0.0.2:8000"),
+        ("0.0.0.0:8000", "127.0.0.9:8000"),
+        ("[::]:8000", "127.0.0.9:8000"),
+        ("localhost:8000", "127.0.0.9:8000"),
+        ("http://0.0.0.0:8000", "127.0.0.9:8000"),
+        ("http://[::1]:8000", "[::1]:8000"),
+        ("127.0.0.2:0", ""),
+        ("127.0.0.2:65536", ""),
+        ("127.0.0.2:" + "9" * 5000, ""),
+        ("127.0.0.2:000001" + "9" * 5000, ""),
+    ],
+)
+def test_launch_makes_an_address_that_can_be_connected_to(printed, address):
+    """Every address and a name stand for the host of the endpoints; a wrong port is none."""
+    assert process_actuator.reachable(printed, "127.0.0.9") == address
+
+
+async def test_launch_reads_an_engine_that_listens_on_every_address():
+    """As engines print it, with words behind the port."""
+    engine = ENGINE.replace("listening on 127.0.0.1:", "listening on http://0.0.0.0:")
+    engine = engine.replace("{server.server_port}", "{server.server_port} (Press CTRL+C to quit)")
+    async with picker([sys.executable, "-c", engine, "0"]) as running:
+        assert (await pick(running)).startswith("127.0.0.1:")
+
+
+async def test_launch_starts_another_engine_where_looking_at_its_health_raises(monkeypatch, caplog):
+    """Such an engine gets no request, and the log says why it was ended."""
+    monkeypatch.setattr(process_actuator, "_AGAIN_S", 0.1)
+    caplog.set_level("INFO", "extproc.server")
+    before = process_actuator.Engines._answers
+
+    async def broken(self, engine):
+        if engine.number == 1:
+            raise ValueError("a port that is none")
+        await before(self, engine)
+
+    monkeypatch.setattr(process_actuator.Engines, "_answers", broken)
+    async with picker([sys.executable, "-c", ENGINE, "{port}"]) as running:
+        await pick(running)
+        (member,) = running.picker.sites.pools()[""].members
+        assert member.endpoint.name == "engine-2"
+    assert any("ValueError at" in text for text in caplog.messages)
+    assert not any("a port that is none" in text for text in caplog.messages)
+
+
+async def test_an_engine_that_fails_is_replaced(monkeypatch, caplog):
+    """Its last words are in the log, and another one is tried after a while."""
+    monkeypatch.setattr(process_actuator, "_AGAIN_S", 0.1)
+    caplog.set_level("INFO", "extproc.server")
+    command = [sys.executable, "-c", "print('no GPU'); raise SystemExit(1)", "{port}"]
+    async with picker(command, min=1):
+        async with asyncio.timeout(serving.LIMIT_S):
+            while sum("ended: no GPU" in said for said in caplog.messages) < 2:
+                await asyncio.sleep(0.02)
+
+
+async def test_a_program_that_is_missing_is_told(caplog):
+    """The picker goes on."""
+    async with picker(["/no/such/engine"], min=1) as running:
+        async with asyncio.timeout(serving.LIMIT_S):
+            while not any(
+                "there is no program /no/such/engine" in said for said in caplog.messages
+            ):
+                await asyncio.sleep(0.02)
+        assert not running.picker.sites.pools()[""].members
+
+
+async def test_an_engine_that_goes_finishes_first(caplog):
+    """It gets nothing new, and ends when what it does is done."""
+    caplog.set_level("INFO", "extproc.server")
+    async with picker([sys.executable, "-c", ENGINE, "{port}"], min=1) as running:
+        engines = running.picker._autoscaler.loops[""].hands
+        async with running.channel() as channel:
+            stream = serving.Stream(channel)
+            await stream.say(ext_proc_script.request_headers(REQUEST, ends=True))
+            (said,) = await stream.hear()
+            address = dict(said.sets)[peer.DESTINATION]
+            await engines.scale(Desired(0, Why.IDLE), 1)
+            async with asyncio.timeout(serving.LIMIT_S):
+                while running.picker.sites.pools()[""].members:
+                    await asyncio.sleep(0.01)
+            # It still answers: a request of ours is open there.
+            _, writer = await asyncio.open_connection(*address.split(":"))
+            writer.close()
+            assert len(engines._engines) == 1
+            stream.call.cancel()
+            async with asyncio.timeout(serving.LIMIT_S):
+                while engines._engines:
+                    await asyncio.sleep(0.01)
+    assert not any("ended:" in said for said in caplog.messages)
+
+
+async def test_a_bug_about_one_engine_ends_no_other(monkeypatch):
+    """What looking after one of them raises is counted; the others serve, and another follows."""
+    real, wrong = process_actuator.Engines._serve, [1]
+
+    async def serve(engines, engine, process):
+        if engine.number > 1 and wrong[0]:
+            wrong[0] -= 1
+            raise OverflowError
+        await real(engines, engine, process)
+
+    monkeypatch.setattr(process_actuator.Engines, "_serve", serve)
+    monkeypatch.setattr(process_actuator, "_AGAIN_S", 0.0)
+    async with picker([sys.executable, "-c", ENGINE, "{port}"], min=1) as running:
+        first = await pick(running)
+        supervisor = running.picker.tallies.supervisor
+        engines = running.picker._autoscaler.loops[""].hands
+        await engines.scale(Desired(2, Why.UP), 1)
+        async with asyncio.timeout(60):
+            while len(running.picker.sites.pools()[""].members) < 2:
+                await asyncio.sleep(0.02)
+        assert supervisor.failures["autoscaling"] >= 1
+        members = running.picker.sites.pools()[""].members
+        assert first in [member.endpoint.address for member in members]

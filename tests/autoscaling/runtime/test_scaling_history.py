@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from extproc.autoscaling.demand import Demand
+from extproc.autoscaling.demand_estimator import Counters
+from extproc.autoscaling.interface import Desired, Why
+from extproc.autoscaling.runtime.scaling_history import Charts
+
+
+def test_the_four_charts():
+    """Depth now and over the window, requests per second over 3 minutes, replicas."""
+    charts = Charts()
+    assert charts.figures().gauges == {}
+    for now, held in ((0.0, 0), (30.0, 6), (60.0, 12)):
+        demand = Demand(now=now, spec=3, available=2, held=held)
+        told = {"a": Counters(arrived=now * 2), "b": Counters(arrived=now), "c": None}
+        charts.take(demand, Desired(3, Why.UP), told)
+    charts.changed(Why.UP)
+    shown = charts.figures()
+    assert shown.gauges["queue_depth"] == 6.0
+    assert shown.gauges["queue_depth_mean"] == pytest.approx((3.0 + 6.0) / 2)
+    assert shown.gauges["requests_per_second"] == pytest.approx(3.0)
+    assert shown.gauges["desired_replicas"] == 3.0
+    assert shown.replicas == {"asked": 3, "available": 2, "starting": 1}
+    assert shown.changes == {"up": 1}
+
+
+def test_a_picker_that_began_again_is_no_negative_rate():
+    """Its counters start at 0."""
+    charts = Charts()
+    for now, arrived in ((0.0, 50.0), (20.0, 0.0)):
+        demand = Demand(now=now, spec=1, available=1)
+        charts.take(demand, Desired(1, Why.STEADY), {"a": Counters(arrived=arrived)})
+    assert charts.figures().gauges["requests_per_second"] == 0.0

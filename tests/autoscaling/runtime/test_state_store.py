@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from extproc.autoscaling.demand import Bounds
+from extproc.autoscaling.demand_estimator import Counters, Meter, Seen, Settings
+from extproc.autoscaling.policies.queue_depth import QueueDepth
+from extproc.autoscaling.policy_runner import Scaler
+from extproc.autoscaling.runtime import state_store
+from extproc.autoscaling.runtime.control_loop import State
+from extproc.discovery.kubernetes import api_errors
+
+
+class Watched:
+    """A loop's two halves after a minute."""
+
+    def __init__(self, *, until=60):
+        self.scaler = Scaler(QueueDepth(), Bounds(max=3))
+        self.meter = Meter(Settings())
+        for now in range(0, until + 1, 5):
+            self.look(float(now))
+
+    def look(self, now):
+        counters = {"a": Counters(in_flight=2, arrived=now, answered=now)}
+        demand = self.meter.read(now, counters, Seen(spec=2, available=2))
+        return self.scaler.step(demand)
+
+    @property
+    def state(self):
+        return State(self.scaler.state(), self.meter.learnt)
+
+
+def test_states_come_back_on_another_clock():
+    """Monotonic clocks differ; the time of day says by how much."""
+    watched = Watched()
+    text = state_store.write({"p": watched.state}, 60.0, 1000.0)
+    found, shift_s = state_store.read(text, 7.0, 1010.0)
+    # 10 s later by the time of day: what was at 60 is at -3 on this clock.
+    assert shift_s == -63.0
+    other = Watched(until=-1)
+    assert other.scaler.restore(found["p"].scaler, shift_s=shift_s)
+    other.meter.restore(found["p"].learnt, shift_s=shift_s)
+    # It has watched for a whole window: the decision is the one that the first would take.
+    assert other.look(7.0) == watched.look(70.0)
+
+
+def test_a_clock_that_was_set_back_puts_nothing_into_the_future():
+    """What was seen is then as old as if it were just now."""
+    text = state_store.write({}, 60.0, 1000.0)
+    assert state_store.read(text, 7.0, 900.0) == ({}, -53.0)
+
+
+def test_what_cannot_be_read_is_nothing():
+    """Of one pool or of all; another's state is still read."""
+    assert state_store.read("", 1.0, 1.0) == ({}, 0.0)
+    assert state_store.read("{", 1.0, 1.0) == ({}, 0.0)
+    good = state_store.write({"p": Watched().state}, 60.0, 1000.0)
+    broken = good.replace('"pools":{', '"pools":{"q":{"scaler":1},')
+    assert list(state_store.read(broken, 60.0, 1000.0)[0]) == ["p"]
+
+
+class Cluster:
+    """An API server with one ConfigMap, or refusals."""
+
+    def __init__(self, *refusals):
+        self.data = None
+        self.asked = []
+        self._refusals = dict(refusals)
+
+    async def send(self, method, path, body=None):
+        self.asked.append(method)
+        if method in self._refusals:
+            return api_errors.Refused(self._refusals[method], "no")
+        if method == "GET":
+            if self.data is None:
+                return api_errors.Refused(404, "not there")
+            return state_store.msgspec.json.encode({"data": self.data})
+        if method == "PATCH" and self.data is None:
+            return api_errors.Refused(404, "not there")
+        self.data = {**(self.data or {}), **body["data"]}
+        return b"{}"
+
+
+def kept(cluster):
+    return state_store.Memory(
+        cluster, namespace="n", name="m", clock=lambda: 60.0, time=lambda: 1000.0
+    )
+
+
+async def test_the_map_is_made_when_it_is_missing():
+    """First created, then patched, then read."""
+    cluster = Cluster()
+    one = kept(cluster)
+    assert await one.load() == ({}, 0.0)
+    await one.save({"p": Watched().state})
+    await one.save({"p": Watched().state})
+    assert cluster.asked == ["GET", "PATCH", "POST", "PATCH"]
+    found, shift_s = await one.load()
+    assert (list(found), shift_s) == (["p"], 0.0)
+
+
+async def test_missing_rights_are_said_once(caplog):
+    """With what to grant."""
+    one = kept(Cluster(("PATCH", 403), ("GET", 403)))
+    await one.save({})
+    await one.save({})
+    (said,) = caplog.messages
+    assert 'resources: ["configmaps"], verbs: ["patch"]' in said
+    assert await one.load() is None
+
+
+async def test_a_file_keeps_it_where_there_is_no_cluster(tmp_path):
+    """Written whole or not at all; nothing is there at first."""
+    clock = [60.0, 1000.0]
+    path = tmp_path / "state.json"
+    kept = state_store.File(path, clock=lambda: clock[0], time=lambda: clock[1])
+    assert await kept.load() == ({}, 0.0)
+    state = Watched().state
+    await kept.save({"p": state})
+    clock[:] = [7.0, 1010.0]
+    found, shift_s = await kept.load()
+    assert (found["p"].scaler.at, shift_s) == (state.scaler.at, -63.0)
+    assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
+
+
+async def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
+    """Scaling goes on without it."""
+    kept = state_store.File(tmp_path / "none" / "state.json", clock=lambda: 0.0, time=lambda: 0.0)
+    for _ in range(2):
+        await kept.save({})
+    assert caplog.text.count("cannot be written: No such file or directory") == 1
+    kept = state_store.File(tmp_path, clock=lambda: 0.0, time=lambda: 0.0)
+    assert await kept.load() is None
+    assert "cannot be read: Is a directory" in caplog.text

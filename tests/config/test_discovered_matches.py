@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.cli import check_pools
+from extproc.config import discovered_matches, loader
+from extproc.errors import ConfigError
+from extproc.routing import pool_match
+from extproc.routing.pool_match import Claim
+
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+KEY = "team-a/llama"
+
+
+def read(rules):
+    text = HEAD + f"cluster: {{every_pool: cluster, claims: {rules}}}"
+    return loader.settings(loader.parse(text, where="f.yaml"))
+
+
+def granted(rules, key=KEY, **annotations):
+    stated = {f"extproc/{kind}": text for kind, text in annotations.items()}
+    return discovered_matches.granted(read(rules).cluster.claims, key, stated)
+
+
+def test_annotations_are_ignored_without_a_rule():
+    """Whoever may write an InferencePool cannot take requests of others."""
+    for rules in ("[]", "[{pools: ['team-b/*']}]"):
+        refused = granted(rules, models="*")
+        assert refused.claim.empty
+        assert refused.refused == "model * has no rule in cluster.claims"
+    assert granted("[]") == discovered_matches.Granted()
+
+
+@pytest.mark.parametrize(
+    ("annotations", "claim"),
+    [
+        ({}, Claim()),
+        ({"hosts": " A.example , *.b "}, Claim(hosts=("a.example", "*.b"))),
+        (
+            {"paths": "/a,/b", "models": "m", "headers": "X-Team=a"},
+            Claim(paths=("/a", "/b"), models=("m",), headers={"x-team": "a"}),
+        ),
+        ({"hosts": ","}, Claim()),
+    ],
+)
+def test_claims_of_annotations_are_read(annotations, claim):
+    """Lists with commas; hosts and header names in lower case. A rule of pools alone is trust."""
+    assert granted("[{pools: ['*']}]", **annotations) == discovered_matches.Granted(claim)
+
+
+@pytest.mark.parametrize(
+    ("rule", "annotations", "holds"),
+    [
+        ("hosts: ['*.a.example']", {"hosts": "x.a.example, *.y.a.example"}, True),
+        ("hosts: ['*.a.example']", {"hosts": "*.a.example", "models": "m"}, True),
+        ("hosts: ['*.a.example']", {"hosts": "x.a.example, b.example"}, False),
+        ("hosts: ['*.a.example']", {"hosts": "a.example"}, False),
+        ("hosts: ['*.a.example']", {"models": "m"}, False),
+        ("hosts: ['{namespace}.example']", {"hosts": "team-a.example"}, True),
+        ("hosts: ['{namespace}.example']", {"hosts": "team-b.example"}, False),
+        ("models: ['{name}-*']", {"models": "llama-8b,llama-70b-*"}, True),
+        ("models: ['{name}-*']", {"models": "llama*"}, False),
+        ("models: [llama]", {"models": "llama*"}, False),
+        ("paths: [/a]", {"paths": "/a/b"}, True),
+        ("paths: [/a]", {"paths": "/ab"}, False),
+        ("paths: [/a]", {"paths": "/"}, False),
+        ("headers: {X-Team: a}", {"headers": "x-team=a,x-more=1"}, True),
+        ("headers: {X-Team: a}", {"headers": "x-team=b"}, False),
+        ("hosts: [a], models: [m]", {"hosts": "a"}, False),
+    ],
+)
+def test_claims_lie_within_a_rule_or_are_ignored(rule, annotations, holds):
+    """Each kind that the rule names limits the claim; what is too much is ignored as a whole."""
+    found = granted(f"[{{pools: ['team-a/*'], {rule}}}]", **annotations)
+    assert found.claim.empty is not holds
+    assert bool(found.refused) is not holds
+
+
+@pytest.mark.parametrize(
+    ("annotations", "text"),
+    [
+        ({"hosts": ",".join(f"h{number}" for number in range(65))}, "has 65 entries"),
+        ({"models": "m" * 257}, "more than 256 characters"),
+        ({"headers": "x-team"}, "no list of name=value"),
+    ],
+)
+def test_claims_are_bounded(annotations, text):
+    """Every request is held against all conditions."""
+    assert text in granted("[{pools: ['*']}]", **annotations).refused
+
+
+HOSTS = st.sampled_from(["a.x", "b.a.x", "*.a.x", "*.x", "x", "y"])
+PATHS = st.sampled_from(["/", "/a", "/a/b", "/ab"])
+MODELS = st.sampled_from(["m", "m-1", "m-*", "m*", "*", "n"])
+HEADERS = st.dictionaries(st.sampled_from(["h", "i"]), st.sampled_from(["1", "2"]))
+
+
+def some(values):
+    return st.lists(values, max_size=2).map(tuple)
+
+
+CLAIMS = st.builds(
+    Claim, hosts=some(HOSTS), paths=some(PATHS), models=some(MODELS), headers=HEADERS
+)
+REQUESTS = st.tuples(
+    st.sampled_from(["a.x", "b.a.x", "c.b.a.x", "x", "y", "z"]),
+    st.sampled_from(["/", "/a", "/a/b/c", "/ab", "/c"]),
+    st.sampled_from(["m", "m-1", "m-2", "n", "o"]),
+    HEADERS,
+)
+
+
+def takes(claim, request):
+    host, path, model, headers = request
+    if not pool_match.holds(claim, {":authority": host, ":path": path, **headers}):
+        return False
+    return not claim.models or pool_match.names(claim, model)
+
+
+@given(CLAIMS, CLAIMS, REQUESTS)
+def test_no_request_escapes_a_limit(claim, limit, request):
+    """What lies within a limit takes no request that the limit does not; overlaps are noticed."""
+    if takes(claim, request):
+        assert takes(limit, request) or not pool_match.within(claim, limit)
+        assert not takes(limit, request) or pool_match.overlap(claim, limit)
+
+
+def test_rules_are_described():
+    """`extproc check` says what annotations may claim."""
+    assert list(check_pools.lines(read("[]")))[-1] == (
+        "claims      none: annotations of InferencePools are ignored (cluster.claims)"
+    )
+    rules = "[{pools: ['a/*', b/c], hosts: ['{namespace}.x'], headers: {t: v}}, {pools: [d/e]}]"
+    assert list(check_pools.lines(read(rules)))[-2:] == [
+        "claims      of a/*, b/c, by annotations: host {namespace}.x and header t=v",
+        "claims      of d/e, by annotations: anything",
+    ]
+
+
+def test_a_rule_names_its_pools():
+    """Trust is written out."""
+    with pytest.raises(ConfigError):
+        read("[{hosts: [a]}]")
+
+
+def test_claims_of_written_pools_that_overlap_are_described():
+    """The first one takes what both claim."""
+    text = HEAD + (
+        "pools:\n- {name: a, endpoints: ['10.0.0.1:1'], match: {hosts: [x]}}\n"
+        "- {name: b, endpoints: ['10.0.0.1:1'], match: {models: [m]}}\n"
+        "- {name: c, endpoints: ['10.0.0.1:1'], match: {hosts: [y], models: [n]}}\n"
+    )
+    shown = list(check_pools.lines(loader.settings(loader.parse(text, where="f.yaml"))))
+    assert [line for line in shown if "comes first" in line] == [
+        "            pool a comes first where both claim a request"
+    ]

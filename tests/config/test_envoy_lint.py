@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from extproc.cli import main
+from extproc.config import envoy_lint, settings
+from extproc.config.flow_control import Holding
+from extproc.errors import ConfigError
+
+ENVOY = Path(__file__).parents[2] / "envoy"
+SHIPPED = sorted(ENVOY.glob("*.yaml"))
+HOLDING = settings.Settings(holding=Holding(enabled=True))
+
+
+def load(name="original-dst-buffered.yaml"):
+    return yaml.safe_load((ENVOY / name).read_text())
+
+
+def manager(tree):
+    chain = tree["static_resources"]["listeners"][0]["filter_chains"][0]
+    return chain["filters"][0]["typed_config"]
+
+
+def processor(tree):
+    filters = manager(tree)["http_filters"]
+    return next(one for one in filters if one["name"].endswith("ext_proc"))["typed_config"]
+
+
+def route(tree):
+    return manager(tree)["route_config"]["virtual_hosts"][0]["routes"][0]["route"]
+
+
+def cluster(tree, name):
+    return next(one for one in tree["static_resources"]["clusters"] if one["name"] == name)
+
+
+def mutations(tree):
+    """What the shipped files do to clients' headers in front of the picker."""
+    filters = manager(tree)["http_filters"]
+    one = next(one for one in filters if one["name"].endswith("header_mutation"))
+    return one["typed_config"]["mutations"]["request_mutations"]
+
+
+def found(tree, configured=HOLDING):
+    return [
+        one for one in envoy_lint.read(tree, configured, where="envoy.yaml") if one.grave != "fine"
+    ]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=[path.stem for path in SHIPPED])
+@pytest.mark.parametrize("configured", [settings.Settings(), HOLDING], ids=["usual", "holding"])
+def test_shipped_files_cut_nothing(path, configured):
+    """Whatever is shipped lets requests wait as long as they may, and answers take their time."""
+    assert found(yaml.safe_load(path.read_text()), configured) == []
+
+
+def without(owner, key):
+    del owner[key]
+
+
+CUTS = {
+    "message timeout": (
+        lambda tree: without(processor(tree), "message_timeout"),
+        "message_timeout is 0.2 s",
+    ),
+    "message timeout short": (
+        lambda tree: processor(tree).update(message_timeout="120s"),
+        "message_timeout is 120 s",
+    ),
+    "stream idle": (
+        lambda tree: without(manager(tree), "stream_idle_timeout"),
+        "stream_idle_timeout is 300 s",
+    ),
+    "route timeout": (lambda tree: without(route(tree), "timeout"), "timeout is 15 s"),
+    "route idle": (lambda tree: route(tree).update(idle_timeout="60s"), "idle_timeout is 60 s"),
+    "grpc timeout": (
+        lambda tree: processor(tree)["grpc_service"].update(timeout="10s"),
+        "grpc_service.timeout is 10 s",
+    ),
+    "picker's breakers": (
+        lambda tree: without(cluster(tree, "extproc"), "circuit_breakers"),
+        "let 1024 requests be open",
+    ),
+    "messages": (
+        lambda tree: tree["static_resources"]["listeners"][0].update(
+            per_connection_buffer_limit_bytes=1 << 30
+        ),
+        "above limits.max_message_bytes",
+    ),
+    "no cluster of pickers": (
+        lambda tree: tree["static_resources"]["clusters"].remove(cluster(tree, "extproc")),
+        "no cluster has this name",
+    ),
+    "trailers": (
+        lambda tree: processor(tree)["processing_mode"].update(
+            request_body_mode="FULL_DUPLEX_STREAMED"
+        ),
+        "needs request_trailer_mode SEND",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_what_cuts_is_named(name):
+    """The limit, what it does, and what to write instead."""
+    change, text = CUTS[name]
+    tree = load()
+    change(tree)
+    (one,) = [each for each in found(tree) if text in each.text]
+    assert one.grave == "cut"
+
+
+WARNINGS = {
+    "headers timeout": (
+        lambda tree: without(manager(tree), "request_headers_timeout"),
+        "request_headers_timeout is off",
+    ),
+    "short request timeout": (
+        lambda tree: manager(tree).update(request_timeout="30s"),
+        "request_timeout is 30 s: slow uploads are cut",
+    ),
+    "no request timeout": (
+        lambda tree: without(manager(tree), "request_timeout"),
+        "request_timeout is off",
+    ),
+    "clients steer": (
+        lambda tree: mutations(tree).remove({"remove": "x-gateway-destination-endpoint"}),
+        "nothing removes x-gateway-destination-endpoint of clients",
+    ),
+    "headers removed too late": (
+        lambda tree: manager(tree)["http_filters"].reverse(),
+        "nothing removes test-epp-endpoint-selection, x-gateway-destination-endpoint, ",
+    ),
+    "stream duration": (
+        lambda tree: manager(tree).update(
+            common_http_protocol_options={"max_stream_duration": "600s"}
+        ),
+        "max_stream_duration is 600 s",
+    ),
+    "route duration": (
+        lambda tree: route(tree).update(max_stream_duration={"max_stream_duration": "60s"}),
+        "max_stream_duration is 60 s",
+    ),
+    "no bodies": (
+        lambda tree: processor(tree)["processing_mode"].update(request_body_mode="NONE"),
+        "request_body_mode is NONE",
+    ),
+    "no status": (
+        lambda tree: processor(tree)["processing_mode"].update(response_header_mode="SKIP"),
+        "response_header_mode is SKIP",
+    ),
+    "response trailers": (
+        lambda tree: processor(tree)["processing_mode"].update(response_trailer_mode="SKIP"),
+        "account of open requests is too low",
+    ),
+    "metadata": (lambda tree: without(processor(tree), "metadata_options"), "lacks envoy.lb"),
+    "buffer": (
+        lambda tree: without(
+            tree["static_resources"]["listeners"][0], "per_connection_buffer_limit_bytes"
+        ),
+        "larger bodies are 413",
+    ),
+    "keep-alive": (
+        lambda tree: without(cluster(tree, "engines"), "typed_extension_protocol_options"),
+        "vLLM closes them after 5 s",
+    ),
+    "engines' breakers": (
+        lambda tree: without(cluster(tree, "engines"), "circuit_breakers"),
+        "let 1024 requests be open",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_what_may_surprise_is_a_warning(name):
+    """It works, but not always as one thinks."""
+    change, text = WARNINGS[name]
+    tree = load()
+    change(tree)
+    (one,) = [each for each in found(tree) if text in each.text]
+    assert one.grave == "warning"
+
+
+def test_early_header_mutation_counts_as_removal():
+    """Envoy has a second place where headers are removed before any filter."""
+    tree = load()
+    wanted = [*mutations(tree)]
+    mutations(tree).clear()
+    kind = "early_header_mutation.header_mutation.v3.HeaderMutation"
+    config = {"@type": f"type.googleapis.com/envoy.extensions.http.{kind}", "mutations": wanted}
+    manager(tree)["early_header_mutation_extensions"] = [{"name": "early", "typed_config": config}]
+    assert found(tree) == []
+
+
+def test_trusted_clients_are_named():
+    """Whether clients may name tenants and objectives is a choice, and is shown."""
+    tree = load()
+
+    def shown():
+        read = envoy_lint.read(tree, HOLDING, where="envoy.yaml")
+        return [one.text for one in read if "clients" in one.text]
+
+    assert shown() == ["clients cannot say whose turn it is"]
+    mutations(tree).remove({"remove": "x-llm-d-inference-objective"})
+    assert shown() == [
+        "clients are trusted to say whose turn it is: x-llm-d-inference-objective pass"
+    ]
+
+
+def test_failing_open_in_full_duplex_is_named():
+    """It has no effect once a piece of a body was sent."""
+    tree = load("original-dst.yaml")
+    processor(tree)["failure_mode_allow"] = True
+    assert any("failure_mode_allow has no effect" in one.text for one in found(tree))
+
+
+def test_without_holding_short_limits_are_fine_or_warnings():
+    """What nobody waits for cuts no wait."""
+    tree = load()
+    processor(tree)["message_timeout"] = "120s"
+    assert found(tree, settings.Settings()) == []
+    processor(tree)["message_timeout"] = "0.2s"
+    assert [one.grave for one in found(tree, settings.Settings())] == ["warning"]
+
+
+def test_the_longest_wait_counts():
+    """Of all the configuration allows, within what a request may ask for."""
+    longest = envoy_lint.longest_hold_s
+    assert longest(settings.Settings()) == 0
+    assert longest(HOLDING) == 300
+    long = Holding(enabled=True, by_objective={"batch": 5000}, most_timeout_s=4000)
+    assert longest(settings.Settings(holding=long)) == 4000
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (lambda tree: tree["static_resources"].update(listeners=[]), "ext_proc filter"),
+        (lambda tree: manager(tree).update(http_filters=[]), "ext_proc filter"),
+        (lambda tree: route(tree).update(timeout="fast"), "timeout in seconds"),
+        (lambda tree: route(tree).update(timeout=15), "timeout in seconds"),
+    ],
+)
+def test_what_is_no_such_file_is_an_error(change, wanted):
+    """The error says what was wanted."""
+    tree = load()
+    change(tree)
+    with pytest.raises(ConfigError) as refused:
+        found(tree)
+    assert wanted in refused.value.wanted
+
+
+def test_a_dump_of_a_running_envoy_is_read(tmp_path, capsys):
+    """Managers and clusters are found wherever they stand; a cut is exit status 1."""
+    tree = load()
+    dump = {"configs": [{"dynamic_listeners": tree["static_resources"]["listeners"]}]}
+    dump["configs"].append(
+        {
+            "static_clusters": [
+                {"cluster": one} for one in copy.deepcopy(tree["static_resources"]["clusters"])
+            ]
+        }
+    )
+    path = tmp_path / "dump.yaml"
+    path.write_text(yaml.safe_dump(dump))
+    words = ["check", "--endpoints", "10.0.0.1:80", "--envoy", str(path)]
+    assert main.main(words) == 0
+    assert "requests do not wait" in capsys.readouterr().out
+    route(tree)["timeout"] = "15s"
+    path.write_text(yaml.safe_dump(dump))
+    assert main.main(words) == 1
+    assert (
+        "cut     connection manager inference, route 0: timeout is 15 s" in capsys.readouterr().out
+    )

@@ -1,0 +1,299 @@
+"""The upstream picker's file, and our own file in the same grammar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from extproc.config import factory, lint, loader, profiles
+from extproc.decision import Decision
+from extproc.endpoint import Endpoint
+from extproc.errors import ConfigError
+from extproc.request import RawRequest
+
+SAMPLES = sorted((Path(__file__).parent.parent / "data" / "epp").glob("*.yaml"))
+CHAT = RawRequest(
+    {":method": "POST", ":path": "/v1/chat/completions"},
+    b'{"model": "m", "messages": [{"role": "user", "content": "hello"}]}',
+)
+THEIRS = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+OURS = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+PROFILE = """
+plugins:
+- {type: queue-scorer, name: queue}
+- {type: least-request, parameters: {choices: 3}}
+schedulingProfiles:
+- name: mine
+  plugins: [{pluginRef: queue, weight: 0.5}, {pluginRef: least-request}]
+"""
+
+
+def read(text):
+    document = loader.parse(text, where="file.yaml")
+    return loader.settings(document), document.warnings
+
+
+def resolved(text):
+    document = loader.parse(text, where="file.yaml")
+    return profiles.resolve(loader.settings(document), where=document.where)
+
+
+def indented(text):
+    return "\n".join(f"  {line}" for line in text.strip().splitlines())
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
+def test_published_configurations_load_and_route(path):
+    """Every sample loads as it stands, routes over three endpoints, and is never degraded."""
+    # Of the disaggregated one only the decode profile routes, which has to be allowed.
+    allowed = loader.Override(("scheduling", "allow_unsupported"), value=True, flag="--flag")
+    parts = factory.build(loader.settings(loader.read(path), [allowed]), where=str(path))
+    labels = {"llm-d.ai/role": "decode", "zone": "a"}
+    parts.fleet.replace([Endpoint(f"10.0.0.{i}:8000", labels=labels) for i in range(3)], 0.0)
+    outcome = parts.dispatcher.route(CHAT, 1.0)
+    assert isinstance(outcome, Decision)
+    assert outcome.degraded == ""
+    parts.dispatcher.complete(parts.dispatcher.commit(outcome, 1.0), 2.0)
+
+
+def test_there_are_samples():
+    """The list above is not empty by mistake."""
+    assert len(SAMPLES) == 10
+
+
+def test_both_files_have_one_grammar():
+    """The same plugins and profiles mean the same in their file and in ours."""
+    theirs, _ = read(THEIRS + PROFILE)
+    ours, _ = read(OURS + "scheduling:\n" + indented(PROFILE))
+    made = [profiles.resolve(settings, where="x") for settings in (theirs, ours)]
+    assert made[0] == made[1]
+    assert made[0].name == "mine"
+    assert [(scorer.kind, weight) for scorer, weight in made[0].scorers] == [("queue-scorer", 0.5)]
+    assert made[0].picker.choices == 3
+
+
+def test_the_old_group_is_read_with_a_warning():
+    """Both API groups are accepted; the old one says what to write."""
+    text = THEIRS.replace("llm-d.ai", "inference.networking.x-k8s.io")
+    settings, warnings = read(text)
+    assert settings.scheduling.strategy == "weighted"
+    assert warnings == (
+        "apiVersion inference.networking.x-k8s.io/v1alpha1 is deprecated: write llm-d.ai/v1alpha1",
+    )
+
+
+def test_what_is_not_acted_on_is_told():
+    """Saturation detectors are read and warned about; so are plugins whose work nobody does."""
+    settings, warnings = read(
+        THEIRS + "saturationDetector: {x: 1}\nplugins: [{type: always-disagg-pd-decider}]\n"
+    )
+    assert any("saturationDetector is not acted on" in warning for warning in warnings)
+    assert any("always-disagg-pd-decider" in told for told in lint.advice(settings))
+
+
+@pytest.mark.parametrize(
+    ("plugin", "text"),
+    [
+        ("type: precise-prefix-cache-producer", "no KV events are read"),
+        ("type: token-producer", "no tokenizer is asked"),
+        (
+            "type: metrics-data-source, parameters: {insecureSkipVerify: false}",
+            "set scrape.verify_tls",
+        ),
+        (
+            "type: metrics-data-source, parameters: {caCertPath: /ca, clientKeyPath: /key}",
+            "caCertPath, clientKeyPath are not read",
+        ),
+        ("type: program-aware-fairness", "as `holding.fairness` says"),
+        ("type: probabilistic-admitter", "priorities of objectives"),
+    ],
+)
+def test_what_stands_in_for_a_plugin_is_a_warning(plugin, text):
+    """A file that relies on KV events, tokenizers or certificates does not start without a word."""
+    settings, _ = read(THEIRS + f"plugins: [{{{plugin}}}, {{type: max-score-picker}}]\n")
+    assert any(text in told for told in lint.advice(settings))
+
+
+def test_gpu_attributes_name_what_would_measure_them():
+    """The attribute alone does not say which plugins are missing."""
+    scorer = "{type: endpoint-attribute-scorer, parameters: {attributeKey: GPUUtilization, "
+    scorer += "algorithm: {type: linear_lower_is_better}}}"
+    settings, _ = read(THEIRS + f"plugins: [{scorer}, {{type: max-score-picker}}]\n")
+    with pytest.raises(ConfigError) as raised:
+        profiles.resolve(settings, where="x")
+    assert "dcgm-data-source" in str(raised.value)
+
+
+def test_an_old_plugin_name_is_mapped_with_a_warning():
+    """A deprecated type routes as its successor and says what to write instead."""
+    settings, _ = read(
+        THEIRS + "plugins: [{type: precise-prefix-cache-scorer}, {type: max-score-picker}]\n"
+    )
+    made = profiles.resolve(settings, where="x")
+    assert [scorer.kind for scorer, _ in made.scorers] == ["prefix-cache-scorer"]
+    assert any("prefix-cache-scorer" in told for told in lint.advice(settings))
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("low-queue-filter", "conditions=(Condition(metric='waiting-queue', max_value=128.0),)"),
+        ("low-queue-filter, parameters: {threshold: 9}", "max_value=9.0"),
+        (
+            "active-request-filter, parameters: {maxRequests: 4, fallbackOnEmpty: true}",
+            "conditions=(Condition(metric='active-requests', max_value=4.0),), fallback_on_empty=True",
+        ),
+        ("lora-affinity-filter, parameters: {threshold: 0.5}", "AdapterSoftAffinity(share=0.5)"),
+        ("least-queue-filter", "QueueRange()"),
+        ("least-kv-cache-filter", "KvRange()"),
+    ],
+)
+def test_old_filters_keep_their_parameters(text, wanted):
+    """Filters of the gateway's picker mean the same under the names and parameters of today."""
+    (made,) = resolved(THEIRS + f"plugins: [{{type: {text}}}]\n").filters
+    assert wanted in repr(made)
+
+
+def test_a_decision_tree_is_a_tree():
+    """The gateway's default becomes a tree with the filters it refers to."""
+    (sample,) = (path for path in SAMPLES if path.stem == "gateway-decision-tree")
+    profile = profiles.resolve(loader.settings(loader.read(sample)), where="x")
+    (made,) = profile.filters
+    rest = "adapter-soft-affinity (then queue-range (then kv-range))"
+    other = "queue-range (then adapter-soft-affinity (then kv-range))"
+    assert repr(made.root) == f"utilization-filter (yes {rest}, no {other})"
+    assert made.root.filter.conditions[0].max_value == 128
+
+
+def test_a_decision_tree_may_go_on_with_another():
+    """A reference to a tree stands for its root, at the end of a branch."""
+    text = """plugins:
+- {type: least-queue-filter}
+- {type: decision-tree-filter, name: b, parameters: {current: {pluginRef: least-queue-filter}}}
+- type: decision-tree-filter
+  name: a
+  parameters: {current: {pluginRef: least-queue-filter}, nextOnSuccess: {pluginRef: b}}
+schedulingProfiles: [{name: x, plugins: [{pluginRef: a}]}]
+"""
+    assert repr(resolved(THEIRS + text).filters[0].root) == "queue-range (yes queue-range)"
+
+
+TREE = """plugins:
+- {type: sheddable-capacity-filter, name: idle}
+- {type: decision-tree-filter, name: t, parameters: %s}
+schedulingProfiles: [{name: x, plugins: [{pluginRef: t}]}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "spot", "told"),
+    [
+        ("{current: {pluginRef: x}}", "current.pluginRef", "extproc check --plugins"),
+        ("{current: {pluginRef: idle}}", "current.pluginRef", "utilization-filter"),
+        ("{current: {}}", "current", "name a plugin, or write a tree"),
+        ("{current: {decisionTree: {current: {pluginRef: idle}}}}", "current.dec", "deprecated"),
+        ("{curent: {}}", "curent", "did you mean current?"),
+        ("{current: {pluginRef: t}}", "", "in a circle"),
+    ],
+)
+def test_mistakes_in_decision_trees_are_named(parameters, spot, told):
+    """References and nodes that cannot be, and trees without an end."""
+    with pytest.raises(ConfigError) as raised:
+        resolved(THEIRS + TREE % parameters)
+    assert raised.value.where.startswith(f"file.yaml: plugins[1].parameters{spot and '.' + spot}")
+    assert told in raised.value.fix
+
+
+def test_a_predicted_latency_file_routes_without_predictions():
+    """Of its three profiles the one without predictions routes."""
+    text = """plugins:
+- {type: predicted-latency-profile-handler}
+- {type: predicted-latency-scorer, parameters: {samplingMean: 1000.0}}
+- {type: queue-scorer}
+schedulingProfiles:
+- {name: predicted-latency-routing, plugins: [{pluginRef: predicted-latency-scorer}]}
+- {name: predicted-latency-no-routing, plugins: [{pluginRef: queue-scorer}]}
+"""
+    assert resolved(THEIRS + text).name == "predicted-latency-no-routing"
+
+
+@pytest.mark.parametrize(
+    ("text", "spot", "fix"),
+    [
+        ("plugins: [{type: queue-scorrer}]", "plugins[0].type", "did you mean queue-scorer?"),
+        (
+            "plugins: [{type: load-aware-scorer, parameters: {treshold: 1}}]",
+            "plugins[0].parameters.treshold",
+            "did you mean threshold?",
+        ),
+        (
+            "plugins: [{type: random-picker}]\nschedulingProfiles: [{name: a, plugins: [{pluginRef: x}]}]",
+            "schedulingProfiles[0].plugins[0].pluginRef",
+            "extproc check --plugins",
+        ),
+        ("plugins: [{type: queue-scorer}, {type: queue-scorer}]", "plugins[1].name", "another"),
+        (
+            "plugins: [{type: random-picker}, {type: max-score-picker}]",
+            "schedulingProfiles[0]",
+            "keep one",
+        ),
+        (
+            "plugins: [{type: queue-scorer}]\nschedulingProfiles: [{name: a}, {name: b}]",
+            "schedulingProfiles",
+            "keep the profile",
+        ),
+        ("plugin: []", "plugin", "did you mean plugins?"),
+        ("plugins: [{typ: queue-scorer}]", "plugins[0].typ", "did you mean type?"),
+    ],
+)
+def test_mistakes_are_named(text, spot, fix):
+    """Unknown types, parameters, references and keys name the place and the nearest known one."""
+    with pytest.raises(ConfigError) as raised:
+        resolved(THEIRS + text + "\n")
+    assert raised.value.where == f"file.yaml: {spot}"
+    assert fix in raised.value.fix
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "spot"),
+    [
+        ("{plugins: [{type: queue-scorrer}]}", "plugins[0].type"),
+        ("{plugins: [{typ: queue-scorer}]}", "plugins[0].typ"),
+        ("{models: {a: {plugins: [{type: x-scorer}]}}}", "models.a.plugins[0].type"),
+        ("{models: {a: {strategy: randum}}}", "models.a.strategy"),
+        (
+            "{models: {a: {profile: {scorers: [{kind: in-flite}]}}}}",
+            "models.a.profile.scorers[0].kind",
+        ),
+        (
+            "{plugins: [{type: random}, {type: max-score}], schedulingProfiles: []}",
+            "schedulingProfiles[0]",
+        ),
+    ],
+)
+def test_mistakes_in_our_file_are_named_where_they_stand(scheduling, spot):
+    """Under `scheduling`, and under the model they are about."""
+    with pytest.raises(ConfigError) as raised:
+        resolved(OURS + f"scheduling: {scheduling}\n")
+    assert raised.value.where == f"file.yaml: scheduling.{spot}"
+
+
+def test_a_type_is_not_explained_with_a_hundred_others():
+    """The nearest type is named; the whole list only where the list is short."""
+    with pytest.raises(ConfigError) as raised:
+        resolved(THEIRS + "plugins: [{type: queue-scorrer}]\n")
+    assert raised.value.wanted == "a plugin type that exists"
+
+
+def test_models_may_have_rules_of_their_own():
+    """A model with a strategy of its own is routed by it, all others by the common one."""
+    settings, _ = read(
+        OURS + "scheduling: {strategy: random, models: {m: {strategy: round-robin}}}\n"
+    )
+    parts = factory.build(settings)
+    parts.fleet.replace([Endpoint("10.0.0.1:8000")], 0.0)
+    other = RawRequest(CHAT.headers, CHAT.body.replace(b'"m"', b'"n"'))
+    assert parts.dispatcher.route(CHAT, 1.0).profile == "round-robin/m"
+    assert parts.dispatcher.route(CHAT, 1.0).picker == "round-robin"
+    assert parts.dispatcher.route(other, 1.0).profile == "random"

@@ -1,0 +1,148 @@
+"""Filter trees from configuration files."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from extproc.config import loader, profiles, scheduling_schema
+from extproc.config import settings as sections
+from extproc.errors import ConfigError
+from extproc.scheduling.plugin_guard import Counts, Guarded, Guards
+
+OWN = """
+from __future__ import annotations
+from typing import ClassVar
+import msgspec
+from extproc.scheduling.framework import Signal
+
+class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kind: ClassVar[str] = "own"
+    needs: ClassVar[frozenset[Signal]] = frozenset()
+
+    def keep(self, turn, candidates):
+        return candidates
+"""
+
+
+def resolve(params, **more):
+    """The one filter of a profile with a tree of these parameters."""
+    keep = scheduling_schema.Plugin(kind="tree", params=params)
+    scheduling = scheduling_schema.Scheduling(
+        profile=scheduling_schema.ProfileEntry(filters=(keep,)),
+        plugin_files=tuple(more.pop("plugin_files", ())),
+    )
+    settings = sections.Settings(scheduling=scheduling)
+    return profiles.resolve(settings, where="extproc.yaml", **more).filters[0]
+
+
+def refused(params):
+    with pytest.raises(ConfigError) as raised:
+        resolve(params)
+    return str(raised.value)
+
+
+def kinds(node):
+    """A tree as nested lists of its kinds: own, success, failure, either."""
+    if node is None:
+        return None
+    below = [kinds(each) for each in (node.on_success, node.on_failure, node.on_either)]
+    return [node.filter.kind, *below] if any(below) else node.filter.kind
+
+
+def test_both_spellings_mean_the_same_tree():
+    """A file of the first gateway and one of ours make equal filters."""
+    ours = resolve(
+        {
+            "root": {
+                "kind": "low-latency",
+                "on_success": {"kind": "adapter-active", "on_either": {"kind": "queue-range"}},
+                "on_failure": {"kind": "top-k", "params": {"k": 2, "by": "kv_usage"}},
+            }
+        }
+    )
+    theirs = resolve(
+        {
+            "name": "low_latency",
+            "nextOnSuccess": {
+                "name": "affinity_lora",
+                "nextOnSuccessOrFailure": {"name": "least_queuing"},
+            },
+            "nextOnFailure": {
+                "name": "top_k",
+                "filterOption": {"topK": 2, "topKBy": "kv_cache_usage_percent"},
+            },
+        }
+    )
+    assert ours == theirs
+    assert kinds(ours.root) == [
+        "low-latency",
+        ["adapter-active", None, None, "queue-range"],
+        "top-k",
+        None,
+    ]
+
+
+def test_the_spellings_may_be_mixed():
+    """Each node is read on its own."""
+    tree = resolve({"root": {"kind": "kv-range", "on_either": {"name": "drop_request"}}})
+    assert kinds(tree.root) == ["kv-range", None, None, "drop-request"]
+
+
+def test_a_plugin_of_others_in_a_node_is_guarded(tmp_path):
+    """A tree is no way around the time budget."""
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    tree = resolve(
+        {"root": {"kind": "kv-range", "on_success": {"kind": "own"}}},
+        plugin_files=[str(path)],
+        guards=Guards(stopwatch=lambda: 0.0, counts=Counts()),
+    )
+    assert isinstance(tree.root.on_success.filter, Guarded)
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({}, "expected the key root"),
+        ({"root": "low-latency"}, "params.root"),
+        ({"root": {"kind": "low-latncy"}}, "did you mean low-latency"),
+        ({"root": {"kind": "kv-range", "on_sucess": {"kind": "kv-range"}}}, "on_success"),
+        (
+            {"root": {"kind": "kv-range", "on_failure": {"kind": "top-k", "params": {"k": 0}}}},
+            "filters[0].params.root.on_failure.params.k",
+        ),
+        ({"name": "kv", "nextOnSucces": {}}, "did you mean nextOnSuccess"),
+        (
+            {"name": "least_queuing", "nextOnFailure": {"name": "drop_requests"}},
+            "nextOnFailure",
+        ),
+        ({"root": {"kind": "tree"}}, "a filter that is no tree"),
+        ({"root": {"kind": "kv-range"}, "rot": 1}, "unknown key rot"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_with_its_place(params, said):
+    """A misspelt key, kind or value names the node it stands in."""
+    message = refused(params)
+    assert said in message
+    assert message.startswith("extproc.yaml: scheduling.profile.filters[0].params")
+
+
+def test_a_node_that_is_its_own_successor_is_an_error():
+    """An alias in YAML can write an endless tree."""
+    node = {"kind": "kv-range"}
+    node["on_success"] = node
+    assert "at most 100 nodes" in refused({"root": node})
+
+
+def test_the_documented_tree_is_read():
+    """The tree that the page of scheduling shows loads, alias and all, and is written back in short."""
+    page = (Path(__file__).parents[2] / "docs/concepts/scheduling.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    text = next(block for block in blocks if "kind: tree" in block)
+    settings = loader.settings(loader.parse(text, where="scheduling.md"))
+    tree = profiles.resolve(settings, where="scheduling.md").filters[0]
+    assert repr(tree.root) == (
+        "adapter-active (yes queue-range (then kv-range), "
+        "no can-accept-adapter (then queue-range (then kv-range)))"
+    )

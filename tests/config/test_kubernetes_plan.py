@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+
+from extproc.config import kubernetes_plan, loader
+from extproc.discovery.kubernetes import settings as watching
+from extproc.errors import ConfigError
+
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+
+
+def plan(text, **environment):
+    settings = loader.settings(loader.parse(HEAD + text, where="f.yaml"))
+    return kubernetes_plan.plan(settings, where="f.yaml", environment=environment)
+
+
+def test_nothing_of_kubernetes_is_nothing_to_follow():
+    """Listed endpoints need no cluster."""
+    assert plan("pool: {endpoints: ['10.0.0.1:80']}") is None
+
+
+def test_every_source_has_its_word():
+    """An InferencePool, a selector and a Service, in the namespace of the process if none is said."""
+    found = plan(
+        """
+cluster: {kubeconfig: k, context: c, policies: false, override_ip: true}
+pools:
+- {name: a, kubernetes: {inference_pool: x, namespace: y}}
+- {name: b, kubernetes: {selector: {l: v}, ports: [80]}}
+- {name: c, kubernetes: {service: s, port: http}}
+- {name: d, endpoints: ['10.0.0.1:80']}
+""",
+        NAMESPACE="here",
+    )
+    assert found.watching == watching.Settings(
+        sources=[
+            watching.InferencePoolRef("y", "x"),
+            watching.Selector("here", {"l": "v"}, (80,), "b"),
+            watching.Service("here", "s", "http"),
+        ],
+        kubeconfig="k",
+        context="c",
+        policies=False,
+        override_ip=True,
+    )
+    assert found.pools == {"y/x": "a", "here/b": "b", "here/s": "c"}
+
+
+@pytest.mark.parametrize(
+    ("text", "namespace"),
+    [
+        ("cluster: {every_pool: cluster, namespace: ignored}", ""),
+        ("cluster: {every_pool: namespace}", "here"),
+        ("cluster: {every_pool: namespace, namespace: there}", "there"),
+    ],
+)
+def test_all_pools_of_a_place(text, namespace):
+    """Of the cluster, of the own namespace, or of another."""
+    found = plan(text, NAMESPACE="here")
+    assert found.watching.sources == [watching.Everything(namespace)]
+    assert found.pools == {}
+
+
+def test_an_object_is_in_one_pool():
+    """The same Service twice would be two pictures of one thing."""
+    with pytest.raises(ConfigError, match="in a and b"):
+        plan(
+            "pools: [{name: a, kubernetes: {service: s}}, {name: b, kubernetes: {service: s}}]",
+            NAMESPACE="n",
+        )
+
+
+def test_outside_a_pod_the_namespace_is_default(tmp_path, monkeypatch):
+    """The variable comes first, then the service account, then `default`."""
+    own = tmp_path / "namespace"
+    monkeypatch.setattr(kubernetes_plan, "_OWN", own)
+    assert kubernetes_plan.namespace({}) == "default"
+    own.write_text("mine\n")
+    assert kubernetes_plan.namespace({}) == "mine"
+    assert kubernetes_plan.namespace({"NAMESPACE": "other"}) == "other"

@@ -1,0 +1,398 @@
+import sys
+import textwrap
+
+import pytest
+
+from extproc.config import factory, loader, plugin_loader, profiles, scheduling_schema
+from extproc.decision import Decision
+from extproc.endpoint import Endpoint
+from extproc.errors import ConfigError
+from extproc.request import RawRequest
+from extproc.scheduling import plugin_guard
+from extproc.scheduling.plugin_guard import Counts, Guarded, Guards
+
+CHAT = RawRequest(
+    {":path": "/v1/chat/completions", ":method": "POST", "content-type": "application/json"},
+    b'{"model":"m","messages":[{"role":"user","content":"hello"}]}',
+)
+HEAD = """\
+from __future__ import annotations
+from functools import cached_property
+from typing import ClassVar
+import msgspec
+from extproc.scheduling.framework import Signal
+"""
+SCORER = """
+class Last(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kind: ClassVar[str] = "last"
+    needs: ClassVar[frozenset[Signal]] = frozenset()
+    power: float = 1.0
+
+    def score(self, turn, candidates):
+        last = max(c.endpoint.address for c in candidates)
+        return [float(c.endpoint.address == last) ** self.power for c in candidates]
+"""
+HEAD_LINES = HEAD.count("\n")
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a plugin file with the usual imports and returns its path."""
+
+    def write(body, name="mine.py"):
+        path = tmp_path / name
+        path.write_text(HEAD + textwrap.dedent(body))
+        return path
+
+    return write
+
+
+def brought(path):
+    return plugin_loader.from_file(path, where="extproc.yaml: scheduling.plugin_files[0]")
+
+
+def scheduling(*paths, **more):
+    return scheduling_schema.Scheduling(plugin_files=tuple(map(str, paths)), **more)
+
+
+def refused(path):
+    with pytest.raises(ConfigError) as raised:
+        brought(path)
+    return raised.value
+
+
+def test_every_class_with_a_kind_and_a_method_is_a_plugin(write):
+    """Classes a file only imports, and those without a kind, are not its plugins."""
+    path = write(
+        SCORER
+        + """
+from extproc.scheduling.scorers.in_flight import InFlight
+
+class Base(msgspec.Struct, frozen=True):
+    def keep(self, turn, candidates):
+        return candidates
+
+class Both(Base, frozen=True):
+    kind: ClassVar[str] = "both"
+    needs: ClassVar[frozenset[Signal]] = frozenset()
+
+    def pick(self, turn, candidates, totals, *, count):
+        return [0]
+
+class Worth(msgspec.Struct, frozen=True):
+    kind: ClassVar[str] = "worth"
+    needs: ClassVar[frozenset[Signal]] = frozenset()
+
+    def price(self, turn, candidates):
+        return None
+"""
+    )
+    found = brought(path)
+    assert [cls.__name__ for cls in found.classes] == ["Last", "Both", "Worth"]
+    tables = plugin_loader.combine([found])
+    assert tables.scorers["last"].__name__ == "Last"
+    assert tables.filters["both"] is tables.pickers["both"]
+    assert "worth" in tables.costs
+    assert "both" not in tables.scorers
+    assert tables.scorers["in-flight"].__module__.startswith("extproc.")
+    assert set(tables.outsiders.values()) == {str(path)}
+
+
+def test_no_files_are_the_built_in_tables():
+    """Without plugins of others there are the kinds of the catalogue."""
+    made = plugin_loader.tables(scheduling_schema.Scheduling(), where="x")
+    assert made.outsiders == {}
+    assert "queue-depth" in made.scorers
+
+
+def test_a_file_is_read_anew_each_time(write):
+    """A reload gets fresh classes of the changed file; those of before go on working."""
+    path = write(SCORER)
+    (first,) = brought(path).classes
+    write(SCORER.replace("power: float = 1.0", "power: float = 2.0"))
+    (second,) = brought(path).classes
+    assert (first().power, second().power) == (1.0, 2.0)
+    assert not list(path.parent.glob("__pycache__"))
+
+
+COUNTING = """
+from pathlib import Path
+with Path(__file__).with_name("runs").open("a") as runs:
+    runs.write("x")
+"""
+
+
+def test_a_file_runs_once_for_each_content(write):
+    """Checking a configuration and routing by it share one run; a change makes another."""
+    path = write(COUNTING + SCORER)
+    (first,) = brought(path).classes
+    settings = configured(path, PROFILE % 1)
+    parts = factory.build(settings)
+    profiles.resolve(settings, where="x", guards=parts.guards)
+    assert brought(path).classes == (first,)
+    assert path.with_name("runs").read_text() == "x"
+    write(COUNTING + SCORER + "# changed")
+    assert brought(path).classes != (first,)
+    write(COUNTING + SCORER)
+    brought(path)
+    assert path.with_name("runs").read_text() == "xxx"
+
+
+def test_a_broken_reload_leaves_the_module_of_before(write):
+    """When a changed file fails, what runs already keeps its module."""
+    path = write(SCORER)
+    (first,) = brought(path).classes
+    write("1 / 0")
+    refused(path)
+    assert sys.modules[first.__module__].Last is first
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "found"),
+    [
+        ("x = 1\n1 / 0\n", 2, "ZeroDivisionError: division by zero"),
+        ("def f():\n    return 1 / 0\nf()\n", 2, "ZeroDivisionError"),
+        ("x = (\n", 1, "SyntaxError: '(' was never closed"),
+        ("import sys\nsys.exit(3)\n", 2, "SystemExit: 3"),
+        ("import no_such_module\n", 1, "ModuleNotFoundError"),
+    ],
+)
+def test_a_file_that_raises(write, body, line, found):
+    """The error names the line of the file, what was raised and what to do."""
+    path = write(body)
+    error = refused(path)
+    assert error.where == f"{path}:{HEAD_LINES + line}"
+    assert error.wanted == "a Python file that can be imported"
+    assert error.found.startswith(found)
+    assert "plugin_files" in error.fix
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    """The error stands where the file is named."""
+    error = refused(tmp_path / "none.py")
+    assert error.where == "extproc.yaml: scheduling.plugin_files[0]"
+    assert "No such file" in error.found
+    assert "relative to the configuration file" in error.fix
+
+
+def test_a_file_without_plugins(write):
+    """A file that adds nothing is a mistake."""
+    path = write("x = 1\n")
+    error = refused(path)
+    assert (error.where, error.found) == (str(path), "none")
+
+
+def test_a_class_that_lacks_a_kind_is_pointed_at(write):
+    """The likely mistake is told: a class with a method and no kind."""
+    path = write("class Last:\n    def score(self, turn, candidates): ...\n")
+    error = refused(path)
+    assert error.where == f"{path}:{HEAD_LINES + 1}"
+    assert error.found == "Last with score and no kind"
+
+
+NEEDS = "needs: ClassVar[frozenset[Signal]] = frozenset()"
+STRUCT = "msgspec.Struct, frozen=True"
+
+
+@pytest.mark.parametrize(
+    ("bases", "lines", "wanted", "found"),
+    [
+        ("", ["kind = 'a'", "needs = frozenset()"], "msgspec struct", "class Odd(object)"),
+        (STRUCT, ["kind: str = 'a'", NEEDS], "a kind of Odd", "a field"),
+        (STRUCT, ["kind: ClassVar[str] = 'My_Kind'", NEEDS], "a kind of Odd", "'My_Kind'"),
+        (STRUCT, ["kind: ClassVar[str] = 'a'"], "signals Odd reads", "none"),
+        (STRUCT, ["kind: ClassVar[str] = 'a'", "needs: ClassVar = ['x']"], "signals", "list"),
+        (
+            STRUCT,
+            ["kind: ClassVar[str] = 'a'", NEEDS, "size: Sise = 1"],
+            "annotations of Odd",
+            "NameError: name 'Sise' is not defined",
+        ),
+    ],
+)
+def test_a_class_that_is_no_plugin(write, bases, lines, wanted, found):
+    """Each wrong class is refused with its line, what was wanted and what to write."""
+    body = "\n    ".join([f"class Odd({bases}):", *lines, "def score(self, turn, c): ..."])
+    path = write(f"\n{body}\n")
+    error = refused(path)
+    assert error.where == f"{path}:{HEAD_LINES + 2}"
+    assert wanted in error.wanted
+    assert error.found == found
+    assert error.fix
+
+
+def test_kinds_clash_with_the_catalogue(write):
+    """A file cannot take the place of a built-in."""
+    path = write(SCORER.replace('"last"', '"queue-depth"'))
+    with pytest.raises(ConfigError) as raised:
+        plugin_loader.tables(scheduling(path), where="x")
+    assert raised.value.where == f"{path}:{HEAD_LINES + 2}"
+    assert raised.value.found == "queue-depth, a built-in"
+
+
+def test_kinds_clash_with_another_file(write):
+    """Two files cannot have one kind for one role; for two roles they can."""
+    one, other = write(SCORER), write(SCORER, "other.py")
+    with pytest.raises(ConfigError, match=r"got last, which Last of .*mine\.py has"):
+        plugin_loader.tables(scheduling(one, other), where="x")
+    other = write(SCORER.replace("def score", "def keep"), "other.py")
+    plugin_loader.tables(scheduling(one, other), where="x")
+
+
+def test_one_file_named_twice(write):
+    """Naming a file twice is a clash with itself."""
+    path = write(SCORER)
+    with pytest.raises(ConfigError, match="last"):
+        plugin_loader.tables(scheduling(path, path), where="x")
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Installs a package with one module and an entry point."""
+
+    def install(body, value):
+        (tmp_path / "fleetwise.py").write_text(HEAD + body)
+        about = tmp_path / "fleetwise-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fleetwise\nVersion: 1.0\n")
+        (about / "entry_points.txt").write_text(f"[extproc.plugins]\nwise = {value}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield install
+    sys.modules.pop("fleetwise", None)
+
+
+@pytest.mark.parametrize("value", ["fleetwise", "fleetwise:Last"])
+def test_entry_points_bring_plugins(package, value):
+    """An installed package names a module or a class."""
+    package(SCORER, value)
+    tables = plugin_loader.tables(scheduling_schema.Scheduling(), where="x")
+    assert tables.outsiders[tables.scorers["last"]] == "entry point wise of fleetwise"
+
+
+@pytest.mark.parametrize(
+    ("body", "value", "found"),
+    [
+        ("1 / 0", "fleetwise", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(1)", "fleetwise", "SystemExit: 1"),
+        ("x = 5", "fleetwise:x", "5"),
+        ("x = 5", "fleetwise", "none"),
+        ("x = 5", "fleetwise:y", "AttributeError: module 'fleetwise' has no attribute 'y'"),
+    ],
+)
+def test_broken_entry_points(package, body, value, found):
+    """The error names the entry point and its package."""
+    package(body, value)
+    with pytest.raises(ConfigError) as raised:
+        plugin_loader.tables(scheduling_schema.Scheduling(), where="x")
+    assert raised.value.where == "entry point wise of fleetwise"
+    assert raised.value.found == found
+
+
+def configured(path, tree):
+    """Settings of a configuration file beside the plugin file."""
+    file = path.parent / "extproc.yaml"
+    file.write_text(f"apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\nscheduling: {tree}\n")
+    return loader.settings(loader.read(file))
+
+
+PROFILE = "{plugin_files: [mine.py], profile: {scorers: [{kind: last, params: {power: %s}}]}}"
+
+
+def test_a_file_is_looked_for_beside_the_configuration(write):
+    """The path is relative to the configuration file, and the plugin routes."""
+    settings = configured(write(SCORER), PROFILE % 2)
+    counts = Counts()
+    parts = factory.build(settings, guards=Guards(lambda: 0.0, counts))
+    parts.fleet.replace([Endpoint("10.0.0.1:80"), Endpoint("10.0.0.2:80")], 1.0)
+    outcome = parts.dispatcher.route(CHAT, 2.0)
+    assert isinstance(outcome, Decision)
+    assert (outcome.endpoints[0].address, outcome.degraded) == ("10.0.0.2:80", "")
+    parts.dispatcher.commit(outcome, 2.0)
+    assert not counts.exceptions
+    ((guarded, _),) = parts.profile.scorers
+    assert isinstance(guarded, Guarded)
+    assert guarded.plugin.power == 2
+    assert guarded._guards.limits.budget_s == 0.002
+
+
+def test_a_changed_file_routes_after_a_reload(write):
+    """A new profile has the new code, and counts go on where they were."""
+    path = write(SCORER)
+    settings = configured(path, PROFILE % 1)
+    counts = Counts()
+    parts = factory.build(settings, guards=Guards(lambda: 0.0, counts))
+    parts.fleet.replace([Endpoint("10.0.0.1:80"), Endpoint("10.0.0.2:80")], 1.0)
+    write(SCORER.replace("max(", "min("))
+    assert parts.dispatcher.route(CHAT, 2.0).endpoints[0].address == "10.0.0.2:80"
+    profile = profiles.resolve(settings, where="x", guards=parts.guards)
+    parts.dispatcher.adopt(factory.routing(settings, profile, {}))
+    assert parts.dispatcher.route(CHAT, 3.0).endpoints[0].address == "10.0.0.1:80"
+    write(SCORER.replace("return [", "return 1 / 0, ["))
+    profile = profiles.resolve(settings, where="x", guards=parts.guards)
+    parts.dispatcher.adopt(factory.routing(settings, profile, {}))
+    assert parts.dispatcher.route(CHAT, 4.0).degraded == "scorer last raised ZeroDivisionError"
+    assert counts.exceptions == {("scorer", "last"): 1}
+
+
+def test_a_profile_that_is_only_looked_at_is_bare(write):
+    """`extproc check` sees the plugin itself with its parameters."""
+    settings = configured(write(SCORER), PROFILE % 3)
+    ((plugin, _),) = profiles.resolve(settings, where="x").scorers
+    assert plugin.power == 3
+
+
+def test_built_in_plugins_are_never_guarded(write):
+    """They cost nothing more for a guard they do not need."""
+    tree = "{plugin_files: [mine.py], profile: {scorers: [{kind: in-flight}]}}"
+    parts = factory.build(configured(write(SCORER), tree))
+    assert not any(isinstance(plugin, Guarded) for plugin in parts.profile.plugins)
+
+
+def test_the_budget_is_a_setting(write):
+    """Milliseconds in the file, seconds inside, the other limits as they are."""
+    made = plugin_loader.tables(
+        scheduling(write(SCORER), plugin_budget_ms=5.0),
+        where="x",
+        guards=Guards(lambda: 0.0, Counts()),
+    )
+    assert made.guards.limits == plugin_guard.Limits(budget_s=0.005)
+
+
+def test_parameters_are_as_strict_as_built_in_ones(write):
+    """A wrong parameter of a plugin of others names its place."""
+    with pytest.raises(ConfigError, match=r"params\.power: expected a number"):
+        profiles.resolve(configured(write(SCORER), PROFILE % "much"), where="x")
+
+
+NEEDY = SCORER.replace(
+    "    needs: ClassVar[frozenset[Signal]] = frozenset()\n",
+    "    @property\n    def needs(self):\n        return ANSWER\n",
+)
+
+
+def test_needs_may_depend_on_parameters(write):
+    """A property is as good as a class variable, and is held against what is provided."""
+    answer = "frozenset({Signal.PREFIX} if self.power > 1 else ())"
+    path = write(NEEDY.replace("ANSWER", answer))
+    profiles.resolve(configured(path, PROFILE % 1), where="x")
+    tree = (PROFILE % 2) + "\nprefix: {capacity_blocks: 0}"
+    with pytest.raises(ConfigError, match="nobody who provides prefix, which last needs"):
+        profiles.resolve(configured(path, tree), where="x")
+
+
+@pytest.mark.parametrize("answer", ["['prefix']", "None", "1 / 0"])
+def test_needs_that_are_none(write, answer):
+    """A property that answers anything else is a configuration error."""
+    path = write(NEEDY.replace("ANSWER", answer))
+    with pytest.raises(ConfigError, match=r"profile\.scorers\[0\]\.params"):
+        profiles.resolve(configured(path, PROFILE % 1), where="x")
+
+
+def test_a_check_of_its_own_that_breaks(write):
+    """Whatever a plugin raises while it is made is a configuration error."""
+    body = SCORER + "\n    def __post_init__(self):\n        raise KeyError('power')\n"
+    with pytest.raises(ConfigError) as raised:
+        profiles.resolve(configured(write(body), PROFILE % 1), where="x")
+    assert raised.value.where == "x: scheduling.profile.scorers[0].params"
+    assert raised.value.found == "KeyError: 'power'"

@@ -1,0 +1,152 @@
+"""Objectives and rewrites in the configuration."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from extproc.config import factory, lint, loader, policy_schema, pools, reloading
+from extproc.config import settings as sections
+from extproc.decision import Decision
+from extproc.endpoint import Endpoint
+from extproc.errors import ConfigError
+from extproc.pool import inference_policy
+from extproc.pool.inference_policy import Policy, Rule, Target
+from extproc.request import RawRequest
+
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+POOL = """
+pool:
+  endpoints: ['10.0.0.1:8000']
+  objectives: {gold: 10, batch: -1}
+  rewrites:
+    - models: [big, large]
+      targets: [{model: big-v1, weight: 90}, {model: big-v2, weight: 10}]
+    - targets: [{model: small}]
+"""
+OBJECTIVE = "x-llm-d-inference-objective"
+
+
+def settings(text: str) -> sections.Settings:
+    return loader.settings(loader.parse(HEAD + text, where="pool.yaml"))
+
+
+def decision(parts: factory.Parts, model: str) -> Decision:
+    body = json.dumps({"model": model, "prompt": "x"}).encode()
+    headers = {":method": "POST", ":path": "/v1/completions", OBJECTIVE: "gold"}
+    outcome = parts.dispatcher.route(RawRequest(headers, body), 1.0)
+    assert isinstance(outcome, Decision)
+    return outcome
+
+
+def built(text: str) -> factory.Parts:
+    parts = factory.build(settings(text))
+    parts.fleet.replace([Endpoint("10.0.0.1:8000")], 0.0)
+    return parts
+
+
+def test_the_sections_become_a_policy():
+    """As they are written, and in that order."""
+    assert built(POOL).dispatcher.routing.policy == Policy(
+        {"gold": 10, "batch": -1},
+        (
+            Rule(("big", "large"), (Target("big-v1", 90), Target("big-v2", 10))),
+            Rule((), (Target("small"),)),
+        ),
+    )
+    assert built("pool: {}").dispatcher.routing.policy is inference_policy.NONE
+
+
+def test_requests_are_routed_by_it():
+    """Priority and name, without Kubernetes."""
+    made = decision(built(POOL), "other")
+    assert (made.request.priority, made.model_rewrite) == (10, "small")
+
+
+def test_every_pool_has_its_own():
+    """A section of `pools` says it for that pool alone."""
+    configured = settings(
+        "pools:\n"
+        "- {name: a, endpoints: ['10.0.0.1:1'], objectives: {gold: 1}}\n"
+        "- {name: b, endpoints: ['10.0.0.2:1'], rewrites: [{targets: [{model: m}]}]}\n"
+    )
+    first, second = (factory.build(one.settings) for one in pools.planned(configured))
+    assert first.dispatcher.routing.policy == Policy({"gold": 1})
+    assert second.dispatcher.routing.policy == Policy(rules=(Rule((), (Target("m"),)),))
+
+
+def test_it_changes_without_a_restart():
+    """What a file says now is in force from the next request on; nothing needs a restart."""
+    parts = built(POOL)
+    wanted = settings(POOL.replace("small", "tiny").replace("gold: 10", "gold: 3"))
+    routing, _ = factory.reroute(wanted, where="pool.yaml", guards=parts.guards)
+    parts.dispatcher.adopt(routing)
+    made = decision(parts, "other")
+    assert (made.request.priority, made.model_rewrite) == (3, "tiny")
+    assert list(reloading.pending(settings(POOL), wanted)) == []
+
+
+@pytest.mark.parametrize(
+    ("pool", "place"),
+    [
+        ("{objectives: {gold: high}}", "pool.objectives"),
+        ("{objectives: {gold: 2147483648}}", "pool.objectives"),
+        ("{rewrites: [{models: [m]}]}", "pool.rewrites[0]"),
+        ("{rewrites: [{targets: []}]}", "pool.rewrites[0].targets"),
+        ("{rewrites: [{targets: [{weight: 1}]}]}", "pool.rewrites[0].targets[0]"),
+        ("{rewrites: [{targets: [{model: m, weight: -1}]}]}", "targets[0].weight"),
+        ("{rewrites: [{models: [''], targets: [{model: m}]}]}", "pool.rewrites[0].models[0]"),
+        ("{rewrites: [{model: m, targets: [{model: m}]}]}", "pool.rewrites[0].model"),
+    ],
+)
+def test_mistakes_are_named_with_their_place(pool: str, place: str):
+    """A wrong type or bound, no target, a name without letters, an unknown key."""
+    with pytest.raises(ConfigError) as raised:
+        settings(f"pool: {pool}")
+    assert place in raised.value.where
+
+
+def test_it_is_told_in_words():
+    """As `extproc check` prints it."""
+    pool = settings(POOL).pool
+    assert list(policy_schema.lines(pool.objectives, pool.rewrites)) == [
+        "objectives  gold 10, batch -1",
+        "rewrites    big, large to big-v1 (90), big-v2 (10)",
+        "            every other model to small",
+    ]
+    assert list(policy_schema.lines({}, ())) == []
+
+
+@pytest.mark.parametrize(
+    ("rewrites", "remark"),
+    [
+        (
+            "[{models: [a, b], targets: [{model: c}]}, {models: [b], targets: [{model: d}]}]",
+            "pool.rewrites[1] is never used for b: pool.rewrites[0] comes first",
+        ),
+        (
+            "[{targets: [{model: c}]}, {targets: [{model: d}]}]",
+            "pool.rewrites[1] is never used for every other model: pool.rewrites[0] comes first",
+        ),
+        (
+            "[{targets: [{model: c, weight: 1}, {model: d}]}]",
+            "pool.rewrites[0] never draws d: others have a weight",
+        ),
+        (
+            "[{targets: [{model: c, weight: 0}, {model: d}]}]",
+            "pool.rewrites[0] has only weights of 0: its targets are drawn alike",
+        ),
+    ],
+)
+def test_what_is_probably_not_meant_is_remarked(rewrites: str, remark: str):
+    """Rules that never count, and targets that are never drawn; in `pools` as well."""
+    assert remark in lint.advice(settings(f"pool: {{rewrites: {rewrites}}}"))
+    pools = f"pools: [{{name: p, endpoints: ['10.0.0.1:1'], rewrites: {rewrites}}}]"
+    assert remark.replace("pool.", "pools[0].") in lint.advice(settings(pools))
+
+
+def test_what_is_meant_is_not_remarked():
+    """A usual canary, and one that is switched off."""
+    told = list(lint.advice(settings(POOL.replace("weight: 10", "weight: 0"))))
+    assert not [each for each in told if "rewrites" in each]

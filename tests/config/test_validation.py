@@ -1,0 +1,56 @@
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import pytest
+
+from extproc.config import validation
+from extproc.errors import ConfigError
+
+
+class Cat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="cat"):
+    lives: int = 9
+    mood: Literal["calm", "wild"] = "calm"
+
+
+class Dog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="dog"):
+    name: str = ""
+
+
+class House(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pet: Cat | Dog | None = None
+    more: Sequence[Cat | Dog] = ()
+
+
+def convert(tree):
+    return validation.convert(tree, House, where="h")
+
+
+def test_a_tag_says_which_struct_it_is():
+    """Each member of a union takes its own keys."""
+    house = convert({"pet": {"kind": "cat", "lives": 3}, "more": [{"kind": "dog", "name": "x"}]})
+    assert house == House(Cat(3), [Dog("x")])
+    assert convert({"pet": None}) == House()
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"pet": {"lives": 3}}, "h: pet: expected the key kind: one of cat, dog, got .* add kind"),
+        (
+            {"pet": {"kind": "cta"}},
+            "h: pet.kind: expected one of cat, dog, got .* did you mean cat?",
+        ),
+        ({"pet": {"kind": 3}}, "h: pet.kind: expected one of cat, dog, got 3; write cat"),
+        ({"pet": {"kind": "dog", "lives": 3}}, "h: pet.lives: expected one of kind, name,"),
+        ({"pet": {"kind": "cat", "lives": "x"}}, "h: pet.lives: expected a whole number"),
+        ({"pet": {"kind": "cat", "mood": "wlid"}}, "h: pet.mood: .* did you mean wild?"),
+        ({"more": [{"kind": "cat", "mood": "wlid"}]}, r"h: more\[0\].mood: .* did you mean wild?"),
+        ({"more": [{"kind": "cat"}, {"kin": "dog"}]}, r"h: more\[1\]: expected the key kind"),
+        ({"pet": 3}, "h: pet: expected a mapping"),
+    ],
+)
+def test_errors_stay_within_the_struct_that_was_meant(tree, said):
+    """A key is unknown to the member the tag names, and nearest names are that member's."""
+    with pytest.raises(ConfigError, match=said):
+        convert(tree)

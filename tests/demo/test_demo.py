@@ -1,0 +1,35 @@
+import socket
+
+from extproc.demo import demo
+
+
+def test_a_usual_port_that_is_taken_is_replaced():
+    """Commands of the documentation work where they can, and the demo starts in any case."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert demo.Ports(usual=True).take(port) != port
+    assert demo.Ports(usual=True).take(port) == port
+    assert demo.Ports(usual=False).take(port) != port
+
+
+DECISION = {
+    "endpoints": ["a:1"],
+    "request": {"prompt_tokens": 200},
+    "candidates": [
+        {"endpoint": "a:1", "matched_tokens": 192},
+        {"endpoint": "b:1", "matched_tokens": 0},
+    ],
+    "finalists": [{"endpoint": "a:1", "cost": 12.4}, {"endpoint": "b:1", "cost": 99.6}],
+    "cost": {"unit": "ms"},
+    "runner_up": "b:1",
+}
+
+
+def test_a_decision_is_told_in_words():
+    """What was cached, where, and what the next best would have cost."""
+    assert demo.render_decision(DECISION) == (
+        "\nOne decision: 192 of 200 prompt tokens were cached on a:1, so the request went there,\n"
+        "at an estimated 12 ms; the next best, b:1, would have taken 100 ms."
+    )
+    alone = {**DECISION, "finalists": [{"endpoint": "a:1"}], "cost": None, "runner_up": None}
+    assert demo.render_decision(alone).endswith("so the request went there.")

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from collections import deque
+
+from extproc.demo import stack
+
+
+def test_a_port_that_another_process_was_given_is_not_given(monkeypatch):
+    """Its server may not have bound it yet."""
+    taken, other = stack.free_port(), stack.free_port()
+    stack._claims.pop().close()
+    monkeypatch.setattr(stack, "_given", deque())  # as in another process
+    monkeypatch.setattr(stack, "_PORTS", [taken] * 1000 + [other])
+    assert stack.free_port() == other
+
+
+def test_claims_are_bounded():
+    for _ in range(stack._MOST_CLAIMS + 10):
+        stack.free_port()
+    assert len(stack._claims) == stack._MOST_CLAIMS

@@ -1,0 +1,257 @@
+import asyncio
+import contextlib
+import datetime as dt
+import ipaddress
+import socket
+import ssl
+import types
+
+import pytest
+from aiohttp import web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from kubernetes.aio.config import incluster_config
+
+from extproc.discovery.kubernetes import api_client, api_errors, resources, settings, watch_plan
+from extproc.errors import ConfigError
+from tests.discovery.kubernetes import builders, fake
+
+PODS = watch_plan.Collection(resources.PODS, "default")
+REF = settings.InferencePoolRef("default", "pool")
+
+
+def certificate(folder, name):
+    """Of 127.0.0.1, signed by itself; returns its path, with the key beside it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    local = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    now = dt.datetime.now(dt.UTC)
+    usage = x509.KeyUsage(
+        digital_signature=True,
+        key_cert_sign=True,
+        crl_sign=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(hours=1))
+        .not_valid_after(now + dt.timedelta(hours=1))
+        .add_extension(local, critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    path = folder / f"{name}.crt"
+    path.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    (folder / f"{name}.key").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return path
+
+
+@contextlib.asynccontextmanager
+async def secure(path, tokens):
+    """A server with a certificate that lists no pods to whoever bears one of the tokens."""
+
+    async def answer(request):
+        if request.headers.get("Authorization", "").lower() not in {f"bearer {t}" for t in tokens}:
+            return fake.refuse(401, "Unauthorized")
+        return web.Response(body=builders.page(), content_type="application/json")
+
+    application = web.Application()
+    application.router.add_get("/{path:.*}", answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(path, path.with_suffix(".key"))
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+    try:
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture
+def account(tmp_path, monkeypatch):
+    """The files of a service account, as in a pod."""
+    (tmp_path / "token").write_text("first")
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "server.crt"))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    return tmp_path
+
+
+@contextlib.asynccontextmanager
+async def connected(**wanted):
+    server = api_client.Server(settings.Settings(sources=(REF,), **wanted))
+    await server.open()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+def test_a_pod_uses_its_service_account(account, monkeypatch):
+    """Address, authority and token come from the pod; a rotated token is read again on 401."""
+
+    async def scene():
+        tokens = {"first"}
+        async with secure(certificate(account, "server"), tokens) as port:
+            monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
+            async with connected() as server:
+                assert server.name == f"https://127.0.0.1:{port}"
+                assert await server.page(PODS, "") == builders.page()
+                tokens.clear()
+                tokens.add("second")
+                (account / "token").write_text("second")
+                refused = await server.page(PODS, "")
+                assert (refused.status, refused.stale) == (401, True)
+                await server.renew(server.generation)
+                assert await server.page(PODS, "") == builders.page()
+
+    asyncio.run(scene())
+
+
+def test_a_server_somebody_else_vouches_for_is_not_believed(account, monkeypatch):
+    """Its certificate is not of our authority; a new one of ours is read by renewing."""
+
+    async def scene():
+        theirs = certificate(account, "theirs")
+        async with secure(theirs, {"first"}) as port:
+            monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
+            certificate(account, "server")
+            async with connected() as server:
+                refused = await server.page(PODS, "")
+                assert (refused.status, refused.stale) == (0, True)
+                (account / "server.crt").write_bytes(theirs.read_bytes())
+                await server.renew(server.generation)
+                assert await server.page(PODS, "") == builders.page()
+
+    asyncio.run(scene())
+
+
+def test_a_service_account_without_a_token_is_refused(account, monkeypatch):
+    """The error says where the credentials were looked for."""
+    (account / "token").write_text("")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "1")
+    with pytest.raises(ConfigError, match="service account"):
+        asyncio.run(api_client.Server(settings.Settings(sources=(REF,))).open())
+
+
+def test_a_token_that_vanishes_is_a_refusal(account, monkeypatch):
+    """The client reads it again after a minute; what it raises then ends nothing."""
+
+    async def scene():
+        async with secure(certificate(account, "server"), {"first"}) as port:
+            monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
+            async with connected() as server:
+                configuration = server._session.client.configuration
+                loader = configuration.refresh_api_key_hook.__closure__[0].cell_contents
+                loader.token_expires_at = dt.datetime.min  # noqa: DTZ901 - the client's own
+                (account / "token").write_text("")
+                refused = await server.page(PODS, "")
+                assert (refused.status, refused.stale) == (0, True)
+                (account / "token").unlink()
+                assert (await server.page(PODS, "")).status == 0
+
+    asyncio.run(scene())
+
+
+def test_renewing_does_not_cut_what_is_being_read(tmp_path):
+    """A watch goes on over the old credentials; of many that ask at once the first renews."""
+
+    async def scene():
+        fakes = await fake.ApiServer().start()
+        async with connected(kubeconfig=fakes.kubeconfig(tmp_path)) as server:
+            generation = server.generation
+            async with server.watch(PODS, "1000", 60) as stream:
+                await asyncio.gather(*(server.renew(generation) for _ in range(5)))
+                assert server.generation == generation + 1
+                await fakes.until_watched(1)
+                fakes.send(b"still here")
+                assert await anext(stream) == b"still here"
+        await fakes.close()
+
+    asyncio.run(scene())
+
+
+def test_every_watch_has_a_connection(tmp_path):
+    """The client's default of 100 would leave the last ones waiting for ever."""
+
+    async def scene():
+        fakes = await fake.ApiServer().start()
+        async with (
+            connected(kubeconfig=fakes.kubeconfig(tmp_path)) as server,
+            contextlib.AsyncExitStack() as stack,
+        ):
+            for _ in range(120):
+                await stack.enter_async_context(server.watch(PODS, "1000", 60))
+            await fakes.until_watched(120)
+        await fakes.close()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("3", 3.0), ("100000", 10.0), ("", 0.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0), ("-1", 0.0)],
+)
+def test_what_the_server_asks_for_is_read(tmp_path, header, seconds):
+    """Retry-After in seconds, within reason."""
+
+    async def scene():
+        fakes = await fake.ApiServer().start()
+
+        async def busy(_):
+            return fake.refuse(429, "slow down", **({"Retry-After": header} if header else {}))
+
+        fakes.answers.append(busy)
+        async with connected(kubeconfig=fakes.kubeconfig(tmp_path)) as server:
+            found = await server.page(PODS, "")
+        await fakes.close()
+        assert found == api_errors.Refused(429, "slow down", seconds)
+
+    asyncio.run(scene())
+
+
+def test_an_error_that_is_no_status_is_passed_on(tmp_path):
+    """A proxy in between answers in its own words."""
+
+    async def scene():
+        fakes = await fake.ApiServer().start()
+
+        async def gateway(_):
+            return web.Response(status=502, text="<html>bad gateway</html>")
+
+        fakes.answers.append(gateway)
+        async with connected(kubeconfig=fakes.kubeconfig(tmp_path)) as server:
+            found = await server.page(PODS, "")
+        await fakes.close()
+        assert (found.status, found.message) == (502, "<html>bad gateway</html>")
+
+    asyncio.run(scene())
+
+
+def test_a_peer_that_vanishes_is_noticed():
+    """A watch may be silent for minutes, so its connection is probed."""
+    with socket.socket() as link:
+        transport = types.SimpleNamespace(get_extra_info=lambda name: link)
+        connection = types.SimpleNamespace(transport=transport)
+        api_client._keep_alive(types.SimpleNamespace(connection=connection))
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15

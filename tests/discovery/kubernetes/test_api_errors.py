@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import pytest
+
+from extproc.discovery.kubernetes.api_errors import Denials, Refused
+
+NO, AWAY = Refused(403, "no"), Refused(0, "no answer")
+
+
+@pytest.mark.parametrize("before", [b"{}", Refused(404, "none"), Refused(409, "conflict")])
+def test_denials_of_what_was_allowed_count_from_the_fourth_in_a_row(before):
+    """An API server that has just started knows no Roles; a failure in between begins anew."""
+    denials = Denials()
+    assert not denials.is_missing("get", before)
+    assert [denials.is_missing("get", NO) for _ in range(5)] == [False, False, False, True, True]
+    assert not denials.is_missing("get", AWAY)
+    assert [denials.is_missing("get", NO) for _ in range(4)] == [False, False, False, True]
+
+
+def test_denials_of_what_was_never_allowed_count_at_once():
+    """Whatever else is allowed: people are waiting for the name of the right."""
+    denials = Denials()
+    denials.is_missing("get", b"{}")
+    assert denials.is_missing("patch", NO)

@@ -1,0 +1,205 @@
+"""Pools of a fake API server as a follower reports them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from extproc.discovery.kubernetes import settings
+from tests.discovery.kubernetes import builders, fake
+from tests.discovery.kubernetes.follower_scene import KEY, Scene, following
+
+
+def test_a_pool_is_told_of_when_start_returns(tmp_path):
+    """Endpoints, priorities and rewrites are there before the first request is served."""
+
+    async def scene():
+        rules = [(["m"], {"n": None})]
+        objects = (
+            builders.pool(),
+            builders.pod("b"),
+            builders.objective(),
+            builders.rewrite(rules=rules),
+        )
+        async with following(tmp_path, *objects) as one:
+            assert one.names() == ["b"]
+            assert one.subject.synced
+            assert one.pools[KEY].policy.priorities == {"high": 1}
+            assert [rule.models for rule in one.pools[KEY].policy.rules] == [("m",)]
+            assert one.kinds() == ["synced"]
+
+    asyncio.run(scene())
+
+
+def test_changes_are_told_of(tmp_path):
+    """Pods come, turn unready and go; the pool changes its ports and its selector."""
+
+    async def scene():
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
+            one.server.put(builders.pod("b", ip="10.0.0.2"))
+            await one.until_names("a", "b")
+            one.server.put(builders.pod("a", ready=False))
+            await one.until_names("b")
+            one.server.delete(builders.pod("b"))
+            await one.until_names()
+            one.server.put(builders.pod("a"), builders.pod("c", app="other", ip="10.0.0.3"))
+            one.server.put(builders.pool(ports=(8000, 8001)))
+            await one.until_names("a-rank-0", "a-rank-1")
+            one.server.put(builders.pool(app="other"))
+            await one.until_names("c")
+
+    asyncio.run(scene())
+
+
+def test_a_pool_that_is_deleted_is_told_of_and_may_come_back(tmp_path):
+    """Its requests are refused until then."""
+
+    async def scene():
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
+            one.server.delete(builders.pool())
+            await one.until(lambda: not one.pools[KEY].exists)
+            one.server.put(builders.pool())
+            await one.until_names("a")
+
+    asyncio.run(scene())
+
+
+def test_while_the_server_is_away_the_pools_stand(tmp_path):
+    """One word when it goes, one when it is back; then the changes in between, none twice."""
+
+    async def scene():
+        async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
+            await one.server.until_watched()
+            await one.server.stop()
+            await one.until_fact("disconnected")
+            assert one.names() == ["a"]
+            one.server.put(builders.pod("b", ip="10.0.0.2"))
+            await one.server.start()
+            await one.until_names("a", "b")
+            await one.until_fact("connected")
+            assert one.kinds() == ["synced", "disconnected", "connected"]
+            assert [len(found) for found, _ in one.told] == [1, 1]
+
+    asyncio.run(scene())
+
+
+def test_a_server_that_is_busy_is_left_alone(tmp_path):
+    """429 and 500 are tried again; the start waits for it."""
+
+    async def scene():
+        def prepare(server):
+            async def busy(_):
+                return fake.refuse(429, "too many requests", **{"Retry-After": "0"})
+
+            async def broken(_):
+                return fake.refuse(500, "etcd leader changed")
+
+            server.answers.extend([busy, broken, busy])
+
+        async with following(tmp_path, builders.pool(), builders.pod("a"), prepare=prepare) as one:
+            assert one.names() == ["a"]
+
+    asyncio.run(scene())
+
+
+def test_a_start_without_a_server_goes_on_unready(tmp_path):
+    """After a while start gives up waiting and says for what; run goes on trying."""
+
+    async def scene():
+        server = await fake.ApiServer().start()
+        server.put(builders.pool(), builders.pod("a"))
+        one = Scene(server, tmp_path, start_s=0.1)
+        await server.stop()
+        await one.subject.start()
+        assert not one.subject.synced
+        fact = await one.until_fact("unsynced")
+        assert f"127.0.0.1:{server.port}" in fact.detail
+        assert "pods in namespace default" in fact.detail
+        assert set(one.kinds()) <= {"disconnected", "unsynced"}
+        running = asyncio.ensure_future(one.subject.run())
+        await server.start()
+        await one.until_names("a")
+        await one.until_fact("synced")
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await server.close()
+
+    asyncio.run(scene())
+
+
+def test_everything_in_a_cluster_is_many_pools(tmp_path):
+    """Pools of all namespaces come and go; each is told of alone."""
+
+    async def scene():
+        objects = [
+            builders.pool("p", "one"),
+            builders.pod("a", "one"),
+            builders.pool("p", "two"),
+            builders.pod("b", "two", ip="10.0.0.2"),
+        ]
+        async with following(tmp_path, *objects, sources=(settings.Everything(),)) as one:
+            assert (one.names("one/p"), one.names("two/p")) == (["a"], ["b"])
+            one.told.clear()
+            one.server.put(builders.pod("c", "two", ip="10.0.0.3"))
+            await one.until_names("b", "c", key="two/p")
+            assert [set(found) for found, _ in one.told] == [{"two/p"}]
+            one.server.delete(builders.pool("p", "one"))
+            await one.until(lambda: "one/p" not in one.pools)
+            assert one.told[-1] == ({}, frozenset({"one/p"}))
+            assert {path for path, _ in one.server.requests if path.endswith("/pods")} == {
+                "/api/v1/pods"
+            }
+
+    asyncio.run(scene())
+
+
+def test_a_service_is_a_pool_of_its_slices(tmp_path):
+    """Slices alone are asked for: no pods, no CRDs."""
+
+    async def scene():
+        backends = [builders.backend(), builders.backend("10.0.0.2", "b", ready=False)]
+        sources = (settings.Service("default", "engines", "http"),)
+        objects = [builders.slice_of(backends=backends)]
+        async with following(tmp_path, *objects, sources=sources) as one:
+            assert one.names("default/engines") == ["a"]
+            one.server.put(
+                builders.slice_of(backends=[*backends, builders.backend("10.0.0.3", "c")])
+            )
+            await one.until_names("a", "c", key="default/engines")
+            assert {path for path, _ in one.server.requests} == {
+                "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices"
+            }
+
+    asyncio.run(scene())
+
+
+def test_pods_by_label_need_no_crd(tmp_path):
+    """The selector is applied by the server; a pod that loses the label is gone."""
+
+    async def scene():
+        sources = (settings.Selector("default", {"app": "vllm"}, (8000,), "sel"),)
+        objects = [builders.pod("a"), builders.pod("b", app="other", ip="10.0.0.2")]
+        async with following(tmp_path, *objects, sources=sources) as one:
+            assert one.names("default/sel") == ["a"]
+            one.server.put(builders.pod("b", ip="10.0.0.2"), builders.pod("a", app="other"))
+            await one.until_names("b", key="default/sel")
+            assert {path for path, _ in one.server.requests} == {"/api/v1/namespaces/default/pods"}
+            assert {query["labelSelector"] for _, query in one.server.requests} == {"app=vllm"}
+
+    asyncio.run(scene())
+
+
+def test_many_changes_make_few_reports(tmp_path):
+    """A burst is told of in batches, with the last state."""
+
+    async def scene():
+        async with following(tmp_path, builders.pool(), builders.pod("a"), coalesce_s=0.05) as one:
+            await one.server.until_watched()
+            for at in range(200):
+                one.server.put(builders.pod("b", ip=f"10.0.1.{at}"))
+            last = "10.0.1.199:8000"
+            await one.until(lambda: one.pools[KEY].endpoints[-1].address == last)
+            assert len(one.told) < 20
+
+    asyncio.run(scene())

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+
+from extproc.discovery.kubernetes import api_errors, reflector, settings, store
+from extproc.supervision import Supervisor
+
+REF = settings.InferencePoolRef("n", "pool")
+AWAY, BUSY, FORBIDDEN = (api_errors.Refused(status, "no") for status in (0, 503, 403))
+LIST = b'{"metadata": {"resourceVersion": "7"}, "items": []}'
+
+
+class ServerFixture:
+    """An API server that answers every list and watch with what a test sets."""
+
+    name = "https://api"
+    generation = 1
+
+    def __init__(self):
+        self.answer = LIST
+        self.watched = []
+
+    async def page(self, collection, more):
+        return self.answer
+
+    @contextlib.asynccontextmanager
+    async def watch(self, collection, version, seconds):
+        self.watched.append(version)
+        yield self.answer
+
+
+class FeedFixture:
+    """A feed on a clock that a test turns, with the longest pauses that chance allows."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.states = []
+        self.server = ServerFixture()
+        wanted = settings.Settings(sources=(REF,))
+        known = store.Cluster(wanted)
+        chance = random.Random(1)
+        chance.uniform = lambda low, high: high
+        self.subject = reflector.Feed(
+            known.collections[0],
+            self.server,
+            known,
+            listener=self,
+            wanted=wanted,
+            clock=lambda: self.now,
+            rng=chance,
+            supervisor=Supervisor(clock=lambda: self.now),
+        )
+
+    def changed(self):
+        pass
+
+    def happened(self, kind, detail):
+        self.states.append(kind)
+
+    def state(self, collection, kind, detail):
+        self.states.append(kind)
+
+    def pauses(self, answer, count):
+        """Pauses after so many of the same answer."""
+        self.server.answer = answer
+        pauses = []
+        for _ in range(count):
+            pauses.append(asyncio.run(self.subject.step()))
+            self.now += pauses[-1]
+        return pauses
+
+
+def test_feed_asks_a_server_that_is_back_at_once():
+    """A long outage makes long pauses, which end with the first answer whatever it is."""
+    feeding = FeedFixture()
+    assert feeding.pauses(LIST, 1) == [0.0]
+    assert feeding.pauses(AWAY, 7) == [0.25, 0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
+    assert feeding.pauses(BUSY, 2) == [0.25, 0.5]
+
+
+def test_feed_keeps_its_version_through_refusals_after_a_restart():
+    """For 10 s; then the right is missing, and is looked for every 10 s at most."""
+    feeding = FeedFixture()
+    feeding.pauses(LIST, 1)
+    feeding.pauses(AWAY, 1)
+    assert feeding.pauses(FORBIDDEN, 5) == [0.25, 0.5, 1.0, 2.0, 4.0]
+    assert set(feeding.states) == {"connected", "disconnected"}
+    assert set(feeding.server.watched) == {"7"}
+    feeding.pauses(FORBIDDEN, 1)
+    assert "forbidden" not in feeding.states
+    assert feeding.pauses(FORBIDDEN, 4) == [5.0, 10.0, 10.0, 10.0]
+    assert feeding.states[-1] == "forbidden"
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_feed_looks_for_what_was_never_there_every_10_s_at_most(status):
+    """A Role or a definition that is applied after the picker is noticed soon."""
+    feeding = FeedFixture()
+    assert feeding.pauses(api_errors.Refused(status, "no"), 4) == [5.0, 10.0, 10.0, 10.0]
+    assert feeding.states[0] in {"forbidden", "not-installed"}

@@ -1,0 +1,345 @@
+import pytest
+
+from extproc.discovery.discovered_pool import Found
+from extproc.discovery.kubernetes import resources, settings, store, watch_events, watch_plan
+from extproc.errors import ConfigError
+from tests.discovery.kubernetes import builders, fake
+
+REF = settings.InferencePoolRef("default", "pool")
+SEL = settings.Selector("default", {"app": "vllm"}, (8000,), "sel")
+
+
+class World:
+    """A cluster that is told of objects as the server writes them."""
+
+    def __init__(self, *sources, listed=True, **wanted):
+        self.subject = store.Cluster(settings.Settings(sources=sources or (REF,), **wanted))
+        self.pools = {}
+        if listed:
+            self.list()
+
+    def collections(self, value):
+        group, plural = fake.key_of(value)
+        return [
+            one
+            for one in self.subject.collections
+            if (one.resource.group, one.resource.plural) == (group, plural)
+        ]
+
+    def list(self, *values):
+        """Lists all collections, in which these are all objects there are."""
+        for one in self.subject.collections:
+            mine = [value for value in values if one in self.collections(value)]
+            page = watch_events.Reader(one.resource).page(builders.page(*mine))
+            assert page.broken == ()
+            self.subject.replace(one, page.values)
+        return self.collect()
+
+    def put(self, *values):
+        for value in values:
+            for one in self.collections(value):
+                found = (
+                    watch_events.Reader(one.resource).line(builders.line("MODIFIED", value)).value
+                )
+                self.subject.put(one, (found.namespace, found.name), found)
+        return self.collect()
+
+    def delete(self, *values):
+        for value in values:
+            for one in self.collections(value):
+                about = value["metadata"]
+                self.subject.put(one, (about["namespace"], about["name"]), None)
+        return self.collect()
+
+    def collect(self):
+        changes = self.subject.collect()
+        self.pools.update(changes.found)
+        for key in changes.removed:
+            del self.pools[key]
+        return set(changes.found) | changes.removed
+
+    def addresses(self, key="default/pool"):
+        return [one.address for one in self.pools[key].endpoints]
+
+
+def test_a_pool_asked_for_that_is_not_there_is_told_of():
+    """It does not exist, which is another thing than having no endpoints."""
+    world = World()
+    assert world.pools == {"default/pool": Found(exists=False)}
+    world.put(builders.pool())
+    assert world.pools == {"default/pool": Found()}
+
+
+def test_nothing_is_told_before_everything_is_listed():
+    """A pool without its pods, or without its priorities, would be wrong."""
+    world = World(listed=False)
+    for one in world.subject.collections:
+        assert world.collect() == set()
+        assert not world.subject.synced
+        world.subject.replace(one, ())
+    assert world.subject.synced
+    assert world.collect() == {"default/pool"}
+
+
+@pytest.mark.parametrize(
+    ("presence", "optional", "synced"),
+    [
+        (store.Presence.ABSENT, True, True),
+        (store.Presence.FORBIDDEN, True, True),
+        (store.Presence.ABSENT, False, True),
+        (store.Presence.FORBIDDEN, False, False),
+    ],
+)
+def test_what_counts_as_an_answer(presence, optional, synced):
+    """Nobody can pick from pods nobody may see; priorities may stay unknown."""
+    world = World(listed=False)
+    for one in world.subject.collections:
+        if one.resource.optional is optional:
+            world.subject.settle(one, presence)
+        else:
+            world.subject.replace(one, ())
+    assert world.subject.synced is synced
+
+
+def test_only_pools_that_changed_are_told_of():
+    """A pod of one pool is nothing to the other; nor is a change nothing depends on."""
+    other = settings.InferencePoolRef("default", "other")
+    world = World(REF, other)
+    world.put(builders.pool(), builders.pool("other", app="x"))
+    assert world.put(builders.pod("a")) == {"default/pool"}
+    assert world.put(builders.pod("b", app="x", ip="10.0.0.2")) == {"default/other"}
+    assert world.put(builders.pod("a", created="2027-01-01T00:00:00Z")) == set()
+    assert world.put(builders.pod("c", app="third")) == set()
+    assert world.put(builders.pod("a", app="x")) == {"default/pool", "default/other"}
+    assert world.addresses("default/other") == ["10.0.0.1:8000", "10.0.0.2:8000"]
+
+
+def test_a_pod_of_another_namespace_is_not_a_member():
+    """Selectors look at their own namespace (docs/reference/protocol-conformance.md#point-60)."""
+    world = World(settings.Everything())
+    world.put(builders.pool(), builders.pod("a", "elsewhere"))
+    assert world.addresses() == []
+
+
+def test_all_labels_must_match():
+    """A pool that asks for two takes no pod with one."""
+    world = World()
+    selector = {"matchLabels": {"app": "vllm", "tier": "gold"}}
+    world.put(builders.pool(selector=selector), builders.pod("a"))
+    assert world.addresses() == []
+    world.put(builders.pod("a", labels={"tier": "gold"}))
+    assert world.addresses() == ["10.0.0.1:8000"]
+
+
+def test_a_list_replaces_what_was_known():
+    """What is not in it is gone."""
+    world = World()
+    world.list(builders.pool(), builders.pod("a"), builders.pod("b", ip="10.0.0.2"))
+    assert world.addresses() == ["10.0.0.1:8000", "10.0.0.2:8000"]
+    assert world.list(builders.pool(), builders.pod("b", ip="10.0.0.2")) == {"default/pool"}
+    assert world.addresses() == ["10.0.0.2:8000"]
+
+
+def test_a_pod_that_takes_over_an_address_is_another_endpoint():
+    """Name and address may be the same; the uid is not."""
+    world = World()
+    world.list(builders.pool(), builders.pod("a", uid="one"))
+    assert world.put(builders.pod("a", uid="two")) == {"default/pool"}
+    assert [one.uid for one in world.pools["default/pool"].endpoints] == ["two"]
+
+
+def test_a_deleted_pool_of_many_is_removed_and_may_come_back():
+    """A shared picker forgets it."""
+    world = World(settings.Everything())
+    world.put(builders.pool(), builders.pod("a"))
+    assert world.delete(builders.pool()) == {"default/pool"}
+    assert world.pools == {}
+    world.delete(builders.pool())
+    world.put(builders.pool(ports=(1,)))
+    assert world.addresses() == ["10.0.0.1:1"]
+
+
+def test_a_pool_deleted_and_made_again_at_once_is_not_removed():
+    """Between two reports only the last state counts."""
+    world = World(settings.Everything())
+    world.put(builders.pool(), builders.pod("a"))
+    for one in world.collections(builders.pool()):
+        world.subject.put(one, ("default", "pool"), None)
+    assert world.put(builders.pool()) == set()
+    assert world.addresses() == ["10.0.0.1:8000"]
+
+
+def test_a_pool_of_both_groups_is_that_of_the_new_one():
+    """While both are there, as in a migration."""
+    old = settings.Everything(group=builders.OLD_GROUP)
+    world = World(settings.Everything(), old)
+    world.put(builders.old_pool(port=1), builders.pod("a"))
+    assert world.addresses() == ["10.0.0.1:1"]
+    world.put(builders.pool())
+    assert world.addresses() == ["10.0.0.1:8000"]
+    world.delete(builders.pool())
+    assert world.addresses() == ["10.0.0.1:1"]
+
+
+def test_a_pool_of_the_other_group_is_not_the_one_asked_for():
+    """The group is part of the question."""
+    world = World(settings.InferencePoolRef("default", "pool", builders.OLD_GROUP))
+    world.put(builders.pod("a"))
+    assert not world.pools["default/pool"].exists
+    world.put(builders.old_pool())
+    assert world.addresses() == ["10.0.0.1:8000"]
+
+
+def test_pods_by_label_and_a_pool_side_by_side():
+    """One list of pods serves both."""
+    world = World(REF, SEL)
+    world.put(builders.pool(ports=(1,)), builders.pod("a"))
+    assert world.addresses("default/sel") == ["10.0.0.1:8000"]
+    assert world.addresses() == ["10.0.0.1:1"]
+
+
+def test_what_a_pool_says_of_itself_is_passed_on():
+    """Its protocol and annotations."""
+    value = builders.pool(appProtocol="kubernetes.io/h2c")
+    value["metadata"]["annotations"] = {"a": "b"}
+    world = World()
+    world.put(value)
+    found = world.pools["default/pool"]
+    assert (found.app_protocol, found.annotations) == ("kubernetes.io/h2c", {"a": "b"})
+
+
+def test_only_objectives_of_the_pool_count():
+    """By name and group, and of its namespace (docs/reference/protocol-conformance.md#point-82)."""
+    world = World()
+    world.put(
+        builders.pool(),
+        builders.objective("mine", priority=-5),
+        builders.objective("unset", priority=None),
+        builders.objective("other", of=builders.ref("other")),
+        builders.objective("group", of=builders.ref(group="x")),
+        builders.objective("kind", of=builders.ref(kind="Service")),
+        builders.objective("namespace", "elsewhere"),
+    )
+    assert world.pools["default/pool"].policy.priorities == {"mine": -5, "unset": 0}
+    assert world.delete(builders.objective("mine")) == {"default/pool"}
+    assert world.put(builders.objective("unset", of=builders.ref("other"))) == {"default/pool"}
+    assert world.pools["default/pool"].policy.priorities == {}
+
+
+def test_the_group_of_a_reference_may_be_left_out():
+    """It is that of InferencePool v1 then."""
+    world = World()
+    world.put(builders.pool(), builders.objective(priority=3, of={"name": "pool"}))
+    assert world.pools["default/pool"].policy.priorities == {"high": 3}
+
+
+def test_older_rewrites_come_first():
+    """Then by name, and in the order of the list.
+
+    Source: docs/reference/protocol-conformance.md#point-83.
+    """
+    world = World()
+    new = builders.rewrite("a", rules=[(["3"], {"x": 1})], created="2026-01-03T00:00:00Z")
+    old = builders.rewrite("b", rules=[(["1"], {"x": 1}), (["2"], {"x": 1})])
+    twin = builders.rewrite("c", rules=[([], {"x": 70, "y": 30})])
+    world.put(builders.pool(), new, twin, old)
+    rules = world.pools["default/pool"].policy.rules
+    assert [rule.models for rule in rules] == [("1",), ("2",), (), ("3",)]
+    assert [(one.model, one.weight) for one in rules[2].targets] == [("x", 70), ("y", 30)]
+
+
+def test_where_both_groups_are_installed_the_new_one_counts_alone():
+    """Even if it has no objects (docs/reference/protocol-conformance.md#point-88)."""
+    world = World(listed=False)
+    for one in world.subject.collections:
+        if one.resource == resources.OBJECTIVES:
+            world.subject.settle(one, store.Presence.ABSENT)
+        else:
+            world.subject.replace(one, ())
+    world.put(builders.pool(), builders.objective(priority=7, group=builders.OLD_GROUP))
+    assert world.pools["default/pool"].policy.priorities == {"high": 7}
+    (new,) = [one for one in world.subject.collections if one.resource == resources.OBJECTIVES]
+    world.subject.replace(new, ())
+    assert world.collect() == {"default/pool"}
+    assert world.pools["default/pool"].policy.priorities == {}
+    world.subject.settle(new, store.Presence.ABSENT)
+    assert world.collect() == {"default/pool"}
+    assert world.pools["default/pool"].policy.priorities == {"high": 7}
+
+
+def test_without_policies_nothing_of_them_is_watched():
+    """They take rights of their own."""
+    world = World(policies=False)
+    assert {one.resource.plural for one in world.subject.collections} == {
+        "inferencepools",
+        "pods",
+    }
+
+
+@pytest.mark.parametrize(
+    ("sources", "paths"),
+    [
+        (
+            [REF],
+            {
+                (
+                    "/apis/inference.networking.k8s.io/v1/namespaces/default/inferencepools"
+                    "?metadata.name=pool"
+                ),
+                "/api/v1/namespaces/default/pods?",
+            },
+        ),
+        (
+            [REF, settings.InferencePoolRef("default", "other"), SEL],
+            {
+                "/apis/inference.networking.k8s.io/v1/namespaces/default/inferencepools?",
+                "/api/v1/namespaces/default/pods?",
+            },
+        ),
+        (
+            [settings.Everything(group=builders.OLD_GROUP), REF],
+            {
+                "/apis/inference.networking.x-k8s.io/v1alpha2/inferencepools?",
+                (
+                    "/apis/inference.networking.k8s.io/v1/namespaces/default/inferencepools"
+                    "?metadata.name=pool"
+                ),
+                "/api/v1/pods?",
+            },
+        ),
+        ([SEL], {"/api/v1/namespaces/default/pods?app=vllm"}),
+        (
+            [settings.Service("a/../b", "s")],
+            {
+                (
+                    "/apis/discovery.k8s.io/v1/namespaces/a%2F..%2Fb/endpointslices"
+                    "?kubernetes.io/service-name=s"
+                )
+            },
+        ),
+    ],
+)
+def test_no_more_is_watched_than_needed(sources, paths):
+    """As narrow as the sources allow, and no object twice."""
+    found = watch_plan.of(sources, policies=False)
+    assert {f"{one.path}?{one.labels}{one.fields}" for one in found} == paths
+    assert len(found) == len(paths)
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        [REF, REF],
+        [REF, settings.Service("default", "pool")],
+        [settings.InferencePoolRef("default", "pool", "group")],
+        [settings.Everything(group="group")],
+        [settings.Selector("default", {}, (8000,), "sel")],
+        [settings.Selector("default", {"a": "b"}, (0,), "sel")],
+        [settings.Selector("default", {"a": "b"}, (1, 1), "sel")],
+        [settings.Selector("default", {"a": "b"}, tuple(range(1, 10)), "sel")],
+    ],
+)
+def test_sources_that_contradict_themselves_are_refused(sources):
+    """Before anything is asked of a server."""
+    with pytest.raises(ConfigError, match=r"kubernetes\.sources\[[01]\]"):
+        store.Cluster(settings.Settings(sources=sources))

@@ -1,0 +1,218 @@
+import json
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from extproc.discovery.kubernetes import objects, resources, watch_events
+from tests.discovery.kubernetes import builders
+
+PODS = watch_events.Reader(resources.PODS)
+READERS = [watch_events.Reader(one) for one in watch_events.reading.FORMS]
+
+KEYS = (
+    *("metadata", "name", "namespace", "labels", "annotations", "spec", "status", "items"),
+    *("selector", "matchLabels", "targetPorts", "number", "poolRef", "rules", "targets", "weight"),
+    *("conditions", "type", "phase", "podIP", "addresses", "endpoints", "ports"),
+)
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+    | st.sampled_from(["True", "Ready", "Pod", "InferencePool", "10.0.0.1"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=4), inner, max_size=5)
+    ),
+    max_leaves=20,
+)
+
+
+def test_a_pod_is_read():
+    """Everything pools depend on, and nothing else."""
+    value = builders.pod(
+        "a",
+        ip="fd00:0:0::1",
+        node="n1",
+        annotations={"llm-d.ai/active-ports": "8000", "model-pod-port": "8001", "x": "y"},
+    )
+    assert PODS.line(builders.line("ADDED", value, "7")) == watch_events.Set(
+        objects.Pod(
+            namespace="default",
+            name="a",
+            uid="uid-a",
+            created="2026-01-01T00:00:00Z",
+            ip="fd00::1",
+            ready=True,
+            labels={"app": "vllm"},
+            node="n1",
+            active_ports="8000",
+            model_port="8001",
+        ),
+        "7",
+    )
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"ready": False},
+        {"deleted": True},
+        {"phase": "Succeeded"},
+        {"phase": "Failed"},
+    ],
+)
+def test_a_pod_is_not_ready(facts):
+    """Neither unready nor deleted nor ended ones are endpoints.
+
+    Source: docs/reference/protocol-conformance.md#point-60.
+    """
+    found = PODS.line(builders.line("MODIFIED", builders.pod(**facts)))
+    assert found.value.ready is False
+
+
+def test_062_the_older_annotation_of_active_ports_counts_without_the_newer():
+    """The new key beats the legacy one (docs/reference/protocol-conformance.md#point-62)."""
+    old, new = "inference.networking.k8s.io/active-ports", "llm-d.ai/active-ports"
+    read = [
+        PODS.line(builders.line("ADDED", builders.pod(annotations=notes))).value.active_ports
+        for notes in ({old: "1"}, {old: "1", new: "2"}, {old: "1", new: ""}, {})
+    ]
+    assert read == ["1", "2", "", None]
+
+
+def test_the_other_kinds_of_lines():
+    """Deletions, bookmarks and errors carry what is needed to go on."""
+    gone = {"kind": "Status", "status": "Failure", "metadata": {}, "code": 410, "message": "old"}
+    assert PODS.line(builders.line("DELETED", builders.pod("a"), "8")) == watch_events.Gone(
+        "default", "a", "8"
+    )
+    mark = {"kind": "Pod", "metadata": {}, "spec": {"containers": None}, "status": {}}
+    assert PODS.line(builders.line("BOOKMARK", mark, "9")) == watch_events.Mark("9")
+    assert PODS.line(builders.line("ERROR", gone)) == watch_events.Failure(410, "old")
+
+
+def test_a_bookmark_of_a_resource_with_required_fields():
+    """Bookmarks of pools have an empty spec, which no pool may have."""
+    mark = {"kind": "InferencePool", "metadata": {}, "spec": {}}
+    reader = watch_events.Reader(resources.POOLS)
+    assert reader.line(builders.line("BOOKMARK", mark, "9")) == watch_events.Mark("9")
+
+
+def test_a_broken_object_is_known_by_name():
+    """So that it can count as gone, and its version to go on from."""
+    value = builders.pod("a") | {"status": {"podIP": 5}}
+    found = PODS.line(builders.line("MODIFIED", value, "7"))
+    assert (found.namespace, found.name, found.version) == ("default", "a", "7")
+    assert "podIP" in found.reason
+
+
+def test_a_broken_object_is_deleted_like_any_other():
+    """Its deletion names it."""
+    value = builders.pod("a") | {"status": 5}
+    assert PODS.line(builders.line("DELETED", value, "7")) == watch_events.Gone("default", "a", "7")
+
+
+def test_one_broken_object_does_not_hide_the_others_of_a_list():
+    """The page holds what can be read, and says what cannot."""
+    broken = builders.pod("b") | {"metadata": builders.meta("b", labels=["x"])}
+    page = PODS.page(builders.page(builders.pod("a"), broken, 5, builders.pod("c"), more="t"))
+    assert [value.name for value in page.values] == ["a", "c"]
+    assert [one.name for one in page.broken] == ["b", ""]
+    assert (page.version, page.more) == ("1", "t")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"selector": {"matchLabels": {}}},
+        {"selector": {}},
+        {"targetPorts": []},
+        {"targetPorts": [{"number": 0}]},
+        {"targetPorts": [{"number": 65536}]},
+        {"targetPorts": [{"number": "8000"}]},
+    ],
+)
+def test_a_pool_the_schema_forbids_is_broken(spec):
+    """A selector of nothing would take every pod of the namespace."""
+    reader = watch_events.Reader(resources.POOLS)
+    assert isinstance(
+        reader.line(builders.line("ADDED", builders.pool(**spec))), watch_events.Broken
+    )
+
+
+def test_both_groups_of_pools_are_read():
+    """The old one has a plain map and one port."""
+    new = watch_events.Reader(resources.POOLS).line(builders.line("ADDED", builders.pool())).value
+    old = (
+        watch_events.Reader(resources.OLD_POOLS)
+        .line(builders.line("ADDED", builders.old_pool()))
+        .value
+    )
+    assert (new.selector, new.ports) == (old.selector, old.ports) == ({"app": "vllm"}, (8000,))
+    assert (new.group, old.group) == (builders.POOL_GROUP, builders.OLD_GROUP)
+
+
+def test_what_kubectl_leaves_behind_is_no_annotation():
+    """It is the whole object once more."""
+    value = builders.pool()
+    noise = "kubectl.kubernetes.io/last-applied-configuration"
+    value["metadata"]["annotations"] = {"a": "b", noise: "{}"}
+    found = watch_events.Reader(resources.POOLS).line(builders.line("ADDED", value)).value
+    assert found.annotations == {"a": "b"}
+
+
+def test_a_rule_that_matches_in_a_way_we_do_not_know_is_left_out():
+    """It must not become one that matches everything."""
+    value = builders.rewrite(rules=[(["m"], {"n": None}), ([], {"o": 5})])
+    value["spec"]["rules"][0]["matches"][0]["model"]["type"] = "RegularExpression"
+    found = watch_events.Reader(resources.REWRITES).line(builders.line("ADDED", value)).value
+    assert [(rule.models, rule.targets[0].model) for rule in found.rules] == [((), "o")]
+
+
+@hypothesis.given(st.binary(max_size=200))
+def test_no_bytes_raise(text):
+    """Whatever stands in a line or a page, it is a value."""
+    for reader in READERS:
+        assert isinstance(reader.line(text), watch_events.Event)
+        assert isinstance(reader.page(text), watch_events.Page | watch_events.Unreadable)
+
+
+@hypothesis.given(JSON, st.sampled_from(["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR", "X"]))
+def test_no_document_raises(value, kind):
+    """Nor does JSON that is nearly an object."""
+    line = json.dumps({"type": kind, "object": value}).encode()
+    page = json.dumps({"metadata": {"resourceVersion": "1"}, "items": [value, value]}).encode()
+    for reader in READERS:
+        assert isinstance(reader.line(line), watch_events.Event)
+        found = reader.page(page)
+        assert len(found.values) + len(found.broken) == 2
+
+
+def test_deep_nesting_is_a_value():
+    """The decoder gives up before the stack does."""
+    line = b'{"type":"ADDED","object":{"metadata":' + b"[" * 100_000
+    assert isinstance(PODS.line(line), watch_events.Unreadable)
+
+
+def test_an_object_that_makes_the_reader_raise_is_broken_alone():
+    """In a list and in an event: the others are read, and its key and kind of error are told."""
+    reader = watch_events.Reader(resources.PODS)
+    real = reader._value
+
+    def raising(raw):
+        if raw.metadata.name == "bad":
+            raise OverflowError("what somebody wrote")
+        return real(raw)
+
+    reader._value = raising
+    page = reader.page(builders.page(builders.pod("a"), builders.pod("bad"), builders.pod("b")))
+    assert [value.name for value in page.values] == ["a", "b"]
+    (broken,) = page.broken
+    assert (broken.name, broken.reason) == ("bad", "reading it raised OverflowError")
+    event = reader.line(builders.line("MODIFIED", builders.pod("bad"), "7"))
+    assert isinstance(event, watch_events.Broken)
+    assert event.version == "7"

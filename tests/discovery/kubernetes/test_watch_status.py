@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.discovery.kubernetes import resources, watch_plan, watch_status
+
+PODS = watch_plan.Collection(resources.PODS, "n")
+POOLS = watch_plan.Collection(resources.POOLS, "n")
+OBJECTIVES = watch_plan.Collection(resources.OBJECTIVES, "n")
+ALL = (PODS, POOLS, OBJECTIVES)
+
+
+class BoardFixture:
+    """The watches of a picker, and what was reported of them."""
+
+    def __init__(self):
+        self.subject = watch_status.Watches(ALL, 0.0)
+        self.reported = []
+
+    def update(self, state, *collections, detail="", now=0.0):
+        for collection in collections or ALL:
+            facts = self.subject.update(collection, state, detail, server="https://api", now=now)
+            self.reported += list(facts)
+
+    @property
+    def kinds(self):
+        return [kind for kind, _ in self.reported]
+
+    def status(self, collection):
+        return next(status for status in self.subject.statuses if status.collection == collection)
+
+
+def test_watches_report_an_outage_once_for_all_collections():
+    """A line when it begins, and another when it is over."""
+    board = BoardFixture()
+    board.update("connected")
+    board.update("disconnected", detail="refused")
+    board.update("disconnected", detail="refused again")
+    board.update("connected")
+    assert board.reported == [
+        ("disconnected", "https://api: refused"),
+        ("connected", "https://api"),
+    ]
+
+
+def test_watches_report_a_change_of_the_reason():
+    """A token that expires during an outage has to be in the log."""
+    board = BoardFixture()
+    board.update("connected")
+    board.update("disconnected", detail="refused")
+    board.update("unauthorized", detail="401 Unauthorized")
+    assert board.reported[1:] == [("unauthorized", "https://api: 401 Unauthorized")]
+
+
+def test_watches_report_connected_only_when_nothing_is_forbidden():
+    """The last line is true of all collections."""
+    board = BoardFixture()
+    board.update("connected")
+    board.update("disconnected", detail="refused")
+    board.update("forbidden", PODS, detail="may not list pods")
+    board.update("connected", POOLS, OBJECTIVES)
+    assert board.kinds == ["disconnected", "forbidden", "forbidden"]
+    assert board.reported[-1][1] == "https://api answers again, but not for pods in namespace n"
+    board.update("connected", PODS)
+    assert board.kinds[3:] == ["connected"]
+
+
+def test_watches_report_a_missing_kind_unless_it_is_optional():
+    """And it is no fault that ends."""
+    board = BoardFixture()
+    board.update("connected", PODS)
+    board.update("not-installed", POOLS, OBJECTIVES, detail="missing")
+    assert board.kinds == ["not-installed"]
+    board.update("connected")
+    assert board.kinds == ["not-installed"]
+
+
+def test_watches_keep_the_moment_that_was_in_step():
+    """Through every change of the reason; a list ends it."""
+    board = BoardFixture()
+    assert board.status(PODS).unsynced_since == 0.0
+    board.update("connected", now=5.0)
+    assert board.status(PODS).unsynced_since is None
+    board.update("disconnected", PODS, detail="refused", now=10.0)
+    board.update("forbidden", PODS, detail="403", now=20.0)
+    assert board.status(PODS).unsynced_since == 10.0
+    (line,) = watch_status.lines(board.subject.statuses, 30.0)
+    assert line == "pods in namespace n not in step for 20 s: forbidden: 403"
+    board.update("connected", PODS, now=40.0)
+    assert list(watch_status.lines(board.subject.statuses, 50.0)) == []
+
+
+def test_watches_without_an_optional_kind_stand_for_nothing():
+    """Its objects would be read if it came."""
+    board = BoardFixture()
+    board.update("connected", PODS, POOLS)
+    board.update("not-installed", OBJECTIVES, detail="missing")
+    assert list(watch_status.lines(board.subject.statuses, 9.0)) == []
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(ALL), st.sampled_from(watch_status.STATES[1:])),
+        max_size=30,
+    )
+)
+def test_watches_end_on_a_true_word(steps):
+    """Whatever happens in whatever order, `connected` is only reported when it is so, and then is."""
+    board = BoardFixture()
+    faults = {*watch_status.AWAY, "forbidden", "unreadable"}
+    for collection, state in steps:
+        before = len(board.reported)
+        board.update(state, collection)
+        states = {status.state for status in board.subject.statuses}
+        if "connected" in board.kinds[before:]:
+            assert not states & faults
+        last = [kind for kind in board.kinds if kind != "not-installed"][-1:]
+        if states & faults:
+            assert last
+            assert last != ["connected"]

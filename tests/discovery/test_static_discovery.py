@@ -1,0 +1,226 @@
+import asyncio
+import random
+
+import pytest
+
+from extproc.discovery import endpoint_list, static_discovery
+from extproc.errors import ConfigError
+
+
+class Fleet:
+    def __init__(self):
+        self.told = []
+
+    def replace(self, endpoints, now):
+        self.told.append(([endpoint.address for endpoint in endpoints], now))
+
+
+class Resolver:
+    def __init__(self, **answers):
+        self.answers = answers
+        self.asked = []
+
+    async def resolve(self, names):
+        self.asked.append(names)
+        return {name: self.answers.get(name, ()) for name in names}
+
+
+class Scene:
+    def __init__(self, *flags, path="", **answers):
+        self.now = 0.0
+        self.fleet = Fleet()
+        self.resolver = Resolver(**answers)
+        self.facts = []
+        self.subject = static_discovery.Discovery(
+            static_discovery.Settings(file=str(path), jitter=0.0),
+            self.fleet,
+            listed=endpoint_list.from_document(
+                {"endpoints": ",".join(flags).split(",") if flags else []}, where="f"
+            ),
+            resolver=self.resolver,
+            clock=lambda: self.now,
+            rng=random.Random(1),
+            on_fact=self.facts.append,
+        )
+
+    def kinds(self):
+        return [fact.kind for fact in self.facts]
+
+    async def step(self, at):
+        self.now = at
+        await self.subject.step()
+
+
+def write(path, *addresses):
+    """Replaces the file as an editor does, so that its inode changes."""
+    draft = path.with_suffix(".new")
+    draft.write_text("endpoints:\n" + "".join(f'- "{address}"\n' for address in addresses))
+    draft.rename(path)
+
+
+def test_flags_are_told_once():
+    """A static list is told at start and never again, and nobody is asked for names."""
+
+    async def scene():
+        scene = Scene("10.0.0.1:1,[fd00::1]:1")
+        await scene.subject.start()
+        await scene.step(1000.0)
+        assert scene.fleet.told == [(["10.0.0.1:1", "[fd00::1]:1"], 0.0)]
+        assert scene.resolver.asked == []
+
+    asyncio.run(scene())
+
+
+def test_a_fleet_of_nobody_is_told_too():
+    """The fleet learns that discovery has spoken even when it found nobody."""
+
+    async def scene():
+        scene = Scene()
+        await scene.subject.start()
+        assert scene.fleet.told == [([], 0.0)]
+
+    asyncio.run(scene())
+
+
+def test_a_changed_file_is_read_at_the_next_look(tmp_path):
+    """A new file replaces the endpoints; the flags stay in front."""
+
+    async def scene():
+        path = tmp_path / "pool.yaml"
+        write(path, "10.0.0.2:1")
+        scene = Scene("10.0.0.1:1", path=path)
+        await scene.subject.start()
+        await scene.step(1.0)
+        write(path, "10.0.0.3:1", "10.0.0.2:1")
+        await scene.step(2.0)
+        await scene.step(3.0)
+        assert scene.fleet.told == [
+            (["10.0.0.1:1", "10.0.0.2:1"], 0.0),
+            (["10.0.0.1:1", "10.0.0.3:1", "10.0.0.2:1"], 2.0),
+        ]
+
+    asyncio.run(scene())
+
+
+def test_a_broken_file_keeps_the_old_endpoints(tmp_path):
+    """A broken or vanished file is said once and changes nothing; a mended one is taken."""
+
+    async def scene():
+        path = tmp_path / "pool.yaml"
+        write(path, "10.0.0.2:1")
+        scene = Scene(path=path)
+        await scene.subject.start()
+        path.write_text("endpoints: [{adress: 10.0.0.3, port: 1}]")
+        await scene.step(1.0)
+        await scene.step(2.0)
+        path.unlink()
+        await scene.step(3.0)
+        assert scene.kinds() == ["replaced", "file-broken", "file-broken"]
+        assert "did you mean `address`?" in scene.facts[1].detail
+        assert len(scene.fleet.told) == 1
+        write(path, "10.0.0.4:1")
+        await scene.step(4.0)
+        assert scene.fleet.told[-1] == (["10.0.0.4:1"], 4.0)
+
+    asyncio.run(scene())
+
+
+def test_a_file_broken_at_start_is_an_error(tmp_path):
+    """Nobody wants to start with a pool that cannot be read."""
+    with pytest.raises(ConfigError, match="No such file"):
+        asyncio.run(Scene(path=tmp_path / "pool.yaml").subject.start())
+
+
+def test_names_are_resolved_again_when_due():
+    """Names are asked at start and every refresh; the fleet is told of differences only."""
+
+    async def scene():
+        scene = Scene("engines:1", engines=("10.0.0.1",))
+        await scene.subject.start()
+        await scene.step(29.0)
+        await scene.step(30.0)
+        assert len(scene.resolver.asked) == 2
+        scene.resolver.answers["engines"] = ("10.0.0.2", "10.0.0.1")
+        await scene.step(60.0)
+        assert scene.fleet.told == [
+            (["10.0.0.1:1"], 0.0),
+            (["10.0.0.1:1", "10.0.0.2:1"], 60.0),
+        ]
+
+    asyncio.run(scene())
+
+
+def test_a_name_that_fails_is_said_once_and_asked_sooner():
+    """The last answer stays, one fact is given per outage, and the next try comes early."""
+
+    async def scene():
+        scene = Scene("engines:1,ghosts:1", engines=("10.0.0.1",))
+        await scene.subject.start()
+        assert scene.kinds() == ["name-missing", "replaced"]
+        scene.resolver.answers.clear()
+        await scene.step(3.0)
+        await scene.step(6.0)
+        assert scene.kinds() == ["name-missing", "replaced", "name-kept"]
+        assert len(scene.fleet.told) == 1
+        assert len(scene.resolver.asked) == 3
+        scene.resolver.answers["engines"] = ("10.0.0.1",)
+        await scene.step(9.0)
+        scene.resolver.answers.clear()
+        await scene.step(12.0)
+        assert scene.kinds().count("name-kept") == 2
+
+    asyncio.run(scene())
+
+
+def test_addresses_beyond_the_bound_are_logged_once_and_when_they_fit_again():
+    """A pool that is cut says how many addresses it lacks, and when it lacks none."""
+
+    async def scene():
+        many = {
+            f"engines-{at}": tuple(f"10.{at}.{n // 250}.{n % 250}" for n in range(4000))
+            for at in range(5)
+        }
+        scene = Scene(",".join(f"{name}:1" for name in many), **many)
+        await scene.subject.start()
+        assert scene.kinds() == ["replaced", "truncated"]
+        assert "3616 addresses are left out" in scene.facts[1].detail
+        assert scene.subject.left_out == 3616
+        scene.resolver.answers["engines-0"] = many["engines-0"][:3999]
+        await scene.step(40.0)
+        assert scene.kinds().count("truncated") == 1
+        assert scene.subject.left_out == 3615
+        scene.resolver.answers["engines-0"] = many["engines-0"][:1]
+        await scene.step(80.0)
+        assert scene.kinds() == ["replaced", "truncated", "replaced", "replaced", "complete"]
+        assert scene.subject.left_out == 0
+
+    asyncio.run(scene())
+
+
+def test_the_loop_steps_until_cancelled(tmp_path):
+    """`run` looks again and again, and ends when cancelled."""
+
+    async def scene():
+        path = tmp_path / "pool.yaml"
+        write(path, "10.0.0.1:1")
+        scene = Scene(path=path)
+        changed = asyncio.Event()
+        subject = static_discovery.Discovery(
+            static_discovery.Settings(file=str(path), poll_s=0.001),
+            scene.fleet,
+            listed=(),
+            resolver=scene.resolver,
+            clock=lambda: 0.0,
+            rng=random.Random(1),
+            on_fact=lambda fact: changed.set() if len(scene.fleet.told) == 2 else None,
+        )
+        await subject.start()
+        task = asyncio.ensure_future(subject.run())
+        write(path, "10.0.0.2:1")
+        await asyncio.wait_for(changed.wait(), 60.0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        assert scene.fleet.told[-1][0] == ["10.0.0.2:1"]
+
+    asyncio.run(scene())

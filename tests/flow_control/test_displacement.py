@@ -1,0 +1,136 @@
+"""Requests that a full queue displaces: whose, how many, and at what cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.decision import Rejection
+from extproc.flow_control.queue import MOST_DISPLACED, Joined, Queue
+from extproc.flow_control.queued_item import Settings, Waiter
+from tests.flow_control.crowds import crowd, operations
+
+
+def test_of_equals_the_last_that_came_leaves():
+    """Whoever came before keeps its place."""
+    queue = Queue(Settings(max_requests=3, order="edf"))
+    equal = [Waiter(arrived=0.0, deadline=5.0) for _ in range(3)]
+    for one in equal:
+        queue.join(one, 0.0)
+    joined = queue.join(Waiter(arrived=0.0, deadline=5.0, priority=1), 0.0)
+    assert joined.displaced == (equal[2],)
+
+
+@pytest.mark.parametrize("tenants", [1, 20, 500])
+def test_displacing_many_is_not_quadratic(tenants):
+    """As many as may make room for one leave; among four times as many, for four times the work."""
+
+    def cost(size):
+        queue = crowd(size, tenants=tenants, settings=Settings(max_bytes=size))
+        large = Waiter(arrived=0.0, deadline=1e9, priority=1, size=MOST_DISPLACED)
+
+        def join():
+            assert len(queue.join(large, 0.0).displaced) == MOST_DISPLACED
+
+        return operations(join)
+
+    assert cost(4000) < 6 * cost(1000)
+
+
+@pytest.mark.parametrize("tenants", [1, 20, 500])
+def test_a_join_that_would_displace_too_many_is_refused(tenants):
+    """Nobody is moved for it, the same would leave for the next one, and refusing costs little."""
+    queue = crowd(500, tenants=tenants, settings=Settings(max_bytes=500))
+    for at in range(200):
+        queue.leave(next(iter(queue)))
+        low = Waiter(arrived=at, deadline=1e9, tenant=f"t{at % 7}", priority=-1, size=1)
+        assert queue.join(low, 0.0) == Joined()
+    places = {one: (one.number, one.place) for one in queue}
+    large, fitting = (Waiter(arrived=0.0, deadline=1e9, priority=1, size=n) for n in (129, 128))
+
+    def join():
+        assert isinstance(queue.join(large, 0.0), Rejection)
+
+    join()
+    assert operations(join) < 6000
+    assert {one: (one.number, one.place) for one in queue} == places
+    assert not large.waits
+    assert len(queue.join(fitting, 0.0).displaced) == 128
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(-2, 0), st.integers(0, 5), st.integers(1, 9)),
+        min_size=1,
+        max_size=40,
+    ),
+    st.sets(st.integers(0, 39)),
+    st.integers(1, 120),
+)
+def test_a_join_displaces_the_last_of_the_tenant_with_most_waiting(requests, leaving, size):
+    """One after the other, lower priorities first: as by counting anew for each."""
+    total = sum(request[3] for request in requests)
+    queue = Queue(Settings(max_bytes=total))
+    made = [
+        Waiter(arrived=arrived, deadline=1e9, tenant=tenant, priority=priority, size=size)
+        for tenant, priority, arrived, size in requests
+    ]
+    for one in made:
+        queue.join(one, 0.0)
+    for at in leaving & set(range(len(made))):
+        queue.leave(made[at])
+    waiting = [one for one in made if one.waits]
+    joined = queue.join(Waiter(arrived=0.0, deadline=1e9, priority=1, size=size), 0.0)
+    if isinstance(joined, Rejection):
+        assert size > total
+        return
+    bytes_left = sum(one.bytes for one in waiting)
+    for gone in joined.displaced:
+        assert bytes_left + size > total
+        lowest = [one for one in waiting if one.priority == min(w.priority for w in waiting)]
+        counts = Counter(one.tenant for one in lowest)
+        assert counts[gone.tenant] == max(counts.values())
+        own = [one for one in lowest if one.tenant == gone.tenant]
+        assert gone is max(own, key=lambda one: (one.arrived, one.number))
+        waiting.remove(gone)
+        bytes_left -= gone.bytes
+    assert bytes_left + size <= total
+
+
+def test_the_last_of_the_busiest_tenant_leaves():
+    """Again and again, also for requests that came after others had to leave."""
+    queue = crowd(9, tenants=2, settings=Settings(max_requests=9, order="edf"))
+
+    def displaced():
+        (gone,) = queue.join(Waiter(arrived=0.0, deadline=1e9, priority=1), 0.0).displaced
+        return gone.tenant, 1e9 - gone.deadline
+
+    # Deadlines come down, so the last of a tenant is the one that came first.
+    assert [displaced(), displaced()] == [("t0", 0), ("t1", 1)]
+    for tenant, at in (("t1", -5), ("t1", 20)):
+        queue.leave(next(one for one in queue if one.priority))
+        late = Waiter(arrived=0.0, deadline=1e9 - at, tenant=tenant)
+        assert isinstance(queue.join(late, 0.0), Joined)
+    assert [displaced(), displaced(), displaced()] == [("t1", -5), ("t0", 2), ("t1", 3)]
+
+
+def test_a_join_that_is_refused_changes_nothing():
+    """Whoever waits is not moved, nothing is left behind, and it costs little."""
+    queue = crowd(500, settings=Settings(max_bytes=1000))
+    for at in range(500):
+        queue.join(Waiter(arrived=at, deadline=1e9, priority=1, size=1), 0.0)
+    places = {one: (one.number, one.place) for one in queue}
+    deadlines = len(queue._deadlines)
+    large = Waiter(arrived=0.0, deadline=1e9, priority=1, size=600)
+
+    def join():
+        for _ in range(10):
+            assert isinstance(queue.join(large, 0.0), Rejection)
+
+    assert operations(join) < 1000
+    assert {one: (one.number, one.place) for one in queue} == places
+    assert len(queue._deadlines) == deadlines
+    assert not large.waits

@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.decision import Rejection
+from extproc.flow_control.drain_rate import Pace
+from extproc.flow_control.queue import Blocked, Gone, Joined, Queue
+from extproc.flow_control.queued_item import Settings, Waiter
+
+
+def waiter(name="", *, arrived=0.0, deadline=math.inf, **facts):
+    one = Waiter(arrived=arrived, deadline=deadline, **facts)
+    names[one] = name
+    return one
+
+
+names: dict[Waiter, str] = {}
+
+
+def queue(*waiters, now=0.0, **settings):
+    made = Queue(Settings(**settings))
+    for one in waiters:
+        assert isinstance(made.join(one, now), Joined)
+    return made
+
+
+def order(made, *, most=10_000, can=lambda _: True, now=1.0):
+    """Names in the order in which they go on."""
+    went = []
+
+    def go(one):
+        if len(went) >= most or not can(one):
+            return Blocked()
+        went.append(names[one])
+        return Gone.WENT
+
+    made.pump(go, now)
+    return "".join(went)
+
+
+def test_one_tenant_is_served_as_it_came():
+    """First come, first served."""
+    made = queue(*(waiter(name, arrived=at) for at, name in enumerate("abcd")))
+    assert order(made, most=2) == "ab"
+    assert order(made) == "cd"
+    assert (made.count, made.bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(("way", "expected"), [("fcfs", "abc"), ("edf", "bca"), ("slo", "cab")])
+def test_orders_within_a_tenant(way, expected):
+    """By arrival, by deadline, or by arrival plus the time to first token asked for."""
+    made = queue(
+        waiter("a", arrived=0, deadline=30, slo_s=5),
+        waiter("b", arrived=1, deadline=10),
+        waiter("c", arrived=2, deadline=20, slo_s=1),
+        order=way,
+    )
+    assert order(made) == expected
+
+
+def test_times_asked_for_order_requests_of_one_tenant_alone():
+    """Deadlines and times to first token of one tenant change no turn of another tenant or band."""
+    for way in ("edf", "slo"):
+        for fairness in ("least-served", "round-robin"):
+            plain = [
+                waiter(name, tenant=name, arrived=at, tokens=9) for at, name in enumerate("ab")
+            ]
+            first = waiter("h", tenant="h", priority=1, arrived=9)
+            hasty = [
+                waiter(name, tenant="b", arrived=at + 2, tokens=9, deadline=20 - at, slo_s=0.001)
+                for at, name in enumerate("xy")
+            ]
+            went = order(queue(*plain, *hasty, first, order=way, fairness=fairness))
+            assert went[0] == "h"
+            assert went.index("a") < 3  # one turn of each tenant
+
+
+def test_what_a_request_asks_for_changes_no_turn_by_arrival():
+    """By arrival nobody comes earlier for a deadline or a time to first token."""
+    waiters = [
+        waiter(name, arrived=at, deadline=50 - at, slo_s=9.0 - at) for at, name in enumerate("abcd")
+    ]
+    assert order(queue(*waiters, order="fcfs")) == "abcd"
+
+
+def test_higher_priorities_go_first():
+    """Bands are strict: a later request of higher priority overtakes."""
+    made = queue(waiter("a"), waiter("b", priority=5, arrived=1), waiter("c", priority=-1))
+    assert order(made) == "bac"
+
+
+def test_tenants_take_turns():
+    """Round robin: whoever had no turn for longest goes next."""
+    many = [waiter("m", tenant="m", arrived=at) for at in range(6)]
+    few = [waiter("f", tenant="f", arrived=at + 10) for at in range(2)]
+    assert order(queue(*many, *few, fairness="round-robin")) == "mfmfmmmm"
+
+
+def test_tenants_attain_the_same():
+    """Least attained service: one that sends large prompts has fewer turns."""
+    large = [waiter("l", tenant="l", tokens=300, arrived=at) for at in range(3)]
+    small = [waiter("s", tenant="s", tokens=100, arrived=at + 10) for at in range(6)]
+    assert order(queue(*large, *small)) == "lssslsssl"
+
+
+def test_without_fairness_the_oldest_goes_first():
+    """One order over all tenants."""
+    made = queue(
+        waiter("a", tenant="x"),
+        waiter("b", tenant="y", arrived=1),
+        waiter("c", tenant="x", arrived=2),
+        fairness="none",
+    )
+    assert order(made) == "abc"
+
+
+def test_what_cannot_be_served_holds_up_only_its_kind():
+    """A model without capacity does not block another, nor another priority of it."""
+    made = queue(
+        waiter("a", target="llama"),
+        waiter("b", target="qwen", arrived=1),
+        waiter("c", target="llama", arrived=2),
+        waiter("d", target="llama", priority=1, arrived=3),
+    )
+    assert order(made, can=lambda one: one.target == "qwen" or one.priority) == "db"
+    assert order(made) == "ac"
+
+
+def test_service_fades_and_nobody_saves_up():
+    """After many half-lives tenants start alike, however much one had."""
+    made = Queue(Settings(half_life_s=1.0))
+    made.turns.served("old", 1e6, 0.0)
+    assert made.turns.attained("old", 10.0) == pytest.approx(1e6 / 1024)
+    made.turns.served("new", 1.0, 1000.0)
+    made.turns.served("new", 1.0, 1_000_000.0)
+    assert made.turns.attained("old", 1_000_000.0) < 1e-9
+    assert made.turns.attained("new", 1_000_000.0) == pytest.approx(1.0)
+    made.turns.charge("new", -5.0, 1_000_000.0)
+    assert made.turns.attained("new", 1_000_000.0) == 0.0
+
+
+def test_a_full_queue_displaces_lower_priorities():
+    """The last of the lowest band makes room, of the tenant with most waiting."""
+    first = waiter("a", tenant="x", priority=-1)
+    last = waiter("b", tenant="y", priority=-1, arrived=1)
+    later = waiter("c", tenant="y", priority=-1, arrived=2)
+    made = queue(first, last, later, max_requests=3)
+    joined = made.join(waiter("d"), 3.0)
+    assert joined.displaced == (later,)
+    assert not later.waits
+    refused = made.join(waiter("e", priority=-1), 3.0)
+    assert isinstance(refused, Rejection)
+    assert (refused.status, refused.reason) == (429, "rejected-saturated")
+    assert made.count == 3
+
+
+def test_bytes_bound_it_too():
+    """Nobody is displaced for a body that does not fit anyway."""
+    small = waiter("a", size=60, priority=-1)
+    made = queue(small, waiter("b", size=40), max_bytes=100)
+    assert isinstance(made.join(waiter("c", size=70), 0.0), Rejection)
+    assert small.waits
+    assert made.bytes == 100
+    assert made.join(waiter("d", size=50), 0.0).displaced == (small,)
+
+
+def test_deadlines_end_waits():
+    """Each at its own time, first the first; who left is not named."""
+    early, late, gone = waiter("a", deadline=1), waiter("b", deadline=2), waiter("c", deadline=1)
+    made = queue(early, late, gone)
+    made.leave(gone)
+    assert made.next_deadline() == 1
+    assert list(made.expired(1.0)) == [early]
+    assert made.next_deadline() == 2
+    assert list(made.expired(1.5)) == []
+    assert list(made.expired(3.0)) == [late]
+    assert made.next_deadline() is None
+
+
+def test_retry_after_is_the_queue_s_own_estimate():
+    """What waits, divided by what went on per second lately; at most as long as one may wait."""
+    made = queue(*(waiter(str(at)) for at in range(100)), max_requests=100)
+    assert made.full(0.0).retry_after_s == 60
+    for at in range(60):
+        made.pace.went(1, at / 2)
+    assert made.pace.per_s(30.0) == pytest.approx(2.0, rel=0.2)
+    assert made.full(30.0).retry_after_s == pytest.approx(50, rel=0.25)
+    assert made.full(300.0).retry_after_s == 60
+
+
+def test_what_goes_on_is_counted_in_the_pace():
+    """A pump that lets two go is what the next estimate knows."""
+    made = queue(*(waiter(name) for name in "abc"))
+    assert made.pace.per_s(1.0) == 0.0
+    assert order(made, most=2) == "ab"
+    other = Pace()
+    other.went(2, 1.0)
+    assert made.pace.per_s(2.0) == other.per_s(2.0) > 0.0
+
+
+def test_slow_engines_have_a_pace_too():
+    """One request in twenty seconds is seen as such, whenever one asks."""
+    pace = Pace()
+    assert pace.per_s(0.0) == 0.0
+    for at in range(12):
+        pace.went(1, 20.0 * at)
+        for later in (1.0, 19.0):
+            found = pace.wait_s(8, 20.0 * at + later)
+            if at >= 4:
+                assert found == pytest.approx(160, rel=0.3)
+    assert pace.wait_s(8, 240.0, most_s=90.0) == 90
+
+
+def test_ahead_counts_whom_one_would_not_overtake():
+    """Requests of one's own priority and above."""
+    made = queue(waiter("a"), waiter("b", priority=2), waiter("c", priority=-3))
+    assert [made.ahead(priority) for priority in (3, 2, 0, -5)] == [0, 1, 2, 3]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["join", "leave", "turn", "pump", "expire"]),
+            st.integers(0, 3),
+            st.integers(-1, 1),
+            st.integers(0, 2),
+        ),
+        max_size=60,
+    ),
+    st.sampled_from(["fcfs", "edf", "slo"]),
+    st.sampled_from(["round-robin", "least-served", "none"]),
+)
+def test_nobody_is_lost_or_served_twice(steps, way, fairness):
+    """Counts always agree with who waits, whatever happens."""
+    made = Queue(Settings(max_requests=8, max_bytes=20, order=way, fairness=fairness))
+    rng = random.Random(1)
+    waiting: set[Waiter] = set()
+    for now, (step, tenant, priority, target) in enumerate(steps):
+        if step == "join":
+            one = waiter(
+                arrived=now,
+                deadline=now + rng.randint(1, 20),
+                tenant=str(tenant),
+                priority=priority,
+                target=target,
+                size=rng.randint(0, 6),
+                tokens=rng.randint(1, 9),
+            )
+            joined = made.join(one, now)
+            if isinstance(joined, Joined):
+                waiting -= set(joined.displaced)
+                waiting.add(one)
+        elif step == "leave" and waiting:
+            one = rng.choice(sorted(waiting, key=lambda each: each.arrived))
+            made.leave(one)
+            made.leave(one)
+            waiting.discard(one)
+        elif step == "turn" and waiting:
+            one = rng.choice(sorted(waiting, key=lambda each: each.arrived))
+            made.turn(one, rng.choice(["", "a", "b"]))
+        elif step == "pump":
+            budget = iter(range(rng.randint(0, 3)))
+            gone: list[Waiter] = []
+            made.pump(
+                lambda one, budget=budget, gone=gone, target=target: (
+                    Blocked()
+                    if one.target != target or next(budget, None) is None
+                    else gone.append(one) or Gone.WENT
+                ),
+                now,
+            )
+            assert set(gone) <= waiting
+            assert len(gone) == len(set(gone))
+            waiting -= set(gone)
+        else:
+            waiting -= set(made.expired(now))
+        assert set(made) == waiting
+        assert made.count == len(waiting) <= 8
+        assert made.bytes == sum(one.bytes for one in waiting) <= 20
+        assert all(one.waits for one in waiting)
+
+
+def test_who_waits_for_one_endpoint_holds_up_nobody_else():
+    """Only those that wait for the same; each keeps its rank when it waits for another."""
+    made = queue(*(waiter(name, arrived=at) for at, name in enumerate("abcd")))
+    by_name = {names[one]: one for one in made}
+    made.turn(by_name["a"], "x")
+    made.turn(by_name["c"], "x")
+    went = []
+
+    def go(one):
+        if one.toward == "x":
+            return Blocked(toward="x")
+        went.append(names[one])
+        return Gone.WENT
+
+    made.pump(go, 1.0)
+    assert "".join(went) == "bd"
+    made.turn(by_name["c"], "y")
+    made.turn(by_name["c"], "x")
+    assert made.count == 2
+    assert order(made) == "ac"
+
+
+def test_memory_follows_what_waits():
+    """Thousands who gave up leave nothing behind."""
+    made = Queue(Settings())
+    many = [waiter(arrived=at, deadline=1e6, target=at % 3) for at in range(5000)]
+    for one in many:
+        made.join(one, 0.0)
+    for one in many[1:]:
+        made.leave(one)
+    assert len(made._deadlines) < 100
+    (band,) = made._bands.values()
+    lanes = [lane for line in band._lines.values() for lane in line._lanes.values()]
+    assert sum(len(lane._heap) for lane in lanes) <= 2
+    assert sum(len(line._heap) for line in band._lines.values()) < 50
+    made.leave(many[0])
+    assert not made._bands
+    assert not made.sets._targets

@@ -1,0 +1,388 @@
+"""The order of looks at waiting requests, and what they cost."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.flow_control.endpoint_sets import EndpointBits
+from extproc.flow_control.queue import Blocked, Gone, Joined, Queue
+from extproc.flow_control.queued_item import Settings, Waiter
+from tests.flow_control.crowds import crowd, operations
+
+ENDPOINTS = ("a", "b", "c")
+
+
+#: Targets by the endpoints that can serve them.
+TARGETS = ("", "a", "b", "ab", "bc", "abc", "cba")
+
+
+def bits_of(names):
+    """Bit n for the n-th endpoint."""
+    return sum(1 << ENDPOINTS.index(name) for name in set(names))
+
+
+class Fleet:
+    """Endpoints with so many free places, of which requests are told as the dispatcher would.
+
+    Args:
+        free: Places by endpoint.
+        wants: The endpoint a request waits for while others have a place, by number.
+    """
+
+    def __init__(self, free, wants=None):
+        self.free = Counter(free)
+        self.wants = wants or {}
+        self.looks = []
+        self.went = []
+
+    def look(self, queue, waiter):
+        """What the turnstile says of one request."""
+        self.looks.append(waiter.number)
+        places = [name for name in waiter.target if self.free[name] > 0]
+        if not waiter.target:
+            return Gone.REFUSED
+        if not places:
+            return Blocked(busy=bits_of(waiter.target))
+        wanted = self.wants.get(waiter.number, "")
+        if wanted in waiter.target and wanted and wanted not in places:
+            queue.turn(waiter, wanted)
+            return Blocked(toward=wanted)
+        self.free[places[0]] -= 1
+        self.went.append(waiter.number)
+        return Gone.WENT
+
+
+def expected(waiting, fleet, queue, *, order, fairness, shared):
+    """The order of going by the plainest means: the best of all who wait, again and again."""
+    free, went = Counter(fleet.free), []
+    standing = {one.tenant: queue.turns.standing(one.tenant) for one in waiting}
+    last = {one.tenant: queue.turns.last(one.tenant) for one in waiting}
+    turn = max(last.values(), default=0)
+    for priority in sorted({one.priority for one in waiting}, reverse=True):
+        left = [one for one in waiting if one.priority == priority]
+        toward = {one.number: one.toward for one in left}
+        busy, ways, targets = set(), set(), set()
+        while True:
+            free_to_go = [
+                one
+                for one in left
+                if not (one.target and set(one.target) <= busy)
+                and frozenset(one.target) not in targets
+                and (frozenset(one.target), toward[one.number]) not in ways
+            ]
+            if not free_to_go:
+                break
+            turns = {"none": {}, "round-robin": last, "least-served": standing}[fairness]
+            one = min(free_to_go, key=lambda w: (turns.get(w.tenant, 0), w.rank(order), w.number))
+            places = [name for name in one.target if free[name] > 0]
+            wanted = fleet.wants.get(one.number, "")
+            if not one.target:
+                left.remove(one)
+            elif not places:
+                busy |= set(one.target)
+                targets.add(frozenset(one.target))
+            elif wanted and wanted in one.target and wanted not in places:
+                toward[one.number] = wanted
+                ways.add((frozenset(one.target), wanted))
+            else:
+                free[places[0]] -= 1
+                left.remove(one)
+                went.append(one.number)
+                turn += 1
+                last[one.tenant] = turn
+                standing[one.tenant] += one.tokens * shared
+    return went
+
+
+def enough_after(count):
+    """A budget of so many looks."""
+    calls = iter(range(count))
+    return lambda: next(calls, None) is None
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(0, 3),
+        st.integers(0, 2),
+        st.sampled_from(TARGETS),
+        st.integers(1, 9),
+        st.sampled_from(["", "a", "b", "c"]),
+        st.integers(0, 3),
+    ),
+    max_size=25,
+)
+
+
+ROUNDS = st.lists(
+    st.tuples(
+        st.dictionaries(st.sampled_from(ENDPOINTS), st.integers(0, 4)),
+        st.integers(0, 3),
+        st.integers(-20, 20),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(
+    REQUESTS,
+    ROUNDS,
+    st.sampled_from(["fcfs", "edf", "slo"]),
+    st.sampled_from(["round-robin", "least-served", "none"]),
+    st.integers(1, 6),
+)
+def test_any_budget_lets_the_same_go_in_the_same_order(requests, rounds, order, fairness, looks):
+    """As one look at everybody after the other would, however little one call may do."""
+    queue = Queue(Settings(order=order, fairness=fairness, half_life_s=1e9))
+    queue.adopt_bits(EndpointBits(of=bits_of, named=bits_of))
+    waiting, wants = {}, {}
+    for at, (tenant, priority, target, tokens, wanted, slo_s) in enumerate(requests):
+        one = Waiter(
+            arrived=at,
+            deadline=1e3 - at % 5,
+            tenant=str(tenant),
+            priority=priority,
+            target=target,
+            tokens=tokens,
+            slo_s=slo_s,
+        )
+        assert isinstance(queue.join(one, 0.0), Joined)
+        waiting[one.number] = one
+        wants[one.number] = wanted
+    for free, tenant, charged in rounds:
+        queue.charge(str(tenant), charged, 0.0)
+        fleet = Fleet(free, wants)
+        wished = expected(
+            list(waiting.values()), fleet, queue, order=order, fairness=fairness, shared=1.0
+        )
+        calls = 1
+        while not queue.pump(
+            lambda one, fleet=fleet: fleet.look(queue, one), 0.0, enough=enough_after(looks)
+        ):
+            calls += 1
+        assert fleet.went == wished
+        assert len(fleet.looks) <= calls * looks
+        waiting = {one.number: one for one in queue}
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(1, 5))
+def test_everybody_first_of_its_kind_is_looked_at_within_bounded_pumps(targets, looks):
+    """However often something changes: a sweep goes on where it stopped."""
+    queue = Queue(Settings())
+    for at, target in enumerate(targets):
+        queue.join(Waiter(arrived=at, deadline=math.inf, target=target), 0.0)
+    seen = set()
+
+    def look(one):
+        seen.add(one.target)
+        return Blocked()
+
+    for _ in range(math.ceil(len(set(targets)) / looks)):
+        queue.pump(look, 0.0, enough=enough_after(looks))
+    assert seen == set(targets)
+
+
+def test_busy_endpoints_hold_up_every_name_they_serve():
+    """Two thousand names take one look for each endpoint, and not one for each name."""
+    queue = Queue(Settings())
+    fleet = Fleet({})
+    names = {f"model-{at}": "abc"[at % 3] if at % 2 else "abc" for at in range(2000)}
+    queue.adopt_bits(EndpointBits(of=lambda name: bits_of(names[name]), named=bits_of))
+    for at, name in enumerate(names):
+        queue.join(Waiter(arrived=at, deadline=math.inf, target=name, tenant=f"t{at}"), 0.0)
+
+    def look(one):
+        fleet.looks.append(one.number)
+        return Blocked(busy=bits_of(names[one.target]))
+
+    assert queue.pump(look, 0.0)
+    assert len(fleet.looks) == 1
+    assert queue.pump(lambda one: Blocked(), 0.0)
+    queue.adopt_bits(EndpointBits(of=lambda name: bits_of(names[name][:1]), named=bits_of))
+    fleet.looks.clear()
+
+    def look_again(one):
+        fleet.looks.append(one.number)
+        return Blocked(busy=bits_of(names[one.target][:1]))
+
+    assert queue.pump(look_again, 0.0)
+    assert len(fleet.looks) == 3
+
+
+def test_endpoints_that_come_serve_whom_they_can():
+    """Requests change their set with what endpoints list, and are not held up by others then."""
+    queue = Queue(Settings())
+    serves = {"x": "a", "y": "a"}
+    queue.adopt_bits(EndpointBits(of=lambda name: bits_of(serves[name]), named=bits_of))
+    first = Waiter(arrived=0.0, deadline=math.inf, target="x")
+    other = Waiter(arrived=1.0, deadline=math.inf, target="y")
+    for one in (first, other):
+        queue.join(one, 0.0)
+    went = []
+
+    def look(one):
+        if "b" in serves[one.target]:
+            went.append(one.target)
+            return Gone.WENT
+        return Blocked(busy=bits_of("a"))
+
+    queue.pump(look, 0.0)
+    assert went == []
+    serves["y"] = "ab"
+    queue.adopt_bits(EndpointBits(of=lambda name: bits_of(serves[name]), named=bits_of))
+    queue.pump(look, 0.0)
+    assert went == ["y"]
+    assert list(queue) == [first]
+    assert len(queue.sets._by_bits) == 1
+
+
+def test_requests_are_sorted_anew_within_the_budget():
+    """When what endpoints serve changes, calls that may do little still get to the end."""
+    queue = crowd(500, targets=50)
+    queue.adopt_bits(EndpointBits(of=lambda target: 1 + target % 3, named=bits_of))
+    gone = list(queue)[::7]
+    for one in gone:
+        queue.leave(one)
+    looks, calls = [], 1
+    while not queue.pump(lambda one: looks.append(one) or Blocked(), 0.0, enough=enough_after(2)):
+        calls += 1
+        assert calls < 20
+    assert calls > 5
+    assert len(looks) == 3
+    assert {one.endpoints.bits for one in queue} == {1, 2, 3}
+    assert all(one.endpoints is queue.sets.current(one.target) for one in queue)
+
+
+@pytest.mark.parametrize("tenants", [1, 2, 3])
+def test_requests_of_many_targets_go_as_they_came(tenants):
+    """However their targets and tenants alternate, where tenants do not take turns."""
+    queue = crowd(24, tenants=tenants, targets=4, settings=Settings(fairness="none"))
+    went = []
+    queue.pump(lambda one: went.append(one.arrived) or Gone.WENT, 0.0)
+    assert went == list(range(24))
+
+
+@pytest.mark.parametrize("blocked", [Blocked(busy=1), Blocked(toward="a"), Blocked()])
+def test_what_holds_up_one_priority_holds_up_no_other(blocked):
+    """Endpoints may have a place for one and not for the other."""
+    queue = Queue(Settings())
+    queue.adopt_bits(EndpointBits(of=lambda _: 1, named=bits_of))
+    for priority in (2, 1, 0):
+        for _ in range(2):
+            one = Waiter(arrived=0.0, deadline=math.inf, priority=priority)
+            queue.join(one, 0.0)
+            queue.turn(one, "a")
+    looks = []
+    queue.pump(lambda one: looks.append(one.priority) or blocked, 0.0)
+    assert looks == [2, 1, 0]
+
+
+def test_a_refused_request_is_not_served():
+    """It neither costs its tenant a turn nor counts as one that went on."""
+    queue = Queue(Settings())
+    queue.join(Waiter(arrived=0.0, deadline=math.inf, tenant="t", tokens=100), 0.0)
+    assert queue.pump(lambda _: Gone.REFUSED, 1.0)
+    assert queue.turns.attained("t", 1.0) == 0.0
+    assert queue.pace.per_s(1.0) == 0.0
+    assert queue.count == 0
+
+
+def test_a_tenant_that_used_less_goes_sooner():
+    """Turns that go down are noticed at once."""
+    queue = Queue(Settings())
+    for tenant in "xy":
+        queue.turns.served(tenant, 100.0 if tenant == "x" else 50.0, 0.0)
+        for at in range(2):
+            queue.join(Waiter(arrived=at, deadline=math.inf, tenant=tenant, tokens=1), 0.0)
+    order = []
+    queue.pump(lambda one: order.append(one.tenant) or Blocked(), 0.0)
+    queue.charge("x", -80.0, 0.0)
+    queue.pump(lambda one: order.append(one.tenant) or Blocked(), 0.0)
+    assert order == ["y", "x"]
+
+
+def test_forgotten_turns_are_noticed():
+    """Tenants that are forgotten start anew, where they wait as well."""
+    queue = Queue(Settings(fairness="round-robin"))
+    for tenant in "xy":
+        queue.turns.served(tenant, 0.0, 0.0)
+        queue.join(Waiter(arrived=0.0, deadline=math.inf, tenant=tenant), 0.0)
+    queue.turns.charge("x", 1e9, 0.0)
+    queue.turns.charge("y", 5.0, 0.0)
+    for number in range(16_400):
+        queue.turns.charge(f"t{number}", 9.0, 0.0)
+    assert queue.turns.last("y") == 0
+    order = []
+    queue.pump(lambda one: order.append(one.tenant) or Blocked(), 0.0)
+    assert order == ["y"]
+
+
+def test_a_half_life_can_be_replaced():
+    """What was attained fades by the new one from then on."""
+    queue = Queue(Settings(half_life_s=1.0))
+    queue.turns.served("t", 64.0, 0.0)
+    queue.adopt(Settings(half_life_s=10.0), 2.0)
+    assert queue.turns.attained("t", 2.0) == pytest.approx(16.0)
+    assert queue.turns.attained("t", 12.0) == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize(("tenants", "targets"), [(1, 1), (1000, 1), (1, 1000), (20, 50)])
+def test_letting_many_go_is_not_quadratic(tenants, targets):
+    """Each takes much the same work, however many wait, of however many tenants and targets."""
+
+    def cost(size):
+        queue = crowd(size, tenants=min(tenants, size), targets=min(targets, size))
+        return operations(lambda: queue.pump(lambda _: Gone.WENT, 0.0))
+
+    assert cost(4000) < 6 * cost(1000)
+
+
+def test_targets_of_one_tenant_cost_much_the_same():
+    """Its turn moves all of its requests alike, however many ways they wait."""
+
+    def cost(targets):
+        queue = crowd(2000, targets=targets)
+        return operations(lambda: queue.pump(lambda _: Gone.WENT, 0.0))
+
+    assert cost(1000) < 3 * cost(10)
+
+
+@pytest.mark.parametrize(("tenants", "targets"), [(1, 1), (4000, 1)])
+def test_a_pump_in_vain_costs_little(tenants, targets):
+    """However many wait for the same."""
+    queue = crowd(4000, tenants=tenants, targets=targets)
+    assert operations(lambda: queue.pump(lambda _: Blocked(), 0.0)) < 100
+
+
+def test_heaps_follow_what_waits():
+    """Turns, moves and leaving leave no more entries behind than requests wait."""
+    queue = crowd(2000, tenants=3)
+    queue.adopt_bits(EndpointBits(of=lambda _: 1, named=bits_of))
+    for at, one in enumerate(list(queue)[10:]):
+        for toward in ("a", f"endpoint {at}", ""):
+            queue.turn(one, toward)
+        queue.leave(one)
+    left = list(queue)
+    for _ in range(500):
+        for one in left:
+            queue.turn(one, "a")
+            queue.turn(one, "")
+            queue.charge(one.tenant, -1.0, 0.0)
+            queue.charge(one.tenant, 1.0, 0.0)
+    queue.join(Waiter(arrived=0.0, deadline=1e9, priority=1), 0.0)
+    assert sum(len(band._lines) for band in queue._bands.values()) <= queue.count
+    entries = sum(
+        len(line._heap) + sum(len(lane._heap) for lane in line._lanes.values())
+        for band in queue._bands.values()
+        for line in band._lines.values()
+    )
+    assert entries < 200
+    assert len(queue._deadlines) < 200
+    for band in queue._bands.values():
+        assert sum(len(ways) for ways in band._ways.values()) <= queue.count
+        assert sum(len(heap) for heap in band._crowding._last.values()) < 200

@@ -1,0 +1,37 @@
+"""Builders of raw requests that name only the fact that matters."""
+
+import json
+
+from extproc.decision import Rejection
+from extproc.parsing import surfaces
+from extproc.request import RawRequest, Request
+
+CHAT = "/v1/chat/completions"
+
+
+def post(path, body, **headers):
+    """A POST; header names take underscores for dashes."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return RawRequest({":method": "POST", ":path": path, **named}, data)
+
+
+def parsed(path, body, **headers):
+    outcome = surfaces.parse(post(path, body, **headers))
+    assert isinstance(outcome, Request), outcome
+    return outcome
+
+
+def refused(path, body, **headers):
+    outcome = surfaces.parse(post(path, body, **headers))
+    assert isinstance(outcome, Rejection), outcome
+    assert outcome.status == 400
+    return outcome.message
+
+
+def chat(*messages, **fields):
+    return parsed(CHAT, {"model": "m", "messages": list(messages), **fields})
+
+
+def user(content):
+    return {"role": "user", "content": content}

@@ -1,0 +1,70 @@
+"""The beginning of the first user message, read from a framed prompt."""
+
+import re
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.parsing import first_user_message, surfaces
+from extproc.request import RawRequest, Request
+
+
+def plain(prompt, api):
+    """The same rule by regular expressions, without a care for speed."""
+    if api == "completions":
+        texts = [prompt]
+    else:
+        message = re.search(rb"\xffuser[^\xff]*", prompt)
+        texts = re.findall(rb"\xfe([^\xfe]*)", message[0]) if message else []
+    texts = [
+        re.split(rb"[\xf8-\xff]", text[: first_user_message.LONGEST_BYTES])[0] for text in texts
+    ]
+    return "".join(text.decode("utf-8", "ignore") for text in texts)[
+        : first_user_message.LONGEST_BYTES
+    ]
+
+
+pieces = st.sampled_from(
+    [b"\xffuser", b"\xffsystem", b"\xfe", b"\xfd{}", b"\xf8s", "né".encode(), b"text", b"x" * 9000]
+)
+
+
+@given(
+    # Salted prompts are looked at below, as the parser makes them.
+    prompt=st.lists(pieces, max_size=12).map(b"".join).filter(lambda made: made[:1] != b"\xf8"),
+    api=st.sampled_from(["chat", "completions", "messages"]),
+)
+def test_an_opening_is_what_the_rule_says(prompt, api):
+    """Any mixture of fields reads as a plain statement of the rule reads it."""
+    assert first_user_message.of(Request(api=api, prompt=prompt)) == plain(prompt, api)
+
+
+def test_a_character_on_the_edge_is_left_out():
+    """A text that is cut inside a character keeps the characters before it."""
+    prompt = b"\xffuser\xfe" + "é".encode() * first_user_message.LONGEST_BYTES
+    assert set(first_user_message.of(Request(api="chat", prompt=prompt))) == {"é"}
+
+
+def test_nothing_of_a_system_prompt_or_an_image_is_an_opening():
+    """Only the text parts of the first user message count."""
+    prompt = b"\xffsystem\xfebe kind\xffuser\xfd{image}\xfewhat\xfe is it\xffuser\xfelater"
+    assert first_user_message.of(Request(api="chat", prompt=prompt)) == "what is it"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"prompt": "Once upon a time"}, "Once upon a time"),
+        ({"prompt": "Once", "cache_salt": "pepper"}, "Once"),
+        ({"prompt": ["Once", "Twice"]}, "Once"),
+        ({"prompt": ""}, ""),
+        ({"prompt_embeds": "AAAA"}, ""),
+    ],
+)
+def test_the_opening_of_a_completion_is_its_prompt(body, expected):
+    """As the parser reads it: alone, salted, the first of a batch; none without a text."""
+    headers = {":method": "POST", ":path": "/v1/completions"}
+    encoded = msgspec.json.encode({"model": "m", **body})
+    assert first_user_message.of(surfaces.parse(RawRequest(headers, encoded))) == expected

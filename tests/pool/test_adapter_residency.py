@@ -1,0 +1,59 @@
+"""What is remembered about an account's adapters never outlives a change."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.endpoint import Endpoint, Load, Residency
+from extproc.pool.adapters import residency
+from extproc.pool.inflight import Account
+
+NAMES = ("a", "b", "c", "d", "base")
+
+names = st.sampled_from(NAMES)
+loads = st.builds(
+    Load,
+    adapters=st.none() | st.frozensets(names, max_size=2),
+    adapter_slots=st.none() | st.integers(0, 4),
+)
+steps = st.one_of(
+    names.map(lambda name: ("open", name)),
+    st.integers(0, 9).map(lambda at: ("close", at)),
+    loads.map(lambda load: ("scrape", load)),
+    st.frozensets(names).map(lambda known: ("learn", known)),
+)
+
+
+def test_what_an_open_request_changes_is_seen_at_once():
+    """The only slot is free, taken while a request is open, and free again."""
+    account, load, known = (
+        Account(Endpoint("10.0.0.1:8000")),
+        Load(adapter_slots=1),
+        frozenset("ab"),
+    )
+    assert residency("a", account, load, known) is Residency.ROOM
+    ticket = account.open("b", 1, cached_tokens=0, now=0.0)
+    assert residency("a", account, load, known) is Residency.FULL
+    ticket.close(0.0)
+    assert residency("a", account, load, known) is Residency.EVICTABLE
+    assert residency("b", account, load, known) is Residency.IDLE
+
+
+@given(st.lists(steps, max_size=30))
+def test_asking_on_the_way_changes_no_answer(history):
+    """An account that was asked after every change answers like one that is asked for the first time."""
+    asked, fresh = Account(Endpoint("10.0.0.1:8000")), Account(Endpoint("10.0.0.1:8000"))
+    load, known = Load(), frozenset("abcd")
+    tickets = []
+    for what, value in history:
+        if what == "open":
+            tickets.append([one.open(value, 1, cached_tokens=0, now=0.0) for one in (asked, fresh)])
+        elif what == "close" and tickets:
+            for ticket in tickets.pop(value % len(tickets)):
+                ticket.close(0.0)
+        elif what == "scrape":
+            load = value
+        elif what == "learn":
+            known = value
+        for name in NAMES:
+            fresh.standing = None
+            assert residency(name, asked, load, known) is residency(name, fresh, load, known)

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.endpoint import Endpoint, Load, Totals
+from extproc.pool.bytes_per_token import Tokenisers
+from extproc.pool.inflight import Account
+
+
+class Engine:
+    """Counts what finished, by its own tokeniser."""
+
+    def __init__(self, tokenisers, *, incarnation=1, seed=1):
+        self.tokenisers = tokenisers
+        self.account = Account(Endpoint("10.0.0.1:8000", incarnation=incarnation))
+        self.finished = self.tokens = 0
+        self.rng = random.Random(seed)
+
+    def serve(self, requests, bytes_per_token, *, model="m", ours=True, tokenised=False):
+        """Requests that differ in length, and by a quarter in bytes per token."""
+        for _ in range(requests):
+            tokens = self.rng.randint(100, 3000)
+            size = round(tokens * bytes_per_token * self.rng.uniform(0.75, 1.25))
+            if ours:
+                self.account.open(
+                    model,
+                    size // 4,
+                    cached_tokens=0,
+                    now=0.0,
+                    prompt_bytes=0 if tokenised else size,
+                ).close(0.0)
+            self.finished += 1
+            self.tokens += tokens
+
+    def scrape(self):
+        totals = Totals(finished=float(self.finished), finished_prompt_tokens=float(self.tokens))
+        self.tokenisers.scraped(self.account, Load(totals=totals))
+
+
+@pytest.mark.parametrize("truth", [1.5, 2.7, 4.4, 6.0])
+def test_a_models_ratio_is_learnt_from_counters(truth):
+    """Within 5 % after ten scrapes of ten requests."""
+    learnt = Tokenisers()
+    engine = Engine(learnt)
+    assert learnt.bytes_per_token("m") == 4.0
+    for _ in range(11):
+        engine.scrape()
+        engine.serve(10, truth)
+    engine.scrape()
+    assert learnt.bytes_per_token("m") == pytest.approx(truth, rel=0.05)
+    assert learnt.learnt == {"m": learnt.bytes_per_token("m")}
+
+
+def test_another_kind_of_text_is_followed():
+    """From English to Chinese: within 10 % after 300 requests."""
+    learnt = Tokenisers()
+    engine = Engine(learnt)
+    for truth in (4.4, 2.2):
+        for _ in range(30):
+            engine.scrape()
+            engine.serve(10, truth)
+    engine.scrape()
+    assert learnt.bytes_per_token("m") == pytest.approx(2.2, rel=0.1)
+
+
+def test_one_endpoint_teaches_the_whole_pool():
+    """A tokeniser belongs to the model; an adapter nobody saw has that of the others."""
+    learnt = Tokenisers()
+    engine = Engine(learnt)
+    engine.scrape()
+    engine.serve(50, 3.0)
+    engine.scrape()
+    assert learnt.bytes_per_token("m") == pytest.approx(3.0, rel=0.1)
+    assert learnt.bytes_per_token("another adapter") == learnt.bytes_per_token("m")
+
+
+@pytest.mark.parametrize("others", [5, 40])
+def test_windows_with_requests_of_others_say_nothing(others):
+    """More than a tenth that is not ours: whose tokens these are nobody knows."""
+    learnt = Tokenisers()
+    engine = Engine(learnt)
+    for _ in range(20):
+        engine.scrape()
+        engine.serve(20, 3.0)
+        engine.serve(others, 1.2, ours=False)
+    engine.scrape()
+    assert learnt.bytes_per_token("m") == 4.0
+
+
+def test_tokenised_prompts_teach_nothing():
+    """They are exact already, and windows full of them have no text to compare."""
+    learnt = Tokenisers()
+    engine = Engine(learnt)
+    for _ in range(10):
+        engine.scrape()
+        engine.serve(20, 3.0, tokenised=True)
+    engine.scrape()
+    assert learnt.learnt == {}
+
+
+def test_models_on_one_endpoint_are_told_apart():
+    """Mixed in changing shares, two tokenisers come out within 15 %."""
+    learnt = Tokenisers()
+    engine = Engine(learnt)
+    engine.scrape()
+    for tick in range(60):
+        share = 18 if tick % 2 else 2
+        engine.serve(share, 2.5, model="a")
+        engine.serve(20 - share, 5.0, model="b")
+        engine.scrape()
+    assert learnt.bytes_per_token("a") == pytest.approx(2.5, rel=0.15)
+    assert learnt.bytes_per_token("b") == pytest.approx(5.0, rel=0.15)
+
+
+def test_answers_tell_their_tokens():
+    """Seven answers are not enough, eight are."""
+    learnt = Tokenisers()
+    ratios = []
+    for _ in range(8):
+        learnt.told("m", prompt_bytes=300, tokens=100)
+        ratios.append(learnt.bytes_per_token("m"))
+    assert ratios == [4.0] * 7 + [3.0]
+    learnt.told("m", prompt_bytes=0, tokens=100)
+    assert learnt.bytes_per_token("m") == 3.0
+
+
+def test_pictures_are_no_text():
+    """A thousand tokens for a hundred bytes: outside of what a tokeniser does."""
+    learnt = Tokenisers()
+    for _ in range(20):
+        learnt.told("m", prompt_bytes=100, tokens=1000)
+    assert learnt.learnt == {}
+
+
+def test_a_restarted_engine_begins_a_window():
+    """Counters that went back are compared with nothing."""
+    learnt = Tokenisers()
+    engine = Engine(learnt)
+    engine.serve(100, 3.0)
+    engine.scrape()
+    engine.finished = engine.tokens = 0
+    engine.serve(50, 3.0)
+    engine.scrape()
+    assert learnt.learnt == {}
+    engine.serve(50, 3.0)
+    engine.scrape()
+    assert learnt.bytes_per_token("m") == pytest.approx(3.0, rel=0.1)
+
+
+def test_models_are_bounded():
+    """Of a thousand names the last 64 are remembered."""
+    learnt = Tokenisers()
+    for name in range(1000):
+        for _ in range(8):
+            learnt.told(str(name), prompt_bytes=300, tokens=100)
+    assert len(learnt.learnt) == 64
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("ab"),
+            st.integers(0, 5000),
+            st.floats(0, 1e7) | st.none(),
+            st.floats(0, 1e9) | st.none(),
+            st.integers(0, 40),
+        ),
+        max_size=40,
+    )
+)
+def test_ratios_stay_plausible(acts):
+    """Whatever is sent and counted, a token has one to eight bytes."""
+    learnt = Tokenisers()
+    account = Account(Endpoint("10.0.0.1:8000"))
+    for model, size, finished, tokens, count in acts:
+        for _ in range(count):
+            account.open(model, size, cached_tokens=0, now=0.0, prompt_bytes=size).close(0.0)
+        totals = Totals(finished=finished, finished_prompt_tokens=tokens)
+        learnt.scraped(account, Load(totals=totals))
+        learnt.told(model, prompt_bytes=size, tokens=count)
+        assert 1.0 <= learnt.bytes_per_token("a") <= 8.0
+        assert 1.0 <= learnt.bytes_per_token("b") <= 8.0

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+
+from extproc.endpoint import Endpoint
+from extproc.pool.inflight import Account
+
+
+def test_a_ticket_charges_and_gives_back():
+    """An open request counts with its prompt and its adapter, and leaves nothing when it ends."""
+    account = Account(Endpoint("10.0.0.1:8000"))
+    first = account.open("lora", 100, cached_tokens=0, now=0.0)
+    second = account.open("lora", 20, cached_tokens=0, now=0.0)
+    assert (account.in_flight, account.prompt_tokens, account.adapters) == (2, 120, {"lora": 2})
+    first.close(0.0)
+    assert (account.in_flight, account.prompt_tokens, account.adapters) == (1, 20, {"lora": 1})
+    second.close(0.0)
+    assert (account.in_flight, account.prompt_tokens, account.adapters) == (0, 0, {})
+    assert account.opened == 2
+
+
+def test_a_ticket_closes_once():
+    """A second close is a bug of the caller and changes nothing."""
+    account = Account(Endpoint("10.0.0.1:8000"))
+    other = account.open("m", 1, cached_tokens=0, now=0.0)
+    ticket = account.open("m", 1, cached_tokens=0, now=0.0)
+    ticket.close(0.0)
+    with pytest.raises(RuntimeError, match="closed twice"):
+        ticket.close(0.0)
+    assert account.in_flight == 1
+    other.close(0.0)
+    assert account.in_flight == 0
+
+
+def test_tickets_close_in_any_order():
+    """Accounts of different adapters do not mix."""
+    account = Account(Endpoint("10.0.0.1:8000"))
+    tickets = [
+        account.open(name, tokens, cached_tokens=0, now=0.0)
+        for tokens, name in enumerate(["a", "b", "", "a"])
+    ]
+    tickets[2].close(0.0)
+    tickets[0].close(0.0)
+    assert account.adapters == {"a": 1, "b": 1}
+    tickets[3].close(0.0)
+    tickets[1].close(0.0)
+    assert (account.in_flight, account.prompt_tokens, account.adapters) == (0, 0, {})
+
+
+def test_answers_are_remembered_until_they_are_compared():
+    """Text by name, what ran, and how often nothing was left; what never ran does not count."""
+    account = Account(Endpoint("10.0.0.1:8000"))
+    sizes = {"a": 400, "b": 40, "": 0}
+    tickets = {
+        name: account.open(name, 100, cached_tokens=0, now=0.0, prompt_bytes=size)
+        for name, size in sizes.items()
+    }
+    lost = account.open("c", 100, cached_tokens=0, now=0.0, prompt_bytes=4)
+    lost.close(0.0, answered=False)
+    for ticket in tickets.values():
+        ticket.close(1.0)
+    assert account.answered == 3
+    assert account.texts == {"a": [1, 400], "b": [1, 40]}
+    assert account.ran == {"a", "b", ""}
+    assert account.idled == 1
+
+
+def test_what_nobody_asks_for_is_bounded():
+    """A thousand names and no scrape: 64 are remembered."""
+    account = Account(Endpoint("10.0.0.1:8000"))
+    for name in map(str, range(1000)):
+        account.open(name, 1, cached_tokens=0, now=0.0, prompt_bytes=4).close(0.0)
+    assert (len(account.texts), len(account.ran), account.answered) == (64, 64, 1000)

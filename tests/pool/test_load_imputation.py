@@ -1,0 +1,180 @@
+"""What is unknown counts as the mean of what is known."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.endpoint import UNKNOWN, Endpoint, Load, Totals
+from extproc.pool import load_imputation, snapshot
+from extproc.pool.store import Fleet
+
+NOW = 100.0
+FULL = Load(
+    at=NOW, engine="vllm", waiting=4.0, running=8.0, kv_usage=0.5, kv_blocks=100, block_tokens=16
+)
+
+pages = st.builds(
+    Load,
+    at=st.sampled_from((NOW, NOW - 1.0, NOW - 60.0)),
+    waiting=st.none() | st.floats(0, 1e6),
+    running=st.none() | st.floats(0, 1e6),
+    kv_usage=st.none() | st.floats(0, 1),
+    kv_blocks=st.none() | st.integers(1, 10**6),
+    block_tokens=st.none() | st.just(16),
+)
+
+
+def fleet_of(*loads, own=0):
+    fleet = Fleet(on_gone=lambda _: None)
+    fleet.replace([Endpoint(f"10.0.0.{n}:8000") for n in range(len(loads))], 0.0)
+    for member, load in zip(fleet.pool.members, loads, strict=True):
+        for _ in range(own):
+            member.account.open("m", 100, cached_tokens=0, now=NOW)
+        if load is not None:
+            fleet.observe(fleet.begin_scrape(member.endpoint), load, load.at)
+    return fleet
+
+
+def candidates(fleet):
+    pool = fleet.pool
+    return snapshot.candidates(
+        pool.members,
+        [0] * len(pool.members),
+        adapter="",
+        adapters=frozenset(),
+        now=NOW,
+        imputation=load_imputation.impute(pool.members, oldest=NOW - 6.0, is_patchy=pool.is_patchy),
+    )
+
+
+def change(load, **facts):
+    return msgspec.structs.replace(load, **facts)
+
+
+@pytest.mark.parametrize("lost", [None, change(FULL, at=0.0, waiting=400.0, kv_usage=1.0)])
+def test_what_is_stale_or_was_never_read_counts_as_the_mean(lost):
+    """Requests, queue, memory and the size of the cache are as those of the others on average."""
+    more = change(FULL, waiting=8.0, running=4.0, kv_usage=0.7)
+    fleet = fleet_of(FULL, more, lost, own=2)
+    one, two, three = candidates(fleet)
+    assert (three.requests, three.in_flight) == (2 + 10, 2)
+    queued = [
+        c.queued_tokens - m.account.queued(NOW)
+        for c, m in zip((one, two, three), fleet.pool.members, strict=True)
+    ]
+    assert queued == [4 * 500, 8 * 500, 6 * 500]
+    load = three.load
+    assert (load.waiting, load.running, load.kv_tokens) == (6.0, 6.0, 1600)
+    assert load.kv_usage == pytest.approx(0.6)
+    assert three.page is UNKNOWN
+    assert one.page is two.page is None
+
+
+def test_while_nothing_is_known_own_requests_are_all_that_counts():
+    """Pages that are lost everywhere leave nothing behind, however long the queues on them were."""
+    lost = [change(FULL, at=0.0, waiting=float(waiting)) for waiting in (0, 4, 13, 19)]
+    made = candidates(fleet_of(*lost, own=1))
+    assert [c.load for c in made] == [UNKNOWN] * 4
+    assert [(c.requests, c.queued_tokens) for c in made] == [(1.0, 100.0)] * 4
+
+
+def test_a_value_that_a_page_lacks_counts_as_the_mean():
+    """Of a fresh page only the gap is filled, and its own values stay."""
+    partial = change(FULL, waiting=None, running=3.0, kv_usage=None, kv_blocks=None)
+    _, two = candidates(fleet_of(FULL, partial))
+    assert (two.load.waiting, two.load.running, two.load.kv_usage) == (4.0, 3.0, 0.5)
+    assert (two.load.kv_tokens, two.requests) == (1600, 12.0)
+    assert two.page == partial
+
+
+def test_pages_that_all_lack_the_same_stay_as_they_are():
+    """Where nobody knows a value there is nothing to fill in, and nothing to walk over."""
+    bare = Load(at=NOW, waiting=1.0)
+    fleet = fleet_of(bare, bare)
+    assert not fleet.pool.is_patchy
+    assert [c.load for c in candidates(fleet)] == [bare, bare]
+
+
+def test_what_every_page_lacks_is_imputed_to_none():
+    """A stale page beside pages that do not name the cache's size leaves those as they are."""
+    bare = change(FULL, kv_blocks=None, block_tokens=None)
+    one, two, three = candidates(fleet_of(bare, bare, None))
+    assert one.page is two.page is None
+    assert one.load is two.load
+    assert (three.load.waiting, three.load.kv_tokens) == (4.0, None)
+
+
+def test_a_page_that_claims_too_little_counts_as_the_mean_where_that_is_more():
+    """It stays a lower bound, and is no measure for others."""
+    fleet = fleet_of(None, FULL, None)
+    liar, _, _ = fleet.pool.members
+    for _ in range(9):
+        liar.account.open("m", 100, cached_tokens=0, now=NOW - 9.0)
+    claim = change(FULL, waiting=0.0, running=0.0, kv_usage=0.9)
+    fleet.observe(fleet.begin_scrape(liar.endpoint), claim, NOW)
+    one, _, three = candidates(fleet)
+    assert (one.load.waiting, one.load.running, one.load.kv_usage) == (4.0, 8.0, 0.9)
+    assert (one.requests, one.page) == (9 + 12, claim)
+    assert three.load.kv_usage == 0.5
+
+
+def test_a_page_that_stands_still_counts_as_the_mean():
+    """However young it is."""
+    still = change(FULL, waiting=0.0, running=0.0, totals=Totals(generated_tokens=7.0))
+    fleet = fleet_of(change(still, at=NOW - 5.0), FULL)
+    member = fleet.pool.members[0]
+    for _ in range(3):
+        member.account.open("m", 100, cached_tokens=0, now=NOW - 4.0).close(NOW - 3.0)
+    fleet.observe(fleet.begin_scrape(member.endpoint), still, NOW)
+    one, _ = candidates(fleet)
+    assert (one.load.waiting, one.load.running, one.requests) == (4.0, 8.0, 12.0)
+    alone = fleet_of(change(still, at=NOW - 5.0))
+    member = alone.pool.members[0]
+    for _ in range(3):
+        member.account.open("m", 100, cached_tokens=0, now=NOW - 4.0).close(NOW - 3.0)
+    alone.observe(alone.begin_scrape(member.endpoint), still, NOW)
+    assert [c.load for c in candidates(alone)] == [UNKNOWN]
+
+
+@given(st.lists(st.none() | pages, min_size=1, max_size=6), st.integers(0, 3))
+def test_nobody_is_better_or_worse_than_all_who_are_known(loads, own):
+    """Whatever is filled in lies within what pages of others say."""
+    made = candidates(fleet_of(*loads, own=own))
+    for read in (
+        lambda load: load.waiting,
+        lambda load: load.running,
+        lambda load: load.kv_usage,
+    ):
+        known = [
+            value
+            for load in loads
+            if load is not None and load.at > 94.0 and (value := read(load)) is not None
+        ]
+        for c in made:
+            value = read(c.load)
+            assert (value is None) == (not known)
+            if value is not None:
+                assert min(known) * (1 - 1e-9) <= value <= max(known) * (1 + 1e-9)
+    assert all(c.requests >= c.in_flight for c in made)
+    assert all(c.queued_tokens >= 0.0 for c in made)
+
+
+def test_an_imputation_stands_until_a_page_comes_or_gets_too_old():
+    """The same pages give the same object, whatever our own requests do meanwhile."""
+    imputer = load_imputation.Imputer()
+    fleet = fleet_of(FULL, change(FULL, at=NOW - 1.0, waiting=None))
+
+    def impute(now):
+        pool = fleet.pool
+        return imputer.of(pool.members, oldest=now - 6.0, is_patchy=pool.is_patchy)
+
+    first = impute(NOW)
+    fleet.pool.members[0].account.open("m", 100, cached_tokens=0, now=NOW)
+    assert impute(NOW + 4.9) is first
+    assert list(first.stale) == [False, False]
+    assert list(impute(NOW + 5.0).stale) == [False, True]
+    assert list(impute(NOW).stale) == [False, False]
+    member = fleet.pool.members[1]
+    fleet.observe(fleet.begin_scrape(member.endpoint), FULL, NOW)
+    assert impute(NOW) is None

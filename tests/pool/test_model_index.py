@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from extproc.endpoint import Endpoint, Load, Models
+from extproc.pool.model_index import Alias, Serving
+from extproc.pool.store import Fleet
+
+
+def models(base: str, *adapters: str) -> Models:
+    return Models(frozenset({base}), frozenset(adapters))
+
+
+def serving(*listed: Models | None) -> Serving:
+    return Serving([(Endpoint(f"10.0.0.{at}:1"), one) for at, one in enumerate(listed)])
+
+
+def positions(found: Serving, model: str, adapter: str = "") -> list[int] | None:
+    split = found.who(model, adapter)
+    return None if split is None else list(split.positions)
+
+
+def test_without_any_list_everybody_may_serve():
+    """Unknown is unknown: nobody is left out while no engine listed anything."""
+    assert serving().who("m") is None
+    assert serving(None, None).who("m") is None
+
+
+def test_who_lists_a_name_serves_it_and_so_may_the_unknown():
+    """Known holders and those of whom nothing is known stay in, in pool order."""
+    found = serving(models("a"), None, models("b", "lora"), models("a", "lora"))
+    assert positions(found, "a") == [0, 1, 3]
+    assert positions(found, "lora") == [1, 2, 3]
+    split = found.who("b")
+    assert split is not None
+    assert [one.address for one in split.others] == ["10.0.0.0:1", "10.0.0.3:1"]
+
+
+def test_what_nobody_lists_goes_to_the_unknown():
+    """Where nobody is known to serve a name, whoever may is left, or nobody."""
+    assert positions(serving(models("a"), None), "x") == [1]
+    assert positions(serving(models("a"), models("b")), "x") == []
+
+
+def test_a_request_without_a_model_goes_to_everybody():
+    """An engine takes its base model then."""
+    assert serving(models("a"), models("b")).who("") is None
+
+
+def test_what_everybody_serves_costs_nobody():
+    """None, not a list of all."""
+    assert serving(models("a"), models("a", "l")).who("a") is None
+
+
+def test_an_adapter_apart_from_the_model_needs_both():
+    """Adapters of two base models may share a name."""
+    found = serving(models("a", "sql"), models("b", "sql"), models("a"))
+    assert positions(found, "a", "sql") == [0]
+    assert positions(found, "b", "sql") == [1]
+    assert positions(found, "", "sql") == [0, 1]
+
+
+def test_an_adapter_nobody_lists_is_left_to_the_model():
+    """Engines that take a path in `lora_path` do not list it."""
+    found = serving(models("a"), models("b"))
+    assert positions(found, "a", "/loras/x") == [0]
+    assert found.who("", "/loras/x") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "alias"),
+    [
+        ("llama_sql", Alias("llama", "sql")),
+        ("llama_sql_v2", Alias("llama", "sql_v2")),
+        ("qwen_2_math", Alias("qwen_2", "math")),
+        ("llama_math", None),
+        ("llama_none", None),
+        ("none_sql", None),
+        ("llama", None),
+        ("_sql", None),
+        ("llama_", None),
+        ("named_so", None),
+        ("_" * 100_000, None),
+    ],
+)
+def test_kubeai_names_are_split_where_both_parts_are_known(name: str, alias: Alias | None):
+    """The first underscore between a base model and an adapter of one engine counts."""
+    found = serving(
+        models("llama", "sql", "sql_v2"), models("qwen_2", "math"), None, models("named_so", "so")
+    )
+    assert found.alias(name) == alias
+    assert found.alias(name) == alias
+
+
+def test_fleet_carries_models_and_wipes_them_with_the_engine():
+    """Lists outlive scrapes and snapshots; a new process or incarnation starts unknown."""
+    fleet = Fleet(on_gone=lambda _: None)
+    fleet.replace([Endpoint("10.0.0.1:1"), Endpoint("10.0.0.2:1")], 0.0)
+    first = fleet.pool.members[0].endpoint
+    fleet.observe_models(first, models("m", "lora"))
+    assert fleet.pool.adapters == {"lora"}
+    before = fleet.pool.serving
+    for at in (1.0, 2.0):
+        fleet.observe(fleet.begin_scrape(first), Load(at=at, started_at=100.0), at)
+    fleet.observe_models(first, models("m", "lora"))
+    assert fleet.pool.serving is before
+    assert fleet.pool.members[0].models == models("m", "lora")
+    fleet.observe(fleet.begin_scrape(first), Load(at=3.0, started_at=200.0), 3.0)
+    assert fleet.pool.members[0].models is None
+    assert fleet.pool.serving is not before
+    fleet.observe_models(first, models("m"))
+    fleet.replace([Endpoint("10.0.0.2:1")], 4.0)
+    fleet.replace([Endpoint("10.0.0.1:1")], 5.0)
+    fleet.observe_models(first, models("m"))
+    assert fleet.pool.members[0].models is None
+
+
+def test_eligible_members_serve_are_allowed_and_are_up():
+    """The split comes first, then the hint, then who is down, unless that leaves nobody."""
+    fleet = Fleet(on_gone=lambda _: None)
+    fleet.replace([Endpoint(f"10.0.0.{at}:1") for at in range(4)], 0.0)
+    for at, member in enumerate(fleet.pool.members):
+        fleet.observe_models(member.endpoint, models("a" if at < 2 else "b"))
+
+    def eligible(name: str, subset: tuple[str, ...] | None = None) -> list[str]:
+        pool = fleet.pool
+        return [one.endpoint.address for one in pool.eligible(subset, pool.serving.who(name))]
+
+    assert eligible("a") == ["10.0.0.0:1", "10.0.0.1:1"]
+    assert eligible("a", ("10.0.0.1", "10.0.0.2")) == ["10.0.0.1:1"]
+    assert eligible("x") == []
+    for at in (0, 0, 1, 1):
+        fleet.scrape_failed(fleet.begin_scrape(fleet.pool.members[at].endpoint), "refused", 0.0)
+    assert eligible("a") == ["10.0.0.0:1", "10.0.0.1:1"]
+    assert eligible("b") == ["10.0.0.2:1", "10.0.0.3:1"]
+
+
+def test_splits_agree_with_a_plain_walk():
+    """On random fleets: exactly those that list a name or list nothing known."""
+    rng = random.Random(1)
+    names = "abcd"
+    for _ in range(200):
+        listed = [
+            rng.choice([None, models(rng.choice(names), *rng.sample(names, rng.randrange(3)))])
+            for _ in range(rng.randrange(8))
+        ]
+        found = serving(*listed)
+        for name in "abcdx":
+            wanted = [at for at, one in enumerate(listed) if one is None or name in one]
+            got = positions(found, name)
+            assert got == (None if len(wanted) == len(listed) else wanted)
+
+
+def test_a_known_name_is_looked_up():
+    """The second question about a name takes no walk."""
+    found = serving(models("a"), models("b"))
+    assert found.who("a") is found.who("a")
+    assert found.who("x") is found.who("y")

@@ -1,0 +1,442 @@
+from __future__ import annotations
+
+import math
+import random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.pool import condition
+from extproc.pool.condition import Settings, State, Verdict
+from extproc.pool.outlier_detection import Health
+
+ERRORS = Settings(base_s=5.0, cap_s=60.0, window_s=10.0)
+
+
+class Ward:
+    """Endpoints 1 to n and short words for what happens to them."""
+
+    def __init__(self, size: int = 4, settings: Settings = ERRORS) -> None:
+        self.health = Health(settings, random.Random(1))
+        self.now = 0.0
+        for one in range(1, size + 1):
+            self.health.joined(one, 0.0, late=False)
+
+    def told(
+        self, one: int, verdict: Verdict, sent_at: float | None = None, **more: object
+    ) -> None:
+        at = self.now if sent_at is None else sent_at
+        self.health.told(one, verdict, sent_at=at, now=self.now, **more)  # type: ignore[arg-type]
+
+    def fail(self, one: int, times: int = 3) -> None:
+        for _ in range(times):
+            self.told(one, Verdict.FAILED)
+
+    def serve(self, one: int, times: int = 1) -> None:
+        for _ in range(times):
+            self.told(one, Verdict.SERVED)
+
+    def miss(self, one: int, times: int = 2, *, refused: bool = False) -> None:
+        for _ in range(times):
+            self.health.missed(one, self.now, connected=False, refused=refused)
+
+    def reach(self, one: int, **facts: bool | None) -> None:
+        said: dict[str, bool | None] = {"restarted": False, "moved": None, "idle": True, **facts}
+        self.health.reached(one, self.now, **said)  # type: ignore[arg-type]
+
+    def state(self, one: int) -> State:
+        return self.health.condition(one).state
+
+    @property
+    def out(self) -> set[int]:
+        known = self.health._records
+        return {one for one in range(1, 9) if one in known and self.state(one) > State.DOUBTED}
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        ("", Verdict.LEFT),
+        ("200", Verdict.SERVED),
+        ("304", Verdict.SERVED),
+        ("400", Verdict.NEITHER),
+        ("429", Verdict.NEITHER),
+        ("500", Verdict.FAILED),
+        ("501", Verdict.NEITHER),
+        ("503", Verdict.FAILED),
+        ("504", Verdict.FAILED),
+    ],
+)
+def test_statuses(status: str, said: Verdict):
+    """5xx is a failure, save what tells of the request; 4xx, a full queue among them, is not."""
+    assert condition.verdict(status) is said
+
+
+def test_failures_in_a_row_eject():
+    """The third failed request in a row ejects; a served one between begins the row again."""
+    ward = Ward()
+    ward.fail(1, 2)
+    ward.serve(1)
+    ward.fail(1, 2)
+    assert not ward.out
+    ward.fail(1, 1)
+    known = ward.health.condition(1)
+    assert (known.state, known.cause, known.times) == (State.EJECTED, "errors", 1)
+    assert 4.0 <= known.until <= 5.0
+    assert ward.health.ejections == {"errors": 1}
+
+
+def test_a_share_of_failures_ejects_with_the_answer_that_reaches_it():
+    """Without any row of failures: of every two requests, one is served."""
+    ward = Ward()
+    while not (wants := ward.health._records[1].wants):
+        ward.serve(1)
+        ward.fail(1, 1)
+    assert (wants, ward.state(1)) == ("errors", State.EJECTED)
+
+
+def test_one_failure_is_doubted():
+    """Others come first for a second, until the next request is served, or one is sent after it."""
+    ward = Ward()
+    ward.fail(1, 1)
+    known = ward.health.condition(1)
+    assert (known.state, known.until) == (State.DOUBTED, 1.0)
+    ward.told(1, Verdict.SERVED, sent_at=-1.0)
+    assert ward.state(1) is State.IN
+    ward.fail(1, 1)
+    ward.now = 1.5
+    ward.health.sent(1, 1.5)
+    assert ward.state(1) is State.IN
+    assert ward.health.ejections == {}
+
+
+def test_doubts_keep_to_the_share():
+    """While half of the pool is out or doubted, a further failure changes nothing."""
+    ward = Ward()
+    for one in (1, 2, 3, 4):
+        ward.fail(one, 1)
+    assert [ward.state(one) for one in (1, 2, 3, 4)] == [
+        *(State.DOUBTED, State.DOUBTED),
+        *(State.IN, State.IN),
+    ]
+
+
+def test_refusals_of_requests_neither_harm_nor_heal():
+    """4xx and 429 between failures change nothing."""
+    ward = Ward()
+    for _ in range(3):
+        ward.told(1, Verdict.NEITHER)
+        ward.fail(1, 1)
+    assert ward.out == {1}
+
+
+def test_half_failing_ejects_without_a_row():
+    """Half of the requests failing is enough once there were eight; a tenth is not."""
+    ward = Ward()
+    for at in range(60):
+        ward.now = at / 10
+        (ward.fail if at % 10 == 0 else ward.serve)(2, 1)
+        if not ward.out:
+            (ward.fail if at % 2 == 0 else ward.serve)(1, 1)
+    assert ward.out == {1}
+
+
+def test_old_failures_fade():
+    """Two failures a minute ago and many served requests since leave nothing to hold."""
+    ward = Ward()
+    for minute in range(20):
+        ward.now = minute * 60.0
+        ward.fail(1, 2)
+        ward.serve(1)
+    assert not ward.out
+
+
+def test_a_probe_that_is_served_brings_back():
+    """After the back-off one request tries it; served, it takes part again from that moment."""
+    ward = Ward()
+    ward.fail(1)
+    ward.now = ward.health.condition(1).until
+    ward.health.sent(1, ward.now)
+    assert ward.state(1) is State.PROBING
+    ward.now += 0.5
+    ward.told(1, Verdict.SERVED, sent_at=ward.now - 0.5)
+    assert ward.state(1) is State.IN
+    assert ward.health.condition(1).since == ward.now
+    assert ward.health.probes == {"ok": 1}
+    ward.fail(1, 2)
+    assert not ward.out
+
+
+def test_back_off_doubles_to_a_bound():
+    """5, 10, 20, 40, 60, 60 seconds, each up to a fifth shorter by chance."""
+    ward = Ward()
+    ward.fail(1)
+    waits = []
+    for _ in range(6):
+        until = ward.health.condition(1).until
+        waits.append(until - ward.now)
+        ward.now = until
+        ward.health.sent(1, until)
+        ward.fail(1, 1)
+    for wait, whole in zip(waits, (5, 10, 20, 40, 60, 60), strict=True):
+        assert 0.8 * whole <= wait <= whole
+    assert ward.health.probes == {"failed": 6}
+
+
+def test_what_was_sent_before_the_ejection_counts_no_more():
+    """Answers to earlier requests neither bring back nor put the next try off."""
+    ward = Ward()
+    ward.now = 1.0
+    ward.fail(1)
+    before = ward.health.condition(1)
+    ward.now = 2.0
+    ward.told(1, Verdict.FAILED, sent_at=0.5)
+    ward.told(1, Verdict.SERVED, sent_at=0.5)
+    assert ward.health.condition(1) == before
+
+
+@pytest.mark.parametrize("said", [Verdict.NEITHER, Verdict.LEFT])
+def test_a_probe_without_a_verdict_makes_room(said: Verdict):
+    """A probe that is refused, or whose client leaves, is followed by another at once."""
+    ward = Ward()
+    ward.fail(1)
+    ward.now = 10.0
+    ward.health.sent(1, 10.0)
+    ward.now = 11.0
+    ward.told(1, said, sent_at=10.0)
+    assert ward.health.condition(1).until == 11.0
+    assert ward.health.probes == {"unclear": 1}
+
+
+def test_never_more_than_a_share():
+    """Of four failing endpoints two are out; of two one; the only one never."""
+    for size, most in ((4, 2), (3, 1), (2, 1), (1, 0)):
+        ward = Ward(size)
+        for one in range(1, size + 1):
+            ward.fail(one, 3 * one)
+        assert len(ward.out) == most
+
+
+def test_the_least_bad_stay():
+    """When the share is used up, one that fails on takes the place of one that failed less."""
+    ward = Ward(2)
+    ward.fail(1)
+    ward.fail(2, 6)
+    assert ward.out == {2}
+
+
+def test_gone_endpoints_do_not_use_up_the_share():
+    """Three of four whose ports nobody listens on are out, and the last one stays."""
+    ward = Ward()
+    for one in (1, 2, 3):
+        ward.reach(one)
+        ward.miss(one, refused=True)
+    assert ward.out == {1, 2, 3}
+    assert ward.health.condition(1).until == math.inf
+    ward.fail(4, 9)
+    assert ward.out == {1, 2, 3}
+
+
+def test_silent_scrapes_alone_are_doubted():
+    """Time-outs without a failed request leave out no more than the share."""
+    ward = Ward()
+    for one in (1, 2, 3):
+        ward.miss(one)
+    assert len(ward.out) == 2
+    ward.fail(1, 1)
+    ward.fail(2, 1)
+    ward.fail(3, 1)
+    assert ward.out == {1, 2, 3}
+
+
+def test_served_requests_outweigh_scrapes():
+    """Where requests are served, scrapes that cannot connect mean a broken metrics port."""
+    ward = Ward()
+    ward.miss(1, 1, refused=True)
+    ward.serve(1)
+    ward.miss(1, 9, refused=True)
+    assert not ward.out
+    ward.reach(1)
+    ward.miss(1, refused=True)
+    assert ward.out == {1}
+
+
+def test_answers_that_others_may_have_given_do_not():
+    """Where the data plane may have gone to another endpoint, an answer outweighs nothing."""
+    ward = Ward()
+    ward.miss(1, 1, refused=True)
+    ward.told(1, Verdict.SERVED, sole=False)
+    ward.miss(1, 1, refused=True)
+    assert ward.out == {1}
+
+
+def test_a_scrape_brings_a_gone_endpoint_back():
+    """The first page of one that was out of reach ends it, and what requests held against it."""
+    ward = Ward()
+    ward.reach(1)
+    ward.fail(1)
+    ward.miss(1, refused=True)
+    assert ward.state(1) is State.DOWN
+    ward.now = 30.0
+    ward.reach(1)
+    assert (ward.state(1), ward.health.condition(1).since) == (State.IN, 30.0)
+
+
+def test_an_answer_brings_a_gone_endpoint_back():
+    """One that stood still answers what it got after the first silent scrape, before the next one."""
+    ward = Ward()
+    ward.reach(1)
+    ward.miss(1, 1)
+    ward.now = 1.0
+    sent = ward.now
+    ward.now = 2.0
+    ward.miss(1, 1)
+    assert ward.state(1) is State.DOWN
+    ward.now = 3.0
+    ward.told(1, Verdict.SERVED, sent_at=sent)
+    assert ward.state(1) is State.IN
+    ward.reach(1)
+    assert ward.state(1) is State.IN
+
+
+def test_a_restart_ends_an_ejection():
+    """Another process has done nothing wrong yet."""
+    ward = Ward()
+    ward.fail(1)
+    ward.reach(1, restarted=True)
+    assert not ward.out
+
+
+def test_one_never_reached_is_tried_by_requests():
+    """If scrapes never connected, they may never do: requests find out."""
+    ward = Ward()
+    ward.miss(1)
+    assert ward.state(1) is State.DOWN
+    ward.now = ward.health.condition(1).until
+    assert ward.now < 10.0
+    ward.health.sent(1, ward.now)
+    ward.serve(1)
+    assert not ward.out
+
+
+def test_an_engine_that_stands_still_is_hung():
+    """Work, no answers and still counters for 15 s eject; it stays so until it moves."""
+    ward = Ward()
+    for at in range(0, 40, 2):
+        ward.now = float(at)
+        ward.reach(1, moved=False, idle=False)
+        assert bool(ward.out) == (at >= 15)
+    assert ward.health.condition(1).cause == "hung"
+    ward.now = 100.0
+    ward.reach(1, moved=False, idle=False)
+    assert ward.health.condition(1).until > 100.0
+    ward.reach(1, moved=True, idle=False)
+    assert not ward.out
+
+
+def test_an_idle_or_answering_engine_is_not_hung():
+    """Standing still is no fault with nothing to do, nor while answers begin."""
+    ward = Ward()
+    for at in range(0, 100, 2):
+        ward.now = float(at)
+        ward.reach(1, moved=False, idle=True)
+        ward.reach(2, moved=False, idle=False)
+        ward.reach(3, moved=None, idle=False)
+        ward.serve(2)
+    assert not ward.out
+
+
+def test_clients_that_leave_say_something_only_after_a_silence():
+    """Three clients that waited 30 s without a sign of life eject; three in a hurry do not."""
+    ward = Ward()
+    ward.now = 40.0
+    for _ in range(3):
+        ward.told(1, Verdict.LEFT, sent_at=39.0)
+        ward.told(2, Verdict.LEFT, sent_at=5.0)
+    assert ward.out == {2}
+
+
+def test_nothing_is_ejected_when_it_is_off():
+    """With `failures: 0` requests and silence leave nobody out; what is gone still is."""
+    ward = Ward(settings=Settings(failures=0))
+    ward.fail(1, 50)
+    for at in range(0, 100, 2):
+        ward.now = float(at)
+        ward.reach(2, moved=False, idle=False)
+    ward.miss(3, refused=True)
+    assert ward.out == {3}
+
+
+def test_settings_may_change():
+    """New settings hold from the next evidence on."""
+    ward = Ward()
+    ward.fail(1, 2)
+    ward.health.settings = msgspec.structs.replace(ERRORS, failures=2)
+    ward.fail(2, 2)
+    assert ward.out == {2}
+
+
+events = st.lists(
+    st.tuples(
+        st.integers(1, 5),
+        st.sampled_from(["fail", "serve", "left", "miss", "refuse", "reach", "send", "leave"]),
+        st.floats(0.0, 20.0),
+    ),
+    max_size=60,
+)
+
+
+@given(events, st.sampled_from([0.0, 0.3, 0.5, 1.0]))
+def test_whatever_happens_somebody_stays(happened: list[tuple[int, str, float]], share: float):
+    """Those out without being surely gone never exceed the share, and one of the rest stays.
+
+    Whoever is down is out of reach, for nothing but a scrape or an answer would bring it back.
+    """
+    ward = Ward(5, msgspec.structs.replace(ERRORS, most_share=share))
+    here = {1, 2, 3, 4, 5}
+    for one, what, seconds in happened:
+        ward.now += seconds
+        if one not in here:
+            continue
+        match what:
+            case "fail":
+                ward.told(one, Verdict.FAILED, sent_at=ward.now - seconds / 2)
+            case "serve":
+                ward.told(one, Verdict.SERVED, sent_at=ward.now - seconds / 2)
+            case "left":
+                ward.told(one, Verdict.LEFT, sent_at=ward.now - 31.0)
+            case "miss":
+                ward.miss(one, 1)
+            case "refuse":
+                ward.miss(one, 1, refused=True)
+            case "reach":
+                ward.reach(one, moved=seconds > 10.0, idle=seconds < 3.0)
+            case "send":
+                ward.health.sent(one, ward.now)
+            case _:
+                ward.health.left(one)
+                ward.health.settle(ward.now)
+                here.discard(one)
+    records = ward.health._records
+    certain = {one for one in here if records[one].certain}
+    doubtful = ward.out - certain
+    rest = len(here) - len(certain)
+    assert len(doubtful) <= max(0, min(int(share * rest), rest - 1))
+    down = {one for one in here if ward.state(one) is State.DOWN}
+    assert all(records[one].unreachable for one in down)
+
+
+def test_reached_brings_back_whoever_was_refused_in_between():
+    """Failed requests to a port on which nobody listened are forgotten once somebody does."""
+    ward = Ward()
+    ward.fail(1)
+    ward.miss(1, 1, refused=True)
+    assert ward.out == {1}
+    ward.now = 1.5
+    ward.reach(1)
+    assert not ward.out
+    ward.fail(1)
+    ward.reach(1)
+    assert ward.out == {1}

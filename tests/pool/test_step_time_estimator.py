@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.endpoint import DEFAULT_RATES, Load, Rates, Totals
+from extproc.pool import step_time_estimator
+from extproc.simulator import core, engine_request, profiles
+
+
+class Counted:
+    """The counters of a pure engine, read off its steps."""
+
+    def __init__(self, profile):
+        self.engine = core.Engine(profile)
+        self.steps = self.step_tokens = self.generated = self.finished = 0
+
+    def run(self, until, now, submit):
+        """Step from one time to another; `submit(engine, now)` is asked before each step."""
+        while now < until:
+            submit(self.engine, now)
+            done = self.engine.step(now, horizon=until)
+            if done is None:
+                return until
+            now += done.duration_s
+            self.steps += done.steps
+            self.step_tokens += done.prefill_tokens + done.tokens
+            self.generated += done.tokens
+            self.finished += len(done.finished)
+        return now
+
+    def load(self, now):
+        totals = Totals(
+            steps=float(self.steps),
+            step_tokens=float(self.step_tokens),
+            generated_tokens=float(self.generated),
+            finished=float(self.finished),
+        )
+        return Load(at=now, running=float(self.engine.running), waiting=0.0, totals=totals)
+
+
+@pytest.mark.parametrize("name", ["a10-7b-fp16", "l4-8b-fp8", "h100-8b-bf16"])
+def test_the_speed_of_an_engine_is_learnt(name):
+    """After a minute of mixed load step and prefill time are within 20 % of the machine's."""
+    profile = profiles.named(name)
+    counted, learner, rng = Counted(profile), step_time_estimator.Learner(), random.Random(1)
+    state = {"next": 0.0, "count": 0, "rate": 1.0}
+
+    def submit(engine, now):
+        while state["next"] <= now:
+            state["next"] += rng.expovariate(state["rate"])
+            state["count"] += 1
+            engine.submit(
+                engine_request.Job(
+                    f"r{state['count']}", rng.randint(50, 1500), rng.randint(20, 300)
+                ),
+                now,
+            )
+
+    now = 0.0
+    for tick in range(300):
+        state["rate"] = rng.choice((0.3, 0.8, 1.6)) if tick % 25 == 0 else state["rate"]
+        now = counted.run(0.2 * (tick + 1), now, submit)
+        learner.feed(counted.load(now))
+    learnt = learner.rates
+    assert learnt.step_s == pytest.approx(profile.base_s, rel=0.2)
+    assert learnt.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.2)
+    # This page does not say how much context there is.
+    context = profile.context_s_per_token
+    decode_s = learnt.iteration_s(1) - learnt.step_s
+    assert profile.decode_s_per_seq < decode_s < profile.decode_s_per_seq + 2500 * context
+    assert learnt.output_tokens == pytest.approx(160, rel=0.3)
+
+
+def row(at, steps, computed, generated, *, running=1.0, started_at=None):
+    totals = Totals(
+        steps=steps, step_tokens=computed + generated, generated_tokens=generated, finished=0.0
+    )
+    return Load(at=at, running=running, started_at=started_at, totals=totals)
+
+
+def test_an_idle_engine_teaches_nothing():
+    """Time in which nothing ran is not time that work took."""
+    learner = step_time_estimator.Learner()
+    for tick in range(20):
+        learner.feed(row(float(tick), 10.0 * tick, 0.0, 10.0 * tick, running=0.0))
+    assert learner.rates == DEFAULT_RATES
+
+
+def test_another_process_starts_a_new_window():
+    """A row never spans a restart, and what was learnt stays the first guess."""
+    learner = step_time_estimator.Learner()
+    for tick in range(10):
+        learner.feed(row(float(tick), 20.0 * tick, 0.0, 20.0 * tick, started_at=5.0))
+    before = learner.rates
+    learner.feed(row(10.0, 1.0, 0.0, 1.0, started_at=900.0))
+    assert learner.rates == before
+    assert step_time_estimator.restarted(row(0.0, 9.0, 0.0, 9.0), row(1.0, 1.0, 0.0, 1.0))
+    assert not step_time_estimator.restarted(row(0.0, 9.0, 0.0, 9.0), row(1.0, 9.0, 0.0, 9.0))
+
+
+def test_a_new_endpoint_begins_with_what_the_others_showed():
+    """Endpoints that showed nothing do not count."""
+    shown = [Rates(step_s=0.01, evidence=5.0), Rates(step_s=0.03, evidence=1.0), Rates(step_s=9.0)]
+    assert step_time_estimator.pooled(shown).step_s == pytest.approx(0.02)
+    assert step_time_estimator.pooled([Rates(step_s=9.0)]) == DEFAULT_RATES
+
+
+def test_adapter_loads_are_learnt_where_the_engine_tells_them():
+    """Five loads of 2 s each pull the mean towards 2 s."""
+    learner = step_time_estimator.Learner()
+    for tick in range(30):
+        totals = Totals(adapter_loads=5.0 * tick, adapter_load_s=10.0 * tick)
+        learner.feed(Load(at=float(tick), totals=totals))
+    assert learner.rates.adapter_load_s == pytest.approx(2.0, rel=0.01)
+
+
+COUNTS = st.floats(0, 1e6) | st.none()
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.01, 5), COUNTS, COUNTS, COUNTS, COUNTS, st.floats(0, 3) | st.none()),
+        max_size=30,
+    )
+)
+def test_rates_stay_numbers_within_bounds(pages):
+    """Whatever pages say, no rate is negative, infinite or not a number."""
+    learner, now = step_time_estimator.Learner(), 0.0
+    for passed, steps, tokens, generated, finished, running in pages:
+        now += passed
+        totals = Totals(
+            steps=steps, step_tokens=tokens, generated_tokens=generated, finished=finished
+        )
+        learner.feed(Load(at=now, running=running, totals=totals))
+        learnt = learner.rates
+        assert 1e-4 <= learnt.step_s <= 2.0
+        assert 1e-7 <= learnt.prefill_s <= 1e-2
+        assert 1e-7 <= learnt.decode_s <= 5e-2
+        assert learnt.output_tokens >= 1
+        assert math.isfinite(learnt.evidence)
+
+
+def test_engines_that_hardly_differ_count_as_alike():
+    """Within 30 % of the pool an engine has the pool's rates, beyond it its own."""
+    for own, expected in ((0.0125, 0.01), (0.014, 0.014)):
+        learner = step_time_estimator.Learner()
+        learner.rates = Rates(step_s=own, evidence=5.0)
+        assert learner.settled.step_s == own
+        learner.lean(Rates(step_s=0.01, evidence=2.0))
+        assert learner.settled.step_s == expected
+        learner.lean(Rates(step_s=9.0))
+        assert learner.settled.step_s == expected
+
+
+def test_engines_that_showed_nothing_are_like_the_pool():
+    """Without evidence nothing is an engine's own, nor is a load time without loads."""
+    learner = step_time_estimator.Learner()
+    pool = Rates(step_s=0.05, adapter_load_s=0.1, evidence=2.0)
+    learner.lean(pool)
+    assert learner.settled.step_s == 0.05
+    learner.rates = Rates(step_s=0.02, evidence=5.0)
+    assert learner.settled.step_s == 0.02
+    assert learner.settled.adapter_load_s == 0.1
+
+
+def test_engines_that_lean_on_their_mean_come_back_from_a_drift():
+    """One sequence at a time tells steps from sequences by nothing: the split is as usual."""
+    learners = [step_time_estimator.Learner(Rates(step_s=0.002, decode_s=0.013)) for _ in range(3)]
+    for tick in range(400):
+        shown = step_time_estimator.pooled([learner.rates for learner in learners])
+        for learner in learners:
+            learner.lean(shown)
+            learner.feed(row(float(tick), 66.0 * tick, 0.0, 66.0 * tick))
+    for learner in learners:
+        assert learner.rates.iteration_s(1) == pytest.approx(1 / 66, rel=0.05)
+        assert learner.rates.step_s > 5 * learner.rates.decode_s

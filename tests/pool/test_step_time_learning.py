@@ -1,0 +1,229 @@
+"""What is learnt of simulated engines, in how many scrapes, and after a change."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import msgspec
+import pytest
+
+from extproc.endpoint import Endpoint, Load, Totals
+from extproc.pool import step_time_estimator
+from extproc.pool.inflight import Account
+from extproc.simulator import core, engine_request, profiles
+
+
+class Site:
+    """One engine, our account of it and the learner, under virtual time."""
+
+    def __init__(self, profile, *, seed=1, beat_s=0.5, counts_steps=True):
+        self.counts_steps = counts_steps
+        self.engine = core.Engine(profile)
+        self.account = Account(Endpoint("10.0.0.1:8000"))
+        self.learner = step_time_estimator.Learner()
+        self.rng = random.Random(seed)
+        self.beat_s, self.now, self.next, self.count = beat_s, 0.0, 0.0, 0
+        self.steps = self.step_tokens = self.generated = 0
+        self.tickets = {}
+        self.errors = []
+        self.scrape()
+
+    def ask(self, prompt, output, adapters):
+        self.count += 1
+        name = str(self.count)
+        adapter = self.rng.choice(adapters) if adapters else ""
+        self.tickets[name] = self.account.open(adapter, prompt, cached_tokens=0, now=self.now)
+        refused = self.engine.submit(
+            engine_request.Job(name, prompt, output, adapter=adapter), self.now
+        )
+        assert refused is None
+
+    def run(self, scrapes, rate, *, prompts=(50, 1500), outputs=(20, 300), adapters=()):
+        """Serve random requests for so many scrapes."""
+        for _ in range(scrapes):
+            until = self.now + self.beat_s
+            while self.now < until:
+                while self.next <= self.now:
+                    self.next += self.rng.expovariate(rate)
+                    self.ask(self.rng.randint(*prompts), self.rng.randint(*outputs), adapters)
+                done = self.engine.step(self.now, horizon=until)
+                if done is None:
+                    self.now = min(max(self.now, self.next), until)
+                    continue
+                self.now += done.duration_s
+                self.steps += done.steps
+                self.step_tokens += done.prefill_tokens + done.tokens
+                self.generated += done.tokens
+                for finished in done.finished:
+                    self.tickets.pop(finished.job.id).close(self.now)
+            self.scrape()
+        return self.learner.rates
+
+    def totals(self):
+        if not self.counts_steps:
+            computed = float(self.step_tokens - self.generated)
+            return Totals(computed_tokens=computed, decoded_tokens=float(self.generated))
+        return Totals(
+            steps=float(self.steps),
+            step_tokens=float(self.step_tokens),
+            generated_tokens=float(self.generated),
+        )
+
+    def scrape(self):
+        engine, account = self.engine, self.account
+        load = Load(
+            at=self.now,
+            running=float(engine.running),
+            waiting=float(engine.waiting),
+            kv_usage=engine.kv_usage,
+            adapters=frozenset(engine.slots.active),
+            adapter_slots=engine.profile.max_loras,
+            kv_blocks=engine.profile.blocks,
+            block_tokens=engine.profile.block_tokens,
+            totals=self.totals(),
+        )
+        account.scraped(
+            sent=account.sent, written=account.written, waiting=load.waiting, now=self.now
+        )
+        self.learner.feed(load, ran=account.ran - {""}, idled=account.idled)
+        account.ran = set()
+        if engine.running:
+            # What an iteration of the present batch takes, foretold and in truth.
+            batch, profile = engine.running, engine.profile
+            context = engine.kv_usage * profile.kv_tokens
+            truth = (
+                profile.base_s
+                + profile.decode_s_per_seq * batch
+                + profile.context_s_per_token * context
+            )
+            told = self.learner.rates.iteration_s(batch)
+            self.errors.append(abs(told / truth - 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"), [("a100-7b-fp16", 2.0), ("l4-8b-fp8", 2.0), ("h100-8b-bf16", 12.0)]
+)
+def test_every_term_of_an_iteration_is_learnt(name, rate):
+    """After 150 scrapes of load that comes and goes each of the four is within 30 %."""
+    profile = profiles.named(name)
+    site = Site(profile)
+    for at in range(30):
+        short, long = ((50, 300), (20, 200)), ((800, 2500), (100, 400))
+        prompts, outputs = (short, long)[at % 2]
+        site.run(5, (0.4, 1.0, 1.6)[at % 3] * rate, prompts=prompts, outputs=outputs)
+    learnt = site.learner.rates
+    assert learnt.step_s == pytest.approx(profile.base_s, rel=0.3)
+    assert learnt.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.3)
+    assert learnt.context_s == pytest.approx(profile.context_s_per_token, rel=0.3)
+    assert statistics.mean(site.errors[75:]) < 0.05
+
+
+@pytest.mark.parametrize("beat_s", [0.5, 2.0])
+def test_engines_that_do_not_count_iterations_are_learnt_too(beat_s):
+    """Tokens and requests running stand in for iterations: step and prefill within 20 %."""
+    profile = profiles.named("a100-7b-fp16")
+    site = Site(profile, beat_s=beat_s, counts_steps=False)
+    for at in range(30):
+        site.run(5, (0.8, 2.0, 3.2)[at % 3], prompts=((50, 300), (800, 2500))[at % 2])
+    learnt = site.learner.rates
+    assert learnt.step_s == pytest.approx(profile.base_s, rel=0.2)
+    assert learnt.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.2)
+    assert statistics.mean(site.errors[75:]) < 0.1
+
+
+def test_longer_contexts_show_at_once():
+    """From chat to documents the time of an iteration is right within 10 % all the way."""
+    site = Site(profiles.named("a100-7b-fp16"))
+    for at in range(8):
+        if at % 2:
+            site.run(30, 1.0, prompts=(2000, 3500), outputs=(200, 400))
+        else:
+            site.run(30, 5.0, prompts=(100, 300), outputs=(100, 200))
+    late = sorted(site.errors[120:])
+    assert late[int(0.9 * len(late))] < 0.1
+
+
+def test_a_throttled_engine_is_noticed():
+    """Half the speed: the time of an iteration is within 10 % again after 80 scrapes."""
+    profile = profiles.named("l4-8b-fp8")
+    site = Site(profile)
+    site.run(100, 2.0)
+    site.engine.profile = profile.faster(0.5)
+    site.run(10, 1.0)
+    assert statistics.mean(site.errors[-5:]) > 0.2
+    site.run(70, 1.0)
+    assert statistics.mean(site.errors[-20:]) < 0.1
+    assert site.learner.rates.prefill_s == pytest.approx(2 * profile.prefill_s_per_token, rel=0.2)
+
+
+@pytest.mark.parametrize("load_s", [0.1, 0.4, 1.0])
+def test_adapter_loads_show_in_the_time_of_steps(load_s):
+    """Eight adapters over four slots: the load time is within 25 % after 100 scrapes."""
+    profile = msgspec.structs.replace(profiles.named("l4-8b-fp8"), lora_load_s=load_s)
+    site = Site(profile)
+    names = [f"lora-{at}" for at in range(8)]
+    learnt = site.run(100, 0.5, adapters=names)
+    assert learnt.adapter_load_s == pytest.approx(load_s, rel=0.25)
+    assert learnt.step_s == pytest.approx(profile.base_s, rel=0.25)
+    assert learnt.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.25)
+
+
+def test_slower_adapter_loads_are_noticed():
+    """A tenth of a second, then a whole one: within 25 % after 120 scrapes."""
+    profile = msgspec.structs.replace(profiles.named("l4-8b-fp8"), lora_load_s=0.1)
+    site = Site(profile)
+    names = [f"lora-{at}" for at in range(8)]
+    site.run(100, 0.5, adapters=names)
+    site.engine.profile = msgspec.structs.replace(profile, lora_load_s=1.0)
+    learnt = site.run(120, 0.3, adapters=names)
+    assert learnt.adapter_load_s == pytest.approx(1.0, rel=0.25)
+
+
+def test_without_loads_their_time_is_the_prior():
+    """An engine whose adapters all stay resident says nothing of loading."""
+    site = Site(profiles.named("l4-8b-fp8"))
+    assert site.run(50, 1.0).adapter_load_s == 0.5
+
+
+def test_pauses_are_not_slow_steps():
+    """Short requests with nothing in between: time in which nothing ran is not counted."""
+    profile = profiles.named("l4-8b-fp8")
+    site = Site(profile, beat_s=2.0)
+    learnt = site.run(200, 0.8, prompts=(50, 200), outputs=(10, 60))
+    assert learnt.step_s == pytest.approx(profile.base_s, rel=0.25)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_prompt_that_all_begin_with_is_read_by_each_of_them(told):
+    """4,000 tokens in common are in the cache once: only who knows that finds what a sequence costs."""
+    profile = profiles.named("l4-8b-fp8")
+    learner, rng = step_time_estimator.Learner(), random.Random(1)
+    at, steps, computed, generated = 0.0, 0, 0.0, 0.0
+    per_sequence = profile.decode_s_per_seq + profile.context_s_per_token * 4200
+    for _ in range(100):
+        batch = rng.randint(5, 60)
+        for _ in range(2):  # a window begins and ends with the same batch
+            took, prompts = 10 * (profile.base_s + per_sequence * batch), rng.randint(0, 3000)
+            at += took + prompts * profile.prefill_s_per_token
+            steps, computed, generated = steps + 10, computed + prompts, generated + 10.0 * batch
+            load = Load(
+                at=at,
+                running=float(batch),
+                kv_usage=(4000 + 200 * batch) / profile.kv_tokens,
+                kv_blocks=profile.kv_tokens // 16,
+                block_tokens=16,
+                totals=Totals(
+                    steps=float(steps),
+                    step_tokens=computed + generated,
+                    generated_tokens=generated,
+                ),
+            )
+            learner.feed(load, shared=4000.0 * (batch - 1) * told)
+    learnt = learner.rates
+    found = learnt.iteration_s(1) - learnt.step_s
+    if told:
+        assert found == pytest.approx(per_sequence, rel=0.15)
+        assert learnt.step_s == pytest.approx(profile.base_s, rel=0.15)
+    else:
+        assert found < 0.7 * per_sequence

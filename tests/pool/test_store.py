@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import pytest
+
+from extproc.endpoint import DEFAULT_RATES, UNKNOWN, Endpoint, Load, Models, Totals
+from extproc.pool.snapshot import Member
+from extproc.pool.store import Fleet
+
+ONE, TWO, THREE = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
+
+
+class Gone(list[Endpoint]):
+    """Collects the endpoints that left."""
+
+    def __call__(self, endpoint: Endpoint) -> None:
+        self.append(endpoint)
+
+
+def fleet_of(*addresses: str, gone: Gone | None = None) -> Fleet:
+    fleet = Fleet(on_gone=gone if gone is not None else Gone())
+    fleet.replace([Endpoint(address) for address in addresses], 0.0)
+    return fleet
+
+
+def member_of(fleet: Fleet, address: str = ONE) -> Member:
+    member = fleet.pool.find(address)
+    assert member is not None
+    return member
+
+
+def observed(fleet: Fleet, running: float | None, waiting: float | None, at: float = 1.0) -> Member:
+    mark = fleet.begin_scrape(member_of(fleet).endpoint)
+    fleet.observe(mark, Load(at=at, running=running, waiting=waiting), at)
+    return member_of(fleet)
+
+
+def test_a_fleet_is_synced_once_discovery_spoke():
+    """Before the first list there is no pool; an empty list counts as one."""
+    fleet = Fleet(on_gone=Gone())
+    assert not fleet.synced
+    fleet.replace([], 0.0)
+    assert fleet.synced
+    assert fleet.pool.members == ()
+
+
+def test_members_keep_discoverys_order_and_first_duplicate():
+    """Members stand in the order of the list; of one address the first entry counts."""
+    fleet = Fleet(on_gone=Gone())
+    fleet.replace([Endpoint(TWO, "a"), Endpoint(ONE), Endpoint(TWO, "b")], 0.0)
+    assert [member.endpoint.address for member in fleet.pool.members] == [TWO, ONE]
+    assert member_of(fleet, TWO).endpoint.name == "a"
+
+
+def test_snapshots_are_replaced_and_never_edited():
+    """A pool that somebody holds stays as it was."""
+    fleet = fleet_of(ONE, TWO)
+    before = fleet.pool
+    members = before.members
+    observed(fleet, 1, 0)
+    fleet.replace([Endpoint(THREE)], 1.0)
+    assert before.members is members
+    assert before.members[0].load is UNKNOWN
+    assert before.find(THREE) is None
+
+
+def test_an_endpoint_that_stays_keeps_account_and_load():
+    """A new list does not disturb endpoints that are in it; names and labels are updated."""
+    fleet = fleet_of(ONE, TWO)
+    observed(fleet, 3, 4)
+    before = member_of(fleet)
+    before.account.open("m", 10, cached_tokens=0, now=0.0)
+    fleet.replace([Endpoint(ONE, "renamed", {"zone": "b"}), Endpoint(THREE)], 1.0)
+    after = member_of(fleet)
+    assert after.account is before.account
+    assert (after.load, after.foreign) == (before.load, 7.0)
+    assert (after.endpoint.name, after.endpoint.labels) == ("renamed", {"zone": "b"})
+    assert after.endpoint.incarnation == before.endpoint.incarnation
+
+
+def test_what_left_is_told_once():
+    """Each endpoint that leaves is reported once, with its incarnation, after the change."""
+    gone = Gone()
+    fleet = fleet_of(ONE, TWO, gone=gone)
+    left = member_of(fleet, TWO).endpoint
+    fleet.replace([Endpoint(ONE)], 1.0)
+    fleet.replace([Endpoint(ONE)], 2.0)
+    assert gone == [left]
+
+
+def test_an_endpoint_that_comes_back_is_another_one():
+    """A new life has a new incarnation and a clean account; old tickets close on the old one."""
+    fleet = fleet_of(ONE)
+    first = member_of(fleet)
+    ticket = first.account.open("m", 10, cached_tokens=0, now=0.0)
+    fleet.replace([], 1.0)
+    fleet.replace([Endpoint(ONE)], 2.0)
+    second = member_of(fleet)
+    assert second.endpoint.incarnation > first.endpoint.incarnation
+    assert (second.account.in_flight, second.load) == (0, UNKNOWN)
+    assert first.account.in_flight == 1
+    ticket.close(0.0)
+    assert (first.account.in_flight, second.account.in_flight) == (0, 0)
+
+
+def test_an_address_that_another_pod_takes_over_is_another_endpoint():
+    """Another uid at the same address is a new life, even when nothing was seen in between."""
+    gone = Gone()
+    fleet = Fleet(on_gone=gone)
+    lives = []
+    for uid in ("a", "a", "b"):
+        fleet.replace([Endpoint(ONE, uid=uid)], 0.0)
+        lives.append(member_of(fleet).endpoint)
+    assert lives[0] == lives[1]
+    assert lives[2].incarnation > lives[1].incarnation
+    assert gone == [lives[0]]
+
+
+def test_what_discovery_says_of_models_counts_until_the_engine_lists_its_own():
+    """KubeAI's labels; when they change, the engine is to be asked again."""
+    fleet = Fleet(on_gone=Gone())
+    told = Models(frozenset({"base"}), frozenset({"one"}))
+    fleet.replace([Endpoint(ONE, models=told), Endpoint(TWO, models=Models(frozenset({"x"})))], 0.0)
+    assert fleet.pool.serving.names == {"base", "one", "x"}
+    assert fleet.pool.serving.alias("base_one").adapter == "one"
+    assert "one" in fleet.pool.adapters
+    fleet.observe_models(member_of(fleet).endpoint, Models(frozenset({"base"})))
+    assert fleet.pool.serving.names == {"base", "x"}
+    more = Models(frozenset({"base"}), frozenset({"one", "two"}))
+    fleet.replace([Endpoint(ONE, models=more)], 1.0)
+    assert member_of(fleet).models is None
+    assert fleet.pool.serving.names == {"base", "one", "two"}
+
+
+def test_incarnations_are_never_reused():
+    """No two lives of any endpoints share an incarnation."""
+    fleet = Fleet(on_gone=Gone())
+    seen = []
+    for addresses in ([ONE, TWO], [], [TWO], [ONE, TWO], [THREE]):
+        fleet.replace([Endpoint(address) for address in addresses], 0.0)
+        seen += [member.endpoint for member in fleet.pool.members]
+    by_life = {endpoint.incarnation: endpoint.address for endpoint in seen}
+    assert len(by_life) == 5
+
+
+@pytest.mark.parametrize(
+    ("own_at_mark", "own_at_page", "running", "waiting", "foreign"),
+    [
+        (0, 0, 3, 4, 7),
+        (2, 2, 3, 4, 5),
+        (9, 9, 3, 4, 0),
+        (2, 5, 3, 4, 2),
+        (5, 2, 3, 4, 2),
+        (0, 0, None, 4, 4),
+        (0, 0, 3, None, 3),
+        (0, 0, None, None, 0),
+    ],
+)
+def test_foreign_work_is_what_is_not_ours(
+    own_at_mark: int, own_at_page: int, running: float, waiting: float, foreign: float
+):
+    """Foreign = max(0, running + waiting - own), own the larger of the counts at both ends."""
+    fleet = fleet_of(ONE)
+    account = member_of(fleet).account
+    tickets = [account.open("m", 0, cached_tokens=0, now=0.0) for _ in range(own_at_mark)]
+    mark = fleet.begin_scrape(member_of(fleet).endpoint)
+    while account.in_flight < own_at_page:
+        account.open("m", 0, cached_tokens=0, now=0.0)
+    while account.in_flight > own_at_page:
+        tickets.pop().close(0.0)
+    fleet.observe(mark, Load(at=1.0, running=running, waiting=waiting), 1.0)
+    assert member_of(fleet).foreign == foreign
+
+
+def test_a_scrape_of_an_earlier_life_is_dropped():
+    """A page that was asked of an endpoint that left, and came back since, is not its load."""
+    fleet = fleet_of(ONE)
+    mark = fleet.begin_scrape(member_of(fleet).endpoint)
+    fleet.replace([], 1.0)
+    fleet.observe(mark, Load(at=1.0), 1.0)
+    fleet.scrape_failed(mark, "refused", 1.0)
+    assert fleet.pool.members == ()
+    fleet.replace([Endpoint(ONE)], 2.0)
+    fleet.observe(mark, Load(at=1.0), 2.0)
+    fleet.scrape_failed(mark, "refused", 2.0)
+    member = member_of(fleet)
+    assert (member.load, member.failures, member.failure) == (UNKNOWN, 0, "")
+
+
+def test_a_mark_of_an_endpoint_that_left_counts_nothing():
+    """A scrape may begin in the moment its endpoint leaves."""
+    fleet = fleet_of(ONE)
+    endpoint = member_of(fleet).endpoint
+    fleet.replace([], 1.0)
+    assert fleet.begin_scrape(endpoint).in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("reasons", "up"),
+    [
+        (["refused"], True),
+        (["refused", "timeout"], False),
+        (["refused", "status", "refused"], True),
+        (["status"] * 5, True),
+        (["timeout"] * 5, False),
+    ],
+)
+def test_only_connections_that_fail_twice_mean_down(reasons: list[str], up: bool):  # noqa: FBT001
+    """Two scrapes in a row that cannot connect: down. A bad page says nothing."""
+    fleet = fleet_of(ONE, TWO)
+    observed(fleet, 1, 1)
+    for reason in reasons:
+        fleet.scrape_failed(fleet.begin_scrape(member_of(fleet).endpoint), reason, 2.0)
+    member = member_of(fleet)
+    assert member.up is up
+    assert member.failure == reasons[-1]
+    assert member.load.running == 1
+    assert fleet.pool.down == (not up)
+
+
+def test_a_good_scrape_brings_an_endpoint_up():
+    """One page is enough to be up again."""
+    fleet = fleet_of(ONE)
+    for _ in range(3):
+        fleet.scrape_failed(fleet.begin_scrape(member_of(fleet).endpoint), "refused", 1.0)
+    assert fleet.pool.down == 1
+    member = observed(fleet, 0, 0)
+    assert (member.up, member.failures, member.failure, fleet.pool.down) == (True, 0, "", 0)
+
+
+def test_positions_are_the_same_object_until_endpoints_change():
+    """Readers may cache by the identity of `positions` while only loads change."""
+    fleet = fleet_of(ONE, TWO)
+    positions = fleet.pool.positions
+    observed(fleet, 1, 1)
+    assert fleet.pool.positions is positions
+    fleet.replace([Endpoint(ONE)], 1.0)
+    assert fleet.pool.positions is not positions
+
+
+def test_a_new_endpoint_is_as_fast_as_the_pool():
+    """Whoever joins begins with the mean of the others, and keeps it until it shows its own."""
+    fleet = Fleet(on_gone=lambda _: None)
+    old = [Endpoint(f"10.0.0.{at}:8000") for at in range(2)]
+    fleet.replace(old, 0.0)
+    for tick in range(60):
+        now = float(tick)
+        # 20 steps and 2000 prompt tokens a second: 0.03 s a step, or 200 us a token, or between.
+        totals = Totals(
+            steps=20.0 * tick + (tick % 2),
+            step_tokens=2100.0 * tick,
+            generated_tokens=100.0 * tick,
+        )
+        for member in fleet.pool.members:
+            load = Load(at=now, running=5.0, kv_usage=0.5, totals=totals)
+            fleet.observe(fleet.begin_scrape(member.endpoint), load, now)
+    fleet.replace([*old, Endpoint("10.0.0.9:8000")], 60.0)
+    first, second, new = fleet.pool.members
+    assert first.rates.step_s == pytest.approx(second.rates.step_s)
+    assert new.rates.evidence == 0.0
+    for name in ("step_s", "prefill_s", "decode_s", "context_s", "adapter_load_s"):
+        assert getattr(new.rates, name) == pytest.approx(getattr(first.rates, name), rel=0.05)
+    assert new.rates.step_s > DEFAULT_RATES.step_s

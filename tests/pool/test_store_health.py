@@ -1,0 +1,145 @@
+"""What scrapes and requests tell the fleet of health, and what its pools show of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.endpoint import METRICS_PORT, Endpoint, Load, Totals
+from extproc.pool.condition import State, Verdict
+from extproc.pool.store import Fleet
+
+ONE, TWO, THREE, FOUR = (f"10.0.0.{n}:8000" for n in range(1, 5))
+
+
+def fleet_of(*addresses: str) -> Fleet:
+    fleet = Fleet(on_gone=lambda _: None)
+    fleet.replace([Endpoint(address) for address in addresses], 0.0)
+    return fleet
+
+
+def state(fleet: Fleet, address: str = ONE) -> State:
+    found = fleet.pool.find(address)
+    assert found is not None
+    return found.condition.state
+
+
+def endpoint(fleet: Fleet, address: str = ONE) -> Endpoint:
+    found = fleet.pool.find(address)
+    assert found is not None
+    return found.endpoint
+
+
+def missed(fleet: Fleet, address: str, reason: str, times: int = 2) -> None:
+    for _ in range(times):
+        fleet.scrape_failed(fleet.begin_scrape(endpoint(fleet, address)), reason, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("totals", "running", "out"),
+    [
+        (Totals(steps=5.0), 1.0, True),
+        (Totals(steps=5.0), 0.0, False),
+        (Totals(computed_tokens=5.0, decoded_tokens=7.0), 2.0, True),
+        # These stand still for as long as one answer takes.
+        (Totals(generated_tokens=5.0, finished=1.0), 1.0, False),
+        (Totals(), 1.0, False),
+    ],
+)
+def test_counters_that_stand_still(*, totals: Totals, running: float, out: bool):
+    """Work and no iteration for 15 s is a hung engine, where iterations or tokens are counted."""
+    fleet = fleet_of(ONE, TWO)
+    found = fleet.pool.find(ONE)
+    assert found is not None
+    found.account.open("m", 10, cached_tokens=0, now=0.0)
+    for at in range(1, 20):
+        mark = fleet.begin_scrape(endpoint(fleet))
+        fleet.observe(mark, Load(at=at, running=running, waiting=0.0, totals=totals), float(at))
+    assert (state(fleet) is State.EJECTED) is out
+
+
+def test_work_of_others_is_not_ours_to_judge():
+    """Without a request of ours nothing is said of an engine that stands still."""
+    fleet = fleet_of(ONE, TWO)
+    for at in range(1, 40):
+        load = Load(at=at, running=3.0, waiting=0.0, totals=Totals(steps=1.0))
+        fleet.observe(fleet.begin_scrape(endpoint(fleet)), load, float(at))
+    assert state(fleet) is State.IN
+
+
+def test_refused_at_its_own_port_is_gone():
+    """Nobody listens where requests would go: any number may be out for that."""
+    fleet = fleet_of(ONE, TWO, THREE, FOUR)
+    for address in (ONE, TWO, THREE):
+        missed(fleet, address, "refused")
+    assert [state(fleet, one) for one in (ONE, TWO, THREE, FOUR)] == [*[State.DOWN] * 3, State.IN]
+
+
+def test_refused_at_another_port_is_doubtful():
+    """A metrics port of its own says less: no more than the share are out for it."""
+    fleet = Fleet(on_gone=lambda _: None)
+    labels = {METRICS_PORT: "9400"}
+    fleet.replace([Endpoint(one, labels=labels) for one in (ONE, TWO, THREE, FOUR)], 0.0)
+    for address in (ONE, TWO, THREE):
+        missed(fleet, address, "refused")
+    assert fleet.pool.down == 2
+
+
+@pytest.mark.parametrize("reason", ["status 404", "unreadable", "bug: KeyError"])
+def test_a_missing_page_is_no_failure(reason: str):
+    """An engine without metrics serves as well as any other."""
+    fleet = fleet_of(ONE, TWO)
+    missed(fleet, ONE, reason, times=9)
+    assert state(fleet) is State.IN
+
+
+def test_an_endpoint_that_leaves_takes_its_story_along():
+    """In its next life nothing is held against it, and it counts as new."""
+    fleet = fleet_of(ONE, TWO)
+    for _ in range(3):
+        fleet.told(endpoint(fleet), Verdict.FAILED, sent_at=1.0, now=1.0)
+    assert state(fleet) is State.EJECTED
+    fleet.replace([Endpoint(TWO)], 2.0)
+    fleet.replace([Endpoint(ONE), Endpoint(TWO)], 3.0)
+    assert state(fleet) is State.IN
+    assert fleet.pool.newest == 3.0
+
+
+def test_first_ones_are_not_new():
+    """Those of the first list, and of a list after an empty one, are as old as any."""
+    fleet = fleet_of(ONE)
+    assert fleet.pool.newest < 0.0
+    fleet.replace([], 1.0)
+    fleet.replace([Endpoint(TWO)], 2.0)
+    assert fleet.pool.newest < 0.0
+    fleet.replace([Endpoint(TWO), Endpoint(THREE)], 3.0)
+    assert fleet.pool.newest == 3.0
+
+
+def test_the_share_follows_the_pool():
+    """When others leave, an endpoint that must stay is taken back."""
+    fleet = fleet_of(ONE, TWO)
+    for _ in range(3):
+        fleet.told(endpoint(fleet), Verdict.FAILED, sent_at=1.0, now=1.0)
+    assert fleet.pool.unsure == 1
+    fleet.replace([Endpoint(ONE)], 2.0)
+    assert (state(fleet), fleet.pool.unsure) == (State.IN, 0)
+
+
+def test_a_ticket_moves_whole():
+    """What was charged to one endpoint is charged to another, and given back once."""
+    fleet = fleet_of(ONE, TWO)
+    first, second = (member.account for member in fleet.pool.members)
+    ticket = first.open("m", 100, cached_tokens=40, now=0.0, prompt_bytes=400)
+    ticket.move(second, 1.0)
+    assert (first.in_flight, first.prompt_tokens, first.adapters, first.queued(1.0)) == (
+        0,
+        0,
+        {},
+        0,
+    )
+    assert (second.in_flight, second.prompt_tokens, second.adapters) == (1, 100, {"m": 1})
+    assert (ticket.work, ticket.endpoint) == (100, second.endpoint)
+    ticket.close(2.0)
+    assert (second.in_flight, second.answered, first.answered) == (0, 1, 0)
+    with pytest.raises(RuntimeError):
+        ticket.move(first, 3.0)

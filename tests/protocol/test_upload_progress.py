@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.protocol import body_buffer
+from extproc.protocol.body_buffer import Budget, Gathering
+from extproc.protocol.upload_progress import SLOWEST_BYTES_PER_S, Uploads
+from tests.support.seeded import examples
+
+IDLE_S = 60.0
+MIB = 1 << 20
+
+
+class Arrivals:
+    """Bodies on their way, looked at every five seconds.
+
+    Attributes:
+        ended: When each body was given up.
+    """
+
+    def __init__(self, *, streams: int = 1000, size: int = 512 * MIB) -> None:
+        self.uploads: Uploads[str] = Uploads()
+        self.now = 0.0
+        self.sizes: Counter[str] = Counter()
+        self.ended: dict[str, float] = {}
+        self._most = (streams, size)
+
+    def pass_time(self, seconds: float, **rates: float) -> None:
+        """Let time pass while bodies arrive at so many bytes per second."""
+        until = self.now + seconds
+        while self.now < until:
+            streams, size = self._most
+            for name in self.uploads.look(
+                self.sizes, self.now, idle_s=IDLE_S, most_streams=streams, most_bytes=size
+            ):
+                self.ended[name] = self.now
+                del self.sizes[name]
+            self.now += 5.0
+            for name, rate in rates.items():
+                if name in self.sizes:
+                    self.sizes[name] = int(rate * self.now)
+
+
+def test_uploads_end_a_body_that_stands_still():
+    """Headers without a body, and a body that stops, end a minute later."""
+    arrivals = Arrivals()
+    arrivals.sizes = Counter(headers=0, stops=MIB)
+    arrivals.sizes["headers"] = 0
+    arrivals.pass_time(55.0)
+    assert not arrivals.ended
+    arrivals.pass_time(15.0)
+    assert arrivals.ended == {"headers": 60.0, "stops": 60.0}
+
+
+def test_uploads_end_a_body_of_a_byte_a_minute():
+    """A body that moves all the time, and too slowly to be meant, ends as well."""
+    arrivals = Arrivals()
+    arrivals.sizes = Counter(trickles=1)
+    arrivals.pass_time(120.0, trickles=0.2)
+    assert arrivals.ended == {"trickles": 65.0}
+
+
+def test_uploads_let_a_slow_body_arrive():
+    """A slow network is no attack: nobody ends 64 MiB that take an hour."""
+    arrivals = Arrivals()
+    arrivals.sizes = Counter(slow=1)
+    arrivals.pass_time(64 * MIB / SLOWEST_BYTES_PER_S, slow=SLOWEST_BYTES_PER_S)
+    assert not arrivals.ended
+
+
+def test_uploads_forget_what_is_no_longer_on_its_way():
+    """A body that came, and another one under the same name, have nothing in common."""
+    arrivals = Arrivals()
+    arrivals.sizes = Counter(one=1)
+    arrivals.pass_time(40.0)
+    arrivals.sizes.clear()
+    arrivals.pass_time(5.0)
+    arrivals.sizes = Counter(one=1)
+    arrivals.pass_time(55.0)
+    assert not arrivals.ended
+
+
+@pytest.mark.parametrize("crowd", [{"streams": 9}, {"size": 9 * MIB}])
+def test_uploads_in_a_crowd_are_hurried(crowd):
+    """Where bodies on their way take half of a budget, those that stand still end ten times sooner."""
+    arrivals = Arrivals(**crowd)
+    arrivals.sizes = Counter({f"stands {number}": MIB for number in range(5)})
+    arrivals.pass_time(15.0)
+    assert set(arrivals.ended.values()) == {10.0}
+
+
+@given(
+    hogs=st.lists(st.integers(0, 600 * MIB), max_size=40),
+    size=st.integers(1, body_buffer.ALWAYS_TAKEN_BYTES),
+)
+@settings(deadline=None, max_examples=examples(100))
+def test_gathering_takes_small_bodies_whatever_others_hold(hogs: list[int], size: int):
+    """However much others send: a small body gets in, and large ones leave room for another."""
+    budget = Budget(512 * MIB)
+    piece = memoryview(bytes(MIB))
+    for total in hogs:
+        hog = Gathering(budget, 1 << 40)
+        left = total
+        while left > 0 and hog.add(piece[: min(left, MIB)]) is None:
+            left -= MIB
+    assert budget.held_bytes < budget.limit_bytes
+    assert Gathering(budget, 1 << 40).add(bytes(size)) is None
+
+
+def test_gathering_lets_in_the_largest_body_that_a_configuration_allows():
+    """A body alone may take a quarter of the budget, which `max_body_bytes` cannot exceed."""
+    budget = Budget(4 * MIB)
+    body = Gathering(budget, MIB)
+    assert body.add(bytes(MIB)) is None
+    assert body.add(b"x").status == 413

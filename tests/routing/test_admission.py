@@ -1,0 +1,88 @@
+"""Whether a request goes where there is a place, or waits for where it is better off."""
+
+import math
+
+import pytest
+
+from extproc import decision as outcomes
+from extproc.decision import Decision, Priced, Rejection
+from extproc.endpoint import Candidate, Endpoint, Rates
+from extproc.request import Request
+from extproc.routing import admission
+
+RATES = Rates(step_s=0.03, prefill_s=1e-4, decode_s=0.0, context_s=0.0)
+
+
+def candidate(name, *, queued=0.0):
+    return Candidate(Endpoint(name), queued_tokens=queued, rates=RATES)
+
+
+def choose(candidates, costs=None, *, patient=True, unit="s", wanted=""):
+    """What comes of a request that costs so much on each, or that wants one of them at any cost."""
+
+    def run(some):
+        told = [] if costs is None else [costs[one.endpoint.address] for one in some]
+        priced = None if costs is None else Priced("cost", unit, told)
+        chosen = min(
+            some,
+            key=lambda one: (
+                one.endpoint.address != wanted,
+                0.0 if costs is None else costs[one.endpoint.address],
+            ),
+        )
+        return Decision(
+            request=Request(api="completions"),
+            endpoints=(chosen.endpoint,),
+            finalists=some,
+            priced=priced,
+        )
+
+    return admission.decide(run, candidates, 0.1, priority=0, patient=patient)
+
+
+#: 1000 tokens at 0.1 ms and the iteration they are computed in: 0.13 s, of which 0.1 is priced.
+BUSY, FREE = candidate("a", queued=1000.0), candidate("b")
+
+
+def test_a_place_where_it_is_best_is_taken():
+    """Whatever others do."""
+    assert choose([FREE, BUSY], {"a": 2.0, "b": 1.0}).endpoints[0].address == "b"
+
+
+def test_a_request_waits_for_what_costs_less():
+    """What the model does not price of the wait, 0.03 s, and the limit of 0.1 s come on top."""
+    waits = choose([BUSY, FREE], {"a": 1.0, "b": 1.14})
+    assert isinstance(waits, Rejection)
+    assert (waits.waits_for, waits.closed) == ("a", False)
+    assert waits.waits_s == pytest.approx(0.03)
+    assert choose([BUSY, FREE], {"a": 1.0, "b": 1.12}).endpoints[0].address == "b"
+
+
+def test_patience_ends():
+    """Then it takes what there is."""
+    costs = {"a": 0.0, "b": 100.0}
+    assert choose([BUSY, FREE], costs, patient=False).endpoints[0].address == "b"
+
+
+@pytest.mark.parametrize(("costs", "unit"), [(None, ""), ({"a": 0.0, "b": 100.0}, "")])
+def test_only_seconds_are_held_against_waiting(costs, unit):
+    """Scores, and costs in other units, choose among the free."""
+    assert choose([BUSY, FREE], costs, unit=unit, wanted="a").endpoints[0].address == "b"
+
+
+def test_where_nobody_has_a_place_the_best_is_named():
+    """With the time until the first of all is free; who has lost patience waits for anyone."""
+    both = [BUSY, candidate("b", queued=2000.0)]
+    waits = choose(both, {"a": 2.0, "b": 1.0})
+    assert (waits.waits_for, waits.closed) == ("b", True)
+    assert waits.waits_s == pytest.approx(0.03)
+    assert choose(both, {"a": 2.0, "b": 1.0}, patient=False).waits_for == ""
+
+
+def test_a_refusal_stays_one():
+    """What the profile refuses does not wait."""
+    refused = admission.decide(
+        lambda _: outcomes.saturated(), [BUSY, FREE], 0.1, priority=0, patient=True
+    )
+    assert refused.waits_s is None
+    assert not math.isnan(refused.retry_after_s)

@@ -1,0 +1,143 @@
+"""Picks where pages show the work of others, come late, stand still, lie or fail."""
+
+import math
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from tests.support.xds_fixture import STEP_S, Scene
+
+#: Strategies that count what they send. Those that go by pages alone, as upstream's do, herd between
+#: two of them, whatever the pages say.
+COUNTING = (
+    "adaptive",
+    "balanced",
+    "lmetric",
+    "least-load",
+    "least-request",
+    "prefix-hash",
+    "round-robin",
+)
+
+#: Of these, the ones that look at pages too.
+READING = ("adaptive", "balanced", "lmetric")
+
+
+def most(total, size):
+    """Requests that an engine among others that look alike has at most."""
+    return 1.25 * total / size + 2
+
+
+@pytest.mark.parametrize("strategy", READING)
+def test_work_of_others_costs_the_same_on_engines_of_any_past(strategy):
+    """What was sent to an engine before, however long, says nothing of whoever waits there now."""
+    scene = Scene(strategy, 4, running=8, waiting=4)
+    for at, (count, work) in enumerate([(1000, 20), (50, 400), (10, 9000), (0, 0)]):
+        account = scene.parts.fleet.pool.members[at].account
+        for _ in range(count):
+            account.open("m", work, cached_tokens=0, now=1.0).close(1.5)
+    account.open("m", 100_000, cached_tokens=0, now=1.0).close(1.5, answered=False)
+    scene.step()
+    assert max(scene.hold(200, 200, steps=0)) <= most(200, 4)
+
+
+@pytest.mark.parametrize("strategy", READING)
+def test_a_refused_prompt_leaves_no_price(strategy):
+    """One that was refused costs nothing afterwards, however long it was."""
+    scene = Scene(strategy, 4, running=8, waiting=3)
+    scene.step()
+    ticket = scene.parts.fleet.pool.members[0].account.open(
+        "m", 100_000, cached_tokens=0, now=scene.now
+    )
+    ticket.close(scene.now, answered=False)
+    for _ in range(8):
+        scene.step()
+    assert max(scene.hold(200, 200, steps=0)) <= most(200, 4)
+
+
+@pytest.mark.parametrize("strategy", READING)
+def test_queues_on_pages_that_are_lost_are_forgotten(strategy):
+    """Once no page is fresh, whatever the last ones showed, own requests are all that counts."""
+    scene = Scene(strategy, 4, pages=dict.fromkeys(range(4), "fails"))
+    for engine, waiting in zip(scene.engines, (0, 4, 13, 19), strict=True):
+        engine.foreign = 20, waiting
+    scene.step()
+    scene.turn_bad()
+    scene.now += 20.0
+    scene.step()
+    assert max(scene.hold(200, 200, steps=0)) <= most(200, 4)
+
+
+@pytest.mark.parametrize("strategy", READING)
+def test_an_engine_without_a_page_draws_its_share_of_single_requests(strategy):
+    """One after another, requests do not all go where nobody sees the work of others."""
+    scene = Scene(strategy, 4, running=20, waiting=6, pages={0: "fails"})
+    scene.step()
+    scene.turn_bad()
+    scene.now += 20.0
+    for engine in range(1, 4):
+        scene._due[engine] = scene.now
+    for _ in range(24):
+        scene.send(200, for_s=0.2)
+        for _ in range(6):
+            scene.step()
+    assert scene.picks[scene.engines[0].address] <= 16
+    assert scene.picks[scene.engines[0].address] >= 1
+
+
+@hypothesis.given(data=st.data(), strategy=st.sampled_from(COUNTING), size=st.integers(2, 12))
+def test_no_engine_has_much_more_than_its_share(data, strategy, size):
+    """Whatever the age of pages, and whatever others do, alike engines hold alike many.
+
+    Requests come all at once, or no faster than the engines compute: what is known to be computed on
+    one and not on another is no likeness.
+    """
+    scene = Scene(
+        strategy,
+        size,
+        seed=data.draw(st.integers(0, 2**32), "seed"),
+        running=data.draw(st.integers(0, 60), "running"),
+        waiting=data.draw(st.integers(0, 30), "waiting"),
+        periods=data.draw(
+            st.dictionaries(st.integers(0, size - 1), st.floats(0.05, 20.0)), "periods"
+        ),
+    )
+    tokens = data.draw(st.integers(10, 2000), "tokens")
+    scene.serve(data.draw(st.integers(1, 60), "served"), tokens)
+    total = data.draw(st.integers(1, 120), "held")
+    least = math.ceil(tokens / (4000 * STEP_S * size))
+    steps = data.draw(st.just(0) | st.integers(least, least + 3), "steps")
+    held = scene.hold(total, tokens, steps=steps)
+    assert max(held) <= most(total, size), held
+
+
+def runs(strategy, page, *, size, seed, running, waiting):
+    """Requests one engine gets of those held open, with the page named and with a true one."""
+    found = []
+    for pages in ({0: page}, {}):
+        scene = Scene(strategy, size, seed=seed, running=running, waiting=waiting, pages=pages)
+        scene.serve(30, 200)
+        scene.turn_bad()
+        scene.serve(30, 200)
+        scene.hold(6 * size, 200)
+        # Long enough for a page to be stale, and for ours to be missed on one that hides them.
+        for _ in range(160):
+            scene.step()
+        scene.picks.clear()
+        found.append(scene.hold(20 * size, 200)[0])
+    return found
+
+
+@hypothesis.given(
+    strategy=st.sampled_from(COUNTING),
+    page=st.sampled_from(("still", "low", "negative", "absurd", "fails")),
+    size=st.integers(2, 8),
+    seed=st.integers(0, 2**32),
+    running=st.integers(0, 40),
+    waiting=st.integers(0, 20),
+)
+def test_no_engine_is_better_off_for_its_page(strategy, page, size, seed, running, waiting):
+    """Once that can be known, it gets no more than with a true page, a tenth and chance apart."""
+    worse, true = runs(strategy, page, size=size, seed=seed, running=running, waiting=waiting)
+    assert worse <= 1.1 * true + 4, (worse, true)

@@ -1,0 +1,293 @@
+"""Models through the dispatcher: who is asked, what is refused, what the engine is told."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from extproc.decision import Decision, Rejection
+from extproc.endpoint import Models, Residency
+from extproc.request import RawRequest
+from extproc.routing.routing_config import DispatchSettings
+from extproc.scheduling import presets
+from tests.support.pool_fixture import House, load
+
+PATH = "/v1/chat/completions"
+
+
+def models(base: str, *adapters: str) -> Models:
+    return Models(frozenset({base}), frozenset(adapters))
+
+
+def house(*listed: Models | None, strategy: str = "round-robin", **settings: bool) -> House:
+    """Endpoints 10.0.0.0, 10.0.0.1, ... that listed these."""
+    held = House({f"10.0.0.{at}:1": load(0, 0.0) for at in range(len(listed))}, profile=strategy)
+    for member, one in zip(held.fleet.pool.members, listed, strict=True):
+        if one is not None:
+            held.fleet.observe_models(member.endpoint, one)
+    routing = held.dispatcher.routing
+    wanted = DispatchSettings(stale_after_s=60.0, **settings)
+    held.dispatcher.adopt(msgspec.structs.replace(routing, settings=wanted))
+    return held
+
+
+def ask(model: str, *, path: str = PATH, subset: tuple[str, ...] | None = None, **more: object):
+    """A chat request; `headers` go beside the path."""
+    headers = more.pop("headers", {})
+    assert isinstance(headers, dict)
+    body = {"model": model, "messages": [{"role": "user", "content": "hello"}], **more}
+    return RawRequest({":path": path, **headers}, json.dumps(body).encode(), subset=subset)
+
+
+def decided(held: House, raw: RawRequest) -> Decision:
+    outcome = held.decide(raw)
+    assert isinstance(outcome, Decision), outcome
+    return outcome
+
+
+def places(decision: Decision) -> list[int]:
+    return [int(one.endpoint.ip[-1]) for one in decision.candidates]
+
+
+def test_a_model_is_routed_to_who_serves_it():
+    """Holders and the unknown are candidates; the others are told of."""
+    held = house(models("a"), models("b", "lora"), None)
+    decision = decided(held, ask("lora"))
+    assert places(decision) == [1, 2]
+    assert [one.address for one in decision.left_out] == ["10.0.0.0:1"]
+    assert not decision.unlisted
+    everybody = decided(house(models("a"), models("a")), ask("a"))
+    assert places(everybody) == [0, 1]
+    assert not everybody.left_out
+
+
+def test_what_nobody_lists_goes_to_the_unknown_or_to_all():
+    """`pass`: where nobody can say no, all are asked, as upstream does."""
+    assert places(decided(house(models("a"), None), ask("x"))) == [1]
+    decision = decided(house(models("a"), models("b")), ask("x"))
+    assert places(decision) == [0, 1]
+    assert decision.unlisted
+    assert not decision.left_out
+
+
+def test_reject_is_a_404_once_everybody_listed():
+    """`reject` waits for the last list; then the answer names what there is."""
+    raw = ask("x")
+    assert places(decided(house(models("a"), None, reject_unlisted=True), raw)) == [1]
+    outcome = house(models("b", "l"), models("a"), reject_unlisted=True).decide(raw)
+    assert outcome == Rejection(
+        404, "the model `x` does not exist; there are: a, b, l", code="model_not_found"
+    )
+
+
+def test_reject_looks_at_who_is_allowed():
+    """A hint that leaves out every holder is answered like a model nobody has."""
+    held = house(models("a"), models("b"), reject_unlisted=True)
+    outcome = held.decide(ask("a", subset=("10.0.0.1",)))
+    assert isinstance(outcome, Rejection)
+    assert outcome.status == 404
+    nobody = held.decide(ask("a", subset=("10.0.0.9",)))
+    assert isinstance(nobody, Rejection)
+    assert nobody.status == 503
+
+
+def test_the_404_is_bounded():
+    """Neither a long name nor many models make a long answer."""
+    many = models("m", *(f"adapter-{at:03}" for at in range(300)))
+    outcome = house(many, reject_unlisted=True).decide(ask("x" * 500))
+    assert isinstance(outcome, Rejection)
+    assert "and 281 more" in outcome.message
+    assert len(outcome.message) < 600
+
+
+def test_a_hint_and_a_model_both_count():
+    """Of the allowed ones those that serve; left out are the allowed others only."""
+    held = house(models("a"), models("a"), models("b"), models("b"))
+    decision = decided(held, ask("a", subset=("10.0.0.1", "10.0.0.2")))
+    assert places(decision) == [1]
+    assert [one.address for one in decision.left_out] == ["10.0.0.2:1"]
+    assert places(decided(held, ask("a", subset=("10.0.0.2",)))) == [2]
+
+
+def test_a_bodiless_request_goes_to_anybody():
+    """Nothing is asked of a model."""
+    held = house(models("a"), models("b"), reject_unlisted=True)
+    decision = decided(held, RawRequest({":method": "GET", ":path": "/v1/models"}))
+    assert places(decision) == [0, 1]
+
+
+def test_kubeai_names_become_what_the_engine_knows():
+    """`model_adapter`: holders of both, accounts under the adapter, and one value edited."""
+    held = house(models("llama", "sql"), models("qwen", "sql"), models("llama"))
+    raw = ask("llama_sql")
+    decision = decided(held, raw)
+    assert places(decision) == [0]
+    assert (decision.request.model, decision.request.adapter) == ("llama", "sql")
+    assert decision.request.target == "sql"
+    assert decision.model_rewrite == "sql"
+    assert decision.splice is not None
+    assert decision.splice.apply(raw.body) == raw.body.replace(b'"llama_sql"', b'"sql"')
+
+
+@pytest.mark.parametrize("name", ["llama", "sql", "llama_other", "other_sql", "llama_sql_2", "_"])
+def test_other_names_stay(name: str):
+    """What is listed as it stands, or not known in both parts, is not split."""
+    held = house(models("llama", "sql", "llama_sql_2"), models("qwen"))
+    decision = decided(held, ask(name))
+    assert decision.request.model == name
+    assert (decision.model_rewrite, decision.splice) == ("", None)
+
+
+def test_sglang_names_stay_and_are_understood():
+    """`model:adapter` goes to who serves it, as the engine takes it: the body stays."""
+    listed = models("llama", "sql"), models("llama"), models("qwen", "sql")
+    held = house(*listed, strategy="balanced")
+    text = [{"role": "user", "content": "x" * 5000}]
+    decision = decided(held, ask("llama:sql", messages=text))
+    assert places(decision) == [0]
+    assert (decision.request.model, decision.request.adapter) == ("llama", "sql")
+    assert (decision.model_rewrite, decision.splice) == ("", None)
+    assert len(decision.blocks) > 0
+    same = decided(held, ask("llama", lora_path="sql", messages=text))
+    assert decision.blocks == same.blocks
+    unlisted = decided(held, ask("llama:other"))
+    assert places(unlisted) == [0, 1]
+    assert not unlisted.unlisted
+    tagged = decided(house(models("llama:8b"), models("llama")), ask("llama:8b"))
+    assert (places(tagged), tagged.request.model) == ([0], "llama:8b")
+
+
+def test_kubeai_names_can_be_turned_off():
+    """Then the engine is asked for the whole name."""
+    decision = decided(house(models("llama", "sql"), kubeai_names=False), ask("llama_sql"))
+    assert (decision.request.model, decision.model_rewrite) == ("llama_sql", "")
+
+
+def test_both_names_of_an_adapter_share_blocks():
+    """The engine hashes by the adapter, however the client called it."""
+    held = house(models("llama", "sql"), strategy="balanced")
+    prompt = [{"role": "user", "content": "x" * 5000}]
+    first = decided(held, ask("sql", messages=prompt))
+    second = decided(held, ask("llama_sql", messages=prompt))
+    assert first.blocks == second.blocks
+    assert len(first.blocks) > 0
+
+
+#: Bodies by the surface that takes them, around one text.
+SURFACES = {
+    "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}]},
+    "/v1/completions": lambda text: {"prompt": text},
+    "/v1/messages": lambda text: {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 9,
+    },
+    "/v1/responses": lambda text: {"input": text},
+    "/v1/embeddings": lambda text: {"input": text},
+    "/generate": lambda text: {"text": text},
+}
+
+#: What names an adapter in a body.
+ADAPTER_FIELDS = {
+    "its own name": lambda adapter: {"model": adapter},
+    "model:adapter": lambda adapter: {"model": f"llama:{adapter}"},
+    "model_adapter": lambda adapter: {"model": f"llama_{adapter}"},
+    "lora_path": lambda adapter: {"model": "llama", "lora_path": adapter},
+}
+
+
+@pytest.mark.parametrize("path", SURFACES)
+@pytest.mark.parametrize("fields", ADAPTER_FIELDS.values(), ids=ADAPTER_FIELDS)
+def test_equal_prompts_of_two_adapters_share_no_block(path: str, fields):
+    """The engine caches by adapter, so neither the base model's blocks nor another's are of use."""
+    held = house(models("llama", "sql", "law"), strategy="balanced")
+    body = SURFACES[path]("x" * 5000)
+    named = [{"model": "llama"}, fields("sql"), fields("law")]
+    raws = [
+        RawRequest({":path": path, ":method": "POST"}, json.dumps({**body, **one}).encode())
+        for one in named
+    ]
+    base, sql, law = (decided(held, raw).blocks for raw in raws)
+    assert len(base) == len(sql) == len(law) > 0
+    assert len({*base, *sql, *law}) == 3 * len(base)
+
+
+def test_an_adapter_somebody_lists_is_known_to_be_one():
+    """Residency is told of a name that was never seen in a batch."""
+    held = house(models("a", "lora"), strategy="adaptive")
+    assert decided(held, ask("lora")).candidates[0].residency is Residency.ROOM
+    assert decided(held, ask("a")).candidates[0].residency is Residency.RESIDENT
+
+
+def test_027_a_gateway_names_the_model_by_header():
+    """The header beats the body, old and new name, and decides who serves."""
+    held = house(models("a"), models("b"))
+    for headers in (
+        {"x-llm-d-model-name-rewrite": "b"},
+        {"x-gateway-model-name-rewrite": "b"},
+        {"x-gateway-model-name-rewrite": "a", "x-llm-d-model-name-rewrite": "b"},
+    ):
+        raw = ask("a", headers=headers)
+        decision = decided(held, raw)
+        assert places(decision) == [1]
+        assert decision.model_rewrite == "b"
+        assert decision.splice is not None
+        assert decision.splice.apply(raw.body) == raw.body.replace(b'"a"', b'"b"', 1)
+
+
+def test_a_header_that_says_the_same_edits_nothing():
+    """The body is handed on as it came."""
+    decision = decided(house(models("a")), ask("a", headers={"x-llm-d-model-name-rewrite": "a"}))
+    assert (decision.model_rewrite, decision.splice) == ("", None)
+
+
+def test_a_header_supplies_what_the_body_lacks():
+    """On a surface that is known the name is put in; on others a body may be anything."""
+    headers = {"x-llm-d-model-name-rewrite": "a"}
+    held = house(models("a"))
+    raw = RawRequest({":path": "/v1/completions", **headers}, b'{"prompt": "x"}')
+    decision = decided(held, raw)
+    assert decision.splice is not None
+    assert decision.splice.apply(raw.body) == b'{"model":"a","prompt": "x"}'
+    decision = decided(held, RawRequest({":path": "/upload", **headers}, b'{"prompt": "x"}'))
+    assert (decision.model_rewrite, decision.splice) == ("a", None)
+
+
+def test_a_header_may_name_a_kubeai_adapter():
+    """The gateway's name is read like the client's."""
+    raw = ask("x", headers={"x-llm-d-model-name-rewrite": "llama_sql"})
+    decision = decided(house(models("llama", "sql")), raw)
+    assert decision.model_rewrite == "sql"
+    assert decision.splice is not None
+    assert json.loads(decision.splice.apply(raw.body))["model"] == "sql"
+
+
+def test_a_body_that_was_not_shown_is_not_edited():
+    """Decided on headers: routed by the header's name, and it is said that nothing was edited."""
+    raw = RawRequest({":method": "POST", ":path": PATH, "x-llm-d-model-name-rewrite": "a"})
+    decision = decided(house(models("a"), models("b")), raw)
+    assert places(decision) == [0]
+    assert (decision.model_rewrite, decision.splice) == ("a", None)
+
+
+@pytest.mark.parametrize("strategy", sorted(presets.profiles()))
+def test_no_strategy_leaves_the_servers_of_a_model(strategy: str):
+    """Every strategy chooses among those that serve."""
+    held = house(models("a"), models("b"), models("b", "l"), models("a"), strategy=strategy)
+    for _ in range(5):
+        decision = decided(held, ask("b"))
+        assert decision.endpoints[0].ip in {"10.0.0.1", "10.0.0.2"}
+        held.dispatcher.commit(decision, held.now)
+
+
+def test_prefix_hash_knows_an_adapter_by_either_name():
+    """KubeAI's `model_adapter` and the engine's own name go to one place; the base has its own."""
+    held = house(*(models("b", "lora") for _ in range(5)), strategy="prefix-hash")
+
+    def chosen(model: str) -> list[str]:
+        texts = [[{"role": "user", "content": f"question {at}"}] for at in range(20)]
+        decisions = [decided(held, ask(model, messages=text)) for text in texts]
+        return [decision.endpoints[0].address for decision in decisions]
+
+    assert chosen("lora") == chosen("b_lora") != chosen("b")

@@ -1,0 +1,307 @@
+"""Objectives and rewrites through the dispatcher."""
+
+from __future__ import annotations
+
+import collections
+import json
+import random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from extproc.decision import Answer, Decision, Rejection
+from extproc.endpoint import Models
+from extproc.pool import inference_policy
+from extproc.pool.inference_policy import Policy, Rule, Target
+from extproc.request import RawRequest
+from extproc.routing import policy_resolver
+from extproc.routing.pool_selector import Claimant, Switchboard
+from extproc.scheduling.filters.concurrency_detector import ConcurrencyDetector
+from extproc.scheduling.filters.utilization_detector import UtilizationDetector
+from extproc.scheduling.pickers.round_robin import RoundRobin
+from extproc.scheduling.profile import Profile
+from tests.support.pool_fixture import House, load
+
+PATH = "/v1/chat/completions"
+NEW, OLD = "x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite"
+OBJECTIVE = "x-llm-d-inference-objective"
+
+
+def rule(models: str, *targets: str | tuple[str, int | None]) -> Rule:
+    """A rule for models written with blanks between them; a target is a name or a weighted one."""
+    pairs = [(one, None) if isinstance(one, str) else one for one in targets]
+    return Rule(tuple(models.split()), tuple(Target(*pair) for pair in pairs))
+
+
+def house(*rules: Rule, loads=None, profile="round-robin", **priorities: int) -> House:
+    held = House(loads or {"10.0.0.1:1": load(0, 0.0)}, profile=profile)
+    held.fleet.decree(Policy(priorities, rules))
+    return held
+
+
+def ask(model: str | None = "m", headers: dict[str, str] | None = None, **more: object):
+    body = {"messages": [{"role": "user", "content": "hello"}], **more}
+    if model is not None:
+        body = {"model": model, **body}
+    return RawRequest({":path": PATH, **(headers or {})}, json.dumps(body).encode())
+
+
+def decided(held: House, raw: RawRequest) -> Decision:
+    outcome = held.decide(raw)
+    assert isinstance(outcome, Decision), outcome
+    return outcome
+
+
+def sent(held: House, raw: RawRequest) -> str | None:
+    """The model in the body the engine gets."""
+    splice = decided(held, raw).splice
+    body = raw.body if splice is None else splice.apply(raw.body)
+    return json.loads(body).get("model")
+
+
+def test_an_objective_shows_in_the_decision():
+    """Name and priority, where the pool has it."""
+    request = decided(house(gold=5), ask(headers={OBJECTIVE: "gold"})).request
+    assert (request.objective, request.priority) == ("gold", 5)
+    request = decided(house(gold=5), ask(headers={OBJECTIVE: "lead"})).request
+    assert (request.objective, request.priority) == ("", 0)
+
+
+def test_a_target_is_routed_and_hashed_under_its_own_name():
+    """Canaries and requests that name the target themselves share prefixes; bytes around stay."""
+    held = house(rule("m", "n"), profile="balanced")
+    text = [{"role": "user", "content": "x" * 9000}]
+    renamed = decided(held, ask("m", messages=text))
+    assert renamed.blocks == decided(held, ask("n", messages=text)).blocks
+    assert renamed.request.model == "n"
+    assert (renamed.model_rewrite, renamed.client_model) == ("n", "m")
+    raw = ask("m", messages=text)
+    assert renamed.splice is not None
+    assert renamed.splice.apply(raw.body) == raw.body.replace(b'"m"', b'"n"')
+
+
+def test_a_target_may_be_an_adapter():
+    """Endpoints are chosen by who serves the target, also under KubeAI's kind of name."""
+    loads = {"10.0.0.1:1": load(0, 0.0), "10.0.0.2:1": load(0, 0.0)}
+    held = house(rule("m", "sql"), rule("k", "base_sql"), loads=loads)
+    first, second = held.fleet.pool.members
+    held.fleet.observe_models(first.endpoint, Models(frozenset({"base"}), frozenset()))
+    held.fleet.observe_models(second.endpoint, Models(frozenset({"base"}), frozenset({"sql"})))
+    for name in ("m", "k"):
+        decision = decided(held, ask(name))
+        assert decision.endpoints[0].address == "10.0.0.2:1"
+        assert (decision.model_rewrite, decision.client_model) == ("sql", name)
+
+
+def test_a_target_that_is_the_name_already_changes_nothing():
+    """The part of a canary that stays is routed as ever, and the answer is left alone."""
+    decision = decided(house(rule("m", "m")), ask("m"))
+    assert (decision.model_rewrite, decision.splice, decision.client_model) == ("", None, "")
+
+
+def test_rules_do_not_chain():
+    """The target of one rule is not looked up again."""
+    assert sent(house(rule("a", "b"), rule("b", "c")), ask("a")) == "b"
+
+
+def test_what_names_no_model_is_left_alone():
+    """A generic rule is for requests for models, not for GET /health or unknown bodies."""
+    held = house(rule("", "n"))
+    for raw in (
+        RawRequest({":method": "GET", ":path": "/health"}),
+        RawRequest({":path": "/other"}, b'{"prompt": "x"}'),
+    ):
+        decision = decided(held, raw)
+        assert (decision.model_rewrite, decision.splice) == ("", None)
+
+
+def test_a_generic_rule_supplies_what_a_body_lacks():
+    """The 400 for a missing model comes only after; the answer is left alone then."""
+    held = house(rule("n", "chained"), rule("", "n"))
+    decision = decided(held, ask(None))
+    assert sent(held, ask(None)) == "n"
+    assert decision.client_model == ""
+    outcome = house(rule("a", "b")).decide(ask(None))
+    assert outcome == Rejection(400, "model not found in request body")
+    outcome = held.decide(RawRequest({":path": PATH}, b"{}"))
+    assert isinstance(outcome, Rejection)
+    assert outcome.status == 400
+
+
+def test_turns_of_a_conversation_stay_on_their_variant():
+    """With a session the draw is the same in every turn and in every replica."""
+    rules = rule("m", ("a", 50), ("b", 50))
+    one, other = house(rules), house(rules)
+    seen = set()
+    for at in range(40):
+        raw = ask("m", prompt_cache_key=f"conversation {at}")
+        names = {sent(held, raw) for held in (one, other) for _ in range(3)}
+        assert len(names) == 1
+        seen |= names
+    assert seen == {"a", "b"}
+
+
+def test_sessions_are_drawn_in_proportion():
+    """Of 1,000 sessions 300 go to 30 %, within five standard deviations."""
+    held = house(rule("m", ("a", 70), ("b", 30)))
+    drawn = collections.Counter(sent(held, ask("m", user=f"u{at}")) for at in range(1000))
+    assert 228 <= drawn["b"] <= 372
+
+
+def test_more_weight_moves_only_sessions_towards_it():
+    """A canary that grows takes sessions from the others, and moves none between these."""
+    small = house(rule("m", ("a", 80), ("b", 10), ("c", 10)))
+    for targets in (
+        [("a", 80), ("b", 10), ("c", 90)],
+        [("c", 90), ("b", 10), ("a", 80)],
+    ):
+        large = house(rule("m", *targets))
+        moved = [(sent(small, raw), sent(large, raw)) for raw in SESSIONS]
+        assert {new for old, new in moved if old != new} == {"c"}
+
+
+SESSIONS = [ask("m", user=f"u{at}") for at in range(300)]
+
+
+def test_sessions_without_weights_are_spread_alike():
+    """Three targets, 300 sessions: 100 each, within five standard deviations."""
+    held = house(rule("m", "a", "b", "c"))
+    drawn = collections.Counter(sent(held, raw) for raw in SESSIONS)
+    assert all(59 <= drawn[name] <= 141 for name in "abc")
+    held = house(rule("m", ("a", 1), "b", ("c", 0)))
+    assert {sent(held, raw) for raw in SESSIONS} == {"a"}
+
+
+@given(
+    weights=some.lists(some.none() | some.integers(0, 1_000_000), min_size=1, max_size=6),
+    share=some.floats(0, 1, exclude_max=True),
+)
+def test_any_share_draws_a_target(weights, share):
+    """Whatever the weights, somebody is drawn, and nobody without weight where others have one."""
+    targets = [Target(str(at), weight) for at, weight in enumerate(weights)]
+    drawn = policy_resolver.chosen(targets, share)
+    assert drawn in targets
+    assert drawn.weight or not sum(weight or 0 for weight in weights)
+
+
+def test_a_policy_is_followed_live():
+    """What discovery decrees counts from the next request on."""
+    held = house(rule("m", "a"))
+    assert sent(held, ask()) == "a"
+    held.fleet.decree(Policy(rules=(rule("m", "b"),)))
+    assert sent(held, ask()) == "b"
+    held.fleet.decree(inference_policy.NONE)
+    assert sent(held, ask()) == "m"
+
+
+def test_discovery_counts_before_the_configuration():
+    """The file's objectives and rules stand where no object says otherwise; exact beats generic."""
+    held = house(rule("m", "object"), rule("", "object for all"), gold=5)
+    configured = Policy({"gold": 1, "lead": -3}, (rule("m", "file"), rule("n", "file")))
+    routing = msgspec.structs.replace(held.dispatcher.routing, policy=configured)
+    held.dispatcher.adopt(routing)
+    assert [sent(held, ask(name)) for name in "mno"] == ["object", "file", "object for all"]
+    for name, priority in (("gold", 5), ("lead", -3)):
+        assert decided(held, ask(headers={OBJECTIVE: name})).request.priority == priority
+    assert held.dispatcher.decreed_names == {"m", "n"}
+    held.fleet.decree(inference_policy.NONE)
+    assert sent(held, ask()) == "file"
+
+
+def test_a_pool_is_found_by_the_names_of_its_rewrites():
+    """Of several pools an alias goes to the one whose rule takes it, and is listed there."""
+    llama, qwen = house(), house(rule("alias", "qwen"))
+    for held, name in ((llama, "llama"), (qwen, "qwen")):
+        (member,) = held.fleet.pool.members
+        held.fleet.observe_models(member.endpoint, Models(frozenset({name}), frozenset()))
+    board = Switchboard([Claimant("llama", llama.dispatcher), Claimant("qwen", qwen.dispatcher)])
+    routed = board.route(ask("alias"), 100.0)
+    assert routed.pool == "qwen"
+    assert isinstance(routed.outcome, Decision)
+    assert routed.outcome.model_rewrite == "qwen"
+    told = board.route(RawRequest({":method": "GET", ":path": "/v1/models"}), 100.0).outcome
+    assert isinstance(told, Answer)
+    assert [one["id"] for one in json.loads(told.body)["data"]] == ["alias", "llama", "qwen"]
+
+
+LOW = {OBJECTIVE: "low"}
+
+
+def shed(profile, *loads) -> bool:
+    """Whether a request of negative priority is dropped over endpoints with these loads."""
+    addresses = {f"10.0.0.{at}:1": one for at, one in enumerate(loads)}
+    held = house(loads=addresses, profile=profile, low=-1)
+    outcome = held.decide(ask(headers=LOW))
+    if isinstance(outcome, Decision):
+        return False
+    assert (outcome.status, outcome.reason) == (429, "rejected-saturated")
+    assert isinstance(held.decide(ask()), Decision)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("loads", "dropped"),
+    [
+        ([load(5, 0.0), load(0, 0.8)], True),
+        ([load(4, 0.79), load(9, 0.9)], False),
+        ([load(9, 0.9), None], True),
+        ([load(9, 0.9), load(0, 0.0, at=0.0)], True),
+        ([load(1, 0.1), load(9, 0.9, at=0.0)], False),
+        ([load(9, 0.9, at=0.0), None], False),
+    ],
+    ids=[
+        "each is full in its way",
+        "one has room",
+        "one is unknown",
+        "one is stale and the other full",
+        "one is stale and the other is not full",
+        "nobody is known",
+    ],
+)
+def test_what_counts_as_full(loads, dropped):
+    """All endpoints at 5 waiting or 0.8 of the KV cache; unknown ones are as full as the others."""
+    assert shed("adaptive", *loads) is dropped
+
+
+def test_a_detector_of_the_profile_says_what_is_full():
+    """Its thresholds count in place of the usual ones."""
+    detector = UtilizationDetector(queue_depth_threshold=20)
+    profile = Profile("mine", (detector,), (), RoundRobin())
+    assert not shed(profile, load(19, 0.0))
+    assert shed(profile, load(20, 0.0))
+    profile = Profile("mine", (ConcurrencyDetector(),), (), RoundRobin())
+    assert not shed(profile, load(99, 1.0))
+
+
+def test_a_hint_to_full_endpoints_counts():
+    """Who may not be chosen has room for nobody."""
+    held = house(loads={"10.0.0.1:1": load(9, 1.0), "10.0.0.2:1": load(0, 0.0)}, low=-1)
+    raw = ask(headers=LOW)
+    assert isinstance(held.decide(raw), Decision)
+    raw = msgspec.structs.replace(raw, subset=("10.0.0.1",))
+    assert isinstance(held.decide(raw), Rejection)
+
+
+@pytest.mark.parametrize("strategy", ["filter-chain", "adaptive"])
+def test_a_filter_tree_takes_priorities(strategy):
+    """The gateway's tree drops by priority where the objective is known, by its name otherwise."""
+    loads = {"10.0.0.1:1": load(6, 0.9)}
+    held = house(loads=loads, profile=strategy, sheddable=1, batch=-1)
+    assert isinstance(held.decide(ask(headers={OBJECTIVE: "sheddable"})), Decision)
+    assert isinstance(held.decide(ask(headers={OBJECTIVE: "batch"})), Rejection)
+    unknown = house(loads=loads, profile=strategy).decide(ask(headers={OBJECTIVE: "sheddable"}))
+    assert isinstance(unknown, Rejection if strategy == "filter-chain" else Decision)
+
+
+def test_a_seed_decides_the_draws():
+    """Draws come from the dispatcher's own chance."""
+    rules = rule("m", "a", "b", "c")
+
+    def run() -> list[str | None]:
+        held = house(rules)
+        return [sent(held, ask()) for _ in range(20)]
+
+    assert run() == run()
+    assert policy_resolver.chosen(rules.targets, random.Random(1).random()) in rules.targets

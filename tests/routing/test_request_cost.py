@@ -1,0 +1,44 @@
+"""What an answer cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.protocol.messages import Event, Kind
+from extproc.protocol.replies import Continue, Costed
+from extproc.routing import request_cost
+
+REPLIES = (Continue(Kind.RESPONSE_BODY), Continue(Kind.RESPONSE_TRAILERS))
+TAIL = (
+    b'{"usage":{"prompt_tokens":100,"completion_tokens":20,'
+    b'"prompt_tokens_details":{"cached_tokens":60}}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("weights", "cost"),
+    [
+        ({"prompt": 1, "completion": 1}, 120.0),
+        ({"prompt": 1, "cached": -0.5, "completion": 4}, 150.0),
+        ({"completion": 2}, 40.0),
+        ({"cached": -1}, 0.0),
+    ],
+)
+def test_tokens_times_weights(weights: dict[str, float], cost: float):
+    """Each kind counts by its weight, and nobody is paid for asking."""
+    assert request_cost.told(REPLIES, TAIL, weights) == (REPLIES[0], Costed(REPLIES[1], cost))
+
+
+def test_nothing_reported_nothing_told():
+    """No usage, or none of the kinds that have a weight, or nothing to put it on."""
+    assert request_cost.told(REPLIES, b"{}", {"prompt": 1}) == REPLIES
+    assert request_cost.told(REPLIES, b'{"usage":{"prompt_tokens":1}}', {"cached": 1}) == REPLIES
+    assert request_cost.told((), TAIL, {"prompt": 1}) == ()
+
+
+def test_the_last_message_of_a_body():
+    """A body message that ends the stream, or trailers."""
+    assert request_cost.ends(Event(Kind.RESPONSE_BODY, end_of_stream=True))
+    assert request_cost.ends(Event(Kind.RESPONSE_TRAILERS))
+    assert not request_cost.ends(Event(Kind.RESPONSE_BODY))
+    assert not request_cost.ends(Event(Kind.REQUEST_BODY, end_of_stream=True))

@@ -1,0 +1,67 @@
+"""What is kept of a request that waits."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from extproc.endpoint import Load
+from extproc.request import RawRequest
+from tests.support.pool_fixture import House
+
+HEADERS = {":path": "/v1/chat/completions", ":method": "POST"}
+#: Endpoints nobody can tell apart, so that the opening of the conversation does.
+ALIKE = {
+    f"10.0.0.{n}:8000": Load(at=100.0, waiting=0.0, running=0.0, kv_usage=0.0) for n in range(8)
+}
+
+
+def asked(text, **fields):
+    """A chat that begins with a text."""
+    body = {"model": "m", "messages": [{"role": "user", "content": text}], **fields}
+    return RawRequest(HEADERS, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("strategy", ["adaptive", "prefix-hash"])
+def test_a_request_that_waits_lets_its_prompt_go_and_goes_where_it_would_have_gone(strategy):
+    """The prompt is as large as the body; where the opening decides, it is read out of the body."""
+    house = House(ALIKE, profile=strategy)
+    went = set()
+    for n in range(40):
+        prepared = house.dispatcher.prepare(asked(f"{n} is a number " * 20))
+        resting = prepared.resting()
+        assert resting.request.prompt == resting.asked.prompt == b""
+        assert resting.prompted() == prepared.request
+        assert (resting.chain, resting.raw) == (prepared.chain, prepared.raw)
+        direct, waited = (house.dispatcher.decide(one, house.now) for one in (prepared, resting))
+        assert direct.endpoints == waited.endpoints
+        went.add(waited.endpoints[0].address)
+    assert len(went) > 4
+
+
+def test_a_request_with_another_model_keeps_it_when_its_prompt_is_read_again():
+    """The prompt alone comes out of the body."""
+    house = House(ALIKE)
+    prepared = house.dispatcher.prepare(asked("a"))
+    renamed = msgspec.structs.replace(prepared.request, model="other")
+    resting = msgspec.structs.replace(prepared, request=renamed).resting()
+    assert resting.prompted() == renamed
+    assert resting.asked == msgspec.structs.replace(prepared.request, prompt=b"")
+
+
+def test_a_prompt_that_the_body_does_not_tell_is_kept():
+    """Whoever prepared a request that was parsed elsewhere may have another prompt."""
+    house = House(ALIKE)
+    raw = asked("a")
+    prepared = house.dispatcher.prepare_parsed(house.dispatcher.prepare(raw).request, raw)
+    assert prepared.resting() is prepared
+    assert prepared.prompted() is prepared.request
+
+
+def test_no_prompt_is_hashed_where_no_plugin_reads_hashes():
+    """A chain costs time in proportion to the prompt."""
+    raw = asked("a number " * 1000)
+    assert House(ALIKE, profile="least-request").dispatcher.prepare(raw).chain == ()
+    assert len(House(ALIKE, profile="balanced").dispatcher.prepare(raw).chain) > 0

@@ -1,0 +1,189 @@
+"""What answers say of endpoints, and what is taken back when a request never ran."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from extproc.decision import Decision
+from extproc.endpoint import Endpoint
+from extproc.pool.condition import State
+from extproc.pool.inflight import Ticket
+from extproc.pool.snapshot import Member
+from extproc.request import RawRequest
+from tests.support.pool_fixture import House
+
+ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
+
+
+def chat(words: int = 400, first: str = "hello") -> RawRequest:
+    """A prompt of some blocks."""
+    content = f"{first} " + "word " * words
+    body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+    headers = {":path": "/v1/chat/completions", ":method": "POST"}
+    return RawRequest(headers, json.dumps(body).encode())
+
+
+class Sent:
+    """One request that was committed in a house."""
+
+    def __init__(self, house: House, raw: RawRequest | None = None) -> None:
+        self.house = house
+        decision = house.decide(raw or chat())
+        assert isinstance(decision, Decision)
+        self.decision = decision
+        self.ticket: Ticket = house.dispatcher.commit(decision, house.now)
+
+    @property
+    def address(self) -> str:
+        return self.decision.endpoints[0].address
+
+    def told(self, status: str, served: str = "") -> None:
+        self.house.dispatcher.told(self.ticket, status, self.house.now, served=served)
+
+    def complete(self, *, answered: bool = True) -> None:
+        self.house.dispatcher.complete(self.ticket, self.house.now, answered=answered)
+
+
+def member(house: House, address: str) -> Member:
+    found = house.fleet.pool.find(address)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("status", ["503", "500", "429", "400"])
+def test_a_prompt_that_never_ran_is_not_believed_cached(status: str):
+    """What one refused request made us believe is taken back, to the last block."""
+    house = House({ONE: None})
+    sent = Sent(house)
+    assert house.index.blocks_total > 0
+    sent.told(status)
+    assert house.index.blocks_total == 0
+    sent.complete()
+    account = member(house, ONE).account
+    assert (account.in_flight, account.queued(house.now), account.answered) == (0, 0.0, 0)
+
+
+@pytest.mark.parametrize("status", ["200", ""])
+def test_a_prompt_that_ran_is(status: str):
+    """An answer that began confirms it; a client that left says nothing against it."""
+    house = House({ONE: None})
+    sent = Sent(house)
+    before = house.index.blocks_total
+    if status:
+        sent.told(status)
+    sent.complete(answered=bool(status))
+    assert house.index.blocks_total == before
+
+
+def test_what_was_believed_before_stays():
+    """Only what is behind the believed prefix is taken back."""
+    house = House({ONE: None})
+    first = Sent(house, chat(400))
+    first.told("200")
+    held = house.index.blocks_total
+    second = Sent(house, chat(800))
+    assert second.decision.matched_tokens > 0
+    assert house.index.blocks_total > held
+    second.told("503")
+    assert house.index.blocks_total == held
+
+
+def test_three_failures_leave_an_endpoint_out():
+    """The next requests go elsewhere, and the decision says who was left out."""
+    house = House({ONE: None, TWO: None}, profile="least-request")
+    for _ in range(3):
+        # One failure is doubted for a second.
+        house.now += 2.0
+        sents = [Sent(house) for _ in range(2)]
+        for sent in sents:
+            sent.told("503" if sent.address == ONE else "200")
+            sent.complete()
+    assert member(house, ONE).condition.state is State.EJECTED
+    outcome = house.decide(chat())
+    assert isinstance(outcome, Decision)
+    assert [one.endpoint.address for one in outcome.candidates] == [TWO]
+    ((why, left),) = outcome.put_aside
+    assert (why, [endpoint.address for endpoint in left]) == ("failing", [ONE])
+
+
+def test_who_served_is_charged():
+    """Where another endpoint answered, it has the request, and the belief, and the good word."""
+    house = House({ONE: None, TWO: None}, fallbacks=1)
+    sent = Sent(house)
+    other = TWO if sent.address == ONE else ONE
+    blocks = sent.decision.blocks
+    sent.told("200", served=other)
+    named, served = member(house, sent.address), member(house, other)
+    assert (named.account.in_flight, served.account.in_flight) == (0, 1)
+    assert named.condition.state is State.DOUBTED
+    assert sent.ticket.endpoint.address == other
+    depths = house.index.match(blocks)
+    held = {
+        one.endpoint.address: depths[
+            house.index.slot((one.endpoint.address, one.endpoint.incarnation))
+        ]
+        for one in (named, served)
+    }
+    assert held == {sent.address: 0, other: len(blocks)}
+    sent.complete()
+    assert house.in_flight == 0
+    assert served.account.answered == 1
+
+
+def test_who_served_may_be_a_stranger():
+    """A name that is nobody's says nothing: the endpoint that was named keeps the request."""
+    house = House({ONE: None, TWO: None})
+    sent = Sent(house)
+    sent.told("200", served="10.9.9.9:1")
+    named = member(house, sent.address)
+    assert (named.account.in_flight, named.condition.state) == (1, State.IN)
+    sent.complete()
+    assert house.in_flight == 0
+
+
+def test_an_endpoint_that_left_meanwhile_is_none_the_worse():
+    """Evidence about a former life of an address is dropped."""
+    house = House({ONE: None, TWO: None})
+    sents = [Sent(house) for _ in range(6)]
+    house.fleet.replace([], house.now)
+    house.fleet.replace([one.endpoint for one in House({ONE: None}).fleet.pool.members], house.now)
+    for sent in sents:
+        sent.told("503")
+        sent.complete()
+    assert house.fleet.pool.unsure == 0
+
+
+def test_usage_is_held_against_the_endpoint_that_served():
+    """Whoever was chosen: all answers are of one endpoint, and the other one's belief stays."""
+    house = House({ONE: None, TWO: None}, profile="adaptive")
+    one, two = (house.belief.of(member(house, name).endpoint) for name in (ONE, TWO))
+    chosen = set()
+    for number in range(16):
+        sent = Sent(house, chat(first=f"talk {number}"))
+        chosen.add(sent.address)
+        sent.told("200", served=ONE)
+        served = sent.ticket.endpoint
+        sent.complete()
+        house.dispatcher.learn(sent.decision, {"prompt": 400, "cached": 360}, served=served)
+    assert chosen == {ONE, TWO}
+    assert one.calibration.error < -0.5
+    assert (two.calibration.error, two.calibration.factor) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_late_answer_makes_no_belief_of_an_endpoint_that_left(back: bool):  # noqa: FBT001
+    """Usage that is read after its endpoint left leaves nothing behind, whoever has its address now."""
+    house = House({ONE: None}, profile="adaptive")
+    sent = Sent(house)
+    endpoint = sent.ticket.endpoint
+    known = house.belief.of(endpoint)
+    assert known.requests == 1
+    house.fleet.replace([Endpoint(ONE, uid="another")] if back else [], house.now)
+    sent.complete()
+    for _ in range(8):
+        house.dispatcher.learn(sent.decision, {"prompt": 400, "cached": 360}, served=endpoint)
+    if back:
+        assert house.belief.of(member(house, ONE).endpoint).calibration.error == 0.0
+    assert house.belief.of(endpoint).calibration.error == 0.0

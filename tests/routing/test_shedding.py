@@ -1,0 +1,38 @@
+"""When every endpoint counts as full."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.endpoint import Candidate, Endpoint, Load
+from extproc.routing import shedding
+from extproc.scheduling.filters.utilization_detector import UtilizationDetector
+from extproc.scheduling.pickers.random import Random
+from extproc.scheduling.profile import Profile
+
+
+def candidates(*waiting: float | None) -> list[Candidate]:
+    return [
+        Candidate(Endpoint(f"10.0.0.{at}:8000"), load=Load(at=0.0, waiting=one))
+        for at, one in enumerate(waiting, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "waiting", "is_full"),
+    [
+        ((), (5.0, 9.0), True),
+        ((), (5.0, 4.0), False),
+        ((), (5.0, None), False),
+        ((), (None, None), False),
+        ((3,), (3.0, 4.0), True),
+        ((100, 3), (3.0, 4.0), True),
+        ((3, 100), (3.0, 4.0), True),
+        ((100, 99), (3.0, 4.0), False),
+    ],
+)
+def test_a_pool_is_full_where_one_detector_finds_every_endpoint_full(thresholds, waiting, is_full):
+    """Upstream's defaults count where the profile has no detector."""
+    detectors = tuple(UtilizationDetector(queue_depth_threshold=one) for one in thresholds)
+    profile = Profile("p", detectors, (), Random())
+    assert shedding.saturated(profile, candidates(*waiting)) is is_full

@@ -1,5 +1,0 @@
-"""The builders of `extproc.testing`, where the tests of this folder look for them."""
-
-from extproc.testing.fleet import candidate, candidates, names, turn
-
-__all__ = ["candidate", "candidates", "names", "turn"]

@@ -1,0 +1,166 @@
+"""Plugins under upstream names, where a case file cannot say it: memory, and refused parameters."""
+
+import msgspec
+import pytest
+
+from extproc.decision import Decision
+from extproc.scheduling import attributes, context_length, registry, topology
+from extproc.scheduling.pickers.max_score_picker import MaxScorePicker
+from extproc.scheduling.profile import Profile
+from extproc.scheduling.scorers.no_hit_lru_scorer import NoHitLruScorer
+from tests.scheduling import builders
+
+FLEET = builders.candidates({"a": {}, "b": {}, "c": {}})
+
+
+def scores(scorer, candidates=FLEET):
+    return dict(
+        zip(builders.names(candidates), scorer.score(builders.turn(), candidates), strict=True)
+    )
+
+
+def send(scorer, name, finalists=FLEET):
+    (endpoint,) = [c.endpoint for c in finalists if c.endpoint.name == name]
+    request = builders.turn().request
+    scorer.chosen(Decision(request, [endpoint], finalists=finalists), 1.0)
+
+
+def test_new_prompts_go_round():
+    """Who got a new prompt longest ago is ranked first, after those that never got one."""
+    scorer = NoHitLruScorer()
+    send(scorer, "a")
+    assert scores(scorer) == {"b": 1.0, "c": 0.5, "a": 0.0}
+    send(scorer, "c")
+    send(scorer, "b")
+    assert scores(scorer) == {"a": 1.0, "c": 0.5, "b": 0.0}
+    send(scorer, "a")
+    assert scores(scorer) == {"c": 1.0, "b": 0.5, "a": 0.0}
+
+
+def test_only_new_prompts_count():
+    """A prompt somebody held moves nobody, wherever it went."""
+    scorer = NoHitLruScorer()
+    send(scorer, "a", builders.candidates({"a": {}, "b": {"matched_tokens": 64}}))
+    assert scores(scorer) == {"a": 1.0, "b": 0.5, "c": 0.0}
+
+
+def test_ranks_are_among_those_in_play():
+    """Endpoints that are not candidates take no rank."""
+    scorer = NoHitLruScorer()
+    for name in "abc":
+        send(scorer, name)
+    assert scores(scorer, FLEET[1:]) == {"b": 1.0, "c": 0.0}
+
+
+def test_memory_of_new_prompts_is_bounded():
+    """Of too many endpoints the one longest ago is forgotten."""
+    scorer = NoHitLruScorer(lru_size=2)
+    for name in "abc":
+        send(scorer, name)
+    assert list(scorer._last) == ["b:8000", "c:8000"]
+
+
+@pytest.mark.parametrize("kind", ["max-score-picker", "random-picker", "weighted-random-picker"])
+def test_a_picker_names_as_many_as_it_is_told(kind):
+    """The parameter maxNumOfEndpoints widens the answer and never narrows it."""
+    picker = msgspec.convert({"maxNumOfEndpoints": 2}, registry.PICKERS[kind])
+    profile = Profile("p", (), (), picker)
+    assert len(profile.run(builders.turn(), FLEET).endpoints) == 2
+    assert len(profile.run(builders.turn(), FLEET, count=3).endpoints) == 3
+    assert len(profile.run(builders.turn(), FLEET[:1]).endpoints) == 1
+    assert MaxScorePicker().max_num_of_endpoints == 1
+
+
+THRESHOLD = {"type": "threshold", "threshold": {"operator": "LessThan", "value": 1}}
+REFUSED = [
+    ("filter", "by-label", {"label": "x"}, "validValues"),
+    ("filter", "by-label", {}, "label"),
+    ("filter", "endpoint-attribute-filter", {"attribute": "x", "algorithm": THRESHOLD}, "nearest"),
+    ("filter", "endpoint-attribute-filter", {"attribute": "waiting"}, "algorithm"),
+    (
+        "filter",
+        "label-selector-filter",
+        {"matchExpressions": [{"key": "x", "operator": "In"}]},
+        "values",
+    ),
+    (
+        "filter",
+        "label-selector-filter",
+        {"matchExpressions": [{"key": "x", "operator": "Exists", "values": ["y"]}]},
+        "no values",
+    ),
+    ("filter", "utilization-filter", {"conditions": []}, "length >= 1"),
+    (
+        "filter",
+        "utilization-filter",
+        {"conditions": [{"metric": "kv-cache-utilization", "maxValue": 80}]},
+        "at most 1",
+    ),
+    ("filter", "prefix-cache-affinity-filter", {"maxTtftPenaltyMs": 1}, "maxTtftPenaltyMs"),
+    ("scorer", "active-request-scorer", {"maxBusyScore": 1.5}, "<= 1"),
+    ("scorer", "token-load-scorer", {"queueThresholdTokens": 0}, ">= 1"),
+    (
+        "scorer",
+        "endpoint-attribute-scorer",
+        {
+            "attributeKey": "waiting",
+            "algorithm": {
+                "type": "linear_lower_is_better",
+                "normalization": {"adaptiveRange": {}, "fixedRange": {"min": 0, "max": 1}},
+            },
+        },
+        "at most one",
+    ),
+    (
+        "scorer",
+        "endpoint-attribute-scorer",
+        {
+            "attributeKey": "waiting",
+            "algorithm": {
+                "type": "linear_lower_is_better",
+                "normalization": {"fixedRange": {"min": 1, "max": 1}},
+            },
+        },
+        "min below max",
+    ),
+    ("picker", "random-picker", {"maxNumOfEndpoints": 0}, ">= 1"),
+]
+TABLES = {"filter": registry.FILTERS, "scorer": registry.SCORERS, "picker": registry.PICKERS}
+
+
+@pytest.mark.parametrize(("role", "kind", "params", "said"), REFUSED)
+def test_parameters_that_cannot_be_meant_are_refused(role, kind, params, said):
+    """An error names what was wanted, as soon as the plugin is made."""
+    with pytest.raises(msgspec.ValidationError, match=said):
+        msgspec.convert(params, TABLES[role][kind])
+
+
+def test_what_a_plugin_reads_follows_from_its_parameters():
+    """A plugin over named numbers needs the signals of those numbers and no others."""
+    convert = msgspec.convert
+    metrics = ("active-requests", "kv-cache-utilization")
+    conditions = [{"metric": metric, "maxValue": 1} for metric in metrics]
+    bounded = convert({"conditions": conditions}, registry.FILTERS["utilization-filter"])
+    assert sorted(signal.value for signal in bounded.needs) == ["in_flight", "kv_usage"]
+    for name, attribute in attributes.ATTRIBUTES.items():
+        params = {"attribute": name, "algorithm": THRESHOLD}
+        made = convert(params, registry.FILTERS["endpoint-attribute-filter"])
+        assert made.needs == {attribute.signal}
+
+
+def test_every_attribute_is_read():
+    """Each name leads to a number of a candidate that has them all."""
+    known = builders.candidate("a", waiting=1, running=1, kv_usage=0.5, matched_tokens=3)
+    for attribute in attributes.ATTRIBUTES.values():
+        assert attribute.read(known) is not None
+
+
+@pytest.mark.parametrize("text", ["", "5", "5-", "-5", "a-b", "9-5", "1-2-3", "1.5-2", "٣-٤"])
+def test_labels_that_are_no_range(text):
+    """Only two whole numbers in order make a range."""
+    assert context_length.parse(text) is None
+
+
+def test_unknown_levels_of_a_peer_are_left_out():
+    """Levels nobody knows, and text that is no pair, do not disturb the others."""
+    assert topology.parse("host = n1 ,planet=earth,rack,zone=") == {"host": "n1"}

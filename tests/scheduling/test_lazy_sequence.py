@@ -1,0 +1,43 @@
+"""A sequence that is made when somebody first looks at it."""
+
+import sys
+
+from extproc.decision import Late
+from extproc.scheduling.costs.estimated_time import EstimatedTime
+from extproc.testing import builders
+
+
+def test_it_is_made_once_and_only_when_looked_at():
+    """Nothing is made before somebody looks, and nothing twice."""
+    made = []
+
+    def make():
+        made.append(1)
+        return ["a", "b", "c"]
+
+    late = Late(make)
+    assert not made
+    assert (len(late), late[0], late[1:], list(late)) == (3, "a", ["b", "c"], ["a", "b", "c"])
+    assert len(made) == 1
+
+
+def test_it_equals_what_it_stands_for():
+    """Two decisions with the same terms are the same, however the terms are kept."""
+    late = Late(lambda: ["a", "b"])
+    assert late == ["a", "b"] == late
+    assert late == Late(lambda: ("a", "b"))
+    assert late != ["a"]
+    assert late != ["a", "c"]
+    assert late != 2
+    assert repr(late) == "['a', 'b']"
+
+
+def test_terms_do_not_keep_the_prompt():
+    """What is held for explaining a cost later is numbers: the ring of decisions drops prompts."""
+    prompt = bytes(1000)
+    without = sys.getrefcount(prompt)
+    turn = builders.turn(prompt=prompt, prompt_tokens=250)
+    priced = EstimatedTime().price(turn, builders.candidates({"one": {}, "two": {}}))
+    del turn
+    assert sys.getrefcount(prompt) == without
+    assert len(priced.terms[0][1]) == 2

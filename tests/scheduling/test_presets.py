@@ -1,0 +1,126 @@
+"""The default profile against small fleets that serve no real time: only counts and beliefs."""
+
+from collections import Counter, deque
+from random import Random
+
+import pytest
+
+from extproc.endpoint import Candidate, Endpoint
+from extproc.prefix_cache import blocks
+from extproc.prefix_cache.index import PrefixIndex
+from extproc.request import BYTES_PER_TOKEN, Request
+from extproc.scheduling import presets
+from extproc.scheduling.context import Turn
+
+
+class Fleet:
+    """Endpoints nobody scrapes, an index, and requests that finish in the order they came."""
+
+    def __init__(self, size=8, *, open_requests=64, seed=5, profile="balanced"):
+        self.endpoints = [Endpoint(f"10.0.0.{i}:8000") for i in range(size)]
+        self.index = PrefixIndex(50_000)
+        self.slots = [self.index.slot((e.address, e.incarnation)) for e in self.endpoints]
+        self.in_flight = [0] * size
+        self.open = deque()
+        self.limit = open_requests
+        self.rng = Random(seed)
+        self.profile = presets.profiles()[profile]
+        self.picks = Counter()
+
+    def send(self, prompt):
+        """Route one request; the place of its endpoint."""
+        request = Request("chat", "m", prompt=prompt, prompt_tokens=len(prompt) // BYTES_PER_TOKEN)
+        chain = blocks.chain(prompt, b"m")
+        depths = self.index.match(chain)
+        tokens = blocks.DEFAULT.tokens
+        candidates = [
+            Candidate(e, in_flight=n, requests=float(n), matched_tokens=tokens[depths[slot]])
+            for e, n, slot in zip(self.endpoints, self.in_flight, self.slots, strict=True)
+        ]
+        decision = self.profile.run(Turn(request, 0.0, self.rng, blocks=chain), candidates)
+        assert decision.degraded == ""
+        place = self.endpoints.index(decision.endpoints[0])
+        self.index.record((decision.endpoints[0].address, 0), chain)
+        self.in_flight[place] += 1
+        self.picks[place] += 1
+        self.open.append(place)
+        if len(self.open) > self.limit:
+            self.in_flight[self.open.popleft()] -= 1
+        return place
+
+    @property
+    def unevenness(self):
+        """Most picks of an endpoint over the mean."""
+        return max(self.picks.values()) * len(self.endpoints) / self.picks.total()
+
+
+def text(rng, size):
+    return rng.randbytes(size)
+
+
+@pytest.mark.parametrize("size", [600, 2_000, 8_000, 32_000])
+def test_a_short_common_beginning_does_not_draw_all_traffic(size):
+    """1000 prompts that share only their first block stay within 1.2 of an even spread."""
+    fleet, rng = Fleet(), Random(3)
+    common = text(rng, 256)
+    for _ in range(1000):
+        fleet.send(common + text(rng, size))
+    assert len(fleet.picks) == 8
+    assert fleet.unevenness <= 1.2
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9])
+def test_a_long_common_beginning_spreads_once_everybody_is_busy(share):
+    """A system prompt that all requests share is learnt by all endpoints under load."""
+    fleet, rng = Fleet(open_requests=256), Random(3)
+    common = text(rng, int(8192 * share))
+    for _ in range(2000):
+        fleet.send(common + text(rng, int(8192 * (1 - share))))
+    assert len(fleet.picks) == 8
+    assert fleet.unevenness <= 1.3
+
+
+def test_a_burst_spreads_over_idle_endpoints_without_a_scrape():
+    """100 different prompts at once, none finished, within 1.5 of an even spread."""
+    fleet, rng = Fleet(open_requests=1000), Random(4)
+    for _ in range(100):
+        fleet.send(text(rng, 4000))
+    assert fleet.unevenness <= 1.5
+
+
+def test_a_burst_of_one_prompt_does_not_stay_on_one_endpoint():
+    """The same prompt 400 times at once reaches every endpoint, cached or not."""
+    fleet, rng = Fleet(open_requests=1000), Random(4)
+    prompt = text(rng, 8192)
+    for _ in range(400):
+        fleet.send(prompt)
+    assert len(fleet.picks) == 8
+
+
+@pytest.mark.parametrize("system", [0, 2048])
+def test_conversations_stay_on_their_endpoint(system):
+    """At least nine of ten follow-up turns go where the turn before went, and load stays even."""
+    fleet, rng = Fleet(), Random(6)
+    common = text(rng, system)
+    talks = [common + text(rng, 1024) for _ in range(100)]
+    homes = [fleet.send(talk) for talk in talks]
+    stayed = turns = 0
+    for _ in range(1500):
+        at = rng.randrange(len(talks))
+        talks[at] += text(rng, rng.randrange(300, 1500))
+        place = fleet.send(talks[at])
+        stayed += place == homes[at]
+        turns += 1
+        homes[at] = place
+    assert stayed / turns >= 0.9
+    assert fleet.unevenness <= 1.5
+
+
+@pytest.mark.parametrize("name", ["least-request", "round-robin", "random"])
+def test_plain_profiles_spread(name):
+    """The one-word profiles spread identical prompts evenly."""
+    fleet, rng = Fleet(profile=name), Random(6)
+    prompt = text(rng, 2048)
+    for _ in range(1600):
+        fleet.send(prompt)
+    assert fleet.unevenness <= 1.25

@@ -1,0 +1,435 @@
+"""Reading one page: points 112 to 116 of the protocol checklist, and arbitrary bytes."""
+
+import pathlib
+import random
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from extproc.endpoint import Load, Totals
+from extproc.scrape import engines, metrics_page
+from tests.support.seeded import examples
+
+DATA = pathlib.Path(__file__).parents[1] / "data"
+LORA = (DATA / "vllm-0.32-after-lora-load.txt").read_bytes()
+IDLE = (DATA / "vllm-0.32-idle.txt").read_bytes()
+
+
+def read(*lines, **options) -> Load:
+    """The load of a page of these lines."""
+    load = metrics_page.read("\n".join(lines).encode() + b"\n", 7.0, **options)
+    assert isinstance(load, Load), load
+    return load
+
+
+def test_a_real_page_is_read_whole():
+    """Every field of a real vLLM 0.32 page is found."""
+    assert metrics_page.read(LORA, 7.0) == Load(
+        at=7.0,
+        engine="vllm",
+        waiting=0.0,
+        running=0.0,
+        kv_usage=0.0,
+        adapters=frozenset(),
+        waiting_adapters=frozenset(),
+        adapter_slots=2,
+        kv_blocks=256,
+        block_tokens=32,
+        prefix_queries=254591.0,
+        prefix_hits=46944.0,
+        started_at=1.79518724195e09,
+        totals=Totals(
+            steps=2141.0,
+            step_tokens=215327.0,
+            prompt_tokens=254591.0,
+            generated_tokens=7680.0,
+            finished=120.0,
+            finished_prompt_tokens=254591.0,
+            prefills=120.0,
+            prefill_s=6.04624703799891,
+            queued_s=460.67279821500097,
+            preemptions=5.0,
+        ),
+    )
+
+
+def test_113_a_page_without_adapters_is_no_error():
+    """Checklist 113: the lora family without samples leaves adapters unknown, the rest known."""
+    load = metrics_page.read(IDLE, 7.0)
+    assert isinstance(load, Load)
+    assert (load.adapters, load.waiting_adapters, load.adapter_slots) == (None, None, None)
+    assert (load.running, load.kv_blocks) == (0.0, 256)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_families_may_come_in_any_order(seed):
+    """A real page with its families shuffled reads the same."""
+    head, *families = LORA.split(b"# HELP ")
+    random.Random(seed).shuffle(families)
+    shuffled = head + b"".join(b"# HELP " + family for family in families)
+    assert metrics_page.read(shuffled, 7.0) == metrics_page.read(LORA, 7.0)
+
+
+def test_lines_may_come_in_any_order_without_comments():
+    """A page without any comment, its lines shuffled, reads the same."""
+    lines = [line for line in LORA.splitlines() if not line.startswith(b"#")]
+    random.Random(1).shuffle(lines)
+    assert metrics_page.read(b"\n".join(lines), 7.0) == metrics_page.read(LORA, 7.0)
+
+
+def test_112_gauges_with_and_without_labels_are_read():
+    """Checklist 112: vLLM names are read, whatever labels they carry."""
+    load = read("vllm:num_requests_waiting 4", 'vllm:num_requests_running{a="b"}\t3.0')
+    assert (load.engine, load.waiting, load.running) == ("vllm", 4.0, 3.0)
+
+
+def test_112_a_label_filter_is_honoured():
+    """Checklist 112: name{label=value} reads only the samples that carry the label."""
+    load = read(
+        'nv_trt_llm_request_metrics{model="m",request_type="waiting",version="1"} 3',
+        'nv_trt_llm_request_metrics{model="m",request_type="context",version="1"} 9',
+        'nv_trt_llm_request_metrics{model="m",request_type="scheduled",version="1"} 4',
+        'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="m"} 0.25',
+        'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="m"} 5000',
+        'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per",model="m"} 64',
+    )
+    assert (load.engine, load.waiting, load.running, load.kv_usage) == ("triton", 3.0, 4.0, 0.25)
+    assert (load.kv_blocks, load.block_tokens) == (5000, 64)
+
+
+def test_113_the_newest_adapter_set_wins():
+    """Checklist 113: of several label sets the one with the highest value counts."""
+    load = read(
+        'vllm:lora_requests_info{max_lora="2",running_lora_adapters="a,b",'
+        'waiting_lora_adapters=""} 1.79e9',
+        'vllm:lora_requests_info{max_lora="4",running_lora_adapters="c",'
+        'waiting_lora_adapters="d"} 1.795187350704317e+09',
+        'vllm:lora_requests_info{max_lora="2",running_lora_adapters="",'
+        'waiting_lora_adapters=""} 1.7951873538e+08',
+    )
+    assert (load.adapters, load.waiting_adapters) == (frozenset("c"), frozenset("d"))
+    assert load.adapter_slots == 4
+
+
+def test_113_of_equally_new_adapter_sets_the_later_line_wins():
+    """A tie goes to the later line; a set whose value is garbage never wins."""
+    load = read(
+        'vllm:lora_requests_info{running_lora_adapters="a"} 5',
+        'vllm:lora_requests_info{running_lora_adapters="b"} 5',
+        'vllm:lora_requests_info{running_lora_adapters="c"} +Inf',
+        'vllm:lora_requests_info{running_lora_adapters="d"} soon',
+    )
+    assert (load.adapters, load.waiting_adapters) == (frozenset("b"), None)
+
+
+def test_114_adapter_lists_are_split_and_trimmed():
+    """Checklist 114: comma lists are trimmed, empty entries dropped, max_lora is an int."""
+    load = read(
+        'vllm:lora_requests_info{max_lora="8",running_lora_adapters=" a , b,,",'
+        'waiting_lora_adapters=" "} 1.0'
+    )
+    assert (load.adapters, load.waiting_adapters) == (frozenset("ab"), frozenset())
+    assert load.adapter_slots == 8
+
+
+def test_label_values_may_hold_anything():
+    """Braces, commas, quotes, hashes and spaces inside label values mislead nobody."""
+    nasty = r"x} 9 # {y=\"1\"},num_gpu_blocks=\"7\", max_lora=\\"
+    load = read(
+        f'vllm:num_requests_waiting{{model_name="{nasty}",engine="0"}} 5',
+        f'vllm:num_requests_running{{engine="0",model_name="{nasty}"}} 6 1795187350704',
+        f'vllm:cache_config_info{{a="{nasty}",block_size="16",num_gpu_blocks="256"}} 1.0',
+        r'vllm:lora_requests_info{running_lora_adapters="a\"b\\,\nc"} 1',
+    )
+    assert (load.waiting, load.running) == (5.0, 6.0)
+    assert (load.block_tokens, load.kv_blocks) == (16, 256)
+    assert load.adapters == {'a"b\\', "c"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (
+            ["sglang:num_queue_reqs 3", "sglang:num_running_reqs 2", "sglang:token_usage 0.5"],
+            ("sglang", 3.0, 2.0, 0.5),
+        ),
+        (
+            [
+                "trtllm_num_requests_waiting 3",
+                "trtllm_num_requests_running 2",
+                "trtllm_kv_cache_utilization 0.5",
+            ],
+            ("trtllm", 3.0, 2.0, 0.5),
+        ),
+        (
+            [
+                'nv_inference_pending_request_count{model="a",version="1"} 3',
+                'nv_inference_pending_request_count{model="b",version="1"} 4',
+                'nv_inference_exec_count{model="a",version="1"} 123456',
+            ],
+            ("triton", 7.0, None, None),
+        ),
+        (
+            ["vllm:num_requests_waiting 3", "vllm:gpu_cache_usage_perc 0.5"],
+            ("vllm", 3.0, None, 0.5),
+        ),
+    ],
+)
+def test_115_engines_are_recognised_by_their_names(lines, expected):
+    """Checklist 115: SGLang, TensorRT-LLM, Triton and older vLLM names work without a label."""
+    load = read(*lines)
+    assert (load.engine, load.waiting, load.running, load.kv_usage) == expected
+
+
+def test_115_the_engine_label_is_tried_first():
+    """Checklist 115: on a page with names of two engines the label decides."""
+    lines = ("vllm:num_requests_waiting 1", "sglang:num_queue_reqs 2")
+    assert read(*lines).waiting == 1.0
+    assert read(*lines, engine_type="sglang").waiting == 2.0
+
+
+def test_115_a_wrong_engine_label_does_not_blind():
+    """A label whose names the page does not have falls back to what it has."""
+    load = read("sglang:num_queue_reqs 2", engine_type="vllm")
+    assert (load.engine, load.waiting) == ("sglang", 2.0)
+
+
+def test_sglang_tells_its_work_by_mode():
+    """Tokens computed and decoded so far are one family; prompt tokens are of finished requests."""
+    totals = read(
+        "sglang:prompt_tokens_total 900",
+        "sglang:num_requests_total 3",
+        'sglang:realtime_tokens_total{mode="prefill_compute",tp_rank="0"} 700',
+        'sglang:realtime_tokens_total{mode="prefill_cache",tp_rank="0"} 300',
+        'sglang:realtime_tokens_total{mode="decode",tp_rank="0"} 50',
+    ).totals
+    assert (totals.finished, totals.finished_prompt_tokens) == (3.0, 900.0)
+    assert (totals.computed_tokens, totals.decoded_tokens) == (700.0, 50.0)
+
+
+def test_sglang_capacity_is_read_from_labels_or_gauges():
+    """SGLang told its pages by labels before 0.5.11 and by gauges since."""
+    old = read("sglang:token_usage 0", 'sglang:cache_config_info{num_pages="9",page_size="4"} 1')
+    new = read("sglang:token_usage 0", "sglang:num_pages 9", "sglang:page_size 4")
+    assert (old.kv_blocks, old.block_tokens) == (new.kv_blocks, new.block_tokens) == (9, 4)
+
+
+def test_116_a_missing_metric_does_not_block_the_others():
+    """Checklist 116: what is missing is None, what is there is read."""
+    load = read("vllm:kv_cache_usage_perc 0.5")
+    assert (load.kv_usage, load.waiting, load.running) == (0.5, None, None)
+
+
+@pytest.mark.parametrize("garbage", ["NaN", "+Inf", "-1", "1_0", "0x1", "many", '{a="b', "1e999"])
+def test_116_garbage_on_one_line_costs_only_that_value(garbage):
+    """A value that is no count is unknown; its neighbours are read."""
+    load = read(f"vllm:num_requests_waiting {garbage}", "vllm:num_requests_running 2")
+    assert (load.waiting, load.running) == (None, 2.0)
+
+
+@pytest.mark.parametrize(("value", "usage"), [("1.0000001", 1.0), ("1.5", None), ("37", None)])
+def test_a_share_over_one_is_unknown(value, usage):
+    """A share that is no share, perhaps a percentage, is not trusted."""
+    assert read(f"vllm:kv_cache_usage_perc {value}").kv_usage == usage
+
+
+def test_data_parallel_counts_are_summed_and_shares_averaged():
+    """Several engine="n" series: counts add up, usage is the mean, capacity adds up."""
+    load = read(
+        "# TYPE vllm:num_requests_waiting gauge",
+        'vllm:num_requests_waiting{engine="0"} 3',
+        'vllm:num_requests_waiting{engine="1"} 4',
+        "# TYPE vllm:kv_cache_usage_perc gauge",
+        'vllm:kv_cache_usage_perc{engine="0"} 0.2',
+        'vllm:kv_cache_usage_perc{engine="1"} 0.4',
+        "# TYPE vllm:cache_config_info gauge",
+        'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1',
+        'vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="50"} 1',
+    )
+    assert (load.waiting, load.kv_usage) == (7.0, pytest.approx(0.3))
+    assert (load.kv_blocks, load.block_tokens) == (150, 16)
+
+
+def test_one_garbled_rank_makes_the_sum_unknown():
+    """A sum with an unknown addend is unknown, not smaller."""
+    load = read(
+        'vllm:num_requests_waiting{engine="0"} 3', 'vllm:num_requests_waiting{engine="1"} ?'
+    )
+    assert load.waiting is None
+
+
+def test_pages_of_ranks_put_together_are_summed():
+    """A proxy that joins the pages of its ranks loses none of them."""
+    twice = metrics_page.read(LORA + LORA, 7.0)
+    assert isinstance(twice, Load)
+    assert (twice.prefix_hits, twice.kv_blocks) == (2 * 46944.0, 512)
+
+
+def test_names_that_begin_alike_are_not_confused():
+    """num_requests_waiting_by_reason is not num_requests_waiting."""
+    load = read(
+        'vllm:num_requests_waiting_by_reason{reason="capacity"} 8',
+        "vllm:num_requests_waiting 1",
+        'vllm:num_requests_waiting_by_reason{reason="deferred"} 9',
+    )
+    assert load.waiting == 1.0
+
+
+def test_line_ends_exemplars_and_time_stamps_are_passed_over():
+    """Carriage returns, OpenMetrics exemplars and time stamps do not spoil a value."""
+    load = read(
+        "vllm:num_requests_waiting 1\r",
+        'vllm:prefix_cache_hits_total{engine="0"} 5 # {trace_id="x"} 1.0 1.6e9',
+        "vllm:num_requests_running 2 1.5e9",
+    )
+    assert (load.waiting, load.prefix_hits, load.running) == (1.0, 5.0, 2.0)
+
+
+def test_a_page_of_an_unknown_engine_says_nothing():
+    """Valid text of no known engine is a load that knows nothing."""
+    assert metrics_page.read(b"# HELP go x\ngo_goroutines 7\n", 7.0) == Load(at=7.0)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\n\n", b"# HELP a b\n", b"<html>404</html>", b"\x00\xff\x89PNG", b'{"a": 1}']
+)
+def test_what_is_no_metrics_page_is_said_so(body):
+    """Empty, HTML, JSON and binary bodies are a value with a reason."""
+    found = metrics_page.read(body, 7.0)
+    assert isinstance(found, metrics_page.Unreadable)
+    assert found.reason
+
+
+def _pieces():
+    words = (
+        b'vllm:num_requests_waiting|vllm:lora_requests_info|sglang:token_usage|# TYPE |{|}|"|\\'
+        b"|=|,| |\n|#|1.0|NaN|max_lora|running_lora_adapters|vllm:cache_config_info{num_gpu_blocks="
+    )
+    names = st.sampled_from(words.split(b"|"))
+    return st.lists(names | st.binary(max_size=4), max_size=40).map(b"".join)
+
+
+@hypothesis.given(_pieces())
+@hypothesis.settings(max_examples=examples(400), deadline=None)
+def test_any_bytes_give_a_load_or_a_reason(body):
+    """Arbitrary bytes never raise, and a load never holds a number that is none."""
+    found = metrics_page.read(body, 7.0)
+    if isinstance(found, Load):
+        for value in (found.waiting, found.running, found.prefix_hits):
+            assert value is None or 0 <= value < float("inf")
+        assert found.kv_usage is None or 0 <= found.kv_usage <= 1
+
+
+@hypothesis.given(st.integers(0, len(LORA)), st.binary(max_size=20), st.integers(0, 200))
+@hypothesis.settings(max_examples=examples(200), deadline=None)
+def test_a_damaged_real_page_never_raises(at, noise, gap):
+    """A real page cut, patched and spliced anywhere is read or refused."""
+    damaged = LORA[:at] + noise + LORA[at + gap :]
+    assert isinstance(metrics_page.read(damaged, 7.0), Load | metrics_page.Unreadable)
+
+
+@hypothesis.given(
+    counts=st.lists(st.integers(0, 10**6), min_size=1, max_size=5),
+    text=st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12),
+)
+@hypothesis.settings(max_examples=examples(200), deadline=None)
+def test_any_label_value_round_trips(counts, text):
+    """Whatever a model is called, its counts add up and its adapter keeps its name."""
+    label = text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    lines = [
+        f'vllm:num_requests_waiting{{engine="{rank}",model_name="{label}"}} {count}.0'
+        for rank, count in enumerate(counts)
+    ]
+    lines.append(f'vllm:lora_requests_info{{running_lora_adapters="{label}"}} 1.0')
+    load = read(*lines)
+    assert load.waiting == sum(counts)
+    assert load.adapters == {name for part in text.split(",") if (name := part.strip())}
+
+
+def test_the_table_names_each_engine_once():
+    """Every type label of the checklist has its row."""
+    labels = [engine.type_label for engine in engines.TABLE]
+    assert sorted(labels) == ["sglang", "triton", "triton-tensorrt-llm", "trtllm-serve", "vllm"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"vllm:cache_config_info{" + b"a" * 1_000_000 + b"} 1\n",
+        b"vllm:cache_config_info{" + b'a="' * 300_000 + b"} 1\n",
+        b"vllm:lora_requests_info{" + b'"' * 1_000_000,
+        b'vllm:num_requests_waiting{engine="0"} 1 2\n' * 20_000,
+        b"vllm:num_requests_waiting_x 1\n" * 30_000,
+        b" \n" * 300_000,
+        b"a" * 1_000_000,
+    ],
+)
+def test_a_page_made_to_be_slow_is_not(body):
+    """Time grows with the length of a page, not with its square: these would take minutes."""
+    assert isinstance(metrics_page.read(body, 7.0), Load | metrics_page.Unreadable)
+
+
+_NUMBERS = st.one_of(
+    st.floats(allow_nan=True, allow_infinity=True).map(str),
+    st.integers(-(10**400), 10**400).map(str),
+    st.sampled_from(["1e308", "1e300", "-1", "NaN", "+Inf", "-Inf", "9" * 400, "1_0", "0x1", ""]),
+)
+
+
+@hypothesis.given(st.lists(_NUMBERS, min_size=8, max_size=8))
+@hypothesis.settings(max_examples=examples(300), deadline=None)
+def test_numbers_of_any_size_read_as_bounded_ones_or_none(numbers):
+    """Whatever numbers a page holds, what is read can be summed and multiplied over a fleet."""
+    a, b, c, d, e, f, g, h = numbers
+    load = read(
+        f"vllm:num_requests_waiting {a}",
+        f"vllm:num_requests_running {b}",
+        f"vllm:prefix_cache_queries_total {c}",
+        f"vllm:kv_cache_usage_perc {d}",
+        f'vllm:cache_config_info{{block_size="{e}",num_gpu_blocks="{f}"}} 1',
+        f'vllm:lora_requests_info{{max_lora="{g}"}} 5',
+        f"process_start_time_seconds {h}",
+    )
+    ranges = (
+        (load.waiting, metrics_page.MAX_REQUESTS),
+        (load.running, metrics_page.MAX_REQUESTS),
+        (load.prefix_queries, metrics_page.MAX_TOTAL),
+        (load.kv_usage, 1.0),
+        (load.block_tokens, metrics_page.MAX_BLOCK_TOKENS),
+        (load.kv_blocks, metrics_page.MAX_KV_BLOCKS),
+        (load.adapter_slots, metrics_page.MAX_ADAPTER_SLOTS),
+        (load.started_at, metrics_page.MAX_STARTED_AT),
+    )
+    assert all(value is None or 0 <= value <= most for value, most in ranges)
+    assert load.kv_tokens is None or float(load.kv_tokens) <= 2.0**50
+
+
+def test_a_sum_beyond_its_range_is_unknown():
+    """Two ranks within the range that are beyond it together count as no number."""
+    half = metrics_page.MAX_REQUESTS * 0.75
+    load = read(
+        f'vllm:num_requests_waiting{{engine="0"}} {half}',
+        f'vllm:num_requests_waiting{{engine="1"}} {half}',
+    )
+    assert load.waiting is None
+
+
+def test_long_and_numerous_adapter_names_are_left_out():
+    """An adapter name has at most 512 bytes, and a label at most 4096 names."""
+    load = read('vllm:lora_requests_info{running_lora_adapters="a,' + "b" * 513 + '"} 1')
+    assert load.adapters == {"a"}
+    names = ",".join(map(str, range(5000)))
+    load = read(f'vllm:lora_requests_info{{running_lora_adapters="{names}"}} 1')
+    assert load.adapters is not None
+    assert len(load.adapters) == metrics_page.MAX_NAMES
+
+
+def test_a_family_of_too_many_samples_is_unknown():
+    """The lines that are read of one page are counted, so its size bounds the work."""
+    line = b'vllm:num_requests_waiting{engine="0"} 1\n'
+    within = metrics_page.read(line * metrics_page.MAX_SAMPLES, 7.0)
+    beyond = metrics_page.read(line * (metrics_page.MAX_SAMPLES + 1), 7.0)
+    assert isinstance(within, Load)
+    assert isinstance(beyond, Load)
+    assert (within.waiting, beyond.waiting) == (float(metrics_page.MAX_SAMPLES), None)

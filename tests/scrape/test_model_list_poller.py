@@ -1,0 +1,236 @@
+import asyncio
+import random
+
+import pytest
+
+from extproc.endpoint import Endpoint, Models
+from extproc.pool import store
+from extproc.scrape import client, model_list_poller, models_page, schedule, scraper
+
+LIST = b'{"data": [{"id": "m"}, {"id": "lora", "parent": "m"}]}'
+LISTED = Models(frozenset({"m"}), frozenset({"lora"}))
+PAGE = b"vllm:num_requests_waiting 3\n"
+
+
+class Engine:
+    """Answers both pages; a list may be a failure. The clock stands unless a test moves it."""
+
+    def __init__(self, *labelled, interval_s=30.0):
+        self.now = 100.0
+        self.page = PAGE
+        self.list = LIST
+        self.missed = 0
+        self.asked = []
+        self.forgotten = []
+        self.facts = []
+        self.fleet = store.Fleet(lambda _: None)
+        endpoint = Endpoint("10.0.0.1:8000", labels=dict(labelled))
+        self.fleet.replace([endpoint], 0.0)
+        self.scraper = scraper.Scraper(
+            scraper.Settings(models=model_list_poller.Settings(interval_s=interval_s, jitter=0.0)),
+            self.fleet,
+            client=self,
+            clock=lambda: self.now,
+            rng=random.Random(1),
+            on_fact=self.facts.append,
+            missed=lambda: self.missed,
+        )
+        self.watch = scraper.Watch(self.scraper, self.fleet.pool.members[0])
+
+    async def get(self, where):
+        path = where.request.split()[1].decode()
+        self.asked.append((where.port, path))
+        return self.list if path == models_page.PATH else self.page
+
+    def forget(self, where):
+        self.forgotten.append(where.port)
+
+    @property
+    def models(self):
+        return self.fleet.pool.members[0].models
+
+    @property
+    def lists(self):
+        """How often the models were asked for."""
+        return sum(path == models_page.PATH for _, path in self.asked)
+
+    async def at(self, *moments):
+        """A scrape at each of these seconds."""
+        for moment in moments:
+            self.now = 100.0 + moment
+            await self.watch.step()
+        return self.lists
+
+
+def test_a_new_endpoint_is_asked_with_its_first_scrape_and_then_seldom():
+    """Once at once, then once an interval, however often loads are scraped."""
+
+    async def scene():
+        engine = Engine()
+        assert await engine.at(0) == 1
+        assert engine.models == LISTED
+        assert await engine.at(0.2, 5, 29.9) == 1
+        assert await engine.at(30.0) == 2
+        assert await engine.at(30.2, 59.9) == 2
+        assert await engine.at(60.0) == 3
+        first = engine.facts[:2]
+        assert [(fact.listing, fact.outcome) for fact in first] == [(False, "ok"), (True, "ok")]
+
+    asyncio.run(scene())
+
+
+def test_never_means_never():
+    """Without an interval nobody is asked."""
+
+    async def scene():
+        engine = Engine(interval_s=None)
+        assert await engine.at(0, 100, 1000) == 0
+        assert engine.models is None
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    "failure", [client.Failed("status 404"), client.Failed("timeout"), b"<html>", b'{"data": []}']
+)
+def test_a_failed_list_leaves_what_is_known_and_is_tried_again_sooner(failure):
+    """After 2, 4, 8 s and at last every interval; the names stay."""
+
+    async def scene():
+        engine = Engine()
+        await engine.at(0)
+        engine.list = failure
+        assert await engine.at(30.0, 31.9) == 2
+        assert await engine.at(32.0, 35.9) == 3
+        assert await engine.at(36.0, 43.9) == 4
+        assert await engine.at(44.0, 60.0, 90.0) == 7
+        assert await engine.at(119.9) == 7
+        assert engine.models == LISTED
+        assert engine.facts[-2].outcome == getattr(failure, "reason", "unreadable")
+        engine.list = LIST
+        assert await engine.at(120.0, 149.9) == 8
+
+    asyncio.run(scene())
+
+
+def test_an_endpoint_that_never_listed_anything_stays_unknown():
+    """No list is not an empty list."""
+
+    async def scene():
+        engine = Engine()
+        engine.list = client.Failed("status 404")
+        await engine.at(0, 2, 6)
+        assert engine.models is None
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("reason", sorted(scraper.UNREACHABLE))
+def test_who_cannot_be_reached_is_not_asked_for_more(reason):
+    """A refused or hung scrape is not followed by a second one."""
+
+    async def scene():
+        engine = Engine()
+        engine.page = client.Failed(reason)
+        assert await engine.at(0, 1) == 0
+        engine.page = client.Failed("status 404")
+        assert await engine.at(2) == 1
+
+    asyncio.run(scene())
+
+
+def test_a_restarted_engine_is_asked_at_once():
+    """Another process may serve other models."""
+
+    async def scene():
+        engine = Engine()
+        engine.page = PAGE + b"process_start_time_seconds 1000\n"
+        assert await engine.at(0, 1) == 1
+        engine.page = PAGE + b"process_start_time_seconds 2000\n"
+        engine.list = b'{"data": [{"id": "other"}]}'
+        assert await engine.at(2, 3) == 2
+        assert engine.models == Models(frozenset({"other"}))
+
+    asyncio.run(scene())
+
+
+def test_requests_for_unlisted_models_hurry_the_next_list():
+    """Once after each such request, and never within 5 s of the last list."""
+
+    async def scene():
+        engine = Engine()
+        assert await engine.at(0, 3) == 1
+        engine.missed += 1
+        assert await engine.at(3.2, 4.9) == 1
+        assert await engine.at(5.0, 29.9) == 2
+        engine.missed += 100
+        assert await engine.at(30.0) == 3
+        assert await engine.at(34.9, 36.0) == 3
+        engine.missed += 1
+        assert await engine.at(36.2, 60.0) == 4
+
+    asyncio.run(scene())
+
+
+def test_models_are_asked_for_on_the_port_that_serves():
+    """A metrics-port label moves the metrics only; both connections are closed at the end."""
+
+    async def scene():
+        engine = Engine(("metrics-port", "9100"))
+        await engine.at(0)
+        assert engine.asked == [(9100, "/metrics"), (8000, "/v1/models")]
+        async with asyncio.TaskGroup() as tasks:
+            await engine.scraper.step(tasks)
+            engine.fleet.replace([], 0.0)
+            await engine.scraper.step(tasks)
+        assert engine.forgotten == [9100, 8000]
+
+    asyncio.run(scene())
+
+
+def test_a_list_that_outlives_its_endpoint_is_dropped():
+    """Names of an earlier life are not those of the new one."""
+    held = store.Fleet(lambda _: None)
+    held.replace([Endpoint("10.0.0.1:1")], 0.0)
+    old = held.pool.members[0].endpoint
+    held.replace([], 0.0)
+    held.replace([Endpoint("10.0.0.1:1")], 0.0)
+    held.observe_models(old, LISTED)
+    assert held.pool.members[0].models is None
+
+
+def test_waits_are_spread():
+    """Ten engines that start together are not asked together for ever."""
+    rng = random.Random(1)
+    waits = [
+        schedule.listing_wait_s(30.0, retry_s=2.0, jitter=0.1, failures=0, rng=rng)
+        for _ in range(100)
+    ]
+    assert 27.0 <= min(waits) < 28.0
+    assert 32.0 < max(waits) <= 33.0
+    assert schedule.listing_wait_s(30.0, retry_s=2.0, jitter=0.0, failures=5000, rng=rng) == 30.0
+
+
+def test_both_pages_share_a_connection(http):
+    """Over sockets: the metrics page, then the list, on one kept connection."""
+
+    async def scene():
+        served = http.Server(http.answer(PAGE), http.answer(LIST))
+        async with http.serving(served, "127.0.0.1"):
+            held = store.Fleet(lambda _: None)
+            held.replace([Endpoint(f"127.0.0.1:{served.port}")], 0.0)
+            fetch = client.Client(timeout_s=60.0, cap_bytes=10_000)
+            subject = scraper.Scraper(
+                scraper.Settings(models=model_list_poller.Settings(interval_s=30.0)),
+                held,
+                client=fetch,
+                clock=asyncio.get_running_loop().time,
+                rng=random.Random(1),
+            )
+            await scraper.Watch(subject, held.pool.members[0]).step()
+            fetch.close()
+            assert served.connections == 1
+            assert b"accept: application/json\r\n" in served.requests[1]
+            return held.pool.members[0].models
+
+    assert asyncio.run(scene()) == LISTED

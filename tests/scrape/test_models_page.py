@@ -1,0 +1,97 @@
+import json
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.endpoint import Models
+from extproc.request import MAX_NAME_BYTES
+from extproc.scrape import models_page
+
+
+def page(*cards):
+    return json.dumps({"object": "list", "data": list(cards)}).encode()
+
+
+def test_vllm_lists_base_and_adapters():
+    """Cards with a parent are adapters, the others names of the base model.
+
+    Source: docs/spec/engines.md#models-page.
+    """
+    card = {"object": "model", "created": 1, "owned_by": "vllm", "permission": [{"id": "p"}]}
+    found = models_page.read(
+        page(
+            {**card, "id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": 4096},
+            {**card, "id": "small", "root": "/models/tiny", "parent": None},
+            {**card, "id": "lora-a", "root": "/loras/a", "parent": "tiny", "max_model_len": None},
+        )
+    )
+    assert found == Models(frozenset({"tiny", "small"}), frozenset({"lora-a"}))
+    assert "tiny" in found
+    assert "lora-a" in found
+    assert "lora-b" not in found
+
+
+@pytest.mark.parametrize("parent", ["", "m", 3, [], {}])
+def test_a_parent_that_is_none_of_another_model_makes_no_adapter(parent):
+    """Engines put other things into `parent`, such as nothing, or the model itself."""
+    assert models_page.read(page({"id": "m", "parent": parent})) == Models(frozenset({"m"}))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"404 page not found",
+        b"[]",
+        b"{}",
+        b'{"data": {}}',
+        b'{"data": [{"name": "m"}]}',
+        b'{"data": [{"id": "m"}, {"id": 3}]}',
+        b'{"data": [{"id": ""}]}',
+        b'{"data": [{"id": "m"}]',
+        b'{"data": [{"id": "\xff"}]}',
+        b"[" * 100_000,
+    ],
+)
+def test_what_is_no_whole_list_is_none(content):
+    """A page that is not understood whole leaves the models unknown."""
+    assert models_page.read(content) is None
+
+
+def test_an_empty_list_says_nothing():
+    """An engine that lists no model is not kept from all traffic."""
+    assert models_page.read(page()) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        page(*({"id": f"m{n}"} for n in range(models_page.MOST_NAMES + 1))),
+        page({"id": "m" * (MAX_NAME_BYTES + 1)}),
+        page({"id": "m"}) + b" " * models_page.LARGEST_BYTES,
+    ],
+)
+def test_lists_are_bounded(content):
+    """A list longer than is taken is not taken in part."""
+    assert models_page.read(content) is None
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read(content):
+    """No bytes make reading raise."""
+    models_page.read(content)
+
+
+def test_what_a_parent_is_made_of_is_not_built():
+    """A parent of another type makes no adapter, whatever it holds; one of broken text no list."""
+    objects = b"[" + b"{}," * 300_000 + b"{}]"
+    content = b'{"data":[{"id":"m","parent":%b}]}' % objects
+    tracemalloc.start()
+    read = models_page.read(content)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (read.bases, read.adapters) == ({"m"}, frozenset())
+    assert peak < len(content)
+    assert models_page.read(b'{"data":[{"id":"m","parent":"\\ud800"}]}') is None

@@ -1,0 +1,111 @@
+import random
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from extproc.scrape import schedule
+
+STEADY = schedule.Pace(jitter=0.0)
+
+
+def wait(
+    settings=STEADY,
+    *,
+    busy=False,
+    busy_endpoints=0,
+    idle_endpoints=1,
+    failures=0,
+    refused=False,
+):
+    return schedule.wait_s(
+        settings,
+        busy=busy,
+        busy_endpoints=busy_endpoints,
+        idle_endpoints=idle_endpoints,
+        failures=failures,
+        refused=refused,
+        rng=random.Random(1),
+    )
+
+
+def test_fast_where_traffic_goes_slow_where_not():
+    """A busy endpoint is asked every fast interval, an idle one every slow one."""
+    assert wait(busy=True, busy_endpoints=1) == 0.2
+    assert wait() == 2.0
+
+
+def test_many_endpoints_stretch_every_interval():
+    """100 busy endpoints share 100 scrapes per second."""
+    assert wait(busy=True, busy_endpoints=100, idle_endpoints=0) == pytest.approx(1.0)
+    assert wait(idle_endpoints=1000) == pytest.approx(10.0)
+
+
+def test_failures_back_off_to_a_cap():
+    """The wait doubles with each failure in a row and stops at the cap."""
+    waits = [wait(failures=count) for count in range(1, 9)]
+    assert waits == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0])
+    assert wait(failures=10**9) == 10.0
+
+
+@hypothesis.given(failures=st.integers(1, 10**9), idle=st.integers(1, 200), seed=st.integers())
+def test_a_refused_endpoint_is_scraped_again_within_two_seconds(failures, idle, seed):
+    """However often nobody listened, the next look ends within 2 s, jitter and tick included."""
+    settings = schedule.Pace()
+    wait_s = schedule.wait_s(
+        settings,
+        busy=False,
+        busy_endpoints=0,
+        idle_endpoints=idle,
+        failures=failures,
+        refused=True,
+        rng=random.Random(seed),
+    )
+    assert 0.0 < schedule.to_tick_s(0.0, wait_s, pace=settings) <= 2.0 + 1e-9
+
+
+def test_a_refused_endpoint_is_scraped_no_later_than_any_other_failing_one():
+    """Shorter caps hold for refused endpoints too, and a large fleet stretches their wait."""
+    short = schedule.Pace(jitter=0.0, slow_s=1.0, backoff_cap_s=0.5)
+    assert wait(short, failures=9, refused=True) == 0.5
+    assert wait(schedule.Pace(jitter=0.0, slow_s=1.0), failures=9, refused=True) == 0.975
+    assert wait(idle_endpoints=1000, failures=9, refused=True) == pytest.approx(1.975 * 5)
+    assert wait(idle_endpoints=9000, failures=9, refused=True) == pytest.approx(10.0)
+
+
+@hypothesis.given(
+    busy=st.booleans(),
+    busy_endpoints=st.integers(0, 5000),
+    idle_endpoints=st.integers(0, 5000),
+    failures=st.integers(0, 10**6),
+    refused=st.booleans(),
+    seed=st.integers(),
+)
+def test_the_jitter_stays_in_its_share(
+    busy, busy_endpoints, idle_endpoints, failures, refused, seed
+):
+    """Every wait is within ten per cent of the wait without jitter, and above zero."""
+    facts = {
+        "busy": busy,
+        "busy_endpoints": busy_endpoints,
+        "idle_endpoints": idle_endpoints,
+        "failures": failures,
+        "refused": refused,
+    }
+    spread = schedule.wait_s(schedule.Pace(), rng=random.Random(seed), **facts)
+    # The cap of a refused one makes room for the jitter.
+    steady = wait(**facts)
+    if refused:
+        assert 0 < spread <= 1.1 * steady * (1 + 1e-9)
+        return
+    assert 0 < 0.9 * steady <= spread * (1 + 1e-9)
+    assert spread <= 1.1 * steady * (1 + 1e-9)
+
+
+@hypothesis.given(now=st.floats(0, 1e7), wait_s=st.floats(0, 100))
+def test_waits_end_on_ticks(now, wait_s):
+    """A wait is lengthened by less than one tick, to a multiple of it."""
+    longer = schedule.to_tick_s(now, wait_s, pace=STEADY)
+    assert wait_s <= longer <= wait_s + STEADY.tick_s
+    ticks = (now + longer) / STEADY.tick_s
+    assert ticks == pytest.approx(round(ticks), abs=1e-3)

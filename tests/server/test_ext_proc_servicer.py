@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from extproc.protocol.messages import Kind
+from extproc.server import stream_handler
+from extproc.wire import codec
+from tests.support import ext_proc_script, serving
+from tests.support.pool_fixture import House
+
+BODY = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
+
+
+class Context:
+    """A call whose client says nothing until the test does."""
+
+    def __init__(self):
+        self.began = asyncio.Event()
+        self.said = asyncio.get_running_loop().create_future()
+
+    async def read(self):
+        self.began.set()
+        return await self.said
+
+
+class Writing(Context):
+    """A call that is decided by its first message, and whose answer takes as long as the test wants."""
+
+    def __init__(self):
+        super().__init__()
+        self.said.set_result(
+            codec.decode(ext_proc_script.request_headers(ends=True).encode(ext_proc_script.DUPLEX))
+        )
+        self.writes = asyncio.Event()
+        self.written = asyncio.get_running_loop().create_future()
+
+    def peer(self):
+        return "ipv4:127.0.0.1:1"
+
+    async def write(self, _):
+        self.writes.set()
+        await self.written
+
+
+async def test_an_answer_that_is_being_said_is_said_before_the_end():
+    """A call of which a write was cancelled is never ended by gRPC."""
+    async with serving.serving(House({ext_proc_script.ONE: None})) as scene:
+        context = Writing()
+        handler = asyncio.ensure_future(scene.servicer.process(None, context))
+        await context.writes.wait()
+        released = asyncio.ensure_future(scene.servicer.release(5.0, apart_s=0.0))
+        await asyncio.wait([handler, released], timeout=0.01)
+        assert not context.written.cancelled()
+        context.written.set_result(None)
+        await released
+        await handler
+        tallies = scene.servicer.shared.tallies
+        assert (tallies.streams["ok"], tallies.streams_open) == (1, 0)
+
+
+async def test_a_read_under_way_is_left_to_end_by_itself():
+    """When the client leaves: gRPC would lose memory for good with each that is cancelled."""
+    async with serving.serving(House({})) as scene:
+        context = Context()
+        handler = asyncio.ensure_future(scene.servicer.process(None, context))
+        await context.began.wait()
+        handler.cancel()
+        await asyncio.wait([handler], timeout=0.01)
+        assert not handler.done()
+        assert not context.said.cancelled()
+        context.said.set_result(grpc.aio.EOF)
+        with pytest.raises(asyncio.CancelledError):
+            await handler
+        tallies = scene.servicer.shared.tallies
+        assert (tallies.streams["cancelled"], tallies.streams_open) == (1, 0)
+
+
+async def open_streams(scene, count):
+    """Streams on one connection whose requests were decided, the oldest first."""
+    streams = []
+    for _ in range(count):
+        streams.append(scene.stream())
+        await streams[-1].say(ext_proc_script.request_headers(ends=True))
+        await streams[-1].hear()
+    return streams
+
+
+async def test_one_stream_of_a_connection_is_served_until_the_others_ended():
+    """After GOAWAY the connection ends with its last stream, and with it what nobody read."""
+    async with serving.serving(House({ext_proc_script.ONE: None})) as scene:
+        kept, *others = await open_streams(scene, 3)
+        released = asyncio.ensure_future(scene.servicer.release(5.0, apart_s=3600.0))
+        for one in others:
+            assert await one.call.code() is grpc.StatusCode.OK
+        await kept.say(ext_proc_script.response_headers())
+        assert await kept.hear() == [ext_proc_script.answer_headers()]
+        assert not released.done()
+        assert await kept.end() is grpc.StatusCode.OK
+        await released
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+async def test_all_streams_are_released(count):
+    async with serving.serving(House({ext_proc_script.ONE: None})) as scene:
+        streams = await open_streams(scene, count)
+        await scene.servicer.release(5.0, apart_s=0.0 if count > 1 else 3600.0)
+        for one in streams:
+            assert await one.call.code() is grpc.StatusCode.OK
+        assert scene.servicer.shared.tallies.streams_open == 0
+
+
+def fail_at(monkeypatch, kind):
+    """Let every stream run into a bug with messages of one kind."""
+    turn = stream_handler.Stream.turn
+
+    def broken(stream, event):
+        if event.kind is kind:
+            raise ZeroDivisionError
+        return turn(stream, event)
+
+    monkeypatch.setattr(stream_handler.Stream, "turn", broken)
+
+
+@pytest.mark.parametrize("kind", [Kind.REQUEST_HEADERS, Kind.REQUEST_BODY, Kind.RESPONSE_HEADERS])
+async def test_servicer_answers_a_bug_with_500(monkeypatch, kind):
+    """Until the response began the client hears of it, and the stream ends with OK."""
+    fail_at(monkeypatch, kind)
+    house = House({ext_proc_script.ONE: None})
+    script = {
+        Kind.REQUEST_HEADERS: ext_proc_script.request_headers(),
+        Kind.REQUEST_BODY: ext_proc_script.request_body(BODY, ends=True),
+        Kind.RESPONSE_HEADERS: ext_proc_script.response_headers(),
+    }
+    # The stream ends with the answer, and gRPC refuses to send what comes later.
+    messages = list(script.values())[: list(script).index(kind) + 1]
+    async with serving.serving(house) as scene:
+        stream = scene.stream()
+        await stream.say(*messages)
+        said = [one for one in await stream.rest() if one.status]
+        assert [one.status for one in said] == [500]
+        assert said[0].error["error"]["code"] == 500
+        assert await stream.call.code() is grpc.StatusCode.OK
+        await scene.idle()
+        assert house.in_flight == 0
+        assert scene.servicer.shared.tallies.bugs.total() == 1
+
+
+async def test_servicer_ends_a_stream_with_internal_once_the_response_began(monkeypatch):
+    """A response that cannot be gone on with is broken off; its data plane decides what then."""
+    fail_at(monkeypatch, Kind.RESPONSE_BODY)
+    house = House({ext_proc_script.ONE: None})
+    async with serving.serving(house) as scene:
+        stream = scene.stream()
+        await stream.say(
+            ext_proc_script.request_headers(ends=True), ext_proc_script.response_headers()
+        )
+        await stream.hear(2)
+        await stream.say(ext_proc_script.response_body(b"x"))
+        assert await stream.call.code() is grpc.StatusCode.INTERNAL
+        await scene.idle()
+        assert house.in_flight == 0
+
+
+async def test_servicer_turns_away_what_exceeds_max_streams_and_nothing_else():
+    """With as many streams as are allowed all are served; the next gets 429 until a place is free."""
+    house = House({ext_proc_script.ONE: None})
+    async with serving.serving(house, max_streams=2) as scene:
+        first, _ = await open_streams(scene, 2)
+        crowded = scene.stream()
+        await crowded.say(ext_proc_script.request_headers(ends=True))
+        assert [said.status for said in await crowded.rest()] == [429]
+        assert await crowded.call.code() is grpc.StatusCode.OK
+        assert house.in_flight == 2
+        tallies = scene.servicer.shared.tallies
+        assert tallies.of("").rejections == {(429, "rejected-saturated"): 1}
+        assert await first.end() is grpc.StatusCode.OK
+        while tallies.streams_open > 1:
+            await asyncio.sleep(0)
+        (after,) = await open_streams(scene, 1)
+        assert await after.end() is grpc.StatusCode.OK

@@ -1,0 +1,265 @@
+"""Requests that wait at a gate: for endpoints, deadlines, priorities and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+
+from extproc.config.flow_control import Holding
+from extproc.decision import Decision, Rejection
+from extproc.flow_control.rate_limit import Limit
+from extproc.request import RawRequest
+from extproc.server.flow_control_shell import Granted, Held, Reservation
+from tests.server.gate_scene import A, B, Place, answered
+
+
+async def test_a_request_waits_for_the_first_endpoint():
+    """Held while there is none, sent on when one comes, charged to it."""
+    place = Place()
+    held = place.ask()
+    assert isinstance(held, Held)
+    place.come(A)
+    (granted,) = await answered(held)
+    assert isinstance(granted, Granted)
+    assert granted.decision.endpoints[0].address == A
+    assert place.house.fleet.pool.members[0].account.in_flight == 1
+    assert place.gate.queue.count == 0
+    assert place.gate.outcomes == {"went": 1}
+
+
+async def test_a_gateway_s_own_choice_does_not_wait():
+    """A subset hint that nobody fits is 503 at once, as the protocol has it."""
+    place = Place()
+    body = b'{"model": "m", "prompt": "x"}'
+    raw = RawRequest({":method": "POST", ":path": "/v1/completions"}, body, subset=(A,))
+    prepared = place.house.dispatcher.prepare(raw)
+    assert place.house.dispatcher.decide(prepared, place.now).waits_s is None
+
+
+async def test_held_requests_are_spread_over_what_comes():
+    """A new endpoint is not flooded: it gets what it can begin within the limit."""
+    place = Place()
+    # 100 us for each of 4000 tokens: two fill the half second of an endpoint.
+    held = [place.ask(tokens=3200) for _ in range(6)]
+    place.come(A)
+    await answered(*held[:2])
+    assert [one.answer.done() for one in held] == [True, True, False, False, False, False]
+    place.come(A, B)
+    await answered(*held[:4])
+    accounts = [member.account.in_flight for member in place.house.fleet.pool.members]
+    assert accounts == [2, 2]
+    place.house.now += 10.0
+    place.gate.pump()
+    await answered(*held)
+    place.gate.close()
+
+
+async def test_busy_endpoints_are_waited_for():
+    """An engine with requests in front is busy until a scrape says otherwise."""
+    place = Place(A)
+    place.load(A, waiting=20, running=8, kv_usage=0.9)
+    held = place.ask()
+    assert isinstance(held, Held)
+    assert held.why.status == 429
+    place.load(A, waiting=0, running=4, kv_usage=0.5)
+    (granted,) = await answered(held)
+    assert isinstance(granted, Granted)
+
+
+async def test_without_a_scrape_nobody_is_busy():
+    """A late scrape never turns into an outage."""
+    place = Place(A)
+    place.load(A, waiting=20, running=8)
+    place.house.now += 120.0
+    assert isinstance(place.ask(), Decision)
+
+
+async def test_waits_end_at_their_deadline():
+    """503 while there is no endpoint, 429 while all are busy; the header may ask for less."""
+    place = Place(empty_timeout_s=5, timeout_s=3)
+    empty, short = place.ask(), place.ask(x_extproc_hold_ms="1000")
+    place.house.now += 1.5
+    place.gate.pump()
+    (told,) = await answered(short)
+    assert (told.status, told.reason) == (503, "rejected-no-endpoints")
+    assert not empty.answer.done()
+    place.house.now += 4.0
+    place.gate.pump()
+    assert (await answered(empty))[0].status == 503
+    busy = Place(A, timeout_s=3)
+    busy.load(A, waiting=20, running=8)
+    held = busy.ask()
+    busy.house.now += 3.0
+    busy.gate.pump()
+    (told,) = await answered(held)
+    assert (told.status, told.reason) == (429, "rejected-ttl-expired")
+    assert told.retry_after_s >= 1
+    assert place.gate.outcomes["expired"] == 2
+
+
+async def test_no_time_is_no_wait():
+    """A timeout of nothing answers at once."""
+    told = Place(empty_timeout_s=0).ask()
+    assert isinstance(told, Rejection)
+    assert told.status == 503
+
+
+async def test_a_client_that_leaves_is_gone_at_once():
+    """Waiting or just granted: nothing stays charged or kept."""
+    place = Place()
+    one, other = place.ask(), place.ask()
+    place.gate.left(one, place.now)
+    assert place.gate.queue.count == 1
+    place.come(A)
+    await answered(other)
+    place.gate.left(other, place.now)
+    assert place.house.fleet.pool.members[0].account.in_flight == 0
+    assert place.gate.outcomes == {"left": 1, "went": 1}
+
+
+async def test_priorities_displace_and_overtake():
+    """A full queue makes room for more important requests."""
+    place = Place(max_requests=2)
+    first, last = place.ask(), place.ask()
+    vip = place.ask(priority=3)
+    (told,) = await answered(last)
+    assert (told.status, told.reason) == (429, "evicted-priority")
+    refused = place.ask()
+    assert isinstance(refused, Rejection)
+    place.come(A)
+    order = []
+    for name, held in (("first", first), ("vip", vip)):
+        held.answer.add_done_callback(lambda _, name=name: order.append(name))
+    await answered(first, vip)
+    await asyncio.sleep(0)
+    assert order == ["vip", "first"]
+
+
+async def test_the_end_of_the_picker_ends_waits():
+    """503 with the reason, for who waits and who comes."""
+    place = Place()
+    held = place.ask()
+    place.gate.close()
+    (told,) = await answered(held)
+    assert (told.status, told.reason) == (503, "rejected-shutting-down")
+    assert place.ask().reason == "rejected-shutting-down"
+
+
+async def test_tenants_are_limited():
+    """Over the limit is 429; what an answer did not use is given back."""
+    place = Place(A, limit=Limit(tokens_per_s=10.0, burst_s=10.0))
+    body = b'{"model": "m", "prompt": "abcd", "max_tokens": 90}'
+    headers = {":method": "POST", ":path": "/v1/completions", "x-llm-d-inference-fairness-id": "t"}
+    prepared = place.house.dispatcher.prepare(RawRequest(headers, body))
+    assert place.gate.tenant(prepared) == "t"
+    reserved = place.gate.reserve(prepared, place.now)
+    assert place.gate.reserve(prepared, place.now).status == 429
+    place.gate.used(reserved, {"prompt": 1, "completion": 5}, place.now)
+    assert isinstance(place.gate.reserve(prepared, place.now), Reservation)
+    assert place.gate.queue.turns.attained("t", place.now) == pytest.approx(10.0)
+
+
+async def test_a_header_that_is_no_number_counts_as_absent():
+    """Bad input of a client changes nothing."""
+    held = Place(empty_timeout_s=7).ask(x_extproc_hold_ms="-5", x_llm_d_slo_ttft_ms="soon")
+    assert held.waiter.deadline == held.waiter.arrived + 7
+    assert held.waiter.slo_s == math.inf
+
+
+async def test_promises_end_with_the_wait():
+    """What a request that waits will hold counts while it waits, however that ends."""
+    place = Place(A, B, profile="adaptive", timeout_s=5)
+    for address in (A, B):
+        place.load(address, waiting=20, running=8, kv_usage=0.5)
+    accounts = [member.account for member in place.house.fleet.pool.members]
+    held = [place.ask(tokens=400) for _ in range(3)]
+    assert sum(account.open_tokens for account in accounts) > 1000
+    place.gate.left(held[0], place.now)
+    place.load(A, waiting=0, running=4, kv_usage=0.5)
+    await answered(held[1])
+    place.gate.pump()
+    place.house.now += 6.0
+    place.gate.pump()
+    await answered(*held[1:])
+    for one in held[1:]:
+        if isinstance(one.answer.result(), Granted):
+            one.answer.result().ticket.close(place.now)
+    assert [account.open_tokens for account in accounts] == [0.0, 0.0]
+
+
+async def test_the_timer_is_for_the_first_deadline():
+    """A request that may wait less brings it forward, one that may wait longer does not."""
+    place = Place(empty_timeout_s=100)
+    place.ask()
+    late = place.gate._timer
+    place.ask(x_extproc_hold_ms="50000")
+    soon = place.gate._timer
+    assert late.cancelled()
+    assert soon.when() < late.when()
+    place.ask(x_extproc_hold_ms="70000")
+    assert place.gate._timer is soon
+    place.gate.close()
+    assert soon.cancelled()
+
+
+async def test_the_timer_is_set_again_when_it_was_due():
+    """As long as somebody waits."""
+    place = Place()
+    place.ask(x_extproc_hold_ms="1")
+    pumped = asyncio.Event()
+    turns, pump = [], place.gate.pump
+
+    def pumping():
+        turns.append(place.now)
+        pump()
+        if len(turns) == 3:
+            pumped.set()
+
+    place.gate.pump = pumping
+    await pumped.wait()
+    place.gate.close()
+
+
+async def test_promises_end_with_a_refusal():
+    """A request that waited too long holds nothing of the endpoint it waited for."""
+    place = Place(A, B, profile="adaptive", timeout_s=5)
+    for address in (A, B):
+        place.load(address, waiting=20, running=8, kv_usage=0.5)
+    accounts = [member.account for member in place.house.fleet.pool.members]
+    held = [place.ask(tokens=400) for _ in range(3)]
+    assert sum(account.open_tokens for account in accounts) > 1000
+    place.house.now += 6.0
+    place.gate.pump()
+    assert all(one.status == 429 for one in await answered(*held))
+    assert [account.open_tokens for account in accounts] == [0.0, 0.0]
+
+
+async def test_other_settings_are_gone_by():
+    """Limits that stay keep what was taken; headers and half-life are the new ones."""
+    limited = {"limit": Limit(requests_per_s=0.1, burst_s=10.0)}
+    place = Place(A, **limited)
+    headers = {":method": "POST", ":path": "/v1/completions", "x-team": "t"}
+    raw = RawRequest(headers, b'{"model": "m", "prompt": "x"}')
+    prepared = place.house.dispatcher.prepare(raw)
+    assert isinstance(place.gate.reserve(prepared, place.now), Reservation)
+    place.gate.adopt(Holding(enabled=True, half_life_s=1.0, **limited))
+    assert place.gate.reserve(prepared, place.now).status == 429
+    place.gate.queue.turns.charge("t", 64.0, place.now)
+    assert place.gate.queue.turns.attained("t", place.now + 2.0) == pytest.approx(16.0)
+    place.gate.adopt(Holding(enabled=True, tenant_header="X-Team", **limited))
+    assert place.gate.tenant(prepared) == "t"
+    place.gate.adopt(Holding(enabled=True))
+    assert place.gate.reserve(prepared, place.now).charge is None
+
+
+async def test_what_an_answer_used_counts_in_place_of_the_estimate():
+    """Turns follow the difference, so that the prompt counts once."""
+    place = Place(A)
+    body = b'{"model": "m", "prompt": "' + b"x" * 4000 + b'"}'
+    raw = RawRequest({":method": "POST", ":path": "/v1/completions"}, body)
+    reserved = place.gate.reserve(place.house.dispatcher.prepare(raw), place.now)
+    assert reserved.prompt_tokens == 1000
+    place.gate.used(reserved, {"prompt": 1010, "completion": 5}, place.now)
+    assert place.gate.queue.turns.attained("", place.now) == pytest.approx(20.0)

@@ -1,0 +1,199 @@
+"""The Lease over real HTTP, against a server that keeps one and does what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+
+import pytest
+from aiohttp import web
+
+from extproc.config import election
+from extproc.demo import stack
+from extproc.discovery.kubernetes import settings as watching
+from extproc.election import leader_elector, lease_state
+from extproc.election.settings import Settings
+from extproc.errors import ConfigError
+from extproc.server import lease_client
+
+FIRST = lease_state.Put("me", 15, 0, acquired=True, version="")
+NAME, PLACE = "l", "n"
+ALL = f"/apis/coordination.k8s.io/v1/namespaces/{PLACE}/leases"
+
+
+class Api:
+    """One Lease behind HTTP: creates, reads, and replaces where the version fits."""
+
+    def __init__(self, folder):
+        self.token = "right"
+        self.lease = None
+        self.asked = []
+        self.next = None
+        self._version = 0
+        self._folder = folder
+        self._port = stack.free_port()
+
+    def kubeconfig(self, token="right"):
+        (self._folder / "token").write_text(token)
+        user = {"tokenFile": str(self._folder / "token")}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "c",
+            "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+            "clusters": [{"name": "k", "cluster": {"server": f"http://127.0.0.1:{self._port}"}}],
+            "users": [{"name": "u", "user": user}],
+        }
+        path = self._folder / "kubeconfig"
+        path.write_text(json.dumps(config))
+        return str(path)
+
+    async def answer(self, request):
+        self.asked.append((request.method, request.path))
+        if request.headers.get("Authorization") != f"Bearer {self.token}":
+            return refused(401, "Unauthorized")
+        if self.next is not None:
+            return self.next
+        if request.method == "GET":
+            return web.json_response(self.lease) if self.lease else refused(404, "not found")
+        sent = await request.json()
+        stored = self.lease["metadata"]["resourceVersion"] if self.lease else ""
+        if request.method == "PUT" and not self.lease:
+            return refused(404, "not found")
+        if sent["metadata"].get("resourceVersion", "") != stored:
+            return refused(409, "the object has been modified")
+        self._version += 1
+        sent["metadata"]["resourceVersion"] = str(self._version)
+        self.lease = sent
+        return web.json_response(sent, status=201 if request.method == "POST" else 200)
+
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self.answer)
+        runner = web.AppRunner(application, shutdown_timeout=0.05)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self._port).start()
+        try:
+            yield
+        finally:
+            await runner.cleanup()
+
+
+def refused(status, message):
+    return web.json_response({"kind": "Status", "code": status, "message": message}, status=status)
+
+
+@contextlib.asynccontextmanager
+async def opened(kubeconfig, **times):
+    wanted = Settings(name=NAME, namespace=PLACE, **times)
+    reaching = watching.Settings(sources=(), kubeconfig=kubeconfig)
+    one = lease_client.Leases(election.Plan(wanted, reaching))
+    await one.open()
+    try:
+        yield one
+    finally:
+        await one.close()
+
+
+@contextlib.asynccontextmanager
+async def kept(folder, **times):
+    """A server, and a way to its Lease."""
+    api = Api(folder)
+    async with api.serving(), opened(api.kubeconfig(), **times) as one:
+        yield api, one
+
+
+async def test_created_renewed_and_read(tmp_path):
+    """A create, a replacement and a read agree on version, holder and transitions."""
+    async with kept(tmp_path) as (api, one):
+        assert await one.look() is None
+        made = await one.put(FIRST)
+        assert made == lease_state.Record("me", 15, 0, "1")
+        renewed = await one.put(lease_state.Put("me", 15, 0, acquired=False, version="1"))
+        assert renewed.version == "2"
+        assert await one.look() == renewed
+        path = f"{ALL}/{NAME}"
+        assert api.asked == [("GET", path), ("POST", ALL), ("PUT", path), ("GET", path)]
+        spec = api.lease["spec"]
+        assert spec["acquireTime"] < spec["renewTime"]
+
+
+async def test_labels_of_others_stay(tmp_path):
+    """What somebody wrote into the Lease is written back."""
+    async with kept(tmp_path) as (api, one):
+        await one.put(FIRST)
+        api.lease["metadata"]["labels"] = {"team": "a"}
+        await one.look()
+        await one.put(lease_state.Put("me", 15, 0, acquired=False, version="1"))
+        assert api.lease["metadata"]["labels"] == {"team": "a"}
+
+
+async def test_outrun(tmp_path):
+    """A write that comes second is refused, which is no failure; so is one to a deleted Lease."""
+    async with kept(tmp_path) as (api, one):
+        await one.put(FIRST)
+        late = await one.put(FIRST)
+        assert (late.outrun, "409" in late.message) == (True, True)
+        api.lease = None
+        gone = await one.put(lease_state.Put("me", 15, 0, acquired=False, version="1"))
+        assert gone.outrun
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((403, "leases is forbidden"), ["403", 'verbs: ["get", "create", "update"]']),
+        ((404, "namespaces not found"), ["404", "Lease n/l"]),
+        ((500, "etcd is away"), ["500", "etcd is away"]),
+    ],
+)
+async def test_refusals_are_told(tmp_path, answer, words):
+    """With the Lease, the status, the server's words and, where rights are missing, which."""
+    async with kept(tmp_path) as (api, one):
+        api.next = refused(*answer)
+        failed = await one.put(FIRST)
+        assert isinstance(failed, leader_elector.Failed)
+        assert not failed.outrun
+        assert all(word in failed.message for word in words), failed.message
+
+
+async def test_an_answer_that_is_no_lease(tmp_path):
+    """Is a failure, not an error."""
+    async with kept(tmp_path) as (api, one):
+        api.next = web.Response(text="<html>")
+        assert isinstance(await one.look(), leader_elector.Failed)
+
+
+async def test_a_server_that_does_not_answer(tmp_path):
+    """Every call ends within half of what a leader has."""
+    api = Api(tmp_path)
+    with socket.create_server(("127.0.0.1", api._port)):
+        async with opened(api.kubeconfig(), renew_s=0.2, retry_s=0.1) as one:
+            async with asyncio.timeout(60.0):
+                failed = await one.look()
+    assert "no answer" in failed.message
+
+
+async def test_a_token_that_was_rotated(tmp_path):
+    """Refused once, it is read again for the next attempt."""
+    async with kept(tmp_path) as (api, one):
+        await one.put(FIRST)
+        api.token = "new"
+        api.kubeconfig("new")
+        assert isinstance(await one.look(), leader_elector.Failed)
+        assert await one.look() == lease_state.Record("me", 15, 0, "1")
+
+
+async def test_a_kubeconfig_that_is_none(tmp_path):
+    """Is an error at the start."""
+    with pytest.raises(ConfigError, match="kubeconfig"):
+        async with opened(str(tmp_path / "none")):
+            pass
+
+
+def test_identities_differ():
+    """Two processes of one pod's name are two candidates."""
+    assert lease_client._identity() != lease_client._identity()

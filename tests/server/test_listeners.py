@@ -1,0 +1,26 @@
+import socket
+
+import pytest
+
+from extproc.errors import ConfigError
+from extproc.server import listeners
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+async def test_a_taken_port_is_one_error_and_no_output(host, capfd):
+    """The library is not asked to bind it, because it prints lines of its own about that."""
+    listening = listeners.listener(1 << 20)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--grpc-port: .*port {port} to be free"):
+            listeners.bind(listening, f"{host}:{port}", flag="--grpc-port")
+    await listening.stop(None)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_free_port_is_not_taken():
+    """A socket that is closed leaves nothing behind."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert listeners.is_taken("127.0.0.1", port)
+    assert not listeners.is_taken("127.0.0.1", port)

@@ -1,0 +1,109 @@
+"""How long the event loop is held, with clocks that a test turns."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from extproc.server import loop_stalls
+from extproc.telemetry.counters import Tallies
+from extproc.telemetry.exposition import Exposition
+
+
+class Scene:
+    def __init__(self):
+        self.tallies = Tallies()
+        self.now = self.computed = 0.0
+        self.subject = loop_stalls.StallMeter(
+            self.tallies, clock=lambda: self.now, thread_time=lambda: self.computed
+        )
+
+    def pass_(self, seconds, *, computing=0.0):
+        self.now += seconds
+        self.computed += computing
+        self.subject.look()
+
+    def above(self, bound, *, cpu=False):
+        found = self.tallies.loop_stall_cpu_s if cpu else self.tallies.loop_stall_s
+        return sum(found.counts[found.bounds.index(bound) + 1 :])
+
+
+async def test_lateness_is_noted():
+    """A timer that is due and not called was held up; one that is in time was not."""
+    scene = Scene()
+    scene.tallies.streams_open = 1
+    scene.subject.start()
+    for _ in range(5):
+        scene.pass_(loop_stalls.BUSY_S)
+    assert scene.above(0.001) == 0
+    scene.pass_(loop_stalls.BUSY_S + 0.06, computing=0.06)
+    assert (scene.above(0.05), scene.above(0.1)) == (1, 0)
+    assert scene.above(0.05, cpu=True) == 1
+    scene.subject.stop()
+
+
+async def test_time_of_other_processes_is_told_apart():
+    """Lateness without computing is a machine with no core to spare, or a call that blocks."""
+    scene = Scene()
+    scene.subject.start()
+    scene.pass_(loop_stalls.QUIET_S + 2.0, computing=0.004)
+    assert (scene.above(1), scene.above(0.005, cpu=True)) == (1, 0)
+    # What was computed in time before is no hold.
+    scene.pass_(loop_stalls.QUIET_S + 0.002, computing=0.09)
+    assert scene.above(0.005, cpu=True) == 0
+    scene.subject.stop()
+
+
+async def test_a_stream_that_opens_shortens_the_interval():
+    """Nobody waits while no stream is open; from the first one on holds are seen within 20 ms."""
+    scene = Scene()
+    loop = asyncio.get_running_loop()
+    scene.subject.start()
+    assert scene.subject._timer.when() - loop.time() > loop_stalls.BUSY_S
+    scene.tallies.streams_open = 1
+    scene.subject.wake()
+    timer = scene.subject._timer
+    assert timer.when() - loop.time() <= loop_stalls.BUSY_S
+    scene.subject.wake()
+    assert scene.subject._timer is timer
+    scene.subject.stop()
+    scene.subject.wake()
+    assert scene.subject._timer is None
+
+
+async def test_a_held_loop_shows_on_the_page():
+    """The real loop, held for a while by a callback, and the page that says so."""
+    tallies = Tallies()
+    tallies.streams_open = 1
+    subject = loop_stalls.StallMeter(tallies)
+    subject.start()
+    looks = 0
+
+    def hold():
+        clock = loop_stalls.time.monotonic
+        until = clock() + 0.12
+        while clock() < until:
+            pass
+
+    asyncio.get_running_loop().call_soon(hold)
+    while not looks:
+        await asyncio.sleep(0.01)
+        looks = sum(tallies.loop_stall_s.counts[tallies.loop_stall_s.bounds.index(0.05) + 1 :])
+    subject.stop()
+    page = Exposition(tallies, dict, clock=lambda: 0.0, gauges={}, about={}).render().decode()
+    assert 'extproc_loop_stall_seconds_bucket{le="0.05"}' in page
+    assert "extproc_loop_stall_cpu_seconds_sum" in page
+
+
+async def test_a_look_that_raises_is_not_the_last():
+    """The supervisor hears of it, and the timer is set again."""
+    times = iter([0.0])
+    subject = loop_stalls.StallMeter(Tallies(), clock=lambda: 0.0, thread_time=lambda: next(times))
+    subject.start()
+    before = subject._timer
+    with pytest.raises(StopIteration):
+        subject.look()
+    assert subject._timer is not before
+    assert not subject._timer.cancelled()
+    subject.stop()

@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from extproc.config import loader
+from extproc.discovery.discovered_pool import Found
+from extproc.endpoint import Endpoint
+from extproc.errors import ConfigError
+from extproc.pool import inference_policy
+from extproc.request import RawRequest
+from extproc.routing import pool_match
+from extproc.scheduling.plugin_guard import Guards
+from extproc.scrape import client, scraper
+from extproc.server.pool_registry import Sites
+from extproc.server.pool_runtime import Shared, Site
+from extproc.telemetry.counters import Tallies
+
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
+A, B, C = "127.0.0.11:9", "127.0.0.12:9", "127.0.0.13:9"
+
+
+def read(text):
+    return loader.settings(loader.parse(HEAD + text, where="f.yaml"))
+
+
+def sites(text, *, written=None, heard=True):
+    tallies = Tallies()
+    shared = Shared(
+        tallies,
+        Guards(lambda: 0.0, tallies.plugins),
+        client.Client(timeout_s=1.0, cap_bytes=1),
+        scraper.Census(),
+        lambda: 1.0,
+    )
+    return Sites(read(text), shared, written=written or {}, heard=lambda: heard)
+
+
+def found(*addresses, **facts):
+    return Found(tuple(Endpoint(address) for address in addresses), **facts)
+
+
+def ask(subject, host="x", model="m"):
+    body = json.dumps({"model": model, "prompt": "x"}).encode()
+    headers = {":method": "POST", ":path": "/v1/completions", ":authority": host}
+    return subject.switchboard.route(RawRequest(headers, body), 1.0)
+
+
+def where(subject, **request):
+    routed = ask(subject, **request)
+    return getattr(routed.outcome, "endpoints", [routed.outcome])[0]
+
+
+TWO = f"""
+pools:
+- {{name: a, endpoints: ['{A}'], match: {{hosts: [a]}}}}
+- {{name: b, endpoints: ['{B}'], scheduling: {{strategy: random}}}}
+"""
+
+
+async def test_written_pools_know_their_endpoints_after_sync():
+    """Each has its own fleet, claim and profile; all of them have to be known."""
+    subject = sites(TWO)
+    assert not subject.synced
+    await subject.sync()
+    assert subject.synced
+    assert where(subject, host="a").address == A
+    assert where(subject, host="z").address == B
+    assert subject.profile == "adaptive,random"
+    assert [len(pool.members) for pool in subject.pools().values()] == [1, 1]
+    assert list(subject.watched()) == ["a", "b"]
+
+
+async def test_a_written_pool_is_told_of_by_kubernetes():
+    """Its key is known; endpoints and policy arrive, and its end is a 503 of that pool alone."""
+    text = f"""
+pools:
+- {{name: a, kubernetes: {{inference_pool: p, namespace: n}}, match: {{hosts: [a]}}}}
+- {{name: b, endpoints: ['{B}']}}
+"""
+    subject = sites(text, written={"n/p": "a"})
+    await subject.sync()
+    assert not subject.synced
+    rules = (inference_policy.Rule(("m",), (inference_policy.Target("n"),)),)
+    subject.take({"n/p": found(A, policy=inference_policy.Policy({}, rules))}, ())
+    assert subject.synced
+    routed = ask(subject, host="a")
+    assert (routed.pool, routed.outcome.model_rewrite) == ("a", "n")
+    subject.take({"n/p": found(exists=False)}, ())
+    assert subject.synced
+    assert where(subject, host="a").status == 503
+    assert where(subject, host="z").address == B
+
+
+async def test_a_picker_whose_only_pool_is_gone_is_not_ready():
+    """A picker whose only pool was deleted is not ready.
+
+    Source: docs/reference/protocol-conformance.md#point-65.
+    """
+    subject = sites("pool: {kubernetes: {inference_pool: p, namespace: n}}", written={"n/p": ""})
+    subject.take({"n/p": found(A)}, ())
+    assert subject.synced
+    subject.take({"n/p": found(exists=False)}, ())
+    assert not subject.synced
+
+
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [((), "pool  is not there; see its name"), ((found(A),), "pool  is gone")],
+)
+async def test_a_missing_pool_is_told_from_one_that_left(caplog, before, told):
+    """Somebody who misspelled a name is not told that it was deleted."""
+    subject = sites("pool: {kubernetes: {inference_pool: p, namespace: n}}", written={"n/p": ""})
+    for one in (*before, found(exists=False)):
+        subject.take({"n/p": one}, ())
+    assert [line for line in caplog.messages if line.startswith(told)]
+    assert len(caplog.messages) == 1
+
+
+async def test_nothing_is_ready_before_kubernetes_spoke():
+    """Pools that it brings are unknown until it told everything once."""
+    assert not sites("cluster: {every_pool: cluster}", heard=False).synced
+    assert sites("cluster: {every_pool: cluster}").synced
+
+
+ANY_CLAIM = "cluster: {every_pool: cluster, claims: [{pools: ['*']}]}\n"
+
+
+async def test_annotations_claim_nothing_without_a_rule(caplog):
+    """A tenant's pool called a-... takes no request that another pool serves, and is logged once."""
+    subject = sites("cluster: {every_pool: cluster}")
+    greedy = {"extproc/models": "*"}
+    subject.take({"b/prod": found(B, created="2026-01-01T00:00:00Z")}, ())
+    evil = found(A, annotations=greedy, created="2026-02-01T00:00:00Z")
+    subject.take({"a-evil/p": evil}, ())
+    subject.take({"a-evil/p": evil}, ())
+    assert ask(subject).pool == "b/prod"
+    refused = [line for line in caplog.messages if "claims nothing" in line]
+    assert refused == [
+        "pool a-evil/p claims nothing: model * has no rule in cluster.claims",
+    ]
+    states = {name: one.claim for name, one in subject.watched().items()}
+    assert states == {"b/prod": "none", "a-evil/p": "refused"}
+
+
+async def test_the_older_pool_takes_what_two_claim(caplog):
+    """By the time of creation, which nobody chooses; a pool that is written out comes first."""
+    text = ANY_CLAIM + (f"pools: [{{name: own, endpoints: ['{C}'], match: {{hosts: [own]}}}}]\n")
+    subject = sites(text)
+    claim = {"extproc/hosts": "x,own"}
+    subject.take({"a/new": found(A, annotations=claim, created="2026-02-01T00:00:00Z")}, ())
+    assert ask(subject).pool == "a/new"
+    subject.take({"z/old": found(B, annotations=claim, created="2026-01-01T00:00:00Z")}, ())
+    assert ask(subject).pool == "z/old"
+    assert ask(subject, host="own").pool == "own"
+    states = {name: one.claim for name, one in subject.watched().items()}
+    assert states == {"own": "in_force", "a/new": "overlapped", "z/old": "overlapped"}
+    assert sum("claims requests of pool own" in line for line in caplog.messages) == 2
+    # Made anew, it is the younger one.
+    subject.take({"z/old": found(B, annotations=claim, created="2026-03-01T00:00:00Z")}, ())
+    assert ask(subject).pool == "a/new"
+
+
+async def test_claims_are_compared_in_bounded_work(monkeypatch):
+    """Many pools with many conditions hold the event loop for milliseconds, and all are served."""
+    num_calls = 0
+    overlap = pool_match.overlap
+
+    def counted(one, other):
+        nonlocal num_calls
+        num_calls += pool_match.num_comparisons(one, other)
+        return overlap(one, other)
+
+    monkeypatch.setattr(pool_match, "overlap", counted)
+    brought = {}
+    for number in range(30):
+        hosts = [f"h{at}.p{number}" for at in range(64)]
+        # The third claims a host of the first, and the last one of the second.
+        hosts[0] = {2: "h1.p0", 29: "h1.p1"}.get(number, hosts[0])
+        brought[f"n/p{number:02}"] = found(A, annotations={"extproc/hosts": ",".join(hosts)})
+    subject = sites(ANY_CLAIM)
+    subject.take(brought, ())
+    assert 0 < num_calls <= 20_000
+    states = {name: one.claim for name, one in subject.watched().items()}
+    assert states.pop("n/p02") == "overlapped"
+    assert set(states.values()) == {"in_force"}
+    assert ask(subject, host="h1.p1").pool == "n/p01"
+    assert ask(subject, host="h1.p29").pool == "n/p29"
+
+
+async def test_pools_that_kubernetes_brings_come_and_go():
+    """Each is a pool by its key, claimed by annotations, and forgotten when it is gone."""
+    subject = sites(ANY_CLAIM + "scheduling: {strategy: random}")
+    first = {"n/p": found(A, annotations={"extproc/hosts": "A"}), "n/q": found(B)}
+    subject.take(first, ())
+    assert ask(subject, host="a").pool == "n/p"
+    assert ask(subject, host="b").pool == "n/q"
+    subject.by_name["n/q"].parts.fleet.replace([], 2.0)
+    subject.take({"n/q": found(C)}, ())
+    assert where(subject, host="b").address == C
+    subject.take({"n/p": found(A, annotations={"extproc/hosts": "c"})}, ())
+    assert ask(subject, host="c").pool == "n/p"
+    kept = subject.by_name["n/p"]
+    subject.take({}, frozenset({"n/q"}))
+    assert list(subject.by_name) == ["n/p"]
+    assert subject.by_name["n/p"] is kept
+    assert "n/q" not in kept._shared.tallies.pools
+    assert ask(subject, host="b").outcome.status == 404
+    assert subject.by_name["n/p"].profile == "random"
+
+
+@contextlib.asynccontextmanager
+async def running(subject):
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(subject.run())
+        yield
+        task.cancel()
+
+
+async def loops(*names):
+    """Let the loop turn until exactly these pools have their loops."""
+    found = None
+    for _ in range(100):
+        found = {task.get_name() for task in asyncio.all_tasks()}
+        if {name for name in found if name.startswith("pool ")} == set(names):
+            return
+        await asyncio.sleep(0)
+    raise AssertionError(found)
+
+
+async def test_loops_run_for_the_pools_there_are():
+    """A pool that comes gets its loops, one that goes loses them, a change of endpoints none."""
+    subject = sites("cluster: {every_pool: cluster}")
+    async with running(subject):
+        subject.take({"n/p": found(A)}, ())
+        await loops("pool n/p")
+        subject.take({"n/q": found(B), "n/p": found(C)}, frozenset())
+        await loops("pool n/p", "pool n/q")
+        subject.take({}, {"n/p"})
+        await loops("pool n/q")
+    await loops()
+
+
+async def test_rules_and_claims_are_live():
+    """A new configuration is in force for the next request; which pools there are stays."""
+    subject = sites(TWO)
+    await subject.sync()
+    changed = TWO.replace("hosts: [a]", "hosts: [c]").replace(
+        "strategy: random", "strategy: lmetric"
+    )
+    subject.replanned(read(changed))()
+    assert ask(subject, host="c").pool == "a"
+    assert ask(subject, host="a").pool == "b"
+    assert subject.profile == "adaptive,lmetric"
+    with pytest.raises(ConfigError):
+        subject.replanned(read(TWO.replace("strategy: random", "strategy: nonsense")))
+    assert ask(subject, host="c").pool == "a"
+
+
+async def test_one_pool_that_raises_stops_no_other(monkeypatch):
+    """What Kubernetes says of one pool may raise; the others are taken in, told of and counted."""
+    subject = sites("cluster: {every_pool: cluster}")
+    heard = []
+
+    def listener():
+        heard.append(set(subject.by_name))
+        raise OSError
+
+    subject.on_change = listener
+    real = Site.take
+
+    def take(site, found):
+        if site.name == "n/bad":
+            raise OverflowError
+        real(site, found)
+
+    monkeypatch.setattr(Site, "take", take)
+    subject.take({"n/a": found(A), "n/bad": found(B), "n/c": found(C)}, ())
+    assert [len(pool.members) for pool in subject.pools().values()] == [1, 0, 1]
+    assert heard == [{"n/a", "n/bad", "n/c"}]
+    assert subject.supervisor.failures["pools"] == 2
+    subject.take({}, {"n/a"})
+    assert set(subject.by_name) == {"n/bad", "n/c"}
+
+
+async def test_the_loops_of_one_pool_stop_no_other(monkeypatch):
+    """A pool whose loops cannot be started is tried again, and the others run."""
+    subject = sites(TWO)
+    ran = asyncio.Event()
+
+    async def run(site):
+        if site.name == "a":
+            raise TypeError
+        ran.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Site, "run", run)
+    async with running(subject):
+        await ran.wait()
+        while not subject.supervisor.degraded:
+            await asyncio.sleep(0)
+        await loops("pool a", "pool b")
+    assert subject.supervisor.failures["pools"] == 1
+    assert subject.supervisor.degraded == []

@@ -1,0 +1,273 @@
+"""Pickers that tell each other through a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from redis import asyncio as redis
+
+from extproc.config import loader
+from extproc.config.peer_sync import Sharing
+from extproc.errors import ConfigError
+from extproc.routing import peer_sync
+from extproc.scheduling.plugin_guard import Guards
+from extproc.scrape import client, scraper
+from extproc.server import redis_peer_channel
+from extproc.server.pool_registry import Sites
+from extproc.server.pool_runtime import Shared
+from extproc.telemetry.counters import Tallies
+from tests.routing.test_peer_sync import fact
+from tests.server.test_pool_registry import ask
+
+POOLS = """apiVersion: extproc/v1alpha1
+kind: ExtProcConfig
+pools:
+- {name: a, endpoints: ['127.0.0.11:9', '127.0.0.12:9'], match: {hosts: [a]}}
+- {name: b, endpoints: ['127.0.0.13:9'], match: {hosts: [b]}}
+"""
+
+PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+class Server:
+    """A Redis on a socket of its own, without persistence."""
+
+    def __init__(self) -> None:
+        # Not tmp_path: names of sockets are short.
+        self.place = tempfile.mkdtemp(prefix="extproc")
+        self.url = f"unix://{self.place}/s"
+        self._process = None
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [
+                PROGRAM,
+                "--port",
+                "0",
+                "--unixsocket",
+                f"{self.place}/s",
+                "--save",
+                "",
+                "--dir",
+                self.place,
+            ],
+            stdout=subprocess.DEVNULL,
+        )
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+@pytest.fixture
+def server():
+    if PROGRAM is None:
+        if os.environ.get("EXTPROC_REQUIRE_REDIS") == "1":
+            pytest.fail("neither redis-server nor valkey-server is on the PATH")
+        pytest.skip("neither redis-server nor valkey-server is on the PATH")
+    one = Server()
+    one.start()
+    yield one
+    one.stop()
+    shutil.rmtree(one.place)
+
+
+def sites():
+    tallies = Tallies()
+    guards = Guards(lambda: 0.0, tallies.plugins)
+    http = client.Client(timeout_s=1.0, cap_bytes=1)
+    shared = Shared(tallies, guards, http, scraper.Census(), time.monotonic)
+    return Sites(
+        loader.settings(loader.parse(POOLS, where="f")), shared, written={}, heard=lambda: True
+    )
+
+
+class Replica:
+    """One picker as far as it talks."""
+
+    def __init__(self, url: str, **more: float) -> None:
+        self.sites = sites()
+        settings = Sharing(url=url, beat_s=0.1, silent_s=1.0, **more)
+        self.line = redis_peer_channel.Line(settings, self.sites, time.monotonic)
+
+    def dispatcher(self, pool: str = "a"):
+        return self.sites.by_name[pool].parts.dispatcher
+
+    def send(self, host: str = "a"):
+        outcome = ask(self.sites, host=host).outcome
+        return self.dispatcher(host).commit(outcome, time.monotonic())
+
+    def in_flight(self, pool: str = "a") -> dict[str, int]:
+        members = self.dispatcher(pool).pool.members
+        return {one.endpoint.address: one.account.in_flight for one in members}
+
+    @property
+    def heard(self) -> int:
+        return self.line.mirror.pickers
+
+
+@contextlib.asynccontextmanager
+async def talking(*replicas: Replica):
+    for one in replicas:
+        await one.sites.sync()
+    tasks = [asyncio.ensure_future(one.line.run()) for one in replicas]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until(condition) -> None:
+    """Wait for what has to become true."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_two_pickers_see_each_others_requests_in_flight(server):
+    """Both accounts show both pickers' requests, per pool, and none once all ended."""
+    one, two = Replica(server.url), Replica(server.url)
+    async with talking(one, two):
+        await until(lambda: one.heard == two.heard == 1)
+        tickets = [one.send(), one.send(), one.send("b"), two.send()]
+        await until(
+            lambda: one.in_flight() == two.in_flight() and sum(two.in_flight().values()) == 3
+        )
+        await until(lambda: two.in_flight("b") == {"127.0.0.13:9": 1})
+        gauges = {name: read() for name, read in two.line.gauges().items()}
+        assert gauges == {"extproc_sharing_pickers": 1.0, "extproc_sharing_open": 3.0}
+        owners = [(one, "a"), (one, "a"), (one, "b"), (two, "a")]
+        for ticket, (owner, pool) in zip(tickets, owners, strict=True):
+            owner.dispatcher(pool).complete(ticket, time.monotonic())
+        await until(lambda: not any([*one.in_flight().values(), *two.in_flight().values()]))
+        await until(lambda: not any(two.in_flight("b").values()))
+
+
+async def test_a_picker_that_ends_says_goodbye(server):
+    """What it had open leaves the others' accounts at once."""
+    one, two = Replica(server.url), Replica(server.url)
+    async with talking(one, two) as tasks:
+        await until(lambda: one.heard == two.heard == 1)
+        one.send()
+        await until(lambda: sum(two.in_flight().values()) == 1)
+        tasks[0].cancel()
+        await asyncio.wait([tasks[0]])
+        await until(lambda: two.heard == 0)
+        assert sum(two.in_flight().values()) == 0
+
+
+async def test_a_server_that_goes_away_stops_nobody(server):
+    """Requests are decided and charged meanwhile; what others had open is forgotten, then known again."""
+    one, two = Replica(server.url), Replica(server.url)
+    async with talking(one, two) as tasks:
+        await until(lambda: one.heard == two.heard == 1)
+        one.send()
+        await until(lambda: sum(two.in_flight().values()) == 1)
+        server.stop()
+        await until(lambda: two.heard == 0)
+        assert sum(two.in_flight().values()) == 0
+        two.send()
+        assert sum(two.in_flight().values()) == 1
+        server.start()
+        await until(lambda: one.heard == two.heard == 1)
+        assert not any(task.done() for task in tasks)
+        two.send()
+        await until(lambda: sum(one.in_flight().values()) >= 2)
+
+
+class Deaf:
+    """A client that swallows the first cancellation, as redis-py may while it connects."""
+
+    def __init__(self) -> None:
+        self.reads = asyncio.Event()
+
+    async def xrevrange(self, *_, **__):
+        return []
+
+    async def xread(self, *_, **__):
+        self.reads.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    async def aclose(self):
+        pass
+
+
+async def test_a_picker_ends_although_its_client_did_not_hear_that(tmp_path):
+    """A cancellation that is lost inside the client is looked for."""
+    one = Replica(f"unix://{tmp_path}/none")
+    one.line._reading = deaf = Deaf()
+    async with asyncio.timeout(60), talking(one):
+        await deaf.reads.wait()
+
+
+async def test_a_fact_is_written_at_once_after_a_pause_and_gathered_under_load(server):
+    """However long facts are gathered, the first one after a pause does not wait."""
+    one = Replica(server.url, flush_s=3600.0)
+    await until(Path(server.url.removeprefix("unix://")).exists)
+    async with redis.Redis.from_url(server.url) as reader, talking(one), asyncio.timeout(60):
+        while not await reader.xlen("extproc"):
+            await asyncio.sleep(0.005)
+        one.send()
+        one.line._outbox.say_open()
+        waiting = one.line._outbox.take()
+        assert len(waiting.facts) >= 2
+        assert await reader.xlen("extproc") == 1
+
+
+async def test_strange_entries_are_passed_over(server):
+    """Others may write to the stream; a reader goes on."""
+    one = Replica(server.url)
+    async with talking(one), redis.Redis.from_url(server.url) as strange:
+        await until(Path(server.url.removeprefix("unix://")).exists)
+        message = peer_sync.encode(
+            peer_sync.Message("other", [fact(address="127.0.0.13:9", pool="b")])
+        )
+        # The line reads from the end that it finds: say it until it listens.
+        for _ in range(200):
+            await strange.xadd("extproc", {"x": b"y"})
+            await strange.xadd("extproc", {"m": b"\x00"})
+            await strange.xadd("extproc", {"m": message})
+            if one.heard:
+                break
+            await asyncio.sleep(0.02)
+        assert sum(one.in_flight("b").values()) == 1
+
+
+async def test_it_is_off_unless_a_server_is_named():
+    """The default needs no store and tells nobody."""
+    assert redis_peer_channel.line(Sharing(), sites(), time.monotonic) is None
+
+
+async def test_a_url_of_another_kind_is_refused():
+    """The error does not repeat the URL, which may carry a password."""
+    with pytest.raises(ConfigError, match=r"redis://") as raised:
+        redis_peer_channel.line(Sharing(url="http://:secret@x"), sites(), time.monotonic)
+    assert "secret" not in str(raised.value)
+
+
+async def test_a_missing_client_is_named(monkeypatch):
+    """Without the extra, the configuration is refused with what to install."""
+    real = builtins.__import__
+
+    def without(name, *rest, **more):
+        if name.partition(".")[0] == "redis":
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match=r"pip install 'extproc-epp\[sharing\]'"):
+        redis_peer_channel.line(Sharing(url="redis://x"), sites(), time.monotonic)

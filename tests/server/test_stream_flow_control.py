@@ -1,0 +1,237 @@
+"""Streams whose requests wait, and what their tenants may take."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.config.flow_control import Holding
+from extproc.endpoint import Endpoint, Load
+from extproc.flow_control.rate_limit import Limit
+from extproc.protocol import replies
+from extproc.protocol.body_buffer import Budget
+from extproc.protocol.messages import BodyMode, Event, Kind, Modes
+from extproc.protocol.settings import ExchangeSettings
+from extproc.routing.pool_selector import Claimant, Switchboard
+from extproc.server import stream_handler
+from extproc.server.flow_control_shell import Gate
+from extproc.telemetry.counters import Tallies
+from extproc.telemetry.decision_log import Ring
+from tests.support.pool_fixture import House
+
+A = "10.0.0.1:8000"
+MODES = Modes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE)
+
+
+class StreamFixture:
+    """Real streams over a real gate and dispatcher; time is the house's."""
+
+    def __init__(self, *addresses, **holding):
+        self.house = House(dict.fromkeys(addresses))
+        routing = self.house.dispatcher.routing
+        settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
+        self.house.dispatcher.adopt(routing.__class__(routing.profile, {}, settings))
+        self.shared = stream_handler.Shared(
+            switchboard=Switchboard([Claimant("", self.house.dispatcher)]),
+            exchange_settings=ExchangeSettings(max_body_bytes=64 << 20),
+            budget=Budget(512 << 20),
+            tallies=Tallies(),
+            clock=lambda: self.house.now,
+            rng=random.Random(0),
+            ring=Ring(10),
+            settings=stream_handler.StreamSettings(max_streams=100),
+        )
+        self.gate = Gate(
+            self.house.dispatcher,
+            Holding(enabled=True, **holding),
+            clock=lambda: self.house.now,
+            bugs=self.shared.bugs,
+        )
+        self.shared.gates = {"": self.gate}
+
+    def send(self, *, prompt="x", tenant="t", **fields):
+        """A stream whose request was read, and the answers to it."""
+        stream = stream_handler.opened(self.shared)
+        headers = {
+            ":method": "POST",
+            ":path": "/v1/completions",
+            "x-llm-d-inference-fairness-id": tenant,
+        }
+        body = json.dumps({"model": "m", "prompt": prompt, **fields}).encode()
+        answers = list(stream.turn(Event(Kind.REQUEST_HEADERS, headers, modes=MODES)))
+        answers += stream.turn(Event(Kind.REQUEST_BODY, body=body, end_of_stream=True))
+        return stream, answers
+
+    def busy(self, address):
+        """A scrape says that an endpoint has no place."""
+        fleet = self.house.fleet
+        mark = fleet.begin_scrape(fleet.pool.find(address).endpoint)
+        load = Load(at=self.house.now, engine="vllm", waiting=20.0, running=8.0, kv_usage=0.5)
+        fleet.observe(mark, load, self.house.now)
+
+    def list_endpoints(self, *addresses):
+        """These are all endpoints."""
+        self.house.fleet.replace([Endpoint(address) for address in addresses], self.house.now)
+        self.gate.changed()
+
+
+def refusals(answers):
+    """Status codes of immediate responses."""
+    return [one.status for one in answers if isinstance(one, replies.Refuse)]
+
+
+async def turned(stream):
+    """Let the loop turn until a stream's wait is over."""
+    for _ in range(50):
+        if stream.held is None or stream.held.answer.done():
+            return stream.held.answer.result()
+        await asyncio.sleep(0)
+    raise AssertionError("the wait goes on")
+
+
+async def test_an_answer_that_ended_lets_a_waiting_request_go_on():
+    """At once, and not with the next scrape or timer."""
+    place = StreamFixture(A)
+    # 100 us for each of 6000 tokens: more than the half second from which an endpoint is busy.
+    served, _ = place.send(prompt="a " + "word " * 4800)
+    waiting, answers = place.send(prompt="b " + "word " * 4800)
+    assert answers == []
+    assert waiting.held is not None
+    served.finish()
+    await turned(waiting)
+    assert place.gate.outcomes == {"went": 1}
+    waiting.finish()
+    assert place.house.in_flight == 0
+    place.gate.close()
+
+
+async def test_streams_ask_the_tenant_s_limit():
+    """What is over the limit is answered 429, and nothing is charged to an endpoint for it."""
+    place = StreamFixture(A, limit=Limit(requests_per_s=0.1, burst_s=10.0))
+    first, answers = place.send()
+    assert refusals(answers) == []
+    second, answers = place.send()
+    assert refusals(answers) == [429]
+    assert place.house.in_flight == 1
+    _, answers = place.send(tenant="other")
+    assert refusals(answers) == []
+    first.finish()
+    second.finish()
+    third, answers = place.send()
+    assert refusals(answers) == [429]
+    third.finish()
+
+
+@pytest.mark.parametrize("limited", [False, True])
+async def test_a_picked_request_leaves_nothing_of_its_prompt(limited):
+    """While its answer runs a stream keeps tenant and tokens, whether the request waited or not."""
+    limit = Limit(tokens_per_s=1e9) if limited else None
+    place = StreamFixture(limit=limit, timeout_s=300.0)
+    mib = 1 << 20
+    tracemalloc.start()
+    try:
+        held = [place.send(prompt=f"{n} " + "x" * mib)[0] for n in range(4)]
+        assert all(stream.held is not None for stream in held)
+        place.list_endpoints(A)
+        for stream in held:
+            while stream.held is not None:
+                place.house.now += 40.0
+                place.gate.pump()
+                if stream.held.answer.done():
+                    list(stream.resume(stream.held.answer.result()))
+        served = [place.send(prompt=f"{n} " + "y" * mib)[0] for n in range(4)]
+        for stream in served:
+            if stream.held is not None:
+                place.house.now += 40.0
+                place.gate.pump()
+                list(stream.resume(stream.held.answer.result()))
+        gc.collect()
+        assert all(stream.picked for stream in (*held, *served))
+        assert tracemalloc.get_traced_memory()[0] < mib / 2
+    finally:
+        tracemalloc.stop()
+    for stream in (*held, *served):
+        stream.finish()
+
+
+async def test_what_was_not_served_is_given_back():
+    """Refused at once, expired, displaced or left: the tenant may take all of it again."""
+    limit = Limit(requests_per_s=0.001, tokens_per_s=0.001, burst_s=1000.0)
+    place = StreamFixture(limit=limit, max_requests=1, empty_timeout_s=5.0)
+    waiting, _ = place.send(max_tokens=100)
+    for _ in range(20):
+        refused, answers = place.send(max_tokens=100)
+        assert refusals(answers) == [429]
+        refused.finish()
+    place.house.now += 6.0
+    place.gate.pump()
+    answers = list(waiting.resume(await turned(waiting)))
+    assert refusals(answers) == [503]
+    waiting.finish()
+    leaving, _ = place.send(max_tokens=100)
+    leaving.finish()
+    granted, _ = place.send(max_tokens=100)
+    place.list_endpoints(A)
+    await turned(granted)
+    granted.finish()
+    assert place.house.in_flight == 0
+    served, answers = place.send()
+    assert refusals(answers) == []
+    served.finish()
+    late, answers = place.send()
+    assert refusals(answers) == [429]
+    late.finish()
+
+
+@given(
+    st.lists(st.sampled_from(["send", "leave", "serve", "expire", "end"]), max_size=40),
+    st.integers(0, 1 << 16),
+)
+def test_allowance_is_conserved(steps, seed):
+    """A tenant's bucket lacks what requests in hand or served took, and nothing else."""
+    asyncio.run(_conserved(steps, random.Random(seed)))
+
+
+async def _conserved(steps, rng):
+    limit = Limit(requests_per_s=0.0, tokens_per_s=0.0)
+    place = StreamFixture(A, limit=limit, max_requests=3, timeout_s=5.0)
+    open_, served = [], 0
+    # A rate of nothing fills nothing up, so that levels are exact.
+    account = place.gate.allowance._account("t", place.house.now)
+    account.requests.level = account.requests.full = 1e6
+    account.tokens.level = account.tokens.full = 1e6
+    for step in steps:
+        if step == "send":
+            stream, _ = place.send(prompt="word " * rng.randint(1, 4000), max_tokens=10)
+            open_.append(stream)
+        elif step == "leave" and open_:
+            stream = open_.pop(rng.randrange(len(open_)))
+            served += stream.picked
+            stream.finish()
+        elif step == "expire":
+            place.house.now += 6.0
+            place.gate.pump()
+        elif step == "end":
+            place.busy(A)
+        else:
+            place.list_endpoints(A)
+            place.gate.pump()
+        for stream in open_:
+            if stream.held is not None and stream.held.answer.done() and rng.random() < 0.5:
+                list(stream.resume(stream.held.answer.result()))
+        charged = [s for s in open_ if s.picked or s.held is not None]
+        assert account.requests.level == 1e6 - len(charged) - served
+        if not charged and not served:
+            assert account.tokens.level == 1e6
+    for stream in open_:
+        served += stream.picked
+        stream.finish()
+    assert account.requests.level == 1e6 - served
+    place.gate.close()

@@ -1,0 +1,233 @@
+"""Streams without gRPC: what is learnt from them, and what bugs leave behind."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from extproc.endpoint import Endpoint
+from extproc.protocol.body_buffer import Budget
+from extproc.protocol.messages import BodyMode, Event, Hints, Kind, Modes
+from extproc.protocol.replies import Continue, Refuse
+from extproc.protocol.settings import ExchangeSettings
+from extproc.routing.pool_selector import Claimant, Switchboard
+from extproc.server import listeners, stream_handler
+from extproc.server.bug_log import Bugs
+from extproc.telemetry.counters import Tallies
+from extproc.telemetry.decision_log import Ring
+from extproc.telemetry.pool_counters import LEFT
+from tests.support.pool_fixture import House
+
+ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
+MODES = Modes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
+HEADERS = Event(Kind.REQUEST_HEADERS, {":method": "POST", ":path": "/v1/completions"}, modes=MODES)
+TEXT = "some text " * 100
+BODY = Event(
+    Kind.REQUEST_BODY,
+    body=json.dumps({"model": "m", "prompt": TEXT}).encode(),
+    end_of_stream=True,
+)
+ANSWERED = {":status": "200", "content-type": "application/json"}
+
+
+def answer(prompt_tokens):
+    """The response of an engine that counted so many prompt tokens."""
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": 1}
+    body = json.dumps({"choices": [], "usage": usage}).encode()
+    return (
+        Event(Kind.RESPONSE_HEADERS, ANSWERED),
+        Event(Kind.RESPONSE_BODY, body=body, end_of_stream=True),
+    )
+
+
+class StreamFixture:
+    """Streams over a house, one after the other."""
+
+    def __init__(self, *addresses, max_streams=100):
+        self.house = House(dict.fromkeys(addresses or (ONE,)))
+        self.budget = Budget(1 << 30)
+        self.tallies = Tallies()
+        self.shared = stream_handler.Shared(
+            switchboard=Switchboard([Claimant("", self.house.dispatcher)]),
+            exchange_settings=ExchangeSettings(max_body_bytes=1 << 20),
+            budget=self.budget,
+            tallies=self.tallies,
+            clock=lambda: self.house.now,
+            rng=random.Random(1),
+            ring=Ring(10),
+            settings=stream_handler.StreamSettings(max_streams=max_streams),
+        )
+
+    def begin(self, *events):
+        """A stream that took these events, and the replies to the last of them."""
+        stream = stream_handler.opened(self.shared)
+        replies = []
+        for event in events:
+            replies = list(stream.turn(event))
+        return stream, replies
+
+    @property
+    def accounts(self):
+        """What streams have open: requests in flight, and bytes."""
+        return self.house.in_flight, self.budget.held_bytes
+
+
+class BrokenError(Exception):
+    """What broken parts raise."""
+
+
+def broken(*_, **__):
+    """Any method with a bug."""
+    raise BrokenError("text of a request")
+
+
+def test_stream_learns_from_the_usage_of_answers():
+    """Bytes per token of a model are learnt from what answers report."""
+    scene = StreamFixture()
+    for _ in range(10):
+        stream, _ = scene.begin(HEADERS, BODY, *answer(len(TEXT) // 2))
+        stream.finish()
+    assert scene.house.fleet.tokenisers.bytes_per_token("m") == pytest.approx(2.0, rel=0.05)
+    assert scene.tallies.of("").usage["prompt"] == 10 * len(TEXT) // 2
+
+
+def test_stream_charges_the_endpoint_that_served():
+    """An answer of another endpoint than the chosen one is that one's from its headers on."""
+    scene = StreamFixture(ONE, TWO)
+    stream, _ = scene.begin(HEADERS, BODY)
+    other = ({ONE, TWO} - {stream.address}).pop()
+    hints = Hints(None, False, other)
+    list(stream.turn(Event(Kind.RESPONSE_HEADERS, ANSWERED, hints=hints)))
+    assert stream.address == other
+    members = {member.endpoint.address: member for member in scene.house.fleet.pool.members}
+    assert members[other].account.in_flight == 1
+    stream.finish()
+    assert scene.tallies.of("").responses == {(other, "200"): 1}
+    assert scene.accounts == (0, 0)
+
+
+def test_stream_that_is_turned_away_leaves_nothing():
+    """Above `max_streams` a request is refused with 429, whatever its first event is."""
+    scene = StreamFixture(max_streams=0)
+    stream = stream_handler.opened(scene.shared)
+    (said,) = stream.turn_away(HEADERS)
+    assert (said.status, stream.over) == (429, True)
+    stream.finish()
+    assert scene.tallies.of("").rejections == {(429, "rejected-saturated"): 1}
+
+
+@pytest.mark.parametrize("step", ["told", "complete", "learn"])
+def test_stream_gives_back_everything_around_a_bug(monkeypatch, step):
+    """A step that raises at the end, or while something is learnt, costs no other step."""
+    scene = StreamFixture()
+    whole = getattr(scene.house.dispatcher, step)
+
+    def half(*args, **named):
+        whole(*args, **named)
+        broken()
+
+    monkeypatch.setattr(scene.house.dispatcher, step, half)
+    stream, replies = scene.begin(HEADERS, BODY, *answer(10))
+    assert replies == [Continue(Kind.RESPONSE_BODY)]
+    stream.finish()
+    assert scene.accounts == (0, 0)
+    counted = scene.tallies.of("")
+    assert (counted.responses, counted.usage["prompt"]) == ({(ONE, "200"): 1}, 10)
+    assert {kind: count for (kind, _), count in scene.tallies.bugs.items()} == {"BrokenError": 1}
+
+
+@pytest.mark.parametrize(("part", "name"), [("index", "record"), ("dispatcher", "_remember")])
+def test_stream_whose_decision_cannot_be_committed_is_answered_with_500(monkeypatch, part, name):
+    """Nothing is charged to an endpoint that will not see the request."""
+    scene = StreamFixture()
+    monkeypatch.setattr(getattr(scene.house, part), name, broken)
+    stream, _ = scene.begin(HEADERS)
+    with pytest.raises(BrokenError):
+        list(stream.turn(BODY))
+    (said,) = stream.fail()
+    assert (said.status, stream.over) == (500, True)
+    stream.finish()
+    assert scene.accounts == (0, 0)
+
+
+def test_stream_that_fails_behind_the_pick_takes_its_request_back(monkeypatch):
+    """A request that never left is no answer that an endpoint failed to give."""
+    scene = StreamFixture()
+    stream, _ = scene.begin(HEADERS)
+    monkeypatch.setattr(type(stream.exchange), "resolve", broken)
+    with pytest.raises(BrokenError):
+        list(stream.turn(BODY))
+    (said,) = stream.fail()
+    assert isinstance(said, Refuse)
+    stream.finish()
+    assert scene.accounts == (0, 0)
+    (member,) = scene.house.fleet.pool.members
+    assert member.account.answered == 0
+
+
+def test_stream_that_fails_after_the_response_began_says_nothing():
+    """Envoy passes the response on by then: no other status can be put in its place."""
+    scene = StreamFixture()
+    stream, _ = scene.begin(HEADERS, BODY, Event(Kind.RESPONSE_HEADERS, ANSWERED))
+    assert list(stream.fail()) == []
+    stream.finish()
+    assert scene.accounts == (0, 0)
+    assert scene.tallies.of("").responses == {(ONE, "200"): 1}
+
+
+def test_bugs_are_logged_once_a_minute_without_their_message(caplog):
+    """A client that runs into a bug with every request fills no disk, and its text is not told."""
+    times = iter((0.0, 1.0, 59.0, 61.0))
+    counts: Counter[tuple[str, str]] = Counter()
+    bugs = Bugs(counts, lambda: next(times))
+    for _ in range(4):
+        try:
+            broken()
+        except BrokenError as error:
+            bugs.note(error)
+    assert len(caplog.records) == 2
+    assert "text of a request" not in caplog.text
+    assert list(counts.values()) == [4]
+
+
+def test_bugs_count_by_the_line_of_ours_that_led_there():
+    """A library that raises for many callers is no place, and its path says where we run."""
+    counts: Counter[tuple[str, str]] = Counter()
+    with pytest.raises(BrokenError) as caught:
+        listeners.bind(SimpleNamespace(add_insecure_port=broken), "127.0.0.1:0", flag="--grpc-port")
+    Bugs(counts, lambda: 0.0).note(caught.value)
+    ((kind, place),) = counts
+    assert kind == "BrokenError"
+    assert place.startswith("extproc/server/listeners.py:")
+
+
+def test_bugs_bound_the_places_they_tell_apart():
+    """Plugins may raise types without end."""
+    counts: Counter[tuple[str, str]] = Counter()
+    bugs = Bugs(counts, lambda: 0.0)
+    for number in range(300):
+        bugs.note(type(f"Bug{number}", (Exception,), {})())
+    assert len(counts) == 101
+    assert counts.total() == 300
+
+
+def test_stream_that_outlives_its_endpoint_leaves_no_series():
+    """Pods come and go under addresses without end: their last answers count under one name."""
+    scene = StreamFixture()
+    for number in range(50):
+        address = f"10.0.1.{number}:8000"
+        scene.house.fleet.replace([Endpoint(address)], scene.house.now)
+        answered, _ = scene.begin(HEADERS, BODY, *answer(10))
+        silent, _ = scene.begin(HEADERS, BODY)
+        scene.house.fleet.replace([], scene.house.now)
+        scene.tallies.of("").forget(address)
+        answered.finish()
+        silent.finish()
+    counted = scene.tallies.of("")
+    assert counted.responses == {(LEFT, "200"): 50}
+    assert counted.unanswered == {LEFT: 50}
+    assert not counted.picks

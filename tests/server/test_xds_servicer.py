@@ -1,0 +1,418 @@
+"""The xDS server over real gRPC; the other end speaks Envoy's own types."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+
+import grpc
+import pytest
+
+from extproc import supervision
+from extproc.endpoint import Endpoint, Load
+from extproc.errors import ConfigError
+from extproc.server import listeners, xds_servicer
+from extproc.telemetry.xds_metrics import XdsTallies
+from extproc.xds import encoder, messages  # noqa: F401  the types warn where they are imported
+from extproc.xds.cluster_options import Traits
+from extproc.xds.resources import ASSIGNMENT, CLUSTER
+from tests.support.pool_fixture import House
+from tests.support.serving import LOCAL, run
+
+# isort: split
+from envoy_data_plane.envoy.config.cluster import v3 as clusters
+from envoy_data_plane.envoy.config.core import v3 as core
+from envoy_data_plane.envoy.config.endpoint import v3 as endpoints
+from envoy_data_plane.envoy.service.discovery import v3 as discovery
+from envoy_data_plane.google.rpc import Status
+
+ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
+
+#: As many as Envoy has, more or less.
+EXTENSIONS = [core.Extension(name=f"envoy.{at}", category="envoy.http") for at in range(300)]
+
+
+class Scene:
+    """A server over one pool, and a client's channel to it."""
+
+    def __init__(self):
+        self.house = House({ONE: None, TWO: None})
+        self.tallies = XdsTallies()
+        self.synced = True
+        self.discovery = xds_servicer.Discovery(
+            lambda: {"": self.house.fleet.pool},
+            h2c=frozenset,
+            synced=lambda: self.synced,
+            traits=Traits(),
+            tallies=self.tallies,
+        )
+
+    def whole(self):
+        return Whole(self.channel)
+
+    def differences(self):
+        return Differences(self.channel)
+
+    def replace(self, *addresses):
+        self.house.fleet.replace([Endpoint(address) for address in addresses], 1.0)
+
+
+@contextlib.asynccontextmanager
+async def serving():
+    """A scene whose discovery looks at its pools."""
+    scene = Scene()
+    server = listeners.listener(1 << 24)
+    xds_servicer.register(server, scene.discovery)
+    port = listeners.bind(server, f"{LOCAL}:0", flag="--xds-port")
+    await server.start()
+    subject = scene.discovery
+    kept = subject._supervisor.keep("xds", subject.run)
+    looking = asyncio.get_running_loop().create_task(kept)
+    try:
+        async with grpc.aio.insecure_channel(f"{LOCAL}:{port}") as scene.channel:
+            yield scene
+    finally:
+        looking.cancel()
+        await asyncio.wait([looking])
+        await server.stop(None)
+    assert looking.cancelled()
+
+
+class Whole:
+    """A stream of whole states, from Envoy's end."""
+
+    method, request, response = (
+        xds_servicer.WHOLE,
+        discovery.DiscoveryRequest,
+        discovery.DiscoveryResponse,
+    )
+
+    def __init__(self, channel):
+        self.call = channel.stream_stream(f"/{xds_servicer.SERVICE}/{self.method}")()
+
+    async def say(self, type_url, **said):
+        await self.call.write(bytes(self.request(type_url=type_url, **said)))
+
+    async def hear(self):
+        data = await self.call.read()
+        assert data is not grpc.aio.EOF, await self.call.details()
+        return self.response.parse(data)
+
+    async def take(self, type_url, *names):
+        """Hear an answer of this type and say that it is fine; returns what was in it."""
+        answer = await self.hear()
+        assert answer.type_url == type_url
+        assert {one.type_url for one in answer.resources} <= {type_url}
+        await self.say(
+            type_url,
+            resource_names=list(names),
+            version_info=answer.version_info,
+            response_nonce=answer.nonce,
+        )
+        return [one.value for one in answer.resources]
+
+    async def ended(self):
+        """The status it ended with; nothing more was said."""
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            assert await self.call.read() is grpc.aio.EOF
+        return await self.call.code()
+
+
+class Differences(Whole):
+    """A stream of differences."""
+
+    method, request, response = (
+        xds_servicer.DIFFERENCES,
+        discovery.DeltaDiscoveryRequest,
+        discovery.DeltaDiscoveryResponse,
+    )
+
+
+def addresses(data):
+    """Of an assignment, as `ip:port`."""
+    found = endpoints.ClusterLoadAssignment.parse(data)
+    places = [
+        one.endpoint.address.socket_address
+        for group in found.endpoints
+        for one in group.lb_endpoints
+    ]
+    return [f"{one.address}:{one.port_value}" for one in places]
+
+
+async def listening(scene):
+    """A stream that has taken the first cluster and its endpoints."""
+    stream = scene.whole()
+    await stream.say(CLUSTER, node=core.Node(id="edge-1", extensions=EXTENSIONS))
+    (cluster,) = await stream.take(CLUSTER)
+    assert clusters.Cluster.parse(cluster).name == "engines"
+    await stream.say(ASSIGNMENT, resource_names=["engines"])
+    (assignment,) = await stream.take(ASSIGNMENT, "engines")
+    assert addresses(assignment) == [ONE, TWO]
+    return stream
+
+
+def test_envoy_is_told_of_every_change():
+    """Clusters, then endpoints, then each change of them while the stream is open."""
+
+    async def test():
+        async with serving() as scene:
+            stream = await listening(scene)
+            scene.replace(ONE)
+            assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [ONE]
+            scene.replace()
+            assert addresses(*await stream.take(ASSIGNMENT, "engines")) == []
+            assert scene.tallies.responses == {"clusters": 1, "endpoints": 3}
+            assert scene.tallies.streams_open == 1
+            await stream.call.done_writing()
+            assert await stream.ended() is grpc.StatusCode.OK
+            assert scene.tallies.streams_open == 0
+
+    run(test())
+
+
+def test_scrapes_are_not_told():
+    """A new load changes the pool and not what Envoy knows of it."""
+
+    async def test():
+        async with serving() as scene:
+            stream = await listening(scene)
+            fleet = scene.house.fleet
+            mark = fleet.begin_scrape(fleet.pool.find(ONE).endpoint)
+            fleet.observe(mark, Load(at=1.0, waiting=7.0), 1.0)
+            scene.discovery.step()
+            scene.replace(TWO)
+            assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [TWO]
+            assert scene.tallies.responses["endpoints"] == 2
+
+    run(test())
+
+
+def test_nothing_is_told_before_discovery_has_spoken():
+    """A picker that has just started does not tell Envoys to forget their endpoints."""
+
+    async def test():
+        async with serving() as scene:
+            scene.synced = False
+            stream = scene.whole()
+            await stream.say(CLUSTER)
+            hearing = asyncio.ensure_future(stream.hear())
+            scene.discovery.step()
+            assert not hearing.done()
+            assert not scene.tallies.responses
+            scene.synced = True
+            assert (await hearing).type_url == CLUSTER
+
+    run(test())
+
+
+def test_an_envoy_that_comes_later_is_told_what_is_then():
+    """Nobody looks at pools while nobody listens; the next stream is not told what was."""
+
+    async def test():
+        async with serving() as scene:
+            stream = await listening(scene)
+            await stream.call.done_writing()
+            await stream.ended()
+            scene.replace(TWO)
+            late = scene.whole()
+            await late.say(ASSIGNMENT, resource_names=["engines"], response_nonce="9")
+            assert addresses(*await late.take(ASSIGNMENT, "engines")) == [TWO]
+
+    run(test())
+
+
+def test_a_refusal_is_logged_once_and_counted_each_time(caplog):
+    """With the name of the Envoy and its own words."""
+
+    async def test():
+        async with serving() as scene:
+            for _ in range(2):
+                stream = scene.whole()
+                await stream.say(CLUSTER, node=core.Node(id="edge-1", extensions=EXTENSIONS))
+                answer = await stream.hear()
+                await stream.say(
+                    CLUSTER,
+                    response_nonce=answer.nonce,
+                    error_detail=Status(code=13, message="unknown policy"),
+                )
+                await stream.call.done_writing()
+                assert await stream.ended() is grpc.StatusCode.OK
+            assert scene.tallies.refusals == {"clusters": 2}
+
+    with caplog.at_level(logging.ERROR, "extproc.server"):
+        run(test())
+    assert caplog.messages == ["xDS: Envoy edge-1 refused clusters: unknown policy"]
+
+
+@pytest.mark.parametrize("kind", [Whole, Differences])
+def test_garbage_ends_its_stream_and_no_other(kind):
+    """What cannot be read is a peer that breaks the protocol."""
+
+    async def test():
+        async with serving() as scene:
+            stream = await listening(scene)
+            broken = kind(scene.channel)
+            await broken.call.write(b"\x0a\xff\xff")
+            assert await broken.ended() is grpc.StatusCode.INVALID_ARGUMENT
+            scene.replace(TWO)
+            assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [TWO]
+
+    run(test())
+
+
+def test_other_types_are_not_answered():
+    """A request for listeners is passed over; the next one is answered."""
+
+    async def test():
+        async with serving() as scene:
+            stream = scene.whole()
+            await stream.say("type.googleapis.com/envoy.config.listener.v3.Listener")
+            await stream.say(CLUSTER)
+            assert (await stream.hear()).type_url == CLUSTER
+
+    run(test())
+
+
+def test_draining_ends_streams_with_ok_and_takes_no_more():
+    """Envoy keeps what it holds and asks another picker."""
+
+    async def test():
+        async with serving() as scene:
+            stream = await listening(scene)
+            await scene.discovery.release()
+            assert await stream.ended() is grpc.StatusCode.OK
+            late = scene.whole()
+            assert await late.ended() is grpc.StatusCode.UNAVAILABLE
+
+    run(test())
+
+
+class Writing:
+    """A call that asks once, and whose answer takes as long as the test wants."""
+
+    def __init__(self):
+        request = discovery.DiscoveryRequest(type_url=CLUSTER)
+        self.requests = [bytes(request)]
+        self.writes = asyncio.Event()
+        self.written = asyncio.get_running_loop().create_future()
+
+    async def read(self):
+        return self.requests.pop() if self.requests else await asyncio.Event().wait()
+
+    async def write(self, _):
+        self.writes.set()
+        await self.written
+
+
+def test_an_answer_that_is_being_said_is_said_before_the_end():
+    """A call of which a write was cancelled is never ended by gRPC."""
+
+    async def test():
+        async with serving() as scene:
+            call = Writing()
+            handler = asyncio.ensure_future(scene.discovery.whole(None, call))
+            await call.writes.wait()
+            released = asyncio.ensure_future(scene.discovery.release())
+            await asyncio.wait([handler, released], timeout=0.01)
+            assert not call.written.cancelled()
+            call.written.set_result(None)
+            await released
+            await handler
+            assert scene.tallies.streams_open == 0
+
+    run(test())
+
+
+def test_an_envoy_that_is_killed_leaves_nothing():
+    """A stream that breaks is over, and the others go on."""
+
+    async def test():
+        async with serving() as scene:
+            stream, killed = await listening(scene), await listening(scene)
+            killed.call.cancel()
+            while scene.tallies.streams_open == 2:
+                await asyncio.sleep(0)
+            scene.replace(ONE)
+            assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [ONE]
+
+    run(test())
+
+
+def test_differences():
+    """The incremental form: only what changed, and what is gone by name."""
+
+    async def test():
+        async with serving() as scene:
+            stream = scene.differences()
+            await stream.say(CLUSTER, node=core.Node(id="edge-1", extensions=EXTENSIONS))
+            (cluster,) = (await stream.hear()).resources
+            assert cluster.name == "engines"
+            await stream.say(ASSIGNMENT, resource_names_subscribe=["engines", "gone"])
+            answer = await stream.hear()
+            assert addresses(answer.resources[0].resource.value) == [ONE, TWO]
+            assert answer.removed_resources == ["gone"]
+            await stream.say(ASSIGNMENT, response_nonce=answer.nonce)
+            scene.replace(TWO)
+            changed = await stream.hear()
+            assert addresses(changed.resources[0].resource.value) == [TWO]
+            assert changed.resources[0].version != answer.resources[0].version
+
+    run(test())
+
+
+def test_without_the_types_it_says_what_to_install(monkeypatch):
+    """The extra is named, before anything listens."""
+    monkeypatch.setitem(sys.modules, "envoy_data_plane", None)
+    with pytest.raises(ConfigError, match=r"pip install 'extproc-epp\[xds\]'"):
+        Scene()
+
+
+def test_a_stream_that_makes_us_raise_ends_alone(monkeypatch, caplog):
+    """It ends with INTERNAL, what was said is not logged, and the others hear of changes."""
+
+    async def test():
+        async with serving() as scene:
+            well = await listening(scene)
+            real = messages.WholeSpeaker.hear
+
+            def raising(speaker, data):
+                if b"poison" in data:
+                    raise OverflowError("what an Envoy said")
+                return real(speaker, data)
+
+            monkeypatch.setattr(messages.WholeSpeaker, "hear", raising)
+            bad = scene.whole()
+            await bad.say(CLUSTER, node=core.Node(id="poison"))
+            assert await bad.call.code() is grpc.StatusCode.INTERNAL
+            scene.replace(ONE)
+            assert addresses(*await well.take(ASSIGNMENT, "engines")) == [ONE]
+            assert scene.discovery._supervisor.failures["xds"] == 1
+            assert scene.tallies.streams_open == 1
+
+    run(test())
+    assert "what an Envoy said" not in caplog.text
+
+
+def test_a_look_that_raises_is_taken_again(monkeypatch):
+    """The loop goes on after a pause, and tells of what changed meanwhile."""
+
+    async def test():
+        monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
+        async with serving() as scene:
+            subject = scene.discovery
+            real, wrong = subject.step, [2]
+
+            def raising():
+                if wrong[0]:
+                    wrong[0] -= 1
+                    raise OverflowError
+                real()
+
+            subject.step = raising
+            await listening(scene)
+            assert subject._supervisor.failures["xds"] == 2
+            assert subject._supervisor.degraded == []
+
+    run(test())

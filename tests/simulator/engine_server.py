@@ -1,0 +1,69 @@
+"""A served engine and a client for one test, in its own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+
+import aiohttp
+import msgspec
+
+from extproc.simulator import profiles
+from extproc.simulator.http import server
+
+DEMO = profiles.PROFILES["demo"]
+
+
+def run(test):
+    """Run an async test in a fresh loop, for a minute at most."""
+
+    @functools.wraps(test)
+    def sync(*args, **kwargs):
+        async def limited():
+            async with asyncio.timeout(60):
+                await test(*args, **kwargs)
+
+        asyncio.run(limited())
+
+    return sync
+
+
+@contextlib.asynccontextmanager
+async def engine(*, speed=10_000.0, profile=DEMO, machine=None, **facts):
+    """A server on a free port and a session with its base URL; `machine` changes the profile."""
+    profile = msgspec.structs.replace(profile, **(machine or {}))
+    settings = server.Settings(profile=profile, speed=speed, **facts)
+    async with server.serving(settings) as engine_server:
+        base = f"http://127.0.0.1:{engine_server.port}"
+        async with aiohttp.ClientSession(base) as client:
+            yield engine_server, client
+
+
+async def until(fact):
+    """Let the loop run until a fact holds."""
+    while not fact():
+        await asyncio.sleep(0)
+
+
+async def leave(*asked):
+    """Give up requests under way, as a client that goes away."""
+    for task in asked:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            (await task).close()
+
+
+def chat(*texts, **more):
+    """A chat body with alternating user and assistant texts."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
+    return {"model": "demo", "messages": messages, **more}
+
+
+async def events(response):
+    """The `data:` payloads of a stream: decoded JSON, or the text [DONE]."""
+    text = (await response.read()).decode()
+    found = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in found]

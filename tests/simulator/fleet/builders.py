@@ -1,0 +1,87 @@
+"""Builders that name only the fact that matters."""
+
+from __future__ import annotations
+
+import random
+
+from extproc.config import scheduling_schema
+from extproc.config import settings as sections
+from extproc.simulator.fleet import client, length_distributions, scenario, simulation, workloads
+from extproc.simulator.fleet.sim_request import Session, Trip, Work
+
+
+def exactly(mean) -> length_distributions.Lengths:
+    """Always this length."""
+    return length_distributions.Lengths(mean=mean)
+
+
+def spread_out(mean) -> length_distributions.Lengths:
+    """Lengths with a long tail."""
+    return length_distributions.Lengths(mean=mean, deviation=mean / 2, shape="lognormal")
+
+
+def independent(requests=40, **facts) -> workloads.Independent:
+    """Prompts that share nothing: 200 tokens, 20 of answer."""
+    defaults = {"requests": requests, "prompt": exactly(200), "output": exactly(20)}
+    return workloads.Independent(**(defaults | facts))
+
+
+def conversations(count=10, **facts) -> workloads.Conversations:
+    """Conversations of 4 turns that share one system prompt."""
+    defaults = {
+        "conversations": count,
+        "turns": exactly(4),
+        "prompt": exactly(100),
+        "output": exactly(20),
+        "system": exactly(320),
+    }
+    return workloads.Conversations(**(defaults | facts))
+
+
+def a_scenario(workload=None, **facts) -> scenario.Scenario:
+    """Two engines and four users."""
+    defaults = {
+        "fleet": [scenario.Engines(count=2, profile="demo")],
+        "client": client.Client(users=4),
+        "seeds": [1, 2],
+    }
+    return scenario.Scenario(workload=workload or independent(), **(defaults | facts))
+
+
+def settings(strategy="adaptive") -> sections.Settings:
+    """A configuration of one word."""
+    return sections.Settings(scheduling=scheduling_schema.Scheduling(strategy=strategy))
+
+
+def a_world(whole=None, strategy="adaptive", *, seed=1, rows=()) -> simulation.World:
+    """A world that has not run yet."""
+    chosen = None if strategy == scenario.CLAIRVOYANT else settings(strategy)
+    return simulation.World(whole or a_scenario(), chosen, seed=seed, rows=rows)
+
+
+def summary(whole=None, strategy="adaptive", *, seed=1):
+    """What one run gives."""
+    return a_world(whole, strategy, seed=seed).run().summary()
+
+
+def sessions(workload, seed=1, rows=()) -> list[Session]:
+    """All sessions of a workload."""
+    return list(workloads.sessions(workload, random.Random(seed), rows))
+
+
+def work(prompt=64, output=4, *, base=0, adapter="") -> Work:
+    """A request; those with the same `base` share their keys."""
+    return Work(prompt, output, range(base, base + prompt // 16), adapter)
+
+
+def trip(name="r1", now=0.0, **facts) -> Trip:
+    """A request on its way."""
+    return Trip(name, work(**facts), now)
+
+
+def advance(timeline, seconds) -> None:
+    """Let everything happen until so many seconds from now, and stop there."""
+    over = []
+    timeline.after(seconds, lambda: over.append(True))
+    while not over:
+        timeline.step()

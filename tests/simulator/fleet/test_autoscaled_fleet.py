@@ -1,0 +1,188 @@
+"""Replicas that come and go, and requests that wait for them."""
+
+import math
+
+import msgspec
+import pytest
+
+from extproc.errors import ConfigError
+from extproc.simulator.fleet import client, report, scenario, simulation, tables
+from extproc.simulator.fleet.scenario import Autoscaling, Hold
+from tests.simulator.fleet.builders import a_scenario, exactly, independent, settings, summary
+
+#: Looks every five seconds, and takes the last replica 60 s after the last request.
+QUICK = {"idle_s": 60.0}
+
+
+def scaled(requests=20, *, every_s=1.0, count=2, offered=None, **facts):
+    """Requests at equal distances for up to two engines, of which none is there."""
+    facts = {"cold_start_s": 30.0, "params": QUICK} | facts
+    offered = offered or client.Client(rate_per_s=1 / every_s, evenly=True)
+    return a_scenario(
+        independent(requests),
+        fleet=[scenario.Engines(count=count, profile="demo")],
+        client=offered,
+        autoscaling=Autoscaling(**facts),
+    )
+
+
+def test_the_first_request_waits_for_the_first_replica():
+    """It is held for the cold start and answered then."""
+    run = summary(scaled(1))
+    assert run.failed == {}
+    assert run.ttft_s.mean == pytest.approx(30, abs=0.5)
+
+
+def test_the_last_replica_goes():
+    """After the cool-down, and its time is counted from when it was asked for."""
+    run = summary(scaled(1))
+    assert run.scaling.to_least_s == pytest.approx(60, abs=5)
+    assert run.scaling.replica_s == pytest.approx(run.duration_s + run.scaling.to_least_s, abs=0.1)
+    assert run.scaling.cold_starts == 1
+    assert (run.scaling.spec[-1], run.scaling.available[-1]) == (0, 0)
+    assert run.scaling.available[0] == 0
+
+
+def test_the_same_seed_gives_the_same_numbers():
+    """Nothing but the seed is chance."""
+    assert summary(scaled(), seed=3) == summary(scaled(), seed=3)
+
+
+def test_a_hold_has_room_for_so_many():
+    """The others are refused at once."""
+    run = summary(scaled(20, hold=Hold(requests=5)))
+    assert run.failed == {"rejected 429": 15}
+    assert run.requests == 5
+    assert run.refusals.told == 15
+    assert run.refusals.latest_s == 0.0
+
+
+def test_refused_requests_are_told_when_to_try_again():
+    """Within the budget, in the pace in which one engine that serves one at a time takes them."""
+    budget_s = 60.0
+    engine = scenario.Engines(count=1, profile="demo", set={"max_num_seqs": 1})
+    whole = scaled(60, every_s=0.5, hold=Hold(per_replica=1, requests=6, budget_s=budget_s))
+    run = summary(msgspec.structs.replace(whole, fleet=[engine]))
+    assert run.refusals.told == sum(run.failed.values()) > 0
+    assert run.refusals.latest_s <= budget_s
+    assert 1 <= run.refusals.retry_after_most_s <= budget_s
+
+
+def test_a_hold_has_a_budget():
+    """Whoever has waited that long is refused, and nobody later than that."""
+    run = summary(scaled(20, hold=Hold(budget_s=25.1)))
+    # Sent at 0 to 4 s, they would have been answered from 30 s on.
+    assert run.failed == {"rejected 503": 5}
+    assert max(run.ttft_quantiles_s) <= 25.5
+
+
+def test_a_client_that_gives_up_waits_no_longer():
+    """It leaves the queue; the request is never sent."""
+    offered = client.Client(rate_per_s=1.0, evenly=True, timeout_s=10.4)
+    run = summary(scaled(40, offered=offered, cold_start_s=30.5))
+    # Those of 0 to 20 s.
+    assert run.failed == {"timeout": 21}
+    assert run.requests == 19
+
+
+def test_an_abandoned_request_keeps_the_engine_busy():
+    """Where nobody tells the engine, its answer comes and is thrown away."""
+    fleet = [scenario.Engines(count=1, profile="demo", set={"max_num_seqs": 1})]
+    finished = {}
+    for abandons in (False, True):
+        offered = client.Client(rate_per_s=1.0, evenly=True, timeout_s=4.0, abandons=abandons)
+        whole = a_scenario(independent(20, output=exactly(160)), fleet=fleet, client=offered)
+        trips = simulation.World(whole, settings("least-request"), seed=1).run().trips
+        given_up = [trip for trip in trips if trip.failure == "timeout"]
+        finished[abandons] = [trip for trip in given_up if not math.isnan(trip.took_s)]
+    assert finished[True]
+    assert not finished[False]
+
+
+def test_requests_are_given_out_one_by_one():
+    """One at a time for each replica: the first come is the first answered."""
+    whole = scaled(10, every_s=0.1, hold=Hold(per_replica=1), start=1)
+    made = simulation.World(whole, settings("least-request"), seed=1).run()
+    ids = [trip.id for trip in made.trips]
+    assert ids == [f"r{n}" for n in range(1, 11)]
+    begun = [trip.sent_at + trip.first_s for trip in made.trips]
+    ended = [trip.sent_at + trip.took_s for trip in made.trips]
+    assert all(begin > end for begin, end in zip(begun[1:], ended, strict=False))
+
+
+def test_a_replica_that_leaves_finishes_what_it_has():
+    """With no end of patience nothing is lost; without any what runs is."""
+    lost = {}
+    for grace_s in (None, 0.0):
+        whole = scaled(
+            400,
+            every_s=0.05,
+            start=2,
+            grace_s=grace_s,
+            params={"idle_s": 60.0, "down_s": 0.0, "window_s": 5.0},
+        )
+        lost[grace_s] = summary(whole).failed.get("engine died", 0)
+    assert lost[None] == 0
+    assert lost[0.0] > 0
+
+
+def test_at_least_so_many():
+    """The least there may be are there in the end."""
+    run = summary(scaled(5, min=1, start=1))
+    assert run.ttft_s.mean < 1
+    assert run.scaling.to_least_s == 0
+    assert run.scaling.mean_available == pytest.approx(1)
+
+
+def test_the_charts_are_those_of_the_published_page():
+    """Depth now and over the window, requests per second over 3 minutes, replicas."""
+    run = summary(scaled(300, params={"idle_s": 300.0}))
+    charts = run.scaling
+    sizes = {
+        len(charts.at_s),
+        len(charts.depth),
+        len(charts.depth_mean),
+        len(charts.queries_per_s),
+        len(charts.available),
+        len(charts.spec),
+    }
+    assert len(sizes) == 1
+    at_250 = charts.at_s.index(250.0)
+    assert charts.queries_per_s[at_250] == pytest.approx(1.0, abs=0.02)
+    assert max(charts.depth) == pytest.approx(30, abs=2)
+    assert max(charts.depth_mean) < max(charts.depth)
+
+
+def test_results_say_what_replicas_cost():
+    """Rows of the table where replicas come and go, and none where they do not."""
+    whole = msgspec.structs.replace(scaled(5), strategies=["least-request"], seeds=[1])
+    made = report.report(whole, [report.Run("least-request", 1, summary(whole, "least-request"))])
+    assert made.columns[0].figures["replica_s"].mean > 60
+    assert "Replica seconds" in tables.text(made)
+    still = a_scenario(strategies=["least-request"], seeds=[1])
+    made = report.report(still, [report.Run("least-request", 1, summary(still, "least-request"))])
+    assert math.isnan(made.columns[0].figures["replica_s"].mean)
+    assert "Replica seconds" not in tables.text(made)
+
+
+def test_a_variant_has_its_own_policy():
+    """In place of the scenario's."""
+    own = Autoscaling(policy="kubeai", cold_start_s=30.0)
+    run = simulation.run(scaled(1), settings("least-request"), seed=1, autoscaling=own)
+    assert run.scaling.to_least_s > 600
+
+
+def test_a_wrong_policy_is_refused():
+    """Before anything runs, with the place in the file."""
+    with pytest.raises(ConfigError, match="queue-depth"):
+        scenario.check(scaled(policy="queue"), where="s.yaml")
+    with pytest.raises(ConfigError, match="wait_s"):
+        scenario.check(scaled(params={"wait": 1}), where="s.yaml")
+
+
+def test_a_client_that_keeps_to_its_clock_skips():
+    """What finds every connection busy is never sent."""
+    offered = client.Client(rate_per_s=1.0, evenly=True, concurrency=3, skips=True)
+    run = summary(scaled(20, offered=offered))
+    assert run.failed == {}
+    assert 3 <= run.requests < 20

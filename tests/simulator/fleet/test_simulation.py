@@ -1,0 +1,233 @@
+import textwrap
+
+import msgspec
+import pytest
+
+from extproc.simulator import fleet
+from extproc.simulator.fleet import client, scenario, simulation, workloads
+from tests.simulator.fleet.builders import (
+    a_scenario,
+    a_world,
+    conversations,
+    exactly,
+    independent,
+    settings,
+    spread_out,
+    summary,
+)
+
+FLEET = [scenario.Engines(count=3, profile="demo")]
+
+
+def lively(**facts):
+    """Conversations of varying length on three engines."""
+    workload = conversations(40, prompt=spread_out(150), output=spread_out(40))
+    return a_scenario(workload, fleet=FLEET, client=client.Client(users=12), **facts)
+
+
+@pytest.mark.parametrize("strategy", ["adaptive", "random", "prefix-hash", "clairvoyant"])
+def test_the_same_seed_gives_the_same_numbers(strategy):
+    """All chance comes from the seed."""
+    assert summary(lively(), strategy, seed=3) == summary(lively(), strategy, seed=3)
+    assert summary(lively(), strategy, seed=3) != summary(lively(), strategy, seed=4)
+
+
+def test_every_strategy_meets_the_same_requests():
+    """What is asked does not depend on where it goes."""
+    asked = []
+    for strategy in ("random", "round-robin", "clairvoyant"):
+        trips = a_world(lively(), strategy, seed=5).run().trips
+        asked.append(sorted((t.work.opening, t.work.prompt_tokens) for t in trips))
+    assert asked[0] == asked[1] == asked[2]
+    assert len(asked[0]) == 160
+
+
+def lost_nothing(one):
+    """Run a world; everything sent has ended, and nobody's account is open."""
+    tally = one.run()
+    done = [trip for trip in tally.trips if not trip.failure]
+    failed = [trip for trip in tally.trips if trip.failure]
+    assert len({trip.id for trip in tally.trips}) == len(tally.trips)
+    assert len(done) + len(failed) == one._served
+    for picker in one.pickers:
+        for member in picker.parts.fleet.pool.members:
+            assert member.account.in_flight == 0
+            assert member.account.prompt_tokens == 0
+    return tally
+
+
+def test_several_pickers_share_the_requests():
+    """Each gets its part, none knows of the others, and all accounts end at zero."""
+    whole = lively(picking=scenario.Picking(replicas=3))
+    one = a_world(whole)
+    lost_nothing(one)
+    opened = [
+        sum(member.account.opened for member in picker.parts.fleet.pool.members)
+        for picker in one.pickers
+    ]
+    assert sum(opened) == 160
+    assert min(opened) > 30
+
+
+@pytest.mark.parametrize("noticed_s", [1.0, None])
+@pytest.mark.parametrize("back_s", [4.0, None])
+def test_outages_lose_nothing(noticed_s, back_s):
+    """What was in flight fails, what comes after goes elsewhere, and all of it ends."""
+    outage = scenario.Outage(engine=1, at_s=2.0, noticed_s=noticed_s, back_s=back_s)
+    tally = lost_nothing(a_world(lively(outages=[outage])))
+    failures = tally.summary().failed
+    assert failures["engine died"] >= 1
+    assert set(failures) <= {"engine died", "connection refused"}
+
+
+def test_an_engine_that_came_back_serves_again():
+    """After it is back it gets requests, with an empty cache at first."""
+    outage = scenario.Outage(engine=0, at_s=1.0, back_s=3.0)
+    tally = a_world(lively(outages=[outage]), "round-robin").run()
+    later = [t for t in tally.trips if t.site == 0 and t.sent_at > 4.1 and not t.failure]
+    assert later
+
+
+def test_a_fleet_that_is_gone_rejects():
+    """Users go on trying, at their own pace, and every request is answered for."""
+    outages = [scenario.Outage(engine=n, at_s=1.0, noticed_s=0.5) for n in range(3)]
+    failures = lost_nothing(a_world(lively(outages=outages))).summary().failed
+    assert failures["rejected 503"] > 50
+
+
+def test_engines_come_up_when_they_are_ready():
+    """A cold engine gets nothing before its time."""
+    fleet = [
+        scenario.Engines(count=1, profile="demo"),
+        scenario.Engines(count=1, profile="demo", ready_s=5.0),
+    ]
+    whole = msgspec.structs.replace(lively(), fleet=fleet)
+    trips = a_world(whole, "round-robin").run().trips
+    first = min(trip.sent_at for trip in trips if trip.site == 1)
+    assert 5.0 <= first < 6.0
+
+
+def test_clients_give_up():
+    """A request that takes too long is cancelled in the engine, and counted as failed."""
+    whole = a_scenario(
+        independent(20, output=exactly(500)), client=client.Client(users=2, timeout_s=1.0)
+    )
+    one = a_world(whole)
+    assert lost_nothing(one).summary().failed == {"timeout": 20}
+    assert all(site.engine.running == 0 for site in one.sites)
+
+
+def test_a_slower_engine_is_slower():
+    """Speed divides every time."""
+    alone = a_scenario(client=client.Client(users=1))
+    fast, slow = (
+        summary(
+            msgspec.structs.replace(
+                alone, fleet=[scenario.Engines(count=1, profile="demo", speed=speed)]
+            )
+        )
+        for speed in (1.0, 0.5)
+    )
+    assert slow.ttft_s.mean == pytest.approx(2 * fast.ttft_s.mean, rel=0.01)
+    assert slow.tpot_s.mean == pytest.approx(2 * fast.tpot_s.mean, rel=0.01)
+
+
+def test_what_was_sent_before_the_measurement_is_left_out():
+    """Only the second half of the arrivals is counted."""
+    busy = client.Client(rate_per_s=10.0)
+    all_of_it = summary(a_scenario(independent(200), client=busy))
+    half = summary(a_scenario(independent(200), client=busy, measure_from_s=10.0))
+    assert all_of_it.requests == 200
+    assert 70 < half.requests < 130
+
+
+def test_a_run_ends_at_its_bound():
+    """A scenario that would go on is cut off."""
+    one = a_world(a_scenario(independent(10_000), until_s=2.0))
+    one.run()
+    assert one.timeline.now == pytest.approx(2.0, abs=0.5)
+
+
+def test_adapters_are_loaded_and_shared():
+    """Requests name adapters, and engines have them resident."""
+    whole = a_scenario(independent(60, adapters=3), client=client.Client(users=6))
+    one = a_world(whole)
+    trips = one.run().trips
+    assert {trip.work.adapter for trip in trips} == {f"adapter-{n}" for n in range(3)}
+    assert {name for site in one.sites for name in site.engine.slots.resident} == {
+        f"adapter-{n}" for n in range(3)
+    }
+
+
+def test_a_trace_is_run_at_its_times():
+    """Arrivals are the trace's."""
+    rows = [
+        f'{{"timestamp": {500 * n}, "input_length": 600, "output_length": 5, "hash_ids": [1, {n}]}}'
+        for n in range(2, 8)
+    ]
+    whole = a_scenario(
+        workloads.Trace(format="mooncake", file="t", rate_scale=0.5), client=client.Client()
+    )
+    trips = a_world(whole, rows=rows).run().trips
+    assert sorted(trip.sent_at for trip in trips) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_the_scenario_says_how_often_engines_are_scraped():
+    """A fixed interval is not stretched by the number of engines, and loads do not go stale."""
+    whole = a_scenario(picking=scenario.Picking(scrape_s=5.0))
+    adjusted = simulation.adjusted(settings(), whole, seed=1).scrape
+    assert (adjusted.busy_interval_s, adjusted.idle_interval_s) == (5.0, 5.0)
+    assert adjusted.stale_after_s >= 15.0
+    assert adjusted.max_scrapes_per_s >= 1e6
+
+
+def test_run_is_a_world_run_to_its_end():
+    """The short form gives the same numbers."""
+    assert simulation.run(lively(), settings(), seed=1) == summary(lively())
+
+
+def test_the_example_of_the_package_runs(capsys):
+    """What its description shows can be typed."""
+    text = fleet.__doc__.partition("From Python:\n")[2].partition("`world.World")[0]
+    exec(textwrap.dedent(text), {})
+    assert len(capsys.readouterr().out.split()) == 2
+
+
+@pytest.mark.parametrize("how", ["errors", "hangs"])
+def test_engines_that_fail_otherwise(how):
+    """Failing fast or hanging, an engine is left out, comes back, and all requests end."""
+    outage = scenario.Outage(engine=0, at_s=1.0, how=how, noticed_s=None, back_s=30.0)
+    world = a_world(lively(outages=[outage]), "least-request")
+    tally = lost_nothing(world)
+    health = world.pickers[0].parts.fleet.health
+    failed = tally.summary().failed
+    if how == "errors":
+        assert health.ejections["errors"] >= 1
+        assert failed["answered 503"] <= 3 + sum(health.probes.values()) + 8
+    else:
+        assert health.ejections == {"hung": 1}
+        assert set(failed) <= {"engine died"}
+
+
+@pytest.mark.parametrize("delay_s", [None, 0.0, 0.005])
+def test_pickers_that_talk_know_of_each_other_and_forget_what_ended(delay_s):
+    """Requests of others are in the accounts while they are open, and only where pickers talk."""
+    talking = scenario.Picking(replicas=2, share_delay_s=delay_s)
+    one = a_world(lively(picking=talking), "adaptive")
+    accounts, most = [], 0
+
+    def look():
+        nonlocal most
+        accounts[:] = [m.account for p in one.pickers for m in p.parts.fleet.pool.members]
+        assert all(0 <= account.mirrored <= account.in_flight for account in accounts)
+        most = max(most, sum(account.mirrored for account in accounts))
+        if not one._sender.over:
+            one.timeline.after(0.05, look)
+
+    one.timeline.after(0.05, look)
+    one.run()
+    told = one.timeline.now + 0.1
+    while one.timeline.now < told and one.timeline.step():
+        pass
+    assert (most > 0) == (delay_s is not None)
+    assert sum(account.in_flight for account in accounts) == 0

@@ -1,0 +1,85 @@
+import pytest
+
+from extproc.errors import ConfigError
+from extproc.simulator.fleet import traces, workloads
+from tests.simulator.fleet.builders import sessions
+
+MOONCAKE = [
+    '{"timestamp": 0, "input_length": 1100, "output_length": 50, "hash_ids": [7, 8, 9]}',
+    "",
+    '{"timestamp": 3000, "input_length": 1030, "output_length": 20, "hash_ids": [7, 8, 12]}',
+    '{"timestamp": 3000, "input_length": 513, "output_length": 0, "hash_ids": [40, 41]}',
+]
+AZURE = [
+    "TIMESTAMP,ContextTokens,GeneratedTokens",
+    "2023-11-16 18:15:46.6805900,374,44",
+    "2023-11-16 18:15:50.9951690,396,109",
+]
+
+
+def read(kind, rows, **more):
+    return list(traces.read(kind, rows, where="trace", **more))
+
+
+def test_mooncake_rows_share_the_blocks_their_ids_share():
+    """Equal hash ids are equal 512-token blocks, each 32 blocks of an engine."""
+    (_, one), (_, two), (_, three) = read("mooncake", MOONCAKE)
+    assert [len(work.keys) for work in (one, two, three)] == [1100 // 16, 1030 // 16, 513 // 16]
+    assert one.keys[:64] == two.keys[:64]
+    assert not set(one.keys[64:]) & set(two.keys[64:])
+    assert not set(one.keys) & set(three.keys)
+    assert (one.prompt_tokens, one.output_tokens, three.output_tokens) == (1100, 50, 1)
+
+
+def test_mooncake_times_are_milliseconds():
+    """The first row begins the trace, in seconds."""
+    assert [at for at, _ in read("mooncake", MOONCAKE)] == [0.0, 3.0, 3.0]
+
+
+def test_azure_rows_share_nothing():
+    """Azure's trace has lengths and times only."""
+    (first_at, one), (second_at, two) = read("azure", AZURE)
+    assert (one.prompt_tokens, one.output_tokens) == (374, 44)
+    assert first_at == 0.0
+    assert second_at == pytest.approx(4.314579, abs=1e-6)
+    assert not set(one.keys) & set(two.keys)
+
+
+def test_rows_of_one_moment_can_be_spread():
+    """Equal time stamps come apart evenly, in their order."""
+    assert [at for at, _ in read("mooncake", MOONCAKE, spread_s=3.0)] == [0.0, 3.0, 4.5]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("mooncake", "not json"),
+        ("mooncake", '{"timestamp": 1, "input_length": 5}'),
+        ("mooncake", '{"timestamp": 1, "input_length": "x", "output_length": 1, "hash_ids": []}'),
+        ("azure", "2023-11-16 18:15:46.68,374"),
+        ("azure", "yesterday,374,44"),
+        ("azure", "2023-11-16 18:15:46.6805900,many,44"),
+    ],
+)
+def test_a_bad_line_is_named(kind, row):
+    """A line that is not what the format says ends the reading with its number."""
+    rows = [MOONCAKE[0] if kind == "mooncake" else AZURE[1], row]
+    with pytest.raises(ConfigError, match="trace: line 2: expected"):
+        read(kind, rows)
+
+
+def test_a_trace_is_replayed_at_its_own_times():
+    """The rate scale divides times, and what is skipped does not delay the rest."""
+    trace = workloads.Trace(format="mooncake", file="t", rate_scale=2.0)
+    assert [session.at for session in sessions(trace, rows=MOONCAKE)] == [0.0, 1.5, 1.5]
+    later = workloads.Trace(format="mooncake", file="t", first=1, requests=1)
+    (only,) = sessions(later, rows=MOONCAKE)
+    assert only.at == 0.0
+    assert only.works[0].prompt_tokens == 1030
+
+
+def test_requests_too_long_for_the_engines_are_left_out():
+    """The bound is on prompt and answer together."""
+    trace = workloads.Trace(format="mooncake", file="t", longest_tokens=1100)
+    found = [session.works[0].prompt_tokens for session in sessions(trace, rows=MOONCAKE)]
+    assert found == [1030, 513]

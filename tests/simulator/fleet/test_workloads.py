@@ -1,0 +1,152 @@
+import itertools
+import random
+
+import pytest
+
+from extproc.simulator.fleet import workloads
+from tests.simulator.fleet.builders import conversations, exactly, independent, sessions, spread_out
+
+
+def shared(**facts):
+    defaults = {
+        "requests": 300,
+        "groups": 3,
+        "prefix": exactly(160),
+        "prompt": exactly(40),
+        "output": exactly(10),
+    }
+    return workloads.Shared(**(defaults | facts))
+
+
+def repeated(**facts):
+    defaults = {
+        "requests": 100,
+        "conversations": 5,
+        "turns": 4,
+        "prompt": spread_out(100),
+        "mean_prompt_tokens": 800,
+        "output": exactly(10),
+    }
+    return workloads.Repeated(**(defaults | facts))
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [independent(prompt=spread_out(100)), shared(), conversations(), repeated()],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_seed_says_everything(workload):
+    """The same seed asks for the same, and another one for something else."""
+    assert sessions(workload, seed=3) == sessions(workload, seed=3)
+    assert sessions(workload, seed=3) != sessions(workload, seed=4)
+
+
+def test_independent_prompts_share_nothing():
+    """As many requests as said, and no block twice."""
+    found = sessions(independent(50))
+    assert len(found) == 50
+    keys = [set(session.works[0].keys) for session in found]
+    assert not any(one & two for one, two in itertools.combinations(keys, 2))
+
+
+def test_shared_prefixes_are_shared_within_a_group_only():
+    """Every prompt begins with the blocks of one of the texts, and goes on with its own."""
+    found = [session.works[0] for session in sessions(shared())]
+    beginnings = {tuple(work.keys[:10]) for work in found}
+    assert len(beginnings) == 3
+    assert len({work.keys[10] for work in found}) == 300
+    assert all(work.prompt_tokens == 200 for work in found)
+
+
+def test_a_hot_share_of_prompts_begins_with_the_first_text():
+    """Half are hot, and a third of the rest hits the first text by chance: two thirds."""
+    found = [session.works[0] for session in sessions(shared(requests=3000, hot_share=0.5))]
+    hot = sum(work.opening.endswith("group 0") for work in found)
+    assert hot / 3000 == pytest.approx(2 / 3, abs=0.03)
+
+
+def test_turns_repeat_all_that_was_said():
+    """A turn's prompt begins with the last prompt and its answer."""
+    for session in sessions(conversations(5)):
+        assert len(session.works) == 4
+        for before, after in itertools.pairwise(session.works):
+            said = before.prompt_tokens + before.output_tokens
+            assert after.prompt_tokens == said + 100
+            assert list(after.keys[: said // 16]) == list(before.keys[: said // 16])
+
+
+def test_conversations_share_their_system_prompt_only():
+    """The first 320 tokens are common, the rest is not."""
+    one, two, *_ = sessions(conversations(5))
+    first, second = one.works[-1].keys, two.works[-1].keys
+    assert list(first[:20]) == list(second[:20])
+    assert not set(first[20:]) & set(second[20:])
+
+
+def test_a_conversation_ends_before_it_is_too_long():
+    """No turn after the first exceeds the bound."""
+    found = sessions(conversations(5, turns=exactly(50), longest_tokens=1000))
+    longest = max(w.prompt_tokens + w.output_tokens for s in found for w in s.works)
+    assert 900 < longest <= 1000
+
+
+def test_pauses_lie_between_turns():
+    """One pause fewer than turns."""
+    for session in sessions(conversations(3, think_s=exactly(5))):
+        assert list(session.think_s) == [5.0] * 3
+
+
+def test_repeated_prompts_are_cycled_at_their_mean():
+    """20 prompts are sent five times each, 800 tokens in the mean."""
+    found = [session.works[0] for session in sessions(repeated())]
+    seen = {}
+    for work in found:
+        identity = (work.session, work.prompt_tokens)
+        seen[identity] = seen.get(identity, 0) + 1
+    assert set(seen.values()) == {5}
+    mean = sum(work.prompt_tokens for work in found) / len(found)
+    assert mean == pytest.approx(800, rel=0.01)
+
+
+def test_adapters_share_no_blocks():
+    """The same prompt for another adapter is another prompt to the cache."""
+    (session,) = sessions(independent(1))
+    one, two = (workloads.adapted(session.works, n)[0] for n in (0, 1))
+    assert (one.adapter, two.adapter) == ("adapter-0", "adapter-1")
+    assert not set(one.keys) & set(two.keys)
+    assert not set(one.keys) & set(session.works[0].keys)
+    assert one.prompt_tokens == session.works[0].prompt_tokens
+
+
+def test_only_some_workloads_have_adapters():
+    """Traces and repeated prompts ask for the base model."""
+    assert workloads.adapters(independent(adapters=3)) == 3
+    assert workloads.adapters(repeated()) == 0
+    assert workloads.adapters(workloads.Trace(format="azure", file="t")) == 0
+
+
+def test_a_source_is_drawn_as_it_is_read():
+    """A hundred thousand sessions are not made before the first is sent."""
+    source = workloads.sessions(independent(10**9), random.Random(1))
+    assert next(source).works[0].prompt_tokens == 200
+
+
+def test_groups_ask_the_same_whoever_else_is_there():
+    """Each has its own rate, tenant and priority, and shares no blocks with others."""
+    small = workloads.Group(tenant="small", priority=1, rate_per_s=2.0, workload=independent(20))
+    big = workloads.Group(
+        tenant="big", rate_per_s=20.0, from_s=1.0, until_s=4.0, workload=independent(200)
+    )
+    alone = sessions(workloads.Groups(groups=[small]))
+    both = sessions(workloads.Groups(groups=[small, big]))
+    times = [session.at for session in both]
+    assert times == sorted(times)
+    mine = [session for session in both if session.works[0].tenant == "small"]
+    assert [session.at for session in mine] == [session.at for session in alone]
+    assert [one.works for one in mine] == [one.works for one in alone]
+    assert all(session.works[0].priority == 1 for session in mine)
+    others = [session for session in both if session.works[0].tenant == "big"]
+    assert 40 <= len(others) <= 80
+    assert all(1.0 < session.at < 4.0 for session in others)
+    keys = {key for session in mine for key in session.works[0].keys}
+    assert not keys & {key for session in others for key in session.works[0].keys}

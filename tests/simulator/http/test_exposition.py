@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import asyncio
+import collections
+import re
+from pathlib import Path
+
+import pytest
+
+from extproc.simulator.http import exposition
+from tests.simulator import engine_server
+from tests.simulator.engine_server import chat
+
+DATA = Path(__file__).parent.parent / "data"
+#: The machine of the captures: 256 blocks of 32 tokens, 16 sequences, 2 adapter slots.
+TINY = {
+    "kv_tokens": 8192,
+    "block_tokens": 32,
+    "max_num_seqs": 16,
+    "max_model_len": 4096,
+    "max_loras": 2,
+}
+
+
+def skeleton(page):
+    """The page's lines with numbers and addresses of the moment left out."""
+    lines = []
+    for line in page.splitlines():
+        kept = line if line.startswith("#") else line.rpartition(" ")[0]
+        lines.append(re.sub(r'version="[^"]*"|patchlevel="[^"]*"', "", kept))
+    return lines
+
+
+def samples(page):
+    """Sample values by series."""
+    pairs = (line.rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in pairs}
+
+
+async def scrape(client):
+    return await (await client.get("/metrics")).text()
+
+
+@engine_server.run
+async def test_an_idle_page_is_line_by_line_a_real_one():
+    """Names, labels, order, HELP and TYPE of a fresh vLLM 0.32; no LoRA sample yet."""
+    async with engine_server.engine(model="tiny", machine=TINY) as (_, client):
+        page = await scrape(client)
+    real = (DATA / "vllm-0.32-idle.txt").read_text()
+    assert skeleton(page) == skeleton(real)
+    assert "vllm:lora_requests_info{" not in page
+
+
+@engine_server.run
+async def test_a_page_after_load_is_line_by_line_a_real_one():
+    """After requests to the base model with LoRA on: the empty adapter set, HTTP families."""
+    async with engine_server.engine(model="tiny", machine=TINY) as (_, client):
+        for _ in range(3):
+            await client.post("/v1/completions", json={"prompt": "x" * 900, "max_tokens": 4})
+        page = await scrape(client)
+    real = (DATA / "vllm-0.32-after-lora-load.txt").read_text()
+    assert skeleton(page) == skeleton(real)
+
+
+@engine_server.run
+async def test_counters_agree_with_what_was_served():
+    """Tokens, hits, requests, histograms, and usage 0 with a full cache."""
+    async with engine_server.engine() as (_, client):
+        for _ in range(2):
+            await client.post("/v1/completions", json={"prompt": "x" * 640, "max_tokens": 9})
+        found = samples(await scrape(client))
+    label = '{engine="0",model_name="demo"}'
+    assert found[f"vllm:prefix_cache_queries_total{label}"] == 320
+    assert found[f"vllm:prefix_cache_hits_total{label}"] == 144
+    assert found[f"vllm:prompt_tokens_total{label}"] == 320
+    assert found[f"vllm:generation_tokens_total{label}"] == 18
+    assert found[f"vllm:kv_cache_usage_perc{label}"] == 0
+    assert found[f"vllm:num_requests_running{label}"] == 0
+    assert found[f"vllm:time_to_first_token_seconds_count{label}"] == 2
+    assert found[f"vllm:inter_token_latency_seconds_count{label}"] == 16
+    assert found[f"vllm:request_prefill_kv_computed_tokens_sum{label}"] == 176
+    done = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="demo"}'
+    assert found[done] == 2
+    assert found["process_start_time_seconds"] > 1e9
+
+
+def sums(page):
+    """Sums over the series of each family: counters without `_total`, histograms' sum and count."""
+    found = collections.Counter()
+    for series, value in samples(page).items():
+        name, _, labels = series.partition("{")
+        source = re.search(r'source="([^"]*)"', labels)
+        found[f"{name}/{source[1]}" if source else name] += value
+    return found
+
+
+def assert_counts_fit(page, *, requests):
+    """What holds between the families of a page once every request was answered."""
+    found = sums(page)
+
+    def vllm(name):
+        return found[f"vllm:{name}"]
+
+    computed = vllm("prompt_tokens_by_source_total/local_compute")
+    hits = vllm("prompt_tokens_by_source_total/local_cache_hit")
+    generated = vllm("generation_tokens_total")
+    assert computed > 0
+    assert hits == vllm("prefix_cache_hits_total") == vllm("prompt_tokens_cached_total")
+    assert computed + hits == vllm("prompt_tokens_total") == vllm("prefix_cache_queries_total")
+    assert vllm("request_prompt_tokens_sum") == computed + hits
+    assert vllm("request_generation_tokens_sum") == generated
+    assert vllm("request_params_max_tokens_sum") == generated
+    assert vllm("iteration_tokens_total_sum") == computed + generated
+    assert vllm("request_prefill_kv_computed_tokens_sum") == computed
+    assert vllm("inter_token_latency_seconds_count") == generated - requests
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        assert vllm(f"{name}_count") == requests
+    assert vllm("request_success_total") == requests
+    assert vllm("request_num_preemptions_sum") == vllm("num_preemptions_total")
+    times = {
+        part: vllm(f"request_{part}_time_seconds_sum")
+        for part in ("queue", "inference", "prefill", "decode")
+    }
+    assert times["inference"] == pytest.approx(times["prefill"] + times["decode"])
+    # Of an engine that cannot keep its pace, time between two steps is nobody's.
+    assert vllm("inter_token_latency_seconds_sum") <= times["decode"] * (1 + 1e-9)
+    whole = vllm("e2e_request_latency_seconds_sum")
+    assert times["queue"] + times["inference"] <= whole * (1 + 1e-9)
+    assert times["queue"] + times["prefill"] <= vllm("time_to_first_token_seconds_sum") + 1e-9
+
+
+@engine_server.run
+async def test_counters_fit_each_other_as_on_a_real_page():
+    """The same sums agree on the capture and on ours, preemptions and chunked prompts included."""
+    assert_counts_fit((DATA / "vllm-0.32-after-lora-load.txt").read_text(), requests=120)
+    small = {"kv_tokens": 1024, "token_budget": 64, "max_num_seqs": 8}
+    async with engine_server.engine(machine=small, loras=("a",), speed=100.0) as (server, client):
+        bodies = [
+            {"model": model, "prompt": f"{n % 4}" * 800, "max_tokens": 60, "stream": bool(n % 2)}
+            for n, model in enumerate(["demo", "a"] * 8)
+        ]
+        await asyncio.gather(*(read(client.post("/v1/completions", json=body)) for body in bodies))
+        page = await scrape(client)
+        assert server.engine.preemptions
+        assert server.engine.prefix_hits
+    assert_counts_fit(page, requests=len(bodies))
+
+
+async def read(asked):
+    async with asked as response:
+        return await response.read()
+
+
+@engine_server.run
+async def test_gauges_show_what_runs_and_what_waits():
+    """One runs, two wait for the batch, and live blocks are in use."""
+    async with engine_server.engine(speed=0.001, machine={"max_num_seqs": 1}) as (server, client):
+        asked = [
+            asyncio.ensure_future(client.post("/v1/chat/completions", json=chat("x" * 2000)))
+            for _ in range(3)
+        ]
+        await engine_server.until(lambda: server.engine.running == 1)
+        await engine_server.until(lambda: server.engine.waiting == 2)
+        found = samples(await scrape(client))
+        label = '{engine="0",model_name="demo"}'
+        assert found[f"vllm:num_requests_running{label}"] == 1
+        assert found[f"vllm:num_requests_waiting{label}"] == 2
+        assert 0 < found[f"vllm:kv_cache_usage_perc{label}"] < 1
+        await engine_server.leave(*asked)
+
+
+@engine_server.run
+async def test_lora_label_sets_accumulate_and_name_running_adapters_twice():
+    """Every set ever reported stays; the live one is the newest; waiting repeats running."""
+    async with engine_server.engine(loras=("b", "a")) as (_, client):
+        for model in ("a", "b"):
+            await client.post("/v1/completions", json={"model": model, "prompt": "x"})
+        found = {
+            name: value
+            for name, value in samples(await scrape(client)).items()
+            if "lora_req" in name
+        }
+
+    def series(adapters):
+        return (
+            f'vllm:lora_requests_info{{max_lora="4",running_lora_adapters="{adapters}",'
+            f'waiting_lora_adapters="{adapters}"}}'
+        )
+
+    assert set(found) == {series("a"), series("b"), series("")}
+    assert max(found, key=found.get) == series("")
+    assert found[series("a")] < found[series("b")]
+
+
+@engine_server.run
+async def test_without_lora_there_is_no_lora_family():
+    """max_loras 0 turns it off, and an adapter is unknown."""
+    async with engine_server.engine(machine={"max_loras": 0}) as (_, client):
+        await client.post("/v1/completions", json={"prompt": "x"})
+        assert "lora" not in (await scrape(client)).replace("(LoRA", "")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0.0"),
+        (254591.0, "254591.0"),
+        (1795187264.8879662, "1.7951872648879662e+09"),
+        (1000000, "1e+06"),
+        (0.001, "0.001"),
+        (1e22, "1e+22"),
+    ],
+)
+def test_numbers_are_written_as_the_prometheus_client_does(value, text):
+    """Go's exponent notation from a million on."""
+    assert exposition.number(value) == text
+
+
+def test_label_values_are_escaped():
+    """Quotes, backslashes and line ends."""
+    assert exposition.labels({"b": 'x"\\\n', "a": "1"}) == '{a="1",b="x\\"\\\\\\n"}'

@@ -1,0 +1,260 @@
+"""Scripts of one ext_proc stream: what Envoy says, what we say, and the difference.
+
+A script is a list of `Message` (built by the functions under "Envoy says") and `Said` (built by
+those under "we say"). `play` feeds the messages through the codec and the exchange, without gRPC,
+and compares the whole conversation.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from extproc.decision import Decision, Outcome
+from extproc.endpoint import Endpoint
+from extproc.protocol.body_buffer import Budget
+from extproc.protocol.exchange import Exchange
+from extproc.protocol.settings import ExchangeSettings
+from extproc.request import RawRequest, Request
+from extproc.wire import codec
+from tests.support import peer
+from tests.support.peer import Said
+
+DUPLEX = ("DUPLEX", "DUPLEX")
+MARKER = ("x-went-into-resp-headers", "true")
+ONE = "10.0.0.1:8000"
+PLAIN = {":method": "POST", ":path": "/v1/chat/completions", "x-request-id": "r"}
+SSE = {":status": "200", "content-type": "text/event-stream"}
+JSON = {":status": "200", "content-type": "application/json"}
+
+Decide = Callable[[RawRequest], Outcome]
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of Envoy's.
+
+    Attributes:
+        part: Which member of the request's oneof it sets.
+        content: HttpHeaders, HttpBody or HttpTrailers of the peer.
+        metadata: `metadata_context` of the peer, if any.
+    """
+
+    part: str
+    content: Any
+    metadata: Any = None
+
+    def encode(self, modes: tuple[str, str] | None) -> bytes:
+        """The bytes on the wire; with `protocol_config` when modes are given."""
+        fields = {self.part: self.content}
+        if self.metadata is not None:
+            fields["metadata_context"] = self.metadata
+        if modes is not None:
+            fields["protocol_config"] = peer.configuration(*modes)
+        return bytes(peer.ext_proc.ProcessingRequest(**fields))
+
+    def __str__(self) -> str:
+        content = self.content
+        facts = []
+        if isinstance(content, peer.ext_proc.HttpBody):
+            facts.append(f"{len(content.body)} bytes {content.body[:60]!r}")
+        if getattr(content, "end_of_stream", False):
+            facts.append("ends")
+        return " ".join([self.part, *facts])
+
+
+# Envoy says
+
+
+def request_headers(
+    headers: peer.Pairs = PLAIN, *, ends: bool = False, raw: bool = True, metadata: Any = None
+) -> Message:
+    """The request headers."""
+    content = peer.ext_proc.HttpHeaders(
+        headers=peer.header_map(headers, raw=raw), end_of_stream=ends
+    )
+    return Message("request_headers", content, metadata)
+
+
+def request_body(body: bytes, *, ends: bool = False, metadata: Any = None) -> Message:
+    """A piece of the request body."""
+    content = peer.ext_proc.HttpBody(body=body, end_of_stream=ends)
+    return Message("request_body", content, metadata)
+
+
+def request_trailers() -> Message:
+    """The request trailers."""
+    return Message("request_trailers", peer.ext_proc.HttpTrailers())
+
+
+def response_headers(
+    headers: peer.Pairs = JSON, *, ends: bool = False, metadata: Any = None
+) -> Message:
+    """The response headers."""
+    content = peer.ext_proc.HttpHeaders(headers=peer.header_map(headers), end_of_stream=ends)
+    return Message("response_headers", content, metadata)
+
+
+def response_body(body: bytes, *, ends: bool = False) -> Message:
+    """A piece of the response body."""
+    return Message("response_body", peer.ext_proc.HttpBody(body=body, end_of_stream=ends))
+
+
+def response_trailers() -> Message:
+    """The response trailers."""
+    return Message("response_trailers", peer.ext_proc.HttpTrailers())
+
+
+# We say
+
+
+def told(destination: str) -> dict[str, Any]:
+    """Dynamic metadata that names a destination."""
+    return {peer.BALANCER: {peer.DESTINATION: destination}}
+
+
+def route(
+    destination: str = ONE,
+    *,
+    part: str = "request_headers",
+    sets: Iterable[tuple[str, str]] = (),
+    removes: Iterable[str] = (),
+    replaces: bytes | None = None,
+) -> Said:
+    """The pick."""
+    return Said(
+        part,
+        sets=((peer.DESTINATION, destination), *sets),
+        removes=tuple(sorted(removes)),
+        clears_route=True,
+        replaces=replaces,
+        told=told(destination),
+    )
+
+
+def hand_on(body: bytes, *, ends: bool = False, part: str = "request_body") -> Said:
+    """Body bytes in FULL_DUPLEX_STREAMED."""
+    return Said(part, body=body, ends=ends)
+
+
+def go_on(part: str) -> Said:
+    """Nothing to change."""
+    return Said(part)
+
+
+def answer_headers(*sets: tuple[str, str], override: dict[str, int] | None = None) -> Said:
+    """The reply to the response headers, with the marker first."""
+    return Said("response_headers", sets=(MARKER, *sets), override=override or {})
+
+
+def refuse(
+    status: int,
+    *,
+    message: str,
+    kind: str,
+    reason: str = "",
+    retry_after: str = "",
+    grpc_status: int | None = None,
+) -> Said:
+    """An immediate response with an OpenAI-shaped body."""
+    sets = [("content-type", "application/json")]
+    if reason:
+        sets.append(("x-llm-d-request-dropped-reason", reason))
+    if retry_after:
+        sets.append(("retry-after", retry_after))
+    return Said(
+        "immediate_response",
+        sets=tuple(sets),
+        status=status,
+        error={"error": {"message": message, "type": kind, "code": status}},
+        grpc_status=grpc_status,
+    )
+
+
+# The conversation
+
+
+def always(*addresses: str) -> Decide:
+    """Decide for the same endpoints whatever is asked."""
+    endpoints = [Endpoint(address) for address in addresses or (ONE,)]
+    return lambda raw: Decision(Request("opaque", subset=raw.subset), endpoints)
+
+
+class Talk:
+    """One stream without gRPC.
+
+    Args:
+        decide: Stands for the dispatcher.
+        modes: Body modes by name; None sends no `protocol_config`.
+        settings: Of the exchange.
+        budget: Shared with other talks, if any.
+        request_id: What a request without id is given.
+
+    Attributes:
+        asked: Every request that was decided.
+        transcript: Both sides, line by line.
+    """
+
+    def __init__(
+        self,
+        decide: Decide | None = None,
+        *,
+        modes: tuple[str, str] | None = DUPLEX,
+        settings: ExchangeSettings | None = None,
+        budget: Budget | None = None,
+        request_id: str = "",
+    ) -> None:
+        self.budget = budget or Budget(1 << 30)
+        self.exchange = Exchange(settings or ExchangeSettings(1 << 26), self.budget)
+        self.asked: list[RawRequest] = []
+        self.transcript: list[str] = []
+        self._decide = decide or always()
+        self._modes = modes
+        self._request_id = request_id
+
+    def hear(self, message: Message) -> list[Said]:
+        """One message in, all answers to it out."""
+        self.transcript.append(f"Envoy: {message}")
+        event = codec.decode(message.encode(self._modes))
+        self._modes = None
+        replies = [codec.encode(reply) for reply in self.exchange.receive(event)]
+        pending = self.exchange.pending
+        if pending is not None:
+            self.asked.append(pending)
+            outcome = self._decide(pending)
+            answers = self.exchange.resolve(outcome, request_id=self._request_id)
+            replies += [codec.encode(reply) for reply in answers]
+        said = [peer.read(reply) for reply in replies]
+        self.transcript += [f"we:    {answer}" for answer in said]
+        return said
+
+
+def play(script: Sequence[Message | Said], decide: Decide | None = None, **settings: Any) -> Talk:
+    """Hold a conversation and compare all of it; also, nothing may be held at its end.
+
+    Args:
+        script: Both sides in order.
+        decide: Stands for the dispatcher; by default `ONE` for every request.
+        settings: See `Talk`.
+    """
+    talk = Talk(decide, **settings)
+    said: list[Message | Said] = []
+    for line in script:
+        if isinstance(line, Message):
+            said += [line, *talk.hear(line)]
+    talk.exchange.close()
+    if said != list(script):
+        wanted = [
+            f"{'Envoy:' if isinstance(line, Message) else 'we:   '} {line}" for line in script
+        ]
+        raise AssertionError(
+            "\n".join(
+                difflib.unified_diff(
+                    wanted, talk.transcript, "script", "happened", n=99, lineterm=""
+                )
+            )
+        )
+    assert talk.budget.held_bytes == 0
+    return talk

@@ -1,0 +1,86 @@
+"""The real dispatcher over a fleet that a test describes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from extproc.decision import Outcome
+from extproc.endpoint import Endpoint, Load
+from extproc.pool.store import Fleet
+from extproc.prefix_cache import blocks
+from extproc.prefix_cache.cache_model import Beliefs
+from extproc.prefix_cache.index import PrefixIndex
+from extproc.request import RawRequest
+from extproc.routing.director import Dispatcher
+from extproc.routing.routing_config import DispatchSettings, Routing
+from extproc.scheduling import presets
+from extproc.scheduling.profile import Profile
+
+
+class House:
+    """A fleet with its dispatcher, at one moment.
+
+    Args:
+        loads: Endpoint address to its scraped load; None for never scraped.
+        profile: The name of a default profile, or one of your own.
+        fallbacks: Further endpoints to name.
+        seed: Of all chance.
+
+    Attributes:
+        now: Monotonic seconds of every call.
+    """
+
+    def __init__(
+        self,
+        loads: Mapping[str, Load | None],
+        *,
+        profile: str | Profile = "balanced",
+        fallbacks: int = 0,
+        seed: int = 1,
+    ) -> None:
+        self.now = 100.0
+        self.index = PrefixIndex(1 << 16)
+        self.belief = Beliefs(self.index, blocks.DEFAULT.tokens, most_blocks=10_000)
+        self.fleet = Fleet(on_gone=self.belief.forget)
+        self.fleet.replace([Endpoint(address) for address in loads], self.now)
+        for member in self.fleet.pool.members:
+            load = loads[member.endpoint.address]
+            if load is not None:
+                self.fleet.observe(self.fleet.begin_scrape(member.endpoint), load, self.now)
+        chosen = presets.profiles()[profile] if isinstance(profile, str) else profile
+        self.dispatcher = Dispatcher(
+            fleet=self.fleet,
+            routing=Routing(
+                profile=chosen,
+                by_model={},
+                settings=DispatchSettings(stale_after_s=60.0, fallbacks=fallbacks),
+            ),
+            index=self.index,
+            belief=self.belief,
+            schedule=blocks.Schedule(),
+            rng=random.Random(seed),
+        )
+
+    def decide(self, raw: RawRequest) -> Outcome:
+        """Route without charging anybody."""
+        return self.dispatcher.route(raw, self.now)
+
+    @property
+    def in_flight(self) -> int:
+        """Open requests on all endpoints."""
+        return sum(member.account.in_flight for member in self.fleet.pool.members)
+
+
+def load(waiting: float, kv_usage: float, *adapters: str, at: float = 100.0) -> Load:
+    """The load the reference picker's tests write as P(queue, kv, models...)."""
+    return Load(
+        at=at,
+        engine="vllm",
+        waiting=waiting,
+        running=0.0,
+        kv_usage=kv_usage,
+        adapters=frozenset(adapters),
+        waiting_adapters=frozenset(),
+        adapter_slots=4,
+    )

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from extproc.telemetry.counters import Tallies
+from extproc.telemetry.exposition import Exposition
+from extproc.telemetry.pool_metrics import Cache, Watched
+from tests.support.pool_fixture import House
+
+
+def test_what_was_learnt_is_on_the_page():
+    """Rates by endpoint, bytes per token by model, pauses of conversations by pool."""
+    house = House({"10.0.0.1:8000": None}, profile="adaptive")
+    for _ in range(8):
+        house.fleet.tokenisers.told("m", prompt_bytes=300, tokens=100)
+    page = Exposition(
+        Tallies(),
+        lambda: {
+            "": Watched(
+                house.fleet.pool,
+                lambda _: Cache(5.0, 4.0, 100),
+                house.fleet.tokenisers.learnt,
+                returning=house.dispatcher.returning,
+            )
+        },
+        clock=lambda: 1.0,
+        gauges={},
+        about={},
+    ).render()
+    spot = b'{endpoint="10.0.0.1:8000",pool=""}'
+    for line in (
+        b'extproc_returning_share{pool=""} 0.5',
+        b'extproc_conversations_away{pool=""} 0.0',
+        b'extproc_bytes_per_token{model="m",pool=""} 3.0',
+        b"extproc_endpoint_step_seconds" + spot + b" 0.015",
+        b"extproc_endpoint_prefill_seconds_per_token" + spot + b" 0.0001",
+        b"extproc_endpoint_decode_seconds_per_sequence" + spot + b" 0.0001",
+        b"extproc_endpoint_context_seconds_per_token" + spot + b" 2e-07",
+        b"extproc_endpoint_adapter_load_seconds" + spot + b" 0.5",
+        b"extproc_endpoint_output_tokens" + spot + b" 200.0",
+    ):
+        assert line in page

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from prometheus_client.samples import Sample
+
+from extproc.telemetry import watch_metrics
+
+STATES = ("synced", "forbidden")
+
+
+def test_watch_series_show_the_state_and_the_age_of_every_watch():
+    """One state is 1, and two watches of a kind differ in namespace or selector."""
+    watches = [
+        watch_metrics.WatchFigures("pods", "a", "", "synced", STATES, 0.0),
+        watch_metrics.WatchFigures("pods", "b", "app=vllm", "forbidden", STATES, 12.0),
+    ]
+    state, unsynced = watch_metrics.series(watches)
+    first = {"collection": "pods", "namespace": "a", "selector": ""}
+    second = {"collection": "pods", "namespace": "b", "selector": "app=vllm"}
+    name = "extproc_discovery_watch_state"
+    assert state.samples == [
+        Sample(name, {**first, "state": "synced"}, 1.0),
+        Sample(name, {**first, "state": "forbidden"}, 0.0),
+        Sample(name, {**second, "state": "synced"}, 0.0),
+        Sample(name, {**second, "state": "forbidden"}, 1.0),
+    ]
+    assert [sample.value for sample in unsynced.samples] == [0.0, 12.0]
+
+
+def test_watch_series_are_there_without_kubernetes():
+    """So that a dashboard finds their names."""
+    state, unsynced = watch_metrics.series([])
+    assert (state.samples, unsynced.samples) == ([], [])

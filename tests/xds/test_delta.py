@@ -1,0 +1,239 @@
+"""Incremental discovery as scripts of what Envoy says and we say, and as a property."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.xds import delta
+from extproc.xds.delta import Request, Response
+from extproc.xds.resources import ASSIGNMENT, CLUSTER, Resource
+from extproc.xds.sotw import Refusal
+from tests.support.seeded import examples
+
+
+def snapshot(clusters=None, **assignments):
+    """A snapshot with a version for each name."""
+    clusters = dict.fromkeys(assignments, "1") if clusters is None else clusters
+    return {
+        CLUSTER: {name: Resource(name, version, b"") for name, version in clusters.items()},
+        ASSIGNMENT: {name: Resource(name, version, b"") for name, version in assignments.items()},
+    }
+
+
+def told(said):
+    """What we say, in short: type, nonce, versions by name, what is gone."""
+    return [
+        (
+            one.type_url,
+            one.nonce,
+            {each.name: each.version for each in one.resources},
+            set(one.removed),
+        )
+        if isinstance(one, Response)
+        else one
+        for one in said
+    ]
+
+
+class Script:
+    """One stream; the snapshot is there from the start."""
+
+    def __init__(self, first=None):
+        self.conversation = delta.Conversation()
+        if first is not None:
+            self.conversation.publish(first)
+
+    def envoy(self, type_url, *subscribe, **said):
+        return told(self.conversation.request(Request(type_url, subscribe, **said)))
+
+    def pool(self, *args, **assignments):
+        return told(self.conversation.publish(snapshot(*args, **assignments)))
+
+
+@pytest.fixture
+def script():
+    """A stream on which Envoy has taken pools `a` and `b` in their first version."""
+    one = Script(snapshot(a="1", b="1"))
+    assert one.envoy(CLUSTER) == [(CLUSTER, "1", {"a": "1", "b": "1"}, set())]
+    assert one.envoy(CLUSTER, nonce="1") == []
+    assert one.envoy(ASSIGNMENT, "a", "b") == [(ASSIGNMENT, "2", {"a": "1", "b": "1"}, set())]
+    assert one.envoy(ASSIGNMENT, nonce="2") == []
+    return one
+
+
+def test_only_what_changed_is_told(script):
+    """A pool that stays is not repeated."""
+    assert script.pool(a="1", b="2") == [(ASSIGNMENT, "3", {"b": "2"}, set())]
+    assert script.envoy(ASSIGNMENT, nonce="3") == []
+
+
+def test_changes_wait_for_the_answer_under_way(script):
+    """While Envoy takes one answer, later changes gather."""
+    assert script.pool(a="2", b="1") == [(ASSIGNMENT, "3", {"a": "2"}, set())]
+    assert script.pool(a="3", b="3") == []
+    assert script.envoy(ASSIGNMENT, nonce="3") == [(ASSIGNMENT, "4", {"a": "3", "b": "3"}, set())]
+
+
+def test_what_is_gone_is_said(script):
+    """A pool that goes is removed by name, for both types."""
+    assert script.pool(a="1") == [
+        (CLUSTER, "3", {}, {"b"}),
+        (ASSIGNMENT, "4", {}, {"b"}),
+    ]
+    assert script.envoy(CLUSTER, nonce="3") == []
+    assert script.envoy(ASSIGNMENT, nonce="4", unsubscribe=("b",)) == []
+
+
+def test_a_refusal_is_told_and_not_provoked_again(script):
+    """What was refused is not sent again; another version of it is."""
+    script.pool(a="bad", b="1")
+    assert script.envoy(ASSIGNMENT, nonce="3", error="no") == [Refusal(ASSIGNMENT, "3", "no")]
+    assert script.pool(a="bad", b="2") == [(ASSIGNMENT, "4", {"b": "2"}, set())]
+    assert script.envoy(ASSIGNMENT, nonce="4") == []
+    assert script.pool(a="2", b="2") == [(ASSIGNMENT, "5", {"a": "2"}, set())]
+
+
+def test_one_bad_resource_does_not_keep_others_away(script):
+    """After a refusal of several, each is sent alone; only the bad one stays away."""
+    script.pool(a="bad", b="2")
+    refused = Refusal(ASSIGNMENT, "3", "no")
+    assert script.envoy(ASSIGNMENT, nonce="3", error="no") == [
+        refused,
+        (ASSIGNMENT, "4", {"a": "bad"}, set()),
+    ]
+    assert script.envoy(ASSIGNMENT, nonce="4", error="no") == [
+        Refusal(ASSIGNMENT, "4", "no"),
+        (ASSIGNMENT, "5", {"b": "2"}, set()),
+    ]
+    assert script.envoy(ASSIGNMENT, nonce="5") == []
+
+
+def test_subscribing_again_tells_again(script):
+    """A cluster that warms anew waits for endpoints that it had."""
+    assert script.envoy(ASSIGNMENT, "a") == [(ASSIGNMENT, "3", {"a": "1"}, set())]
+
+
+def test_a_name_nobody_knows_is_absent(script):
+    """Envoy is told that what it asks for does not exist, and told of it when it does."""
+    assert script.envoy(ASSIGNMENT, "c") == [(ASSIGNMENT, "3", {}, {"c"})]
+    assert script.envoy(ASSIGNMENT, nonce="3") == []
+    said = script.pool(a="1", b="1", c="1")
+    assert said == [(CLUSTER, "4", {"c": "1"}, set()), (ASSIGNMENT, "5", {"c": "1"}, set())]
+
+
+def test_coming_over_with_what_it_holds():
+    """An Envoy from another replica is told only what differs, and always that we are here."""
+    script = Script(snapshot(a="1", b="2"))
+    held = {"a": "1", "b": "1", "c": "1"}
+    assert script.envoy(CLUSTER, held={"a": "1", "b": "1"}) == [(CLUSTER, "1", {}, set())]
+    assert script.envoy(ASSIGNMENT, "a", "b", "c", held=held) == [
+        (ASSIGNMENT, "2", {"b": "2"}, {"c"})
+    ]
+
+
+def test_nothing_is_told_before_there_is_anything():
+    """A stream that opens before discovery has spoken waits."""
+    script = Script()
+    assert script.envoy(CLUSTER) == []
+    assert script.envoy(ASSIGNMENT, "a") == []
+    assert script.pool() == [(CLUSTER, "1", {}, set()), (ASSIGNMENT, "2", {}, {"a"})]
+
+
+def test_an_older_nonce_settles_nothing(script):
+    """A late word on an answer that is no longer under way changes nothing."""
+    script.pool(a="2", b="1")
+    assert script.envoy(ASSIGNMENT, nonce="2", error="late") == []
+    assert script.envoy(ASSIGNMENT, nonce="made up") == []
+    assert script.envoy(ASSIGNMENT, nonce="3") == []
+
+
+def test_other_types_are_not_answered(script):
+    """Listeners, routes and secrets are not ours."""
+    assert script.envoy("type.googleapis.com/envoy.config.listener.v3.Listener") == []
+
+
+class Envoy:
+    """What Envoy does with answers, as far as the protocol goes."""
+
+    def __init__(self, held=None):
+        self.clusters, self.assignments, self.waiting = {}, {}, set()
+        self.watched = set()
+        self.out, self.inbox = [Request(CLUSTER)], []
+
+    def take(self):
+        answer = self.inbox.pop(0)
+        versions = {one.name: one.version for one in answer.resources}
+        bad = "bad" in versions.values()
+        mine = self.clusters if answer.type_url == CLUSTER else self.assignments
+        before = dict(self.clusters)
+        if not bad:
+            mine.update(versions)
+            for name in answer.removed:
+                mine.pop(name, None)
+        self.out.append(Request(answer.type_url, nonce=answer.nonce, error="bad" if bad else ""))
+        if answer.type_url == CLUSTER:
+            changed = {n for n, one in self.clusters.items() if before.get(n) != one}
+            gone = self.watched - self.clusters.keys()
+            self.watched = set(self.clusters)
+            self.waiting = (self.waiting | changed) & self.watched
+            for name in gone:
+                self.assignments.pop(name, None)
+            if changed or gone:
+                self.out.append(Request(ASSIGNMENT, tuple(changed), tuple(gone)))
+        else:
+            self.waiting -= versions.keys() if not bad else set()
+
+
+VERSIONS = st.sampled_from(["1", "2", "3", "bad"])
+POOLS = st.dictionaries(st.sampled_from("abc"), st.tuples(VERSIONS, VERSIONS))
+GOOD = st.dictionaries(
+    st.sampled_from("abc"), st.tuples(st.sampled_from("12"), st.sampled_from("12"))
+)
+
+
+class Line:
+    """A stream between an Envoy and us."""
+
+    def __init__(self):
+        self.envoy = Envoy()
+        self.conversation = delta.Conversation()
+
+    def publish(self, pools):
+        clusters = {name: version for name, (version, _) in pools.items()}
+        assignments = {name: version for name, (_, version) in pools.items()}
+        self.envoy.inbox.extend(self.conversation.publish(snapshot(clusters, **assignments)))
+
+    def move(self, step):
+        """Either we hear a request, or Envoy takes an answer."""
+        envoy = self.envoy
+        if step == "hear" and envoy.out:
+            said = self.conversation.request(envoy.out.pop(0))
+            envoy.inbox.extend(one for one in said if isinstance(one, Response))
+        elif step == "take" and envoy.inbox:
+            envoy.take()
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(steps=st.lists(st.one_of(st.sampled_from(["hear", "take"]), POOLS), max_size=60), last=GOOD)
+def test_envoy_comes_to_hold_the_latest(steps, last):
+    """Whatever crosses whatever: once all is said, Envoy holds the last pools and waits for none."""
+    line = Line()
+    for step in steps:
+        if isinstance(step, dict):
+            line.publish(step)
+        else:
+            line.move(step)
+    line.publish(last)
+    for _ in range(500):
+        line.move("hear")
+        line.move("take")
+    envoy = line.envoy
+    assert not envoy.out, "it never falls silent"
+    assert not envoy.inbox
+    assert envoy.clusters == {name: version for name, (version, _) in last.items()}
+    assert {name: envoy.assignments.get(name) for name in last} == {
+        name: version for name, (_, version) in last.items()
+    }
+    assert envoy.waiting == set()

@@ -1,0 +1,181 @@
+"""Resources as somebody else's parser reads them."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import pytest
+
+from extproc.xds.cluster_options import HealthCheck, Outliers, Traits
+from extproc.xds.encoder import Renderer
+from extproc.xds.resources import Health, Place
+
+# isort: split
+from envoy_data_plane.envoy.config.cluster import v3 as clusters
+from envoy_data_plane.envoy.config.endpoint import v3 as endpoints
+from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request import (
+    v3 as least_request,
+)
+from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host import (
+    v3 as override_host,
+)
+from envoy_data_plane.envoy.extensions.upstreams.http import v3 as upstreams
+
+HTTP = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+
+
+def cluster(traits=None):
+    return clusters.Cluster.parse(Renderer(traits or Traits()).cluster("engines", h2c=False))
+
+
+def assigned(*places, renderer=None):
+    data = (renderer or Renderer(Traits())).assignment("engines", places)
+    return endpoints.ClusterLoadAssignment.parse(data)
+
+
+def only(policy, kind):
+    """The one policy of a list, unpacked."""
+    (one,) = policy.policies
+    config = one.typed_extension_config
+    package = kind.__module__.rpartition("envoy_data_plane.")[2]
+    assert config.typed_config.type_url == f"type.googleapis.com/{package}.{kind.__name__}"
+    return kind.parse(config.typed_config.value)
+
+
+def test_a_cluster_takes_endpoints_from_the_same_stream():
+    """Its type is EDS over ADS, which Envoy's bootstrap names already."""
+    found = cluster()
+    assert (found.name, found.type) == ("engines", clusters.ClusterDiscoveryType.EDS)
+    assert found.eds_cluster_config.eds_config.ads is not None
+    assert found.ignore_health_on_host_removal
+
+
+def test_the_destination_comes_from_header_then_metadata():
+    """EPP protocol 004: header and metadata agree; who served is told in the same namespace."""
+    override = only(cluster().load_balancing_policy, override_host.OverrideHost)
+    header, metadata = override.override_host_sources
+    assert header.header == "x-gateway-destination-endpoint"
+    assert metadata.metadata.key == override.selected_host_key.key == "envoy.lb"
+    assert [one.key for one in metadata.metadata.path] == ["x-gateway-destination-endpoint"]
+    assert [one.key for one in override.selected_host_key.path] == [
+        "x-gateway-destination-endpoint-served"
+    ]
+    assert only(override.fallback_policy, least_request.LeastRequest) is not None
+
+
+def test_connections_are_left_before_engines_close_them():
+    """VLLM closes idle connections after 5 seconds; HTTP/1.1 is what engines speak."""
+    options = cluster().typed_extension_protocol_options
+    found = upstreams.HttpProtocolOptions.parse(options[HTTP].value)
+    assert found.common_http_protocol_options.idle_timeout == dt.timedelta(seconds=2)
+    assert found.explicit_http_config.http_protocol_options is not None
+
+
+def test_engines_that_speak_http2_are_spoken_to_so():
+    """Nobody knows what they answer health checks, so there are none; the rest is the same."""
+    found = clusters.Cluster.parse(Renderer(Traits()).cluster("engines", h2c=True))
+    options = upstreams.HttpProtocolOptions.parse(
+        found.typed_extension_protocol_options[HTTP].value
+    )
+    assert options.explicit_http_config.http2_protocol_options is not None
+    assert options.explicit_http_config.http_protocol_options is None
+    assert found.health_checks == []
+    assert found.outlier_detection == cluster().outlier_detection
+
+
+def test_retries_are_not_rationed():
+    """A dead engine under load must not use up the default of 3 retries."""
+    (limits,) = cluster().circuit_breakers.thresholds
+    assert limits.max_retries >= limits.max_requests > 10_000
+
+
+def test_health_checks_are_as_configured():
+    """Path, pace and patience come from the settings, with or without traffic."""
+    check = HealthCheck(path="/live", interval_s=0.5, timeout_s=1.5, unhealthy_after=4)
+    (found,) = cluster(Traits(health_check=check)).health_checks
+    assert found.http_health_check.path == "/live"
+    assert found.interval == found.no_traffic_interval == dt.timedelta(seconds=0.5)
+    assert found.timeout == dt.timedelta(seconds=1.5)
+    assert (found.unhealthy_threshold, found.healthy_threshold) == (4, 1)
+
+
+def test_health_checks_can_be_off():
+    """Without a path nobody asks."""
+    assert cluster(Traits(health_check=HealthCheck(path=""))).health_checks == []
+
+
+def test_outliers_are_engines_that_are_gone_or_refuse():
+    """Connections and 502 to 504 count; 500, which bad requests cause, does not."""
+    outliers = Outliers(connection_failures=2, gateway_failures=7, most_ejected=0.25)
+    found = cluster(Traits(outliers=outliers)).outlier_detection
+    assert found.split_external_local_origin_errors
+    assert found.consecutive_local_origin_failure == 2
+    assert found.consecutive_gateway_failure == 7
+    assert found.enforcing_consecutive_gateway_failure == 100
+    assert found.enforcing_consecutive_5xx == found.enforcing_success_rate == 0
+    assert found.max_ejection_percent == 25
+    assert found.successful_active_health_check_uneject_host is False
+
+
+def test_the_longest_ejection_is_not_shorter_than_the_first():
+    """Envoy refuses a cluster where it is."""
+    found = cluster(Traits(outliers=Outliers(ejection_s=90, longest_s=60))).outlier_detection
+    assert found.max_ejection_time >= found.base_ejection_time == dt.timedelta(seconds=90)
+
+
+def test_outlier_detection_can_be_off():
+    """Nothing is left out then."""
+    assert cluster(Traits(outliers=Outliers(enabled=False))).outlier_detection is None
+
+
+def test_every_endpoint_has_its_address_and_health():
+    """IPv6 loses its brackets; an endpoint that is down is told as such."""
+    found = assigned(Place("10.0.0.1:8000"), Place("[fd00::1]:8001", Health.UNHEALTHY))
+    assert found.cluster_name == "engines"
+    (group,) = found.endpoints
+    assert group.locality is None
+    read = [
+        (
+            one.endpoint.address.socket_address.address,
+            one.endpoint.address.socket_address.port_value,
+            one.health_status.name,
+        )
+        for one in group.lb_endpoints
+    ]
+    assert read == [("10.0.0.1", 8000, "HEALTHY"), ("fd00::1", 8001, "UNHEALTHY")]
+
+
+def test_endpoints_of_a_zone_stand_together():
+    """Each zone is one group, and those without a label are one of their own."""
+    found = assigned(
+        Place("10.0.0.1:8000", zone="a", region="r"),
+        Place("10.0.0.2:8000"),
+        Place("10.0.0.3:8000", zone="b", region="r"),
+        Place("10.0.0.4:8000", zone="a", region="r"),
+    )
+    groups = {
+        (one.locality.region, one.locality.zone) if one.locality else None: len(one.lb_endpoints)
+        for one in found.endpoints
+    }
+    assert groups == {None: 1, ("r", "a"): 2, ("r", "b"): 1}
+
+
+@pytest.mark.parametrize("count", [0, 1, 300])
+def test_what_is_put_together_by_hand_is_what_the_types_write(count):
+    """Assignments are joined from remembered parts; the bytes are those of one message."""
+    renderer = Renderer(Traits())
+    places = [Place(f"10.0.{at // 250}.{at % 250}:8000", zone=f"z{at % 3}") for at in range(count)]
+    data = renderer.assignment("engines", places)
+    read = endpoints.ClusterLoadAssignment.parse(data)
+    assert bytes(read) == data
+    assert sum(len(group.lb_endpoints) for group in read.endpoints) == count
+    assert renderer.assignment("engines", places) == data
+
+
+def test_endpoints_that_left_are_forgotten():
+    """What is remembered is bounded by what is there."""
+    renderer = Renderer(Traits())
+    stays, leaves = Place("10.0.0.1:8000"), Place("10.0.0.2:8000")
+    renderer.assignment("engines", [stays, leaves])
+    renderer.keep({stays})
+    assert renderer._known.keys() == {stays}
