@@ -69,8 +69,8 @@ _PICKING = scenario.Picking(told_max_tokens=True)
 SCENARIOS: Mapping[str, scenario.Scenario] = {
     "closed": scenario.Scenario(
         title="24 users with conversations on 4 L4 with small caches",
-        fleet=(scenario.Engines(count=4, profile="l4-8b-fp8", set={"kv_tokens": 48_000}),),
-        workload=workloads.Conversations(
+        fleet=(scenario.EngineGroup(count=4, profile="l4-8b-fp8", set={"kv_tokens": 48_000}),),
+        workload=workloads.ConversationWorkload(
             conversations=44,
             turns=Lengths(mean=5, deviation=1.5, lowest=2, highest=8),
             prompt=Lengths(mean=1200, deviation=800, shape="lognormal", lowest=32, highest=4000),
@@ -84,8 +84,8 @@ SCENARIOS: Mapping[str, scenario.Scenario] = {
     ),
     "poisson": scenario.Scenario(
         title="Prompts that share 12 beginnings, 6 adapters, Poisson arrivals on 4 L4",
-        fleet=(scenario.Engines(count=4, profile="l4-8b-fp8", set={"kv_tokens": 24_000}),),
-        workload=workloads.Shared(
+        fleet=(scenario.EngineGroup(count=4, profile="l4-8b-fp8", set={"kv_tokens": 24_000}),),
+        workload=workloads.SharedPrefix(
             requests=200,
             groups=12,
             prefix=Lengths(mean=2000),
@@ -100,7 +100,7 @@ SCENARIOS: Mapping[str, scenario.Scenario] = {
 
 IDLE = scenario.Scenario(
     title="One user, one engine: what the way there and back takes",
-    fleet=(scenario.Engines(count=1, profile="l4-8b-fp8"),),
+    fleet=(scenario.EngineGroup(count=1, profile="l4-8b-fp8"),),
     workload=workloads.Independent(
         requests=30, prompt=Lengths(mean=200), output=Lengths(mean=4), adapters=0
     ),
@@ -120,7 +120,7 @@ def scaled(whole: scenario.Scenario, speed: float) -> scenario.Scenario:
         ramp_s=whole.client.ramp_s / speed,
     )
     workload = whole.workload
-    if isinstance(workload, workloads.Conversations):
+    if isinstance(workload, workloads.ConversationWorkload):
         think = workload.think_s
         workload = replace(
             workload,
@@ -162,7 +162,7 @@ def offline(
     for draw in range(draws):
         turnaround_s = whole.client.turnaround_s + 5e-4 * draw
         client = msgspec.structs.replace(whole.client, turnaround_s=turnaround_s)
-        made = simulation.World(whole, settings, seed=seed, client=client)
+        made = simulation.Simulation(whole, settings, seed=seed, client=client)
         made.pickers[0].parts.rng.seed(seed * 1000 + draw)
         found.append(figures(made.run()))
     return found
@@ -188,7 +188,7 @@ async def real(whole: scenario.Scenario, strategy: str, *, seed: int) -> dict[st
 
 
 async def measured(
-    results: run_metrics.Tally, addresses: Sequence[str], late_s: float
+    results: run_metrics.RunMetrics, addresses: Sequence[str], late_s: float
 ) -> dict[str, float]:
     """What came of a real run, with what the engines say at its end.
 
@@ -198,7 +198,7 @@ async def measured(
         late_s: See `sending.play`.
     """
     loads = [await _load(address) for address in addresses]
-    again = [int(one.totals.preemptions or 0) for one in loads]
+    again = [int(one.counters.preemptions or 0) for one in loads]
     # All that is read of engines at the end.
     ended = [SimpleNamespace(preemptions=n, engine=SimpleNamespace(preemptions=0)) for n in again]
     results.close(ended)
@@ -241,7 +241,7 @@ async def _load(address: str) -> Load:
     return found
 
 
-def figures(results: run_metrics.Tally) -> dict[str, float]:
+def figures(results: run_metrics.RunMetrics) -> dict[str, float]:
     """What is compared; times in real seconds."""
     found = results.summary()
     assert not found.failed, found.failed

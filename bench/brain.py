@@ -20,12 +20,12 @@ import msgspec
 
 from bench import rig
 from extproc.config import factory
-from extproc.config.scheduling_schema import Scheduling
-from extproc.config.settings import Prefix, Scrape, Settings
+from extproc.config.scheduling_schema import SchedulingSection
+from extproc.config.settings import PrefixSection, ScrapeSection, Settings
 from extproc.decision import Decision
-from extproc.endpoint import Endpoint, Load, Totals
+from extproc.endpoint import Endpoint, EngineCounters, Load
 from extproc.prefix_cache import blocks
-from extproc.request import Request
+from extproc.request import InferenceRequest
 from extproc.simulator import core, engine_request, profiles
 
 CUTS = blocks.DEFAULT.tokens
@@ -46,16 +46,16 @@ class World:
 
     def __init__(self, profile, strategy: str, *, scrape_s: float = 0.2, seed: int = 1) -> None:
         self.rng = random.Random(seed)
-        self.engines = [core.Engine(profile) for _ in range(ENGINES)]
+        self.engines = [core.SimulatedEngine(profile) for _ in range(ENGINES)]
         self.parts = factory.build(
             Settings(
                 seed=seed,
-                scheduling=Scheduling(strategy=strategy),
-                prefix=Prefix(capacity_blocks=10**7),
-                scrape=Scrape(stale_after_s=max(6.0, 3 * scrape_s)),
+                scheduling=SchedulingSection(strategy=strategy),
+                prefix=PrefixSection(capacity_blocks=10**7),
+                scrape=ScrapeSection(stale_after_s=max(6.0, 3 * scrape_s)),
             )
         )
-        self.parts.fleet.replace([Endpoint(f"10.0.0.{i}:8000") for i in range(ENGINES)], 0.0)
+        self.parts.store.set_endpoints([Endpoint(f"10.0.0.{i}:8000") for i in range(ENGINES)], 0.0)
         self.scrape_s, self.now, self.left = scrape_s, 0.0, 0
         self.counters = [[0.0] * 4 for _ in self.engines]
         self.due: list[float | None] = [None] * ENGINES
@@ -80,17 +80,19 @@ class World:
 
     def send(self, asked: Asked) -> None:
         chain = [asked.hashes[cut // 16 - 1] for cut in CUTS[1:] if cut <= asked.tokens]
-        request = Request(api="chat", model="m", prompt_tokens=asked.tokens, session=asked.session)
-        dispatcher = self.parts.dispatcher
+        request = InferenceRequest(
+            api="chat", model="m", prompt_tokens=asked.tokens, session=asked.session
+        )
+        dispatcher = self.parts.director
         decision = dispatcher.choose(request, self.now, chain=chain, headers={})
         assert isinstance(decision, Decision), decision
-        ticket = dispatcher.commit(decision, self.now)
-        at = self.parts.fleet.pool.positions[decision.endpoints[0].address]
+        ticket = dispatcher.reserve(decision, self.now)
+        at = self.parts.store.pool.positions[decision.endpoints[0].address]
         asked.arrived, asked.endpoint = self.now, at
         name = str(len(self.done) + len(self.open) + self.rng.random())
         self.open[name] = (asked, ticket)
         refused = self.engines[at].submit(
-            engine_request.Job(name, asked.tokens, asked.output, asked.hashes), self.now
+            engine_request.EngineRequest(name, asked.tokens, asked.output, asked.hashes), self.now
         )
         assert refused is None, refused
         self.kick(at)
@@ -117,14 +119,14 @@ class World:
         for finished in done.finished:
             asked, ticket = self.open.pop(finished.job.id)
             asked.cached = finished.cached_tokens
-            self.parts.dispatcher.complete(ticket, due)
+            self.parts.director.release(ticket, due)
             self.done.append(asked)
             self.left -= 1
         self.kick(at)
 
     def scrape(self, at: int) -> None:
         engine, counters = self.engines[at], self.counters[at]
-        member = self.parts.fleet.pool.members[at]
+        member = self.parts.store.pool.members[at]
         load = Load(
             at=self.now,
             engine="vllm",
@@ -135,7 +137,7 @@ class World:
             block_tokens=16,
             prefix_queries=float(engine.prefix_queries),
             prefix_hits=float(engine.prefix_hits),
-            totals=Totals(
+            counters=EngineCounters(
                 **dict(
                     zip(
                         ("steps", "step_tokens", "generated_tokens", "finished"),
@@ -145,7 +147,7 @@ class World:
                 )
             ),
         )
-        self.parts.fleet.observe(self.parts.fleet.begin_scrape(member.endpoint), load, self.now)
+        self.parts.store.observe(self.parts.store.begin_scrape(member.endpoint), load, self.now)
         self.plan(self.now + self.scrape_s, self.scrape, at)
 
     def summary(self) -> dict[str, float]:
@@ -171,7 +173,7 @@ class World:
 def mooncake(path: Path, strategy: str) -> World:
     """The conversation trace on eight H100 with caches nothing falls out of."""
     profile = msgspec.structs.replace(
-        profiles.named("h100-8b-bf16"), kv_tokens=200_000_000, max_model_len=400_000
+        profiles.find("h100-8b-bf16"), kv_tokens=200_000_000, max_model_len=400_000
     )
     world = World(profile, strategy)
     with path.open() as lines:
@@ -186,7 +188,7 @@ def mooncake(path: Path, strategy: str) -> World:
 
 def burst(strategy: str, *, distinct: bool) -> World:
     """A hundred new prompts of 2,000 tokens within 10 ms."""
-    world = World(profiles.named("l4-8b-fp8"), strategy)
+    world = World(profiles.find("l4-8b-fp8"), strategy)
     for k in range(100):
         name = (k + 1 if distinct else 1) << 20
         world.ask(2.0 + 1e-4 * k, Asked(2000, 100, list(range(name, name + 125))))
@@ -195,7 +197,7 @@ def burst(strategy: str, *, distinct: bool) -> World:
 
 def conversations(strategy: str, *, scrape_s: float, seed: int) -> World:
     """Multi-turn conversations at 60 % of what eight L4 carry, scraped every so often."""
-    world = World(profiles.named("l4-8b-fp8"), strategy, scrape_s=scrape_s, seed=seed)
+    world = World(profiles.find("l4-8b-fp8"), strategy, scrape_s=scrape_s, seed=seed)
     rng, now = random.Random(seed), 0.0
     lengths = [0] * 400
     for _ in range(4000):

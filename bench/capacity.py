@@ -68,11 +68,11 @@ def once(
         groups = [one for one in whole.workload.groups if one.tenant == JUDGED[name]]
         whole = msgspec.structs.replace(whole, workload=workloads.Groups(groups=groups))
     if busy_s is not None:
-        holding = msgspec.structs.replace(settings.holding, busy_s=busy_s)
-        settings = msgspec.structs.replace(settings, holding=holding)
+        holding = msgspec.structs.replace(settings.flow_control, busy_s=busy_s)
+        settings = msgspec.structs.replace(settings, flow_control=holding)
     until_s = until_s or whole.until_s
     whole = msgspec.structs.replace(whole, until_s=until_s)
-    run = simulation.World(whole, settings, seed=seed).run()
+    run = simulation.Simulation(whole, settings, seed=seed).run()
     done = [trip for trip in run.trips if not trip.failure]
     counted = [trip for trip in done if trip.sent_at + trip.took_s >= SINCE_S]
     span_s = until_s - SINCE_S
@@ -132,8 +132,10 @@ def once_beside(name: str, seed: int, *, held: bool) -> dict[str, float]:
     )
     column = plan.columns[0]
     assert column.settings is not None, "the clairvoyant picker holds nobody"
-    holding = msgspec.structs.replace(column.settings.holding, enabled=held, timeout_s=PATIENCE_S)
-    settings = msgspec.structs.replace(column.settings, holding=holding)
+    holding = msgspec.structs.replace(
+        column.settings.flow_control, enabled=held, timeout_s=PATIENCE_S
+    )
+    settings = msgspec.structs.replace(column.settings, flow_control=holding)
     column = msgspec.structs.replace(column, settings=settings)
     summary = simulation_runs.run(plan.scenario, column, seed=seed, trace=plan.trace)
     return {

@@ -193,8 +193,8 @@ class Chaos:
         from redis import asyncio as client  # noqa: PLC0415
 
         assert self.site.redis is not None
-        open_ = peer_sync.Open(1 << 62, [1, 2], 1 << 62)
-        facts = [peer_sync.encode(peer_sync.Message("x", [open_])), b"\x00", b"\x93junk"]
+        open_ = peer_sync.OpenRequests(1 << 62, [1, 2], 1 << 62)
+        facts = [peer_sync.encode(peer_sync.PeerMessage("x", [open_])), b"\x00", b"\x93junk"]
         facts += [b"\x92\xa2\xff\xfe\x90", self._rng.randbytes(2_000)]
         async with client.Redis.from_url(self.site.redis.url) as stream:
             while await self._until(0.5):

@@ -11,22 +11,29 @@ from pathlib import Path
 import grpc
 import uvloop
 
-from extproc.protocol.messages import BodyMode, Kind
-from extproc.protocol.replies import Answered, Chunk, Continue, Route
+from extproc.protocol.messages import BodyMode, MessageKind
+from extproc.protocol.replies import (
+    ContinueResponse,
+    ResponseHeadersMutation,
+    RouteResponse,
+    StreamedBodyResponse,
+)
 from extproc.wire import codec
 
 REQUEST_HEADERS, RESPONSE_HEADERS, REQUEST_BODY, RESPONSE_BODY = 0x12, 0x1A, 0x22, 0x2A
 
 
 async def main(port: int, destination: str, mode: str, body: bytes) -> None:
-    headers = codec.encode(Route(Kind.REQUEST_HEADERS, destination))
-    whole = codec.encode(Chunk(Kind.REQUEST_BODY, body, end_of_stream=True))
-    buffered = codec.encode(Route(Kind.REQUEST_BODY, destination))
-    acknowledged = codec.encode(Continue(Kind.REQUEST_HEADERS))
+    headers = codec.encode(RouteResponse(MessageKind.REQUEST_HEADERS, destination))
+    whole = codec.encode(StreamedBodyResponse(MessageKind.REQUEST_BODY, body, end_of_stream=True))
+    buffered = codec.encode(RouteResponse(MessageKind.REQUEST_BODY, destination))
+    acknowledged = codec.encode(ContinueResponse(MessageKind.REQUEST_HEADERS))
     # Buffered, extproc asks for the answer's body: the floor does too.
     override = BodyMode.BUFFERED if mode == "buffered" else None
-    answered = codec.encode(Answered((("x-went-into-resp-headers", "true"),), override))
-    passed = codec.encode(Continue(Kind.RESPONSE_BODY))
+    answered = codec.encode(
+        ResponseHeadersMutation((("x-went-into-resp-headers", "true"),), override)
+    )
+    passed = codec.encode(ContinueResponse(MessageKind.RESPONSE_BODY))
 
     async def process(_, context) -> None:
         seen = 0

@@ -22,7 +22,7 @@ from bench import bars, limits, proof, rig
 from extproc.cli import simulation_runs
 from extproc.scheduling.costs.estimated_time import EstimatedTime
 from extproc.simulator.fleet import run_metrics, scenario
-from extproc.simulator.fleet.workloads import Trace
+from extproc.simulator.fleet.workloads import TraceWorkload
 
 #: Drawn within these factors of the default, evenly in their logarithm.
 FACTORS = {
@@ -81,7 +81,7 @@ def variant(weights: Point) -> scenario.Variant:
     return scenario.Variant(name="adaptive", settings={"scheduling": {"profile": profile}})
 
 
-def figures(run: run_metrics.Summary) -> dict[str, float]:
+def figures(run: run_metrics.RunSummary) -> dict[str, float]:
     """What is kept of a run."""
     values = (run.requests_per_s, run.ttft_s.mean, run.ttft_s.p99, run.e2e_s.mean)
     return dict(zip(FIGURES, values, strict=True))
@@ -96,14 +96,14 @@ def measure(name: str, *, count: int, seeds: Sequence[int]) -> dict | None:
     """Simulate every point of a scenario; None where its trace is not there."""
     path = proof.SCENARIOS / f"{name}.yaml"
     whole = simulation_runs.read(path)
-    if isinstance(whole.workload, Trace) and not os.environ.get("EXTPROC_TRACES"):
+    if isinstance(whole.workload, TraceWorkload) and not os.environ.get("EXTPROC_TRACES"):
         print(f"{name}: left out, EXTPROC_TRACES does not name the folder of the traces")
         return None
     began = time.monotonic()
     against = sorted({one.against for one in bars.outcomes() if one.bar.scenario == name})
     plan = simulation_runs.plan(path, strategies=[*against, "clairvoyant"], configs=(), seeds=seeds)
 
-    def mean(column: simulation_runs.Column) -> dict[str, float]:
+    def mean(column: simulation_runs.SimulationColumn) -> dict[str, float]:
         return means(
             [
                 figures(simulation_runs.run(plan.scenario, column, seed=seed, trace=plan.trace))

@@ -14,7 +14,7 @@ import statistics
 from time import perf_counter
 
 from extproc.scheduling.pickers.max_score import MaxScore
-from extproc.scheduling.plugin_guard import Counts, Guarded, Guards
+from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, PluginCounters
 from extproc.scheduling.scorers.in_flight import InFlight
 from extproc.testing import builders, probes
 
@@ -45,17 +45,17 @@ def main() -> None:
     parser.add_argument("--endpoints", type=int, default=100)
     parser.add_argument("--calls", type=int, default=20000)
     args = parser.parse_args()
-    there, turn = builders.crowd(args.endpoints), probes.asked()
+    there, turn = builders.loaded_candidates(args.endpoints), probes.probe_context()
     totals = [0.5] * args.endpoints
-    guards = Guards(perf_counter, Counts())
+    guards = GuardFactory(perf_counter, PluginCounters())
     found = {"endpoints": args.endpoints}
     scorer = InFlight()
-    held = Guarded(scorer, guards)
+    held = GuardedPlugin(scorer, guards)
     found["score"] = compare(
         lambda: scorer.score(turn, there), lambda: held.score(turn, there), args.calls
     )
     picker = MaxScore()
-    picking = Guarded(picker, guards)
+    picking = GuardedPlugin(picker, guards)
     found["pick"] = compare(
         lambda: picker.pick(turn, there, totals, count=1),
         lambda: picking.pick(turn, there, totals, count=1),

@@ -16,8 +16,8 @@ import grpc
 import uvloop
 
 from bench.holding import METHOD
-from extproc.protocol.messages import Kind
-from extproc.protocol.replies import Continue
+from extproc.protocol.messages import MessageKind
+from extproc.protocol.replies import ContinueResponse
 from extproc.server import listeners, memory
 from extproc.wire import codec
 
@@ -25,8 +25,8 @@ MOST_BYTES = 1 << 27
 
 
 async def main(port: int) -> None:
-    answer = codec.encode(Continue(Kind.REQUEST_HEADERS))
-    crowds = memory.Crowds(memory.trimmer())
+    answer = codec.encode(ContinueResponse(MessageKind.REQUEST_HEADERS))
+    crowds = memory.IdleMemoryTrimmer(memory.trimmer())
     released = asyncio.Event()
     streams = 0
 

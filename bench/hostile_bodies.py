@@ -13,7 +13,7 @@ import time
 import tracemalloc
 
 from extproc.parsing import surfaces
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 
 MAX_MS_PER_MIB = 30.0
 MAX_TIMES_SIZE = 4.0
@@ -152,7 +152,7 @@ def main():
     print(f"{'body':64} {'MiB':>6} {'ms/MiB':>7} {'x size':>7}")
     for name, path, body in bodies(size):
         headers = {":path": path, ":method": "POST", "content-type": "multipart/x; boundary=b"}
-        raw = RawRequest(headers, body)
+        raw = HttpRequest(headers, body)
         mib = len(body) / 2**20
         cpu = min(cpu_s(raw) for _ in range(3)) * 1000 / mib
         times = max(0, peak_bytes(raw) - FLOOR_BYTES) / len(body)

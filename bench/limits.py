@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from extproc.cli import simulation_runs
 from extproc.simulator import profiles
 from extproc.simulator.fleet import workloads
-from extproc.simulator.fleet.sim_request import KEY_TOKENS, Work
+from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec
 
 
-def of(plan: simulation_runs.Plan, *, seed: int) -> dict[str, float]:
+def of(plan: simulation_runs.SimulationPlan, *, seed: int) -> dict[str, float]:
     """Bounds of one run.
 
     Returns:
@@ -30,12 +30,12 @@ def of(plan: simulation_runs.Plan, *, seed: int) -> dict[str, float]:
     # The trace's rows are read as a run reads them.
     rows = simulation_runs._rows(plan.trace) if plan.trace else ()  # noqa: SLF001
     source = workloads.sessions(plan.scenario.workload, random.Random(seed * 2 + 1), rows)
-    works = [(work, left) for session in source for work, left in _uncached(session.works)]
+    works = [(work, left) for session in source for work, left in _uncached(session.specs)]
     client = plan.scenario.client
     return _bounds(fleet, _once(works), most_open=client.users or client.concurrency or math.inf)
 
 
-def _uncached(works: Sequence[Work]) -> Iterator[tuple[Work, int]]:
+def _uncached(works: Sequence[RequestSpec]) -> Iterator[tuple[RequestSpec, int]]:
     """Every request of a session with the tokens that its own answers before put into the cache."""
     answered = 0
     for work in works:
@@ -43,7 +43,7 @@ def _uncached(works: Sequence[Work]) -> Iterator[tuple[Work, int]]:
         answered = work.output_tokens
 
 
-def _once(works: Sequence[tuple[Work, int]]) -> Iterator[tuple[Work, int]]:
+def _once(works: Sequence[tuple[RequestSpec, int]]) -> Iterator[tuple[RequestSpec, int]]:
     """Every request with the prompt tokens that must be computed for it, and nobody else's."""
     seen: set[int] = set()
     for work, answered in works:
@@ -56,9 +56,12 @@ def _once(works: Sequence[tuple[Work, int]]) -> Iterator[tuple[Work, int]]:
 
 
 def _bounds(
-    fleet: Sequence[profiles.Profile], works: Iterator[tuple[Work, int]], *, most_open: float
+    fleet: Sequence[profiles.EngineProfile],
+    works: Iterator[tuple[RequestSpec, int]],
+    *,
+    most_open: float,
 ) -> dict[str, float]:
-    best = profiles.Profile(
+    best = profiles.EngineProfile(
         name="best",
         base_s=min(p.base_s for p in fleet),
         prefill_s_per_token=min(p.prefill_s_per_token for p in fleet),

@@ -5,7 +5,7 @@ import struct
 import time
 
 from extproc.parsing import surfaces
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 
 WORDS = "the quick brown fox jumps over the lazy dog and keeps running until nightfall; "
 
@@ -121,7 +121,7 @@ def main():
             ":method": "POST" if body else "GET",
             "content-type": "multipart/form-data; boundary=b" if "form" in name else "",
         }
-        raw = RawRequest(headers, body)
+        raw = HttpRequest(headers, body)
         parsed = surfaces.parse(raw)
         best, median = microseconds(raw)
         print(f"{name:44} {len(body):9} {best:9.1f} {median:9.1f} {parsed.prompt_tokens:8}")

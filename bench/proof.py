@@ -19,7 +19,7 @@ from pathlib import Path
 from bench import bars, rig
 from extproc.cli import simulation_runs
 from extproc.simulator.fleet import report
-from extproc.simulator.fleet.workloads import Trace
+from extproc.simulator.fleet.workloads import TraceWorkload
 
 SCENARIOS = Path(__file__).resolve().parent / "scenarios"
 
@@ -59,7 +59,7 @@ def measure(name: str, *, columns: list[str], seeds: int | None, jobs: int) -> d
     """Run a scenario; None where its trace is not there."""
     path = SCENARIOS / f"{name}.yaml"
     whole = simulation_runs.read(path)
-    if isinstance(whole.workload, Trace) and not os.environ.get("EXTPROC_TRACES"):
+    if isinstance(whole.workload, TraceWorkload) and not os.environ.get("EXTPROC_TRACES"):
         print(f"{name}: left out, EXTPROC_TRACES does not name the folder of the traces")
         return None
     wanted = tuple(whole.seeds)[:seeds] if seeds else ()

@@ -22,14 +22,14 @@ import msgspec
 
 from extproc import decision as outcomes
 from extproc.config import factory
-from extproc.config.flow_control import Holding
+from extproc.config.flow_control import FlowControlSection
 from extproc.config.settings import Settings
-from extproc.endpoint import Endpoint, Load, Models
+from extproc.endpoint import Endpoint, Load, ServedModels
 from extproc.flow_control.queue import MOST_DISPLACED
-from extproc.request import RawRequest
-from extproc.server.bug_log import Bugs
-from extproc.server.flow_control_shell import Gate, Held
-from extproc.telemetry.counters import Tallies
+from extproc.request import HttpRequest
+from extproc.server.bug_log import BugLog
+from extproc.server.flow_control_shell import AsyncFlowController, QueuedRequest
+from extproc.telemetry.counters import ProcessCounters
 
 ENDPOINTS = 8
 ADAPTERS = 300
@@ -40,11 +40,11 @@ class Place:
     """A gate before endpoints that are all busy."""
 
     def __init__(self) -> None:
-        holding = Holding(enabled=True, max_requests=20_000, max_bytes=2**40)
-        self.parts = factory.build(Settings(holding=holding), where="bench")
+        holding = FlowControlSection(enabled=True, max_requests=20_000, max_bytes=2**40)
+        self.parts = factory.build(Settings(flow_control=holding), where="bench")
         self.addresses = [f"10.0.0.{n}:8000" for n in range(1, ENDPOINTS + 1)]
-        fleet = self.parts.fleet
-        fleet.replace([Endpoint(address) for address in self.addresses], NOW - 1e6)
+        fleet = self.parts.store
+        fleet.set_endpoints([Endpoint(address) for address in self.addresses], NOW - 1e6)
         for n, member in enumerate(fleet.pool.members):
             load = Load(
                 at=NOW,
@@ -58,10 +58,10 @@ class Place:
             fleet.observe(fleet.begin_scrape(member.endpoint), load, NOW)
             adapters = [f"lora-{at}" for at in range(ADAPTERS) if at % 255 + 1 & 1 << n]
             fleet.observe_models(
-                fleet.pool.members[n].endpoint, Models(frozenset({"m"}), frozenset(adapters))
+                fleet.pool.members[n].endpoint, ServedModels(frozenset({"m"}), frozenset(adapters))
             )
-        bugs = Bugs(Tallies().bugs, lambda: NOW)
-        self.gate = Gate(self.parts.dispatcher, holding, clock=lambda: NOW, bugs=bugs)
+        bugs = BugLog(ProcessCounters().bugs, lambda: NOW)
+        self.gate = AsyncFlowController(self.parts.director, holding, clock=lambda: NOW, bugs=bugs)
 
     def hold(self, count: int, kind: str) -> None:
         """So many requests wait."""
@@ -76,13 +76,13 @@ class Place:
             headers = {":method": "POST", ":path": "/v1/completions", **tenant}
             body = json.dumps({"model": model, "prompt": f"{n} hello " * 20}).encode()
             subset = next(subsets) if kind == "subsets" else None
-            prepared = self.parts.dispatcher.prepare(RawRequest(headers, body, subset=subset))
-            why = self.parts.dispatcher.decide(prepared, NOW)
-            assert isinstance(self.gate.hold(prepared, why, NOW), Held), why
+            prepared = self.parts.director.prepare(HttpRequest(headers, body, subset=subset))
+            why = self.parts.director.decide(prepared, NOW)
+            assert isinstance(self.gate.enqueue(prepared, why, NOW), QueuedRequest), why
 
     def sweep(self) -> tuple[float, float]:
         """CPU seconds of one look at everybody, and of its longest turn."""
-        turnstile, turns = self.gate._turnstile, []  # noqa: SLF001
+        turnstile, turns = self.gate._controller, []  # noqa: SLF001
         while not turns or turnstile.queue.sweeps:
             before = time.process_time()
             self.gate.pump()
@@ -105,18 +105,18 @@ def displace(count: int) -> str:
     place.hold(count, "one")
     queue = place.gate.queue
     share = queue.bytes // count * min(count - 1, MOST_DISPLACED - 1)
-    holding = Holding(enabled=True, max_requests=20_000, max_bytes=queue.bytes)
+    holding = FlowControlSection(enabled=True, max_requests=20_000, max_bytes=queue.bytes)
     place.gate.adopt(holding)
     body = json.dumps({"model": "m", "prompt": "x" * share}).encode()
-    raw = RawRequest({":method": "POST", ":path": "/v1/completions"}, body)
-    large = place.parts.dispatcher.prepare(raw)
+    raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body)
+    large = place.parts.director.prepare(raw)
     large = msgspec.structs.replace(
         large, request=msgspec.structs.replace(large.request, priority=1)
     )
     before = time.process_time()
-    held = place.gate.hold(large, outcomes.busy(1.0), NOW)
+    held = place.gate.enqueue(large, outcomes.all_busy(1.0), NOW)
     took = time.process_time() - before
-    assert isinstance(held, Held), held
+    assert isinstance(held, QueuedRequest), held
     gone = place.gate.outcomes["displaced"]
     place.gate.close()
     return f"displace  {count:6} wait: {gone} leave in {took * 1e3:7.2f} ms"

@@ -35,7 +35,7 @@ from bench.proof import SCENARIOS
 from extproc.cli import simulation_runs
 from extproc.demo import stack
 from extproc.simulator.fleet import report, run_metrics, scenario
-from extproc.simulator.fleet.workloads import Trace
+from extproc.simulator.fleet.workloads import TraceWorkload
 
 COUNTS = (1, 2, 4)
 
@@ -67,7 +67,7 @@ def once(name: str, count: int, seed: int, delay_s: float | None = None) -> dict
     plan = simulation_runs.plan(path, strategies=["adaptive"], configs=(), seeds=(seed,))
     picking = msgspec.structs.replace(plan.scenario.picking, replicas=count, share_delay_s=delay_s)
     whole = msgspec.structs.replace(plan.scenario, picking=picking)
-    if isinstance(whole.workload, Trace):
+    if isinstance(whole.workload, TraceWorkload):
         short = msgspec.structs.replace(whole.workload, requests=TRACED)
         whole = msgspec.structs.replace(whole, workload=short)
     summary = simulation_runs.run(whole, plan.columns[0], seed=seed, trace=plan.trace)

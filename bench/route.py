@@ -21,21 +21,21 @@ import msgspec
 
 from bench import rig
 from extproc.config import factory
-from extproc.config.scheduling_schema import Scheduling
+from extproc.config.scheduling_schema import SchedulingSection
 from extproc.config.settings import Settings
 from extproc.endpoint import Endpoint, Load
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from extproc.routing import director
 
 NOW = 100.0
 HEADERS = {":path": "/v1/chat/completions", ":method": "POST", "content-type": "application/json"}
 
 
-def fleet(parts: factory.Parts, size: int, rng: Random) -> None:
+def fleet(parts: factory.PoolParts, size: int, rng: Random) -> None:
     """Endpoints with loads as a busy fleet has them."""
     endpoints = [Endpoint(f"10.0.{i // 250}.{i % 250}:8000") for i in range(size)]
-    parts.fleet.replace(endpoints, NOW)
-    for member in parts.fleet.pool.members:
+    parts.store.set_endpoints(endpoints, NOW)
+    for member in parts.store.pool.members:
         load = Load(
             at=NOW - rng.random(),
             engine="vllm",
@@ -46,7 +46,7 @@ def fleet(parts: factory.Parts, size: int, rng: Random) -> None:
             waiting_adapters=frozenset(),
             adapter_slots=4,
         )
-        parts.fleet.observe(parts.fleet.begin_scrape(member.endpoint), load, NOW)
+        parts.store.observe(parts.store.begin_scrape(member.endpoint), load, NOW)
 
 
 def bodies(rng: Random, size: int, turns: int):
@@ -70,14 +70,16 @@ def bodies(rng: Random, size: int, turns: int):
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
     rng = Random(args.seed)
-    parts = factory.build(Settings(seed=args.seed, scheduling=Scheduling(strategy=args.strategy)))
+    parts = factory.build(
+        Settings(seed=args.seed, scheduling=SchedulingSection(strategy=args.strategy))
+    )
     profile = msgspec.structs.replace(parts.profile, scorers=parts.profile.scorers[: args.scorers])
     settings = parts.settings
-    dispatcher = director.Dispatcher(
-        fleet=parts.fleet,
+    dispatcher = director.Director(
+        fleet=parts.store,
         routing=factory.routing(settings, profile, {}),
         index=parts.index,
-        belief=parts.belief,
+        belief=parts.cache_model,
         schedule=settings.prefix.schedule,
         rng=rng,
     )
@@ -85,14 +87,14 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     opened: deque = deque()
     routes, commits = [], []
     for number, body in enumerate(bodies(rng, args.bytes, args.turns + args.warmup)):
-        raw = RawRequest(HEADERS, body)
+        raw = HttpRequest(HEADERS, body)
         began = perf_counter_ns()
         decision = dispatcher.route(raw, NOW)
         routed = perf_counter_ns()
-        opened.append(dispatcher.commit(decision, NOW))
+        opened.append(dispatcher.reserve(decision, NOW))
         committed = perf_counter_ns()
         if len(opened) > 10 * args.endpoints:
-            dispatcher.complete(opened.popleft(), NOW)
+            dispatcher.release(opened.popleft(), NOW)
         if number >= args.warmup:
             routes.append((routed - began) / 1000)
             commits.append((committed - routed) / 1000)
@@ -102,7 +104,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     return {
         "endpoints": args.endpoints,
         "prompt_bytes": args.bytes,
-        "blocks": len(decision.blocks),
+        "blocks": len(decision.block_hashes),
         "scorers": len(decision.scores),
         "turns": args.turns,
         "route_us_p50": round(routes[len(routes) // 2], 1),

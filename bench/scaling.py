@@ -18,20 +18,20 @@ import msgspec
 
 from bench import published, rig
 from extproc.cli import simulation_runs
-from extproc.simulator.fleet.run_metrics import Summary
+from extproc.simulator.fleet.run_metrics import RunSummary
 
 STEP = "kubeai-step"
 #: Seconds after which the published client, or its proxy, cut requests.
 CUT_S = 300
 
 
-def mean_of_responses_s(run: Summary) -> float:
+def mean_of_responses_s(run: RunSummary) -> float:
     """As the published client counted: requests that were cut are responses after 300 s."""
     cut = run.failed.get("timeout", 0)
     return (run.e2e_s.mean * run.requests + CUT_S * cut) / (run.requests + cut)
 
 
-def asked_at_s(run: Summary, replicas: int) -> float:
+def asked_at_s(run: RunSummary, replicas: int) -> float:
     """When so many replicas were first asked for."""
     assert run.scaling
     rows = zip(run.scaling.at_s, run.scaling.spec, strict=True)
@@ -54,7 +54,7 @@ FIGURES: Mapping[str, Callable[[Any], float]] = {
     "refused_429": lambda run: run.failed.get("rejected 429", 0),
     "refused_503": lambda run: run.failed.get("rejected 503", 0),
     "refused_latest_s": lambda run: run.refusals.latest_s if run.refusals else 0.0,
-    "told_retry_after": lambda run: run.refusals.told if run.refusals else 0,
+    "told_retry_after": lambda run: run.refusals.rejected if run.refusals else 0,
     "retry_after_most_s": lambda run: run.refusals.retry_after_most_s if run.refusals else 0,
     "retry_after_s": lambda run: run.refusals.retry_after_s.mean if run.refusals else math.nan,
     "available": lambda run: run.scaling.mean_available,
@@ -71,7 +71,7 @@ def measure(name: str, *, seeds: int, jobs: int) -> dict[str, dict[str, float]]:
     """Means over seeds, by strategy."""
     path = rig.ROOT / "bench" / "scenarios" / f"{name}.yaml"
     todo = simulation_runs.plan(path, strategies=(), configs=(), seeds=range(1, seeds + 1))
-    found: dict[str, list[Summary]] = {column.name: [] for column in todo.columns}
+    found: dict[str, list[RunSummary]] = {column.name: [] for column in todo.columns}
     for run in simulation_runs.runs(todo, jobs=jobs):
         found[run.strategy].append(run.summary)
     means: dict[str, dict[str, float]] = {}

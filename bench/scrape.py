@@ -57,16 +57,16 @@ async def measure(ports: list[int], seconds: float) -> dict:
     outcomes: dict[str, int] = {}
     latencies: list[float] = []
 
-    def note(fact: scraper.ScrapeFact) -> None:
+    def note(fact: scraper.ScrapeResult) -> None:
         outcomes[fact.outcome] = outcomes.get(fact.outcome, 0) + 1
         latencies.append(fact.seconds)
 
-    pool = store.Fleet(lambda _: None)
-    pool.replace([Endpoint(f"127.0.0.1:{port}") for port in ports], time.monotonic())
-    settings = scraper.Settings(
-        pace=schedule.Pace(fast_s=1.0, slow_s=1.0, scrapes_per_s=2.0 * len(ports))
+    pool = store.PoolStore(lambda _: None)
+    pool.set_endpoints([Endpoint(f"127.0.0.1:{port}") for port in ports], time.monotonic())
+    settings = scraper.ScraperSettings(
+        pace=schedule.ScrapeSchedule(fast_s=1.0, slow_s=1.0, scrapes_per_s=2.0 * len(ports))
     )
-    http = client.Client(timeout_s=settings.timeout_s, cap_bytes=settings.cap_bytes)
+    http = client.ScrapeClient(timeout_s=settings.timeout_s, cap_bytes=settings.cap_bytes)
     subject = scraper.Scraper(
         settings, pool, client=http, clock=time.monotonic, rng=random.Random(1), on_fact=note
     )

@@ -20,7 +20,7 @@ import msgspec
 from extproc.simulator import prompt
 from extproc.simulator.fleet import client, run_metrics, scenario, workloads
 from extproc.simulator.fleet.picker import MODEL
-from extproc.simulator.fleet.sim_request import KEY_TOKENS, Session, Trip, Work
+from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec, SimRequest, SimSession
 
 BLOCK_BYTES = KEY_TOKENS * prompt.BYTES_PER_TOKEN
 
@@ -46,15 +46,15 @@ class Spelled:
         self.adapters = workloads.adapters(workload)
         self._workload = workload
 
-    def source(self, rng: random.Random) -> Iterator[Session]:
+    def source(self, rng: random.Random) -> Iterator[SimSession]:
         """See any workload."""
         replace = msgspec.structs.replace
         for session in workloads.sessions(self._workload, rng):
             works = [
                 replace(work, opening="".join(_of_key(key) for key in work.keys[:2]))
-                for work in session.works
+                for work in session.specs
             ]
-            yield replace(session, works=works)
+            yield replace(session, specs=works)
 
 
 class Texts:
@@ -68,7 +68,7 @@ class Texts:
         self._texts: dict[int, str] = {}
         self._rendered = 0
 
-    def render(self, work: Work) -> str:
+    def render(self, work: RequestSpec) -> str:
         """The prompt of a request, exactly as long as it says."""
         self._rendered += 1
         texts, keys = self._texts, [key & _UNSALTED for key in work.keys]
@@ -122,13 +122,13 @@ class Wall:
         return self._late_s / max(1, self._serial)
 
     def at(self, when: float, act: Callable[[], None]) -> None:
-        """See `Timeline.at`: what is planned for one moment happens in the order it was planned."""
+        """See `EventQueue.at`: what is planned for one moment happens in the order it was planned."""
         self._serial += 1
         due = max(when, self.now)
         self._loop.call_at(self._start + due + 1e-9 * self._serial, self._do, due, act)
 
     def after(self, seconds: float, act: Callable[[], None]) -> None:
-        """See `Timeline.after`."""
+        """See `EventQueue.after`."""
         self.at(self.now + seconds, act)
 
     def _do(self, due: float, act: Callable[[], None]) -> None:
@@ -155,7 +155,7 @@ class Lane:
         wall: Wall,
         *,
         ports: Sequence[int],
-        told: Callable[[Trip], None],
+        told: Callable[[SimRequest], None],
     ) -> None:
         self._session = session
         self._wall = wall
@@ -169,7 +169,7 @@ class Lane:
         """Requests are tasks of this group."""
         self._tasks = tasks
 
-    def send(self, work: Work) -> Trip:
+    def send(self, work: RequestSpec) -> SimRequest:
         """Send a request; returns at once."""
         assert self._tasks is not None
         self._sent += 1
@@ -181,18 +181,18 @@ class Lane:
             "stream_options": {"include_usage": True},
         }
         encoded = msgspec.json.encode(body)
-        trip = Trip(f"r{self._sent}", work, self._wall.now)
+        trip = SimRequest(f"r{self._sent}", work, self._wall.now)
         self._tasks.create_task(self._follow(trip, encoded), name=trip.id)
         return trip
 
-    async def _follow(self, trip: Trip, body: bytes) -> None:
+    async def _follow(self, trip: SimRequest, body: bytes) -> None:
         wall, tail = self._wall, b""
         headers = {"content-type": "application/json", "x-request-id": trip.id}
         if trip.work.session:
             headers["x-session-id"] = trip.work.session
         try:
             async with self._session.post("/v1/completions", data=body, headers=headers) as answer:
-                trip.site = self._sites.get(answer.headers.get("x-inference-port", ""), -1)
+                trip.node = self._sites.get(answer.headers.get("x-inference-port", ""), -1)
                 if answer.status != 200:
                     trip.failure = f"status {answer.status}"
                 async for chunk in answer.content.iter_any():
@@ -206,7 +206,7 @@ class Lane:
         self._told(trip)
 
 
-def _settle(trip: Trip, tail: bytes) -> str:
+def _settle(trip: SimRequest, tail: bytes) -> str:
     """Read the usage at the end of a stream; returns what is wrong with it."""
     lines = [line for line in tail.split(b"\n") if line.startswith(b"data: {")]
     usage = json.loads(lines[-1][6:]).get("usage") if lines else None
@@ -221,7 +221,7 @@ def _settle(trip: Trip, tail: bytes) -> str:
 
 async def play(
     whole: scenario.Scenario, *, url: str, ports: Sequence[int], seed: int
-) -> tuple[run_metrics.Tally, float]:
+) -> tuple[run_metrics.RunMetrics, float]:
     """Send a scenario's workload as the simulator's client of the same seed would.
 
     Args:
@@ -233,9 +233,9 @@ async def play(
     Returns:
         What came of it, times in real seconds, without gaps between tokens; and `Wall.late_s`.
     """
-    wall, results = Wall(), run_metrics.Tally(whole.measure_from_s)
+    wall, results = Wall(), run_metrics.RunMetrics(whole.measure_from_s)
 
-    def ended(trip: Trip) -> None:
+    def ended(trip: SimRequest) -> None:
         results.add(trip)
         sender.finished(trip)
 
@@ -254,7 +254,7 @@ async def play(
         async with asyncio.TaskGroup() as tasks:
             lane.under(tasks)
             sender.start()
-            while not sender.over:
+            while not sender.is_done:
                 await asyncio.sleep(0.01)
                 if wall.broken is not None:
                     raise wall.broken

@@ -27,7 +27,7 @@ def a_scenario(engines: int, requests: int) -> scenario.Scenario:
     """KubeAI's repeated prompts, as in the published runs of eight L4, at an open rate."""
     return scenario.Scenario(
         title=f"{requests:,} requests on {engines:,} engines",
-        fleet=[scenario.Engines(count=engines, profile="l4-8b-fp8")],
+        fleet=[scenario.EngineGroup(count=engines, profile="l4-8b-fp8")],
         workload=workloads.Repeated(
             requests=requests,
             conversations=max(1, requests // 20),
@@ -49,7 +49,7 @@ def measure(engines: int, requests: int, runs: int) -> dict:
         scenario.Variant(name="adaptive", strategy="adaptive"), folder=rig.ROOT, where="bench"
     )
     seeds = list(range(1, runs + 1))
-    todo = simulation_runs.Plan(msgspec.structs.replace(whole, seeds=seeds), [column])
+    todo = simulation_runs.SimulationPlan(msgspec.structs.replace(whole, seeds=seeds), [column])
     found = []
     clocks = time.perf_counter(), time.process_time()
     for run in simulation_runs.runs(todo, jobs=1):

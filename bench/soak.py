@@ -33,14 +33,14 @@ import grpc
 
 from bench import rig, soak_kinds
 from bench import soak_messages as messages
-from extproc.config.flow_control import Holding
-from extproc.config.pool_schema import Source
-from extproc.config.settings import Explain, Server, Settings
+from extproc.config.flow_control import FlowControlSection
+from extproc.config.pool_schema import PoolSource
+from extproc.config.settings import DecisionsSection, ServerSection, Settings
 from extproc.demo import stack
-from extproc.endpoint import Load, Totals
+from extproc.endpoint import EngineCounters, Load
 from extproc.server import memory
 from extproc.server.app import Picker
-from extproc.server.stream_handler import Stream, opened
+from extproc.server.stream_handler import StreamHandler, open_stream
 from extproc.wire import codec
 from tests.e2e import http1
 
@@ -151,17 +151,17 @@ class Core:
     def fleet(self) -> Any:
         """The only pool's endpoints."""
         (site,) = self.picker.sites.by_name.values()
-        return site.parts.fleet
+        return site.parts.store
 
-    def say(self, stream: Stream, *messages: bytes) -> None:
+    def say(self, stream: StreamHandler, *messages: bytes) -> None:
         """Let a stream take messages, and encode its answers."""
         for message in messages:
-            for reply in stream.turn(codec.decode(message)):
+            for reply in stream.handle(codec.decode(message)):
                 codec.encode(reply)
 
-    def open(self, *messages: bytes) -> Stream:
+    def open(self, *messages: bytes) -> StreamHandler:
         """Begin a stream."""
-        stream = opened(self.shared)
+        stream = open_stream(self.shared)
         self.say(stream, *messages)
         return stream
 
@@ -189,7 +189,7 @@ class Core:
                 prefix_hits=float(self._tokens // share // 2),
                 kv_blocks=30_000,
                 block_tokens=16,
-                totals=Totals(
+                counters=EngineCounters(
                     finished=float(self._finished // share),
                     finished_prompt_tokens=float(self._tokens // share),
                 ),
@@ -201,12 +201,12 @@ def settings(*, engines: int = 8, holding: bool = True, decisions: int = 1000) -
     """A picker over so many engines."""
     endpoints = tuple(f"10.0.0.{number}:8000" for number in range(engines))
     return Settings(
-        server=Server(
+        server=ServerSection(
             host="127.0.0.1", secure_serving=False, grpc_port=0, grpc_health_port=0, metrics_port=0
         ),
-        pool=Source(endpoints=endpoints),
-        holding=Holding(enabled=holding),
-        explain=Explain(decisions=decisions),
+        pool=PoolSource(endpoints=endpoints),
+        flow_control=FlowControlSection(enabled=holding),
+        decisions=DecisionsSection(decisions=decisions),
         seed=1,
     )
 
@@ -214,7 +214,7 @@ def settings(*, engines: int = 8, holding: bool = True, decisions: int = 1000) -
 def chats(core: Core, rng: Random) -> Iterator[None]:
     """Honest requests, one a step; `OPEN` of them are open at once."""
     source = Chats(rng)
-    running: deque[tuple[Stream, int]] = deque()
+    running: deque[tuple[StreamHandler, int]] = deque()
     while True:
         headers, body = source.request()
         running.append((core.open(headers, body), len(body)))
@@ -338,7 +338,7 @@ def attack(driven: Core, kind: str, count: int, *, start: int = 0) -> None:
     for _, one in zip(range(count), soak_kinds.numbers(kind, start), strict=False):
         stream = driven.open(*one.request)
         driven.passes(PAUSE_S)
-        if stream.picked:
+        if stream.on_routed:
             driven.say(stream, *one.answer)
         stream.finish()
 

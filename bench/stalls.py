@@ -16,12 +16,12 @@ import uvloop
 
 from extproc.server import loop_stalls
 from extproc.server.loop_stalls import StallMeter
-from extproc.telemetry.counters import Tallies
+from extproc.telemetry.counters import ProcessCounters
 
 
 async def idle(seconds: float, *, measured: bool) -> float:
     """Share of a core that an idle loop takes."""
-    meter = StallMeter(Tallies())
+    meter = StallMeter(ProcessCounters())
     if measured:
         meter.start()
     began = time.process_time()
@@ -35,7 +35,7 @@ def look_s(rounds: int = 100_000) -> float:
     """Processor time of one look, timer included."""
 
     async def looking() -> float:
-        meter = StallMeter(Tallies())
+        meter = StallMeter(ProcessCounters())
         meter.start()
         began = time.thread_time()
         for _ in range(rounds):

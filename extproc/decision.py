@@ -14,7 +14,7 @@ from typing import TypeVar, overload
 import msgspec
 
 from extproc.endpoint import Candidate, Endpoint
-from extproc.request import Request
+from extproc.request import InferenceRequest
 
 Item = TypeVar("Item")
 
@@ -22,23 +22,23 @@ Item = TypeVar("Item")
 NO_KEYS: Mapping[str, str] = {}
 
 
-class Branch(msgspec.Struct, frozen=True, gc=False):
+class FilterTreeStep(msgspec.Struct, frozen=True, gc=False):
     """One filter on the way through a tree of filters.
 
     Attributes:
         name: Which filter.
         survivors: Who it left; nobody where it failed, and then what came in goes on.
-        way: What follows: the node for `success`, `failure` or `either`; empty where the walk ends.
-        fault: The type of what it raised, which is a failure; empty when it answered.
+        branch: What follows: the node for `success`, `failure` or `either`; empty where the walk ends.
+        error_type: The type of what it raised, which is a failure; empty when it answered.
     """
 
     name: str
     survivors: Sequence[Candidate]
-    way: str = ""
-    fault: str = ""
+    branch: str = ""
+    error_type: str = ""
 
 
-class Filtered(msgspec.Struct, frozen=True, gc=False):
+class FilterResult(msgspec.Struct, frozen=True, gc=False):
     """One filter step: who was still in play after it.
 
     Attributes:
@@ -49,18 +49,18 @@ class Filtered(msgspec.Struct, frozen=True, gc=False):
 
     name: str
     survivors: Sequence[Candidate]
-    branches: Sequence[Branch] = ()
+    branches: Sequence[FilterTreeStep] = ()
 
 
-class Scored(msgspec.Struct, frozen=True, gc=False):
-    """One scorer's raw scores (0..1, higher is better), aligned with `Decision.finalists`."""
+class ScorerResult(msgspec.Struct, frozen=True, gc=False):
+    """One scorer's raw scores (0..1, higher is better), aligned with `Decision.scored_candidates`."""
 
     name: str
     weight: float
     scores: Sequence[float]
 
 
-class Late(Sequence[Item]):
+class LazySequence(Sequence[Item]):
     """A sequence that is made when somebody first looks: about most decisions nobody asks.
 
     Args:
@@ -68,17 +68,17 @@ class Late(Sequence[Item]):
             stay as they are, and neither turn nor request, because decisions outlive prompts.
     """
 
-    __slots__ = ("_made", "_make")
+    __slots__ = ("_build", "_items_built")
 
     def __init__(self, make: Callable[[], Sequence[Item]]) -> None:
-        self._make = make
-        self._made: Sequence[Item] | None = None
+        self._build = make
+        self._items_built: Sequence[Item] | None = None
 
     @property
     def _items(self) -> Sequence[Item]:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
+        if self._items_built is None:
+            self._items_built = self._build()
+        return self._items_built
 
     @overload
     def __getitem__(self, at: int) -> Item: ...
@@ -107,8 +107,8 @@ class Late(Sequence[Item]):
         return repr(self._items)
 
 
-class Priced(msgspec.Struct, frozen=True, gc=False):
-    """What each finalist would cost, lower is better, aligned with `Decision.finalists`.
+class CostResult(msgspec.Struct, frozen=True, gc=False):
+    """What each finalist would cost, lower is better, aligned with `Decision.scored_candidates`.
 
     Attributes:
         name: Which cost model.
@@ -123,7 +123,7 @@ class Priced(msgspec.Struct, frozen=True, gc=False):
     terms: Sequence[tuple[str, Sequence[float]]] = ()
 
 
-class Splice(msgspec.Struct, frozen=True, gc=False):
+class BodyEdit(msgspec.Struct, frozen=True, gc=False):
     """Bytes of a request body that are replaced; everything around them stays as it is.
 
     Attributes:
@@ -151,55 +151,55 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             fallbacks for a data plane that can retry (EPP protocol 004, comma list).
         profile: Name of the scheduling profile that ran.
         candidates: Who was in play before the first filter.
-        left_out: Endpoints that were not, because they do not serve the model.
-        put_aside: Further ones that were not, by reason: `failing`, `warming`, or `probe` for all but
+        excluded_by_model: Endpoints that were not, because they do not serve the model.
+        excluded_by_health: Further ones that were not, by reason: `failing`, `warming`, or `probe` for all but
             the one that is tried again.
-        unlisted: Nobody who could be chosen lists the model; the engine will say.
+        model_unlisted: Nobody who could be chosen lists the model; the engine will say.
         filters: Each filter step in order.
-        finalists: Who was scored.
-        scores: Each scorer's result, aligned with `finalists`.
-        priced: What each finalist would cost, where the profile has a cost model.
-        totals: What the picker compared, higher is better, aligned with `finalists`: weighted sums
+        scored_candidates: Who was scored.
+        scores: Each scorer's result, aligned with `scored_candidates`.
+        cost: What each finalist would cost, where the profile has a cost model.
+        totals: What the picker compared, higher is better, aligned with `scored_candidates`: weighted sums
             of scores, or negated costs.
         picker: Which picker chose.
-        blocks: Chained prefix-block hashes of the prompt; committed to the index of the endpoint.
+        block_hashes: Chained prefix-block hashes of the prompt; committed to the index of the endpoint.
         matched_tokens: Prompt tokens believed cached on the first endpoint.
         answer_headers: Headers to add to the answer, where the data plane shows it to us.
-        keys: What plugins with a memory know the request by, such as a session; name to value.
+        plugin_keys: What plugins with a memory know the request by, such as a session; name to value.
         degraded: Why the ordinary way could not be taken; empty when it was.
         model_rewrite: The name the engine knows the model by, where the client's is another one;
             empty to leave the body alone.
-        splice: Where in the body that name goes; None when the body cannot be edited.
+        body_edit: Where in the body that name goes; None when the body cannot be edited.
         client_model: The client's name for it, which the answer is to say again; empty to leave the
             answer alone.
         pool: Name of the pool, where there are several.
     """
 
-    request: Request
+    request: InferenceRequest
     endpoints: Sequence[Endpoint]
     profile: str = "default"
     candidates: Sequence[Candidate] = ()
-    filters: Sequence[Filtered] = ()
-    finalists: Sequence[Candidate] = ()
-    scores: Sequence[Scored] = ()
-    priced: Priced | None = None
+    filters: Sequence[FilterResult] = ()
+    scored_candidates: Sequence[Candidate] = ()
+    scores: Sequence[ScorerResult] = ()
+    cost: CostResult | None = None
     totals: Sequence[float] = ()
     picker: str = ""
-    blocks: Sequence[int] = ()
+    block_hashes: Sequence[int] = ()
     matched_tokens: int = 0
     answer_headers: Sequence[tuple[str, str]] = ()
-    keys: Mapping[str, str] = NO_KEYS
+    plugin_keys: Mapping[str, str] = NO_KEYS
     degraded: str = ""
-    left_out: Sequence[Endpoint] = ()
-    put_aside: Sequence[tuple[str, Sequence[Endpoint]]] = ()
-    unlisted: bool = False
+    excluded_by_model: Sequence[Endpoint] = ()
+    excluded_by_health: Sequence[tuple[str, Sequence[Endpoint]]] = ()
+    model_unlisted: bool = False
     model_rewrite: str = ""
-    splice: Splice | None = None
+    body_edit: BodyEdit | None = None
     client_model: str = ""
     pool: str = ""
 
 
-class Answer(msgspec.Struct, frozen=True, gc=False):
+class DirectResponse(msgspec.Struct, frozen=True, gc=False):
     """An answer that is given in place of an engine's.
 
     Attributes:
@@ -249,7 +249,7 @@ MOST_NAMES = 20
 LONGEST_NAME = 128
 
 #: The upstream error vocabulary (docs/spec/protocol.md#error-statuses): status to code name.
-CODES: Mapping[int, str] = {
+CANONICAL_CODES: Mapping[int, str] = {
     400: "BadRequest",
     401: "Unauthorized",
     403: "Forbidden",
@@ -313,7 +313,7 @@ def saturated() -> Rejection:
     )
 
 
-def busy(
+def all_busy(
     waits_s: float, *, waits_for: str = "", closed: bool = False, busy: Sequence[str] = ()
 ) -> Rejection:
     """A request would wait too long on every endpoint: 429.
@@ -336,7 +336,7 @@ def busy(
     )
 
 
-def shed() -> Rejection:
+def sheddable_dropped() -> Rejection:
     """Every endpoint is full, and the request is one that may be dropped: 429.
 
     Source: docs/reference/protocol-conformance.md#point-72.

@@ -20,7 +20,7 @@ NO_LABELS: Mapping[str, str] = {}
 METRICS_PORT = "metrics-port"
 
 
-class Models(msgspec.Struct, frozen=True, gc=False):
+class ServedModels(msgspec.Struct, frozen=True, gc=False):
     """The names one engine answers to, as it listed them.
 
     Attributes:
@@ -54,7 +54,7 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False):
     name: str = ""
     labels: Mapping[str, str] = NO_LABELS
     incarnation: int = 0
-    models: Models | None = None
+    models: ServedModels | None = None
     uid: str = ""
 
     @property
@@ -63,7 +63,7 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False):
         return self.address.rpartition(":")[0].strip("[]")
 
 
-class Totals(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+class EngineCounters(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Counters of one engine since its start; None is what the page did not carry.
 
     Attributes:
@@ -100,7 +100,7 @@ class Totals(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 #: No counter was ever read.
-NO_TOTALS = Totals()
+NO_COUNTERS = EngineCounters()
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
@@ -121,7 +121,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
         prefix_queries: Prompt tokens looked up in the prefix cache since start (counter).
         prefix_hits: Prompt tokens found there since start (counter).
         started_at: Unix time the engine process started, to tell a restart.
-        totals: Counters that speed is learnt from.
+        counters: Counters that speed is learnt from.
     """
 
     at: float = -math.inf
@@ -137,7 +137,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     prefix_queries: float | None = None
     prefix_hits: float | None = None
     started_at: float | None = None
-    totals: Totals = NO_TOTALS
+    counters: EngineCounters = NO_COUNTERS
 
     @property
     def kv_tokens(self) -> int | None:
@@ -148,10 +148,10 @@ class Load(msgspec.Struct, frozen=True, gc=False):
 
 
 #: Nothing was ever scraped.
-UNKNOWN = Load()
+NO_LOAD = Load()
 
 
-class Rates(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+class StepTimeModel(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """How fast one engine is: `step_s + prefill_s * P + decode_s * B + context_s * K` seconds a step.
 
     P is the prompt tokens computed in an iteration, B the sequences that decode, K the tokens of
@@ -185,10 +185,10 @@ class Rates(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 #: Nothing was learnt yet.
-DEFAULT_RATES = Rates()
+DEFAULT_STEP_TIMES = StepTimeModel()
 
 
-class Residency(IntEnum):
+class AdapterResidency(IntEnum):
     """Whether the adapter a request asks for is on an endpoint's device; higher is better.
 
     From our own account, because an engine's labels show neither queued nor idle adapters
@@ -215,39 +215,39 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         endpoint: Which one.
         load: Its last scrape. Where there is none, or it is stale, it has the means of the other
-            candidates; `UNKNOWN` while nothing is known of any.
+            candidates; `NO_LOAD` while nothing is known of any.
         age_s: Seconds since the last scrape, stale or not; infinity if never.
         in_flight: Requests this picker has open there.
-        requests: Dead-reckoned requests on the engine: own now + max(0, scraped - own at scrape),
+        estimated_requests: Dead-reckoned requests on the engine: own now + max(0, scraped - own at scrape),
             where scraped = running + waiting. Equals `in_flight` while no load is known.
         prompt_tokens: Estimated prompt tokens of the requests this picker has open there.
         matched_tokens: Estimated leading prompt tokens of this request believed to be cached there.
         queued_tokens: Uncached prompt tokens sent there and believed not yet computed, others'
             requests included as far as scrapes show them.
-        unseen_tokens: KV tokens that requests sent since the last scrape will take.
+        unscraped_tokens: KV tokens that requests sent since the last scrape will take.
         rates: How fast it is.
         residency: Whether the adapter of this request is on its device.
-        open_tokens: Prompt tokens of the requests this picker has open there, what several begin
+        active_context_tokens: Prompt tokens of the requests this picker has open there, what several begin
             with counted once, and what young conversations among them will grow by.
-        at_home: Whether the prompt this one goes on from went there, or where other pickers serve
+        conversation_local: Whether the prompt this one goes on from went there, or where other pickers serve
             as well, all of them expect it there.
-        page: Its own page where `load` is filled in from those of others, `UNKNOWN` where that is void;
+        page: Its own page where `load` is filled in from those of others, `NO_LOAD` where that is void;
             None where `load` is its own.
     """
 
     endpoint: Endpoint
-    load: Load = UNKNOWN
+    load: Load = NO_LOAD
     age_s: float = math.inf
     in_flight: int = 0
-    requests: float = 0.0
+    estimated_requests: float = 0.0
     prompt_tokens: int = 0
     matched_tokens: int = 0
     queued_tokens: float = 0.0
-    unseen_tokens: float = 0.0
-    rates: Rates = DEFAULT_RATES
-    residency: Residency = Residency.RESIDENT
-    open_tokens: float = 0.0
-    at_home: bool = False
+    unscraped_tokens: float = 0.0
+    rates: StepTimeModel = DEFAULT_STEP_TIMES
+    residency: AdapterResidency = AdapterResidency.RESIDENT
+    active_context_tokens: float = 0.0
+    conversation_local: bool = False
     page: Load | None = None
 
     @property

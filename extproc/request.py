@@ -53,7 +53,7 @@ def is_long_name(name: str) -> bool:
     return len(name.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES
 
 
-class RawRequest(msgspec.Struct, frozen=True, gc=False):
+class HttpRequest(msgspec.Struct, frozen=True, gc=False):
     """One HTTP request as the data plane showed it, before anybody understood it.
 
     Attributes:
@@ -75,7 +75,7 @@ class RawRequest(msgspec.Struct, frozen=True, gc=False):
         return self.headers.get(":method", "")
 
 
-class Request(msgspec.Struct, frozen=True, gc=False):
+class InferenceRequest(msgspec.Struct, frozen=True, gc=False):
     """A parsed inference request.
 
     Attributes:
@@ -91,7 +91,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
         stream: Whether the client asked for a streamed answer.
         max_tokens: Upper bound on generated tokens; None when the request sets none.
         session: What ties turns of one conversation together; empty when nothing does.
-        subset: See `RawRequest.subset`.
+        subset: See `HttpRequest.subset`.
         objective: Name of the InferenceObjective the client named, if it is one of this pool; empty
             otherwise.
         priority: Its priority; 0 where there is none. Below 0 a request may be dropped when

@@ -69,8 +69,8 @@ def moved(before: Load, after: Load) -> Moved:
     return Moved(
         queries=(after.prefix_queries or 0.0) - (before.prefix_queries or 0.0),
         hits=(after.prefix_hits or 0.0) - (before.prefix_hits or 0.0),
-        finished=(after.totals.finished or 0.0) - (before.totals.finished or 0.0),
-        preemptions=(after.totals.preemptions or 0.0) - (before.totals.preemptions or 0.0),
+        finished=(after.counters.finished or 0.0) - (before.counters.finished or 0.0),
+        preemptions=(after.counters.preemptions or 0.0) - (before.counters.preemptions or 0.0),
     )
 
 
@@ -175,8 +175,8 @@ def differences(
         "kv usage": (load.kv_usage, value(text, "vllm:kv_cache_usage_perc")),
         "prefix queries": (load.prefix_queries, value(text, "vllm:prefix_cache_queries_total")),
         "prefix hits": (load.prefix_hits, value(text, "vllm:prefix_cache_hits_total")),
-        "finished": (load.totals.finished, value(text, "vllm:request_success_total")),
-        "steps": (load.totals.steps, value(text, "vllm:iteration_tokens_total_count")),
+        "finished": (load.counters.finished, value(text, "vllm:request_success_total")),
+        "steps": (load.counters.steps, value(text, "vllm:iteration_tokens_total_count")),
         "adapters ever in a batch": (sorted(ever), sorted(adapters)),
         "adapters of /v1/models": (
             sorted(name for name, parent in models.items() if parent),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from extproc.endpoint import Rates
+from extproc.endpoint import StepTimeModel
 
 
-def concurrency(rates: Rates, *, slowdown: float, most: float = math.inf) -> float:
+def concurrency(rates: StepTimeModel, *, slowdown: float, most: float = math.inf) -> float:
     """Requests with which tokens come `slowdown` times slower than to one alone.
 
     From `step_s + k B = slowdown (step_s + k)` with `k = decode_s + context_s context_tokens`:
@@ -24,7 +24,9 @@ def concurrency(rates: Rates, *, slowdown: float, most: float = math.inf) -> flo
     return max(1.0, min(most, slowdown + (slowdown - 1) * rates.step_s / each_s))
 
 
-def work(prompt_tokens: float, output_tokens: float, rates: Rates, *, at_once: float) -> float:
+def work(
+    prompt_tokens: float, output_tokens: float, rates: StepTimeModel, *, at_once: float
+) -> float:
     """Seconds of an engine's time: `prefill_s P + O iteration_s(B) / B` (token seconds).
 
     Prefill has an iteration's time for itself; of an iteration that decodes, each of B sequences

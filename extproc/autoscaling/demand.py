@@ -56,7 +56,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         return self.held + max(float(self.in_flight), self.waiting + self.running)
 
 
-class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ReplicaBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How few and how many replicas there may be.
 
     Attributes:

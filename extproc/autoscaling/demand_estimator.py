@@ -10,7 +10,7 @@ import msgspec
 
 from extproc.autoscaling import capacity
 from extproc.autoscaling.demand import Demand
-from extproc.endpoint import DEFAULT_RATES, Rates
+from extproc.endpoint import DEFAULT_STEP_TIMES, StepTimeModel
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -36,7 +36,7 @@ _LOWEST, _HIGHEST = 0.1, 10.0
 _NEW = 0.5
 
 
-class Counters(msgspec.Struct, frozen=True, kw_only=True):
+class PickerCounters(msgspec.Struct, frozen=True, kw_only=True):
     """What one picker counts of one target: JSON between pickers. Totals are since it began.
 
     Numbers out of their ranges are refused where they are decoded.
@@ -58,7 +58,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     answer_tokens: _Total = 0.0
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class TargetObservation(msgspec.Struct, frozen=True, kw_only=True):
     """What is seen of the target itself.
 
     Attributes:
@@ -73,10 +73,10 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     available: int
     waiting: float = 0.0
     running: float = 0.0
-    rates: Rates | None = None
+    rates: StepTimeModel | None = None
 
 
-class Learnt(msgspec.Struct, frozen=True, kw_only=True):
+class EstimatorState(msgspec.Struct, frozen=True, kw_only=True):
     """What a meter remembers, for whoever comes next; JSON.
 
     Attributes:
@@ -96,8 +96,8 @@ class Learnt(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     at: float | None = None
-    counters: Mapping[str, tuple[float, Counters]] = {}
-    rates: Rates = DEFAULT_RATES
+    counters: Mapping[str, tuple[float, PickerCounters]] = {}
+    rates: StepTimeModel = DEFAULT_STEP_TIMES
     answers: float = 1.0
     answer_tokens: float | None = None
     prompt_tokens: float = 0.0
@@ -110,7 +110,7 @@ class Learnt(msgspec.Struct, frozen=True, kw_only=True):
     raised_at: float | None = None
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EstimatorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How demand is measured.
 
     Attributes:
@@ -133,7 +133,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     grace_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0
 
 
-class _Sum(msgspec.Struct):
+class _PickerTotals(msgspec.Struct):
     """Counts of all pickers, and what came since the last reading."""
 
     held: int = 0
@@ -145,23 +145,23 @@ class _Sum(msgspec.Struct):
     complete: bool = True
 
 
-class Meter:
+class DemandEstimator:
     """Reads counters of one target. Mutable; one owner.
 
     Args:
         settings: How.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: EstimatorSettings) -> None:
         self._settings = settings
-        self._learnt = Learnt(cold_start_s=settings.cold_start_s)
+        self._learnt = EstimatorState(cold_start_s=settings.cold_start_s)
 
     @property
-    def learnt(self) -> Learnt:
+    def state(self) -> EstimatorState:
         """What it remembers."""
         return self._learnt
 
-    def restore(self, learnt: Learnt, *, shift_s: float = 0.0) -> None:
+    def restore(self, learnt: EstimatorState, *, shift_s: float = 0.0) -> None:
         """Go on where another meter stopped; `shift_s` as in `Scaler.restore`."""
         self._learnt = msgspec.structs.replace(
             learnt,
@@ -170,7 +170,9 @@ class Meter:
             counters={name: (at + shift_s, told) for name, (at, told) in learnt.counters.items()},
         )
 
-    def read(self, now: float, pickers: Mapping[str, Counters | None], seen: Seen) -> Demand:
+    def read(
+        self, now: float, pickers: Mapping[str, PickerCounters | None], seen: TargetObservation
+    ) -> Demand:
         """The demand of this moment.
 
         Args:
@@ -196,7 +198,7 @@ class Meter:
         done, busy_s = self._throughput(total, since, seen, request_work=request_work)
         cold_start_s, raised_at = self._cold_start(now, seen)
         queued = total.held + seen.waiting
-        self._learnt = Learnt(
+        self._learnt = EstimatorState(
             at=now,
             counters=counters,
             rates=rates,
@@ -228,7 +230,9 @@ class Meter:
             complete=total.complete,
         )
 
-    def _answers(self, total: _Sum, rates: Rates, *, at_once: float) -> tuple[float, float]:
+    def _answers(
+        self, total: _PickerTotals, rates: StepTimeModel, *, at_once: float
+    ) -> tuple[float, float]:
         """Answers and their tokens, those of long ago counting less.
 
         Args:
@@ -243,10 +247,10 @@ class Meter:
         return before.answers * keep + total.answered, known * keep + total.answer_tokens
 
     def _summed(
-        self, now: float, pickers: Mapping[str, Counters | None]
-    ) -> tuple[_Sum, dict[str, tuple[float, Counters]]]:
+        self, now: float, pickers: Mapping[str, PickerCounters | None]
+    ) -> tuple[_PickerTotals, dict[str, tuple[float, PickerCounters]]]:
         """Counts of all pickers, and what each told last."""
-        total, told = _Sum(), {}
+        total, told = _PickerTotals(), {}
         for name, new in pickers.items():
             last = self._learnt.counters.get(name)
             if new is None:
@@ -262,7 +266,7 @@ class Meter:
             # Of a picker that was never read, the past says nothing about now.
             old = new if last is None else last[1]
             if new.arrived < old.arrived or new.answered < old.answered:
-                old = Counters()  # it began again
+                old = PickerCounters()  # it began again
             total.arrived += new.arrived - old.arrived
             total.prompt_tokens += max(0.0, new.prompt_tokens - old.prompt_tokens)
             total.answered += new.answered - old.answered
@@ -270,7 +274,7 @@ class Meter:
         return total, told
 
     def _throughput(
-        self, total: _Sum, since: float, seen: Seen, *, request_work: float
+        self, total: _PickerTotals, since: float, seen: TargetObservation, *, request_work: float
     ) -> tuple[float, float]:
         """Work done and seconds it took, of replicas that had enough to do at both ends."""
         before = self._learnt
@@ -282,7 +286,7 @@ class Meter:
         keep = math.exp(-busy_s / _FADE_S)
         return before.done * keep + total.answered * request_work, before.busy_s * keep + busy_s
 
-    def _cold_start(self, now: float, seen: Seen) -> tuple[float, float | None]:
+    def _cold_start(self, now: float, seen: TargetObservation) -> tuple[float, float | None]:
         """Mean cold start, and when the replicas that still start were asked for."""
         before = self._learnt
         raised_at = before.raised_at

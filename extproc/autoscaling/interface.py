@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 
-class Why(StrEnum):
+class ScalingReason(StrEnum):
     """Why it is that number; the values are metric labels."""
 
     STEADY = "steady"  #: Nothing calls for a change.
@@ -16,19 +16,19 @@ class Why(StrEnum):
     DOWN = "down"  #: Fewer replicas do.
     IDLE = "idle"  #: Nobody asked for long enough.
     BOUNDS = "bounds"  #: The bounds say so.
-    UNREAD = "unread"  #: Fewer might do, but not all pickers could be asked.
-    WATCHING = "watching"  #: Fewer might do, but it was not watched long enough.
+    INCOMPLETE_DATA = "unread"  #: Fewer might do, but not all pickers could be asked.
+    STABILIZING = "watching"  #: Fewer might do, but it was not watched long enough.
 
 
-class Desired(msgspec.Struct, frozen=True):
+class ScalingDecision(msgspec.Struct, frozen=True):
     """How many replicas there should be.
 
     Attributes:
         replicas: The number.
-        why: In one word.
-        because: In numbers, for people; empty where the word says it all.
+        reason: In one word.
+        explanation: In numbers, for people; empty where the word says it all.
     """
 
     replicas: int
-    why: Why
-    because: str = ""
+    reason: ScalingReason
+    explanation: str = ""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol, Self
 
-from extproc.autoscaling.demand import Bounds, Demand
-from extproc.autoscaling.interface import Desired
+from extproc.autoscaling.demand import Demand, ReplicaBounds
+from extproc.autoscaling.interface import ScalingDecision
 
 
-class State(Protocol):
+class PolicyState(Protocol):
     """What a policy remembers: a frozen value that msgspec can write as JSON and read again."""
 
-    def shifted(self, by_s: float) -> Self:
+    def shift_time(self, by_s: float) -> Self:
         """The same on a clock that shows so many seconds more."""
 
 
-class Policy(Protocol):
+class ScalingPolicy(Protocol):
     """From demand to replicas. Frozen: all it remembers is in the state it is given.
 
     Attributes:
@@ -37,7 +37,9 @@ class Policy(Protocol):
     def watch_s(self) -> float:
         """See the class."""
 
-    def step(self, state: Any, demand: Demand, bounds: Bounds) -> tuple[Any, Desired]:
+    def step(
+        self, state: Any, demand: Demand, bounds: ReplicaBounds
+    ) -> tuple[Any, ScalingDecision]:
         """One tick.
 
         Args:

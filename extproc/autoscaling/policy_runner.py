@@ -6,16 +6,16 @@ from typing import Any
 
 import msgspec
 
-from extproc.autoscaling.demand import Bounds, Demand
-from extproc.autoscaling.interface import Desired, Why
-from extproc.autoscaling.policy import Policy
+from extproc.autoscaling.demand import Demand, ReplicaBounds
+from extproc.autoscaling.interface import ScalingDecision, ScalingReason
+from extproc.autoscaling.policy import ScalingPolicy
 
 #: Time between two steps after which nothing can be said of the time between: as a share of what a
 #: policy must have watched, and in its intervals; the longer one counts.
 _GAP, _GAP_INTERVALS = 0.5, 3.0
 
 
-class Kept(msgspec.Struct, frozen=True):
+class RunnerState(msgspec.Struct, frozen=True):
     """What a scaler remembers, for whoever comes next; JSON.
 
     Attributes:
@@ -31,7 +31,7 @@ class Kept(msgspec.Struct, frozen=True):
     memory: Any
 
 
-class Scaler:
+class PolicyRunner:
     """One policy for one target, within bounds. Mutable; one owner.
 
     Whatever the policy: the answer is within the bounds; a request that waits where there is no
@@ -43,14 +43,14 @@ class Scaler:
         bounds: How few and how many there may be.
     """
 
-    def __init__(self, policy: Policy, bounds: Bounds) -> None:
+    def __init__(self, policy: ScalingPolicy, bounds: ReplicaBounds) -> None:
         self.policy = policy
         self.bounds = bounds
         self._memory = policy.memory()
         self._since: float | None = None
         self._at: float | None = None
 
-    def step(self, demand: Demand) -> Desired:
+    def step(self, demand: Demand) -> ScalingDecision:
         """One tick: every `policy.interval_s`, and when a request begins to wait at zero.
 
         Args:
@@ -64,16 +64,16 @@ class Scaler:
         self._memory, wanted = self.policy.step(self._memory, demand, self.bounds)
         return self._kept_within(wanted, demand, watched_s=now - self._since)
 
-    def state(self) -> Kept:
+    def state(self) -> RunnerState:
         """What it remembers."""
-        return Kept(
+        return RunnerState(
             self.policy.kind,
             0.0 if self._at is None else self._at,
             self._since,
             msgspec.to_builtins(self._memory),
         )
 
-    def restore(self, kept: Kept, *, shift_s: float = 0.0) -> bool:
+    def restore(self, kept: RunnerState, *, shift_s: float = 0.0) -> bool:
         """Go on where another scaler stopped.
 
         Args:
@@ -90,23 +90,27 @@ class Scaler:
             memory = msgspec.convert(kept.memory, self.policy.memory)
         except msgspec.ValidationError:
             return False
-        self._memory = memory.shifted(shift_s)
+        self._memory = memory.shift_time(shift_s)
         self._at = kept.at + shift_s
         self._since = None if kept.since is None else kept.since + shift_s
         return True
 
-    def _kept_within(self, wanted: Desired, demand: Demand, *, watched_s: float) -> Desired:
+    def _kept_within(
+        self, wanted: ScalingDecision, demand: Demand, *, watched_s: float
+    ) -> ScalingDecision:
         bounds, spec = self.bounds, demand.spec
         replicas, stays = bounds.clamp(wanted.replicas), bounds.clamp(spec)
         if not replicas and demand.held:
             replicas = bounds.clamp(max(1, spec))
-            wanted = Desired(replicas, Why.WAKE if not spec else Why.STEADY)
+            wanted = ScalingDecision(
+                replicas, ScalingReason.WAKE if not spec else ScalingReason.STEADY
+            )
         if replicas < stays:
             if not demand.complete:
-                return Desired(stays, Why.UNREAD, wanted.because)
+                return ScalingDecision(stays, ScalingReason.INCOMPLETE_DATA, wanted.explanation)
             if watched_s < self.policy.watch_s:
-                return Desired(stays, Why.WATCHING, wanted.because)
-        why = wanted.why
+                return ScalingDecision(stays, ScalingReason.STABILIZING, wanted.explanation)
+        why = wanted.reason
         if replicas != spec and (replicas != wanted.replicas or stays != spec):
-            why = Why.BOUNDS
-        return Desired(replicas, why, wanted.because)
+            why = ScalingReason.BOUNDS
+        return ScalingDecision(replicas, why, wanted.explanation)

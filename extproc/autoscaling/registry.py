@@ -11,20 +11,20 @@ from typing import Any
 import msgspec
 
 from extproc.autoscaling.policies import adaptive, kubeai, queue_depth
-from extproc.autoscaling.policy import Policy
+from extproc.autoscaling.policy import ScalingPolicy
 from extproc.errors import ConfigError
 
-POLICIES: Mapping[str, type[Policy]] = {
-    "adaptive": adaptive.Adaptive,
-    "kubeai": kubeai.KubeAI,
-    "queue-depth": queue_depth.QueueDepth,
+POLICIES: Mapping[str, type[ScalingPolicy]] = {
+    "adaptive": adaptive.AdaptivePolicy,
+    "kubeai": kubeai.KubeAIPolicy,
+    "queue-depth": queue_depth.QueueDepthPolicy,
 }
 
 #: The policy where none is named.
 DEFAULT = "adaptive"
 
 
-def make(kind: str, params: Mapping[str, Any], *, where: str) -> Policy:
+def make(kind: str, params: Mapping[str, Any], *, where: str) -> ScalingPolicy:
     """A policy from its name and parameters.
 
     Raises:

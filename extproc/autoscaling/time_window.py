@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Window(msgspec.Struct, frozen=True):
+class TimeWindow(msgspec.Struct, frozen=True):
     """A quantity over time. A value speaks for the time since the one before it.
 
     Attributes:
@@ -17,7 +17,7 @@ class Window(msgspec.Struct, frozen=True):
     begun: float | None = None
     samples: tuple[tuple[float, float], ...] = ()
 
-    def seen(self, now: float, value: float, *, span_s: float) -> Window:
+    def add(self, now: float, value: float, *, span_s: float) -> TimeWindow:
         """This window with one more value.
 
         Args:
@@ -29,7 +29,9 @@ class Window(msgspec.Struct, frozen=True):
         first = 0
         while first + 1 < len(samples) and samples[first + 1][0] <= now - span_s:
             first += 1
-        return Window(now if self.begun is None else self.begun, (*samples[first:], (now, value)))
+        return TimeWindow(
+            now if self.begun is None else self.begun, (*samples[first:], (now, value))
+        )
 
     def watched_s(self, now: float) -> float:
         """How long it was watched, without end."""
@@ -51,22 +53,22 @@ class Window(msgspec.Struct, frozen=True):
             return total / seconds
         return self.samples[-1][1] if self.samples else 0.0
 
-    def least(self, now: float, span_s: float) -> float:
+    def min(self, now: float, span_s: float) -> float:
         """Smallest value of the last seconds; 0 where there is none."""
         return min((value for at, value in self.samples if at > now - span_s), default=0.0)
 
-    def most(self, now: float, span_s: float) -> float:
+    def max(self, now: float, span_s: float) -> float:
         """Largest value of the last seconds; 0 where there is none."""
         return max((value for at, value in self.samples if at > now - span_s), default=0.0)
 
-    def shifted(self, by_s: float) -> Window:
+    def shift_time(self, by_s: float) -> TimeWindow:
         """The same on a clock that shows so many seconds more."""
         if self.begun is None:
             return self
         samples = tuple((at + by_s, value) for at, value in self.samples)
-        return Window(self.begun + by_s, samples)
+        return TimeWindow(self.begun + by_s, samples)
 
 
-def later(when: float | None, by_s: float) -> float | None:
+def shift_time(when: float | None, by_s: float) -> float | None:
     """A moment on a clock that shows so many seconds more; None stays what never was."""
     return None if when is None else when + by_s

@@ -20,7 +20,7 @@ from extproc.config import settings as sections
 from extproc.errors import ConfigError
 from extproc.scheduling import presets, registry
 from extproc.scheduling.framework import Plugin, Signal
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.profile import SchedulerProfile
 
 _MIB = 1024 * 1024
 
@@ -159,7 +159,7 @@ class EnvoyReport(msgspec.Struct, frozen=True):
         held = f"requests may wait {hold_s:g} s" if hold_s else "requests do not wait"
         yield f"{self.file}, where {held}"
         for finding in self.findings:
-            yield f"{finding.grave:<8}{finding.place}: {finding.text}"
+            yield f"{finding.severity:<8}{finding.place}: {finding.text}"
 
 
 class CheckReport(msgspec.Struct, frozen=True):
@@ -190,7 +190,7 @@ class CheckReport(msgspec.Struct, frozen=True):
         """The exit status."""
         if self.errors:
             return 2
-        cut = self.envoy and any(finding.grave == "cut" for finding in self.envoy.findings)
+        cut = self.envoy and any(finding.severity == "cut" for finding in self.envoy.findings)
         refused = self.diff and self.diff.refusal
         return 1 if cut or refused or (strict_warnings and self.warnings) else 0
 
@@ -251,12 +251,12 @@ def _meaning(resolved: flags.Resolved) -> Iterator[str]:
 def _changed(settings: sections.Settings) -> Sequence[reloading.Change]:
     """Every field that is not as it would be without a file and flags."""
     default = sections.Settings(
-        pools=tuple(pool_schema.Pool(name=it.name) for it in settings.pools)
+        pools=tuple(pool_schema.PoolSection(name=it.name) for it in settings.pools)
     )
     return list(reloading.changes(default, settings))
 
 
-def _server(server: sections.Server, xds: sections.Xds) -> Iterator[str]:
+def _server(server: sections.ServerSection, xds: sections.XdsSection) -> Iterator[str]:
     host = server.host or "every address"
     tls = "without TLS"
     if server.secure_serving:
@@ -268,7 +268,7 @@ def _server(server: sections.Server, xds: sections.Xds) -> Iterator[str]:
     yield f"            drains for {server.drain_timeout_s:g} s"
 
 
-def _scheduling(settings: sections.Settings, profile: Profile) -> Iterator[str]:
+def _scheduling(settings: sections.Settings, profile: SchedulerProfile) -> Iterator[str]:
     yield f"profile     {profile.name}"
     for keep in profile.filters:
         yield f"  filter    {_told(keep)}"

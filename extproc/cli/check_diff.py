@@ -68,8 +68,8 @@ def refusal(running: Settings, wanted: Settings) -> str:
     """
     merged = reloading.in_force(running, wanted)
     try:
-        loader.together(merged, where="the live fields with what is running")
-        profiles.resolve(merged, where="the live fields with what is running")
+        loader.check_compatible(merged, where="the live fields with what is running")
+        profiles.build_profile(merged, where="the live fields with what is running")
     except ConfigError as error:
         return str(error)
     return ""

@@ -27,8 +27,8 @@ def lines(settings: Settings) -> Iterator[str]:
     Raises:
         ConfigError: An endpoints file cannot be read, or an election is not possible.
     """
-    before: list[pools.Planned] = []
-    for plan in pools.planned(settings):
+    before: list[pools.PoolPlan] = []
+    for plan in pools.pool_plans(settings):
         if settings.pools:
             yield f"pool        {plan.name}, for {pool_match.described(plan.claim)}"
             earlier = next(
@@ -46,13 +46,13 @@ def lines(settings: Settings) -> Iterator[str]:
         if pool.autoscaling is not None:
             yield from autoscaling.lines(pool.autoscaling)
     cluster = settings.cluster
-    if cluster.every_pool != "none":
+    if cluster.discover_pools != "none":
         place = "the cluster"
-        if cluster.every_pool == "namespace":
+        if cluster.discover_pools == "namespace":
             place = f"namespace {cluster.namespace or 'of this process'}"
         yield f"pools       every InferencePool of {place}, as they come and go"
         yield from discovered_matches.lines(cluster.claims)
-        for rule in settings.autoscaling.found:
+        for rule in settings.autoscaling.discovered_pools:
             yield from discovered_scaling.lines(rule)
     elected = election.plan(settings, where="cluster", environment=os.environ)
     if elected is not None and cluster.leader_election:
@@ -60,7 +60,7 @@ def lines(settings: Settings) -> Iterator[str]:
         yield f"ready       only the holder of Lease {lease.name} in namespace {lease.namespace}"
 
 
-def _source(pool: pool_schema.Source) -> Iterator[str]:
+def _source(pool: pool_schema.PoolSource) -> Iterator[str]:
     named = f" of pool {pool.name}" if pool.name else ""
     if pool.autoscaling is not None and pool.autoscaling.launch is not None:
         yield f"endpoints   started here{named}: {' '.join(pool.autoscaling.launch.command)}"
@@ -70,7 +70,8 @@ def _source(pool: pool_schema.Source) -> Iterator[str]:
         return
     if pool.endpoints_file:
         listed = file.load(
-            Path(pool.endpoints_file), limit_bytes=static_discovery.Settings().limit_bytes
+            Path(pool.endpoints_file),
+            limit_bytes=static_discovery.StaticDiscoverySettings().limit_bytes,
         )
         source = f"in {pool.endpoints_file}, watched"
     else:
@@ -80,7 +81,7 @@ def _source(pool: pool_schema.Source) -> Iterator[str]:
     yield from (f"            {_entry(entry)}" for entry in listed)
 
 
-def _object(wanted: pool_schema.Kubernetes) -> str:
+def _object(wanted: pool_schema.KubernetesSection) -> str:
     place = f" in namespace {wanted.namespace}" if wanted.namespace else ""
     if wanted.inference_pool:
         return f"InferencePool {wanted.inference_pool} ({wanted.group}){place}"
@@ -92,7 +93,7 @@ def _object(wanted: pool_schema.Kubernetes) -> str:
     return f"pods with {labels}, ports {ports}{place}"
 
 
-def _entry(entry: endpoint_list.Entry) -> str:
+def _entry(entry: endpoint_list.EndpointListEntry) -> str:
     host = f"[{entry.host}]" if ":" in entry.host else entry.host
     told = [f"{host}:{entry.port}"]
     if not entry.literal:

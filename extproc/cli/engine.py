@@ -49,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def settings(args: argparse.Namespace) -> server.Settings:
+def settings(args: argparse.Namespace) -> server.EngineServerSettings:
     """What the flags ask for.
 
     Raises:
@@ -74,13 +74,13 @@ def settings(args: argparse.Namespace) -> server.Settings:
         "max_model_len": args.max_model_len,
         "max_queued": args.max_queued,
     }
-    named = profiles.named(args.profile)
+    named = profiles.find(args.profile)
     given = {name: value for name, value in changes.items() if value is not None}
     profile = msgspec.structs.replace(named, **given)
     profiles.check(profile)
     for text in args.fault:
         faults.parse(text)
-    return server.Settings(
+    return server.EngineServerSettings(
         profile=profile,
         model=args.model,
         loras=tuple(args.lora),
@@ -113,7 +113,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _serve(wanted: server.Settings, *, host: str, port: int, cold_s: float) -> None:
+async def _serve(
+    wanted: server.EngineServerSettings, *, host: str, port: int, cold_s: float
+) -> None:
     from extproc.simulator.http import server
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()

@@ -15,19 +15,19 @@ from extproc.config import validation
 from extproc.errors import ConfigError
 
 
-class Compatible(msgspec.Struct, frozen=True):
+class CompatibleFlag(msgspec.Struct, frozen=True):
     """One flag of the upstream picker.
 
     Attributes:
         name: Without dashes.
-        harmless: Values that change nothing here.
+        accepted_values: Values that change nothing here.
         refused: Whether any other value ends the program; otherwise it is a warning.
         say: What to do instead, or why nothing has to be done.
         boolean: Whether it may stand without a value, meaning true.
     """
 
     name: str
-    harmless: frozenset[str]
+    accepted_values: frozenset[str]
     refused: bool
     say: str
     boolean: bool = False
@@ -37,65 +37,67 @@ _EMPTY = frozenset({""})
 _OFF = frozenset({"false", "False", "FALSE", "f", "F", "0"})
 _NO_AUTH = "/metrics has no authentication; guard its port with a NetworkPolicy"
 
-FLAGS: Sequence[Compatible] = (
-    Compatible(
+FLAGS: Sequence[CompatibleFlag] = (
+    CompatibleFlag(
         "grpc-max-send-msg-size",
         _EMPTY,
         refused=False,
         say="answers are sent in messages of 64 KiB at most",
     ),
-    Compatible(
+    CompatibleFlag(
         "refresh-prometheus-metrics-interval",
         _EMPTY,
         refused=False,
         say="the metrics page is made when it is asked for",
     ),
-    Compatible("metrics-endpoint-auth", _OFF, refused=True, say=_NO_AUTH, boolean=True),
-    Compatible("metrics-cert-dir", _EMPTY, refused=True, say=_NO_AUTH),
-    Compatible("metrics-client-ca-file", _EMPTY, refused=True, say=_NO_AUTH),
-    Compatible(
+    CompatibleFlag("metrics-endpoint-auth", _OFF, refused=True, say=_NO_AUTH, boolean=True),
+    CompatibleFlag("metrics-cert-dir", _EMPTY, refused=True, say=_NO_AUTH),
+    CompatibleFlag("metrics-client-ca-file", _EMPTY, refused=True, say=_NO_AUTH),
+    CompatibleFlag(
         "model-server-metrics-port",
         frozenset({"", "0"}),
         refused=True,
         say="label the endpoint with metrics-port instead",
     ),
-    Compatible(
+    CompatibleFlag(
         "model-server-metrics-https-insecure-skip-verify",
         frozenset({"true", "True", "TRUE", "t", "T", "1"}),
         refused=True,
         say="set scrape.verify_tls in the configuration",
         boolean=True,
     ),
-    Compatible("enable-pprof", _OFF, refused=False, say="there is no profiler page", boolean=True),
-    Compatible("tracing", _OFF, refused=False, say="no traces are sent", boolean=True),
-    Compatible(
+    CompatibleFlag(
+        "enable-pprof", _OFF, refused=False, say="there is no profiler page", boolean=True
+    ),
+    CompatibleFlag("tracing", _OFF, refused=False, say="no traces are sent", boolean=True),
+    CompatibleFlag(
         "enable-grpc-stream-metrics",
         frozenset({*_OFF, "true", "True", "TRUE", "t", "T", "1"}),
         refused=False,
         say="streams are always counted",
         boolean=True,
     ),
-    Compatible(
+    CompatibleFlag(
         "allow-experimental-plugins",
         _OFF,
         refused=False,
         say="every plugin is allowed",
         boolean=True,
     ),
-    Compatible(
+    CompatibleFlag(
         "tls-min-version",
         frozenset({"", "VersionTLS12"}),
         refused=True,
         say="TLS 1.2 and 1.3 are served",
     ),
-    Compatible(
+    CompatibleFlag(
         "tls-cipher-suites",
         _EMPTY,
         refused=True,
         say="set the environment variable GRPC_SSL_CIPHER_SUITES",
     ),
     *(
-        Compatible(
+        CompatibleFlag(
             name,
             frozenset(),
             refused=False,
@@ -118,7 +120,7 @@ _LOG_FLAGS = frozenset(
 )
 
 
-def verdicts(args: argparse.Namespace) -> Iterator[str]:
+def warnings(args: argparse.Namespace) -> Iterator[str]:
     """A warning for each flag that has no effect.
 
     Raises:
@@ -126,7 +128,7 @@ def verdicts(args: argparse.Namespace) -> Iterator[str]:
     """
     for flag in FLAGS:
         found: str | None = getattr(args, flag.name.replace("-", "_"))
-        if found is None or found in flag.harmless:
+        if found is None or found in flag.accepted_values:
             continue
         if flag.refused:
             raise ConfigError(
@@ -159,10 +161,10 @@ def unknown(words: Sequence[str], *, known: Iterable[str]) -> Iterator[str]:
             raise _no_such(word, name, names)
 
 
-def _wanted(flag: Compatible) -> str:
+def _wanted(flag: CompatibleFlag) -> str:
     if flag.boolean:
-        return "false" if "false" in flag.harmless else "true"
-    named = sorted(flag.harmless - _EMPTY)
+        return "false" if "false" in flag.accepted_values else "true"
+    named = sorted(flag.accepted_values - _EMPTY)
     return f"nothing or {named[0]}" if named else "nothing"
 
 
@@ -175,7 +177,7 @@ def _no_such(word: str, name: str, known: Sequence[str]) -> ConfigError:
         return ConfigError(
             word, wanted="flags only", found="a word that belongs to none", fix="remove it"
         )
-    meant = validation.nearest(name, known)
+    meant = validation.closest_name(name, known)
     return ConfigError(
         word,
         wanted="a flag of this command",

@@ -256,26 +256,26 @@ def _read_request(name: str) -> bytes:
 def _imagine(args: argparse.Namespace, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
     from extproc.cli import offline_explain
     from extproc.config import loader, profiles, validation
-    from extproc.request import RawRequest
+    from extproc.request import HttpRequest
     from extproc.telemetry import explanation
     from extproc.telemetry.pool_state import PoolState
 
     document = loader.read(Path(args.config_file)) if args.config_file else loader.EMPTY
-    overrides: list[loader.Override] = []
+    overrides: list[loader.FlagOverride] = []
     if args.strategy:
         overrides = [
-            loader.Override(("scheduling", "strategy"), args.strategy, "--strategy"),
-            loader.Override(("scheduling", "profile"), None, "--strategy"),
-            loader.Override(("scheduling", "plugins"), [], "--strategy"),
+            loader.FlagOverride(("scheduling", "strategy"), args.strategy, "--strategy"),
+            loader.FlagOverride(("scheduling", "profile"), None, "--strategy"),
+            loader.FlagOverride(("scheduling", "plugins"), [], "--strategy"),
         ]
     if args.allow_unsupported:
         path = ("scheduling", "allow_unsupported")
-        overrides.append(loader.Override(path, value=True, flag="--allow-unsupported"))
+        overrides.append(loader.FlagOverride(path, value=True, flag="--allow-unsupported"))
     tree = loader.tree_of(loader.text_of(Path(args.state)), where=args.state)
-    pool = validation.convert(tree, PoolState, where=args.state)
-    raw = RawRequest({":method": "POST", ":path": args.path, **headers}, body)
+    pool = validation.to_struct(tree, PoolState, where=args.state)
+    raw = HttpRequest({":method": "POST", ":path": args.path, **headers}, body)
     settings = loader.settings(document, overrides)
-    profiles.resolve(settings, where="--strategy" if args.strategy else document.where)
+    profiles.build_profile(settings, where="--strategy" if args.strategy else document.where)
     outcome = offline_explain.decide(settings, pool, raw, where=args.state)
     return explanation.explain(outcome, health=explanation.health(pool))
 

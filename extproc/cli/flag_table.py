@@ -95,7 +95,7 @@ _text, _seconds, _boolean, _whole = (
     flag_values.text,
     flag_values.seconds,
     flag_values.boolean,
-    flag_values.whole,
+    flag_values.whole_number,
 )
 
 FLAGS: Sequence[Flag] = (

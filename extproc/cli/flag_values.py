@@ -70,7 +70,7 @@ def boolean(flag: str, found: str) -> bool:
     )
 
 
-def whole(flag: str, found: str) -> int:
+def whole_number(flag: str, found: str) -> int:
     """A whole number.
 
     Raises:

@@ -16,7 +16,7 @@ from extproc.cli import epp_flags, flag_table, flag_values, kubernetes_flags
 from extproc.config import loader, pools, profiles
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.profile import SchedulerProfile
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class Resolved(msgspec.Struct, frozen=True):
     """
 
     settings: sections.Settings
-    profile: Profile
+    profile: SchedulerProfile
     where: str
     warnings: tuple[str, ...]
 
@@ -90,7 +90,7 @@ def _help(flag: flag_table.Flag) -> str:
     return (f"{text} (default: {default})" if default else text).replace("%", "%%")
 
 
-def resolve(args: argparse.Namespace, document: loader.Document | None = None) -> Resolved:
+def resolve(args: argparse.Namespace, document: loader.ConfigDocument | None = None) -> Resolved:
     """Settings from parsed flags.
 
     Args:
@@ -100,20 +100,22 @@ def resolve(args: argparse.Namespace, document: loader.Document | None = None) -
     Raises:
         ConfigError: A flag or a file is wrong, or asks for what does not exist.
     """
-    warnings = list(epp_flags.verdicts(args))
-    warnings += epp_flags.unknown(args.unknown_flags, known=known())
+    warnings = list(epp_flags.warnings(args))
+    warnings += epp_flags.unknown(args.unknown_flags, known=known_flags())
     document = document or read_document(args)
     warnings += document.warnings
     in_cluster = kubernetes_flags.overrides(args, document.tree)
     overrides = [*_endpoints(args), *in_cluster, *_settings(args)]
     merged = loader.settings(document, overrides)
     warnings += kubernetes_flags.ineffective(args, followed=pools.from_kubernetes(merged))
-    profile = profiles.resolve(merged, where="--strategy" if args.strategy else document.where)
+    profile = profiles.build_profile(
+        merged, where="--strategy" if args.strategy else document.where
+    )
     warnings += _clamped(args)
     return Resolved(merged, profile, document.where, tuple(warnings))
 
 
-def known() -> tuple[str, ...]:
+def known_flags() -> tuple[str, ...]:
     """Every flag there is, without dashes."""
     return (
         *_SOURCES,
@@ -123,7 +125,7 @@ def known() -> tuple[str, ...]:
     )
 
 
-def given(args: argparse.Namespace, name: str) -> str | None:
+def flag_text(args: argparse.Namespace, name: str) -> str | None:
     """The text of a flag; None when it was not given."""
     text: str | None = getattr(args, name.replace("-", "_"))
     return text
@@ -140,7 +142,7 @@ def _add(
     return action
 
 
-def read_document(args: argparse.Namespace) -> loader.Document:
+def read_document(args: argparse.Namespace) -> loader.ConfigDocument:
     """The configuration that flags name, as it was written.
 
     Raises:
@@ -159,7 +161,7 @@ def read_document(args: argparse.Namespace) -> loader.Document:
     return loader.parse(text, where="--config-text") if text else loader.EMPTY
 
 
-def _endpoints(args: argparse.Namespace) -> Iterator[loader.Override]:
+def _endpoints(args: argparse.Namespace) -> Iterator[loader.FlagOverride]:
     """A list on the command line beats list and file of the configuration, and so does a file."""
     words, file = args.endpoints or [], args.endpoints_file
     if words and file:
@@ -171,27 +173,27 @@ def _endpoints(args: argparse.Namespace) -> Iterator[loader.Override]:
         )
     if words:
         listed = [word for text in words for word in flag_values.listed("--endpoints", text)]
-        yield loader.Override(("pool", "endpoints_file"), "", "--endpoints")
-        yield loader.Override(("pool", "endpoints"), listed, "--endpoints")
+        yield loader.FlagOverride(("pool", "endpoints_file"), "", "--endpoints")
+        yield loader.FlagOverride(("pool", "endpoints"), listed, "--endpoints")
     elif file:
-        yield loader.Override(("pool", "endpoints"), [], "--endpoints-file")
-        yield loader.Override(("pool", "endpoints_file"), file, "--endpoints-file")
+        yield loader.FlagOverride(("pool", "endpoints"), [], "--endpoints-file")
+        yield loader.FlagOverride(("pool", "endpoints_file"), file, "--endpoints-file")
 
 
-def _settings(args: argparse.Namespace) -> Iterator[loader.Override]:
+def _settings(args: argparse.Namespace) -> Iterator[loader.FlagOverride]:
     for flag in flag_table.FLAGS:
-        text = given(args, flag.name)
+        text = flag_text(args, flag.name)
         value = None if text is None else flag.read(f"--{flag.name}", text)
         if value is not None:
-            yield loader.Override(flag.path, value, f"--{flag.name}")
+            yield loader.FlagOverride(flag.path, value, f"--{flag.name}")
     if args.strategy is not None:
         # A word on the command line also beats a profile written out in the file.
-        yield loader.Override(("scheduling", "profile"), None, "--strategy")
-        yield loader.Override(("scheduling", "plugins"), [], "--strategy")
+        yield loader.FlagOverride(("scheduling", "profile"), None, "--strategy")
+        yield loader.FlagOverride(("scheduling", "plugins"), [], "--strategy")
 
 
 def _clamped(args: argparse.Namespace) -> Iterator[str]:
-    text = given(args, "refresh-metrics-interval")
+    text = flag_text(args, "refresh-metrics-interval")
     if text is not None:
         wanted_s = flag_values.seconds("--refresh-metrics-interval", text)
         if wanted_s < flag_table.SHORTEST_REFRESH_S:

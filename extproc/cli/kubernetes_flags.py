@@ -12,7 +12,7 @@ from extproc.config import loader
 from extproc.errors import ConfigError
 
 
-class Named(msgspec.Struct, frozen=True):
+class ObjectFlag(msgspec.Struct, frozen=True):
     """One flag.
 
     Attributes:
@@ -26,16 +26,22 @@ class Named(msgspec.Struct, frozen=True):
     text: str
 
 
-FLAGS: Sequence[Named] = (
-    Named("pool-name", "NAME", "InferencePool to follow; with endpoints of your own only a label"),
-    Named("pool-namespace", "NAME", "namespace of the pool; $NAMESPACE or the pod's own if unset"),
-    Named("pool-group", "GROUP", "API group of the InferencePool"),
-    Named("endpoint-selector", "a=b,c=d", "labels of pods to follow without an InferencePool"),
-    Named("endpoint-target-ports", "PORT,...", "ports of these pods, each an endpoint"),
+FLAGS: Sequence[ObjectFlag] = (
+    ObjectFlag(
+        "pool-name", "NAME", "InferencePool to follow; with endpoints of your own only a label"
+    ),
+    ObjectFlag(
+        "pool-namespace", "NAME", "namespace of the pool; $NAMESPACE or the pod's own if unset"
+    ),
+    ObjectFlag("pool-group", "GROUP", "API group of the InferencePool"),
+    ObjectFlag("endpoint-selector", "a=b,c=d", "labels of pods to follow without an InferencePool"),
+    ObjectFlag("endpoint-target-ports", "PORT,...", "ports of these pods, each an endpoint"),
 )
 
 
-def overrides(args: argparse.Namespace, tree: Mapping[str, object]) -> Iterator[loader.Override]:
+def overrides(
+    args: argparse.Namespace, tree: Mapping[str, object]
+) -> Iterator[loader.FlagOverride]:
     """What the flags set.
 
     Args:
@@ -47,7 +53,7 @@ def overrides(args: argparse.Namespace, tree: Mapping[str, object]) -> Iterator[
     """
     name, selector = args.pool_name, args.endpoint_selector
     if name:
-        yield loader.Override(("pool", "name"), name, "--pool-name")
+        yield loader.FlagOverride(("pool", "name"), name, "--pool-name")
     pool = tree.get("pool")
     written = dict(pool) if isinstance(pool, dict) else {}
     listed = bool(args.endpoints or args.endpoints_file)
@@ -66,9 +72,9 @@ def overrides(args: argparse.Namespace, tree: Mapping[str, object]) -> Iterator[
     if found:
         if found != before:
             flag = "--endpoint-selector" if selector else "--pool-name"
-            yield loader.Override(("pool", "kubernetes"), found, flag)
+            yield loader.FlagOverride(("pool", "kubernetes"), found, flag)
     elif args.pool_namespace and _every_pool(tree):
-        yield loader.Override(("cluster", "namespace"), args.pool_namespace, "--pool-namespace")
+        yield loader.FlagOverride(("cluster", "namespace"), args.pool_namespace, "--pool-namespace")
 
 
 def _object(args: argparse.Namespace, before: Mapping[str, object]) -> dict[str, object]:
@@ -133,7 +139,7 @@ def ports(text: str) -> list[int]:
         ConfigError: One is none.
     """
     words = flag_values.listed("--endpoint-target-ports", text.strip("[]").replace(" ", ","))
-    return [flag_values.whole("--endpoint-target-ports", word) for word in words]
+    return [flag_values.whole_number("--endpoint-target-ports", word) for word in words]
 
 
 def _every_pool(tree: Mapping[str, object]) -> bool:

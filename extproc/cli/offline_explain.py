@@ -7,19 +7,21 @@ from bisect import bisect_right
 from extproc.config import factory
 from extproc.config import settings as sections
 from extproc.decision import Decision, Outcome
-from extproc.endpoint import Endpoint, Load, Models
+from extproc.endpoint import Endpoint, Load, ServedModels
 from extproc.errors import ConfigError
-from extproc.pool.condition import Verdict
-from extproc.pool.store import Fleet, Mark
+from extproc.pool.condition import RequestOutcome
+from extproc.pool.store import PoolStore, ScrapeToken
 from extproc.prefix_cache import cache_model
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from extproc.telemetry.pool_state import EndpointState, PoolState
 
 #: The moment of the decision; only differences to it mean anything.
 _NOW = 1_000_000.0
 
 
-def decide(settings: sections.Settings, pool: PoolState, raw: RawRequest, *, where: str) -> Outcome:
+def decide(
+    settings: sections.Settings, pool: PoolState, raw: HttpRequest, *, where: str
+) -> Outcome:
     """What a server with these settings would decide in this situation.
 
     Args:
@@ -31,36 +33,36 @@ def decide(settings: sections.Settings, pool: PoolState, raw: RawRequest, *, whe
     Raises:
         ConfigError: An address stands twice in the state, or the settings have no profile.
     """
-    first = _bring_to_life(settings, pool, where=where)
-    outcome = first.dispatcher.route(raw, _NOW)
-    if not isinstance(outcome, Decision) or not outcome.blocks:
+    first = _restore_pool(settings, pool, where=where)
+    outcome = first.director.route(raw, _NOW)
+    if not isinstance(outcome, Decision) or not outcome.block_hashes:
         return outcome
     # Beliefs about this prompt are blocks, and what its blocks are the first run tells. The
     # second one starts anew, since round robin and the like have moved on.
-    parts = _bring_to_life(settings, pool, where=where)
+    parts = _restore_pool(settings, pool, where=where)
     tokens = settings.prefix.schedule.tokens
-    for known, member in zip(pool.endpoints, parts.fleet.pool.members, strict=True):
+    for known, member in zip(pool.endpoints, parts.store.pool.members, strict=True):
         depth = bisect_right(tokens, known.matched_tokens) - 1
-        parts.index.record(cache_model.key(member.endpoint), outcome.blocks[:depth])
-    return parts.dispatcher.route(raw, _NOW)
+        parts.index.record(cache_model.index_key(member.endpoint), outcome.block_hashes[:depth])
+    return parts.director.route(raw, _NOW)
 
 
-def _bring_to_life(settings: sections.Settings, pool: PoolState, *, where: str) -> factory.Parts:
+def _restore_pool(settings: sections.Settings, pool: PoolState, *, where: str) -> factory.PoolParts:
     parts = factory.build(settings)
     endpoints = [
         Endpoint(known.address, name=known.name, labels=known.labels) for known in pool.endpoints
     ]
-    parts.fleet.replace(endpoints, _NOW)
-    if len(parts.fleet.pool.members) < len(endpoints):
+    parts.store.set_endpoints(endpoints, _NOW)
+    if len(parts.store.pool.members) < len(endpoints):
         raise ConfigError(
             where, wanted="every address once", found="one of them twice", fix="remove one"
         )
     for known in pool.endpoints:
-        _charge(parts.fleet, known)
+        _charge(parts.store, known)
     return parts
 
 
-def _charge(fleet: Fleet, known: EndpointState) -> None:
+def _charge(fleet: PoolStore, known: EndpointState) -> None:
     """Give an endpoint the load, the accounts and the failures that are written down."""
     member = fleet.pool.find(known.address)
     if member is None:
@@ -68,21 +70,21 @@ def _charge(fleet: Fleet, known: EndpointState) -> None:
     load = _load(known)
     if load is not None:
         # Before any request is charged: then the mark alone says what of the load was ours.
-        fleet.observe(Mark(member.endpoint, _own_at_scrape(known)), load, _NOW)
+        fleet.observe(ScrapeToken(member.endpoint, _own_at_scrape(known)), load, _NOW)
     if known.models is not None:
-        models = Models(frozenset(known.models), frozenset(known.model_adapters or ()))
+        models = ServedModels(frozenset(known.models), frozenset(known.model_adapters or ()))
         fleet.observe_models(member.endpoint, models)
     account = member.account
     for at in range(known.in_flight):
         prompt_tokens = 0 if at else known.prompt_tokens
         account.open("", prompt_tokens, cached_tokens=prompt_tokens, now=_NOW)
     account.sent = known.queued_tokens
-    account.done, account.written = 0.0, account.seen
+    account.done, account.kv_tokens_sent = 0.0, account.kv_tokens_scraped
     for _ in range(known.failures):
-        fleet.scrape_failed(Mark(member.endpoint, 0), "refused", _NOW)
+        fleet.scrape_failed(ScrapeToken(member.endpoint, 0), "refused", _NOW)
     if known.health in {"ejected", "probing"}:
-        for _ in range(fleet.health.settings.failures):
-            fleet.told(member.endpoint, Verdict.FAILED, sent_at=_NOW, now=_NOW)
+        for _ in range(fleet.outlier_detector.settings.failures):
+            fleet.record_outcome(member.endpoint, RequestOutcome.FAILED, sent_at=_NOW, now=_NOW)
 
 
 def _load(known: EndpointState) -> Load | None:

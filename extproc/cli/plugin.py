@@ -88,7 +88,7 @@ def _timed(plugin: Any, method: str) -> str:
     from extproc.scheduling import plugin_guard
     from extproc.testing import builders, probes
 
-    there, turn = builders.crowd(_ENDPOINTS), probes.asked()
+    there, turn = builders.loaded_candidates(_ENDPOINTS), probes.probe_context()
     extra: tuple[Any, ...] = ([0.0] * _ENDPOINTS,) if method == "pick" else ()
     named = {"count": 1} if method == "pick" else {}
     spent_s = []
@@ -96,6 +96,6 @@ def _timed(plugin: Any, method: str) -> str:
         started = time.perf_counter()
         getattr(plugin, method)(turn, there, *extra, **named)
         spent_s.append(time.perf_counter() - started)
-    median_s, budget_s = statistics.median(spent_s), plugin_guard.Limits().budget_s
+    median_s, budget_s = statistics.median(spent_s), plugin_guard.GuardLimits().budget_s
     told = f"{median_s * 1e6:.0f} us for {_ENDPOINTS} endpoints"
     return told if median_s <= budget_s else f"{told}, above the budget of {budget_s * 1e3:g} ms"

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
     resolved = flags.resolve(args)
     settings = resolved.settings
-    if not (pools.given(settings.pool) or settings.pools or pools.from_kubernetes(settings)):
+    if not (pools.has_source(settings.pool) or settings.pools or pools.from_kubernetes(settings)):
         raise ConfigError(
             resolved.where,
             wanted="endpoints",
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if problems:
         return 2
 
-    runtime.choose()
+    runtime.configure_grpc_core()
     from extproc.server import app, reload
 
     def files(settings: Settings) -> Sequence[str]:
@@ -57,5 +57,5 @@ def run(args: argparse.Namespace) -> int:
         own = [args.config_file] if args.config_file else []
         return [*own, *settings.scheduling.plugin_files]
 
-    source = reload.Source(files, lambda: flags.resolve(args).settings)
+    source = reload.ConfigSource(files, lambda: flags.resolve(args).settings)
     return app.run(resolved.settings, source)

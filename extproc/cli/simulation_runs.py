@@ -26,7 +26,7 @@ from extproc.simulator.fleet import report, run_metrics, scenario, simulation, w
 from extproc.simulator.fleet.client import Client
 
 
-class Column(msgspec.Struct, frozen=True):
+class SimulationColumn(msgspec.Struct, frozen=True):
     """One strategy, ready to run.
 
     Attributes:
@@ -40,11 +40,11 @@ class Column(msgspec.Struct, frozen=True):
     name: str
     settings: sections.Settings | None
     client: Client | None = None
-    autoscaling: scenario.Autoscaling | None = None
+    autoscaling: scenario.ScenarioAutoscaling | None = None
     warnings: Sequence[str] = ()
 
 
-class Plan(msgspec.Struct, frozen=True):
+class SimulationPlan(msgspec.Struct, frozen=True):
     """Everything that will be run.
 
     Attributes:
@@ -54,18 +54,18 @@ class Plan(msgspec.Struct, frozen=True):
     """
 
     scenario: scenario.Scenario
-    columns: Sequence[Column]
+    columns: Sequence[SimulationColumn]
     trace: str = ""
 
     @property
-    def tasks(self) -> list[tuple[Column, int]]:
+    def tasks(self) -> list[tuple[SimulationColumn, int]]:
         """Every run: strategy and seed. Seeds change last, so that columns fill together."""
         return [(column, seed) for seed in self.scenario.seeds for column in self.columns]
 
 
 def plan(
     path: Path, *, strategies: Sequence[str], configs: Sequence[Path], seeds: Sequence[int]
-) -> Plan:
+) -> SimulationPlan:
     """Read a scenario.
 
     Args:
@@ -84,7 +84,7 @@ def plan(
     scenario.check(whole, where=where)
     columns = [column(variant, folder=path.parent, where=where) for variant in whole.variants]
     trace = _trace(whole.workload, folder=path.parent, where=where)
-    return Plan(whole, columns, trace)
+    return SimulationPlan(whole, columns, trace)
 
 
 def read(path: Path) -> scenario.Scenario:
@@ -95,10 +95,10 @@ def read(path: Path) -> scenario.Scenario:
     """
     where = str(path)
     tree = loader.tree_of(loader.text_of(path), where=where)
-    return validation.convert(tree, scenario.Scenario, where=where)
+    return validation.to_struct(tree, scenario.Scenario, where=where)
 
 
-def column(variant: scenario.Variant, *, folder: Path, where: str) -> Column:
+def column(variant: scenario.Variant, *, folder: Path, where: str) -> SimulationColumn:
     """The settings of a variant.
 
     Args:
@@ -118,7 +118,7 @@ def column(variant: scenario.Variant, *, folder: Path, where: str) -> Column:
                 found="config" if variant.config else "settings",
                 fix="remove it; nothing would read it",
             )
-        return Column(variant.name, None, variant.client, variant.autoscaling)
+        return SimulationColumn(variant.name, None, variant.client, variant.autoscaling)
     if variant.config:
         document = loader.read(folder / variant.config)
     else:
@@ -127,13 +127,15 @@ def column(variant: scenario.Variant, *, folder: Path, where: str) -> Column:
     document = msgspec.structs.replace(document, tree=tree)
     overrides = []
     if variant.strategy:
-        overrides.append(loader.Override(("scheduling", "strategy"), variant.strategy, spot))
+        overrides.append(loader.FlagOverride(("scheduling", "strategy"), variant.strategy, spot))
     settings = loader.settings(document, overrides)
     profiles.resolve_all(settings, where=spot)
-    return Column(variant.name, settings, variant.client, variant.autoscaling, document.warnings)
+    return SimulationColumn(
+        variant.name, settings, variant.client, variant.autoscaling, document.warnings
+    )
 
 
-def runs(todo: Plan, *, jobs: int) -> Iterator[report.Run]:
+def runs(todo: SimulationPlan, *, jobs: int) -> Iterator[report.Run]:
     """Run everything; yields each run when it is over.
 
     Args:
@@ -170,7 +172,9 @@ def runs(todo: Plan, *, jobs: int) -> Iterator[report.Run]:
             raise
 
 
-def run(whole: scenario.Scenario, one: Column, *, seed: int, trace: str) -> run_metrics.Summary:
+def run(
+    whole: scenario.Scenario, one: SimulationColumn, *, seed: int, trace: str
+) -> run_metrics.RunSummary:
     """One strategy with one seed."""
     rows = _rows(trace) if trace else ()
     return simulation.run(
@@ -237,7 +241,7 @@ def _wanted(
 
 def _trace(workload: workloads.Workload, *, folder: Path, where: str) -> str:
     """The file of a trace, with the environment's names filled in."""
-    if not isinstance(workload, workloads.Trace):
+    if not isinstance(workload, workloads.TraceWorkload):
         return ""
     name = os.path.expandvars(workload.file)
     path = folder / name

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from extproc.config import validation
-from extproc.config.loader import Document
+from extproc.config.loader import ConfigDocument
 from extproc.errors import ConfigError
 
 #: Errors that are shown (count); a file with more is another kind of file.
@@ -26,7 +26,7 @@ Read = TypeVar("Read")
 
 
 def collect(
-    document: Document, read: Callable[[Document], Read]
+    document: ConfigDocument, read: Callable[[ConfigDocument], Read]
 ) -> tuple[Read | None, Sequence[ConfigError]]:
     """Read a configuration, and go on after errors as far as they can be told apart.
 
@@ -50,7 +50,7 @@ def collect(
                 return None, errors
             if not _is_consequence(error, original, removed):
                 head = document.where
-                spelled = f"{head}: {validation.spell(original)}" if path else error.where
+                spelled = f"{head}: {validation.format_path(original)}" if path else error.where
                 errors.append(_at(error, spelled))
             tree = _without(document.tree, path) if path else None
             if tree is None:
@@ -60,10 +60,10 @@ def collect(
     return None, errors
 
 
-def _path_of(error: ConfigError, document: Document) -> validation.Path:
+def _path_of(error: ConfigError, document: ConfigDocument) -> validation.Path:
     """Where in the tree of a file an error is; empty for none that is known."""
     head = f"{document.where}: "
-    if isinstance(document.where, validation.Flat) or not error.where.startswith(head):
+    if isinstance(document.where, validation.FlatDocumentName) or not error.where.startswith(head):
         return ()
     steps: list[validation.Step] = []
     for key, index in _STEP.findall(error.where.removeprefix(head).replace(": ", ".")):

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import msgspec
 
 from extproc.autoscaling import demand_estimator, registry
-from extproc.autoscaling.demand import Bounds
-from extproc.autoscaling.policy import Policy
+from extproc.autoscaling.demand import ReplicaBounds
+from extproc.autoscaling.policy import ScalingPolicy
 from extproc.config import constraints
 from extproc.errors import ConfigError
 
@@ -46,7 +46,7 @@ _FORMS: Mapping[str, tuple[re.Pattern[str], int, str]] = {
 _MOST_SHOWN = 100
 
 
-class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ScaleTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An object of Kubernetes with a `scale` subresource.
 
     Attributes:
@@ -67,7 +67,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     resource: str = ""
 
     @property
-    def filled(self) -> Target:
+    def filled(self) -> ScaleTarget:
         """With what the kind says."""
         group, version, resource = KINDS.get(self.kind, ("", "", ""))
         return msgspec.structs.replace(
@@ -78,7 +78,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         )
 
 
-class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LaunchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Engines as child processes, on a machine without Kubernetes.
 
     They end with this process, also when it is killed: a GPU must not stay with an engine that
@@ -109,7 +109,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     stop_s: constraints.Seconds = 10.0
 
 
-class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ScalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How many replicas a pool has. At most one of `target`, `launch` and `exec` acts.
 
     Without one the number is only told, on /metrics and to KEDA, and somebody else acts.
@@ -135,18 +135,18 @@ class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     params: Mapping[str, Any] = {}
     min: constraints.Count = 0
     max: constraints.Positive = 1
-    meter: demand_estimator.Settings = demand_estimator.Settings()
-    target: Target | None = None
-    launch: Launch | None = None
+    meter: demand_estimator.EstimatorSettings = demand_estimator.EstimatorSettings()
+    target: ScaleTarget | None = None
+    launch: LaunchSection | None = None
     exec: tuple[constraints.Name, ...] = ()
     exec_s: constraints.PositiveSeconds = 60.0
 
     @property
-    def bounds(self) -> Bounds:
+    def bounds(self) -> ReplicaBounds:
         """As the scaler takes them."""
-        return Bounds(min=self.min, max=self.max)
+        return ReplicaBounds(min=self.min, max=self.max)
 
-    def made(self, where: str) -> Policy:
+    def policy_instance(self, where: str) -> ScalingPolicy:
         """The policy.
 
         Raises:
@@ -155,7 +155,7 @@ class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return registry.make(self.policy, self.params, where=where)
 
 
-class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ScalingRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How pools that Kubernetes brings are scaled. Their own annotations may say more, see docs/guides/autoscaling.
 
     Attributes:
@@ -180,12 +180,12 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     params: Mapping[str, Any] = {}
     min: constraints.Count = 0
     max: constraints.Positive = 1
-    meter: demand_estimator.Settings = demand_estimator.Settings()
-    target: Target | None = None
+    meter: demand_estimator.EstimatorSettings = demand_estimator.EstimatorSettings()
+    target: ScaleTarget | None = None
     annotations: bool = True
 
 
-class Keda(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KedaSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The external scaler that KEDA asks and listens to.
 
     Attributes:
@@ -200,7 +200,7 @@ class Keda(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     tls: bool = False
 
 
-class Autoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AutoscalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the autoscaling of all pools has in common.
 
     Attributes:
@@ -215,7 +215,7 @@ class Autoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             of one picker alone. Its folder must be there. Empty: none.
         save_s: Seconds between two writes of it, besides those at changes. 30: what is lost is a
             fraction of a window.
-        found: How pools are scaled that `cluster.every_pool` brings. None are: nothing says what
+        discovered_pools: How pools are scaled that `cluster.every_pool` brings. None are: nothing says what
             they may cost.
         keda: The external scaler; its own defaults give reasons.
     """
@@ -225,11 +225,11 @@ class Autoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     state: str = "extproc-autoscaling"
     state_file: str = ""
     save_s: constraints.PositiveSeconds = 30.0
-    found: tuple[Rule, ...] = ()
-    keda: Keda = Keda()
+    discovered_pools: tuple[ScalingRule, ...] = ()
+    keda: KedaSection = KedaSection()
 
 
-def checked(wanted: Scaling, *, where: str) -> None:
+def checked(wanted: ScalingSection, *, where: str) -> None:
     """Refuse what cannot be meant.
 
     Args:
@@ -255,9 +255,9 @@ def checked(wanted: Scaling, *, where: str) -> None:
             found=" and ".join(acting),
             fix="keep the one that is to act",
         )
-    wanted.made(where)
+    wanted.policy_instance(where)
     if wanted.target is not None:
-        known(wanted.target, f"{where}.target")
+        check_target(wanted.target, f"{where}.target")
     if wanted.exec and not any(REPLICAS in word for word in wanted.exec):
         raise ConfigError(
             f"{where}.exec",
@@ -267,7 +267,7 @@ def checked(wanted: Scaling, *, where: str) -> None:
         )
 
 
-def lines(wanted: Scaling) -> Iterator[str]:
+def lines(wanted: ScalingSection) -> Iterator[str]:
     """What is meant, for people."""
     acts = "others act on the number, from /metrics or KEDA's scaler"
     if wanted.target is not None:
@@ -281,7 +281,7 @@ def lines(wanted: Scaling) -> Iterator[str]:
     yield f"replicas    {wanted.min} to {wanted.max} by {wanted.policy}; {acts}"
 
 
-def known(target: Target, where: str) -> None:
+def check_target(target: ScaleTarget, where: str) -> None:
     """Refuse a target that cannot be found, or that is no plain path of the API.
 
     Args:
@@ -325,7 +325,7 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
 
 
-def _kind_of(target: Target) -> str:
+def _kind_of(target: ScaleTarget) -> str:
     """The known kind that a group and a resource belong to; empty for none."""
     place = (target.group, target.resource)
     return next(

@@ -15,7 +15,7 @@ DEEPEST = 32
 
 #: Finds the kind and parameters of a plugin by its name, which stands at a path; parameters of a
 #: decision tree are as they were written.
-Find = Callable[[str, validation.Path], tuple[scheduling_schema.Plugin, bool]]
+FindPlugin = Callable[[str, validation.Path], tuple[scheduling_schema.PluginEntry, bool]]
 
 _WAYS = {
     "on_success": "nextOnSuccess",
@@ -40,8 +40,8 @@ class _Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     next_on_success_or_failure: _Entry | None = None
 
 
-def rooted(
-    params: Mapping[str, object], find: Find, *, where: str, path: validation.Path
+def from_decision_tree(
+    params: Mapping[str, object], find: FindPlugin, *, where: str, path: validation.Path
 ) -> dict[str, object]:
     """Parameters of a `tree` that walks as a decision tree does.
 
@@ -58,20 +58,20 @@ def rooted(
 
 
 def _node(
-    params: Mapping[str, object], find: Find, *, where: str, path: validation.Path, left: int
+    params: Mapping[str, object], find: FindPlugin, *, where: str, path: validation.Path, left: int
 ) -> dict[str, object]:
     if not left:
         raise ConfigError(
-            validation.place(where, path[:4]),
+            validation.location(where, path[:4]),
             wanted=f"a decision tree of at most {DEEPEST} levels",
             found="more",
             fix="see whether trees refer to each other in a circle",
         )
-    node = validation.convert(params, _Node, where=where, path=path)
+    node = validation.to_struct(params, _Node, where=where, path=path)
     made = _entry(node.current, find, where=where, path=(*path, "current"), left=left)
     if made.keys() - {"kind", "params"} or made["kind"] == "tree":
         raise ConfigError(
-            validation.place(where, (*path, "current")),
+            validation.location(where, (*path, "current")),
             wanted="a filter that is no tree",
             found="a decision tree",
             fix="name the filter that its root asks first",
@@ -89,11 +89,11 @@ def _node(
 
 
 def _entry(
-    entry: _Entry, find: Find, *, where: str, path: validation.Path, left: int
+    entry: _Entry, find: FindPlugin, *, where: str, path: validation.Path, left: int
 ) -> dict[str, object]:
     if (entry.plugin_ref is None) == (entry.decision_tree is None):
         raise ConfigError(
-            validation.place(where, path),
+            validation.location(where, path),
             wanted="either pluginRef or decisionTree",
             found="both" if entry.plugin_ref else "neither",
             fix="name a plugin, or write a tree",

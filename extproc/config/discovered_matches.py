@@ -16,7 +16,7 @@ import msgspec
 
 from extproc.config import constraints
 from extproc.routing import pool_match
-from extproc.routing.pool_match import Claim
+from extproc.routing.pool_match import PoolMatch
 
 #: Annotations of an InferencePool, by field of a claim.
 ANNOTATIONS: Mapping[str, str] = {
@@ -29,7 +29,7 @@ _MAX_CONDITIONS = 64
 _MAX_LENGTH = 256
 
 
-class ClaimRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MatchRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the annotations of pools that Kubernetes brings may claim.
 
     Attributes:
@@ -49,7 +49,7 @@ class ClaimRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     headers: Mapping[str, str] = {}
     models: tuple[constraints.Name, ...] = ()
 
-    def limit(self, key: str) -> Claim:
+    def limit(self, key: str) -> PoolMatch:
         """The claim of a pool may be no wider than this.
 
         Args:
@@ -60,7 +60,7 @@ class ClaimRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         def filled(text: str) -> str:
             return text.replace("{namespace}", namespace).replace("{name}", name)
 
-        return Claim(
+        return PoolMatch(
             hosts=tuple(filled(host).lower() for host in self.hosts),
             paths=tuple(filled(path) for path in self.paths),
             headers={key.lower(): filled(value) for key, value in self.headers.items()},
@@ -68,7 +68,7 @@ class ClaimRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         )
 
 
-class Granted(msgspec.Struct, frozen=True):
+class MatchGrant(msgspec.Struct, frozen=True):
     """What comes of a pool's annotations.
 
     Attributes:
@@ -76,11 +76,11 @@ class Granted(msgspec.Struct, frozen=True):
         refused: Why the annotations are ignored; empty where they are not, or state no claim.
     """
 
-    claim: Claim = Claim()
+    claim: PoolMatch = PoolMatch()
     refused: str = ""
 
 
-def granted(rules: Sequence[ClaimRule], key: str, annotations: Mapping[str, str]) -> Granted:
+def grant_match(rules: Sequence[MatchRule], key: str, annotations: Mapping[str, str]) -> MatchGrant:
     """The claim of a pool, as far as it is allowed.
 
     A claim that reaches beyond every rule is ignored as a whole: without the condition that is too
@@ -93,12 +93,12 @@ def granted(rules: Sequence[ClaimRule], key: str, annotations: Mapping[str, str]
     """
     listed = {kind: _words(annotations.get(name, "")) for kind, name in ANNOTATIONS.items()}
     if not any(listed.values()):
-        return Granted()
+        return MatchGrant()
     unreadable = _unreadable(listed)
     if unreadable:
-        return Granted(refused=unreadable)
+        return MatchGrant(refused=unreadable)
     pairs = (word.partition("=") for word in listed["headers"])
-    claim = Claim(
+    claim = PoolMatch(
         hosts=tuple(host.lower() for host in listed["hosts"]),
         paths=tuple(listed["paths"]),
         models=tuple(listed["models"]),
@@ -106,22 +106,24 @@ def granted(rules: Sequence[ClaimRule], key: str, annotations: Mapping[str, str]
     )
     limits = [rule.limit(key) for rule in rules if _fits(rule, key)]
     if any(pool_match.within(claim, limit) for limit in limits):
-        return Granted(claim)
+        return MatchGrant(claim)
     why = "reaches beyond what its rules allow" if limits else "has no rule"
-    return Granted(refused=f"{pool_match.described(claim)} {why} in cluster.claims")
+    return MatchGrant(refused=f"{pool_match.described(claim)} {why} in cluster.claims")
 
 
-def lines(rules: Sequence[ClaimRule]) -> Iterator[str]:
+def lines(rules: Sequence[MatchRule]) -> Iterator[str]:
     """What the rules mean, for people."""
     if not rules:
         yield "claims      none: annotations of InferencePools are ignored (cluster.claims)"
     for rule in rules:
-        limit = Claim(hosts=rule.hosts, paths=rule.paths, headers=rule.headers, models=rule.models)
+        limit = PoolMatch(
+            hosts=rule.hosts, paths=rule.paths, headers=rule.headers, models=rule.models
+        )
         within = "anything" if limit.empty else pool_match.described(limit)
         yield f"claims      of {', '.join(rule.pools)}, by annotations: {within}"
 
 
-def _fits(rule: ClaimRule, key: str) -> bool:
+def _fits(rule: MatchRule, key: str) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in rule.pools)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from extproc.config import autoscaling
-from extproc.config.autoscaling import Rule, Scaling, Target
+from extproc.config.autoscaling import ScaleTarget, ScalingRule, ScalingSection
 from extproc.errors import ConfigError
 
 #: What stands for the pool's name in the name of a target.
@@ -33,7 +33,9 @@ _NONE = "none"
 _MOST_DIGITS = 6
 
 
-def scaling(rules: Sequence[Rule], key: str, annotations: Mapping[str, str]) -> Scaling | None:
+def scaling(
+    rules: Sequence[ScalingRule], key: str, annotations: Mapping[str, str]
+) -> ScalingSection | None:
     """How a pool is scaled.
 
     Args:
@@ -60,7 +62,7 @@ def scaling(rules: Sequence[Rule], key: str, annotations: Mapping[str, str]) -> 
         return None
     least = min(_count(said, MIN, rule.min, where), most)
     namespace, _, name = key.rpartition("/")
-    wanted = Scaling(
+    wanted = ScalingSection(
         policy=rule.policy,
         params=rule.params,
         min=least,
@@ -70,12 +72,12 @@ def scaling(rules: Sequence[Rule], key: str, annotations: Mapping[str, str]) -> 
     )
     if wanted.target is not None:
         placed = msgspec.structs.replace(wanted.target, namespace=namespace).filled
-        autoscaling.known(placed, f"{where}: {TARGET}")
+        autoscaling.check_target(placed, f"{where}: {TARGET}")
         wanted = msgspec.structs.replace(wanted, target=placed)
     return wanted
 
 
-def checked(rule: Rule, *, where: str) -> None:
+def checked(rule: ScalingRule, *, where: str) -> None:
     """Refuse a rule that cannot be meant.
 
     Args:
@@ -94,13 +96,13 @@ def checked(rule: Rule, *, where: str) -> None:
             fix="remove it",
         )
     target = None if rule.target is None else _named(rule.target, "name")
-    wanted = Scaling(
+    wanted = ScalingSection(
         policy=rule.policy, params=rule.params, min=rule.min, max=rule.max, target=target
     )
     autoscaling.checked(wanted, where=where)
 
 
-def lines(rule: Rule) -> Iterator[str]:
+def lines(rule: ScalingRule) -> Iterator[str]:
     """What is meant, for people."""
     acts = "others act on the number, from /metrics or KEDA's scaler"
     if rule.target is not None:
@@ -110,11 +112,11 @@ def lines(rule: Rule) -> Iterator[str]:
     yield f"replicas    of {', '.join(rule.pools)}: {rule.min} to {rule.max} by {rule.policy}; {acts}"
 
 
-def _fits(rule: Rule, key: str) -> bool:
+def _fits(rule: ScalingRule, key: str) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in rule.pools)
 
 
-def _named(target: Target, name: str) -> Target:
+def _named(target: ScaleTarget, name: str) -> ScaleTarget:
     return msgspec.structs.replace(target, name=target.name.replace(NAME, name))
 
 
@@ -132,7 +134,7 @@ def _count(said: Mapping[str, str], annotation: str, usual: int, where: str) -> 
     )
 
 
-def _target(rule: Rule, text: str, name: str, where: str) -> Target | None:
+def _target(rule: ScalingRule, text: str, name: str, where: str) -> ScaleTarget | None:
     if not text:
         return None if rule.target is None else _named(rule.target, name)
     target = _read(text.split("/"))
@@ -147,20 +149,24 @@ def _target(rule: Rule, text: str, name: str, where: str) -> Target | None:
     return target
 
 
-def _read(words: Sequence[str]) -> Target | None:
+def _read(words: Sequence[str]) -> ScaleTarget | None:
     """The target that words between slashes name."""
     if not all(words):
         return None
     match words:
         case (name,):
-            return Target(name=name)
+            return ScaleTarget(name=name)
         case (kind, name):
-            return Target(kind=kind, name=name)
+            return ScaleTarget(kind=kind, name=name)
         case (group, version, kind, name):
             # Of a known kind in another group or version only the plural is known.
             resource = autoscaling.KINDS.get(kind, ("", "", ""))[2]
-            return Target(kind=kind, name=name, group=group, version=version, resource=resource)
+            return ScaleTarget(
+                kind=kind, name=name, group=group, version=version, resource=resource
+            )
         case (group, version, resource, kind, name):
-            return Target(kind=kind, name=name, group=group, version=version, resource=resource)
+            return ScaleTarget(
+                kind=kind, name=name, group=group, version=version, resource=resource
+            )
         case _:
             return None

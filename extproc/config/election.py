@@ -24,7 +24,7 @@ _INSIDE = "KUBERNETES_SERVICE_HOST"
 _SLACK = 1.2
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ElectionPlan(msgspec.Struct, frozen=True):
     """One election.
 
     Attributes:
@@ -32,11 +32,13 @@ class Plan(msgspec.Struct, frozen=True):
         reaching: How the API server is reached.
     """
 
-    lease: electing.Settings
-    reaching: watching.Settings
+    lease: electing.ElectionSettings
+    reaching: watching.KubernetesSettings
 
 
-def plan(settings: sections.Settings, *, where: str, environment: Mapping[str, str]) -> Plan | None:
+def plan(
+    settings: sections.Settings, *, where: str, environment: Mapping[str, str]
+) -> ElectionPlan | None:
     """The election to stand for; None for none.
 
     Args:
@@ -49,7 +51,7 @@ def plan(settings: sections.Settings, *, where: str, environment: Mapping[str, s
             go together.
     """
     wanted = settings.cluster
-    if not (wanted.leader_election or pools.scaled(settings)):
+    if not (wanted.leader_election or pools.scales_kubernetes_objects(settings)):
         return None
     followed = kubernetes_plan.plan(settings, where=where, environment=environment)
     if followed is None and not wanted.kubeconfig and not environment.get(_INSIDE):
@@ -63,20 +65,24 @@ def plan(settings: sections.Settings, *, where: str, environment: Mapping[str, s
     _check_times(wanted.lease, where)
     here = kubernetes_plan.namespace(environment)
     name = wanted.lease.name or _name(settings, followed, here)
-    if not lease.named(name):
+    if not lease.is_valid_name(name):
         raise ConfigError(
             f"{where}, cluster.lease.name",
             wanted="a name as objects of Kubernetes have: up to 253 of a-z, 0-9, - and .",
             found=repr(name),
             fix="name the Lease yourself",
         )
-    return Plan(
+    return ElectionPlan(
         msgspec.structs.replace(wanted.lease, name=name, namespace=wanted.lease.namespace or here),
-        watching.Settings(sources=(), kubeconfig=wanted.kubeconfig, context=wanted.context),
+        watching.KubernetesSettings(
+            sources=(), kubeconfig=wanted.kubeconfig, context=wanted.context
+        ),
     )
 
 
-def _name(settings: sections.Settings, followed: kubernetes_plan.Plan | None, here: str) -> str:
+def _name(
+    settings: sections.Settings, followed: kubernetes_plan.KubernetesPlan | None, here: str
+) -> str:
     """As the upstream picker calls it, where there is one pool.
 
     Source: docs/spec/protocol.md#flags-and-defaults.
@@ -85,14 +91,14 @@ def _name(settings: sections.Settings, followed: kubernetes_plan.Plan | None, he
     if len(settings.pools) > 1 or len(sources) > 1:
         return f"epp-{here}-pools.llm-d.ai"
     for source in sources:
-        if isinstance(source, watching.Everything):
+        if isinstance(source, watching.AllPools):
             return f"epp-{here}-pools.llm-d.ai"
         return f"epp-{source.namespace}-{source.name}.llm-d.ai"
     named = settings.pools[0].name if settings.pools else settings.pool.name
     return f"epp-{here}-{named or 'pool'}.llm-d.ai"
 
 
-def _check_times(wanted: electing.Settings, where: str) -> None:
+def _check_times(wanted: electing.ElectionSettings, where: str) -> None:
     if wanted.retry_s * _SLACK < wanted.renew_s < wanted.duration_s:
         return
     raise ConfigError(

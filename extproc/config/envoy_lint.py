@@ -14,9 +14,9 @@ import msgspec
 
 from extproc.config import envoy_tree
 from extproc.config import settings as sections
-from extproc.config.envoy_tree import Tree
+from extproc.config.envoy_tree import YamlTree
 from extproc.errors import ConfigError
-from extproc.flow_control.request_headers import Manners
+from extproc.flow_control.request_headers import FlowHeaders
 from extproc.protocol import headers
 from extproc.routing.policy_resolver import OBJECTIVE_HEADERS
 
@@ -47,7 +47,7 @@ _STEERING = frozenset(
 )
 
 #: Headers that say whose a request is, how much it counts and how soon it wants its first token.
-_TURNS = frozenset({*Manners().tenant_headers, *OBJECTIVE_HEADERS, *Manners().slo_headers})
+_TURNS = frozenset({*FlowHeaders().tenant_headers, *OBJECTIVE_HEADERS, *FlowHeaders().slo_headers})
 
 #: Body modes in which Envoy waits for each answer no longer than `message_timeout`.
 _TIMED = frozenset({"NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL"})
@@ -60,13 +60,13 @@ class Finding(msgspec.Struct, frozen=True):
     """One thing about the file.
 
     Attributes:
-        grave: `cut` for what ends a request or an answer that is in order, `warning` for what may
+        severity: `cut` for what ends a request or an answer that is in order, `warning` for what may
             surprise, `fine` for what was looked at and holds.
         place: Where in the file.
         text: What it does, and what to write instead.
     """
 
-    grave: Literal["cut", "warning", "fine"]
+    severity: Literal["cut", "warning", "fine"]
     place: str
     text: str
 
@@ -113,7 +113,7 @@ def read(tree: object, settings: sections.Settings, *, where: str) -> Iterator[F
         yield from _engines(name, clusters[name], where=where)
 
 
-def _picker_clusters(managers: list[Tree]) -> Iterator[str]:
+def _picker_clusters(managers: list[YamlTree]) -> Iterator[str]:
     """Clusters that the ext_proc filters of connection managers name."""
     for manager in managers:
         for processor in envoy_tree.walk(manager):
@@ -136,15 +136,15 @@ def _missing_clusters(names: list[str]) -> Iterator[Finding]:
 
 def longest_hold_s(settings: sections.Settings) -> float:
     """How long a request may wait before it is routed (seconds); 0 where none does."""
-    holding = settings.holding
+    holding = settings.flow_control
     if not holding.enabled:
         return 0.0
     named = max((holding.timeout_s, holding.empty_timeout_s, *holding.by_objective.values()))
-    return min(named, holding.most_timeout_s)
+    return min(named, holding.max_timeout_s)
 
 
 def _manager(
-    manager: Tree, processor: Tree, settings: sections.Settings, *, place: str, where: str
+    manager: YamlTree, processor: YamlTree, settings: sections.Settings, *, place: str, where: str
 ) -> Iterator[Finding]:
     hold_s = longest_hold_s(settings)
     idle_s = envoy_tree.seconds(manager, "stream_idle_timeout", _STREAM_IDLE_S, where=where)
@@ -185,7 +185,7 @@ def _manager(
         yield Finding("fine", place, f"message_timeout is {message_s:g} s, body mode {body}")
 
 
-def _uploads(manager: Tree, *, place: str, where: str) -> Iterator[Finding]:
+def _uploads(manager: YamlTree, *, place: str, where: str) -> Iterator[Finding]:
     """What ends clients that send nothing, or a request in drops; waits are not counted in it."""
     head_s = envoy_tree.seconds(manager, "request_headers_timeout", 0.0, where=where)
     if not head_s:
@@ -211,7 +211,7 @@ def _uploads(manager: Tree, *, place: str, where: str) -> Iterator[Finding]:
         yield Finding("fine", place, f"request_timeout is {upload_s:g} s")
 
 
-def _clients(manager: Tree, *, place: str) -> Iterator[Finding]:
+def _clients(manager: YamlTree, *, place: str) -> Iterator[Finding]:
     """Which headers of clients reach the picker."""
     removed = envoy_tree.removed_headers(manager)
     steering = sorted(_STEERING - removed)
@@ -232,7 +232,7 @@ def _clients(manager: Tree, *, place: str) -> Iterator[Finding]:
 
 
 def _routes(
-    manager: Tree, settings: sections.Settings, *, place: str, where: str
+    manager: YamlTree, settings: sections.Settings, *, place: str, where: str
 ) -> Iterator[Finding]:
     hold_s = longest_hold_s(settings)
     for number, route in enumerate(envoy_tree.routes(manager)):
@@ -265,7 +265,7 @@ def _routes(
 
 
 def _processor(
-    processor: Tree, clusters: Mapping[str, Tree], settings: sections.Settings, **spot: str
+    processor: YamlTree, clusters: Mapping[str, YamlTree], settings: sections.Settings, **spot: str
 ) -> Iterator[Finding]:
     place, where = spot["place"], spot["where"]
     service = processor.get("grpc_service") or {}
@@ -306,7 +306,7 @@ def _processor(
         yield from _breakers(cluster, settings, place=f"cluster {cluster['name']}")
 
 
-def _bodies(processor: Tree, *, place: str) -> Iterator[Finding]:
+def _bodies(processor: YamlTree, *, place: str) -> Iterator[Finding]:
     """What body and trailer modes do together."""
     duplex = "FULL_DUPLEX_STREAMED"
     for way in ("request", "response"):
@@ -332,9 +332,9 @@ def _bodies(processor: Tree, *, place: str) -> Iterator[Finding]:
         )
 
 
-def _breakers(cluster: Tree, settings: sections.Settings, *, place: str) -> Iterator[Finding]:
+def _breakers(cluster: YamlTree, settings: sections.Settings, *, place: str) -> Iterator[Finding]:
     """One stream to the picker is open for every request under way, waiting ones included."""
-    held = settings.holding.max_requests if settings.holding.enabled else 0
+    held = settings.flow_control.max_requests if settings.flow_control.enabled else 0
     wanted = max(held, envoy_tree.REQUESTS + 1)
     found = envoy_tree.open_requests(cluster)
     if found < wanted:
@@ -346,7 +346,7 @@ def _breakers(cluster: Tree, settings: sections.Settings, *, place: str) -> Iter
         )
 
 
-def _engines(name: str, cluster: Tree, *, where: str) -> Iterator[Finding]:
+def _engines(name: str, cluster: YamlTree, *, where: str) -> Iterator[Finding]:
     place = f"cluster {name}"
     if envoy_tree.open_requests(cluster) <= envoy_tree.REQUESTS:
         yield Finding(
@@ -354,7 +354,7 @@ def _engines(name: str, cluster: Tree, *, where: str) -> Iterator[Finding]:
             place,
             f"circuit_breakers let {envoy_tree.open_requests(cluster)} requests be open at once",
         )
-    options: Tree = next(
+    options: YamlTree = next(
         (
             one["common_http_protocol_options"]
             for one in (*envoy_tree.walk(cluster),)
@@ -373,7 +373,7 @@ def _engines(name: str, cluster: Tree, *, where: str) -> Iterator[Finding]:
 
 
 def _buffers(
-    limits: list[Tree], managers: list[Tree], settings: sections.Settings
+    limits: list[YamlTree], managers: list[YamlTree], settings: sections.Settings
 ) -> Iterator[Finding]:
     modes = {
         envoy_tree.mode(processor, "request_body_mode")

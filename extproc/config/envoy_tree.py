@@ -10,7 +10,7 @@ from typing import Any
 from extproc.errors import ConfigError
 
 #: Any part of it.
-Tree = Mapping[str, Any]
+YamlTree = Mapping[str, Any]
 
 #: Requests a cluster lets be open at once where its file says nothing (Envoy's default).
 REQUESTS = 1024
@@ -29,7 +29,7 @@ _CLUSTERS = frozenset(
 )
 
 
-def open_requests(cluster: Tree) -> int:
+def open_requests(cluster: YamlTree) -> int:
     """Requests a cluster's circuit breakers let be open at once."""
     thresholds = (cluster.get("circuit_breakers") or {}).get("thresholds") or []
     usual = [one for one in thresholds if one.get("priority", "DEFAULT") == "DEFAULT"]
@@ -41,7 +41,7 @@ def open_requests(cluster: Tree) -> int:
     )
 
 
-def routes(manager: Tree) -> Iterator[Tree]:
+def routes(manager: YamlTree) -> Iterator[YamlTree]:
     """The actions of a connection manager's routes."""
     for one in walk(manager):
         route = one.get("route")
@@ -49,7 +49,7 @@ def routes(manager: Tree) -> Iterator[Tree]:
             yield route
 
 
-def route_clusters(manager: Tree) -> Iterator[str]:
+def route_clusters(manager: YamlTree) -> Iterator[str]:
     """Clusters its routes name."""
     for route in routes(manager):
         if isinstance(route.get("cluster"), str):
@@ -58,13 +58,13 @@ def route_clusters(manager: Tree) -> Iterator[str]:
             yield weighted.get("name", "")
 
 
-def mode(processor: Tree, name: str) -> str:
+def mode(processor: YamlTree, name: str) -> str:
     """A processing mode of an ext_proc filter, Envoy's default where none is written."""
     usual = "SKIP" if "trailer" in name else "SEND" if "header" in name else "NONE"
     return str((processor.get("processing_mode") or {}).get(name, usual))
 
 
-def removed_headers(manager: Tree) -> frozenset[str]:
+def removed_headers(manager: YamlTree) -> frozenset[str]:
     """Names of request headers that a connection manager removes before its ext_proc filter."""
     early = manager.get("early_header_mutation_extensions") or []
     ahead = itertools.takewhile(
@@ -84,12 +84,12 @@ def removed_headers(manager: Tree) -> frozenset[str]:
     return frozenset(removed)
 
 
-def is_a(one: Tree, kind: str) -> bool:
+def is_a(one: YamlTree, kind: str) -> bool:
     """Whether a mapping is a message of this type."""
     return str(one.get("@type", "")).endswith(kind)
 
 
-def cluster_name(one: Tree) -> str:
+def cluster_name(one: YamlTree) -> str:
     """The name of a cluster; empty for what is none."""
     return str(one["name"]) if "name" in one and _CLUSTERS & set(one) else ""
 
@@ -99,7 +99,7 @@ def has_cluster_discovery(tree: object) -> bool:
     return any("cds_config" in part or "dynamic_active_clusters" in part for part in walk(tree))
 
 
-def walk(tree: object) -> Iterator[Tree]:
+def walk(tree: object) -> Iterator[YamlTree]:
     """Every mapping in a tree, from the outside in."""
     if isinstance(tree, Mapping):
         yield tree
@@ -110,7 +110,7 @@ def walk(tree: object) -> Iterator[Tree]:
             yield from walk(value)
 
 
-def seconds(tree: Tree, name: str, usual: float, *, where: str) -> float:
+def seconds(tree: YamlTree, name: str, usual: float, *, where: str) -> float:
     """A duration as Envoy's JSON writes it; 0 is off.
 
     Raises:

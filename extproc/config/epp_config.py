@@ -16,7 +16,7 @@ from extproc.config import settings as sections
 from extproc.config.epp_past_types import DECISION_TREE
 from extproc.config.epp_plugin_type import UpstreamType
 from extproc.config.epp_plugin_types import TYPES
-from extproc.config.profile_builder import ROLES, Outline, Part
+from extproc.config.profile_builder import ROLES, PluginSpec, ProfileSpec
 from extproc.errors import ConfigError
 from extproc.scheduling import registry
 
@@ -69,7 +69,9 @@ _HANDLERS: Mapping[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-def translated(tree: Mapping[str, object], *, where: str) -> tuple[dict[str, object], list[str]]:
+def from_endpoint_picker_config(
+    tree: Mapping[str, object], *, where: str
+) -> tuple[dict[str, object], list[str]]:
     """An EndpointPickerConfig as a tree of our own settings.
 
     Args:
@@ -85,7 +87,7 @@ def translated(tree: Mapping[str, object], *, where: str) -> tuple[dict[str, obj
     version = tree.get("apiVersion")
     if version not in VERSIONS:
         raise ConfigError(
-            validation.place(where, ("apiVersion",)),
+            validation.location(where, ("apiVersion",)),
             wanted=f"one of {', '.join(VERSIONS)}",
             found=validation.show(version),
             fix=f"write {VERSIONS[0]}",
@@ -95,9 +97,9 @@ def translated(tree: Mapping[str, object], *, where: str) -> tuple[dict[str, obj
         warnings.append(f"apiVersion {version} is deprecated: write {VERSIONS[0]}")
     for key, value in tree.items():
         if key not in _KEYS:
-            meant = validation.nearest(key, _KEYS)
+            meant = validation.closest_name(key, _KEYS)
             raise ConfigError(
-                validation.place(where, (key,)),
+                validation.location(where, (key,)),
                 wanted=f"one of {', '.join(_KEYS)}",
                 found=f"the unknown key {key}",
                 fix=f"did you mean {meant}?" if meant else "remove it",
@@ -123,8 +125,12 @@ def translated(tree: Mapping[str, object], *, where: str) -> tuple[dict[str, obj
 
 
 def by_reference(
-    rules: scheduling_schema.Rules, tables: registry.Tables, path: validation.Path, *, where: str
-) -> Outline:
+    rules: scheduling_schema.SchedulingRules,
+    tables: registry.PluginRegistry,
+    path: validation.Path,
+    *,
+    where: str,
+) -> ProfileSpec:
     """The outline of the profile that plugins and scheduling profiles mean.
 
     Args:
@@ -140,26 +146,26 @@ def by_reference(
     named = _named(rules.plugins, tables, where=where, path=path)
     chosen, at = _routing(rules, where=where, path=path)
     here = (*path, "schedulingProfiles", at)
-    parts: list[Part] = []
+    parts: list[PluginSpec] = []
     for number, reference in enumerate(chosen.plugins):
         spot = (*here, "plugins", number, "pluginRef")
         if reference.plugin_ref not in named:
-            raise _unknown(reference.plugin_ref, named, validation.place(where, spot))
+            raise _unknown(reference.plugin_ref, named, validation.location(where, spot))
         index, written, kind = named[reference.plugin_ref]
         if not kind:
             continue
         spot = (*path, "plugins", index)
-        plugin = _meant(written, kind, named, where=where, path=(*spot, "parameters"))
+        plugin = _translate_plugin(written, kind, named, where=where, path=(*spot, "parameters"))
         weight = 1.0 if reference.weight is None else reference.weight
         parts += [
-            Part(role, plugin, spot, "parameters", weight)
+            PluginSpec(role, plugin, spot, "parameters", weight)
             for role in ROLES
             if kind in getattr(tables, role)
         ]
-    return Outline(chosen.name, tuple(parts), here, _MAX_SCORE)
+    return ProfileSpec(chosen.name, tuple(parts), here, _MAX_SCORE)
 
 
-def remarks(plugins: Sequence[scheduling_schema.NamedPlugin]) -> Iterator[str]:
+def warnings(plugins: Sequence[scheduling_schema.NamedPlugin]) -> Iterator[str]:
     """What is worth saying of plugins that are read: old names, and work that is not done."""
     for plugin in plugins:
         known = TYPES.get(plugin.type)
@@ -180,7 +186,9 @@ def remarks(plugins: Sequence[scheduling_schema.NamedPlugin]) -> Iterator[str]:
             )
 
 
-def check_supported(rules: scheduling_schema.Rules, path: validation.Path, *, where: str) -> None:
+def check_supported(
+    rules: scheduling_schema.SchedulingRules, path: validation.Path, *, where: str
+) -> None:
     """Refuse what a deployment is built around and nothing of ours does.
 
     Args:
@@ -196,7 +204,7 @@ def check_supported(rules: scheduling_schema.Rules, path: validation.Path, *, wh
         if plugin.type in _SPLITTING and len(profiles) > 1:
             others = ", ".join(name for name in profiles if name != _decoding(plugin))
             raise ConfigError(
-                validation.place(where, (*path, "plugins", index, "type")),
+                validation.location(where, (*path, "plugins", index, "type")),
                 wanted="one endpoint for a request",
                 found=f"{plugin.type} with profiles {', '.join(profiles)}: "
                 f"{_SPLITTING[plugin.type]}, so engines of {others} would idle",
@@ -209,12 +217,12 @@ def check_supported(rules: scheduling_schema.Rules, path: validation.Path, *, wh
 #: Names an error lists (count): those of one file, not every type there is.
 _MOST_SHOWN = 20
 
-_MAX_SCORE = scheduling_schema.Plugin(kind="max-score-picker")
+_MAX_SCORE = scheduling_schema.PluginEntry(kind="max-score-picker")
 
 
 def _named(
     plugins: Sequence[scheduling_schema.NamedPlugin],
-    tables: registry.Tables,
+    tables: registry.PluginRegistry,
     *,
     where: str,
     path: validation.Path,
@@ -226,7 +234,7 @@ def _named(
         name = plugin.name or plugin.type
         if name in named:
             raise ConfigError(
-                validation.place(where, (*path, "plugins", index, "name")),
+                validation.location(where, (*path, "plugins", index, "name")),
                 wanted="every name once",
                 found=f"{name} twice",
                 fix="give one of them another name",
@@ -235,44 +243,44 @@ def _named(
         if theirs is not None:
             kind = theirs.kind
             if not kind:
-                _check_idle(theirs, plugin, validation.place(where, (*path, "plugins", index)))
+                _check_idle(theirs, plugin, validation.location(where, (*path, "plugins", index)))
         elif plugin.type in ours:
             kind = plugin.type
         else:
-            spot = validation.place(where, (*path, "plugins", index, "type"))
+            spot = validation.location(where, (*path, "plugins", index, "type"))
             raise _unknown(plugin.type, {*TYPES, *ours}, spot)
         named[name] = (index, plugin, kind)
     return named
 
 
-def _meant(
+def _translate_plugin(
     written: scheduling_schema.NamedPlugin,
     kind: str,
     named: Mapping[str, tuple[int, scheduling_schema.NamedPlugin, str]],
     *,
     where: str,
     path: validation.Path,
-) -> scheduling_schema.Plugin:
+) -> scheduling_schema.PluginEntry:
     """A plugin as we write it; a decision tree with the filters it refers to in its nodes."""
-    plugin = scheduling_schema.Plugin(kind=kind, params=_effective(written))
+    plugin = scheduling_schema.PluginEntry(kind=kind, params=_effective(written))
     if written.type != DECISION_TREE:
         return plugin
 
-    def find(name: str, spot: validation.Path) -> tuple[scheduling_schema.Plugin, bool]:
+    def find(name: str, spot: validation.Path) -> tuple[scheduling_schema.PluginEntry, bool]:
         if name not in named:
-            raise _unknown(name, named, validation.place(where, spot))
+            raise _unknown(name, named, validation.location(where, spot))
         _, written, kind = named[name]
         if not kind:
             raise ConfigError(
-                validation.place(where, spot),
+                validation.location(where, spot),
                 wanted="a filter that does something here",
                 found=written.type,
                 fix=TYPES[written.type].note,
             )
-        found = scheduling_schema.Plugin(kind=kind, params=_effective(written))
+        found = scheduling_schema.PluginEntry(kind=kind, params=_effective(written))
         return found, written.type == DECISION_TREE
 
-    params = decision_trees.rooted(plugin.params, find, where=where, path=path)
+    params = decision_trees.from_decision_tree(plugin.params, find, where=where, path=path)
     return msgspec.structs.replace(plugin, params=params)
 
 
@@ -281,7 +289,7 @@ def _check_idle(known: UpstreamType, plugin: scheduling_schema.NamedPlugin, spot
     if not known.parameters:
         return
     for name in plugin.parameters:
-        meant = validation.nearest(name, known.parameters)
+        meant = validation.closest_name(name, known.parameters)
         if name not in known.parameters and meant:
             raise ConfigError(
                 f"{spot}.parameters.{name}",
@@ -301,7 +309,7 @@ def _effective(plugin: scheduling_schema.NamedPlugin) -> Mapping[str, object]:
 
 
 def _routing(
-    scheduling: scheduling_schema.Rules, *, where: str, path: validation.Path
+    scheduling: scheduling_schema.SchedulingRules, *, where: str, path: validation.Path
 ) -> tuple[scheduling_schema.SchedulingProfile, int]:
     """The one profile that chooses who serves, and its position."""
     profiles = scheduling.scheduling_profiles
@@ -318,7 +326,7 @@ def _routing(
         if profile.name == wanted:
             return profile, at
     raise ConfigError(
-        validation.place(where, (*path, "schedulingProfiles")),
+        validation.location(where, (*path, "schedulingProfiles")),
         wanted=f"the profile {wanted}" if wanted else "one profile, or a handler that names one",
         found=", ".join(profile.name for profile in profiles),
         fix="keep the profile that picks who serves the request",
@@ -335,7 +343,7 @@ def _decoding(handler: scheduling_schema.NamedPlugin) -> str:
 
 
 def _unknown(name: str, known: Mapping[str, object] | set[str], spot: str) -> ConfigError:
-    meant = validation.nearest(name, known)
+    meant = validation.closest_name(name, known)
     few = len(known) <= _MOST_SHOWN
     return ConfigError(
         spot,

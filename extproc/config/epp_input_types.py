@@ -5,7 +5,7 @@ from __future__ import annotations
 from extproc.config import epp_plugin_type
 
 _PRODUCERS = (
-    epp_plugin_type.implied(
+    epp_plugin_type.no_op(
         "producer",
         "approx-prefix-cache-producer",
         "the prefix index of ours does it; its bounds are set in the section prefix",
@@ -23,7 +23,7 @@ _PRODUCERS = (
         "speculativeTTL",
         "tokenizersPoolConfig",
     ),
-    epp_plugin_type.implied(
+    epp_plugin_type.no_op(
         "producer",
         "inflight-load-producer",
         "the in-flight accounts of ours do it, for requests and for uncached prompt tokens; "
@@ -54,7 +54,7 @@ _PRODUCERS = (
         "estimate",
         "udsTokenizerConfig",
     ),
-    epp_plugin_type.implied(
+    epp_plugin_type.no_op(
         "producer",
         "session-id-producer",
         "sessions are found in body and headers by the request parsers",
@@ -111,7 +111,7 @@ _PARSED = "the request parsers of ours know this surface by its path"
 
 _PARSERS = (
     *(
-        epp_plugin_type.implied("parser", name, _PARSED)
+        epp_plugin_type.no_op("parser", name, _PARSED)
         for name in (
             "openai-parser",
             "anthropic-parser",
@@ -120,7 +120,7 @@ _PARSERS = (
             "sglanghttp-parser",
         )
     ),
-    epp_plugin_type.implied(
+    epp_plugin_type.no_op(
         "parser", "passthrough-parser", "paths that nobody knows are routed by load alone"
     ),
     epp_plugin_type.unsupported(
@@ -141,8 +141,8 @@ _HTTP = (
 )
 
 _DATA = (
-    epp_plugin_type.implied("source", "metrics-data-source", _SCRAPED, *_HTTP, "families"),
-    epp_plugin_type.implied(
+    epp_plugin_type.no_op("source", "metrics-data-source", _SCRAPED, *_HTTP, "families"),
+    epp_plugin_type.no_op(
         "extractor",
         "core-metrics-extractor",
         "engines are recognised by the names of their metrics; a label is not needed",
@@ -150,9 +150,9 @@ _DATA = (
         "defaultEngine",
         "engineConfigs",
     ),
-    epp_plugin_type.implied("source", "models-data-source", _SCRAPED, *_HTTP),
-    epp_plugin_type.implied("extractor", "models-data-extractor", _SCRAPED),
-    epp_plugin_type.implied(
+    epp_plugin_type.no_op("source", "models-data-source", _SCRAPED, *_HTTP),
+    epp_plugin_type.no_op("extractor", "models-data-extractor", _SCRAPED),
+    epp_plugin_type.no_op(
         "extractor",
         "topology-extractor",
         "topology plugins read the labels of endpoints",
@@ -162,7 +162,7 @@ _DATA = (
         "region",
     ),
     *(
-        epp_plugin_type.implied("source", name, "discovery of ours tells who comes and goes")
+        epp_plugin_type.no_op("source", name, "discovery of ours tells who comes and goes")
         for name in ("k8s-notification-source", "endpoint-notification-source")
     ),
     *(
@@ -173,7 +173,7 @@ _DATA = (
         epp_plugin_type.unsupported("source", name, "peer clusters are not candidates", *_HTTP)
         for name in ("multicluster-metrics-data-source", "multicluster-metrics-extractor")
     ),
-    epp_plugin_type.implied(
+    epp_plugin_type.no_op(
         "discovery",
         "file-discovery",
         "an endpoints file of ours does it; it is set in the section pool",
@@ -197,7 +197,7 @@ _CONTROL = (
     epp_plugin_type.built("detector", "concurrency-detector", "inFlightLoadProducerName"),
     epp_plugin_type.built("detector", "utilization-detector", "metricsStalenessThreshold"),
     *(
-        epp_plugin_type.implied("policy", name, _QUEUED)
+        epp_plugin_type.no_op("policy", name, _QUEUED)
         for name in (
             "global-strict-fairness-policy",
             "round-robin-fairness-policy",
@@ -252,7 +252,7 @@ _CONTROL = (
         "models-responder",
         "GET /v1/models is answered as answers.list_models of an ExtProcConfig says",
     ),
-    epp_plugin_type.implied(
+    epp_plugin_type.no_op(
         "hook",
         "agent-identity",
         "sessions are found in body and headers by the request parsers",
@@ -270,7 +270,7 @@ _CONTROL = (
         "the cost of an answer is put into dynamic metadata by answers.request_cost, as weights",
         "attributes",
     ),
-    epp_plugin_type.implied(
+    epp_plugin_type.no_op(
         "hook",
         "destination-endpoint-served-verifier",
         "the setting conformance does it",

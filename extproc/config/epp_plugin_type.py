@@ -30,7 +30,7 @@ class UpstreamType(msgspec.Struct, frozen=True, kw_only=True):
             `source`, `extractor`, `detector`, `policy`, `admitter`, `discovery` or `hook`.
         status: `built`: our catalogue has a plugin of that kind with the same parameters.
             `deprecated`: still read, and `note` is the warning that says what to write instead.
-            `implied`: our picker does it without being told, or does not need it; accepted, and
+            `no_op`: our picker does it without being told, or does not need it; accepted, and
             `note` says what of ours does it. `unsupported`: nothing of ours does it; `note` says
             what happens in its place.
         kind: Its kind in the catalogue when it is built, or deprecated and built; else empty.
@@ -58,7 +58,7 @@ def built(role: str, name: str, *parameters: str) -> UpstreamType:
     return UpstreamType(name=name, role=role, status="built", kind=name, parameters=parameters)
 
 
-def implied(role: str, name: str, note: str, *parameters: str) -> UpstreamType:
+def no_op(role: str, name: str, note: str, *parameters: str) -> UpstreamType:
     """A type whose work is done anyway."""
     return UpstreamType(name=name, role=role, status="implied", note=note, parameters=parameters)
 

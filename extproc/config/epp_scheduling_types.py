@@ -101,7 +101,7 @@ _SCHEDULING = (
     epp_plugin_type.deprecated(
         "filter", "by-label-selector", "label-selector-filter", kind="label-selector-filter"
     ),
-    epp_plugin_type.implied(
+    epp_plugin_type.no_op(
         "filter",
         "slo-headroom-tier-filter",
         "without latency predictions it keeps everybody, here as there",
@@ -122,7 +122,7 @@ _DECODE_ONLY = (
 )
 
 _HANDLERS = (
-    epp_plugin_type.implied("handler", "single-profile-handler", _ONE_EACH),
+    epp_plugin_type.no_op("handler", "single-profile-handler", _ONE_EACH),
     epp_plugin_type.unsupported(
         "handler",
         "disagg-profile-handler",

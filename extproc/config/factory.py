@@ -13,31 +13,31 @@ from extproc.config import settings as sections
 from extproc.discovery import dns, endpoint_list, static_discovery
 from extproc.endpoint import Endpoint
 from extproc.pool import outlier_detection
-from extproc.pool.store import Fleet
+from extproc.pool.store import PoolStore
 from extproc.prefix_cache import cache_model
 from extproc.prefix_cache.index import PrefixIndex
-from extproc.protocol.body_buffer import Budget
+from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.settings import ExchangeSettings
 from extproc.routing import director, routing_config
 from extproc.scheduling import plugin_guard
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.profile import SchedulerProfile
 from extproc.scrape import model_list_poller, schedule, scraper
 from extproc.supervision import Supervisor
 
 
-class Parts(msgspec.Struct, frozen=True):
+class PoolParts(msgspec.Struct, frozen=True):
     """What a picker is made of; shells add sockets and clocks.
 
     Attributes:
         settings: What they were built from.
         rng: All chance there is.
-        fleet: Endpoints, loads and accounts; empty until discovery speaks.
+        store: Endpoints, loads and accounts; empty until discovery speaks.
         index: Who is believed to hold which prefix block.
-        belief: Keeps the index near what engines hold.
+        cache_model: Keeps the index near what engines hold.
         guards: What times and counts plugins of others; a new profile takes it over.
         profile: Filters, scorers and the picker.
         profiles: That one, and those of single models.
-        dispatcher: Routes over the fleet.
+        director: Routes over the fleet.
         exchange: What all exchanges have in common.
         budget: Bytes all exchanges may gather.
         scraping: How pages are fetched; not used while `settings.scrape.enabled` is false.
@@ -47,36 +47,36 @@ class Parts(msgspec.Struct, frozen=True):
 
     settings: sections.Settings
     rng: random.Random
-    fleet: Fleet
+    store: PoolStore
     index: PrefixIndex
-    belief: cache_model.Beliefs
-    guards: plugin_guard.Guards
-    profile: Profile
-    profiles: profiles.Profiles
-    dispatcher: director.Dispatcher
+    cache_model: cache_model.CacheModel
+    guards: plugin_guard.GuardFactory
+    profile: SchedulerProfile
+    profiles: profiles.ResolvedProfiles
+    director: director.Director
     exchange: ExchangeSettings
-    budget: Budget
-    scraping: scraper.Settings
-    listed: tuple[endpoint_list.Entry, ...]
-    following: static_discovery.Settings
+    budget: BufferBudget
+    scraping: scraper.ScraperSettings
+    listed: tuple[endpoint_list.EndpointListEntry, ...]
+    following: static_discovery.StaticDiscoverySettings
 
 
-def _nobody(_: Endpoint) -> None:
+def _ignore_removed(_: Endpoint) -> None:
     """Nobody else wants to know who left."""
 
 
-def _untimed() -> plugin_guard.Guards:
+def _untimed() -> plugin_guard.GuardFactory:
     """Guards whose clock stands still."""
-    return plugin_guard.Guards(lambda: 0.0, plugin_guard.Counts())
+    return plugin_guard.GuardFactory(lambda: 0.0, plugin_guard.PluginCounters())
 
 
 def build(
     settings: sections.Settings,
     *,
     where: str = "settings",
-    on_gone: Callable[[Endpoint], None] = _nobody,
-    guards: plugin_guard.Guards | None = None,
-) -> Parts:
+    on_gone: Callable[[Endpoint], None] = _ignore_removed,
+    guards: plugin_guard.GuardFactory | None = None,
+) -> PoolParts:
     """Build the parts.
 
     Args:
@@ -86,31 +86,33 @@ def build(
         guards: Times and counts plugins of others; None times nothing, so nobody is bypassed.
 
     Raises:
-        ConfigError: The profile cannot be built, see `profiles.resolve`.
+        ConfigError: The profile cannot be built, see `profiles.build_profile`.
     """
     guards = guards or _untimed()
     resolved = profiles.resolve_all(settings, where=where, guards=guards)
     prefix = settings.prefix
     index = PrefixIndex(prefix.capacity_blocks, max_bytes=prefix.max_bytes)
-    belief = cache_model.Beliefs(index, prefix.schedule.tokens, most_blocks=prefix.capacity_blocks)
+    belief = cache_model.CacheModel(
+        index, prefix.schedule.tokens, most_blocks=prefix.capacity_blocks
+    )
 
     def forget(endpoint: Endpoint) -> None:
         belief.forget(endpoint)
         on_gone(endpoint)
 
     rng = random.Random(settings.seed)
-    wellbeing = outlier_detection.Health(settings.health, rng)
-    fleet = Fleet(on_gone=forget, on_observed=belief.observed, wellbeing=wellbeing)
-    return Parts(
+    wellbeing = outlier_detection.OutlierDetector(settings.health, rng)
+    fleet = PoolStore(on_gone=forget, on_observed=belief.observe_load, wellbeing=wellbeing)
+    return PoolParts(
         settings=settings,
         rng=rng,
-        fleet=fleet,
+        store=fleet,
         index=index,
-        belief=belief,
+        cache_model=belief,
         guards=guards,
         profile=resolved.profile,
         profiles=resolved,
-        dispatcher=director.Dispatcher(
+        director=director.Director(
             fleet=fleet,
             routing=routing(settings, resolved.profile, resolved.by_model),
             index=index,
@@ -120,10 +122,10 @@ def build(
             counts=guards.counts,
         ),
         exchange=exchange(settings),
-        budget=Budget(settings.limits.max_assembly_bytes),
+        budget=BufferBudget(settings.limits.max_assembly_bytes),
         scraping=_scraping(settings.scrape),
         listed=loader.entries(settings.pool, where=where),
-        following=static_discovery.Settings(
+        following=static_discovery.StaticDiscoverySettings(
             file=settings.pool.endpoints_file,
             refresh_s=settings.pool.dns_refresh_s,
             pool=settings.pool.name,
@@ -135,9 +137,9 @@ def reroute(
     settings: sections.Settings,
     *,
     where: str,
-    guards: plugin_guard.Guards,
-    before: profiles.Profiles | None = None,
-) -> tuple[routing_config.Routing, profiles.Profiles]:
+    guards: plugin_guard.GuardFactory,
+    before: profiles.ResolvedProfiles | None = None,
+) -> tuple[routing_config.RoutingConfig, profiles.ResolvedProfiles]:
     """What a running dispatcher is to route by under other settings, and the profiles in it.
 
     Args:
@@ -147,7 +149,7 @@ def reroute(
         before: Its profiles; those whose rules are the same go on with what they remember.
 
     Raises:
-        ConfigError: A profile cannot be built, see `profiles.resolve`.
+        ConfigError: A profile cannot be built, see `profiles.build_profile`.
     """
     resolved = profiles.resolve_all(settings, where=where, guards=guards, before=before)
     return routing(settings, resolved.profile, resolved.by_model), resolved
@@ -157,40 +159,40 @@ def exchange(settings: sections.Settings) -> ExchangeSettings:
     """What all exchanges have in common."""
     return ExchangeSettings(
         max_body_bytes=settings.limits.max_body_bytes,
-        response_marker=settings.answers.marker,
+        response_marker=settings.responses.marker,
         conformance=settings.conformance,
-        feedback=settings.answers.feedback,
-        restore_model=settings.answers.restore_model,
-        scores=settings.explain.scores,
+        feedback=settings.responses.feedback,
+        restore_model=settings.responses.restore_model,
+        scores=settings.decisions.scores,
     )
 
 
 def routing(
-    settings: sections.Settings, profile: Profile, by_model: Mapping[str, Profile]
-) -> routing_config.Routing:
+    settings: sections.Settings, profile: SchedulerProfile, by_model: Mapping[str, SchedulerProfile]
+) -> routing_config.RoutingConfig:
     """What a dispatcher routes by."""
-    return routing_config.Routing(
+    return routing_config.RoutingConfig(
         profile=profile,
         by_model=by_model,
-        settings=routing_config.DispatchSettings(
+        settings=routing_config.RoutingSettings(
             stale_after_s=settings.scrape.stale_after_s,
             fallbacks=settings.scheduling.fallbacks,
-            honour_subset=settings.scheduling.honour_subset,
+            respect_subset=settings.scheduling.respect_subset,
             reject_unlisted=settings.scheduling.unknown_model == "reject",
             kubeai_names=settings.scheduling.kubeai_names,
-            busy_s=settings.holding.busy_s if settings.holding.enabled else None,
+            busy_s=settings.flow_control.busy_s if settings.flow_control.enabled else None,
         ),
         policy=policy_schema.policy(settings.pool.objectives, settings.pool.rewrites),
     )
 
 
 def discovery(
-    parts: Parts,
+    parts: PoolParts,
     *,
     clock: Callable[[], float],
-    on_fact: Callable[[static_discovery.DiscoveryFact], None],
+    on_fact: Callable[[static_discovery.DiscoveryEvent], None],
     supervisor: Supervisor,
-) -> static_discovery.Discovery:
+) -> static_discovery.StaticDiscovery:
     """Build what keeps the fleet's endpoint list true.
 
     Args:
@@ -199,11 +201,11 @@ def discovery(
         on_fact: Told when something happened.
         supervisor: Hears of steps that went well.
     """
-    return static_discovery.Discovery(
+    return static_discovery.StaticDiscovery(
         parts.following,
-        parts.fleet,
+        parts.store,
         listed=parts.listed,
-        resolver=dns.Resolver(),
+        resolver=dns.DnsResolver(),
         clock=clock,
         rng=parts.rng,
         on_fact=on_fact,
@@ -211,7 +213,7 @@ def discovery(
     )
 
 
-def scrape_tls(scrape: sections.Scrape) -> ssl.SSLContext | None:
+def scrape_tls(scrape: sections.ScrapeSection) -> ssl.SSLContext | None:
     """The TLS context of the scraper's client; None for plain HTTP."""
     if scrape.scheme == "http":
         return None
@@ -222,18 +224,18 @@ def scrape_tls(scrape: sections.Scrape) -> ssl.SSLContext | None:
     return context
 
 
-def _scraping(scrape: sections.Scrape) -> scraper.Settings:
-    return scraper.Settings(
+def _scraping(scrape: sections.ScrapeSection) -> scraper.ScraperSettings:
+    return scraper.ScraperSettings(
         path=scrape.path,
         timeout_s=scrape.timeout_s,
         cap_bytes=scrape.max_page_bytes,
-        pace=schedule.Pace(
+        pace=schedule.ScrapeSchedule(
             fast_s=scrape.busy_interval_s,
             slow_s=scrape.idle_interval_s,
             scrapes_per_s=scrape.max_scrapes_per_s,
             backoff_cap_s=scrape.backoff_cap_s,
         ),
-        models=model_list_poller.Settings(
+        models=model_list_poller.ModelListSettings(
             interval_s=scrape.models_interval_s if scrape.models else None
         ),
     )

@@ -37,10 +37,10 @@ _VALUES: Mapping[object, str] = {
 }
 
 #: Makes a filter of an entry that stands at a path.
-Build = Callable[[scheduling_schema.Plugin, validation.Path], Filter]
+BuildFilter = Callable[[scheduling_schema.PluginEntry, validation.Path], Filter]
 
 
-class _Ours(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _TreeNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A node as this project spells it; successors are nodes again."""
 
     kind: constraints.Name
@@ -50,7 +50,7 @@ class _Ours(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     on_either: object = None
 
 
-class _Theirs(
+class _GatewayNode(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
 ):
     """A node as the first gateway spells it."""
@@ -62,8 +62,8 @@ class _Theirs(
     next_on_success_or_failure: object = None
 
 
-def grown(
-    params: Mapping[str, object], build: Build, *, where: str, path: validation.Path
+def build_tree_params(
+    params: Mapping[str, object], build: BuildFilter, *, where: str, path: validation.Path
 ) -> dict[str, object]:
     """Parameters of a tree with a filter in every node.
 
@@ -86,20 +86,20 @@ def grown(
 
 
 def _node(
-    written: object, build: Build, left: Iterator[int], *, where: str, path: validation.Path
-) -> filter_tree.Node:
+    written: object, build: BuildFilter, left: Iterator[int], *, where: str, path: validation.Path
+) -> filter_tree.FilterTreeNode:
     if next(left, None) is None:
         raise ConfigError(
-            validation.place(where, path[:6]),
+            validation.location(where, path[:6]),
             wanted=f"a tree of at most {LARGEST} nodes",
             found="more",
             fix="see whether an alias makes a node its own successor",
         )
     theirs = isinstance(written, dict) and "name" in written
     entry, named, below = (_their if theirs else _our)(written, where=where, path=path)
-    if entry.kind == filter_tree.Tree.kind:
+    if entry.kind == filter_tree.FilterTree.kind:
         raise ConfigError(
-            validation.place(where, (*path, "kind")),
+            validation.location(where, (*path, "kind")),
             wanted="a filter that is no tree",
             found=entry.kind,
             fix="write its root here: a node is a tree already",
@@ -110,17 +110,17 @@ def _node(
         for (ours, spelt), node in zip(named.items(), below, strict=True)
         if node is not None
     }
-    return filter_tree.Node(filter=made, **successors)
+    return filter_tree.FilterTreeNode(filter=made, **successors)
 
 
 #: An entry for its filter, how each of our successors is spelt there, and these.
-_Read = tuple[scheduling_schema.Plugin, Mapping[str, str], tuple[object, object, object]]
+_Read = tuple[scheduling_schema.PluginEntry, Mapping[str, str], tuple[object, object, object]]
 
 
 def _our(written: object, *, where: str, path: validation.Path) -> _Read:
-    node = validation.convert(written, _Ours, where=where, path=path)
+    node = validation.to_struct(written, _TreeNode, where=where, path=path)
     names = ("on_success", "on_failure", "on_either")
-    entry = scheduling_schema.Plugin(kind=node.kind, params=node.params)
+    entry = scheduling_schema.PluginEntry(kind=node.kind, params=node.params)
     return (
         entry,
         {name: name for name in names},
@@ -129,7 +129,7 @@ def _our(written: object, *, where: str, path: validation.Path) -> _Read:
 
 
 def _their(written: object, *, where: str, path: validation.Path) -> _Read:
-    node = validation.convert(written, _Theirs, where=where, path=path)
+    node = validation.to_struct(written, _GatewayNode, where=where, path=path)
     options = {
         _OPTIONS.get(name, name): _VALUES.get(value, value) if isinstance(value, str) else value
         for name, value in (node.filter_option or {}).items()
@@ -140,7 +140,7 @@ def _their(written: object, *, where: str, path: validation.Path) -> _Read:
         "on_either": "nextOnSuccessOrFailure",
     }
     return (
-        scheduling_schema.Plugin(kind=KINDS.get(node.name, node.name), params=options),
+        scheduling_schema.PluginEntry(kind=KINDS.get(node.name, node.name), params=options),
         spelt,
         (node.next_on_success, node.next_on_failure, node.next_on_success_or_failure),
     )

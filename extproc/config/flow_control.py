@@ -8,13 +8,13 @@ import msgspec
 
 from extproc.config import constraints
 from extproc.flow_control import queued_item
-from extproc.flow_control.rate_limit import Limit
-from extproc.flow_control.request_headers import Manners
+from extproc.flow_control.rate_limit import RateLimit
+from extproc.flow_control.request_headers import FlowHeaders
 
 _MIB = 1024 * 1024
 
 
-class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How requests wait while no endpoint is there or free, and what tenants may take.
 
     Attributes:
@@ -24,7 +24,7 @@ class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         timeout_s: Longest wait in seconds. 60 is upstream's, and what clients usually allow.
         empty_timeout_s: Longest wait in seconds where there is no endpoint. 300 lets an engine
             start; 0 answers 503 at once.
-        most_timeout_s: Longest wait in seconds that a request may ask for. 3600 is the most that
+        max_timeout_s: Longest wait in seconds that a request may ask for. 3600 is the most that
             Envoy's message_timeout takes.
         by_objective: Longest waits in seconds by objective. None: all wait alike.
         timeout_header: Request header with the longest wait in milliseconds; empty reads none.
@@ -51,7 +51,7 @@ class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     enabled: bool = False
     timeout_s: constraints.Seconds = 60.0
     empty_timeout_s: constraints.Seconds = 300.0
-    most_timeout_s: constraints.PositiveSeconds = 3600.0
+    max_timeout_s: constraints.PositiveSeconds = 3600.0
     by_objective: Mapping[constraints.Name, constraints.Seconds] = {}
     timeout_header: str = "x-extproc-hold-ms"
     busy_s: constraints.PositiveSeconds = 0.1
@@ -62,16 +62,16 @@ class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     half_life_s: constraints.PositiveSeconds = 60.0
     tenant_header: str = ""
     by_adapter: bool = False
-    limit: Limit | None = None
-    limits: Mapping[constraints.Name, Limit] = {}
+    limit: RateLimit | None = None
+    limits: Mapping[constraints.Name, RateLimit] = {}
 
     @property
-    def queue(self) -> queued_item.Settings:
+    def queue(self) -> queued_item.FlowControlSettings:
         """As the queue takes it."""
-        return queued_item.Settings(
+        return queued_item.FlowControlSettings(
             timeout_s=self.timeout_s,
             empty_timeout_s=self.empty_timeout_s,
-            most_timeout_s=self.most_timeout_s,
+            max_timeout_s=self.max_timeout_s,
             by_objective=self.by_objective,
             max_requests=self.max_requests,
             max_bytes=self.max_bytes,
@@ -81,11 +81,11 @@ class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         )
 
     @property
-    def manners(self) -> Manners:
+    def manners(self) -> FlowHeaders:
         """Which headers are read."""
-        usual = Manners()
+        usual = FlowHeaders()
         tenant = (self.tenant_header.lower(),) if self.tenant_header else ()
-        return Manners(
+        return FlowHeaders(
             tenant_headers=(*tenant, *usual.tenant_headers),
             by_adapter=self.by_adapter,
             timeout_headers=(self.timeout_header.lower(),) if self.timeout_header else (),

@@ -19,7 +19,7 @@ _OWN = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _UNNAMED = "pool"
 
 
-class Plan(msgspec.Struct, frozen=True):
+class KubernetesPlan(msgspec.Struct, frozen=True):
     """What is followed.
 
     Attributes:
@@ -28,11 +28,13 @@ class Plan(msgspec.Struct, frozen=True):
             is a pool that Kubernetes brings.
     """
 
-    watching: watching.Settings
+    watching: watching.KubernetesSettings
     pools: Mapping[str, str]
 
 
-def plan(settings: sections.Settings, *, where: str, environment: Mapping[str, str]) -> Plan | None:
+def plan(
+    settings: sections.Settings, *, where: str, environment: Mapping[str, str]
+) -> KubernetesPlan | None:
     """What is to be followed; None for nothing.
 
     Args:
@@ -45,7 +47,7 @@ def plan(settings: sections.Settings, *, where: str, environment: Mapping[str, s
     """
     here = namespace(environment)
     listed = settings.pools or (settings.pool,)
-    found: list[watching.Source] = []
+    found: list[watching.KubernetesSource] = []
     names: dict[str, str] = {}
     for pool in listed:
         if pool.kubernetes is None:
@@ -61,13 +63,13 @@ def plan(settings: sections.Settings, *, where: str, environment: Mapping[str, s
         names[source.key] = pool.name
         found.append(source)
     cluster = settings.cluster
-    if cluster.every_pool != "none":
-        only = "" if cluster.every_pool == "cluster" else cluster.namespace or here
-        found.append(watching.Everything(only))
+    if cluster.discover_pools != "none":
+        only = "" if cluster.discover_pools == "cluster" else cluster.namespace or here
+        found.append(watching.AllPools(only))
     if not found:
         return None
-    return Plan(
-        watching.Settings(
+    return KubernetesPlan(
+        watching.KubernetesSettings(
             sources=found,
             kubeconfig=cluster.kubeconfig,
             context=cluster.context,
@@ -94,11 +96,11 @@ def namespace(environment: Mapping[str, str]) -> str:
 
 
 def _source(
-    wanted: pool_schema.Kubernetes, name: str, here: str
-) -> watching.InferencePoolRef | watching.Selector | watching.Service:
+    wanted: pool_schema.KubernetesSection, name: str, here: str
+) -> watching.InferencePoolRef | watching.PodSelector | watching.ServiceRef:
     place = wanted.namespace or here
     if wanted.inference_pool:
         return watching.InferencePoolRef(place, wanted.inference_pool, wanted.group)
     if wanted.service:
-        return watching.Service(place, wanted.service, wanted.port)
-    return watching.Selector(place, dict(wanted.selector), wanted.ports, name)
+        return watching.ServiceRef(place, wanted.service, wanted.port)
+    return watching.PodSelector(place, dict(wanted.selector), wanted.ports, name)

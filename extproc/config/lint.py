@@ -10,12 +10,12 @@ from extproc.config import settings as sections
 
 def advice(settings: sections.Settings) -> Iterator[str]:
     """One sentence for each thing worth a second look."""
-    yield from epp_config.remarks(settings.scheduling.plugins)
+    yield from epp_config.warnings(settings.scheduling.plugins)
     yield from _rewrites(settings)
     yield from _xds(settings)
     yield from _scaling(settings)
     scrape, limits = settings.scrape, settings.limits
-    if not (pools.given(settings.pool) or settings.pools or pools.from_kubernetes(settings)):
+    if not (pools.has_source(settings.pool) or settings.pools or pools.from_kubernetes(settings)):
         yield "there are no endpoints: every request is refused with 503"
     if scrape.enabled and scrape.stale_after_s < scrape.idle_interval_s + scrape.timeout_s:
         yield (
@@ -29,7 +29,7 @@ def advice(settings: sections.Settings) -> Iterator[str]:
             "limits.max_message_bytes is below max_body_bytes: a larger body is refused where the "
             "data plane sends it in one message (BUFFERED)"
         )
-    if settings.answers.stream_share and not settings.answers.feedback:
+    if settings.responses.stream_sample_ratio and not settings.responses.feedback:
         yield "answers.stream_share has no effect while answers.feedback is false"
     if settings.scheduling.unknown_model == "reject" and not (scrape.enabled and scrape.models):
         yield "scheduling.unknown_model is reject, and nobody asks which models there are: all pass"
@@ -37,21 +37,21 @@ def advice(settings: sections.Settings) -> Iterator[str]:
         yield "conformance is on: clients choose their endpoint with a header"
     if settings.seed is not None:
         yield "seed is set: replicas with the same seed draw the same endpoints"
-    if not settings.scheduling.honour_subset:
+    if not settings.scheduling.respect_subset:
         yield "scheduling.honour_subset is false: endpoints a gateway excludes are used all the same"
 
 
 def _rewrites(settings: sections.Settings) -> Iterator[str]:
-    yield from policy_schema.remarks(settings.pool.rewrites, "pool.rewrites")
+    yield from policy_schema.warnings(settings.pool.rewrites, "pool.rewrites")
     for at, pool in enumerate(settings.pools):
-        yield from policy_schema.remarks(pool.rewrites, f"pools[{at}].rewrites")
+        yield from policy_schema.warnings(pool.rewrites, f"pools[{at}].rewrites")
 
 
 def _scaling(settings: sections.Settings) -> Iterator[str]:
     pools = settings.pools or (settings.pool,)
     least = [pool.autoscaling.min for pool in pools if pool.autoscaling]
-    least += [rule.min for rule in settings.autoscaling.found]
-    if 0 in least and not settings.holding.enabled:
+    least += [rule.min for rule in settings.autoscaling.discovered_pools]
+    if 0 in least and not settings.flow_control.enabled:
         yield (
             "autoscaling.min is 0 and holding.enabled is false: requests are refused with 503 while "
             "the first engine starts, and nothing wakes one before the next look"

@@ -26,7 +26,7 @@ _DEEPEST = 20
 _MOST_VALUES = 500_000
 
 
-class Document(msgspec.Struct, frozen=True):
+class ConfigDocument(msgspec.Struct, frozen=True):
     """A configuration as it was written.
 
     Attributes:
@@ -42,7 +42,7 @@ class Document(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...] = ()
 
 
-class Override(msgspec.Struct, frozen=True):
+class FlagOverride(msgspec.Struct, frozen=True):
     """One setting given by a flag.
 
     Attributes:
@@ -57,10 +57,12 @@ class Override(msgspec.Struct, frozen=True):
 
 
 #: No file: defaults, and what flags say.
-EMPTY = Document("the command line", {"apiVersion": sections.API_VERSION, "kind": sections.KIND})
+EMPTY = ConfigDocument(
+    "the command line", {"apiVersion": sections.API_VERSION, "kind": sections.KIND}
+)
 
 
-def read(path: Path) -> Document:
+def read(path: Path) -> ConfigDocument:
     """Read a file.
 
     Raises:
@@ -95,7 +97,7 @@ def text_of(path: Path) -> str:
         ) from None
 
 
-def parse(text: str, *, where: str) -> Document:
+def parse(text: str, *, where: str) -> ConfigDocument:
     """Take a configuration apart without looking at what it means.
 
     The upstream picker's file is read as well, and comes out as a tree of ours.
@@ -117,9 +119,11 @@ def parse(text: str, *, where: str) -> Document:
             fix=f"begin with 'apiVersion: {sections.API_VERSION}'",
         )
     if tree.get("kind") == epp_config.KIND:
-        ours, warnings = epp_config.translated(tree, where=where)
-        return Document(validation.Flat(where, ("scheduling",)), ours, warnings=tuple(warnings))
-    return Document(where, tree)
+        ours, warnings = epp_config.from_endpoint_picker_config(tree, where=where)
+        return ConfigDocument(
+            validation.FlatDocumentName(where, ("scheduling",)), ours, warnings=tuple(warnings)
+        )
+    return ConfigDocument(where, tree)
 
 
 def tree_of(text: str, *, where: str) -> object:
@@ -144,7 +148,7 @@ def tree_of(text: str, *, where: str) -> object:
         raise _malformed(error, where) from None
 
 
-def settings(document: Document, overrides: Sequence[Override] = ()) -> sections.Settings:
+def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -> sections.Settings:
     """Settings from a document and the flags that beat it.
 
     Raises:
@@ -153,23 +157,25 @@ def settings(document: Document, overrides: Sequence[Override] = ()) -> sections
     """
     where = document.where
     _known_kind(document)
-    validation.convert(document.tree, sections.Settings, where=where)
+    validation.to_struct(document.tree, sections.Settings, where=where)
     tree: Mapping[str, object] = document.tree
     for override in overrides:
         tree = _put(tree, override.path, override.value)
         # The file is in order, so what fails now is this flag.
-        validation.convert(tree, sections.Settings, where=override.flag)
-    merged = validation.convert(tree, sections.Settings, where=where)
+        validation.to_struct(tree, sections.Settings, where=override.flag)
+    merged = validation.to_struct(tree, sections.Settings, where=where)
     flags = sorted({override.flag for override in overrides})
-    listed = "--endpoints" if "--endpoints" in flags else validation.place(where, ("pool",))
+    listed = "--endpoints" if "--endpoints" in flags else validation.location(where, ("pool",))
     entries(merged.pool, where=listed)
     for at, pool in enumerate(merged.pools):
-        entries(pool, where=validation.place(where, ("pools", at)))
-    together(merged, where=f"{where} with {', '.join(flags)}" if flags else where)
+        entries(pool, where=validation.location(where, ("pools", at)))
+    check_compatible(merged, where=f"{where} with {', '.join(flags)}" if flags else where)
     return _anchored(merged, document.folder)
 
 
-def entries(pool: pool_schema.Source, *, where: str) -> tuple[endpoint_list.Entry, ...]:
+def entries(
+    pool: pool_schema.PoolSource, *, where: str
+) -> tuple[endpoint_list.EndpointListEntry, ...]:
     """The endpoints listed in the pool section, read as those of an endpoints file are.
 
     Args:
@@ -199,7 +205,7 @@ def _anchored(merged: sections.Settings, folder: str) -> sections.Settings:
     )
 
 
-def _known_kind(document: Document) -> None:
+def _known_kind(document: ConfigDocument) -> None:
     tree = document.tree
     for key, value in (("apiVersion", sections.API_VERSION), ("kind", sections.KIND)):
         if key not in tree:
@@ -211,7 +217,7 @@ def _known_kind(document: Document) -> None:
             )
 
 
-def together(merged: sections.Settings, *, where: str) -> None:
+def check_compatible(merged: sections.Settings, *, where: str) -> None:
     """Refuse settings that are right one by one and cannot be meant together.
 
     Args:
@@ -222,10 +228,10 @@ def together(merged: sections.Settings, *, where: str) -> None:
         ConfigError: Names the field that contradicts another one.
     """
     scrape, limits = merged.scrape, merged.limits
-    pools.together(merged, where=where)
+    pools.check_compatible(merged, where=where)
     if scrape.stale_after_s <= scrape.busy_interval_s:
         raise ConfigError(
-            validation.place(where, ("scrape", "stale_after_s")),
+            validation.location(where, ("scrape", "stale_after_s")),
             wanted=f"more than busy_interval_s ({scrape.busy_interval_s:g})",
             found=f"{scrape.stale_after_s:g}",
             fix="raise it, or every load counts as unknown before the next scrape",
@@ -233,14 +239,14 @@ def together(merged: sections.Settings, *, where: str) -> None:
     least = body_buffer.SHARES * limits.max_body_bytes
     if limits.max_body_bytes > body_buffer.ALWAYS_TAKEN_BYTES and limits.max_assembly_bytes < least:
         raise ConfigError(
-            validation.place(where, ("limits", "max_assembly_bytes")),
+            validation.location(where, ("limits", "max_assembly_bytes")),
             wanted=f"at least {body_buffer.SHARES} times max_body_bytes ({least})",
             found=str(limits.max_assembly_bytes),
             fix="raise it or lower max_body_bytes, or the largest body is never let in",
         )
     if merged.server.cert_path and not merged.server.secure_serving:
         raise ConfigError(
-            validation.place(where, ("server", "cert_path")),
+            validation.location(where, ("server", "cert_path")),
             wanted="no certificate while secure_serving is false",
             found=merged.server.cert_path,
             fix="set secure_serving to true or remove cert_path",
@@ -272,7 +278,7 @@ def _refuse_unusable(
         raise ConfigError(
             where,
             wanted=f"at most {_DEEPEST} levels",
-            found=f"more, below {validation.spell(path[:3])}",
+            found=f"more, below {validation.format_path(path[:3])}",
             fix="an anchor refers to what it stands in; write the value out",
         )
     if isinstance(tree, dict):
@@ -283,7 +289,7 @@ def _refuse_unusable(
             _refuse_unusable(value, where=where, path=(*path, at), seen=seen)
     elif isinstance(tree, float) and not math.isfinite(tree):
         raise ConfigError(
-            validation.place(where, path),
+            validation.location(where, path),
             wanted="a finite number",
             found=str(tree),
             fix="write a number; a very large one is as good as infinity",

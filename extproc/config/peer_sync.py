@@ -7,7 +7,7 @@ import msgspec
 from extproc.config import constraints
 
 
-class Sharing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PeerSyncSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How pickers tell each other what they sent and what ended, through a stream in Redis or Valkey.
 
     It is never on the path of a request; while the server is away, pickers go on as without it.

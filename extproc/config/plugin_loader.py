@@ -46,7 +46,7 @@ _CONTENT = "__extproc_content__"
 _KIND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
-class Brought(msgspec.Struct, frozen=True):
+class ExternalPlugins(msgspec.Struct, frozen=True):
     """Plugin classes of one file or package.
 
     Attributes:
@@ -59,11 +59,11 @@ class Brought(msgspec.Struct, frozen=True):
 
 
 def tables(
-    scheduling: scheduling_schema.Scheduling,
+    scheduling: scheduling_schema.SchedulingSection,
     *,
     where: str,
-    guards: plugin_guard.Guards | None = None,
-) -> registry.Tables:
+    guards: plugin_guard.GuardFactory | None = None,
+) -> registry.PluginRegistry:
     """Every kind a configuration may name: the built-in ones and those of others.
 
     Args:
@@ -76,17 +76,17 @@ def tables(
         ConfigError: A file cannot be read or imported, brings no plugin or a broken one, or a kind
             exists already.
     """
-    limits = plugin_guard.Limits(budget_s=scheduling.plugin_budget_ms / 1000)
+    limits = plugin_guard.GuardLimits(budget_s=scheduling.plugin_budget_ms / 1000)
     brought = [*installed()]
     for at, name in enumerate(scheduling.plugin_files):
-        spot = validation.place(where, ("scheduling", "plugin_files", at))
+        spot = validation.location(where, ("scheduling", "plugin_files", at))
         brought.append(from_file(Path(name), where=spot))
     return combine(brought, guards and msgspec.structs.replace(guards, limits=limits))
 
 
 def combine(
-    brought: Sequence[Brought], guards: plugin_guard.Guards | None = None
-) -> registry.Tables:
+    brought: Sequence[ExternalPlugins], guards: plugin_guard.GuardFactory | None = None
+) -> registry.PluginRegistry:
     """The built-in kinds and those that were brought.
 
     Raises:
@@ -111,7 +111,7 @@ def combine(
                         fix=f"give {cls.__name__} another kind",
                     )
                 table[kind] = cls
-    return registry.Tables(**made, outsiders=outsiders, guards=guards)
+    return registry.PluginRegistry(**made, external=outsiders, guards=guards)
 
 
 def roles(cls: type) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def roles(cls: type) -> tuple[str, ...]:
     return tuple(method for method in METHODS if callable(getattr(cls, method, None)))
 
 
-def installed() -> Iterator[Brought]:
+def installed() -> Iterator[ExternalPlugins]:
     """What installed packages bring, by the name of their entry points.
 
     Raises:
@@ -139,9 +139,9 @@ def installed() -> Iterator[Brought]:
                 fix="correct the package or uninstall it",
             ) from error
         if isinstance(loaded, ModuleType):
-            yield _brought(loaded, origin)
+            yield _defined_plugins(loaded, origin)
         else:
-            yield Brought(origin, (_checked(loaded, origin),))
+            yield ExternalPlugins(origin, (_checked(loaded, origin),))
 
 
 @lru_cache(maxsize=4)
@@ -150,7 +150,7 @@ def _points(_: tuple[str, ...]) -> Sequence[metadata.EntryPoint]:
     return sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name)
 
 
-def from_file(path: Path, *, where: str) -> Brought:
+def from_file(path: Path, *, where: str) -> ExternalPlugins:
     """Take the plugins of a Python file, and run it unless its last run had the same content.
 
     Args:
@@ -176,12 +176,12 @@ def from_file(path: Path, *, where: str) -> Brought:
     module.__file__ = str(path)
     before = sys.modules.get(module.__name__)
     if before is not None and getattr(before, _CONTENT, None) == source:
-        return _brought(before, str(path))
+        return _defined_plugins(before, str(path))
     setattr(module, _CONTENT, source)
     sys.modules[module.__name__] = module
     try:
         _execute(source, module, path)
-        return _brought(module, str(path))
+        return _defined_plugins(module, str(path))
     except BaseException:
         del sys.modules[module.__name__]
         if before is not None:
@@ -213,7 +213,7 @@ def _execute(source: bytes, module: ModuleType, path: Path) -> None:
         ) from error
 
 
-def _brought(module: ModuleType, origin: str) -> Brought:
+def _defined_plugins(module: ModuleType, origin: str) -> ExternalPlugins:
     """The plugins a module defines; what it only imports is not its own."""
     own = [
         value
@@ -229,7 +229,7 @@ def _brought(module: ModuleType, origin: str) -> Brought:
             found=nameless,
             fix="add one; `extproc plugin template scorer` prints a start",
         )
-    return Brought(origin, tuple(_checked(cls, origin) for cls in plugins))
+    return ExternalPlugins(origin, tuple(_checked(cls, origin) for cls in plugins))
 
 
 def _checked(cls: Any, origin: str) -> type:

@@ -28,7 +28,7 @@ class RewriteTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     weight: Weight | None = None
 
 
-class Rewrite(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RewriteEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Requests for these models go to others.
 
     Attributes:
@@ -40,21 +40,23 @@ class Rewrite(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     targets: Annotated[tuple[RewriteTarget, ...], msgspec.Meta(min_length=1)]
 
 
-def policy(objectives: Mapping[str, int], rewrites: Sequence[Rewrite]) -> inference_policy.Policy:
+def policy(
+    objectives: Mapping[str, int], rewrites: Sequence[RewriteEntry]
+) -> inference_policy.InferencePolicy:
     """The sections as a value."""
     if not (objectives or rewrites):
-        return inference_policy.NONE
+        return inference_policy.EMPTY_POLICY
     rules = [
-        inference_policy.Rule(
+        inference_policy.RewriteRule(
             each.models,
-            tuple(inference_policy.Target(one.model, one.weight) for one in each.targets),
+            tuple(inference_policy.TargetModel(one.model, one.weight) for one in each.targets),
         )
         for each in rewrites
     ]
-    return inference_policy.Policy(objectives, tuple(rules))
+    return inference_policy.InferencePolicy(objectives, tuple(rules))
 
 
-def lines(objectives: Mapping[str, int], rewrites: Sequence[Rewrite]) -> Iterator[str]:
+def lines(objectives: Mapping[str, int], rewrites: Sequence[RewriteEntry]) -> Iterator[str]:
     """The sections in words, for `extproc check`."""
     if objectives:
         ranked = sorted(objectives.items(), key=lambda pair: (-pair[1], pair[0]))
@@ -69,7 +71,7 @@ def lines(objectives: Mapping[str, int], rewrites: Sequence[Rewrite]) -> Iterato
         head = " " * len(head)
 
 
-def remarks(rewrites: Sequence[Rewrite], where: str) -> Iterator[str]:
+def warnings(rewrites: Sequence[RewriteEntry], where: str) -> Iterator[str]:
     """Rewrites that are allowed and probably not meant.
 
     Args:

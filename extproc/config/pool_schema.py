@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from extproc.config import constraints, policy_schema, scheduling_schema
-from extproc.config.autoscaling import Scaling
-from extproc.config.discovered_matches import ClaimRule
+from extproc.config.autoscaling import ScalingSection
+from extproc.config.discovered_matches import MatchRule
 from extproc.discovery.kubernetes import settings as watching
 from extproc.election import settings as electing
 from extproc.routing import pool_match
@@ -33,7 +33,7 @@ class EndpointEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     labels: Mapping[str, str] = {}
 
 
-class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KubernetesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The endpoints of a pool in a Kubernetes cluster: exactly one of the first three fields.
 
     Attributes:
@@ -61,7 +61,7 @@ class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     port: str = ""
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PoolSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where endpoints come from: a list, a file that is watched, or Kubernetes.
 
     Attributes:
@@ -84,14 +84,14 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     name: str = ""
     endpoints: tuple[constraints.Name | EndpointEntry, ...] = ()
     endpoints_file: str = ""
-    kubernetes: Kubernetes | None = None
+    kubernetes: KubernetesSection | None = None
     dns_refresh_s: constraints.PositiveSeconds = 30.0
     objectives: Mapping[constraints.BoundedName, policy_schema.Priority] = {}
-    rewrites: tuple[policy_schema.Rewrite, ...] = ()
-    autoscaling: Scaling | None = None
+    rewrites: tuple[policy_schema.RewriteEntry, ...] = ()
+    autoscaling: ScalingSection | None = None
 
 
-class Pool(Source, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PoolSection(PoolSource, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One pool of several in a process.
 
     Attributes:
@@ -115,18 +115,18 @@ class Pool(Source, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """
 
     name: constraints.Name
-    match: pool_match.Claim = pool_match.Claim()
-    scheduling: scheduling_schema.Scheduling | None = None
+    match: pool_match.PoolMatch = pool_match.PoolMatch()
+    scheduling: scheduling_schema.SchedulingSection | None = None
 
 
-class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the Kubernetes cluster is reached, and what of it concerns the whole process.
 
     Attributes:
         kubeconfig: Path of a kubeconfig file. Empty: the pod's service account if there is one,
             else what KUBECONFIG names, else the usual place.
         context: Context in that file; empty for its current one.
-        every_pool: Serve every InferencePool of a `namespace`, or of the whole `cluster`, as a pool
+        discover_pools: Serve every InferencePool of a `namespace`, or of the whole `cluster`, as a pool
             of its own, beside those written out. `none`: only those.
         namespace: For `every_pool: namespace`. Empty: the one this process runs in.
         claims: Which claims of such pools, stated by annotations of their InferencePools, are in
@@ -144,10 +144,10 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     kubeconfig: str = ""
     context: str = ""
-    every_pool: Literal["none", "namespace", "cluster"] = "none"
+    discover_pools: Literal["none", "namespace", "cluster"] = "none"
     namespace: str = ""
-    claims: tuple[ClaimRule, ...] = ()
+    claims: tuple[MatchRule, ...] = ()
     policies: bool = True
     override_ip: bool = False
     leader_election: bool = False
-    lease: electing.Settings = electing.Settings()
+    lease: electing.ElectionSettings = electing.ElectionSettings()

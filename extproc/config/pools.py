@@ -19,7 +19,7 @@ from extproc.errors import ConfigError
 from extproc.routing import pool_match
 
 
-class Planned(msgspec.Struct, frozen=True):
+class PoolPlan(msgspec.Struct, frozen=True):
     """One pool as it is to be built.
 
     Attributes:
@@ -29,18 +29,18 @@ class Planned(msgspec.Struct, frozen=True):
     """
 
     name: str
-    claim: pool_match.Claim
+    claim: pool_match.PoolMatch
     settings: sections.Settings
 
 
-def planned(settings: sections.Settings) -> Sequence[Planned]:
+def pool_plans(settings: sections.Settings) -> Sequence[PoolPlan]:
     """The pools that are written out; none where all come from Kubernetes."""
     if not settings.pools:
-        if settings.cluster.every_pool != "none" and not given(settings.pool):
+        if settings.cluster.discover_pools != "none" and not has_source(settings.pool):
             return ()
-        return (Planned(settings.pool.name, pool_match.Claim(), settings),)
+        return (PoolPlan(settings.pool.name, pool_match.PoolMatch(), settings),)
     return [
-        Planned(
+        PoolPlan(
             pool.name,
             pool.match,
             msgspec.structs.replace(
@@ -54,13 +54,15 @@ def planned(settings: sections.Settings) -> Sequence[Planned]:
     ]
 
 
-def brought(settings: sections.Settings, name: str, claim: pool_match.Claim) -> Planned:
+def discovered_pool_plan(
+    settings: sections.Settings, name: str, claim: pool_match.PoolMatch
+) -> PoolPlan:
     """A pool that Kubernetes brings and nobody wrote out."""
-    pool = pool_schema.Source(name=name)
-    return Planned(name, claim, msgspec.structs.replace(settings, pool=pool, pools=()))
+    pool = pool_schema.PoolSource(name=name)
+    return PoolPlan(name, claim, msgspec.structs.replace(settings, pool=pool, pools=()))
 
 
-def given(pool: pool_schema.Source) -> bool:
+def has_source(pool: pool_schema.PoolSource) -> bool:
     """Whether a section says where endpoints come from."""
     return any(_sources(pool))
 
@@ -68,25 +70,25 @@ def given(pool: pool_schema.Source) -> bool:
 def from_kubernetes(settings: sections.Settings) -> bool:
     """Whether anything comes from a cluster."""
     pools = settings.pools or (settings.pool,)
-    return settings.cluster.every_pool != "none" or any(pool.kubernetes for pool in pools)
+    return settings.cluster.discover_pools != "none" or any(pool.kubernetes for pool in pools)
 
 
-def scaled(settings: sections.Settings) -> bool:
+def scales_kubernetes_objects(settings: sections.Settings) -> bool:
     """Whether objects of a cluster are scaled, which one replica may do."""
     pools = settings.pools or (settings.pool,)
-    if settings.cluster.every_pool != "none":
-        found = settings.autoscaling.found
+    if settings.cluster.discover_pools != "none":
+        found = settings.autoscaling.discovered_pools
         if any(rule.target is not None or rule.annotations for rule in found):
             return True
     return any(pool.autoscaling is not None and pool.autoscaling.target for pool in pools)
 
 
-def followed(pool: pool_schema.Source) -> bool:
+def is_static(pool: pool_schema.PoolSource) -> bool:
     """Whether the process itself knows where endpoints are, so that nobody brings them."""
     return bool(pool.endpoints or pool.endpoints_file)
 
 
-def together(settings: sections.Settings, *, where: str) -> None:
+def check_compatible(settings: sections.Settings, *, where: str) -> None:
     """Refuse sections that are right one by one and cannot be meant together.
 
     Args:
@@ -96,22 +98,22 @@ def together(settings: sections.Settings, *, where: str) -> None:
     Raises:
         ConfigError: Several sources in one pool, a name twice, or a pool besides pools.
     """
-    sections_of: list[tuple[validation.Path, pool_schema.Source]] = [(("pool",), settings.pool)]
+    sections_of: list[tuple[validation.Path, pool_schema.PoolSource]] = [(("pool",), settings.pool)]
     sections_of += [(("pools", at), pool) for at, pool in enumerate(settings.pools)]
     for path, pool in sections_of:
-        _one_source(pool, validation.place(where, path))
+        _one_source(pool, validation.location(where, path))
         if pool.autoscaling is not None:
             autoscaling.checked(
-                pool.autoscaling, where=validation.place(where, (*path, "autoscaling"))
+                pool.autoscaling, where=validation.location(where, (*path, "autoscaling"))
             )
         if pool.kubernetes is not None:
-            _one_object(pool.kubernetes, validation.place(where, (*path, "kubernetes")))
-    _found(settings, where)
+            _one_object(pool.kubernetes, validation.location(where, (*path, "kubernetes")))
+    _check_discovered(settings, where)
     if not settings.scheduling.allow_unsupported:
         _supported(settings, where)
-    if settings.pools and given(settings.pool):
+    if settings.pools and has_source(settings.pool):
         raise ConfigError(
-            validation.place(where, ("pools",)),
+            validation.location(where, ("pools",)),
             wanted="pool or pools",
             found="both",
             fix="make the one in `pool` the first of `pools`, with a name",
@@ -120,15 +122,15 @@ def together(settings: sections.Settings, *, where: str) -> None:
     for at, one in enumerate(settings.pools):
         if one.name in names:
             raise ConfigError(
-                validation.place(where, ("pools", at, "name")),
+                validation.location(where, ("pools", at, "name")),
                 wanted="every name once",
                 found=f"{one.name} again",
                 fix="give it another name",
             )
         names.add(one.name)
-        if not given(one):
+        if not has_source(one):
             raise ConfigError(
-                validation.place(where, ("pools", at)),
+                validation.location(where, ("pools", at)),
                 wanted="endpoints, endpoints_file, kubernetes or autoscaling.launch",
                 found="none of them",
                 fix="say where its endpoints come from",
@@ -137,7 +139,7 @@ def together(settings: sections.Settings, *, where: str) -> None:
 
 def _supported(settings: sections.Settings, where: str) -> None:
     """Refuse rules, of all requests, pools or models, that ask for what is missing here."""
-    scheduled: list[tuple[validation.Path, scheduling_schema.Scheduling]] = [
+    scheduled: list[tuple[validation.Path, scheduling_schema.SchedulingSection]] = [
         (("scheduling",), settings.scheduling)
     ]
     scheduled += [
@@ -151,22 +153,22 @@ def _supported(settings: sections.Settings, where: str) -> None:
             epp_config.check_supported(own, (*path, "models", model), where=where)
 
 
-def _found(settings: sections.Settings, where: str) -> None:
-    rules = settings.autoscaling.found
+def _check_discovered(settings: sections.Settings, where: str) -> None:
+    rules = settings.autoscaling.discovered_pools
     for at, rule in enumerate(rules):
         discovered_scaling.checked(
-            rule, where=validation.place(where, ("autoscaling", "found", at))
+            rule, where=validation.location(where, ("autoscaling", "found", at))
         )
-    if rules and settings.cluster.every_pool == "none":
+    if rules and settings.cluster.discover_pools == "none":
         raise ConfigError(
-            validation.place(where, ("autoscaling", "found")),
+            validation.location(where, ("autoscaling", "found")),
             wanted="pools that Kubernetes brings",
             found="cluster.every_pool: none",
             fix="set cluster.every_pool, or write pool.autoscaling",
         )
 
 
-def _one_source(pool: pool_schema.Source, where: str) -> None:
+def _one_source(pool: pool_schema.PoolSource, where: str) -> None:
     found = list(_sources(pool))
     if len(found) > 1:
         raise ConfigError(
@@ -177,7 +179,7 @@ def _one_source(pool: pool_schema.Source, where: str) -> None:
         )
 
 
-def _sources(pool: pool_schema.Source) -> Iterator[str]:
+def _sources(pool: pool_schema.PoolSource) -> Iterator[str]:
     if pool.endpoints:
         yield "endpoints"
     if pool.endpoints_file:
@@ -188,7 +190,7 @@ def _sources(pool: pool_schema.Source) -> Iterator[str]:
         yield "autoscaling.launch"
 
 
-def _one_object(found: pool_schema.Kubernetes, where: str) -> None:
+def _one_object(found: pool_schema.KubernetesSection, where: str) -> None:
     named = [
         name
         for name, value in (
@@ -222,7 +224,7 @@ def _one_object(found: pool_schema.Kubernetes, where: str) -> None:
         )
 
 
-def _plain(pool: pool_schema.Pool) -> pool_schema.Source:
+def _plain(pool: pool_schema.PoolSection) -> pool_schema.PoolSource:
     """The part of a pool that a process with one pool would have in `pool`."""
-    fields = {name: getattr(pool, name) for name in pool_schema.Source.__struct_fields__}
-    return pool_schema.Source(**fields)
+    fields = {name: getattr(pool, name) for name in pool_schema.PoolSource.__struct_fields__}
+    return pool_schema.PoolSource(**fields)

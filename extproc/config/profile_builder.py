@@ -16,7 +16,7 @@ Role = Literal["filters", "scorers", "costs", "pickers"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
-class Part(msgspec.Struct, frozen=True):
+class PluginSpec(msgspec.Struct, frozen=True):
     """One plugin of a profile.
 
     Attributes:
@@ -28,13 +28,13 @@ class Part(msgspec.Struct, frozen=True):
     """
 
     role: Role
-    plugin: scheduling_schema.Plugin
+    plugin: scheduling_schema.PluginEntry
     path: validation.Path
     params: str
     weight: float = 1.0
 
 
-class Outline(msgspec.Struct, frozen=True):
+class ProfileSpec(msgspec.Struct, frozen=True):
     """A profile.
 
     Attributes:
@@ -45,31 +45,31 @@ class Outline(msgspec.Struct, frozen=True):
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[PluginSpec, ...]
     path: validation.Path
-    picker: scheduling_schema.Plugin
+    picker: scheduling_schema.PluginEntry
 
-    def of(self, role: Role) -> tuple[Part, ...]:
+    def parts_of(self, role: Role) -> tuple[PluginSpec, ...]:
         """The parts of one role."""
         return tuple(part for part in self.parts if part.role == role)
 
 
-def by_roles(entry: scheduling_schema.ProfileEntry, path: validation.Path) -> Outline:
+def by_roles(entry: scheduling_schema.ProfileEntry, path: validation.Path) -> ProfileSpec:
     """The outline of a profile that lists its plugins by roles.
 
     Args:
         entry: The profile.
         path: Where it stands in the file.
     """
-    return Outline(entry.name, tuple(_parts(entry, path)), path, entry.picker)
+    return ProfileSpec(entry.name, tuple(_parts(entry, path)), path, entry.picker)
 
 
-def _parts(entry: scheduling_schema.ProfileEntry, path: validation.Path) -> Iterator[Part]:
+def _parts(entry: scheduling_schema.ProfileEntry, path: validation.Path) -> Iterator[PluginSpec]:
     for at, keep in enumerate(entry.filters):
-        yield Part("filters", keep, (*path, "filters", at), "params")
+        yield PluginSpec("filters", keep, (*path, "filters", at), "params")
     for at, scorer in enumerate(entry.scorers):
         spot = (*path, "scorers", at)
-        yield Part("scorers", scorer, spot, "params", scorer.weight)
+        yield PluginSpec("scorers", scorer, spot, "params", scorer.weight)
     if entry.cost is not None:
-        yield Part("costs", entry.cost, (*path, "cost"), "params")
-    yield Part("pickers", entry.picker, (*path, "picker"), "params")
+        yield PluginSpec("costs", entry.cost, (*path, "cost"), "params")
+    yield PluginSpec("pickers", entry.picker, (*path, "picker"), "params")

@@ -19,9 +19,9 @@ from extproc.config import settings as sections
 from extproc.errors import ConfigError
 from extproc.scheduling import filter_tree, plugin_guard, presets, registry
 from extproc.scheduling.framework import Filter, Plugin, Signal
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.profile import SchedulerProfile
 
-Found = TypeVar("Found", bound=Plugin)
+PluginT = TypeVar("PluginT", bound=Plugin)
 
 _SCHEDULING: validation.Path = ("scheduling",)
 
@@ -36,7 +36,7 @@ _PROVIDED_BY: Mapping[Signal, str] = {
 }
 
 
-class Profiles(msgspec.Struct, frozen=True):
+class ResolvedProfiles(msgspec.Struct, frozen=True):
     """The profiles of one configuration.
 
     Attributes:
@@ -45,28 +45,28 @@ class Profiles(msgspec.Struct, frozen=True):
         origins: What each was built from, by the same names; the profile of all is under None.
     """
 
-    profile: Profile
-    by_model: Mapping[str, Profile]
-    origins: Mapping[str | None, Origin]
+    profile: SchedulerProfile
+    by_model: Mapping[str, SchedulerProfile]
+    origins: Mapping[str | None, ProfileOrigin]
 
 
-class Origin(msgspec.Struct, frozen=True):
+class ProfileOrigin(msgspec.Struct, frozen=True):
     """Everything a profile depends on.
 
     Attributes:
         rules: Of the configuration.
-        outsiders: Classes of others that the rules may name; an edited file makes new ones.
+        external: Classes of others that the rules may name; an edited file makes new ones.
         budget_ms: What a call of one of these may take; 0 where there are none.
     """
 
-    rules: scheduling_schema.Rules
-    outsiders: frozenset[type]
+    rules: scheduling_schema.SchedulingRules
+    external: frozenset[type]
     budget_ms: float
 
 
-def resolve(
-    settings: sections.Settings, *, where: str, guards: plugin_guard.Guards | None = None
-) -> Profile:
+def build_profile(
+    settings: sections.Settings, *, where: str, guards: plugin_guard.GuardFactory | None = None
+) -> SchedulerProfile:
     """The profile that settings mean.
 
     Args:
@@ -86,28 +86,30 @@ def resolve_all(
     settings: sections.Settings,
     *,
     where: str,
-    guards: plugin_guard.Guards | None = None,
-    before: Profiles | None = None,
-) -> Profiles:
+    guards: plugin_guard.GuardFactory | None = None,
+    before: ResolvedProfiles | None = None,
+) -> ResolvedProfiles:
     """The profile for all models, and those of models with rules of their own.
 
     Args:
-        settings: See `resolve`.
-        where: See `resolve`.
-        guards: See `resolve`.
+        settings: See `build_profile`.
+        where: See `build_profile`.
+        guards: See `build_profile`.
         before: Profiles in force. One that would be built from the same is kept as it is: its plugins
             remember sessions, turns and means that nothing else knows.
 
     Raises:
-        ConfigError: See `resolve`.
+        ConfigError: See `build_profile`.
     """
     scheduling = settings.scheduling
     tables = plugin_loader.tables(scheduling, where=where, guards=guards)
     signals = provided(settings)
 
-    origins: dict[str | None, Origin] = {}
+    origins: dict[str | None, ProfileOrigin] = {}
 
-    def ruled(rules: scheduling_schema.Rules, model: str | None, *path: validation.Step) -> Profile:
+    def ruled(
+        rules: scheduling_schema.SchedulingRules, model: str | None, *path: validation.Step
+    ) -> SchedulerProfile:
         profile = _ruled(rules, path, where=where, tables=tables)
         _require(profile, signals, where=where, path=path)
         origin = origins[model] = _origin(rules, tables, scheduling.plugin_budget_ms)
@@ -121,15 +123,19 @@ def resolve_all(
         name: ruled(rules, name, *_SCHEDULING, "models", name)
         for name, rules in scheduling.models.items()
     }
-    return Profiles(ruled(scheduling, None, *_SCHEDULING), by_model, origins)
+    return ResolvedProfiles(ruled(scheduling, None, *_SCHEDULING), by_model, origins)
 
 
-def _origin(rules: scheduling_schema.Rules, tables: registry.Tables, budget_ms: float) -> Origin:
-    own = {name: getattr(rules, name) for name in scheduling_schema.Rules.__struct_fields__}
-    plain = scheduling_schema.Rules(**own)
-    words = set(_words(msgspec.to_builtins(plain))) if tables.outsiders else set()
-    used = frozenset(cls for cls in tables.outsiders if getattr(cls, "kind", "") in words)
-    return Origin(plain, used, budget_ms if used else 0.0)
+def _origin(
+    rules: scheduling_schema.SchedulingRules, tables: registry.PluginRegistry, budget_ms: float
+) -> ProfileOrigin:
+    own = {
+        name: getattr(rules, name) for name in scheduling_schema.SchedulingRules.__struct_fields__
+    }
+    plain = scheduling_schema.SchedulingRules(**own)
+    words = set(_words(msgspec.to_builtins(plain))) if tables.external else set()
+    used = frozenset(cls for cls in tables.external if getattr(cls, "kind", "") in words)
+    return ProfileOrigin(plain, used, budget_ms if used else 0.0)
 
 
 def _words(tree: object) -> Iterator[str]:
@@ -145,16 +151,20 @@ def _words(tree: object) -> Iterator[str]:
 
 
 def _ruled(
-    rules: scheduling_schema.Rules, path: validation.Path, *, where: str, tables: registry.Tables
-) -> Profile:
+    rules: scheduling_schema.SchedulingRules,
+    path: validation.Path,
+    *,
+    where: str,
+    tables: registry.PluginRegistry,
+) -> SchedulerProfile:
     """Both grammars come to an outline, and an outline to a profile."""
     if rules.profile is not None:
-        return _made(
+        return _build(
             profile_builder.by_roles(rules.profile, (*path, "profile")), tables, where=where
         )
     if not rules.plugins:
         return _named(rules.strategy, path, where=where)
-    return _made(epp_config.by_reference(rules, tables, path, where=where), tables, where=where)
+    return _build(epp_config.by_reference(rules, tables, path, where=where), tables, where=where)
 
 
 def provided(settings: sections.Settings) -> frozenset[Signal]:
@@ -167,18 +177,18 @@ def provided(settings: sections.Settings) -> frozenset[Signal]:
     return frozenset(signals)
 
 
-def plugins(profile: Profile) -> tuple[Plugin, ...]:
+def plugins(profile: SchedulerProfile) -> tuple[Plugin, ...]:
     """Every plugin of a profile, in the order they run."""
     return profile.plugins
 
 
-def _named(strategy: str, path: validation.Path, *, where: str) -> Profile:
+def _named(strategy: str, path: validation.Path, *, where: str) -> SchedulerProfile:
     named = presets.profiles()
     profile = named.get(strategy)
     if profile is None:
-        meant = validation.nearest(strategy, named)
+        meant = validation.closest_name(strategy, named)
         raise ConfigError(
-            validation.place(where, (*path, "strategy")),
+            validation.location(where, (*path, "strategy")),
             wanted=f"one of {', '.join(named)}",
             found=strategy,
             fix=f"did you mean {meant}?" if meant else "name one, or write out a profile",
@@ -186,78 +196,82 @@ def _named(strategy: str, path: validation.Path, *, where: str) -> Profile:
     return profile
 
 
-def _made(written: profile_builder.Outline, tables: registry.Tables, *, where: str) -> Profile:
+def _build(
+    written: profile_builder.ProfileSpec, tables: registry.PluginRegistry, *, where: str
+) -> SchedulerProfile:
     """A profile of what was written.
 
     Raises:
         ConfigError: A kind or parameter is unknown, or there are several of what there is one of.
     """
 
-    def make(table: Mapping[str, type[Found]], part: profile_builder.Part) -> Found:
+    def make(table: Mapping[str, type[PluginT]], part: profile_builder.PluginSpec) -> PluginT:
         spot = (*part.path, part.params)
         return _plugin(table, part.plugin, where=where, path=part.path, tables=tables, spot=spot)
 
-    filters = tuple(make(tables.filters, part) for part in written.of("filters"))
-    scorers = tuple((make(tables.scorers, part), part.weight) for part in written.of("scorers"))
-    costs = [make(tables.costs, part) for part in written.of("costs")]
-    pickers = [make(tables.pickers, part) for part in written.of("pickers")]
+    filters = tuple(make(tables.filters, part) for part in written.parts_of("filters"))
+    scorers = tuple(
+        (make(tables.scorers, part), part.weight) for part in written.parts_of("scorers")
+    )
+    costs = [make(tables.costs, part) for part in written.parts_of("costs")]
+    pickers = [make(tables.pickers, part) for part in written.parts_of("pickers")]
     for what, found in (("picker", pickers), ("cost model", costs)):
         if len(found) > 1:
             raise ConfigError(
-                validation.place(where, written.path),
+                validation.location(where, written.path),
                 wanted=f"one {what}",
                 found=", ".join(one.kind for one in found),
                 fix="keep one",
             )
     if not pickers:
-        usual = profile_builder.Part("pickers", written.picker, written.path, "params")
+        usual = profile_builder.PluginSpec("pickers", written.picker, written.path, "params")
         pickers = [make(tables.pickers, usual)]
-    return Profile(written.name, filters, scorers, pickers[0], costs[0] if costs else None)
+    return SchedulerProfile(written.name, filters, scorers, pickers[0], costs[0] if costs else None)
 
 
 def _plugin(
-    table: Mapping[str, type[Found]],
-    entry: scheduling_schema.Plugin,
+    table: Mapping[str, type[PluginT]],
+    entry: scheduling_schema.PluginEntry,
     *,
     where: str,
     path: validation.Path,
-    tables: registry.Tables,
+    tables: registry.PluginRegistry,
     spot: validation.Path,
-) -> Found:
-    kind = registry.find(table, entry.kind, where=validation.place(where, (*path, "kind")))
+) -> PluginT:
+    kind = registry.find(table, entry.kind, where=validation.location(where, (*path, "kind")))
     params = dict(entry.params)
-    if issubclass(kind, filter_tree.Tree):
+    if issubclass(kind, filter_tree.FilterTree):
 
-        def below(node: scheduling_schema.Plugin, at: validation.Path) -> Filter:
+        def below(node: scheduling_schema.PluginEntry, at: validation.Path) -> Filter:
             spot = (*at, "params")
             return _plugin(tables.filters, node, where=where, path=at, tables=tables, spot=spot)
 
-        params = filter_tree_syntax.grown(params, below, where=where, path=spot)
+        params = filter_tree_syntax.build_tree_params(params, below, where=where, path=spot)
     try:
-        made = validation.convert(params, kind, where=where, path=spot)
+        made = validation.to_struct(params, kind, where=where, path=spot)
         if not isinstance(made.needs, frozenset):
             raise TypeError("its needs are no frozenset")  # noqa: TRY301 - told as its own errors are
     except ConfigError:
         raise
     except Exception as error:  # a check of its own, in a plugin of others
         raise ConfigError(
-            validation.place(where, spot),
+            validation.location(where, spot),
             wanted=f"parameters that {entry.kind} takes",
             found=f"{type(error).__name__}: {error}",
             fix="change the parameters, or correct the plugin",
         ) from error
-    return tables.seated(made)
+    return tables.with_guard(made)
 
 
 def _require(
-    profile: Profile, signals: frozenset[Signal], *, where: str, path: validation.Path
+    profile: SchedulerProfile, signals: frozenset[Signal], *, where: str, path: validation.Path
 ) -> None:
     for plugin in plugins(profile):
         missing = sorted(plugin.needs - signals, key=lambda signal: signal.value)
         if missing:
             names = ", ".join(signal.value for signal in missing)
             raise ConfigError(
-                validation.place(where, path),
+                validation.location(where, path),
                 wanted=f"every signal that profile {profile.name} reads",
                 found=f"nobody who provides {names}, which {plugin.kind} needs",
                 fix=f"{_PROVIDED_BY[missing[0]]}, or take {plugin.kind} out",

@@ -16,7 +16,7 @@ from extproc.config import pool_schema, validation
 from extproc.config.settings import Settings
 
 
-class Row(msgspec.Struct, frozen=True):
+class ReloadRow(msgspec.Struct, frozen=True):
     """Fields of one section, with everything below them.
 
     Attributes:
@@ -41,8 +41,8 @@ _SOURCE: Final = (
 )
 
 TABLE: Final = (
-    Row("", live=("conformance",), restart=("api_version", "kind", "seed")),
-    Row(
+    ReloadRow("", live=("conformance",), restart=("api_version", "kind", "seed")),
+    ReloadRow(
         "server",
         live=("admin_token_file",),
         restart=(
@@ -57,17 +57,17 @@ TABLE: Final = (
             "drain_timeout_s",
         ),
     ),
-    Row(
+    ReloadRow(
         "pool",
         live=("objectives", "rewrites"),
         restart=_SOURCE,
     ),
-    Row(
+    ReloadRow(
         "pools",
         live=("match", "scheduling", "objectives", "rewrites"),
         restart=_SOURCE,
     ),
-    Row(
+    ReloadRow(
         "cluster",
         live=("claims",),
         restart=(
@@ -81,7 +81,7 @@ TABLE: Final = (
             "lease",
         ),
     ),
-    Row(
+    ReloadRow(
         "scrape",
         live=("stale_after_s",),
         restart=(
@@ -100,7 +100,7 @@ TABLE: Final = (
             "models_interval_s",
         ),
     ),
-    Row(
+    ReloadRow(
         "health",
         live=(
             "failures",
@@ -114,7 +114,7 @@ TABLE: Final = (
             "slow_start_floor",
         ),
     ),
-    Row(
+    ReloadRow(
         "scheduling",
         live=(
             "strategy",
@@ -131,13 +131,13 @@ TABLE: Final = (
             "allow_unsupported",
         ),
     ),
-    Row("prefix", restart=("schedule", "capacity_blocks", "max_bytes")),
-    Row(
+    ReloadRow("prefix", restart=("schedule", "capacity_blocks", "max_bytes")),
+    ReloadRow(
         "limits",
         live=("max_body_bytes", "max_streams", "body_idle_s"),
         restart=("max_assembly_bytes", "max_message_bytes"),
     ),
-    Row(
+    ReloadRow(
         "holding",
         live=(
             "timeout_s",
@@ -156,11 +156,11 @@ TABLE: Final = (
         # Who waits is ordered already, and what tenants attained is counted with one half-life.
         restart=("enabled", "order", "fairness", "half_life_s"),
     ),
-    Row(
+    ReloadRow(
         "autoscaling",
         restart=("peers", "peer_timeout_s", "state", "state_file", "save_s", "found", "keda"),
     ),
-    Row(
+    ReloadRow(
         "answers",
         live=(
             "marker",
@@ -171,10 +171,10 @@ TABLE: Final = (
             "list_models",
         ),
     ),
-    Row("explain", live=("decisions", "header", "scores")),
-    Row("xds", restart=("enabled", "port", "health_check", "outliers")),
-    Row("sharing", restart=("url", "stream", "flush_s", "beat_s", "silent_s", "max_entries")),
-    Row("log", live=("level",)),
+    ReloadRow("explain", live=("decisions", "header", "scores")),
+    ReloadRow("xds", restart=("enabled", "port", "health_check", "outliers")),
+    ReloadRow("sharing", restart=("url", "stream", "flush_s", "beat_s", "silent_s", "max_entries")),
+    ReloadRow("log", live=("level",)),
 )
 
 _POOLS = next(row for row in TABLE if row.section == "pools")
@@ -249,14 +249,14 @@ def _merged(old: Any, new: Any, live: tuple[str, ...]) -> Any:
     return msgspec.structs.replace(old, **{name: getattr(new, name) for name in live})
 
 
-def _section(path: validation.Path, row: Row, old: Any, new: Any) -> Iterator[Change]:
+def _section(path: validation.Path, row: ReloadRow, old: Any, new: Any) -> Iterator[Change]:
     for field in msgspec.structs.fields(type(old)):
         one, other = getattr(old, field.name), getattr(new, field.name)
         yield from _leaves((*path, field.encode_name), one, other, field.name in row.live)
 
 
 def _pools(
-    before: tuple[pool_schema.Pool, ...], after: tuple[pool_schema.Pool, ...]
+    before: tuple[pool_schema.PoolSection, ...], after: tuple[pool_schema.PoolSection, ...]
 ) -> Iterator[Change]:
     old, new = ({pool.name: pool for pool in pools} for pools in (before, after))
     if list(old) != list(new):
@@ -278,7 +278,7 @@ def _leaves(path: validation.Path, old: Any, new: Any, is_live: bool) -> Iterato
             one, other = old.get(key, msgspec.UNSET), new.get(key, msgspec.UNSET)
             yield from _leaves((*path, str(key)), one, other, is_live)
     else:
-        spelled = validation.spell(path)
+        spelled = validation.format_path(path)
         hidden = spelled in _SECRET
         before, after = (_HIDDEN if hidden and value else _text(value) for value in (old, new))
         yield Change(spelled, before, after, is_live)

@@ -10,7 +10,7 @@ import msgspec
 from extproc.config import constraints
 
 
-class Plugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PluginEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A filter or the picker.
 
     Attributes:
@@ -24,20 +24,20 @@ class Plugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     params: Mapping[str, object] = {}
 
 
-class WeightedScorer(Plugin, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WeightedScorer(PluginEntry, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A scorer and its say.
 
     Attributes:
-        kind: See `Plugin`.
+        kind: See `PluginEntry`.
         weight: Factor of its score (0..1) in the total. 1: scorers are equal until somebody says
             otherwise.
-        params: See `Plugin`.
+        params: See `PluginEntry`.
     """
 
     weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
 
 
-_MAX_SCORE = Plugin(kind="max-score")
+_MAX_SCORE = PluginEntry(kind="max-score")
 
 
 class ProfileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,10 +52,10 @@ class ProfileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """
 
     name: constraints.Name = "custom"
-    filters: tuple[Plugin, ...] = ()
+    filters: tuple[PluginEntry, ...] = ()
     scorers: tuple[WeightedScorer, ...] = ()
-    picker: Plugin = _MAX_SCORE
-    cost: Plugin | None = None
+    picker: PluginEntry = _MAX_SCORE
+    cost: PluginEntry | None = None
 
 
 class NamedPlugin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -98,7 +98,7 @@ class SchedulingProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     plugins: tuple[PluginRef, ...] = ()
 
 
-class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SchedulingRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How one model, or all of them, are routed: the first of profile, plugins, strategy.
 
     Attributes:
@@ -118,7 +118,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     )
 
 
-class Scheduling(Rules, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SchedulingSection(SchedulingRules, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Which endpoint is chosen.
 
     Attributes:
@@ -135,7 +135,7 @@ class Scheduling(Rules, frozen=True, forbid_unknown_fields=True, kw_only=True):
             worked, with engines that idle.
         fallbacks: Further endpoints named after the chosen one (count). 0, because only a data
             plane with an override-host policy can use them.
-        honour_subset: Keep to the endpoints a gateway allows (EPP protocol 004, subset hint). True,
+        respect_subset: Keep to the endpoints a gateway allows (EPP protocol 004, subset hint). True,
             because ignoring it sends requests where they were not allowed.
         unknown_model: What becomes of a request for a model that no endpoint lists, once all of
             them have listed theirs: `pass` routes it as if all served it, `reject` answers 404 with
@@ -151,10 +151,10 @@ class Scheduling(Rules, frozen=True, forbid_unknown_fields=True, kw_only=True):
             endpoints, and every stream waits that long.
     """
 
-    models: Mapping[str, Rules] = {}
+    models: Mapping[str, SchedulingRules] = {}
     allow_unsupported: bool = False
     fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
-    honour_subset: bool = True
+    respect_subset: bool = True
     unknown_model: Literal["pass", "reject"] = "pass"
     kubeai_names: bool = True
     plugin_files: tuple[constraints.Name, ...] = ()

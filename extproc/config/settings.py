@@ -37,9 +37,9 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from extproc.config import constraints, pool_schema, scheduling_schema
-from extproc.config.autoscaling import Autoscaling
-from extproc.config.flow_control import Holding
-from extproc.config.peer_sync import Sharing
+from extproc.config.autoscaling import AutoscalingSection
+from extproc.config.flow_control import FlowControlSection
+from extproc.config.peer_sync import PeerSyncSection
 from extproc.parsing import usage
 from extproc.pool import condition
 from extproc.prefix_cache import blocks
@@ -52,7 +52,7 @@ KIND: Final = "ExtProcConfig"
 _MIB = 1024 * 1024
 
 
-class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ServerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where we listen, and how we leave.
 
     Attributes:
@@ -97,7 +97,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ScrapeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How loads are read from engines.
 
     Attributes:
@@ -122,7 +122,7 @@ class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             stretched. 100 cost some 4 % of a core.
         max_page_bytes: Largest page that is read (bytes). 4 MiB is 80 times a vLLM page; more is
             something else.
-        first_look_s: Seconds that readiness waits after start until every endpoint was scraped once, or
+        initial_scrape_timeout_s: Seconds that readiness waits after start until every endpoint was scraped once, or
             could not be; 0 does not wait. 3 are some scrapes; without them the first picks of a new
             replica are blind to the work of others.
         models: Also ask endpoints which models and adapters they serve (/v1/models), and send
@@ -145,12 +145,12 @@ class Scrape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     backoff_cap_s: constraints.PositiveSeconds = 10.0
     max_scrapes_per_s: constraints.PositiveRate = 100.0
     max_page_bytes: constraints.Positive = 4 * _MIB
-    first_look_s: constraints.Seconds = 3.0
+    initial_scrape_timeout_s: constraints.Seconds = 3.0
     models: bool = True
     models_interval_s: constraints.PositiveSeconds = 30.0
 
 
-class Prefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PrefixSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How prompts are cut into blocks and how much of them is remembered.
 
     Attributes:
@@ -171,7 +171,7 @@ class Prefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_bytes: constraints.Positive = DEFAULT_MAX_BYTES
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LimitsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one client, or all of them, may take.
 
     Attributes:
@@ -197,7 +197,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_message_bytes: constraints.Positive = 36 * _MIB
 
 
-class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ResponsesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is done with responses.
 
     Attributes:
@@ -205,7 +205,7 @@ class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             does; its tests look for it.
         feedback: Ask for the bodies of unstreamed answers, for the usage they report, where the
             data plane allows it. True: one message per answer.
-        stream_share: Share of streamed answers whose body is asked for as well (0..1). 0, because
+        stream_sample_ratio: Share of streamed answers whose body is asked for as well (0..1). 0, because
             every chunk then passes through us.
         restore_model: Put the client's name for its model back into answers to requests that were
             given another name (`rewrites`, or the gateway's header), and ask for their bodies where
@@ -220,13 +220,13 @@ class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     marker: bool = True
     feedback: bool = True
-    stream_share: constraints.Share = 0.0
+    stream_sample_ratio: constraints.Share = 0.0
     restore_model: bool = True
-    request_cost: Mapping[usage.Kind, float] = {}
+    request_cost: Mapping[usage.UsageKind, float] = {}
     list_models: bool | None = None
 
 
-class Explain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DecisionsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is kept and told of decisions.
 
     Attributes:
@@ -244,7 +244,7 @@ class Explain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     scores: bool = False
 
 
-class Xds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class XdsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What Envoy is told of the endpoints, for an Envoy that no gateway configures.
 
     Envoy then tries the next endpoint when one fails, and goes on while no picker is up. Each pool
@@ -264,10 +264,10 @@ class Xds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     enabled: bool = False
     port: constraints.Port = 18000
     health_check: cluster_options.HealthCheck = cluster_options.HealthCheck()
-    outliers: cluster_options.Outliers = cluster_options.Outliers()
+    outliers: cluster_options.OutlierDetection = cluster_options.OutlierDetection()
 
 
-class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LogSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is written to standard error.
 
     Attributes:
@@ -278,21 +278,21 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-_SERVER = Server()
-_SOURCE = pool_schema.Source()
-_CLUSTER = pool_schema.Cluster()
-_SCRAPE = Scrape()
-_HEALTH = condition.Settings()
-_SCHEDULING = scheduling_schema.Scheduling()
-_PREFIX = Prefix()
-_LIMITS = Limits()
-_HOLDING = Holding()
-_AUTOSCALING = Autoscaling()
-_ANSWERS = Answers()
-_EXPLAIN = Explain()
-_XDS = Xds()
-_SHARING = Sharing()
-_LOG = Log()
+_SERVER = ServerSection()
+_SOURCE = pool_schema.PoolSource()
+_CLUSTER = pool_schema.ClusterSection()
+_SCRAPE = ScrapeSection()
+_HEALTH = condition.OutlierDetectionSettings()
+_SCHEDULING = scheduling_schema.SchedulingSection()
+_PREFIX = PrefixSection()
+_LIMITS = LimitsSection()
+_FLOW_CONTROL = FlowControlSection()
+_AUTOSCALING = AutoscalingSection()
+_RESPONSES = ResponsesSection()
+_DECISIONS = DecisionsSection()
+_XDS = XdsSection()
+_PEER_SYNC = PeerSyncSection()
+_LOG = LogSection()
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -310,12 +310,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         scheduling: Which endpoint is chosen.
         prefix: How prompts are remembered.
         limits: What clients may take.
-        holding: How requests wait.
+        flow_control: How requests wait.
         autoscaling: What the autoscaling of all pools has in common.
-        answers: What is done with responses.
-        explain: What is kept and told of decisions.
+        responses: What is done with responses.
+        decisions: What is kept and told of decisions.
         xds: What Envoy is told of the endpoints.
-        sharing: How pickers tell each other of their requests.
+        peer_sync: How pickers tell each other of their requests.
         log: What is written.
         conformance: Obey the header `test-epp-endpoint-selection` and report who served. False:
             a client must not choose its endpoint outside of conformance tests.
@@ -325,21 +325,21 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     api_version: Literal["extproc/v1alpha1"] = msgspec.field(name="apiVersion", default=API_VERSION)
     kind: Literal["ExtProcConfig"] = KIND
-    server: Server = _SERVER
-    pool: pool_schema.Source = _SOURCE
-    pools: tuple[pool_schema.Pool, ...] = ()
-    cluster: pool_schema.Cluster = _CLUSTER
-    scrape: Scrape = _SCRAPE
-    health: condition.Settings = _HEALTH
-    scheduling: scheduling_schema.Scheduling = _SCHEDULING
-    prefix: Prefix = _PREFIX
-    limits: Limits = _LIMITS
-    holding: Holding = _HOLDING
-    autoscaling: Autoscaling = _AUTOSCALING
-    answers: Answers = _ANSWERS
-    explain: Explain = _EXPLAIN
-    xds: Xds = _XDS
-    sharing: Sharing = _SHARING
-    log: Log = _LOG
+    server: ServerSection = _SERVER
+    pool: pool_schema.PoolSource = _SOURCE
+    pools: tuple[pool_schema.PoolSection, ...] = ()
+    cluster: pool_schema.ClusterSection = _CLUSTER
+    scrape: ScrapeSection = _SCRAPE
+    health: condition.OutlierDetectionSettings = _HEALTH
+    scheduling: scheduling_schema.SchedulingSection = _SCHEDULING
+    prefix: PrefixSection = _PREFIX
+    limits: LimitsSection = _LIMITS
+    flow_control: FlowControlSection = _FLOW_CONTROL
+    autoscaling: AutoscalingSection = _AUTOSCALING
+    responses: ResponsesSection = _RESPONSES
+    decisions: DecisionsSection = _DECISIONS
+    xds: XdsSection = _XDS
+    peer_sync: PeerSyncSection = _PEER_SYNC
+    log: LogSection = _LOG
     conformance: bool = False
     seed: int | None = None

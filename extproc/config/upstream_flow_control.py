@@ -80,7 +80,7 @@ class _Section:
         self._tree: Mapping[str, object] = tree
         for key in tree:
             if key not in keys:
-                nearest = validation.nearest(str(key), keys)
+                nearest = validation.closest_name(str(key), keys)
                 fix = f"did you mean {nearest}?" if nearest else "remove it"
                 raise self.wrong(str(key), wanted=f"one of {', '.join(keys)}", found=key, fix=fix)
 
@@ -129,7 +129,7 @@ class _Section:
     def wrong(self, key: str, *, wanted: str, found: object, fix: str) -> ConfigError:
         """An error about a key, or about all of it."""
         path = (*self.path, key) if key else self.path
-        place = validation.place(self._where, path)
+        place = validation.location(self._where, path)
         return ConfigError(place, wanted=wanted, found=validation.show(found), fix=fix)
 
 
@@ -229,11 +229,11 @@ def _policy(
             fix = "name a plugin of this file, or its type"
             wanted = f"a policy such as {', '.join(known)}"
             raise band.wrong(key, wanted=wanted, found=name, fix=fix)
-        chosen[validation.spell(band.path)] = kind
+        chosen[validation.format_path(band.path)] = kind
     spot, kind = next(iter(chosen.items()))
     for band in bands[1:]:
         if band.get("priority") == 0:
-            spot = validation.spell(band.path)
+            spot = validation.format_path(band.path)
             kind = chosen[spot]
     ours = "fairness" if known is _FAIRNESS else "order"
     mapped = known.get(kind) or known[usual]
@@ -245,7 +245,8 @@ def _policy(
         f"{other}.{key}: {different} is not acted on: all priorities have one policy, "
         f"holding.{ours} {mapped}"
         for other, different in chosen.items()
-        if different != kind and (other != validation.spell(bands[0].path) or bands[0].get(key))
+        if different != kind
+        and (other != validation.format_path(bands[0].path) or bands[0].get(key))
     ]
     return mapped
 
@@ -262,7 +263,7 @@ def _unmapped(
         for key in ("maxRequests", "maxBytes"):
             if band.quantity(key):
                 yield (
-                    f"{validation.spell(band.path)}.{key} is not acted on: all priorities share "
+                    f"{validation.format_path(band.path)}.{key} is not acted on: all priorities share "
                     f"flowControl.{key}, and a full queue displaces the lowest priority first"
                 )
     limit = section.get("usageLimitPolicyPluginRef")

@@ -21,7 +21,7 @@ from extproc.errors import ConfigError
 Step = str | int
 Path = tuple[Step, ...]
 
-Wanted = TypeVar("Wanted")
+StructT = TypeVar("StructT")
 
 _WORDS = {
     "int": "a whole number",
@@ -37,7 +37,7 @@ _EXPECTED = re.compile(r"^Expected `(?P<types>[^`]*)`(?P<bound>.*?)(?:, got `(?P
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 
 
-def convert(tree: object, into: type[Wanted], *, where: str, path: Path = ()) -> Wanted:
+def to_struct(tree: object, into: type[StructT], *, where: str, path: Path = ()) -> StructT:
     """Make a struct of a tree.
 
     Args:
@@ -53,10 +53,10 @@ def convert(tree: object, into: type[Wanted], *, where: str, path: Path = ()) ->
     try:
         return msgspec.convert(tree, into)
     except msgspec.ValidationError as error:
-        raise _retold(str(error), tree, into, where=where, path=path) from None
+        raise _from_msgspec_error(str(error), tree, into, where=where, path=path) from None
 
 
-def spell(path: Path) -> str:
+def format_path(path: Path) -> str:
     """A path as people write it: `scheduling.profile.scorers[1].weight`."""
     text = ""
     for step in path:
@@ -67,7 +67,7 @@ def spell(path: Path) -> str:
     return text
 
 
-class Flat(str):
+class FlatDocumentName(str):
     """The name of a file in which what we keep under `root` stands at the top."""
 
     __slots__ = ("root",)
@@ -86,14 +86,14 @@ class Flat(str):
     root: Path
 
 
-def place(where: str, path: Path) -> str:
+def location(where: str, path: Path) -> str:
     """File and path, for the head of an error."""
-    if isinstance(where, Flat) and path[: len(where.root)] == where.root:
+    if isinstance(where, FlatDocumentName) and path[: len(where.root)] == where.root:
         path = path[len(where.root) :]
-    return f"{where}: {spell(path)}" if path else str(where)
+    return f"{where}: {format_path(path)}" if path else str(where)
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def closest_name(name: str, names: Iterable[str]) -> str:
     """The name that was probably meant; empty when none is close."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return close[0] if close else ""
@@ -126,7 +126,7 @@ def _refuse_unknown(tree: object, info: inspect.Type, *, where: str, path: Path)
     if isinstance(info, inspect.UnionType):
         tagged = _tagged(info)
         if tagged and isinstance(tree, dict):
-            member = _meant(tree, tagged, where=where, path=path)
+            member = _tagged_struct(tree, tagged, where=where, path=path)
             _refuse_unknown(tree, member, where=where, path=path)
             return
         for one in info.types:
@@ -154,7 +154,7 @@ def _tagged(info: inspect.UnionType) -> list[inspect.StructType]:
     ]
 
 
-def _meant(
+def _tagged_struct(
     tree: Mapping[object, object],
     members: Sequence[inspect.StructType],
     *,
@@ -166,7 +166,7 @@ def _meant(
     tags = [str(member.tag) for member in members]
     if key not in tree:
         raise ConfigError(
-            place(where, path),
+            location(where, path),
             wanted=f"the key {key}: one of {', '.join(tags)}",
             found=show(tree),
             fix=f"add {key}",
@@ -175,9 +175,9 @@ def _meant(
     for member in members:
         if member.tag == given:
             return member
-    meant = nearest(str(given), tags)
+    meant = closest_name(str(given), tags)
     raise ConfigError(
-        place(where, (*path, key)),
+        location(where, (*path, key)),
         wanted=f"one of {', '.join(tags)}",
         found=show(given),
         fix=f"did you mean {meant}?" if meant else f"write {tags[0]}",
@@ -186,22 +186,24 @@ def _meant(
 
 def _unknown(key: object, fields: Iterable[str], *, where: str, path: Path) -> ConfigError:
     names = sorted(fields)
-    meant = nearest(str(key), names)
+    meant = closest_name(str(key), names)
     return ConfigError(
-        place(where, (*path, str(key))),
+        location(where, (*path, str(key))),
         wanted=f"one of {', '.join(names)}" if names else "no keys",
         found=f"the unknown key {key}",
         fix=f"did you mean {meant}?" if meant else "remove it",
     )
 
 
-def _retold(said: str, tree: object, into: type, *, where: str, path: Path) -> ConfigError:
+def _from_msgspec_error(
+    said: str, tree: object, into: type, *, where: str, path: Path
+) -> ConfigError:
     """Tell a message of msgspec in three parts."""
     split = _AT.match(said)
     message = split["said"] if split else said
     local, known = _steps(split["at"] if split else None)
     found = show(_look(tree, local)) if known else ""
-    spot = place(where, (*path, *local))
+    spot = location(where, (*path, *local))
     expected = _EXPECTED.match(message)
     if expected:
         found = found or expected["got"] or "something else"
@@ -255,7 +257,7 @@ def _fix(types: str, bound: str, found: str) -> str:
 
 def _not_among(value: object, info: inspect.Type | None, spot: str) -> ConfigError:
     names = [str(name) for name in info.values] if isinstance(info, inspect.LiteralType) else []
-    meant = nearest(str(value), names)
+    meant = closest_name(str(value), names)
     return ConfigError(
         spot,
         wanted=f"one of {', '.join(names)}" if len(names) > 1 else ", ".join(names),

@@ -36,7 +36,7 @@ _FIRST_ENGINE_PORT = 8001
 _STRATEGIES = ("round-robin", "adaptive")
 
 
-class Run(msgspec.Struct, frozen=True):
+class StrategyRun(msgspec.Struct, frozen=True):
     """What one strategy came to.
 
     Attributes:
@@ -47,12 +47,12 @@ class Run(msgspec.Struct, frozen=True):
     """
 
     strategy: str
-    samples: Sequence[traffic.Sample]
+    samples: Sequence[traffic.AnswerSample]
     hit_ratio: float
     requests: Counter[str]
 
 
-class Installation(msgspec.Struct, frozen=True):
+class DemoInstallation(msgspec.Struct, frozen=True):
     """Where everything listens."""
 
     envoy: int
@@ -141,7 +141,7 @@ def _stop_on_sigterm() -> None:
 
 async def _install(
     children: stack.Stack, template: Path, strategy: str, numbers: Ports
-) -> Installation:
+) -> DemoInstallation:
     loras = [word for name in _ADAPTERS for word in ("--lora", name)]
     arguments = ["--model", _MODEL, "--profile", "demo", "--max-loras", "2", *loras]
     started = await asyncio.gather(
@@ -169,12 +169,16 @@ async def _install(
         pickers={"extproc-xds": [f"127.0.0.1:{xds}"]},
     )
     await children.envoy(config)
-    return Installation(envoy_ports.listener, envoy_ports.admin, metrics, addresses)
+    return DemoInstallation(envoy_ports.listener, envoy_ports.admin, metrics, addresses)
 
 
 async def _measure(
-    place: Installation, strategy: str, *, seed: int, show: Callable[[traffic.Sample], None]
-) -> Run:
+    place: DemoInstallation,
+    strategy: str,
+    *,
+    seed: int,
+    show: Callable[[traffic.AnswerSample], None],
+) -> StrategyRun:
     talks = traffic.conversations(
         _CONVERSATIONS, _TURNS, model=_MODEL, adapters=_ADAPTERS, seed=seed
     )
@@ -190,15 +194,15 @@ async def _measure(
                 queries += load.prefix_queries or 0.0
     requests = Counter(dict.fromkeys(place.engines, 0))
     requests.update(f"127.0.0.1:{sample.engine}" for sample in samples if sample.engine)
-    return Run(strategy, samples, hits / queries if queries else 0.0, requests)
+    return StrategyRun(strategy, samples, hits / queries if queries else 0.0, requests)
 
 
-def _progress(strategy: str, total: int) -> Callable[[traffic.Sample], None]:
+def _progress(strategy: str, total: int) -> Callable[[traffic.AnswerSample], None]:
     """A line that grows on a terminal, and one line at the end elsewhere."""
     done = 0
     live = sys.stdout.isatty()
 
-    def show(_: traffic.Sample) -> None:
+    def show(_: traffic.AnswerSample) -> None:
         nonlocal done
         done += 1
         if not live and done < total:
@@ -211,7 +215,7 @@ def _progress(strategy: str, total: int) -> Callable[[traffic.Sample], None]:
     return show
 
 
-def _table(runs: Sequence[Run]) -> str:
+def _table(runs: Sequence[StrategyRun]) -> str:
     head = f"{'':34}" + "".join(f"{one.strategy:>14}" for one in runs)
     lines = ["", head, "-" * len(head)]
 
@@ -231,16 +235,16 @@ def _table(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
-def _ttft(samples: Sequence[traffic.Sample], share: float) -> float:
+def _ttft(samples: Sequence[traffic.AnswerSample], share: float) -> float:
     times = sorted(sample.ttft_s for sample in samples if sample.status == 200)
     return times[min(len(times) - 1, int(share * len(times)))] if times else 0.0
 
 
-def _healthy(runs: Sequence[Run]) -> bool:
+def _healthy(runs: Sequence[StrategyRun]) -> bool:
     return all(sample.status == 200 for one in runs for sample in one.samples)
 
 
-async def _decision(place: Installation) -> str:
+async def _decision(place: DemoInstallation) -> str:
     """The decision that saved the most prompt tokens, in words."""
     base = f"http://127.0.0.1:{place.metrics}/debug/decisions"
     async with aiohttp.ClientSession() as session:
@@ -285,7 +289,7 @@ def _cached_tokens(decision: dict[str, Any]) -> int:
     )
 
 
-def _hints(place: Installation, *, keep: bool) -> str:
+def _hints(place: DemoInstallation, *, keep: bool) -> str:
     if not keep:
         return (
             "\nStopped. `make demo KEEP=1` or `extproc demo --keep` leaves it running, for "

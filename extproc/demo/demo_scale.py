@@ -45,7 +45,7 @@ _LOOK_S, _ZERO_S = 0.5, 60.0
 _WAITS_S = {"wait_s": 3.0, "rise_s": 3.0, "window_s": 15.0, "down_s": 6.0, "idle_s": 8.0}
 
 
-class Answered(msgspec.Struct, frozen=True):
+class ClientAnswer(msgspec.Struct, frozen=True):
     """One answer.
 
     Attributes:
@@ -57,7 +57,7 @@ class Answered(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Place(msgspec.Struct, frozen=True):
+class DemoAddresses(msgspec.Struct, frozen=True):
     """Where everything listens."""
 
     envoy: int
@@ -95,7 +95,7 @@ async def _demo(template: Path, plot: Path, *, short: bool) -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with stack.stack() as children, aiohttp.ClientSession() as http:
         place = await _install(children, template, waits=_SHORT_WAITS if short else 1.0)
-        chart = scaling_plot.Chart()
+        chart = scaling_plot.ScalingPlot()
         watching = asyncio.get_running_loop().create_task(_watch(http, place, chart), name="watch")
         try:
             answers = await _play(http, place, chart, share=_SHORT_LOAD if short else 1.0)
@@ -103,8 +103,8 @@ async def _demo(template: Path, plot: Path, *, short: bool) -> int:
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
-    print(scaling_plot.told(chart))
-    print(scaling_plot.written(chart, plot))
+    print(scaling_plot.as_text(chart))
+    print(scaling_plot.save_plot(chart, plot))
     lost = [one for one in answers if one.status != 200]
     slowest = max(one.seconds for one in answers)
     print(f"{len(answers)} requests, {len(lost)} lost, the slowest took {slowest:.1f} s.")
@@ -124,7 +124,7 @@ def _scaling(*, waits: float) -> dict[str, Any]:
     }
 
 
-async def _install(children: stack.Stack, template: Path, *, waits: float) -> Place:
+async def _install(children: stack.Stack, template: Path, *, waits: float) -> DemoAddresses:
     engine = [sys.executable, "-m", "extproc", "engine", "--port", "{port}", "--model", _MODEL]
     engine += ["--cold-start-s", str(waits * _COLD_S), "--max-num-seqs", str(_AT_ONCE)]
     config = {
@@ -143,12 +143,16 @@ async def _install(children: stack.Stack, template: Path, *, waits: float) -> Pl
         *("--metrics-port", str(pages)),
     )
     await children.envoy(stack.envoy_config(template, ports))
-    return Place(ports.listener, pages)
+    return DemoAddresses(ports.listener, pages)
 
 
 async def _play(
-    http: aiohttp.ClientSession, place: Place, chart: scaling_plot.Chart, *, share: float
-) -> Sequence[Answered]:
+    http: aiohttp.ClientSession,
+    place: DemoAddresses,
+    chart: scaling_plot.ScalingPlot,
+    *,
+    share: float,
+) -> Sequence[ClientAnswer]:
     print(f"No engine runs, {_MOST} at most may. One request:")
     first = await _ask(http, place)
     print(f"  held while an engine started, answered with {first.status} in {first.seconds:.1f} s")
@@ -171,14 +175,16 @@ async def _play(
     return answers
 
 
-async def _client(http: aiohttp.ClientSession, place: Place, until: float) -> Sequence[Answered]:
+async def _client(
+    http: aiohttp.ClientSession, place: DemoAddresses, until: float
+) -> Sequence[ClientAnswer]:
     answers = []
     while time.monotonic() < until:
         answers.append(await _ask(http, place))
     return answers
 
 
-async def _ask(http: aiohttp.ClientSession, place: Place) -> Answered:
+async def _ask(http: aiohttp.ClientSession, place: DemoAddresses) -> ClientAnswer:
     began = time.monotonic()
     body = {"model": _MODEL, "prompt": "What is an engine?", "max_tokens": _TOKENS}
     url = f"http://127.0.0.1:{place.envoy}/v1/completions"
@@ -187,10 +193,12 @@ async def _ask(http: aiohttp.ClientSession, place: Place) -> Answered:
         async with http.post(url, json=body) as answer:
             status = answer.status
             await answer.read()
-    return Answered(status, time.monotonic() - began)
+    return ClientAnswer(status, time.monotonic() - began)
 
 
-async def _watch(http: aiohttp.ClientSession, place: Place, chart: scaling_plot.Chart) -> None:
+async def _watch(
+    http: aiohttp.ClientSession, place: DemoAddresses, chart: scaling_plot.ScalingPlot
+) -> None:
     """Look at the picker's page, until cancelled."""
     began, url = time.monotonic(), f"http://127.0.0.1:{place.pages}/metrics"
     while True:
@@ -199,7 +207,7 @@ async def _watch(http: aiohttp.ClientSession, place: Place, chart: scaling_plot.
         found = dict(re.findall(r"^extproc_scaling_(\w+\{.*?\}) (\S+)$", text, re.MULTILINE))
         pool = '{pool=""}'
         chart.add(
-            scaling_plot.Row(
+            scaling_plot.HistoryRow(
                 at_s=time.monotonic() - began,
                 depth=float(found.get(f"queue_depth{pool}", 0.0)),
                 mean_depth=float(found.get(f"queue_depth_mean{pool}", 0.0)),

@@ -18,7 +18,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 72
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class HistoryRow(msgspec.Struct, frozen=True, kw_only=True):
     """One look.
 
     Attributes:
@@ -38,7 +38,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     available: int
 
 
-class Chart:
+class ScalingPlot:
     """What was seen. Mutable.
 
     Attributes:
@@ -46,10 +46,10 @@ class Chart:
     """
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[HistoryRow] = []
         self._empty = asyncio.Event()
 
-    def add(self, row: Row) -> None:
+    def add(self, row: HistoryRow) -> None:
         """One more look."""
         self.rows.append(row)
         if row.asked or row.available:
@@ -63,7 +63,7 @@ class Chart:
 
 
 #: Title of each chart, and its value.
-_CHARTS: Sequence[tuple[str, Callable[[Row], float]]] = (
+_CHARTS: Sequence[tuple[str, Callable[[HistoryRow], float]]] = (
     ("queue depth per replica", lambda row: row.depth),
     ("queue depth, mean over the window", lambda row: row.mean_depth),
     ("requests per second, over 3 minutes", lambda row: row.requests_per_s),
@@ -71,7 +71,7 @@ _CHARTS: Sequence[tuple[str, Callable[[Row], float]]] = (
 )
 
 
-def told(chart: Chart) -> str:
+def as_text(chart: ScalingPlot) -> str:
     """The charts as text, one line each."""
     rows = chart.rows
     if not rows:
@@ -84,7 +84,7 @@ def told(chart: Chart) -> str:
     return "\n".join(lines)
 
 
-def written(chart: Chart, path: Path) -> str:
+def save_plot(chart: ScalingPlot, path: Path) -> str:
     """Draw them into a file, where matplotlib is; returns what became of it."""
     if importlib.util.find_spec("matplotlib") is None:
         return f"For a plot: {distribution.install_command('plots')}"

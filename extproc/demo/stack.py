@@ -38,7 +38,7 @@ STOP_TIMEOUT_S = 5.0
 #: What Envoy logs once listeners take connections.
 ENVOY_READY = "all dependencies initialized. starting workers"
 
-_leashed = parent_death_signal.leashed
+_leashed = parent_death_signal.with_parent_death_signal
 
 
 #: Where ports are drawn from: below the range that outgoing connections are given, so that none

@@ -22,7 +22,7 @@ _NEXT_CHARS = 600
 _ANSWER_TOKENS = 32
 
 
-class Conversation(msgspec.Struct, frozen=True):
+class ChatConversation(msgspec.Struct, frozen=True):
     """What one client will say.
 
     Attributes:
@@ -36,7 +36,7 @@ class Conversation(msgspec.Struct, frozen=True):
     turns: tuple[str, ...]
 
 
-class Sample(msgspec.Struct, frozen=True):
+class AnswerSample(msgspec.Struct, frozen=True):
     """One answer.
 
     Attributes:
@@ -54,7 +54,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 def conversations(
     count: int, turns: int, *, model: str, adapters: Sequence[str], seed: int
-) -> list[Conversation]:
+) -> list[ChatConversation]:
     """Invent conversations; the same seed invents the same.
 
     Args:
@@ -71,7 +71,7 @@ def conversations(
         lora = number % 4 == 3
         sizes = [_FIRST_CHARS, *[_NEXT_CHARS] * (turns - 1)]
         invented.append(
-            Conversation(
+            ChatConversation(
                 model=adapters[number // 4 % len(adapters)] if lora else model,
                 system=systems[number % len(systems)],
                 turns=tuple(_text(rng, size) for size in sizes),
@@ -82,11 +82,11 @@ def conversations(
 
 async def play(
     url: str,
-    talks: Sequence[Conversation],
+    talks: Sequence[ChatConversation],
     *,
     at_once: int,
-    on_answer: Callable[[Sample], None],
-) -> list[Sample]:
+    on_answer: Callable[[AnswerSample], None],
+) -> list[AnswerSample]:
     """Hold all conversations, some at once, each turn after the answer to the one before.
 
     Args:
@@ -95,14 +95,14 @@ async def play(
         at_once: How many are held at the same time.
         on_answer: Told of every answer.
     """
-    samples: list[Sample] = []
+    samples: list[AnswerSample] = []
     places = asyncio.Semaphore(at_once)
 
-    def note(sample: Sample) -> None:
+    def note(sample: AnswerSample) -> None:
         samples.append(sample)
         on_answer(sample)
 
-    async def hold(session: aiohttp.ClientSession, talk: Conversation) -> None:
+    async def hold(session: aiohttp.ClientSession, talk: ChatConversation) -> None:
         async with places:
             messages = [{"role": "system", "content": talk.system}]
             for number, text in enumerate(talk.turns):
@@ -123,7 +123,7 @@ async def play(
 
 async def _ask(
     session: aiohttp.ClientSession, model: str, messages: Sequence[dict[str, str]], *, first: bool
-) -> tuple[Sample, str]:
+) -> tuple[AnswerSample, str]:
     """Send one turn; returns what it came to, and the text of the answer."""
     body = {"model": model, "messages": messages, "max_tokens": _ANSWER_TOKENS, "stream": True}
     began = time.perf_counter()
@@ -139,9 +139,9 @@ async def _ask(
                 if not pieces:
                     ttft_s = time.perf_counter() - began
                 pieces.append(text)
-            return Sample(response.status, engine, ttft_s, first), "".join(pieces)
+            return AnswerSample(response.status, engine, ttft_s, first), "".join(pieces)
     except (aiohttp.ClientError, TimeoutError):
-        return Sample(0, "", 0.0, first), ""
+        return AnswerSample(0, "", 0.0, first), ""
 
 
 def _piece(line: bytes) -> str:

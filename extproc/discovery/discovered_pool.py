@@ -10,7 +10,7 @@ from extproc.endpoint import Endpoint
 from extproc.pool import inference_policy
 
 
-class Found(msgspec.Struct, frozen=True):
+class DiscoveredPool(msgspec.Struct, frozen=True):
     """One pool.
 
     Attributes:
@@ -27,7 +27,7 @@ class Found(msgspec.Struct, frozen=True):
 
     endpoints: tuple[Endpoint, ...] = ()
     exists: bool = True
-    policy: inference_policy.Policy = inference_policy.NONE
+    policy: inference_policy.InferencePolicy = inference_policy.EMPTY_POLICY
     app_protocol: str = ""
     annotations: Mapping[str, str] = {}
     created: str = ""

@@ -13,7 +13,7 @@ from extproc.discovery import dns_answers
 MAX_ADDRESSES: Final = 4096
 
 
-class Resolver:
+class DnsResolver:
     """Asks for A and AAAA records, all names at once.
 
     Args:

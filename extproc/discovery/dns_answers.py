@@ -36,12 +36,14 @@ class Resolution(msgspec.Struct, frozen=True):
     left_out: int = 0
 
 
-def names(listed: Sequence[endpoint_list.Entry]) -> tuple[str, ...]:
+def names(listed: Sequence[endpoint_list.EndpointListEntry]) -> tuple[str, ...]:
     """The host names that need an answer, each once, in order."""
     return tuple(dict.fromkeys(entry.host for entry in listed if not entry.literal))
 
 
-def merge(listed: Sequence[endpoint_list.Entry], fresh: Answers, *, last: Answers) -> Resolution:
+def merge(
+    listed: Sequence[endpoint_list.EndpointListEntry], fresh: Answers, *, last: Answers
+) -> Resolution:
     """Turns entries into endpoints, one per address, up to `entries.MAX_ENDPOINTS`.
 
     Args:

@@ -34,7 +34,7 @@ _BRACKETED = re.compile(r"\[([^\]]*)\](?::(.*))?", re.DOTALL)
 _FORMS = "10.0.0.1:8000, [fd00::1]:8000 or engine.example:8000"
 
 
-class Entry(msgspec.Struct, frozen=True):
+class EndpointListEntry(msgspec.Struct, frozen=True):
     """One line of an endpoint list.
 
     Attributes:
@@ -55,7 +55,7 @@ class Entry(msgspec.Struct, frozen=True):
         return _ip(self.host) is not None
 
 
-def from_document(document: object, *, where: str) -> tuple[Entry, ...]:
+def from_document(document: object, *, where: str) -> tuple[EndpointListEntry, ...]:
     """Reads a loaded YAML or JSON document.
 
     Args:
@@ -83,9 +83,9 @@ def from_document(document: object, *, where: str) -> tuple[Entry, ...]:
     )
 
 
-def _distinct(items: Sequence[tuple[str, object]]) -> tuple[Entry, ...]:
+def _distinct(items: Sequence[tuple[str, object]]) -> tuple[EndpointListEntry, ...]:
     seen: dict[tuple[str, int], str] = {}
-    entries: list[Entry] = []
+    entries: list[EndpointListEntry] = []
     for where, item in items:
         entry = _entry(item, where)
         first = seen.setdefault((entry.host, entry.port), where)
@@ -100,12 +100,12 @@ def _distinct(items: Sequence[tuple[str, object]]) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _entry(item: object, where: str) -> Entry:
+def _entry(item: object, where: str) -> EndpointListEntry:
     if isinstance(item, str):
         host, port = _split(item, where)
         if port is None:
             raise _wrong(where, _FORMS, item, "add the port")
-        return Entry(_host(host, where), _port(port, where))
+        return EndpointListEntry(_host(host, where), _port(port, where))
     if not isinstance(item, Mapping):
         raise _wrong(where, f"{_FORMS}, or a mapping", item, "write an address and a port")
     for key in item:
@@ -116,7 +116,7 @@ def _entry(item: object, where: str) -> Entry:
     namespace = _text(item.get("namespace"), f"{where}.namespace")
     if namespace:
         labels = {"namespace": namespace, **labels}
-    return Entry(
+    return EndpointListEntry(
         _host(place, where),
         _port(given, f"{where}.port"),
         name=_text(item.get("name"), f"{where}.name"),

@@ -48,7 +48,7 @@ def stamp(path: pathlib.Path) -> Stamp:
     return Stamp(found.st_mtime_ns, found.st_size, found.st_ino)
 
 
-def load(path: pathlib.Path, *, limit_bytes: int) -> tuple[endpoint_list.Entry, ...]:
+def load(path: pathlib.Path, *, limit_bytes: int) -> tuple[endpoint_list.EndpointListEntry, ...]:
     """Reads a YAML file, of which JSON is a part.
 
     Args:

@@ -16,7 +16,7 @@ from extproc.errors import ConfigError
 from extproc.supervision import Supervisor
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class StaticDiscoverySettings(msgspec.Struct, frozen=True, kw_only=True):
     """How sources are followed.
 
     Attributes:
@@ -39,7 +39,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     pool: str = ""
 
 
-class DiscoveryFact(msgspec.Struct, frozen=True):
+class DiscoveryEvent(msgspec.Struct, frozen=True):
     """Something worth a log line and a counter.
 
     Attributes:
@@ -55,21 +55,21 @@ class DiscoveryFact(msgspec.Struct, frozen=True):
     endpoints: int
 
 
-class Fleet(Protocol):
+class EndpointSink(Protocol):
     """Who is told."""
 
-    def replace(self, endpoints: Sequence[Endpoint], now: float) -> None:
+    def set_endpoints(self, endpoints: Sequence[Endpoint], now: float) -> None:
         """These are all endpoints there are."""
 
 
-class Resolver(Protocol):
-    """Who answers for names; `dns.Resolver` is one."""
+class NameResolver(Protocol):
+    """Who answers for names; `dns.DnsResolver` is one."""
 
     async def resolve(self, names: Sequence[str]) -> dns_answers.Answers:
         """Answers, empty for what failed."""
 
 
-class Discovery:
+class StaticDiscovery:
     """Tells the fleet at start, when the file changes and when DNS answers differ.
 
     Args:
@@ -85,14 +85,14 @@ class Discovery:
 
     def __init__(
         self,
-        settings: Settings,
-        fleet: Fleet,
+        settings: StaticDiscoverySettings,
+        fleet: EndpointSink,
         *,
-        listed: Sequence[endpoint_list.Entry],
-        resolver: Resolver,
+        listed: Sequence[endpoint_list.EndpointListEntry],
+        resolver: NameResolver,
         clock: Callable[[], float],
         rng: random.Random,
-        on_fact: Callable[[DiscoveryFact], None] = lambda _: None,
+        on_fact: Callable[[DiscoveryEvent], None] = lambda _: None,
         supervisor: Supervisor | None = None,
     ) -> None:
         self._settings = settings
@@ -105,7 +105,7 @@ class Discovery:
         self._on_fact = on_fact
         self._supervisor = supervisor or Supervisor(clock=clock)
         self._name = settings.pool
-        self._filed: tuple[endpoint_list.Entry, ...] = ()
+        self._filed: tuple[endpoint_list.EndpointListEntry, ...] = ()
         self._stamp: file.Stamp | None = None
         self._refresh_at = float("-inf")
         #: Whether the file has another list that the fleet does not have yet.
@@ -152,7 +152,7 @@ class Discovery:
     def _due(self) -> bool:
         return self._clock() >= self._refresh_at and bool(dns_answers.names(self._all()))
 
-    def _all(self) -> tuple[endpoint_list.Entry, ...]:
+    def _all(self) -> tuple[endpoint_list.EndpointListEntry, ...]:
         return self._flags + self._filed
 
     async def _reloaded(self) -> bool:
@@ -170,7 +170,7 @@ class Discovery:
             return False
         return True
 
-    async def _load(self, path: pathlib.Path) -> tuple[endpoint_list.Entry, ...]:
+    async def _load(self, path: pathlib.Path) -> tuple[endpoint_list.EndpointListEntry, ...]:
         # In a thread: a long file takes longer than a routing decision may wait.
         return await asyncio.to_thread(file.load, path, limit_bytes=self._settings.limit_bytes)
 
@@ -187,7 +187,7 @@ class Discovery:
         self._answers = result.answers
         self._note_names(result)
         if result.endpoints != self._told:
-            self._fleet.replace(result.endpoints, self._clock())
+            self._fleet.set_endpoints(result.endpoints, self._clock())
             self._told = result.endpoints
             self._note("replaced", f"{len(listed)} entries")
         self._note_left_out(result.left_out)
@@ -211,4 +211,4 @@ class Discovery:
             self._note("complete", "no address is left out any more")
 
     def _note(self, kind: str, detail: str) -> None:
-        self._on_fact(DiscoveryFact(kind, detail, len(self._told or ())))
+        self._on_fact(DiscoveryEvent(kind, detail, len(self._told or ())))

@@ -4,6 +4,6 @@ Lives here, pure: how patient candidates are (`settings`), client-go's algorithm
 (`term`) and the Lease object (`lease`). And the shell that asks and writes (`elector`), over
 whoever can reach the API server.
 Must not live here: how the API server is reached (server, with the client of discovery), what
-leading is good for (server: readiness; whatever else must be single asks `Elector.leads`).
+leading is good for (server: readiness; whatever else must be single asks `LeaderElector.is_leader`).
 Driven by: the server, which runs `elector.Elector` in its task group.
 """

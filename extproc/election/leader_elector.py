@@ -10,29 +10,29 @@ from typing import Protocol
 
 import msgspec
 
-from extproc.election.lease_state import Put, Record, Term
-from extproc.election.settings import Settings
+from extproc.election.lease_state import LeaseRecord, LeaseState, LeaseWrite
+from extproc.election.settings import ElectionSettings
 from extproc.supervision import Supervisor
 
 #: Attempts to release a Lease: one of them may meet a renewal that was still on its way.
 _RELEASES = 3
 
 
-class Failed(msgspec.Struct, frozen=True):
+class LeaseRequestFailed(msgspec.Struct, frozen=True):
     """No record.
 
     Attributes:
         message: Why, for people.
-        outrun: Somebody else wrote first: nothing to worry about.
+        conflict: Somebody else wrote first: nothing to worry about.
         reason: `unauthorized` or `forbidden`, which people have to mend; empty for what passes.
     """
 
     message: str
-    outrun: bool = False
+    conflict: bool = False
     reason: str = ""
 
 
-class Leases(Protocol):
+class LeaseStore(Protocol):
     """Where the Lease is kept. Reads and writes end within half of `renew_s`, in whatever way."""
 
     async def open(self) -> None:
@@ -42,17 +42,17 @@ class Leases(Protocol):
             ConfigError: What it takes is missing or broken.
         """
 
-    async def look(self) -> Record | Failed | None:
+    async def look(self) -> LeaseRecord | LeaseRequestFailed | None:
         """What is stored; None for nothing."""
 
-    async def put(self, put: Put) -> Record | Failed:
+    async def put(self, put: LeaseWrite) -> LeaseRecord | LeaseRequestFailed:
         """Writes, if the stored version is the one the write names; what is stored then."""
 
     async def close(self) -> None:
         """Ends all connections."""
 
 
-class Fact(msgspec.Struct, frozen=True):
+class ElectionEvent(msgspec.Struct, frozen=True):
     """Something happened.
 
     Attributes:
@@ -64,10 +64,10 @@ class Fact(msgspec.Struct, frozen=True):
     detail: str
 
 
-class Elector:
+class LeaderElector:
     """Stands for election for as long as `run` runs.
 
-    `leads` is a statement about this moment: work that must be single asks before each step that
+    `is_leader` is a statement about this moment: work that must be single asks before each step that
     changes anything, and its steps are short against `duration_s - renew_s`.
 
     Args:
@@ -85,20 +85,20 @@ class Elector:
     def __init__(
         self,
         identity: str,
-        settings: Settings,
-        leases: Leases,
+        settings: ElectionSettings,
+        leases: LeaseStore,
         *,
         clock: Callable[[], float],
         rng: random.Random,
         stands: Callable[[], bool] = lambda: True,
-        on_fact: Callable[[Fact], None] = lambda _: None,
+        on_fact: Callable[[ElectionEvent], None] = lambda _: None,
         supervisor: Supervisor | None = None,
     ) -> None:
-        self._term = Term(identity, settings)
+        self._term = LeaseState(identity, settings)
         self._leases = leases
         self._clock = clock
         self._rng = rng
-        self._stands = stands
+        self._can_lead = stands
         self._on_fact = on_fact
         self._supervisor = supervisor or Supervisor(clock=clock)
         self._resigned = asyncio.Event()
@@ -109,7 +109,7 @@ class Elector:
         self._failing: str | None = None
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this replica, and no other, may act now."""
         return self._term.leads(self._clock())
 
@@ -138,7 +138,7 @@ class Elector:
         try:
             pause_s = await self.step()
         except Exception as error:  # noqa: BLE001 - a candidate that gives up would leave nobody
-            self._term.doubt()
+            self._term.invalidate()
             return self._supervisor.failed("election", error)
         self._supervisor.works("election")
         return pause_s
@@ -146,7 +146,7 @@ class Elector:
     async def step(self) -> float:
         """One attempt; returns seconds until the next."""
         await self._attempt()
-        leads = self.leads
+        leads = self.is_leader
         if leads != self._led:
             self._led = leads
             identity = self._term.identity
@@ -182,34 +182,34 @@ class Elector:
     async def _attempt(self) -> None:
         if not self._term.mine and not await self._read():
             return
-        if self._term.mine or self._stands():
+        if self._term.mine or self._can_lead():
             put = self._term.claim(self._clock())
             if put is not None:
                 await self._write(put)
 
     async def _read(self) -> bool:
         found = await self._leases.look()
-        if isinstance(found, Failed):
+        if isinstance(found, LeaseRequestFailed):
             self._stumbled(found)
             return False
         self._went_well()
-        self._term.saw(found, self._clock())
+        self._term.observe(found, self._clock())
         return True
 
-    async def _write(self, put: Put) -> bool:
+    async def _write(self, put: LeaseWrite) -> bool:
         asked = self._clock()
         found = await self._leases.put(put)
-        if isinstance(found, Failed):
-            self._term.doubt()
+        if isinstance(found, LeaseRequestFailed):
+            self._term.invalidate()
             self._stumbled(found)
             return False
         self._went_well()
-        self._term.wrote(put, found.version, asked)
+        self._term.confirm(put, found.version, asked)
         return True
 
-    def _stumbled(self, failed: Failed) -> None:
+    def _stumbled(self, failed: LeaseRequestFailed) -> None:
         first = self._failing is None
-        if not failed.outrun and (first or failed.reason not in {"", self._failing}):
+        if not failed.conflict and (first or failed.reason not in {"", self._failing}):
             self._failing = failed.reason
             self._tell("failed", failed.message)
 
@@ -219,4 +219,4 @@ class Elector:
             self._tell("recovered", "the Lease can be read and written again")
 
     def _tell(self, kind: str, detail: str) -> None:
-        self._on_fact(Fact(kind, detail))
+        self._on_fact(ElectionEvent(kind, detail))

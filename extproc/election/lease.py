@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from extproc.election.lease_state import Put, Record
+from extproc.election.lease_state import LeaseRecord, LeaseWrite
 
 _API = "coordination.k8s.io/v1"
 
@@ -39,7 +39,7 @@ class _Lease(msgspec.Struct):
     spec: _Spec | None = None
 
 
-class Unreadable(msgspec.Struct, frozen=True):
+class UnreadableLease(msgspec.Struct, frozen=True):
     """What was read is no Lease.
 
     Attributes:
@@ -49,7 +49,7 @@ class Unreadable(msgspec.Struct, frozen=True):
     reason: str
 
 
-def named(name: str) -> bool:
+def is_valid_name(name: str) -> bool:
     """Whether a Lease may be called so."""
     return len(name) <= _LONGEST and _NAME.fullmatch(name) is not None
 
@@ -60,17 +60,17 @@ def path(namespace: str, name: str = "") -> str:
     return where + (f"/{quote(name, safe='')}" if name else "")
 
 
-def read(text: bytes) -> tuple[Record, Object] | Unreadable:
+def read(text: bytes) -> tuple[LeaseRecord, Object] | UnreadableLease:
     """A Lease as a record, and as it is."""
     try:
         whole: Object = msgspec.json.decode(text, type=dict[str, Any])
         lease = msgspec.convert(whole, _Lease)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return Unreadable(str(error))
+        return UnreadableLease(str(error))
     if not lease.metadata.version:
-        return Unreadable("it has no version")
+        return UnreadableLease("it has no version")
     spec = lease.spec or _Spec()
-    record = Record(
+    record = LeaseRecord(
         spec.holder_identity or "",
         spec.lease_duration_seconds or _DURATION_S,
         spec.lease_transitions or 0,
@@ -79,7 +79,9 @@ def read(text: bytes) -> tuple[Record, Object] | Unreadable:
     return record, whole
 
 
-def write(put: Put, *, namespace: str, name: str, at: dt.datetime, before: Object | None) -> Object:
+def write(
+    put: LeaseWrite, *, namespace: str, name: str, at: dt.datetime, before: Object | None
+) -> Object:
     """The object that a write stores.
 
     Args:

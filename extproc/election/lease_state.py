@@ -18,13 +18,13 @@ import random
 
 import msgspec
 
-from extproc.election.settings import Settings
+from extproc.election.settings import ElectionSettings
 
 #: Shortest pause in seconds: what is left of a wait may be less than a clock can tell apart.
 _LEAST_S = 0.001
 
 
-class Record(msgspec.Struct, frozen=True):
+class LeaseRecord(msgspec.Struct, frozen=True):
     """What is stored.
 
     Attributes:
@@ -40,13 +40,13 @@ class Record(msgspec.Struct, frozen=True):
     version: str
 
 
-class Put(msgspec.Struct, frozen=True):
+class LeaseWrite(msgspec.Struct, frozen=True):
     """A write.
 
     Attributes:
         holder: Who is to hold the Lease; empty releases it.
         duration_s: For how long without another write (whole seconds, 1 or more).
-        transitions: As in `Record`.
+        transitions: As in `LeaseRecord`.
         acquired: Whether the holder is another than before.
         version: That must be the stored one; empty where nothing may be stored.
     """
@@ -58,7 +58,7 @@ class Put(msgspec.Struct, frozen=True):
     version: str
 
 
-class Term:
+class LeaseState:
     """One candidate.
 
     Args:
@@ -67,10 +67,10 @@ class Term:
         settings: How patient it is.
     """
 
-    def __init__(self, identity: str, settings: Settings) -> None:
+    def __init__(self, identity: str, settings: ElectionSettings) -> None:
         self.identity = identity
         self._settings = settings
-        self._stored: Record | None = None
+        self._stored: LeaseRecord | None = None
         self._known = False
         self._until = -math.inf
         self._free = -math.inf
@@ -95,7 +95,7 @@ class Term:
         """Whether the Lease is known to be ours, if perhaps run out: it is written, not read."""
         return self._known and self.holder == self.identity
 
-    def saw(self, record: Record | None, now: float) -> None:
+    def observe(self, record: LeaseRecord | None, now: float) -> None:
         """Take in what was read.
 
         Args:
@@ -112,7 +112,7 @@ class Term:
             others = record.holder not in {"", self.identity}
             self._free = now + record.duration_s if others else -math.inf
 
-    def claim(self, now: float) -> Put | None:
+    def claim(self, now: float) -> LeaseWrite | None:
         """The write that takes or renews the Lease; None while that is not for us.
 
         Args:
@@ -124,7 +124,7 @@ class Term:
             return self._put(acquired=False)
         return self._put(acquired=True) if now >= self._free else None
 
-    def wrote(self, put: Put, version: str, asked: float) -> None:
+    def confirm(self, put: LeaseWrite, version: str, asked: float) -> None:
         """A write was confirmed.
 
         Args:
@@ -132,12 +132,12 @@ class Term:
             version: The version it made.
             asked: Monotonic seconds when it was asked for.
         """
-        self._stored = Record(put.holder, put.duration_s, put.transitions, version)
+        self._stored = LeaseRecord(put.holder, put.duration_s, put.transitions, version)
         self._known, self._version, self._free = True, version, -math.inf
         if put.holder and not self._resigned:
             self._until = asked + self._settings.renew_s
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """A write was refused or its fate is unknown: what is stored has to be read."""
         self._known = False
 
@@ -146,11 +146,13 @@ class Term:
         self._resigned = True
         self._until = -math.inf
 
-    def release(self) -> Put | None:
+    def release(self) -> LeaseWrite | None:
         """The write that lets others lead at once; None when the Lease is not ours."""
         if not self.mine or self._stored is None:
             return None
-        return Put("", 1, self._stored.transitions, acquired=True, version=self._stored.version)
+        return LeaseWrite(
+            "", 1, self._stored.transitions, acquired=True, version=self._stored.version
+        )
 
     def pause(self, now: float, rng: random.Random) -> float:
         """Seconds until the next attempt, at most `retry_s`.
@@ -162,10 +164,10 @@ class Term:
         pause = self._settings.retry_s * rng.uniform(0.5, 1.0)
         return max(min(pause, self._free - now), _LEAST_S) if now < self._free else pause
 
-    def _put(self, *, acquired: bool) -> Put:
+    def _put(self, *, acquired: bool) -> LeaseWrite:
         stored = self._stored
         transitions = stored.transitions + int(acquired) if stored is not None else 0
-        return Put(
+        return LeaseWrite(
             self.identity,
             self._settings.duration_s,
             transitions,

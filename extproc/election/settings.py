@@ -9,7 +9,7 @@ import msgspec
 _PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ElectionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The Lease of `leader_election`. Replicas that share it must agree on name and namespace.
 
     Attributes:

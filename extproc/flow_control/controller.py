@@ -16,9 +16,9 @@ import msgspec
 from extproc import decision as outcomes
 from extproc.decision import Rejection
 from extproc.flow_control.endpoint_sets import EndpointBits
-from extproc.flow_control.queue import Blocked, Gone, Look, Queue
-from extproc.flow_control.queued_item import Settings, Waiter
-from extproc.flow_control.request_headers import Want
+from extproc.flow_control.queue import Blocked, DepartureCause, Look, Queue
+from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
+from extproc.flow_control.request_headers import EnqueueRequest
 
 #: Shortest and longest time until capacity is looked for again without an event (seconds).
 _SOONEST_S = 0.002
@@ -29,12 +29,12 @@ _LATEST_S = 1.0
 _PATIENCE = 0.5
 
 #: What waits.
-Item = TypeVar("Item")
+ItemT = TypeVar("ItemT")
 #: What is decided of one that goes on.
-Way = TypeVar("Way")
+GrantT = TypeVar("GrantT")
 
 
-class Acts(msgspec.Struct, Generic[Item, Way], frozen=True):
+class FlowCallbacks(msgspec.Struct, Generic[ItemT, GrantT], frozen=True):
     """What is done to requests.
 
     Attributes:
@@ -49,15 +49,15 @@ class Acts(msgspec.Struct, Generic[Item, Way], frozen=True):
             equal targets.
     """
 
-    decide: Callable[[Item, bool], Way | Rejection]
-    waits: Callable[[Item, str], None]
-    go: Callable[[Item, Way], None]
-    refuse: Callable[[Item, Rejection], None]
-    fail: Callable[[Item, Exception], None] | None = None
+    decide: Callable[[ItemT, bool], GrantT | Rejection]
+    waits: Callable[[ItemT, str], None]
+    go: Callable[[ItemT, GrantT], None]
+    refuse: Callable[[ItemT, Rejection], None]
+    fail: Callable[[ItemT, Exception], None] | None = None
     bits: Callable[[], EndpointBits] | None = None
 
 
-class Budget(msgspec.Struct, frozen=True, kw_only=True):
+class LookBudget(msgspec.Struct, frozen=True, kw_only=True):
     """What one call of `pump` may do; the next one goes on from there.
 
     Attributes:
@@ -71,33 +71,39 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     clock: Callable[[], float]
 
 
-class Turnstile(Generic[Item, Way]):
+class FlowController(Generic[ItemT, GrantT]):
     """Holds the requests of one pool until they can be served, or told that they will not.
 
     Args:
         settings: How requests wait; `queue.adopt` replaces them.
         acts: What is done to requests.
-        budget: What one call of `pump` may do; None for all there is to do.
+        budget: What one call of `dispatch` may do; None for all there is to do.
 
     Attributes:
         queue: Who waits.
-        outcomes: What came of requests that waited: `went`, `expired`, `displaced`, `left`,
+        outcomes: What came of requests that waited: `went`, `expired`, `displaced`, `cancel`,
             `refused`, `closed`, `failed` (counts).
     """
 
     def __init__(
-        self, settings: Settings, acts: Acts[Item, Way], *, budget: Budget | None = None
+        self,
+        settings: FlowControlSettings,
+        acts: FlowCallbacks[ItemT, GrantT],
+        *,
+        budget: LookBudget | None = None,
     ) -> None:
         self._acts = acts
         self._budget = budget
         self._changed = False
         self._soonest_s = math.inf
-        self._items: dict[Waiter, tuple[Item, Rejection]] = {}
+        self._items: dict[QueuedItem, tuple[ItemT, Rejection]] = {}
         self._closed = False
         self.queue = Queue(settings)
         self.outcomes: Counter[str] = Counter()
 
-    def why(self, outcome: Way | Rejection, *, priority: int, toward: str = "") -> Rejection | None:
+    def check(
+        self, outcome: GrantT | Rejection, *, priority: int, toward: str = ""
+    ) -> Rejection | None:
         """Why a request that has just come cannot go on; None where it can.
 
         Where waiting helps, `waits_s` is a number.
@@ -111,10 +117,12 @@ class Turnstile(Generic[Item, Way]):
             return outcome
         if self.queue.count and self.queue.ahead(priority):
             # Whoever waits longer goes first; the turn may be this one's all the same.
-            return outcomes.busy(0.0, waits_for=toward)
+            return outcomes.all_busy(0.0, waits_for=toward)
         return None
 
-    def hold(self, item: Item, want: Want, why: Rejection, now: float) -> Waiter | Rejection:
+    def enqueue(
+        self, item: ItemT, want: EnqueueRequest, why: Rejection, now: float
+    ) -> QueuedItem | Rejection:
         """Begin to wait.
 
         Args:
@@ -133,7 +141,7 @@ class Turnstile(Generic[Item, Way]):
         timeout_s = self._timeout_s(want, why)
         if timeout_s <= 0.0:
             return self._estimated(why, now)
-        waiter = Waiter(
+        waiter = QueuedItem(
             arrived=now,
             deadline=now + timeout_s,
             tenant=want.tenant,
@@ -157,7 +165,7 @@ class Turnstile(Generic[Item, Way]):
         self._acts.waits(item, why.waits_for)
         return waiter
 
-    def left(self, waiter: Waiter) -> bool:
+    def cancel(self, waiter: QueuedItem) -> bool:
         """The client is gone; returns whether the request was still waiting."""
         if self._items.pop(waiter, None) is None:
             return False
@@ -169,7 +177,7 @@ class Turnstile(Generic[Item, Way]):
         """Something happened that may be capacity: whoever was looked at is looked at again."""
         self._changed = True
 
-    def pump(self, now: float) -> float | None:
+    def dispatch(self, now: float) -> float | None:
         """Let requests go on, and end those that waited too long, as far as the budget allows.
 
         Args:
@@ -190,7 +198,7 @@ class Turnstile(Generic[Item, Way]):
             return 0.0
         return self.next_s(self._soonest_s, now)
 
-    def _look(self, waiter: Waiter, now: float) -> Look:
+    def _look(self, waiter: QueuedItem, now: float) -> Look:
         """Look whether one that waits can go on now."""
         item, _ = self._items[waiter]
         try:
@@ -202,18 +210,18 @@ class Turnstile(Generic[Item, Way]):
             self._items.pop(waiter, None)
             self.outcomes["failed"] += 1
             self._acts.fail(item, error)
-            return Gone.REFUSED
+            return DepartureCause.REJECTED
 
-    def _decide(self, waiter: Waiter, item: Item, now: float) -> Look:
+    def _decide(self, waiter: QueuedItem, item: ItemT, now: float) -> Look:
         patient = now - waiter.arrived < _PATIENCE * (waiter.deadline - waiter.arrived)
         outcome = self._acts.decide(item, patient)
         if not isinstance(outcome, Rejection):
             self._acts.go(item, outcome)
             self._forget(waiter, "went")
-            return Gone.WENT
+            return DepartureCause.DISPATCHED
         if outcome.waits_s is None:
             self._refuse(waiter, "refused", outcome)
-            return Gone.REFUSED
+            return DepartureCause.REJECTED
         self._items[waiter] = (item, outcome)
         self._soonest_s = min(self._soonest_s, outcome.waits_s)
         toward = outcome.waits_for
@@ -258,10 +266,10 @@ class Turnstile(Generic[Item, Way]):
             return why
         return msgspec.structs.replace(why, retry_after_s=self.queue.wait_s(now))
 
-    def _refuse(self, waiter: Waiter, how: str, why: Rejection) -> None:
+    def _refuse(self, waiter: QueuedItem, how: str, why: Rejection) -> None:
         self._acts.refuse(self._forget(waiter, how), why)
 
-    def _forget(self, waiter: Waiter, how: str) -> Item:
+    def _forget(self, waiter: QueuedItem, how: str) -> ItemT:
         item, _ = self._items.pop(waiter)
         self.outcomes[how] += 1
         return item
@@ -278,17 +286,17 @@ class Turnstile(Generic[Item, Way]):
         )
         return self._estimated(told, now)
 
-    def _timeout_s(self, want: Want, why: Rejection) -> float:
+    def _timeout_s(self, want: EnqueueRequest, why: Rejection) -> float:
         settings = self.queue.settings
         if want.timeout_s is not None:
-            return min(want.timeout_s, settings.most_timeout_s)
+            return min(want.timeout_s, settings.max_timeout_s)
         usual_s = settings.by_objective.get(want.objective, settings.timeout_s)
         if why.status == 503 and settings.empty_timeout_s is not None:
             usual_s = settings.empty_timeout_s
-        return min(usual_s, settings.most_timeout_s)
+        return min(usual_s, settings.max_timeout_s)
 
 
-def _limit(budget: Budget | None) -> Callable[[], bool]:
+def _limit(budget: LookBudget | None) -> Callable[[], bool]:
     """Counts calls, and says when they are enough: never before the second one."""
     if budget is None:
         return lambda: False

@@ -18,7 +18,7 @@ _LONGEST_S = 300
 _UNKNOWN_S = 5
 
 
-class Pace:
+class DrainRateEstimator:
     """Requests that go on per second, fading.
 
     rate(t) = sum of 2^(-(t - t_i) / w) ln 2 / w / (1 - 2^(-(t - t_0) / w)): an average over the last
@@ -32,7 +32,7 @@ class Pace:
         self._at = 0.0
         self._began = math.inf
 
-    def went(self, count: int, now: float) -> None:
+    def record_departures(self, count: int, now: float) -> None:
         """So many went on."""
         self._sums = [total + count for total in self._faded(now)]
         self._at = now

@@ -11,7 +11,7 @@ _MOST = 16_384
 _REBASE = 256.0
 
 
-class Turns:
+class FairShare:
     """What every tenant has attained, fading.
 
     attained(t) = sum of tokens_i 2^(-(t - t_i) / half_life). All fade alike, so what is kept is
@@ -42,9 +42,9 @@ class Turns:
 
     def attained(self, tenant: str, now: float) -> float:
         """Tokens attained by now, fading."""
-        return self.standing(tenant) / self._scale(now)
+        return self.normalized_service(tenant) / self._scale(now)
 
-    def standing(self, tenant: str) -> float:
+    def normalized_service(self, tenant: str) -> float:
         """For comparing tenants: lower has attained less."""
         return self._standings.get(tenant, 0.0)
 
@@ -68,7 +68,7 @@ class Turns:
         """What a tenant attained is other than was thought: more, or less than nothing."""
         if (now - self._base) / self._half_life_s > _REBASE:
             self._rebase(now)
-        total = self.standing(tenant) + tokens * self._scale(now)
+        total = self.normalized_service(tenant) + tokens * self._scale(now)
         self._standings[tenant] = max(0.0, total)
         if len(self._standings) > _MOST:
             self._forget()
@@ -85,7 +85,7 @@ class Turns:
     def _forget(self) -> None:
         """Drop the half that attained least."""
         self.version += 1
-        ordered = sorted(self._standings, key=self.standing)
+        ordered = sorted(self._standings, key=self.normalized_service)
         for tenant in ordered[: _MOST // 2]:
             del self._standings[tenant]
             self._turns.pop(tenant, None)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 
-from extproc.flow_control.queued_item import Waiter
+from extproc.flow_control.queued_item import QueuedItem
 
 #: Rank, number, place and the request.
-_Entry = tuple[float, int, int, Waiter]
+_Entry = tuple[float, int, int, QueuedItem]
 
 #: A tenant's place in a line: its turn, then rank and number of its head, then the tenant.
-Key = tuple[float, float, int, str]
+QueuePlace = tuple[float, float, int, str]
 
 #: Entries that may be stale before a heap is made anew (count).
 _SLACK = 16
 
 
-class Lane:
+class FlowQueue:
     """Requests of one tenant for one way, first the one that goes next.
 
     A request that stops waiting stays where it is until it comes to the front; when half of a lane
@@ -32,9 +32,9 @@ class Lane:
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
         self._gone = 0
-        self.key: Key | None = None
+        self.key: QueuePlace | None = None
 
-    def add(self, rank: float, waiter: Waiter) -> bool:
+    def add(self, rank: float, waiter: QueuedItem) -> bool:
         """Put a request in its place; returns whether it is first."""
         heapq.heappush(self._heap, (rank, waiter.number, waiter.place, waiter))
         return self._heap[0][3] is waiter
@@ -52,7 +52,7 @@ class Lane:
             self._gone -= 1
         return None
 
-    def left(self) -> None:
+    def discard(self) -> None:
         """One of the requests stopped waiting."""
         self._gone += 1
         if self._gone * 2 > len(self._heap):
@@ -63,11 +63,11 @@ class Lane:
     def __len__(self) -> int:
         return len(self._heap) - self._gone
 
-    def __iter__(self) -> Iterator[Waiter]:
+    def __iter__(self) -> Iterator[QueuedItem]:
         return (entry[3] for entry in self._heap if _here(entry))
 
 
-class Line:
+class TenantQueues:
     """The lanes of one way, first the tenant whose turn it is.
 
     The turn of a tenant mostly goes up, which is noticed when its lane comes to the front; where it
@@ -81,31 +81,31 @@ class Line:
 
     def __init__(self, turn: Callable[[str], float]) -> None:
         self._turn = turn
-        self._lanes: dict[str, Lane] = {}
-        self._heap: list[Key] = []
+        self._lanes: dict[str, FlowQueue] = {}
+        self._heap: list[QueuePlace] = []
 
-    def add(self, rank: float, waiter: Waiter) -> bool:
+    def add(self, rank: float, waiter: QueuedItem) -> bool:
         """Put a request in its place; returns whether its tenant is new here."""
         tenant = waiter.tenant
         lane = self._lanes.get(tenant)
         new = lane is None
         if lane is None:
-            lane = self._lanes[tenant] = Lane()
+            lane = self._lanes[tenant] = FlowQueue()
         if lane.add(rank, waiter):
             self._place(tenant, lane)
         return new
 
-    def left(self, tenant: str) -> bool:
+    def remove(self, tenant: str) -> bool:
         """A request of a tenant stopped waiting; returns whether it was its last one here."""
         lane = self._lanes[tenant]
-        lane.left()
+        lane.discard()
         if len(lane):
             return False
         del self._lanes[tenant]
         self._clean()
         return True
 
-    def key(self) -> Key | None:
+    def key(self) -> QueuePlace | None:
         """The place of the request that goes next; None when none waits."""
         heap, lanes = self._heap, self._lanes
         while heap:
@@ -124,7 +124,7 @@ class Line:
                 return fresh
         return None
 
-    def head(self, key: Key) -> Waiter:
+    def head(self, key: QueuePlace) -> QueuedItem:
         """The request at the place that `key` returned."""
         head = self._lanes[key[3]].head()
         if head is None:
@@ -142,18 +142,18 @@ class Line:
         self._heap = [lane.key for lane in self._lanes.values() if lane.key is not None]
         heapq.heapify(self._heap)
 
-    def lane(self, tenant: str) -> Lane:
+    def flow_queue(self, tenant: str) -> FlowQueue:
         """The requests of a tenant that has some here."""
         return self._lanes[tenant]
 
     def __len__(self) -> int:
         return len(self._lanes)
 
-    def __iter__(self) -> Iterator[Waiter]:
+    def __iter__(self) -> Iterator[QueuedItem]:
         for lane in self._lanes.values():
             yield from lane
 
-    def _place(self, tenant: str, lane: Lane) -> None:
+    def _place(self, tenant: str, lane: FlowQueue) -> None:
         fresh = self._key_of(tenant, lane)
         if lane.key is None or fresh < lane.key:
             lane.key = fresh
@@ -164,7 +164,7 @@ class Line:
         if len(self._heap) > 2 * len(self._lanes) + _SLACK:
             self.rebuild()
 
-    def _key_of(self, tenant: str, lane: Lane) -> Key:
+    def _key_of(self, tenant: str, lane: FlowQueue) -> QueuePlace:
         head = lane.head()
         if head is None:
             raise LookupError("an empty lane has no place; remove it with its last request")

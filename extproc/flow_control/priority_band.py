@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 
-from extproc.flow_control.fair_share import Turns
-from extproc.flow_control.flow_queue import Line
-from extproc.flow_control.queue_lengths import Crowding
-from extproc.flow_control.queued_item import Fairness, Order, Waiter
-from extproc.flow_control.sweep import Sweep, Way, heads
+from extproc.flow_control.fair_share import FairShare
+from extproc.flow_control.flow_queue import TenantQueues
+from extproc.flow_control.queue_lengths import QueueLengths
+from extproc.flow_control.queued_item import Fairness, Order, QueuedItem
+from extproc.flow_control.sweep import FlowKey, Sweep, next_items
 
 
-class Band:
+class PriorityBand:
     """All requests of one priority.
 
     Args:
@@ -24,22 +24,22 @@ class Band:
         bytes: Of their bodies.
     """
 
-    def __init__(self, order: Order, fairness: Fairness, turns: Turns) -> None:
+    def __init__(self, order: Order, fairness: Fairness, turns: FairShare) -> None:
         self._order: Order = order
         self._turn = {
-            "least-served": turns.standing,
+            "least-served": turns.normalized_service,
             "round-robin": turns.last,
             "none": _no_turn,
         }[fairness]
         self._turns = turns
         self._version = turns.version
-        self._lines: dict[Way, Line] = {}
-        self._ways: dict[str, dict[Way, None]] = {}
-        self._crowding = Crowding(self._waiting)
+        self._lines: dict[FlowKey, TenantQueues] = {}
+        self._ways: dict[str, dict[FlowKey, None]] = {}
+        self._crowding = QueueLengths(self._waiting)
         self.count = 0
         self.bytes = 0
 
-    def add(self, waiter: Waiter) -> None:
+    def add(self, waiter: QueuedItem) -> None:
         """A request begins to wait."""
         self.count += 1
         self.bytes += waiter.bytes
@@ -47,20 +47,20 @@ class Band:
         self._enter(waiter, rank)
         self._crowding.add(rank, waiter)
 
-    def left(self, waiter: Waiter) -> None:
+    def remove(self, waiter: QueuedItem) -> None:
         """A request stopped waiting where it is."""
         self.count -= 1
         self.bytes -= waiter.bytes
         self._exit(waiter)
-        self._crowding.left(waiter.tenant)
+        self._crowding.remove(waiter.tenant)
 
-    def move(self, waiter: Waiter, way: Way) -> None:
+    def move(self, waiter: QueuedItem, way: FlowKey) -> None:
         """A request waits another way now; it keeps its rank."""
         self._exit(waiter)
         waiter.endpoints, waiter.toward = way
         self._enter(waiter, waiter.rank(self._order))
 
-    def heads(self, sweep: Sweep) -> Iterator[Waiter]:
+    def next_items(self, sweep: Sweep) -> Iterator[QueuedItem]:
         """Requests that go next among those that are not held up, again and again.
 
         Tenants come in the order of what they attained or of their last turn, and those that are
@@ -68,35 +68,35 @@ class Band:
         lets each go on or holds its way up before the next.
         """
         self._follow_turns()
-        return heads(self._lines, sweep)
+        return next_items(self._lines, sweep)
 
     def refresh(self, tenant: str) -> None:
         """The turn of a tenant went down."""
         for way in self._ways.get(tenant, ()):
             self._lines[way].refresh(tenant)
 
-    def lasts(self) -> Generator[Waiter]:
-        """Requests in the order in which they are displaced; see `Crowding.lasts`."""
+    def lasts(self) -> Generator[QueuedItem]:
+        """Requests in the order in which they are displaced; see `QueueLengths.lasts`."""
         return self._crowding.lasts()
 
-    def __iter__(self) -> Iterator[Waiter]:
+    def __iter__(self) -> Iterator[QueuedItem]:
         for line in self._lines.values():
             yield from line
 
-    def _enter(self, waiter: Waiter, rank: float) -> None:
+    def _enter(self, waiter: QueuedItem, rank: float) -> None:
         way = (waiter.endpoints, waiter.toward)
         line = self._lines.get(way)
         if line is None:
-            line = self._lines[way] = Line(self._turn)
+            line = self._lines[way] = TenantQueues(self._turn)
         waiter.place += 1
         if line.add(rank, waiter):
             self._ways.setdefault(waiter.tenant, {})[way] = None
 
-    def _exit(self, waiter: Waiter) -> None:
+    def _exit(self, waiter: QueuedItem) -> None:
         way = (waiter.endpoints, waiter.toward)
         waiter.place += 1
         line = self._lines[way]
-        if line.left(waiter.tenant):
+        if line.remove(waiter.tenant):
             ways = self._ways[waiter.tenant]
             del ways[way]
             if not ways:
@@ -104,9 +104,9 @@ class Band:
             if not len(line):
                 del self._lines[way]
 
-    def _waiting(self, tenant: str) -> Iterable[tuple[float, Waiter]]:
+    def _waiting(self, tenant: str) -> Iterable[tuple[float, QueuedItem]]:
         for way in self._ways[tenant]:
-            for waiter in self._lines[way].lane(tenant):
+            for waiter in self._lines[way].flow_queue(tenant):
                 yield waiter.rank(self._order), waiter
 
     def _follow_turns(self) -> None:

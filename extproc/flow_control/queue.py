@@ -10,11 +10,11 @@ from enum import Enum
 import msgspec
 
 from extproc.decision import Rejection
-from extproc.flow_control.drain_rate import Pace
+from extproc.flow_control.drain_rate import DrainRateEstimator
 from extproc.flow_control.endpoint_sets import EndpointBits, EndpointSets
-from extproc.flow_control.fair_share import Turns
-from extproc.flow_control.priority_band import Band
-from extproc.flow_control.queued_item import Settings, Waiter
+from extproc.flow_control.fair_share import FairShare
+from extproc.flow_control.priority_band import PriorityBand
+from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
 from extproc.flow_control.sweep import Sweep
 
 #: Requests that are sorted anew between two looks at the budget (count): some 0.2 ms.
@@ -25,18 +25,18 @@ _BATCH = 32
 MOST_DISPLACED = 128
 
 
-class Joined(msgspec.Struct, frozen=True):
+class EnqueueResult(msgspec.Struct, frozen=True):
     """A request waits.
 
     Attributes:
         displaced: Whoever had to make room for it; the driver tells them.
     """
 
-    displaced: tuple[Waiter, ...] = ()
+    displaced: tuple[QueuedItem, ...] = ()
 
 
 #: Nobody had to make room.
-_ALONE = Joined()
+_ALONE = EnqueueResult()
 
 
 class Blocked(msgspec.Struct, frozen=True):
@@ -52,15 +52,15 @@ class Blocked(msgspec.Struct, frozen=True):
     busy: int = 0
 
 
-class Gone(Enum):
+class DepartureCause(Enum):
     """A request waits no longer."""
 
-    WENT = "went"
-    REFUSED = "refused"
+    DISPATCHED = "went"
+    REJECTED = "refused"
 
 
 #: What became of a request that was looked at.
-Look = Gone | Blocked
+Look = DepartureCause | Blocked
 
 
 def _never() -> bool:
@@ -83,27 +83,27 @@ class Queue:
         sets: Which requests can be served by the same endpoints.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: FlowControlSettings) -> None:
         self.settings = settings
         self.count = 0
         self.bytes = 0
         self.tokens = 0
-        self.turns = Turns(settings.half_life_s)
-        self.pace = Pace()
+        self.turns = FairShare(settings.half_life_s)
+        self.pace = DrainRateEstimator()
         self.sets = EndpointSets()
         self._numbers = 0
-        self._bands: dict[int, Band] = {}
-        self._deadlines: list[tuple[float, int, Waiter]] = []
+        self._bands: dict[int, PriorityBand] = {}
+        self._deadlines: list[tuple[float, int, QueuedItem]] = []
         self._sweep: Sweep | None = None
         #: Requests whose endpoint set may be another one since bits were adopted.
-        self._unsorted: list[Waiter] = []
+        self._unsorted: list[QueuedItem] = []
 
     @property
     def sweeps(self) -> bool:
         """Whether a look at everybody stopped on its way."""
         return self._sweep is not None
 
-    def adopt(self, settings: Settings, now: float) -> None:
+    def adopt(self, settings: FlowControlSettings, now: float) -> None:
         """Go by other settings; those who wait keep their deadlines and their order."""
         self.settings = settings
         self.turns.adopt(settings.half_life_s, now)
@@ -114,7 +114,7 @@ class Queue:
             self._sweep = None
             self._unsorted = list(self)
 
-    def join(self, waiter: Waiter, now: float) -> Joined | Rejection:
+    def join(self, waiter: QueuedItem, now: float) -> EnqueueResult | Rejection:
         """Begin to wait.
 
         Where there is no room, requests of lower priority are displaced, the last of the tenant
@@ -137,9 +137,9 @@ class Queue:
         for other in displaced:
             self.leave(other)
         self._put(waiter)
-        return Joined(displaced)
+        return EnqueueResult(displaced)
 
-    def leave(self, waiter: Waiter) -> None:
+    def leave(self, waiter: QueuedItem) -> None:
         """Stop waiting, for whatever reason; nothing if it does not wait."""
         if not waiter.waits:
             return
@@ -149,28 +149,28 @@ class Queue:
         self.tokens -= waiter.tokens
         self.sets.leave(waiter.target)
         band = self._bands[waiter.priority]
-        band.left(waiter)
+        band.remove(waiter)
         if not band.count:
             del self._bands[waiter.priority]
         if len(self._deadlines) > 2 * self.count + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[2].waits]
             heapq.heapify(self._deadlines)
 
-    def turn(self, waiter: Waiter, toward: str) -> None:
+    def turn(self, waiter: QueuedItem, toward: str) -> None:
         """One that waits would rather have another endpoint now; it keeps its rank."""
         if waiter.toward != toward:
             self._bands[waiter.priority].move(waiter, (waiter.endpoints, toward))
 
     def charge(self, tenant: str, tokens: float, now: float) -> None:
         """What a tenant attained is other than was thought: more, or less than nothing."""
-        before = self.turns.standing(tenant)
+        before = self.turns.normalized_service(tenant)
         self.turns.charge(tenant, tokens, now)
-        if self.turns.standing(tenant) < before:
+        if self.turns.normalized_service(tenant) < before:
             for band in self._bands.values():
                 band.refresh(tenant)
 
     def pump(
-        self, go: Callable[[Waiter], Look], now: float, *, enough: Callable[[], bool] = _never
+        self, go: Callable[[QueuedItem], Look], now: float, *, enough: Callable[[], bool] = _never
     ) -> bool:
         """Let requests go on until nobody who waits can.
 
@@ -197,14 +197,14 @@ class Queue:
                     continue
                 if priority < sweep.priority:
                     sweep.enter(priority)
-                for waiter in band.heads(sweep):
+                for waiter in band.next_items(sweep):
                     if enough():
                         self._sweep = sweep
                         return False
                     went += self._look(go, waiter, sweep, now)
         finally:
             if went:
-                self.pace.went(went, now)
+                self.pace.record_departures(went, now)
         return True
 
     def _sort(self, enough: Callable[[], bool]) -> bool:
@@ -220,7 +220,9 @@ class Queue:
             del unsorted[-_BATCH:]
         return True
 
-    def _look(self, go: Callable[[Waiter], Look], waiter: Waiter, sweep: Sweep, now: float) -> bool:
+    def _look(
+        self, go: Callable[[QueuedItem], Look], waiter: QueuedItem, sweep: Sweep, now: float
+    ) -> bool:
         """Look at one request; returns whether it went."""
         look = go(waiter)
         if isinstance(look, Blocked):
@@ -230,12 +232,12 @@ class Queue:
                 sweep.hold_up_set(waiter.endpoints, look.busy)
             return False
         self.leave(waiter)
-        if look is Gone.REFUSED:
+        if look is DepartureCause.REJECTED:
             return False
         self.turns.served(waiter.tenant, waiter.tokens, now)
         return True
 
-    def expired(self, now: float, *, enough: Callable[[], bool] = _never) -> Iterator[Waiter]:
+    def expired(self, now: float, *, enough: Callable[[], bool] = _never) -> Iterator[QueuedItem]:
         """Those whose deadline is over, until it is enough; they stop waiting."""
         while self._deadlines and self._deadlines[0][0] <= now and not enough():
             waiter = heapq.heappop(self._deadlines)[2]
@@ -266,11 +268,11 @@ class Queue:
         """Whole seconds until all who wait went on, at most as long as one may wait."""
         return self.pace.wait_s(self.count, now, most_s=self.settings.timeout_s)
 
-    def __iter__(self) -> Iterator[Waiter]:
+    def __iter__(self) -> Iterator[QueuedItem]:
         for band in self._bands.values():
             yield from band
 
-    def _put(self, waiter: Waiter) -> None:
+    def _put(self, waiter: QueuedItem) -> None:
         self._numbers += 1
         waiter.number = self._numbers
         waiter.waits = True
@@ -281,12 +283,12 @@ class Queue:
         band = self._bands.get(waiter.priority)
         if band is None:
             settings = self.settings
-            band = Band(settings.order, settings.fairness, self.turns)
+            band = PriorityBand(settings.order, settings.fairness, self.turns)
             self._bands[waiter.priority] = band
         band.add(waiter)
         heapq.heappush(self._deadlines, (waiter.deadline, waiter.number, waiter))
 
-    def _fits(self, waiter: Waiter, *, below: int = 0, bytes_below: int = 0) -> bool:
+    def _fits(self, waiter: QueuedItem, *, below: int = 0, bytes_below: int = 0) -> bool:
         """Whether there is room, once so many requests of so many bytes are displaced."""
         settings = self.settings
         return (
@@ -294,9 +296,9 @@ class Queue:
             and self.bytes - bytes_below + waiter.bytes <= settings.max_bytes
         )
 
-    def _displaced(self, waiter: Waiter) -> tuple[Waiter, ...] | None:
+    def _displaced(self, waiter: QueuedItem) -> tuple[QueuedItem, ...] | None:
         """Those that make room for a request; None where too many would have to."""
-        chosen: list[Waiter] = []
+        chosen: list[QueuedItem] = []
         num_bytes = 0
         for priority in sorted(rank for rank in self._bands if rank < waiter.priority):
             with contextlib.closing(self._bands[priority].lasts()) as lasts:
@@ -309,7 +311,7 @@ class Queue:
                         return None
         return None
 
-    def _may_fit(self, waiter: Waiter) -> bool:
+    def _may_fit(self, waiter: QueuedItem) -> bool:
         """Whether there is room, once everybody of lower priority is displaced."""
         lower = [band for rank, band in self._bands.items() if rank < waiter.priority]
         return self._fits(

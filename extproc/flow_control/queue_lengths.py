@@ -6,16 +6,16 @@ import heapq
 import itertools
 from collections.abc import Callable, Generator, Iterable
 
-from extproc.flow_control.queued_item import Waiter
+from extproc.flow_control.queued_item import QueuedItem
 
 #: Minus rank and number: the request that goes last comes first.
-_Entry = tuple[float, int, Waiter]
+_Entry = tuple[float, int, QueuedItem]
 
 #: Entries that may be stale before a heap is dropped (count).
 _SLACK = 64
 
 
-class Crowding:
+class QueueLengths:
     """Tenants by how many of their requests wait.
 
     What goes last matters only where requests are displaced, so tenants are grouped by count, and a
@@ -25,14 +25,14 @@ class Crowding:
         waiting: All requests of a tenant that wait.
     """
 
-    def __init__(self, waiting: Callable[[str], Iterable[tuple[float, Waiter]]]) -> None:
+    def __init__(self, waiting: Callable[[str], Iterable[tuple[float, QueuedItem]]]) -> None:
         self._waiting = waiting
         self._counts: dict[str, int] = {}
         self._by_count: dict[int, dict[str, None]] | None = None
         self._most = 0
         self._last: dict[str, list[_Entry]] = {}
 
-    def add(self, rank: float, waiter: Waiter) -> None:
+    def add(self, rank: float, waiter: QueuedItem) -> None:
         """A request begins to wait."""
         tenant = waiter.tenant
         self._count(tenant, 1)
@@ -40,7 +40,7 @@ class Crowding:
         if heap is not None:
             heapq.heappush(heap, (-rank, -waiter.number, waiter))
 
-    def left(self, tenant: str) -> None:
+    def remove(self, tenant: str) -> None:
         """A request stopped waiting."""
         self._count(tenant, -1)
         heap = self._last.get(tenant)
@@ -49,7 +49,7 @@ class Crowding:
         elif not self._counts.get(tenant):
             self._last.pop(tenant, None)
 
-    def lasts(self) -> Generator[Waiter]:
+    def lasts(self) -> Generator[QueuedItem]:
         """Requests in the order in which they are displaced, while nothing changes.
 
         The next is always of the tenant with most waiting less those before, the last of its order.

@@ -21,13 +21,13 @@ Fairness = Literal["round-robin", "least-served", "none"]
 _NO_ENDPOINTS = EndpointSet()
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class FlowControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How requests wait.
 
     Attributes:
         timeout_s: Longest wait of a request that says nothing itself.
         empty_timeout_s: The same where there is no endpoint; None for no other.
-        most_timeout_s: Longest wait a request may ask for.
+        max_timeout_s: Longest wait a request may ask for.
         by_objective: Longest waits by objective.
         max_requests: Requests that may wait at once (count).
         max_bytes: Bytes of their bodies together.
@@ -40,7 +40,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     timeout_s: float = 60.0
     empty_timeout_s: float | None = None
-    most_timeout_s: float = 3600.0
+    max_timeout_s: float = 3600.0
     by_objective: Mapping[str, float] = {}
     max_requests: int = 10_000
     max_bytes: int = 256 * 1024 * 1024
@@ -50,7 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     output_weight: float = 2.0
 
 
-class Waiter:
+class QueuedItem:
     """A request that waits.
 
     Args:

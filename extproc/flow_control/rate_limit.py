@@ -23,7 +23,7 @@ _LONGEST_S = 3600
 _Rate = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RateLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one tenant may take; null is no limit.
 
     Attributes:
@@ -40,10 +40,10 @@ class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 #: Nobody is limited.
-NO_LIMIT = Limit()
+NO_LIMIT = RateLimit()
 
 
-class _Bucket:
+class _TokenBucket:
     """A token bucket: level(t) = min(full, level(t0) + rate (t - t0)), full = max(1, rate burst)."""
 
     __slots__ = ("at", "full", "level", "rate")
@@ -70,8 +70,8 @@ class _Bucket:
 class _Account(msgspec.Struct, frozen=True):
     """The buckets of one tenant; None where nothing is limited."""
 
-    requests: _Bucket | None
-    tokens: _Bucket | None
+    requests: _TokenBucket | None
+    tokens: _TokenBucket | None
 
     def full_at(self) -> float:
         """When both buckets are full if nothing else is taken (monotonic seconds)."""
@@ -97,7 +97,7 @@ class Charge:
         self._account: _Account | None = account
         self.tokens = tokens
 
-    def settle(self, tokens: float) -> None:
+    def reconcile(self, tokens: float) -> None:
         """Take what the request really used, in place of what it was charged with."""
         bucket = None if self._account is None else self._account.tokens
         if bucket is not None:
@@ -116,7 +116,7 @@ class Charge:
         self.tokens = 0.0
 
 
-class Allowance:
+class TenantRateLimiter:
     """Counts what tenants take, and refuses what is too much.
 
     Tenants that the configuration limits by name always have buckets of their own. Of all others
@@ -130,7 +130,7 @@ class Allowance:
     """
 
     def __init__(
-        self, usual: Limit = NO_LIMIT, by_tenant: Mapping[str, Limit] | None = None
+        self, usual: RateLimit = NO_LIMIT, by_tenant: Mapping[str, RateLimit] | None = None
     ) -> None:
         self._usual = usual
         self._by_tenant = by_tenant or {}
@@ -143,7 +143,7 @@ class Allowance:
 
     def __eq__(self, other: object) -> bool:
         """Whether it allows the same, whatever was taken."""
-        if not isinstance(other, Allowance):
+        if not isinstance(other, TenantRateLimiter):
             return NotImplemented
         return (self._usual, self._by_tenant) == (other._usual, other._by_tenant)
 
@@ -229,9 +229,9 @@ class Allowance:
         return False
 
 
-def _open(limit: Limit, now: float) -> _Account:
+def _open(limit: RateLimit, now: float) -> _Account:
     requests, tokens, burst_s = limit.requests_per_s, limit.tokens_per_s, limit.burst_s
     return _Account(
-        requests=None if requests is None else _Bucket(requests, burst_s, now),
-        tokens=None if tokens is None else _Bucket(tokens, burst_s, now),
+        requests=None if requests is None else _TokenBucket(requests, burst_s, now),
+        tokens=None if tokens is None else _TokenBucket(tokens, burst_s, now),
     )

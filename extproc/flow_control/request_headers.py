@@ -13,14 +13,14 @@ from extproc.request import shorten_id
 _LONGEST = 11
 
 
-class Want(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+class EnqueueRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """What a request that is about to wait says of itself.
 
     Attributes:
         tenant: Who sent it; empty where nobody says.
         priority: Of its objective.
         objective: Its name.
-        target: What it can be served by; see `Waiter`.
+        target: What it can be served by; see `QueuedItem`.
         size: Bytes of its body.
         tokens: Its prompt's estimated tokens.
         timeout_s: Longest wait it asks for; None for none.
@@ -37,7 +37,7 @@ class Want(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     slo_s: float = math.inf
 
 
-class Manners(msgspec.Struct, frozen=True, kw_only=True):
+class FlowHeaders(msgspec.Struct, frozen=True, kw_only=True):
     """Which headers are read; names in lower case.
 
     Attributes:

@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator, Mapping
 
 from extproc.flow_control.endpoint_sets import EndpointSet
-from extproc.flow_control.flow_queue import Key, Line
-from extproc.flow_control.queued_item import Waiter
+from extproc.flow_control.flow_queue import QueuePlace, TenantQueues
+from extproc.flow_control.queued_item import QueuedItem
 
 #: The endpoints that can serve a request, and the address of the one it would rather have; empty
 #: for any of them.
-Way = tuple[EndpointSet, str]
+FlowKey = tuple[EndpointSet, str]
 
 
 class Sweep:
@@ -25,7 +25,7 @@ class Sweep:
     def __init__(self) -> None:
         self.priority = math.inf
         self._sets: set[EndpointSet] = set()
-        self._ways: set[Way] = set()
+        self._ways: set[FlowKey] = set()
         self._busy = 0
 
     def enter(self, priority: float) -> None:
@@ -35,7 +35,7 @@ class Sweep:
         self._ways.clear()
         self._busy = 0
 
-    def hold_up(self, way: Way) -> None:
+    def hold_up(self, way: FlowKey) -> None:
         """Hold up those that would rather have the same endpoint."""
         self._ways.add(way)
 
@@ -44,7 +44,7 @@ class Sweep:
         self._sets.add(endpoints)
         self._busy |= busy
 
-    def holds_up(self, way: Way) -> bool:
+    def holds_up(self, way: FlowKey) -> bool:
         """Whether a request of this way cannot go on now."""
         endpoints = way[0]
         bits = endpoints.bits
@@ -60,11 +60,13 @@ class _Alone:
         entries: Rank and number of each head, and the way.
     """
 
-    def __init__(self, entries: list[tuple[float, int, Way]]) -> None:
+    def __init__(self, entries: list[tuple[float, int, FlowKey]]) -> None:
         heapq.heapify(entries)
         self._heap = entries
 
-    def key(self, lines: Mapping[Way, Line], sweep: Sweep) -> tuple[Key, Way] | None:
+    def key(
+        self, lines: Mapping[FlowKey, TenantQueues], sweep: Sweep
+    ) -> tuple[QueuePlace, FlowKey] | None:
         """The place of the request that goes next, and its way."""
         heap = self._heap
         while heap:
@@ -80,8 +82,8 @@ class _Alone:
         return None
 
 
-def heads(lines: Mapping[Way, Line], sweep: Sweep) -> Iterator[Waiter]:
-    """See `Band.heads`.
+def next_items(lines: Mapping[FlowKey, TenantQueues], sweep: Sweep) -> Iterator[QueuedItem]:
+    """See `PriorityBand.next_items`.
 
     Args:
         lines: By way; requests leave them meanwhile, and come only to what is held up.
@@ -106,15 +108,15 @@ def heads(lines: Mapping[Way, Line], sweep: Sweep) -> Iterator[Waiter]:
 
 
 def _beginnings(
-    lines: Mapping[Way, Line], sweep: Sweep
-) -> tuple[list[tuple[Key, Way | None]], Mapping[str, _Alone]]:
+    lines: Mapping[FlowKey, TenantQueues], sweep: Sweep
+) -> tuple[list[tuple[QueuePlace, FlowKey | None]], Mapping[str, _Alone]]:
     """A heap of the first places and their ways, and the ways in which only one tenant waits.
 
     None for a way stands for those in which only the tenant of that place waits. Comparisons end
     with the number, which no two requests share.
     """
-    alone: dict[str, list[tuple[float, int, Way]]] = {}
-    top: list[tuple[Key, Way | None]] = []
+    alone: dict[str, list[tuple[float, int, FlowKey]]] = {}
+    top: list[tuple[QueuePlace, FlowKey | None]] = []
     for way, line in lines.items():
         key = None if sweep.holds_up(way) else line.key()
         if key is None:
@@ -132,7 +134,9 @@ def _beginnings(
     return top, groups
 
 
-def _in_way(way: Way, lines: Mapping[Way, Line], sweep: Sweep) -> tuple[Key, Way] | None:
+def _in_way(
+    way: FlowKey, lines: Mapping[FlowKey, TenantQueues], sweep: Sweep
+) -> tuple[QueuePlace, FlowKey] | None:
     line = lines.get(way)
     key = None if line is None or sweep.holds_up(way) else line.key()
     return None if key is None else (key, way)

@@ -9,30 +9,30 @@ import msgspec
 from extproc import decision
 from extproc.decision import Rejection
 from extproc.parsing import canonical_prompt, envelope, inputs
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 
 _WANTED: Final = "invalid messages request: must have at least one message"
 
 
-class Turn(msgspec.Struct, gc=False):
+class AnthropicMessage(msgspec.Struct, gc=False):
     """One message; only an object can be one."""
 
     role: Any = None
     content: Any = None
 
 
-class Body(envelope.Envelope, gc=False):
+class MessagesBody(envelope.Envelope, gc=False):
     """What is read of a messages body."""
 
-    messages: list[Turn] | None = None
+    messages: list[AnthropicMessage] | None = None
     system: Any = None
     tools: msgspec.Raw = canonical_prompt.ABSENT
 
 
-_DECODER = msgspec.json.Decoder(Body)
+_DECODER = msgspec.json.Decoder(MessagesBody)
 
 
-def parse(raw: RawRequest) -> Request | Rejection:
+def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read a messages request; 400 without a model or without at least one message."""
     body = envelope.decode(_DECODER, raw, wanted=_WANTED)
     if isinstance(body, Rejection):
@@ -48,4 +48,4 @@ def parse(raw: RawRequest) -> Request | Rejection:
             canonical_prompt.as_bytes(turn.role),
             canonical_prompt.content(turn.content),
         )
-    return envelope.request("messages", raw, body, prompt=inputs.framed(b"".join(fields)))
+    return envelope.request("messages", raw, body, prompt=inputs.text_prompt(b"".join(fields)))

@@ -119,29 +119,29 @@ def item(part: object) -> bytes:
         return PART + bytes(part)
     if type(part) is Packed:
         return PART + mmh3.mmh3_x64_128_digest(part.ids)
-    return PART + msgspec.json.encode(_settled(part, _DEEPEST))
+    return PART + msgspec.json.encode(_normalized(part, _DEEPEST))
 
 
-def _settled(value: Any, depth: int) -> Any:
+def _normalized(value: Any, depth: int) -> Any:
     """A copy without cache breakpoints and with a digest for each blob."""
     if depth:
         if type(value) is dict:
             return {
-                key: _settled_field(key, field, depth - 1)
+                key: _normalized_field(key, field, depth - 1)
                 for key, field in value.items()
                 if key != _MOVING_KEY
             }
         if type(value) is list:
-            return [_settled(field, depth - 1) for field in value]
+            return [_normalized(field, depth - 1) for field in value]
     if type(value) is str and len(value) >= _BLOB_BYTES and value.startswith("data:"):
         return digest(value)
     return value
 
 
-def _settled_field(key: str, value: Any, depth: int) -> Any:
+def _normalized_field(key: str, value: Any, depth: int) -> Any:
     if type(value) is str and len(value) >= _BLOB_BYTES and key in _BLOB_KEYS:
         return digest(value)
-    return _settled(value, depth)
+    return _normalized(value, depth)
 
 
 def loose_message(turn: Mapping[str, Any]) -> bytes:

@@ -15,7 +15,7 @@ import msgspec
 from extproc import decision
 from extproc.decision import Rejection
 from extproc.parsing import bounded_decoder, canonical_prompt, inputs, session
-from extproc.request import MAX_NAME_BYTES, RawRequest, Request
+from extproc.request import MAX_NAME_BYTES, HttpRequest, InferenceRequest
 
 #: Headers that name the model to be served, where the body names none
 #: (docs/spec/protocol.md#model-rewrite).
@@ -66,14 +66,14 @@ class Envelope(msgspec.Struct, gc=False):
     previous_response_id: Any = None
 
 
-Body = TypeVar("Body", bound=Envelope)
+BodyT = TypeVar("BodyT", bound=Envelope)
 
 _ENVELOPE = msgspec.json.Decoder(Envelope)
 
 
 def decode(
-    decoder: msgspec.json.Decoder[Body], raw: RawRequest, *, wanted: str
-) -> Body | Rejection:
+    decoder: msgspec.json.Decoder[BodyT], raw: HttpRequest, *, wanted: str
+) -> BodyT | Rejection:
     """Decode a body and see that it names a model.
 
     Args:
@@ -91,8 +91,8 @@ def decode(
 
 
 def decode_loose(
-    decoder: msgspec.json.Decoder[Body], raw: RawRequest, *, wanted: str
-) -> Body | Rejection:
+    decoder: msgspec.json.Decoder[BodyT], raw: HttpRequest, *, wanted: str
+) -> BodyT | Rejection:
     """Like `decode`, for surfaces on which a model is optional."""
     try:
         return bounded_decoder.decode(decoder, raw.body)
@@ -130,7 +130,7 @@ def mend_surrogates(body: bytes) -> bytes:
     return body
 
 
-def _misused(raw: RawRequest, error: msgspec.ValidationError, *, wanted: str) -> Rejection:
+def _misused(raw: HttpRequest, error: msgspec.ValidationError, *, wanted: str) -> Rejection:
     """Tell a body that is no object from one whose prompt field is of the wrong type."""
     try:
         body = bounded_decoder.decode(_ENVELOPE, raw.body)
@@ -161,14 +161,16 @@ def model_of(body: Envelope, headers: Mapping[str, str]) -> str:
     return model if type(model) is str and model else model_header(headers)
 
 
-def request(api: str, raw: RawRequest, body: Envelope, *, prompt: inputs.Prompt) -> Request:
+def request(
+    api: str, raw: HttpRequest, body: Envelope, *, prompt: inputs.Prompt
+) -> InferenceRequest:
     """Put the parsed parts together."""
     adapter = body.lora_path
     if type(adapter) is not str:
         adapter, prompt = (
             _adapter_of_batch(adapter, prompt) if adapter is not None else ("", prompt)
         )
-    return Request(
+    return InferenceRequest(
         api,
         model=model_of(body, raw.headers),
         adapter=adapter,
@@ -196,7 +198,7 @@ def _adapter_of_batch(value: Any, prompt: inputs.Prompt) -> tuple[str, inputs.Pr
     if type(first) is str and names.count(first) == len(names):
         return first, prompt
     name = next((name for name in names if type(name) is str and name), "")
-    return name, inputs.salted(prompt, canonical_prompt.item(value))
+    return name, inputs.with_cache_salt(prompt, canonical_prompt.item(value))
 
 
 def _max_tokens(body: Envelope) -> int | None:

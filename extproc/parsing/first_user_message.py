@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from extproc.parsing import canonical_prompt, tokens
-from extproc.request import Request
+from extproc.request import InferenceRequest
 
 #: What starts the next field; the likely ones first. Eight searches for one byte each are thirty
 #: times as fast as one for a class of eight.
@@ -22,7 +22,7 @@ LONGEST_BYTES = 4 * 4096
 _PART_CHARACTERS = LONGEST_BYTES // 4
 
 
-def of(request: Request) -> str:
+def first_user_message(request: InferenceRequest) -> str:
     """The text parts of the first user message, or the prompt of a completion.
 
     KubeAI's rule (docs/spec/prior-systems.md#prefixhash): chat takes the first message with role
@@ -59,9 +59,9 @@ def of(request: Request) -> str:
     return text[:LONGEST_BYTES]
 
 
-def reduced(request: Request) -> bytes:
+def reduced(request: InferenceRequest) -> bytes:
     """The shortest prompt with the opening of a request; empty for a request without one."""
-    text = of(request)
+    text = first_user_message(request)
     if not text:
         return b""
     if request.api == "completions":
@@ -77,8 +77,8 @@ def reduced(request: Request) -> bytes:
     )
 
 
-def unread(_: Request) -> str:
-    """In place of `of` where nobody wants it."""
+def no_message(_: InferenceRequest) -> str:
+    """In place of `first_user_message` where nobody wants it."""
     return ""
 
 

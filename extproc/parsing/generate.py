@@ -10,13 +10,13 @@ import msgspec
 from extproc import decision
 from extproc.decision import Rejection
 from extproc.parsing import envelope, inputs, tokens
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 
 _NO_TOKENS: Final = "invalid generate request: must have token_ids field"
 _NOT_AN_OBJECT: Final = "invalid generate request: must be a JSON object"
 
 
-class Body(envelope.Envelope, gc=False):
+class GenerateBody(envelope.Envelope, gc=False):
     """What is read of a body for vLLM `/inference/v1/generate`.
 
     `features` holds `mm_hashes` and `mm_placeholders`, each a list per modality.
@@ -26,7 +26,7 @@ class Body(envelope.Envelope, gc=False):
     features: Any = None
 
 
-class NativeBody(envelope.Envelope, gc=False):
+class NativeGenerateBody(envelope.Envelope, gc=False):
     """What is read of a body for `/generate`: SGLang's names, then those of vLLM's and TGI's."""
 
     input_ids: Any = None
@@ -35,11 +35,11 @@ class NativeBody(envelope.Envelope, gc=False):
     inputs: Any = None
 
 
-_DECODER = msgspec.json.Decoder(Body)
-_NATIVE_DECODER = msgspec.json.Decoder(NativeBody)
+_DECODER = msgspec.json.Decoder(GenerateBody)
+_NATIVE_DECODER = msgspec.json.Decoder(NativeGenerateBody)
 
 
-def parse(raw: RawRequest) -> Request | Rejection:
+def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read a tokens-in request; 400 without token ids. The model is optional there."""
     body = envelope.decode_loose(_DECODER, raw, wanted=_NO_TOKENS)
     if isinstance(body, Rejection):
@@ -56,7 +56,9 @@ def parse(raw: RawRequest) -> Request | Rejection:
         rows = io.BytesIO(packed)
         tokens.stamp(rows, placeholders)
         packed = rows.getvalue()
-    prompt = inputs.salted(inputs.Prompt(packed, len(packed) // tokens.WIDTH), body.cache_salt)
+    prompt = inputs.with_cache_salt(
+        inputs.Prompt(packed, len(packed) // tokens.WIDTH), body.cache_salt
+    )
     return envelope.request("generate", raw, body, prompt=prompt)
 
 
@@ -80,7 +82,7 @@ def _placeholders(features: Any) -> list[tuple[int, int, str]]:
     return found
 
 
-def parse_native(raw: RawRequest) -> Request | Rejection:
+def parse_native(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read a `/generate` request: 400 only for what is not a JSON object.
 
     Several engines use this path with bodies of their own; none of them names a model.
@@ -94,5 +96,5 @@ def parse_native(raw: RawRequest) -> Request | Rejection:
         if found is not None:
             prompt = found
             break
-    salted = inputs.salted(prompt, body.cache_salt)
+    salted = inputs.with_cache_salt(prompt, body.cache_salt)
     return envelope.request("sglang_generate", raw, body, prompt=salted)

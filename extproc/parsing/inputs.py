@@ -30,7 +30,7 @@ def estimate(size: int) -> int:
     return size // BYTES_PER_TOKEN or (1 if size else 0)
 
 
-def framed(content: bytes) -> Prompt:
+def text_prompt(content: bytes) -> Prompt:
     """A prompt already put into stable bytes, with an estimate of its tokens."""
     return Prompt(content, estimate(len(content)), len(content))
 
@@ -45,13 +45,13 @@ def prompt_of(value: object) -> Prompt | None:
         None when the value is absent, empty as a list, or of a type no surface takes.
     """
     if type(value) is str:
-        return framed(value.encode())
+        return text_prompt(value.encode())
     if type(value) is tokens.Packed:
         return Prompt(value.ids, len(value.ids) // tokens.WIDTH)
     if type(value) is bytes:
-        return framed(value)
+        return text_prompt(value)
     if type(value) is dict or type(value) is msgspec.Raw:
-        return framed(canonical_prompt.item(value))
+        return text_prompt(canonical_prompt.item(value))
     if type(value) is not list or not value:
         return None
     first = value[0]
@@ -66,7 +66,7 @@ def prompt_of(value: object) -> Prompt | None:
             return Prompt(tokens.SEPARATOR.join(rows), sum(map(len, rows)) // tokens.WIDTH)
     # The first text has no marker before it: alone or first in a batch, it is the same prefix.
     content = canonical_prompt.content(value)
-    return framed(content.removeprefix(canonical_prompt.TEXT))
+    return text_prompt(content.removeprefix(canonical_prompt.TEXT))
 
 
 def _packed(ids: object) -> bytes | None:
@@ -75,7 +75,7 @@ def _packed(ids: object) -> bytes | None:
     return tokens.pack(ids) if type(ids) is list else None
 
 
-def salted(prompt: Prompt, salt: object) -> Prompt:
+def with_cache_salt(prompt: Prompt, salt: object) -> Prompt:
     """The prompt behind its cache salt. Salted token ids keep their alignment.
 
     The salt is padded with zero bytes to whole tokens and closed by a separator.

@@ -15,10 +15,10 @@ from typing import Final
 
 import msgspec
 
-from extproc.decision import Splice
+from extproc.decision import BodyEdit
 from extproc.parsing import multipart, paths, preparsed
 from extproc.parsing.preparsed import ModelPlace
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 
 #: Places that are tried before the body is walked through (count). Usually the first is right.
 MOST_TRIES: Final = 3
@@ -51,7 +51,7 @@ _NAMED = msgspec.json.Decoder(_Named)
 _TEXT = msgspec.json.Decoder(str)
 
 
-def splice(raw: RawRequest, model: str) -> Splice | None:
+def locate_model(raw: HttpRequest, model: str) -> BodyEdit | None:
     """The edit after which a body names another model.
 
     Args:
@@ -66,8 +66,8 @@ def splice(raw: RawRequest, model: str) -> Splice | None:
     return None if place is None else place.fill(model)
 
 
-def find_place(raw: RawRequest) -> ModelPlace | None:
-    """Where in a body another model name goes; None as of `splice`."""
+def find_place(raw: HttpRequest) -> ModelPlace | None:
+    """Where in a body another model name goes; None as of `locate_model`."""
     content_type = raw.headers.get("content-type", "")
     if not raw.body or content_type.startswith("application/grpc"):
         return None
@@ -104,7 +104,7 @@ def _tried(body: bytes, model: msgspec.Raw) -> ModelPlace | None:
         colon = _COLON.match(body, at + len(_KEY))
         value = colon and _STRING.match(body, colon.end())
         if value:
-            changed = _model_of(Splice(*value.span(), written).apply(body))
+            changed = _model_of(BodyEdit(*value.span(), written).apply(body))
             if changed is not None and bytes(changed) == written:
                 return ModelPlace(*value.span())
     return None

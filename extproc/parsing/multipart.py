@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from extproc.parsing import inputs, opaque
-from extproc.request import RawRequest, Request, shorten_id
+from extproc.request import HttpRequest, InferenceRequest, shorten_id
 
 #: A form has a handful of fields; whatever follows the last of so many parts is not read.
 MOST_PARTS: Final = 64
@@ -27,25 +27,25 @@ _NAME = re.compile(
 _WANTED = frozenset({"model", "prompt", "stream", "user"})
 
 
-def parse_transcriptions(raw: RawRequest) -> Request:
+def parse_transcriptions(raw: HttpRequest) -> InferenceRequest:
     """Read a transcription request; never refused."""
     return _parse(raw, "transcriptions")
 
 
-def parse_translations(raw: RawRequest) -> Request:
+def parse_translations(raw: HttpRequest) -> InferenceRequest:
     """Read a translation request; never refused."""
     return _parse(raw, "translations")
 
 
-def _parse(raw: RawRequest, api: str) -> Request:
+def _parse(raw: HttpRequest, api: str) -> InferenceRequest:
     found = _BOUNDARY.search(raw.headers.get("content-type", ""))
     if found is None:
         return opaque.parse(raw, api)
     boundary = found[1] or found[2]
     fields = read(raw.body, boundary.encode())
-    known = opaque.bare(raw, api)
-    prompt = inputs.framed(fields.get("prompt", "").encode())
-    return Request(
+    known = opaque.unparsed_request(raw, api)
+    prompt = inputs.text_prompt(fields.get("prompt", "").encode())
+    return InferenceRequest(
         api,
         model=fields.get("model") or known.model,
         prompt=prompt.content,
@@ -70,7 +70,7 @@ def read(body: bytes, boundary: bytes) -> Mapping[str, str]:
     }
 
 
-def model_span(raw: RawRequest) -> tuple[int, int] | None:
+def model_span(raw: HttpRequest) -> tuple[int, int] | None:
     """Where the value of the last `model` field starts and stops; None when there is none."""
     found = _BOUNDARY.search(raw.headers.get("content-type", ""))
     if found is None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from extproc.parsing import bounded_decoder, envelope, inputs, openai_chat, session
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 
 #: Larger bodies on unknown paths are not looked into: uploads, not prompts.
 LARGEST_BYTES: Final = 1 << 20
@@ -29,7 +29,7 @@ _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){0,1024}")')
 _STREAM = re.compile(rb'"stream"\s*:\s*true')
 
 
-class Body(envelope.Envelope, gc=False):
+class LooseBody(envelope.Envelope, gc=False):
     """The usual places of a prompt."""
 
     prompt: Any = None
@@ -37,18 +37,18 @@ class Body(envelope.Envelope, gc=False):
     input: Any = None
 
 
-_DECODER = msgspec.json.Decoder(Body)
+_DECODER = msgspec.json.Decoder(LooseBody)
 _ENVELOPE = msgspec.json.Decoder(envelope.Envelope)
 
 
-def is_bodiless(raw: RawRequest) -> bool:
+def is_bodiless(raw: HttpRequest) -> bool:
     """Whether there is nothing to parse: an empty body, or a method that carries no prompt."""
     return not raw.body or raw.method.upper() not in _POSTING
 
 
-def bare(raw: RawRequest, api: str) -> Request:
+def unparsed_request(raw: HttpRequest, api: str) -> InferenceRequest:
     """A request known by its headers only."""
-    return Request(
+    return InferenceRequest(
         api,
         model=envelope.model_header(raw.headers),
         session=session.of_headers(raw.headers),
@@ -56,29 +56,31 @@ def bare(raw: RawRequest, api: str) -> Request:
     )
 
 
-def parse(raw: RawRequest, api: str) -> Request:
+def parse(raw: HttpRequest, api: str) -> InferenceRequest:
     """Read model and prompt if the body is a small JSON object that has them."""
     body = _decoded(_DECODER, raw)
     if body is None:
-        return bare(raw, api)
+        return unparsed_request(raw, api)
     prompt = (
         inputs.prompt_of(body.prompt)
         or openai_chat.loose_prompt(body.messages)
         or inputs.prompt_of(body.input)
         or inputs.NOTHING
     )
-    return envelope.request(api, raw, body, prompt=inputs.salted(prompt, body.cache_salt))
+    return envelope.request(api, raw, body, prompt=inputs.with_cache_salt(prompt, body.cache_salt))
 
 
-def parse_envelope(raw: RawRequest, api: str) -> Request:
+def parse_envelope(raw: HttpRequest, api: str) -> InferenceRequest:
     """Read everything but the prompt, for work that leaves nothing in a prefix cache."""
     body = _decoded(_ENVELOPE, raw)
     if body is None:
-        return bare(raw, api)
+        return unparsed_request(raw, api)
     return envelope.request(api, raw, body, prompt=inputs.NOTHING)
 
 
-def _decoded(decoder: msgspec.json.Decoder[envelope.Body], raw: RawRequest) -> envelope.Body | None:
+def _decoded(
+    decoder: msgspec.json.Decoder[envelope.BodyT], raw: HttpRequest
+) -> envelope.BodyT | None:
     if len(raw.body) > LARGEST_BYTES or not raw.body[:64].lstrip().startswith(b"{"):
         return None
     try:
@@ -87,7 +89,7 @@ def _decoded(decoder: msgspec.json.Decoder[envelope.Body], raw: RawRequest) -> e
         return None
 
 
-def parse_truncated(raw: RawRequest, api: str) -> Request:
+def parse_truncated(raw: HttpRequest, api: str) -> InferenceRequest:
     """Read a body of which only the beginning was shown (BUFFERED_PARTIAL).
 
     The raw bytes are the prompt: equal beginnings of bodies are equal beginnings of prompts, as
@@ -98,7 +100,7 @@ def parse_truncated(raw: RawRequest, api: str) -> Request:
     whole = raw.headers.get("content-length", "")
     length = int(whole) if whole.isdecimal() and len(whole) < 16 else 0
     length = max(min(length, MAX_LENGTH), len(raw.body))
-    return Request(
+    return InferenceRequest(
         api,
         model=model or envelope.model_header(raw.headers),
         prompt=raw.body,

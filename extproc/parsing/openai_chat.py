@@ -9,12 +9,12 @@ import msgspec
 from extproc import decision
 from extproc.decision import Rejection
 from extproc.parsing import canonical_prompt, envelope, inputs
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 
 _WANTED: Final = "invalid chat completions request: must have valid messages field"
 
 
-class Message(msgspec.Struct, gc=False):
+class ChatMessage(msgspec.Struct, gc=False):
     """One message of the history; only an object can be one."""
 
     role: Any = None
@@ -27,10 +27,10 @@ class Message(msgspec.Struct, gc=False):
     function_call: msgspec.Raw = canonical_prompt.ABSENT
 
 
-class Body(envelope.Envelope, gc=False):
+class ChatBody(envelope.Envelope, gc=False):
     """What is read of a chat body."""
 
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
     tools: msgspec.Raw = canonical_prompt.ABSENT
     functions: msgspec.Raw = canonical_prompt.ABSENT
     documents: msgspec.Raw = canonical_prompt.ABSENT
@@ -40,7 +40,7 @@ class Body(envelope.Envelope, gc=False):
 
 
 _ABSENT = canonical_prompt.ABSENT
-_DECODER = msgspec.json.Decoder(Body)
+_DECODER = msgspec.json.Decoder(ChatBody)
 
 #: How messages of the usual roles start.
 _HEADS = {
@@ -49,7 +49,7 @@ _HEADS = {
 }
 
 
-def parse(raw: RawRequest) -> Request | Rejection:
+def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read a chat request; 400 without a model or without at least one message."""
     body = envelope.decode(_DECODER, raw, wanted=_WANTED)
     if isinstance(body, Rejection):
@@ -59,10 +59,10 @@ def parse(raw: RawRequest) -> Request | Rejection:
     fields = _options(body)
     for turn in body.messages:
         _add_message(fields, turn)
-    return envelope.request("chat", raw, body, prompt=inputs.framed(b"".join(fields)))
+    return envelope.request("chat", raw, body, prompt=inputs.text_prompt(b"".join(fields)))
 
 
-def _options(body: Body) -> list[bytes]:
+def _options(body: ChatBody) -> list[bytes]:
     """What stands before the messages, or changes how the template lays them out.
 
     Hardly a request has any of it: a look at each field costs less than a walk over a table.
@@ -83,7 +83,7 @@ def _options(body: Body) -> list[bytes]:
     return fields
 
 
-def _add_message(fields: list[bytes], turn: Message) -> None:
+def _add_message(fields: list[bytes], turn: ChatMessage) -> None:
     """Append a message field by field: pieces are joined, and so copied, only once."""
     role, content = turn.role, turn.content
     head = _HEADS.get(role) if type(role) is str else None
@@ -108,10 +108,10 @@ def _add_message(fields: list[bytes], turn: Message) -> None:
 def loose_prompt(messages: object) -> inputs.Prompt | None:
     """A conversation that was decoded without a type; None when it is not one."""
     if type(messages) is msgspec.Raw:
-        return inputs.framed(canonical_prompt.MESSAGE + canonical_prompt.item(messages))
+        return inputs.text_prompt(canonical_prompt.MESSAGE + canonical_prompt.item(messages))
     if type(messages) is not list or not messages:
         return None
     turns = [turn for turn in messages if type(turn) is dict]
     if len(turns) != len(messages):
         return None
-    return inputs.framed(b"".join([canonical_prompt.loose_message(turn) for turn in turns]))
+    return inputs.text_prompt(b"".join([canonical_prompt.loose_message(turn) for turn in turns]))

@@ -9,14 +9,14 @@ import msgspec
 from extproc import decision
 from extproc.decision import Rejection
 from extproc.parsing import canonical_prompt, envelope, inputs, openai_chat
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 
 _NO_PROMPT: Final = "invalid completions request: must have prompt field"
 _NO_IMAGE_PROMPT: Final = "invalid images generations request: must have prompt field"
 _NO_INPUT: Final = "invalid embeddings request: must have input field"
 
 
-class Body(envelope.Envelope, gc=False):
+class CompletionBody(envelope.Envelope, gc=False):
     """What is read of a body with a `prompt`.
 
     `prompt_embeds` is vLLM's alternative to a prompt: base64 of a tensor.
@@ -26,50 +26,50 @@ class Body(envelope.Envelope, gc=False):
     prompt_embeds: Any = None
 
 
-class InputBody(envelope.Envelope, gc=False):
+class EmbeddingInputBody(envelope.Envelope, gc=False):
     """What is read of a body with an `input`; vLLM also embeds a conversation."""
 
     input: Any = None
     messages: Any = None
 
 
-_DECODER = msgspec.json.Decoder(Body)
-_INPUT_DECODER = msgspec.json.Decoder(InputBody)
+_DECODER = msgspec.json.Decoder(CompletionBody)
+_INPUT_DECODER = msgspec.json.Decoder(EmbeddingInputBody)
 
 
-def parse(raw: RawRequest) -> Request | Rejection:
+def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read a completions request; 400 without a model or a prompt."""
     return _prompted(raw, "completions", wanted=_NO_PROMPT)
 
 
-def parse_images(raw: RawRequest) -> Request | Rejection:
+def parse_images(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read an image generation request; 400 without a model or a prompt."""
     return _prompted(raw, "images", wanted=_NO_IMAGE_PROMPT)
 
 
-def _prompted(raw: RawRequest, api: str, *, wanted: str) -> Request | Rejection:
+def _prompted(raw: HttpRequest, api: str, *, wanted: str) -> InferenceRequest | Rejection:
     body = envelope.decode(_DECODER, raw, wanted=wanted)
     if isinstance(body, Rejection):
         return body
     prompt = inputs.prompt_of(body.prompt)
     if prompt is None and body.prompt_embeds is not None:
-        prompt = inputs.framed(canonical_prompt.item({"data": body.prompt_embeds}))
+        prompt = inputs.text_prompt(canonical_prompt.item({"data": body.prompt_embeds}))
     if prompt is None:
         return decision.bad_request(wanted)
-    return envelope.request(api, raw, body, prompt=inputs.salted(prompt, body.cache_salt))
+    return envelope.request(api, raw, body, prompt=inputs.with_cache_salt(prompt, body.cache_salt))
 
 
-def parse_embeddings(raw: RawRequest) -> Request | Rejection:
+def parse_embeddings(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read an embeddings request; 400 without a model, or with neither input nor messages."""
     return _embedded(raw, "embeddings")
 
 
-def parse_pooling(raw: RawRequest) -> Request | Rejection:
+def parse_pooling(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read a pooling request: 400 without a model. What it pools is the engine's business."""
     return _embedded(raw, "pooling")
 
 
-def _embedded(raw: RawRequest, api: str) -> Request | Rejection:
+def _embedded(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     body = envelope.decode(_INPUT_DECODER, raw, wanted=_NO_INPUT)
     if isinstance(body, Rejection):
         return body
@@ -78,4 +78,4 @@ def _embedded(raw: RawRequest, api: str) -> Request | Rejection:
         if api == "embeddings":
             return decision.bad_request(_NO_INPUT)
         prompt = inputs.NOTHING
-    return envelope.request(api, raw, body, prompt=inputs.salted(prompt, body.cache_salt))
+    return envelope.request(api, raw, body, prompt=inputs.with_cache_salt(prompt, body.cache_salt))

@@ -9,13 +9,13 @@ import msgspec
 from extproc import decision
 from extproc.decision import Rejection
 from extproc.parsing import canonical_prompt, envelope, inputs
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 
 _NO_INPUT: Final = "invalid responses request: must have input field"
 _NO_ITEMS: Final = "invalid conversations request: must have items field"
 
 
-class Body(envelope.Envelope, gc=False):
+class ResponsesBody(envelope.Envelope, gc=False):
     """What is read of a responses body. `prompt` names a stored template."""
 
     input: Any = None
@@ -25,7 +25,7 @@ class Body(envelope.Envelope, gc=False):
     prompt: msgspec.Raw = canonical_prompt.ABSENT
 
 
-class ItemsBody(envelope.Envelope, gc=False):
+class ConversationItemsBody(envelope.Envelope, gc=False):
     """What is read of a body that opens a conversation."""
 
     items: Any = None
@@ -34,11 +34,11 @@ class ItemsBody(envelope.Envelope, gc=False):
 #: A list, or one of too many items.
 _LISTS = frozenset({list, msgspec.Raw})
 
-_DECODER = msgspec.json.Decoder(Body)
-_ITEMS_DECODER = msgspec.json.Decoder(ItemsBody)
+_DECODER = msgspec.json.Decoder(ResponsesBody)
+_ITEMS_DECODER = msgspec.json.Decoder(ConversationItemsBody)
 
 
-def parse(raw: RawRequest) -> Request | Rejection:
+def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read a responses request; 400 without a model or without input."""
     body = envelope.decode(_DECODER, raw, wanted=_NO_INPUT)
     if isinstance(body, Rejection):
@@ -56,11 +56,11 @@ def parse(raw: RawRequest) -> Request | Rejection:
         fields.append(
             canonical_prompt.MESSAGE + b"system" + canonical_prompt.content(body.instructions)
         )
-    prompt = inputs.framed(b"".join([*fields, history]))
+    prompt = inputs.text_prompt(b"".join([*fields, history]))
     return envelope.request("responses", raw, body, prompt=prompt)
 
 
-def parse_conversation(raw: RawRequest) -> Request | Rejection:
+def parse_conversation(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read a conversation's first items; 400 without a model or without items."""
     body = envelope.decode(_ITEMS_DECODER, raw, wanted=_NO_ITEMS)
     if isinstance(body, Rejection):
@@ -68,7 +68,7 @@ def parse_conversation(raw: RawRequest) -> Request | Rejection:
     history = _history(body.items) if type(body.items) in _LISTS else None
     if history is None:
         return decision.bad_request(_NO_ITEMS)
-    return envelope.request("conversations", raw, body, prompt=inputs.framed(history))
+    return envelope.request("conversations", raw, body, prompt=inputs.text_prompt(history))
 
 
 def _history(value: object) -> bytes | None:

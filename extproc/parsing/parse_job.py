@@ -12,16 +12,16 @@ import msgspec
 
 from extproc.decision import Rejection
 from extproc.parsing import envelope, first_user_message, model_edit, preparsed, surfaces
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 
 
 class ParseJob(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A request without its body.
 
     Attributes:
-        headers: See `RawRequest`.
-        truncated: See `RawRequest`.
-        subset: See `RawRequest`.
+        headers: See `HttpRequest`.
+        truncated: See `HttpRequest`.
+        subset: See `HttpRequest`.
         max_prompt_bytes: Bytes of a prompt that are hashed.
     """
 
@@ -31,7 +31,7 @@ class ParseJob(msgspec.Struct, frozen=True, gc=False, array_like=True):
     max_prompt_bytes: int
 
 
-def describe(raw: RawRequest, *, max_prompt_bytes: int) -> ParseJob:
+def describe(raw: HttpRequest, *, max_prompt_bytes: int) -> ParseJob:
     """The job of reading a request's body; arguments as of `ParseJob`."""
     return ParseJob(raw.headers, raw.truncated, raw.subset, max_prompt_bytes)
 
@@ -46,10 +46,10 @@ def run(job: ParseJob, body: bytes) -> preparsed.ParseResult:
     Returns:
         What `parser.parse` and `rewriting.find_place` find, with the prompt cut to what is read of it.
     """
-    raw = RawRequest(job.headers, body, job.truncated, job.subset)
+    raw = HttpRequest(job.headers, body, job.truncated, job.subset)
     place = model_edit.find_place(raw)
     outcome = surfaces.parse(raw)
-    if isinstance(outcome, Request):
+    if isinstance(outcome, InferenceRequest):
         return preparsed.ParseResult(_cut(outcome, job.max_prompt_bytes), "", None, place)
     supplied = surfaces.parse_supplied(raw, "supplied") if outcome == envelope.NO_MODEL else None
     if supplied is None or isinstance(supplied, Rejection):
@@ -57,9 +57,14 @@ def run(job: ParseJob, body: bytes) -> preparsed.ParseResult:
     return preparsed.ParseResult(None, outcome.message, _cut(supplied, job.max_prompt_bytes), place)
 
 
-def _cut(request: Request, max_prompt_bytes: int) -> Request:
+def _cut(request: InferenceRequest, max_prompt_bytes: int) -> InferenceRequest:
     """With the prompt up to where it is hashed, or all of it where a conversation opens behind that."""
     if len(request.prompt) <= max_prompt_bytes:
         return request
     cut = msgspec.structs.replace(request, prompt=request.prompt[:max_prompt_bytes])
-    return cut if first_user_message.of(cut) == first_user_message.of(request) else request
+    return (
+        cut
+        if first_user_message.first_user_message(cut)
+        == first_user_message.first_user_message(request)
+        else request
+    )

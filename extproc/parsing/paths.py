@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 
 #: Any path that is not in the table.
 OPAQUE = "opaque"
@@ -48,7 +48,7 @@ DEFAULT_PATH = "/v1/completions"
 _DEEPEST = max(suffix.count("/") for suffix in SURFACES) + 1
 
 
-def path_of(raw: RawRequest) -> str:
+def path_of(raw: HttpRequest) -> str:
     """The path as sent, from the first header that has one; query string included."""
     headers = raw.headers
     for name in PATH_HEADERS:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from extproc import decision
-from extproc.decision import Rejection, Splice
+from extproc.decision import BodyEdit, Rejection
 from extproc.parsing import first_user_message
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 
 
 class ModelPlace(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -27,7 +27,7 @@ class ModelPlace(msgspec.Struct, frozen=True, gc=False, array_like=True):
     after: bytes = b""
     is_form: bool = False
 
-    def fill(self, model: str) -> Splice | None:
+    def fill(self, model: str) -> BodyEdit | None:
         """Put a name in; None for one that ends a field of a form with a line break."""
         if not self.is_form:
             content = self.before + msgspec.json.encode(model) + self.after
@@ -35,7 +35,7 @@ class ModelPlace(msgspec.Struct, frozen=True, gc=False, array_like=True):
             return None
         else:
             content = model.encode()
-        return Splice(self.start, self.stop, content)
+        return BodyEdit(self.start, self.stop, content)
 
 
 class ParseResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -49,13 +49,13 @@ class ParseResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
         place: Where another model name goes; None where none can.
     """
 
-    request: Request | None
+    request: InferenceRequest | None
     refusal: str
-    supplied: Request | None
+    supplied: InferenceRequest | None
     place: ModelPlace | None
 
 
-class PreparsedRequest(RawRequest, frozen=True, gc=False):
+class PreparsedRequest(HttpRequest, frozen=True, gc=False):
     """A request whose body was read before.
 
     Attributes:
@@ -64,12 +64,12 @@ class PreparsedRequest(RawRequest, frozen=True, gc=False):
         place: See `ParseResult`.
     """
 
-    outcome: Request | Rejection = decision.bad_request("")
-    supplied: Request | None = None
+    outcome: InferenceRequest | Rejection = decision.bad_request("")
+    supplied: InferenceRequest | None = None
     place: ModelPlace | None = None
 
 
-def attach(raw: RawRequest, result: ParseResult) -> PreparsedRequest:
+def attach(raw: HttpRequest, result: ParseResult) -> PreparsedRequest:
     """A request with what was found in its body.
 
     Args:
@@ -88,9 +88,9 @@ def attach(raw: RawRequest, result: ParseResult) -> PreparsedRequest:
     )
 
 
-def rest(raw: RawRequest) -> RawRequest:
+def rest(raw: HttpRequest) -> HttpRequest:
     """A request as it waits: of a prompt that was read before only the opening is left."""
-    if type(raw) is not PreparsedRequest or not isinstance(raw.outcome, Request):
+    if type(raw) is not PreparsedRequest or not isinstance(raw.outcome, InferenceRequest):
         return raw
     outcome = msgspec.structs.replace(raw.outcome, prompt=first_user_message.reduced(raw.outcome))
     return msgspec.structs.replace(raw, outcome=outcome)

@@ -11,30 +11,30 @@ import msgspec
 
 from extproc.decision import Rejection
 from extproc.parsing import opaque, openai_chat, openai_completions
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 
 
-def parse_chat(raw: RawRequest) -> Request | Rejection:
+def parse_chat(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read a chat request to be rendered."""
     return _unprompted(openai_chat.parse(raw), "chat_render")
 
 
-def parse_completions(raw: RawRequest) -> Request | Rejection:
+def parse_completions(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read a completions request to be rendered."""
     return _unprompted(openai_completions.parse(raw), "completions_render")
 
 
-def parse_tokenize(raw: RawRequest) -> Request:
+def parse_tokenize(raw: HttpRequest) -> InferenceRequest:
     """Read a tokenize request; never refused."""
     return opaque.parse_envelope(raw, "tokenize")
 
 
-def parse_count_tokens(raw: RawRequest) -> Request:
+def parse_count_tokens(raw: HttpRequest) -> InferenceRequest:
     """Read an Anthropic count_tokens request; never refused."""
     return opaque.parse_envelope(raw, "count_tokens")
 
 
-def _unprompted(parsed: Request | Rejection, api: str) -> Request | Rejection:
+def _unprompted(parsed: InferenceRequest | Rejection, api: str) -> InferenceRequest | Rejection:
     if isinstance(parsed, Rejection):
         return parsed
     return msgspec.structs.replace(parsed, api=api, prompt=b"", prompt_tokens=0, prompt_bytes=0)

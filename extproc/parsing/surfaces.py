@@ -24,10 +24,10 @@ from extproc.parsing import (
     vllm_api,
     vllm_grpc,
 )
-from extproc.request import MAX_NAME_BYTES, RawRequest, Request, is_long_name
+from extproc.request import MAX_NAME_BYTES, HttpRequest, InferenceRequest, is_long_name
 
 #: Surface (a value of `paths.SURFACES`) to the function that reads it.
-PARSERS: Mapping[str, Callable[[RawRequest], Request | Rejection]] = {
+PARSERS: Mapping[str, Callable[[HttpRequest], InferenceRequest | Rejection]] = {
     "chat": openai_chat.parse,
     "chat_render": rendering.parse_chat,
     "completions": openai_completions.parse,
@@ -60,7 +60,7 @@ LONG_NAME: Final = decision.bad_request(
 TOTAL = frozenset({"transcriptions", "translations", "count_tokens", "tokenize"})
 
 
-def parse(raw: RawRequest) -> Request | Rejection:
+def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read a request. Total: whatever the bytes, the answer is a value.
 
     Args:
@@ -74,12 +74,12 @@ def parse(raw: RawRequest) -> Request | Rejection:
     if type(raw) is preparsed.PreparsedRequest:
         return raw.outcome
     if opaque.is_bodiless(raw):
-        return _named(opaque.bare(raw, paths.OPAQUE), raw)
+        return _check_names(opaque.unparsed_request(raw, paths.OPAQUE), raw)
     read = _read(raw)
-    return read if isinstance(read, Rejection) else _named(read, raw)
+    return read if isinstance(read, Rejection) else _check_names(read, raw)
 
 
-def parse_supplied(raw: RawRequest, model: str) -> Request | Rejection | None:
+def parse_supplied(raw: HttpRequest, model: str) -> InferenceRequest | Rejection | None:
     """Read a request that names no model as if a header had named one.
 
     Args:
@@ -96,7 +96,7 @@ def parse_supplied(raw: RawRequest, model: str) -> Request | Rejection | None:
     return parse(msgspec.structs.replace(raw, headers=headers))
 
 
-def _named(request: Request, raw: RawRequest) -> Request | Rejection:
+def _check_names(request: InferenceRequest, raw: HttpRequest) -> InferenceRequest | Rejection:
     """The request, unless one of the names it carries is longer than any name is."""
     model, adapter, header = request.model, request.adapter, envelope.model_header(raw.headers)
     # A character has four bytes at most: most names need no closer look.
@@ -105,16 +105,16 @@ def _named(request: Request, raw: RawRequest) -> Request | Rejection:
     return LONG_NAME if any(map(is_long_name, (model, adapter, header))) else request
 
 
-def _read(raw: RawRequest) -> Request | Rejection:
+def _read(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read a request with a body."""
     api = paths.surface_of(paths.path_of(raw))
     reader = PARSERS.get(api)
     if reader is None and raw.headers.get("content-type", "").startswith("application/grpc"):
-        return opaque.bare(raw, paths.GRPC)
+        return opaque.unparsed_request(raw, paths.GRPC)
     if raw.truncated and api not in TOTAL:
         return opaque.parse_truncated(raw, api)
     try:
         return opaque.parse(raw, api) if reader is None else reader(raw)
     except RecursionError:
         # Decoding stayed within the interpreter's depth, and writing the value again did not.
-        return opaque.bare(raw, api) if reader is None else envelope.too_deep()
+        return opaque.unparsed_request(raw, api) if reader is None else envelope.too_deep()

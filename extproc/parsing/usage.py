@@ -19,7 +19,7 @@ MAX_TOKENS: Final = 2**31 - 1
 _MARK = b'"usage"'
 
 #: What `read` tells apart.
-Kind = Literal["prompt", "completion", "cached"]
+UsageKind = Literal["prompt", "completion", "cached"]
 
 
 class _Usage(msgspec.Struct):

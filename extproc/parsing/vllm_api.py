@@ -12,12 +12,12 @@ import msgspec
 
 from extproc.decision import Rejection
 from extproc.parsing import canonical_prompt, envelope, inputs
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 
 _WANTED: Final = "invalid ranking request: must be a JSON object"
 
 
-class Body(envelope.Envelope, gc=False):
+class RankingBody(envelope.Envelope, gc=False):
     """Query and documents under the names rerank (Jina, Cohere) and score (vLLM) give them."""
 
     query: Any = None
@@ -30,20 +30,20 @@ class Body(envelope.Envelope, gc=False):
     data_2: Any = None
 
 
-_DECODER = msgspec.json.Decoder(Body)
+_DECODER = msgspec.json.Decoder(RankingBody)
 
 
-def parse_rerank(raw: RawRequest) -> Request | Rejection:
+def parse_rerank(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read a rerank request; 400 without a model."""
-    return _ranked(raw, "rerank")
+    return _parse_pairs(raw, "rerank")
 
 
-def parse_score(raw: RawRequest) -> Request | Rejection:
+def parse_score(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read a score request; 400 without a model."""
-    return _ranked(raw, "score")
+    return _parse_pairs(raw, "score")
 
 
-def _ranked(raw: RawRequest, api: str) -> Request | Rejection:
+def _parse_pairs(raw: HttpRequest, api: str) -> InferenceRequest | Rejection:
     body = envelope.decode(_DECODER, raw, wanted=_WANTED)
     if isinstance(body, Rejection):
         return body
@@ -54,4 +54,4 @@ def _ranked(raw: RawRequest, api: str) -> Request | Rejection:
     content = b"".join(
         [canonical_prompt.MESSAGE + b"".join(map(canonical_prompt.content, side)) for side in sides]
     )
-    return envelope.request(api, raw, body, prompt=inputs.framed(content))
+    return envelope.request(api, raw, body, prompt=inputs.text_prompt(content))

@@ -24,7 +24,7 @@ import msgspec
 from extproc import decision
 from extproc.decision import Rejection
 from extproc.parsing import grpc_frame, inputs, opaque, tokens
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 
 _INVALID: Final = decision.bad_request("invalid or unsupported gRPC payload")
 
@@ -44,7 +44,7 @@ _LENGTH: Final = 2
 _LONGEST_SPAN: Final = 32
 
 
-def parse_generate(raw: RawRequest) -> Request | Rejection:
+def parse_generate(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read a Generate call; 400 for a bad frame or a message without input."""
     fields = _fields(raw)
     if fields is None:
@@ -59,9 +59,9 @@ def parse_generate(raw: RawRequest) -> Request | Rejection:
         text = known.get(_TEXT)
         if not isinstance(text, memoryview):
             return _INVALID
-        prompt = inputs.framed(bytes(text))
+        prompt = inputs.text_prompt(bytes(text))
     return msgspec.structs.replace(
-        opaque.bare(raw, "grpc_generate"),
+        opaque.unparsed_request(raw, "grpc_generate"),
         prompt=prompt.content,
         prompt_tokens=prompt.tokens,
         prompt_bytes=prompt.text_bytes,
@@ -70,18 +70,20 @@ def parse_generate(raw: RawRequest) -> Request | Rejection:
     )
 
 
-def parse_embed(raw: RawRequest) -> Request | Rejection:
+def parse_embed(raw: HttpRequest) -> InferenceRequest | Rejection:
     """Read an Embed call; 400 for a bad frame or a message without token ids."""
     fields = _fields(raw)
     prompt = None if fields is None else _tokenized(dict(fields).get(_TOKENIZED))
     if prompt is None:
         return _INVALID
     return msgspec.structs.replace(
-        opaque.bare(raw, "grpc_embed"), prompt=prompt.content, prompt_tokens=prompt.tokens
+        opaque.unparsed_request(raw, "grpc_embed"),
+        prompt=prompt.content,
+        prompt_tokens=prompt.tokens,
     )
 
 
-def _fields(raw: RawRequest) -> list[grpc_frame.Field] | None:
+def _fields(raw: HttpRequest) -> list[grpc_frame.Field] | None:
     message = grpc_frame.message_of(raw.body)
     return None if message is None else grpc_frame.fields_of(message)
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from itertools import islice
 
-from extproc.endpoint import Load, Residency
-from extproc.pool.inflight import Account, Standing
+from extproc.endpoint import AdapterResidency, Load
+from extproc.pool.inflight import AdapterSlotState, InflightLoad
 
 
-def residency(adapter: str, account: Account, load: Load, known: frozenset[str]) -> Residency:
+def adapter_residency(
+    adapter: str, account: InflightLoad, load: Load, known: frozenset[str]
+) -> AdapterResidency:
     """Where an adapter stands on one endpoint.
 
     Args:
@@ -23,31 +25,33 @@ def residency(adapter: str, account: Account, load: Load, known: frozenset[str])
         known: Names that are adapters; others in the account are base models.
     """
     if adapter in account.adapters:
-        return Residency.RESIDENT
+        return AdapterResidency.RESIDENT
     running = load.adapters
     if running and adapter in running:
-        return Residency.RESIDENT
+        return AdapterResidency.RESIDENT
     slots = load.adapter_slots
     if slots is None:
-        return Residency.UNKNOWN
-    standing = account.standing
+        return AdapterResidency.UNKNOWN
+    standing = account.adapter_slots
     if standing is None or standing.load is not load or standing.known is not known:
-        standing = account.standing = _standing(account, load, known, slots)
+        standing = account.adapter_slots = _slot_state(account, load, known, slots)
     if standing.full:
-        return Residency.FULL
+        return AdapterResidency.FULL
     if adapter in standing.idle:
-        return Residency.IDLE
-    return Residency.ROOM if standing.room else Residency.EVICTABLE
+        return AdapterResidency.IDLE
+    return AdapterResidency.ROOM if standing.room else AdapterResidency.EVICTABLE
 
 
-def _standing(account: Account, load: Load, known: frozenset[str], slots: int) -> Standing:
+def _slot_state(
+    account: InflightLoad, load: Load, known: frozenset[str], slots: int
+) -> AdapterSlotState:
     """What holds for every adapter that is not in use; the same until something changes."""
     # The account holds a handful of names, and there may be thousands of known ones.
     in_use = known.intersection(account.adapters)
     if load.adapters:
         in_use |= load.adapters
     if len(in_use) >= slots:
-        return Standing(load, known, full=True)
+        return AdapterSlotState(load, known, full=True)
     idle = frozenset(islice((name for name in reversed(account.recent) if name in known), slots))
     room = len(in_use | idle) < slots
-    return Standing(load, known, full=False, room=room, idle=idle)
+    return AdapterSlotState(load, known, full=False, room=room, idle=idle)

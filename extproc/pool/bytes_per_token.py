@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from extproc.endpoint import Load
-from extproc.pool.inflight import Account
+from extproc.pool.inflight import InflightLoad
 from extproc.request import BYTES_PER_TOKEN
 
 #: Bytes per token that a tokeniser can have on average: below, the engine counted what no text was
@@ -72,7 +72,7 @@ class _Window(msgspec.Struct, frozen=True, gc=False):
     answered: int
 
 
-class Tokenisers:
+class BytesPerTokenEstimator:
     """Bytes per token of every model that was seen."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Tokenisers:
         own = self._of.get(model)
         return own.ratio if own is not None and own.known else self._all.ratio
 
-    def of(self, model: str, prompt_bytes: int) -> float:
+    def ratio_for(self, model: str, prompt_bytes: int) -> float:
         """Of one prompt: token ids are `BYTES_PER_TOKEN` each.
 
         Args:
@@ -103,11 +103,11 @@ class Tokenisers:
         return self.bytes_per_token(model) if prompt_bytes else BYTES_PER_TOKEN
 
     @property
-    def learnt(self) -> dict[str, float]:
+    def learned(self) -> dict[str, float]:
         """Bytes per token by model, of models that showed enough."""
         return {model: sums.ratio for model, sums in self._of.items() if sums.known}
 
-    def told(self, model: str, *, prompt_bytes: int, tokens: int) -> None:
+    def observe_usage(self, model: str, *, prompt_bytes: int, tokens: int) -> None:
         """An answer said how many tokens its prompt had.
 
         Args:
@@ -118,7 +118,7 @@ class Tokenisers:
         if prompt_bytes and tokens:
             self._add(model, prompt_bytes, tokens, 1.0)
 
-    def scraped(self, account: Account, load: Load) -> None:
+    def scraped(self, account: InflightLoad, load: Load) -> None:
         """Compare what was sent to an endpoint with what its engine counted.
 
         Only finished requests are compared, because both sides know them, and only windows in
@@ -128,7 +128,7 @@ class Tokenisers:
             account: Our requests there; its `texts` are taken when a window ends.
             load: The scrape.
         """
-        finished, tokens = load.totals.finished, load.totals.finished_prompt_tokens
+        finished, tokens = load.counters.finished, load.counters.finished_prompt_tokens
         if finished is None or tokens is None:
             return
         key = account.endpoint.incarnation

@@ -20,7 +20,9 @@ _PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class OutlierDetectionSettings(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
+):
     """When endpoints that fail are left out, and how they come back.
 
     Attributes:
@@ -34,10 +36,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         base_s: Seconds until an endpoint that was left out is tried again, doubled each time in a
             row. 5 cost one request each, and an engine takes longer to restart.
         cap_s: Seconds of the longest wait. 60 bounds how late a recovery is seen.
-        most_share: Share of the pool that may be left out at once on doubtful evidence (0..1); one
+        max_ejection_share: Share of the pool that may be left out at once on doubtful evidence (0..1); one
             endpoint always stays. 0.5: when more of them fail, it is rather the requests, or the
             network, that are wrong. Engines that are surely gone do not count.
-        hang_s: Seconds an engine may have work without an iteration or an answer. 15 is longer
+        stall_timeout_s: Seconds an engine may have work without an iteration or an answer. 15 is longer
             than any iteration, the compilation of a kernel or the loading of an adapter; one that
             moves again is back at once.
         slow_start_s: Seconds over which an endpoint that is new or back is eased in; 0 is at once.
@@ -51,28 +53,28 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     window_s: _PositiveSeconds = 10.0
     base_s: _PositiveSeconds = 5.0
     cap_s: _PositiveSeconds = 60.0
-    most_share: _Share = 0.5
-    hang_s: _PositiveSeconds = 15.0
+    max_ejection_share: _Share = 0.5
+    stall_timeout_s: _PositiveSeconds = 15.0
     slow_start_s: _Seconds = 0.0
     slow_start_floor: _Share = 0.1
 
 
-class Verdict(IntEnum):
+class RequestOutcome(IntEnum):
     """What one request says of its endpoint."""
 
     SERVED = 0
     FAILED = 1
-    NEITHER = 2
+    CLIENT_ERROR = 2
     """It answered, and refused: the client's fault, or a full queue."""
-    LEFT = 3
+    NO_RESPONSE = 3
     """The stream ended without response headers."""
 
 
-class State(IntEnum):
+class HealthState(IntEnum):
     """Whether an endpoint takes part."""
 
-    IN = 0
-    DOUBTED = 1
+    HEALTHY = 0
+    SUSPECT = 1
     """It takes part, and its last request failed: others come first for a moment."""
     PROBING = 2
     """It was ejected, and one request is on its way to find out."""
@@ -82,7 +84,7 @@ class State(IntEnum):
     """Scrapes cannot reach it."""
 
 
-class Condition(msgspec.Struct, frozen=True, gc=False):
+class HealthStatus(msgspec.Struct, frozen=True, gc=False):
     """How one endpoint is.
 
     Attributes:
@@ -93,7 +95,7 @@ class Condition(msgspec.Struct, frozen=True, gc=False):
         times: Ejections in a row (count).
     """
 
-    state: State = State.IN
+    state: HealthState = HealthState.HEALTHY
     cause: str = ""
     since: float = -math.inf
     until: float = math.inf
@@ -101,17 +103,17 @@ class Condition(msgspec.Struct, frozen=True, gc=False):
 
 
 #: Of an endpoint that was there from the start.
-FINE = Condition()
+HEALTHY = HealthStatus()
 
 
-def verdict(status: str) -> Verdict:
+def classify_status(status: str) -> RequestOutcome:
     """What a response status says.
 
     Args:
         status: `:status` as text; empty when there was none.
     """
     if status < "4":
-        return Verdict.SERVED if status else Verdict.LEFT
+        return RequestOutcome.SERVED if status else RequestOutcome.NO_RESPONSE
     if status < "5" or status in _REQUESTS_OWN:
-        return Verdict.NEITHER
-    return Verdict.FAILED
+        return RequestOutcome.CLIENT_ERROR
+    return RequestOutcome.FAILED

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from extproc.pool.inflight import Account
+from extproc.pool.inflight import InflightLoad
 
 #: Weight of a request in what is learnt. At 0.01 it follows a change of traffic within a few hundred.
 _ALPHA = 0.01
@@ -22,10 +22,10 @@ _ALPHA = 0.01
 #: Conversations away for each open request that count at most: where users read for long, what they
 #: go on from has mostly made room for others. Simulated days of chats (Mooncake) are 2 % slower
 #: without a bound.
-_MOST_AWAY = 0.5
+_MAX_IDLE_PER_OPEN = 0.5
 
 
-class Visit(msgspec.Struct, eq=False):
+class LastTurn(msgspec.Struct, eq=False):
     """The latest prompt of a conversation.
 
     Attributes:
@@ -34,36 +34,36 @@ class Visit(msgspec.Struct, eq=False):
         ended: When its request was over; infinity while it is open.
     """
 
-    account: weakref.ref[Account]
+    account: weakref.ref[InflightLoad]
     at: float
     ended: float = math.inf
 
 
-class Recurrence:
+class ConversationTracker:
     """The latest prompts and where they went. Mutable; one owner.
 
     Args:
         most: Prompts remembered (count). 65,536 take some 17 MB.
 
     Attributes:
-        share: Share of requests that go on from an earlier one, 0..1.
+        continuation_ratio: Share of requests that go on from an earlier one, 0..1.
         prompt_tokens: Of a request, mean.
     """
 
-    __slots__ = ("_interval_s", "_most", "_open_s", "_went", "prompt_tokens", "share")
+    __slots__ = ("_interval_s", "_most", "_open_s", "_went", "continuation_ratio", "prompt_tokens")
 
     def __init__(self, most: int = 65_536) -> None:
         self._most = most
-        self._went: OrderedDict[int, Visit] = OrderedDict()
+        self._went: OrderedDict[int, LastTurn] = OrderedDict()
         self._interval_s = self._open_s = 0.0
-        self.share = 0.5
+        self.continuation_ratio = 0.5
         self.prompt_tokens = 0.0
 
     def __len__(self) -> int:
         """Prompts remembered (count)."""
         return len(self._went)
 
-    def home(self, chain: Sequence[int]) -> Account | None:
+    def last_endpoint(self, chain: Sequence[int]) -> InflightLoad | None:
         """Where the latest prompt went that this one goes on from; None if new or freed.
 
         Args:
@@ -72,15 +72,15 @@ class Recurrence:
         latest = self._latest(chain)
         return None if latest is None else latest.account()
 
-    def growth(self, prompt_tokens: int) -> float:
+    def expected_growth_tokens(self, prompt_tokens: int) -> float:
         """Tokens a conversation will grow by: young ones grow to the size of the others.
 
         Args:
             prompt_tokens: Of its latest prompt.
         """
-        return self.share * max(0.0, self.prompt_tokens - prompt_tokens)
+        return self.continuation_ratio * max(0.0, self.prompt_tokens - prompt_tokens)
 
-    def away(self, others: float = 0.0) -> float:
+    def idle_per_open(self, others: float = 0.0) -> float:
         """Conversations that will go on and have no request open now, for each open request.
 
         r max(0, t (1 - s) / b - 1), half of one at most: of open requests the share r goes on t
@@ -93,11 +93,11 @@ class Recurrence:
         if not self._open_s:
             return 0.0
         pauses = max(0.0, self._interval_s * (1.0 - others) / self._open_s - 1.0)
-        return min(_MOST_AWAY, self.share * pauses)
+        return min(_MAX_IDLE_PER_OPEN, self.continuation_ratio * pauses)
 
-    def sent(
-        self, chain: Sequence[int], account: Account, *, prompt_tokens: int, now: float
-    ) -> Visit | None:
+    def record_sent(
+        self, chain: Sequence[int], account: InflightLoad, *, prompt_tokens: int, now: float
+    ) -> LastTurn | None:
         """A prompt was sent.
 
         Args:
@@ -112,19 +112,19 @@ class Recurrence:
         if not chain:
             return None
         went, latest = self._went, self._latest(chain)
-        self.share += _ALPHA * ((latest is not None) - self.share)
+        self.continuation_ratio += _ALPHA * ((latest is not None) - self.continuation_ratio)
         self.prompt_tokens += _ALPHA * (prompt_tokens - self.prompt_tokens)
         if latest is not None:
             # Of the same turns, so that neither runs ahead while engines fill.
             self._interval_s += _ALPHA * (now - latest.at - self._interval_s)
             self._open_s += _ALPHA * (min(latest.ended, now) - latest.at - self._open_s)
-        visit = went[chain[-1]] = Visit(weakref.ref(account), now)
+        visit = went[chain[-1]] = LastTurn(weakref.ref(account), now)
         went.move_to_end(chain[-1])
         if len(went) > self._most:
             went.popitem(last=False)
         return visit
 
-    def _latest(self, chain: Sequence[int]) -> Visit | None:
+    def _latest(self, chain: Sequence[int]) -> LastTurn | None:
         """Where and when the latest prompt went that this one goes on from."""
         went = self._went
         for block in reversed(chain):

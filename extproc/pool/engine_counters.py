@@ -10,7 +10,7 @@ from extproc.endpoint import Load
 from extproc.pool import slots
 
 
-class Counts(msgspec.Struct, frozen=True, gc=False):
+class WorkCounters(msgspec.Struct, frozen=True, gc=False):
     """What a window is made of, at one end of it.
 
     Attributes:
@@ -34,17 +34,19 @@ class Counts(msgspec.Struct, frozen=True, gc=False):
     idled: int
 
 
-class Meter:
+class CounterReader:
     """Reads the counts of one life of one engine."""
 
     __slots__ = ("_device", "_last", "_passes")
 
     def __init__(self) -> None:
-        self._device = slots.Slots()
+        self._device = slots.AdapterSlotTracker()
         self._last: Load | None = None
         self._passes = 0.0
 
-    def read(self, load: Load, *, ran: Iterable[str], idled: int, shared: float) -> Counts | None:
+    def read(
+        self, load: Load, *, ran: Iterable[str], idled: int, shared: float
+    ) -> WorkCounters | None:
         """Take in the next scrape.
 
         Args:
@@ -57,13 +59,13 @@ class Meter:
             Its counts; None where the engine does not have all of them.
         """
         last, self._last = self._last, load
-        self._device.seen(load, ran)
+        self._device.update(load, ran)
         work = self._work(last, load)
         if work is None:
             return None
         capacity, usage = load.kv_tokens, load.kv_usage
-        told = load.totals.adapter_load_s
-        return Counts(
+        told = load.counters.adapter_load_s
+        return WorkCounters(
             load.at,
             *work,
             None if capacity is None or usage is None else capacity * usage + shared,
@@ -78,14 +80,14 @@ class Meter:
         An engine that does not count iterations generates one token for each running request in
         each of them: in simulation within a tenth of the true count, scraped every 0.5 or 2 s.
         """
-        totals = load.totals
+        totals = load.counters
         generated = totals.generated_tokens
         if totals.steps is not None and totals.step_tokens is not None and generated is not None:
             return totals.steps, totals.step_tokens - generated, generated
         computed, decoded = totals.computed_tokens, totals.decoded_tokens
         if computed is None or decoded is None:
             return None
-        before = None if last is None else last.totals.decoded_tokens
+        before = None if last is None else last.counters.decoded_tokens
         if last is not None and before is not None:
             batch = 0.5 * ((last.running or 0.0) + (load.running or 0.0))
             self._passes += max(0.0, decoded - before) / max(1.0, batch)

@@ -21,7 +21,7 @@ _ALPHA_HITS = 0.002
 _FIRST_PAGES = 50
 
 
-class Peers:
+class ForeignTraffic:
     """The work of others. Mutable; the fleet owns it.
 
     Attributes:
@@ -43,7 +43,7 @@ class Peers:
         together = self._ours + self._others
         return self._others / together if together else 0.0
 
-    def saw(self, own: float, foreign: float, *, before: Load, after: Load) -> None:
+    def update(self, own: float, foreign: float, *, before: Load, after: Load) -> None:
         """A scrape was taken in.
 
         Args:

@@ -12,7 +12,7 @@ import msgspec
 _STRIDE = 4
 
 
-class Share(msgspec.Struct, frozen=True, gc=False):
+class ContextShare(msgspec.Struct, frozen=True, gc=False):
     """What one request holds.
 
     Attributes:
@@ -26,7 +26,7 @@ class Share(msgspec.Struct, frozen=True, gc=False):
     growth: float
 
 
-class Held:
+class SharedContext:
     """All that open requests hold on one endpoint. Mutable; its account owns it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Held:
         self._depths: Sequence[int] = ()
         self._sizes: Sequence[int] = ()
 
-    def take(self, blocks: Sequence[int], tokens: Sequence[int], *, growth: float) -> Share:
+    def open(self, blocks: Sequence[int], tokens: Sequence[int], *, growth: float) -> ContextShare:
         """A request was opened.
 
         Args:
@@ -78,13 +78,13 @@ class Held:
             counted[block] = size
             self.tokens += more
             self.shared -= more
-        return Share(followed, whole, growth)
+        return ContextShare(followed, whole, growth)
 
-    def give_back(self, share: Share) -> None:
+    def close(self, share: ContextShare) -> None:
         """A request is over.
 
         Args:
-            share: From `take`; once.
+            share: From `open`; once.
         """
         users, counted = self._users, self._counted
         self.tokens -= share.growth

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 
-class Target(msgspec.Struct, frozen=True):
+class TargetModel(msgspec.Struct, frozen=True):
     """A model that requests for another are sent to.
 
     Attributes:
@@ -19,7 +19,7 @@ class Target(msgspec.Struct, frozen=True):
     weight: int | None = None
 
 
-class Rule(msgspec.Struct, frozen=True):
+class RewriteRule(msgspec.Struct, frozen=True):
     """One rule of an InferenceModelRewrite (docs/spec/protocol.md#inferencemodelrewrite).
 
     Attributes:
@@ -28,10 +28,10 @@ class Rule(msgspec.Struct, frozen=True):
     """
 
     models: tuple[str, ...]
-    targets: tuple[Target, ...]
+    targets: tuple[TargetModel, ...]
 
 
-class Policy(msgspec.Struct, frozen=True):
+class InferencePolicy(msgspec.Struct, frozen=True):
     """All of it for one pool.
 
     Attributes:
@@ -40,25 +40,25 @@ class Policy(msgspec.Struct, frozen=True):
     """
 
     priorities: Mapping[str, int] = {}
-    rules: Sequence[Rule] = ()
+    rules: Sequence[RewriteRule] = ()
 
 
 #: Nobody decreed anything.
-NONE = Policy()
+EMPTY_POLICY = InferencePolicy()
 
 
-def merged(first: Policy, second: Policy) -> Policy:
+def merged(first: InferencePolicy, second: InferencePolicy) -> InferencePolicy:
     """Two policies as one.
 
     Args:
         first: Its priorities count before those of `second`, and its rules come first.
         second: Counts where the first is silent.
     """
-    if second is NONE:
+    if second is EMPTY_POLICY:
         return first
-    if first is NONE:
+    if first is EMPTY_POLICY:
         return second
-    return Policy(
+    return InferencePolicy(
         priorities={**second.priorities, **first.priorities},
         rules=(*first.rules, *second.rules),
     )

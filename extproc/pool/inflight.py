@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Rates
+from extproc.endpoint import DEFAULT_STEP_TIMES, Endpoint, Load, StepTimeModel
 from extproc.pool import holdings
-from extproc.pool.works import Works
+from extproc.pool.works import TypicalWork
 
 if TYPE_CHECKING:
-    from extproc.pool.conversations import Visit
+    from extproc.pool.conversations import LastTurn
 
 #: Adapters remembered as recently used; more than any engine has slots.
 _MOST_RECENT = 64
@@ -34,7 +34,7 @@ _MOST_RECENT = 64
 _BUDGET_TOKENS = 2048
 
 
-class Standing(msgspec.Struct, frozen=True, gc=False):
+class AdapterSlotState(msgspec.Struct, frozen=True, gc=False):
     """What one endpoint's adapters come to, as long as neither its account nor its load changes.
 
     Attributes:
@@ -52,15 +52,15 @@ class Standing(msgspec.Struct, frozen=True, gc=False):
     idle: frozenset[str] = frozenset()
 
 
-class Account:
+class InflightLoad:
     """The open requests of one endpoint incarnation.
 
     Attributes:
         endpoint: Whose account it is.
         in_flight: Open requests (count).
-        mirrored: Of these, other pickers' (count), where pickers tell each other.
+        from_peers: Of these, other pickers' (count), where pickers tell each other.
         prompt_tokens: Estimated prompt tokens of the open requests.
-        open_tokens: The same, what several of them begin with counted once, and what young
+        active_context_tokens: The same, what several of them begin with counted once, and what young
             conversations among them will grow by; 0 while nobody needs it.
         opened: Tickets ever opened (count).
         answered: Of these, closed with an answer.
@@ -75,47 +75,47 @@ class Account:
         done: Of these, computed as of `at`.
         at: Monotonic seconds at which `done` was true.
         tokens_per_s: How fast `done` grows.
-        written: KV tokens that requests ever sent take.
-        seen: Of these, in the last scrape.
-        standing: What `adapters` worked out of `adapters` and `recent`; None since they changed.
+        kv_tokens_sent: KV tokens that requests ever sent take.
+        kv_tokens_scraped: Of these, in the last scrape.
+        adapter_slots: What `adapters` worked out of `adapters` and `recent`; None since they changed.
         works: The usual work of a request, of the whole pool.
     """
 
     __slots__ = (
         "__weakref__",
-        "_held",
+        "_context",
         "_open",
+        "active_context_tokens",
+        "adapter_slots",
         "adapters",
         "answered",
         "at",
         "done",
         "endpoint",
+        "from_peers",
         "idled",
         "in_flight",
-        "mirrored",
-        "open_tokens",
+        "kv_tokens_scraped",
+        "kv_tokens_sent",
         "opened",
         "prompt_tokens",
         "ran",
         "recent",
-        "seen",
         "sent",
         "served",
-        "standing",
         "texts",
         "tokens_per_s",
         "works",
-        "written",
     )
 
-    def __init__(self, endpoint: Endpoint, works: Works | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, works: TypicalWork | None = None) -> None:
         self.endpoint = endpoint
-        self.works = works or Works()
+        self.works = works or TypicalWork()
         self.in_flight = 0
-        self.mirrored = 0
+        self.from_peers = 0
         self.prompt_tokens = 0
-        self.open_tokens = 0.0
-        self._held = holdings.Held()
+        self.active_context_tokens = 0.0
+        self._context = holdings.SharedContext()
         self.opened = 0
         self.answered = 0
         self.served = 0
@@ -127,11 +127,11 @@ class Account:
         self.sent = 0
         self.done = 0.0
         self.at = 0.0
-        self.tokens_per_s = 1.0 / DEFAULT_RATES.prefill_s
-        self.written = 0
-        self.seen = 0
-        self.standing: Standing | None = None
-        self._open: dict[Ticket, None] = {}
+        self.tokens_per_s = 1.0 / DEFAULT_STEP_TIMES.prefill_s
+        self.kv_tokens_sent = 0
+        self.kv_tokens_scraped = 0
+        self.adapter_slots: AdapterSlotState | None = None
+        self._open: dict[Reservation, None] = {}
 
     def open(
         self,
@@ -141,7 +141,7 @@ class Account:
         cached_tokens: int,
         now: float,
         prompt_bytes: int = 0,
-    ) -> Ticket:
+    ) -> Reservation:
         """Charge one request and hand out its ticket.
 
         Args:
@@ -151,7 +151,7 @@ class Account:
             now: Monotonic seconds.
             prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
         """
-        self.standing = None
+        self.adapter_slots = None
         self.in_flight += 1
         self.opened += 1
         self.prompt_tokens += prompt_tokens
@@ -164,15 +164,15 @@ class Account:
         self._drain(now)
         work = max(prompt_tokens - cached_tokens, 1)
         self.sent += work
-        self.written += work
-        ticket = Ticket(
+        self.kv_tokens_sent += work
+        ticket = Reservation(
             self, target, prompt_tokens, work, self.sent, prompt_bytes, now, self.endpoint
         )
         self._open[ticket] = None
         return ticket
 
-    def hold(
-        self, ticket: Ticket, blocks: Sequence[int], tokens: Sequence[int], *, growth: float
+    def track_context(
+        self, ticket: Reservation, blocks: Sequence[int], tokens: Sequence[int], *, growth: float
     ) -> None:
         """Count what a request will hold in the cache while it is open.
 
@@ -182,21 +182,21 @@ class Account:
             tokens: Prompt tokens by depth of a chain.
             growth: Tokens its conversation will grow by.
         """
-        ticket.held = self._held.take(blocks, tokens, growth=growth)
-        self.open_tokens = self._held.tokens
+        ticket.context = self._context.open(blocks, tokens, growth=growth)
+        self.active_context_tokens = self._context.tokens
 
-    def promise(
+    def add_pending(
         self, blocks: Sequence[int], tokens: Sequence[int], *, growth: float
-    ) -> holdings.Share:
-        """Count what a request will hold that waits to be sent here; arguments as of `hold`."""
-        share = self._held.take(blocks, tokens, growth=growth)
-        self.open_tokens = self._held.tokens
+    ) -> holdings.ContextShare:
+        """Count what a request will hold that waits to be sent here; arguments as of `track_context`."""
+        share = self._context.open(blocks, tokens, growth=growth)
+        self.active_context_tokens = self._context.tokens
         return share
 
-    def take_back(self, share: holdings.Share) -> None:
+    def remove_pending(self, share: holdings.ContextShare) -> None:
         """A request that was promised is sent, or never will be."""
-        self._held.give_back(share)
-        self.open_tokens = self._held.tokens
+        self._context.close(share)
+        self.active_context_tokens = self._context.tokens
 
     def queued(self, now: float) -> float:
         """Uncached prompt tokens sent and believed not yet computed."""
@@ -206,22 +206,22 @@ class Account:
     @property
     def shared_tokens(self) -> int:
         """Prompt tokens of open requests that others of them have too; 0 while nobody needs it."""
-        return self._held.shared
+        return self._context.shared
 
     @property
     def own(self) -> int:
         """Open requests that this picker sent (count)."""
-        return self.in_flight - self.mirrored
+        return self.in_flight - self.from_peers
 
     def count_settled(self, until: float) -> int:
         """Open requests with a prompt that this picker sent by then (count)."""
         count = 0
         for ticket in self._open:
             if ticket.at <= until:
-                count += bool(ticket.prompt_tokens) and not ticket.mirrored
+                count += bool(ticket.prompt_tokens) and not ticket.from_peers
         return count
 
-    def pace(self, rates: Rates, requests: float) -> None:
+    def set_drain_rate(self, rates: StepTimeModel, requests: float) -> None:
         """Set how fast queued work drains.
 
         Args:
@@ -236,28 +236,32 @@ class Account:
 
         Args:
             sent: `sent` when the scrape was asked for.
-            written: `written` then.
+            written: `kv_tokens_sent` then.
             waiting: Requests queued in the engine that must be ours; None when the page did not say.
             now: Monotonic seconds.
         """
-        self.seen = written
+        self.kv_tokens_scraped = written
         self._drain(now)
         if waiting is None:
             return
         before = [ticket for ticket in self._open if ticket.sent <= sent]
-        largest = max((ticket.work for ticket in before), default=0)
+        largest = max((ticket.uncached_tokens for ticket in before), default=0)
         queueing = min(int(waiting), len(before))
         # The first of those that wait, counted from the end, has everything before it admitted.
         admitted = sent
         for ticket in islice(reversed(before), queueing - 1, queueing) if queueing else ():
-            admitted = ticket.sent - ticket.work
+            admitted = ticket.sent - ticket.uncached_tokens
         # One admitted prompt may still be in the middle of its prefill.
         self.done = min(max(self.done, admitted - largest), admitted)
 
-    def _take(self, standing_in: Ticket, ticket: Ticket) -> None:
+    def _replace(self, standing_in: Reservation, ticket: Reservation) -> None:
         """Put a ticket in the place of one that was just opened for it."""
         del self._open[standing_in]
-        ticket.work, ticket.sent, ticket.held = standing_in.work, standing_in.sent, None
+        ticket.uncached_tokens, ticket.sent, ticket.context = (
+            standing_in.uncached_tokens,
+            standing_in.sent,
+            None,
+        )
         self._open[ticket] = None
 
     def _drain(self, now: float) -> None:
@@ -266,14 +270,14 @@ class Account:
             self.done = min(self.done + passed * self.tokens_per_s, self.sent)
             self.at = now
 
-    def _close(self, ticket: Ticket, now: float, *, answered: bool) -> None:
+    def _close(self, ticket: Reservation, now: float, *, answered: bool) -> None:
         del self._open[ticket]
-        self.standing = None
+        self.adapter_slots = None
         self.in_flight -= 1
         self.prompt_tokens -= ticket.prompt_tokens
-        if ticket.held is not None:
-            self._held.give_back(ticket.held)
-            self.open_tokens = self._held.tokens
+        if ticket.context is not None:
+            self._context.close(ticket.context)
+            self.active_context_tokens = self._context.tokens
         left = self.adapters[ticket.target] - 1
         if left:
             self.adapters[ticket.target] = left
@@ -285,14 +289,14 @@ class Account:
             self.done = max(self.done, ticket.sent)
         else:
             # It never ran: its work is gone, and nothing is known of what was sent before it.
-            self.done = min(self.done + ticket.work, self.sent)
+            self.done = min(self.done + ticket.uncached_tokens, self.sent)
 
-    def _remember(self, ticket: Ticket) -> None:
+    def _remember(self, ticket: Reservation) -> None:
         """Note what learning wants to know of an answer; bounded, as nobody may ever ask."""
         self.answered += 1
         if ticket.prompt_tokens:
-            self.works.add(ticket.work)
-            self.served += not ticket.mirrored
+            self.works.add(ticket.uncached_tokens)
+            self.served += not ticket.from_peers
         if not self.in_flight:
             self.idled += 1
         if len(self.ran) < _MOST_RECENT:
@@ -307,44 +311,44 @@ class Account:
             texts[1] += ticket.prompt_bytes
 
 
-class Ticket(msgspec.Struct, eq=False):
+class Reservation(msgspec.Struct, eq=False):
     """The handle of one open request.
 
     Attributes:
         target: Adapter or model name.
         prompt_tokens: Estimated prompt tokens.
-        work: Of these, not in the engine's prefix cache, at least 1.
-        sent: `Account.sent` with this request.
+        uncached_tokens: Of these, not in the engine's prefix cache, at least 1.
+        sent: `InflightLoad.sent` with this request.
         prompt_bytes: Bytes of text the tokens are estimated from; 0 when they are exact.
         at: Monotonic seconds at which it was opened.
         endpoint: Whose account it is charged to.
         blocks: The prompt's chain while it may have to be taken back; empty when it stands.
-        alone: Whether no other endpoint was named that may answer in its place.
+        sole_endpoint: Whether no other endpoint was named that may answer in its place.
         refused: Whether it was answered, and not served.
-        held: What it holds of the cache; None while nobody needs it.
-        visit: Told when it ends; None where nobody wants to know.
-        mirrored: Whether another picker sent it.
+        context: What it holds of the cache; None while nobody needs it.
+        last_turn: Told when it ends; None where nobody wants to know.
+        from_peers: Whether another picker sent it.
     """
 
-    _account: Account | None
+    _account: InflightLoad | None
     target: str
     prompt_tokens: int
-    work: int
+    uncached_tokens: int
     sent: int
     prompt_bytes: int
     at: float
     endpoint: Endpoint
     blocks: Sequence[int] = ()
-    alone: bool = True
+    sole_endpoint: bool = True
     refused: bool = False
-    held: holdings.Share | None = None
-    visit: Visit | None = None
-    mirrored: bool = False
+    context: holdings.ContextShare | None = None
+    last_turn: LastTurn | None = None
+    from_peers: bool = False
 
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were believed cached."""
-        return max(0, self.prompt_tokens - self.work)
+        return max(0, self.prompt_tokens - self.uncached_tokens)
 
     def close(self, now: float, *, answered: bool = True) -> None:
         """Give back what was charged.
@@ -361,11 +365,11 @@ class Ticket(msgspec.Struct, eq=False):
         if account is None:
             raise RuntimeError("ticket closed twice; close it in one finally block")
         self._account = None
-        if self.visit is not None:
-            self.visit.ended = now
+        if self.last_turn is not None:
+            self.last_turn.ended = now
         account._close(self, now, answered=answered)  # noqa: SLF001 - the two halves of one thing
 
-    def move(self, to: Account, now: float) -> None:
+    def move(self, to: InflightLoad, now: float) -> None:
         """Charge another endpoint: it answers in place of the one that was chosen.
 
         Args:
@@ -383,5 +387,5 @@ class Ticket(msgspec.Struct, eq=False):
             now=now,
             prompt_bytes=self.prompt_bytes,
         )
-        to._take(moved, self)  # noqa: SLF001 - the two halves of one thing
+        to._replace(moved, self)
         self._account, self.endpoint = to, to.endpoint

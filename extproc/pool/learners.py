@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import math
 
-from extproc.endpoint import DEFAULT_RATES, Rates
-from extproc.pool.step_time_estimator import Learner, pooled
+from extproc.endpoint import DEFAULT_STEP_TIMES, StepTimeModel
+from extproc.pool.step_time_estimator import StepTimeEstimator, pool_mean
 
 #: Seconds for which what the pool has shown stands: to work it out is a walk over all members.
 _STANDS_S = 1.0
 
 
-class Learners:
+class PoolStepTimeEstimators:
     """The learners of one pool, by incarnation. Mutable; its fleet owns it."""
 
     __slots__ = ("_at", "_of", "_pooled")
 
     def __init__(self) -> None:
-        self._of: dict[int, Learner] = {}
+        self._of: dict[int, StepTimeEstimator] = {}
         self._at = -math.inf
-        self._pooled = DEFAULT_RATES
+        self._pooled = DEFAULT_STEP_TIMES
 
-    def joined(self, incarnation: int) -> Learner:
+    def on_endpoint_added(self, incarnation: int) -> StepTimeEstimator:
         """An endpoint came: it is believed to be like the others."""
-        learner = self._of[incarnation] = Learner(self._now())
+        learner = self._of[incarnation] = StepTimeEstimator(self._now())
         return learner
 
-    def left(self, incarnation: int) -> None:
+    def on_endpoint_removed(self, incarnation: int) -> None:
         """An endpoint left."""
         del self._of[incarnation]
 
-    def leaning(self, incarnation: int, now: float) -> Learner:
+    def with_pool_prior(self, incarnation: int, now: float) -> StepTimeEstimator:
         """The learner of an endpoint, told what the pool has shown, a second ago at most.
 
         Args:
@@ -40,8 +40,8 @@ class Learners:
         if now - self._at >= _STANDS_S:
             self._at, self._pooled = now, self._now()
         learner = self._of[incarnation]
-        learner.lean(self._pooled)
+        learner.set_prior(self._pooled)
         return learner
 
-    def _now(self) -> Rates:
-        return pooled([learner.rates for learner in self._of.values()])
+    def _now(self) -> StepTimeModel:
+        return pool_mean([learner.rates for learner in self._of.values()])

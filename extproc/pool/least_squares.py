@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class Squares:
+class RecursiveLeastSquares:
     """Unknowns x of rows `total = x . row`, near a prior while the rows do not tell them apart.
 
     Its normal equations are a handful of numbers, whatever the number of rows.

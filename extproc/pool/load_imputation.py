@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from extproc.endpoint import UNKNOWN, Load
+from extproc.endpoint import NO_LOAD, Load
 from extproc.pool import plausibility
 
 if TYPE_CHECKING:
-    from extproc.pool.snapshot import Member
+    from extproc.pool.snapshot import EndpointSnapshot
 
 #: A page with any of these says nothing certain of the requests on its engine.
 _NO_REQUESTS = (
@@ -32,15 +32,15 @@ _UNSOUND = plausibility.TOO_LITTLE | plausibility.VOID
 
 
 class CountedPage(msgspec.Struct, frozen=True, gc=False):
-    """A page as it counts; of the same shape as `Member`, which stands for its own page.
+    """A page as it counts; of the same shape as `EndpointSnapshot`, which stands for its own page.
 
     Attributes:
-        load: The page; `UNKNOWN` where neither it nor any other one says anything.
+        load: The page; `NO_LOAD` where neither it nor any other one says anything.
         foreign: Requests of others (count).
         foreign_tokens: Uncached prompt tokens of those that wait.
     """
 
-    load: Load = UNKNOWN
+    load: Load = NO_LOAD
     foreign: float = 0.0
     foreign_tokens: float = 0.0
 
@@ -57,12 +57,12 @@ class Imputation(msgspec.Struct, frozen=True):
         measured: Those whose pages show how much of their memory is in use.
     """
 
-    members: Sequence[Member]
-    counted: Sequence[CountedPage | Member]
+    members: Sequence[EndpointSnapshot]
+    counted: Sequence[CountedPage | EndpointSnapshot]
     pages: Sequence[Load | None]
     stale: Sequence[bool]
     held_tokens: Mapping[int, float]
-    measured: Sequence[Member]
+    measured: Sequence[EndpointSnapshot]
 
     def unseen_tokens(self) -> Mapping[int, float]:
         """By position of endpoints whose page is void, KV tokens sent since their last page.
@@ -74,10 +74,14 @@ class Imputation(msgspec.Struct, frozen=True):
         if not self.held_tokens:
             return {}
         known = [member.account for member in self.measured]
-        mean = sum([a.written - a.seen for a in known]) / len(known) if known else 0.0
+        mean = (
+            sum([a.kv_tokens_sent - a.kv_tokens_scraped for a in known]) / len(known)
+            if known
+            else 0.0
+        )
         members = self.members
         return {
-            n: max(mean, members[n].account.open_tokens - held)
+            n: max(mean, members[n].account.active_context_tokens - held)
             for n, held in self.held_tokens.items()
         }
 
@@ -86,11 +90,13 @@ class Imputer:
     """Imputes, and remembers the result until pages change."""
 
     def __init__(self) -> None:
-        self._members: Sequence[Member] = ()
+        self._members: Sequence[EndpointSnapshot] = ()
         self._since = self._until = -math.inf
         self._imputation: Imputation | None = None
 
-    def of(self, members: Sequence[Member], *, oldest: float, is_patchy: bool) -> Imputation | None:
+    def of(
+        self, members: Sequence[EndpointSnapshot], *, oldest: float, is_patchy: bool
+    ) -> Imputation | None:
         """See `impute`; members must not change in place."""
         if members is not self._members or not self._since <= oldest < self._until:
             self._imputation = impute(members, oldest=oldest, is_patchy=is_patchy)
@@ -100,7 +106,9 @@ class Imputer:
         return self._imputation
 
 
-def impute(members: Sequence[Member], *, oldest: float, is_patchy: bool) -> Imputation | None:
+def impute(
+    members: Sequence[EndpointSnapshot], *, oldest: float, is_patchy: bool
+) -> Imputation | None:
     """Fill in what nobody knows of some endpoints; None where every page counts as it is.
 
     Args:
@@ -118,7 +126,7 @@ def impute(members: Sequence[Member], *, oldest: float, is_patchy: bool) -> Impu
     sound = [n for n, flaw in enumerate(flaws) if not flaw & _UNSOUND]
     means = _means(members, flaws, sound)
     fillable = _fillable(means) if sound else plausibility.VOID
-    counted: list[CountedPage | Member] = list(members)
+    counted: list[CountedPage | EndpointSnapshot] = list(members)
     pages: list[Load | None] = [None] * len(members)
     held: dict[int, float] = {}
     for n, flaw in enumerate(flaws):
@@ -126,10 +134,10 @@ def impute(members: Sequence[Member], *, oldest: float, is_patchy: bool) -> Impu
             continue
         counted[n] = page = _counted(members[n], flaw, means)
         load = page.load
-        if load is not UNKNOWN:
+        if load is not NO_LOAD:
             pages[n] = members[n].load
             if flaw & plausibility.VOID:
-                pages[n], held[n] = UNKNOWN, (load.kv_usage or 0.0) * (load.kv_tokens or 0)
+                pages[n], held[n] = NO_LOAD, (load.kv_usage or 0.0) * (load.kv_tokens or 0)
     measured = [members[n] for n in sound if not flaws[n] & plausibility.NO_KV_USAGE]
     return Imputation(members, counted, pages, stale, held, measured)
 
@@ -154,7 +162,9 @@ class _Means(msgspec.Struct, frozen=True, gc=False):
     foreign_waiting: float | None
 
 
-def _means(members: Sequence[Member], flaws: Sequence[int], sound: Sequence[int]) -> _Means:
+def _means(
+    members: Sequence[EndpointSnapshot], flaws: Sequence[int], sound: Sequence[int]
+) -> _Means:
     """The means over endpoints whose pages are sound; those that no flaw calls for are None.
 
     Args:
@@ -196,10 +206,10 @@ def _fillable(means: _Means) -> int:
     return bits
 
 
-def _counted(member: Member, flaw: int, means: _Means) -> CountedPage:
+def _counted(member: EndpointSnapshot, flaw: int, means: _Means) -> CountedPage:
     """A page as it counts."""
     load = _load(member, flaw, means)
-    if load is UNKNOWN:
+    if load is NO_LOAD:
         return CountedPage()
     if not flaw & _NO_REQUESTS:
         return CountedPage(load, member.foreign, member.foreign_tokens)
@@ -215,14 +225,14 @@ def _counted(member: Member, flaw: int, means: _Means) -> CountedPage:
     )
 
 
-def _load(member: Member, flaw: int, means: _Means) -> Load:
-    """The page as it counts; `UNKNOWN` where neither it nor any other one says anything."""
+def _load(member: EndpointSnapshot, flaw: int, means: _Means) -> Load:
+    """The page as it counts; `NO_LOAD` where neither it nor any other one says anything."""
     kept = member.load
     waiting, running, usage = kept.waiting, kept.running, kept.kv_usage
     if flaw & plausibility.VOID:
         waiting, running, usage = means.waiting, means.running, means.kv_usage
         if waiting is None and running is None and usage is None:
-            return UNKNOWN
+            return NO_LOAD
     elif flaw & plausibility.TOO_LITTLE:
         waiting = _more(waiting, means.waiting)
         running = _more(running, means.running)
@@ -252,7 +262,7 @@ def _load(member: Member, flaw: int, means: _Means) -> Load:
         kept.prefix_queries,
         kept.prefix_hits,
         kept.started_at,
-        kept.totals,
+        kept.counters,
     )
 
 

@@ -1,6 +1,6 @@
 """Who serves which model, as far as engines listed it.
 
-One `Serving` stands for as long as neither the endpoints nor their lists change, which is much
+One `ModelIndex` stands for as long as neither the endpoints nor their lists change, which is much
 longer than a snapshot: what is worked out for a name is looked up from then on.
 """
 
@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.endpoint import Endpoint, Models
+from extproc.endpoint import Endpoint, ServedModels
 
 #: Answers remembered (count), so that adapters times base models cannot grow without end.
 _MOST_KEPT: Final = 16_384
@@ -21,7 +21,7 @@ _MOST_KEPT: Final = 16_384
 _LONGEST_ALIAS: Final = 1025
 
 
-class Split(msgspec.Struct, frozen=True, gc=False):
+class ModelMatch(msgspec.Struct, frozen=True, gc=False):
     """The endpoints of a pool, split by whether they may serve a request.
 
     Attributes:
@@ -40,19 +40,19 @@ class Alias(msgspec.Struct, frozen=True, gc=False):
     adapter: str
 
 
-class Serving:
+class ModelIndex:
     """Answers who serves a name.
 
     Args:
         listed: The endpoints in pool order, each with the names it listed; None for unknown.
     """
 
-    def __init__(self, listed: Sequence[tuple[Endpoint, Models | None]] = ()) -> None:
+    def __init__(self, listed: Sequence[tuple[Endpoint, ServedModels | None]] = ()) -> None:
         self._listed = listed
-        self._known: dict[str | tuple[str, str], Split | None] = {"": None}
+        self._known: dict[str | tuple[str, str], ModelMatch | None] = {"": None}
         self._aliases: dict[str, Alias] = {}
 
-    def who(self, model: str, adapter: str = "") -> Split | None:
+    def match(self, model: str, adapter: str = "") -> ModelMatch | None:
         """Split the endpoints by who may serve a request.
 
         An adapter that nobody lists says nothing, because engines that take it in a field of its
@@ -70,7 +70,7 @@ class Serving:
         except KeyError:
             return self._work_out(model, adapter)
 
-    def alias(self, name: str) -> Alias | None:
+    def parse_kubeai_name(self, name: str) -> Alias | None:
         """Read a name as KubeAI's `model_adapter` (docs/spec/prior-systems.md#adapter-names).
 
         It is one if nobody lists it as it stands, and somebody lists the part before an underscore
@@ -95,7 +95,7 @@ class Serving:
             at = name.find("_", at + 1)
         return None
 
-    def apart(self, name: str) -> Alias | None:
+    def parse_sglang_name(self, name: str) -> Alias | None:
         """Read a name as SGLang's `model:adapter`, which engines of that kind take as it is.
 
         It is one if nobody lists it as it stands, and the part before the first colon is a base
@@ -120,15 +120,15 @@ class Serving:
         return self.bases.union(*(one.adapters for _, one in self._listed if one is not None))
 
     @cached_property
-    def _unlisted(self) -> Split | None:
+    def _unlisted(self) -> ModelMatch | None:
         """For what nobody lists: those of whom nothing is known; everybody where that is all."""
         return self._split([one is None for _, one in self._listed])
 
-    def _work_out(self, model: str, adapter: str) -> Split | None:
+    def _work_out(self, model: str, adapter: str) -> ModelMatch | None:
         if adapter:
             listing = [_lists(one, model, adapter) for _, one in self._listed]
             if not any(listing):
-                return self.who(model)
+                return self.match(model)
         elif model in self.names:
             listing = [one is not None and model in one for _, one in self._listed]
         else:
@@ -139,16 +139,16 @@ class Serving:
             self._known[(model, adapter) if adapter else model] = found
         return found
 
-    def _split(self, may: Sequence[bool]) -> Split | None:
+    def _split(self, may: Sequence[bool]) -> ModelMatch | None:
         if all(may):
             return None
-        return Split(
+        return ModelMatch(
             positions=tuple([at for at, yes in enumerate(may) if yes]),
             others=tuple([one for (one, _), yes in zip(self._listed, may, strict=True) if not yes]),
         )
 
 
-def _lists(models: Models | None, model: str, adapter: str) -> bool:
+def _lists(models: ServedModels | None, model: str, adapter: str) -> bool:
     """Whether one engine lists an adapter, and the base model if there is one."""
     return (
         models is not None and adapter in models.adapters and (not model or model in models.bases)

@@ -23,8 +23,14 @@ from collections import Counter
 
 import msgspec
 
-from extproc.pool.condition import FINE, Condition, Settings, State, Verdict
-from extproc.pool.endpoint_health import Record
+from extproc.pool.condition import (
+    HEALTHY,
+    HealthState,
+    HealthStatus,
+    OutlierDetectionSettings,
+    RequestOutcome,
+)
+from extproc.pool.endpoint_health import HealthRecord
 
 #: Requests in the window below which a share of failures means nothing (count, fading).
 _FEWEST = 8.0
@@ -39,12 +45,12 @@ _JITTER = 0.2
 #: within that, and has less in flight than the others until then.
 _DOUBT_S = 1.0
 
-_IN = State.IN
-_DOUBTED = State.DOUBTED
-_DOWN = State.DOWN
+_IN = HealthState.HEALTHY
+_DOUBTED = HealthState.SUSPECT
+_DOWN = HealthState.DOWN
 
 
-class Health:
+class OutlierDetector:
     """The health of one pool's endpoints. Mutable; its fleet owns it.
 
     Args:
@@ -58,36 +64,36 @@ class Health:
         probes: Requests that tried an endpoint, by what they came to: `ok`, `failed`, `unclear`.
     """
 
-    def __init__(self, settings: Settings, rng: random.Random) -> None:
+    def __init__(self, settings: OutlierDetectionSettings, rng: random.Random) -> None:
         self.settings = settings
         self._rng = rng
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, HealthRecord] = {}
         self.version = 0
         self.newest = -math.inf
         self.ejections: Counter[str] = Counter()
         self.probes: Counter[str] = Counter()
 
-    def condition(self, incarnation: int) -> Condition:
+    def condition(self, incarnation: int) -> HealthStatus:
         """How an endpoint is."""
         return self._records[incarnation].condition
 
-    def joined(self, incarnation: int, now: float, *, late: bool) -> None:
-        """An endpoint came; `settle` when all did.
+    def on_endpoint_added(self, incarnation: int, now: float, *, late: bool) -> None:
+        """An endpoint came; `update_ejections` when all did.
 
         Args:
             incarnation: Which one.
             now: Monotonic seconds; as everywhere.
             late: Whether others were there before it.
         """
-        self._records[incarnation] = Record(Condition(since=now) if late else FINE, now)
+        self._records[incarnation] = HealthRecord(HealthStatus(since=now) if late else HEALTHY, now)
         if late:
             self.newest = now
 
-    def left(self, incarnation: int) -> None:
-        """An endpoint left; `settle` when all did."""
+    def on_endpoint_removed(self, incarnation: int) -> None:
+        """An endpoint left; `update_ejections` when all did."""
         del self._records[incarnation]
 
-    def sent(self, incarnation: int, now: float) -> None:
+    def record_sent(self, incarnation: int, now: float) -> None:
         """A request was sent to an endpoint that is out: it is the probe, if one was due."""
         record = self._records[incarnation]
         known = record.condition
@@ -96,12 +102,14 @@ class Health:
         elif known.state is not _IN and known.until <= now:
             record.probe_at = now
             until = now + self.settings.base_s
-            self._become(record, msgspec.structs.replace(known, state=State.PROBING, until=until))
+            self._become(
+                record, msgspec.structs.replace(known, state=HealthState.PROBING, until=until)
+            )
 
-    def told(
+    def record_outcome(
         self,
         incarnation: int,
-        verdict: Verdict,
+        verdict: RequestOutcome,
         *,
         sent_at: float,
         now: float,
@@ -121,18 +129,18 @@ class Health:
         record = self._records.get(incarnation)
         if record is None:
             return
-        if verdict is Verdict.SERVED:
+        if verdict is RequestOutcome.SERVED:
             self._served(record, sent_at, now, sole=sole)
-        elif verdict is Verdict.FAILED:
+        elif verdict is RequestOutcome.FAILED:
             self._failed(record, sent_at, now, cause)
-        elif verdict is Verdict.LEFT and self._hung(record, sent_at, now):
+        elif verdict is RequestOutcome.NO_RESPONSE and self._hung(record, sent_at, now):
             self._failed(record, sent_at, now, "hung")
         else:
-            if verdict is Verdict.NEITHER:
+            if verdict is RequestOutcome.CLIENT_ERROR:
                 record.sign_at = now
             self._unclear(record, sent_at, now)
 
-    def reached(
+    def record_scrape(
         self, incarnation: int, now: float, *, restarted: bool, moved: bool | None, idle: bool
     ) -> None:
         """A scrape connected.
@@ -149,28 +157,30 @@ class Health:
         back = record.unreachable or record.refused
         record.refused = False
         record.misses, record.missed_at = 0, math.inf
-        record.blind, record.met = False, True
+        record.scrape_unreliable, record.ever_scraped = False, True
         if moved or idle:
             record.sign_at = now
         hung = record.condition.cause == "hung"
         if back or restarted or (hung and moved):
-            record.hurt = False
-            record.acquit(now)
-            self.settle(now)
+            record.last_failed = False
+            record.reset(now)
+            self.update_ejections(now)
         elif self.settings.failures and moved is False and not idle:
             known = record.condition
-            if now - record.sign_at < self.settings.hang_s:
+            if now - record.sign_at < self.settings.stall_timeout_s:
                 return
             if known.state <= _DOUBTED:
-                if not record.wants:
-                    record.wants = "hung"
-                    self.settle(now)
+                if not record.ejection_cause:
+                    record.ejection_cause = "hung"
+                    self.update_ejections(now)
             elif hung:
                 # Whatever is sent to it stays there: not before it shows a sign of life.
                 until = now + self.settings.base_s
                 self._become(record, msgspec.structs.replace(known, until=until))
 
-    def missed(self, incarnation: int, now: float, *, connected: bool, refused: bool) -> None:
+    def record_scrape_failure(
+        self, incarnation: int, now: float, *, connected: bool, refused: bool
+    ) -> None:
         """A scrape failed.
 
         Args:
@@ -188,20 +198,27 @@ class Health:
             record.misses += 1
             record.missed_at = min(record.missed_at, now)
         if (record.unreachable, record.certain) != before:
-            self.settle(now)
+            self.update_ejections(now)
 
-    def settle(self, now: float) -> None:
+    def update_ejections(self, now: float) -> None:
         """Decide again who is out."""
         records = self._records.values()
-        suspects = [one for one in records if one.misses or one.wants or one.condition.state]
+        suspects = [
+            one for one in records if one.misses or one.ejection_cause or one.condition.state
+        ]
         if not suspects:
             return
         certain = [record for record in suspects if record.certain]
         rest = len(self._records) - len(certain)
-        spare = min(int(self.settings.most_share * rest), rest - 1)
-        doubtful = [one for one in suspects if (one.wants or one.unreachable) and not one.certain]
+        spare = min(int(self.settings.max_ejection_share * rest), rest - 1)
+        doubtful = [
+            one for one in suspects if (one.ejection_cause or one.unreachable) and not one.certain
+        ]
         # Of equals those who are out stay out.
-        doubtful.sort(key=lambda one: (one.unreachable, one.row, one.condition.state), reverse=True)
+        doubtful.sort(
+            key=lambda one: (one.unreachable, one.consecutive_failures, one.condition.state),
+            reverse=True,
+        )
         out = {id(record) for record in (*certain, *doubtful[: max(spare, 0)])}
         for record in suspects:
             if id(record) in out:
@@ -209,13 +226,13 @@ class Health:
             elif record.condition.state > _DOUBTED:
                 self._take_back(record, now)
 
-    def _served(self, record: Record, sent_at: float, now: float, *, sole: bool) -> None:
+    def _served(self, record: HealthRecord, sent_at: float, now: float, *, sole: bool) -> None:
         record.sign_at = now
         if sole and record.missed_at <= sent_at:
             gone = record.unreachable
-            record.blind = True
+            record.scrape_unreliable = True
             if gone:
-                self.settle(now)
+                self.update_ejections(now)
         known = record.condition
         if known.state is _DOUBTED:
             self._believe(record)
@@ -224,32 +241,32 @@ class Health:
                 return
             if sent_at >= record.probe_at:
                 self.probes["ok"] += 1
-            record.acquit(now)
-        elif not record.row and not record.bad:
-            record.hurt = False
+            record.reset(now)
+        elif not record.consecutive_failures and not record.bad:
+            record.last_failed = False
             return
-        record.hurt, record.row = False, 0
+        record.last_failed, record.consecutive_failures = False, 0
         record.fade(now, self.settings.window_s)
         record.good += 1.0
         if record.bad < _FORGOTTEN:
             record.bad = 0.0
         self._judge(record, now, "errors")
 
-    def _failed(self, record: Record, sent_at: float, now: float, cause: str) -> None:
+    def _failed(self, record: HealthRecord, sent_at: float, now: float, cause: str) -> None:
         known = record.condition
         certain = record.certain
-        record.hurt = True
+        record.last_failed = True
         if known.state > _DOUBTED:
             if sent_at >= record.probe_at:
                 self.probes["failed"] += 1
                 record.probe_at = math.inf
                 times, state = known.times + 1, _out(record)
                 until = self._until(record, times, now)
-                self._become(record, Condition(state, known.cause, known.since, until, times))
+                self._become(record, HealthStatus(state, known.cause, known.since, until, times))
             if record.certain is not certain:
-                self.settle(now)
+                self.update_ejections(now)
             return
-        record.row += 1
+        record.consecutive_failures += 1
         if record.bad:
             record.fade(now, self.settings.window_s)
         else:
@@ -259,83 +276,88 @@ class Health:
         if record.condition.state <= _DOUBTED and self.settings.failures:
             self._doubt(record, now)
 
-    def _doubt(self, record: Record, now: float) -> None:
+    def _doubt(self, record: HealthRecord, now: float) -> None:
         """Let others come first for a moment, while enough of them are there."""
         known = record.condition
         others = sum(1 for one in self._records.values() if one.condition.state is not _IN)
-        spare = int(self.settings.most_share * len(self._records))
+        spare = int(self.settings.max_ejection_share * len(self._records))
         if others < spare or known.state is _DOUBTED:
             until = now + _DOUBT_S
             doubt = msgspec.structs.replace(known, state=_DOUBTED, cause="doubted", until=until)
             self._become(record, doubt)
 
-    def _believe(self, record: Record) -> None:
+    def _believe(self, record: HealthRecord) -> None:
         """End a doubt."""
         known = record.condition
-        self._become(record, Condition(since=known.since, times=known.times))
+        self._become(record, HealthStatus(since=known.since, times=known.times))
 
-    def _unclear(self, record: Record, sent_at: float, now: float) -> None:
+    def _unclear(self, record: HealthRecord, sent_at: float, now: float) -> None:
         """A probe that says nothing makes room for the next one."""
         known = record.condition
-        if known.state is State.PROBING and sent_at >= record.probe_at:
+        if known.state is HealthState.PROBING and sent_at >= record.probe_at:
             self.probes["unclear"] += 1
             record.probe_at = math.inf
             self._become(record, msgspec.structs.replace(known, state=_out(record), until=now))
 
-    def _hung(self, record: Record, sent_at: float, now: float) -> bool:
+    def _hung(self, record: HealthRecord, sent_at: float, now: float) -> bool:
         """Whether the endpoint gave no sign of life while a request was there, and that was long.
 
         Twice as long as where counters stand still: an engine that has none may be at one answer.
         """
-        return now - sent_at >= 2.0 * self.settings.hang_s and record.sign_at < sent_at
+        return now - sent_at >= 2.0 * self.settings.stall_timeout_s and record.sign_at < sent_at
 
-    def _judge(self, record: Record, now: float, cause: str) -> None:
+    def _judge(self, record: HealthRecord, now: float, cause: str) -> None:
         """Weigh what requests say of an endpoint that takes part."""
         settings = self.settings
-        before, row = record.wants, record.row
+        before, row = record.ejection_cause, record.consecutive_failures
         total = record.good + record.bad
         guilty = settings.failures > 0 and (
             row >= settings.failures
             or (total >= _FEWEST and record.bad >= settings.failure_share * total)
         )
-        record.wants = (before or cause) if guilty else ""
+        record.ejection_cause = (before or cause) if guilty else ""
         worse = guilty and row % settings.failures == 0
-        if worse or (record.wants != before) or record.unreachable or record.condition.state:
-            self.settle(now)
+        if (
+            worse
+            or (record.ejection_cause != before)
+            or record.unreachable
+            or record.condition.state
+        ):
+            self.update_ejections(now)
 
-    def _leave_out(self, record: Record, now: float) -> None:
+    def _leave_out(self, record: HealthRecord, now: float) -> None:
         known = record.condition
-        if known.state is State.PROBING or known.state is _out(record):
+        if known.state is HealthState.PROBING or known.state is _out(record):
             return
         times = 1 if now - record.back_at > self.settings.cap_s else known.times + 1
-        cause = "unreachable" if record.unreachable else record.wants
+        cause = "unreachable" if record.unreachable else record.ejection_cause
         record.probe_at = math.inf
         self.ejections[cause] += 1
         until = self._until(record, times, now)
-        self._become(record, Condition(_out(record), cause, now, until, times))
+        self._become(record, HealthStatus(_out(record), cause, now, until, times))
 
-    def _take_back(self, record: Record, now: float) -> None:
+    def _take_back(self, record: HealthRecord, now: float) -> None:
         record.back_at = now
         record.probe_at = math.inf
         self.newest = now
-        self._become(record, Condition(since=now, times=record.condition.times))
+        self._become(record, HealthStatus(since=now, times=record.condition.times))
 
-    def _become(self, record: Record, condition: Condition) -> None:
+    def _become(self, record: HealthRecord, condition: HealthStatus) -> None:
         record.condition = condition
         self.version += 1
 
-    def _until(self, record: Record, times: int, now: float) -> float:
+    def _until(self, record: HealthRecord, times: int, now: float) -> float:
         """When a request may try an endpoint: after `base_s` * 2^(times - 1), at most `cap_s`.
 
         One that scrapes could reach and cannot any more is left to them: a request could only fail.
         """
-        if record.unreachable and (record.met or record.refused):
+        if record.unreachable and (record.ever_scraped or record.refused):
             return math.inf
         settings = self.settings
         whole = min(settings.cap_s, settings.base_s * 2.0 ** min(times - 1, 30))
         return now + whole * (1.0 - _JITTER * self._rng.random())
 
 
-def _out(record: Record) -> State:
+def _out(record: HealthRecord) -> HealthState:
     """The state of an endpoint that is left out."""
-    return _DOWN if record.unreachable else State.EJECTED
+    return _DOWN if record.unreachable else HealthState.EJECTED

@@ -17,8 +17,8 @@ from typing import Final
 
 import msgspec
 
-from extproc.endpoint import NO_TOTALS, UNKNOWN, Load
-from extproc.pool.inflight import Account
+from extproc.endpoint import NO_COUNTERS, NO_LOAD, Load
+from extproc.pool.inflight import InflightLoad
 
 # Bits of what is wrong with a page.
 
@@ -58,7 +58,7 @@ def reason(flaws: int) -> str:
     return "claims-too-little" if flaws & TOO_LITTLE else ""
 
 
-class Progress(msgspec.Struct, frozen=True, gc=False):
+class ServiceProgress(msgspec.Struct, frozen=True, gc=False):
     """The first of the pages on which an engine's counters stand as they do.
 
     Attributes:
@@ -71,10 +71,12 @@ class Progress(msgspec.Struct, frozen=True, gc=False):
 
 
 #: No page with counters was read.
-NO_PROGRESS = Progress()
+NO_PROGRESS = ServiceProgress()
 
 
-def advanced(progress: Progress, account: Account, *, before: Load, after: Load) -> Progress:
+def advanced(
+    progress: ServiceProgress, account: InflightLoad, *, before: Load, after: Load
+) -> ServiceProgress:
     """The progress after another page.
 
     Args:
@@ -83,22 +85,22 @@ def advanced(progress: Progress, account: Account, *, before: Load, after: Load)
         before: The page until then.
         after: The page that was just read.
     """
-    counters = after.totals, after.prefix_queries
-    if counters == (NO_TOTALS, None):
+    counters = after.counters, after.prefix_queries
+    if counters == (NO_COUNTERS, None):
         return NO_PROGRESS
-    if before is not UNKNOWN and counters == (before.totals, before.prefix_queries):
+    if before is not NO_LOAD and counters == (before.counters, before.prefix_queries):
         return progress
-    return Progress(after.at, account.served + account.in_flight)
+    return ServiceProgress(after.at, account.served + account.in_flight)
 
 
-def flaws(load: Load, account: Account, *, progress: Progress, served: int) -> int:
+def flaws(load: Load, account: InflightLoad, *, progress: ServiceProgress, served: int) -> int:
     """Bits of what is wrong with a page.
 
     Args:
         load: The page.
         account: Our requests there.
         progress: With this page.
-        served: `Account.served` when the page was asked for.
+        served: `InflightLoad.served` when the page was asked for.
     """
     found = 0
     waiting, running = load.waiting, load.running

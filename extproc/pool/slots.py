@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from extproc.endpoint import Load
 
 
-class Slots:
+class AdapterSlotTracker:
     """The adapters believed on one device, from what was seen to run there.
 
     An engine lists adapters with running requests; one that ran and is in no slot was loaded. Of
@@ -23,7 +23,7 @@ class Slots:
         self.loads = 0
         self._resident: dict[str, None] | None = None  # least recently used first
 
-    def seen(self, load: Load, ran: Iterable[str]) -> None:
+    def update(self, load: Load, ran: Iterable[str]) -> None:
         """Take in a scrape; nothing happens while the engine names neither slots nor adapters.
 
         Args:

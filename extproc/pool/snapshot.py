@@ -9,29 +9,35 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from extproc.endpoint import (
-    DEFAULT_RATES,
-    UNKNOWN,
+    DEFAULT_STEP_TIMES,
+    NO_LOAD,
+    AdapterResidency,
     Candidate,
     Endpoint,
     Load,
-    Models,
-    Rates,
-    Residency,
+    ServedModels,
+    StepTimeModel,
 )
 from extproc.pool import load_imputation, plausibility
-from extproc.pool.adapters import residency
-from extproc.pool.condition import FINE, UNREACHABLE_AFTER, Condition, State
-from extproc.pool.inflight import Account
-from extproc.pool.model_index import Serving, Split
+from extproc.pool.adapters import adapter_residency
+from extproc.pool.condition import HEALTHY, UNREACHABLE_AFTER, HealthState, HealthStatus
+from extproc.pool.inflight import InflightLoad
+from extproc.pool.model_index import ModelIndex, ModelMatch
 
-_DOUBTED = State.DOUBTED
-_DOWN = State.DOWN
+_DOUBTED = HealthState.SUSPECT
+_DOWN = HealthState.DOWN
 
 #: Who comes first where nobody is in.
-_RANKS = {State.IN: 0, State.DOUBTED: 1, State.PROBING: 2, State.EJECTED: 2, State.DOWN: 3}
+_RANKS = {
+    HealthState.HEALTHY: 0,
+    HealthState.SUSPECT: 1,
+    HealthState.PROBING: 2,
+    HealthState.EJECTED: 2,
+    HealthState.DOWN: 3,
+}
 
 
-class Member(msgspec.Struct, frozen=True, gc=False):
+class EndpointSnapshot(msgspec.Struct, frozen=True, gc=False):
     """One endpoint with what is known of it.
 
     Attributes:
@@ -51,21 +57,21 @@ class Member(msgspec.Struct, frozen=True, gc=False):
     """
 
     endpoint: Endpoint
-    account: Account
-    load: Load = UNKNOWN
+    account: InflightLoad
+    load: Load = NO_LOAD
     foreign: float = 0.0
     foreign_waiting: float = 0.0
     foreign_tokens: float = 0.0
-    rates: Rates = DEFAULT_RATES
+    rates: StepTimeModel = DEFAULT_STEP_TIMES
     failures: int = 0
     failure: str = ""
-    models: Models | None = None
-    condition: Condition = FINE
+    models: ServedModels | None = None
+    condition: HealthStatus = HEALTHY
     flaws: int = 0
-    progress: plausibility.Progress = plausibility.NO_PROGRESS
+    progress: plausibility.ServiceProgress = plausibility.NO_PROGRESS
 
     @property
-    def serves(self) -> Models | None:
+    def serves(self) -> ServedModels | None:
         """What it listed; until it has, what discovery says; None while nobody knows."""
         return self.endpoint.models if self.models is None else self.models
 
@@ -80,7 +86,7 @@ class Member(msgspec.Struct, frozen=True, gc=False):
         return self.condition.state is not _DOWN
 
     @property
-    def out(self) -> bool:
+    def ejected(self) -> bool:
         """Whether it is left out: its requests fail, or it is out of reach."""
         return self.condition.state > _DOUBTED
 
@@ -92,7 +98,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         members: In the order discovery named them.
         positions: Address to index in `members`; the same object until the endpoints change.
         down: How many members are not up.
-        unsure: How many are not, or failed requests of late.
+        unhealthy_or_doubtful: How many are not, or failed requests of late.
         newest: Monotonic seconds at which the last member came or came back; minus infinity when
             all were there from the start.
         adapters: Names known to be LoRA adapters.
@@ -100,23 +106,23 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         is_patchy: Whether pages differ in what they lack, or some are void however young they are.
     """
 
-    members: tuple[Member, ...]
+    members: tuple[EndpointSnapshot, ...]
     positions: Mapping[str, int]
     down: int = 0
-    unsure: int = 0
+    unhealthy_or_doubtful: int = 0
     newest: float = -math.inf
     adapters: frozenset[str] = frozenset()
-    serving: Serving = Serving()
+    serving: ModelIndex = ModelIndex()
     is_patchy: bool = False
 
-    def find(self, address: str) -> Member | None:
+    def find(self, address: str) -> EndpointSnapshot | None:
         """The member at `ip:port`, if there is one."""
         at = self.positions.get(address)
         return None if at is None else self.members[at]
 
     def eligible(
-        self, subset: Sequence[str] | None, split: Split | None = None
-    ) -> Sequence[Member]:
+        self, subset: Sequence[str] | None, split: ModelMatch | None = None
+    ) -> Sequence[EndpointSnapshot]:
         """The members a request may go to and that take part, in pool order.
 
         When none of those it may go to takes part, the least bad ones do: those that can be
@@ -127,9 +133,11 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
             split: As in `allowed`.
         """
         members = self.allowed(subset, split)
-        return taking_part(members) if self.unsure else members
+        return healthiest(members) if self.unhealthy_or_doubtful else members
 
-    def allowed(self, subset: Sequence[str] | None, split: Split | None = None) -> Sequence[Member]:
+    def allowed(
+        self, subset: Sequence[str] | None, split: ModelMatch | None = None
+    ) -> Sequence[EndpointSnapshot]:
         """The members a request may go to, whether they take part or not, in pool order.
 
         Args:
@@ -137,11 +145,11 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
                 (all its ports) tokens; a token that names nobody is ignored.
             split: Who may serve what it asks for, from `serving`; None for everybody.
         """
-        members: Sequence[Member] = self.members
+        members: Sequence[EndpointSnapshot] = self.members
         if split is not None:
             members = [self.members[at] for at in split.positions]
         if subset is not None:
-            allowed = {spell_token(token) for token in subset}
+            allowed = {normalize_token(token) for token in subset}
             members = [
                 member
                 for member in members
@@ -150,21 +158,21 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
         return members
 
 
-def taking_part(members: Sequence[Member]) -> Sequence[Member]:
+def healthiest(members: Sequence[EndpointSnapshot]) -> Sequence[EndpointSnapshot]:
     """Those that are in; where nobody is, the least bad: doubted, ejected, out of reach."""
     best = min((_RANKS[member.condition.state] for member in members), default=0)
     return [member for member in members if _RANKS[member.condition.state] == best]
 
 
-def candidates(
-    members: Sequence[Member],
+def build_candidates(
+    members: Sequence[EndpointSnapshot],
     matched_tokens: Sequence[int],
     *,
     adapter: str,
     adapters: frozenset[str],
     now: float,
     imputation: load_imputation.Imputation | None,
-    home: Account | None = None,
+    home: InflightLoad | None = None,
 ) -> list[Candidate]:
     """Turn members into candidates.
 
@@ -178,8 +186,8 @@ def candidates(
         home: Of the endpoint where the prompt is expected to go on; None where there is none.
     """
     made: list[Candidate] = []
-    place = resident = Residency.RESIDENT
-    counted: Sequence[Member | load_imputation.CountedPage] = members
+    place = resident = AdapterResidency.RESIDENT
+    counted: Sequence[EndpointSnapshot | load_imputation.CountedPage] = members
     pages: Sequence[Load | None] = (None,) * len(members)
     unseen_by_position: Mapping[int, float] = {}
     if imputation is not None:
@@ -188,16 +196,16 @@ def candidates(
     for member, matched, counts, page in zip(members, matched_tokens, counted, pages, strict=True):
         account, foreign_tokens = member.account, counts.foreign_tokens
         if adapter:
-            # The first question of `residency`, asked here: on a busy fleet it is mostly the last.
+            # The first question of `adapter_residency`, asked here: on a busy fleet it is mostly the last.
             place = resident
             if adapter not in account.adapters:
                 is_stale = imputation is not None and imputation.stale[len(made)]
-                load = UNKNOWN if is_stale else member.load
-                place = residency(adapter, account, load, adapters)
-        unseen: float = account.written - account.seen
-        if page is UNKNOWN:
+                load = NO_LOAD if is_stale else member.load
+                place = adapter_residency(adapter, account, load, adapters)
+        unseen: float = account.kv_tokens_sent - account.kv_tokens_scraped
+        if page is NO_LOAD:
             unseen = unseen_by_position[len(made)]
-        # `Account.queued`, written out: this runs for every candidate of every request, and a
+        # `InflightLoad.queued`, written out: this runs for every candidate of every request, and a
         # call to `max` takes as long as building the candidate.
         queued = account.sent - account.done - (now - account.at) * account.tokens_per_s
         made.append(
@@ -213,7 +221,7 @@ def candidates(
                 unseen,
                 member.rates,
                 place,
-                account.open_tokens,
+                account.active_context_tokens,
                 account is home,
                 page,
             )
@@ -221,7 +229,7 @@ def candidates(
     return made
 
 
-def spell_token(token: str) -> str:
+def normalize_token(token: str) -> str:
     """A subset token as endpoints are spelled: IPv6 in its shortest form, bare without brackets."""
     if token.count(":") < 2:
         return token

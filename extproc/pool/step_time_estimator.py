@@ -20,9 +20,9 @@ from statistics import median
 
 import msgspec
 
-from extproc.endpoint import DEFAULT_RATES, Load, Rates, Totals
+from extproc.endpoint import DEFAULT_STEP_TIMES, EngineCounters, Load, StepTimeModel
 from extproc.pool import least_squares
-from extproc.pool.engine_counters import Counts, Meter
+from extproc.pool.engine_counters import CounterReader, WorkCounters
 
 #: Shortest window that is a row (s), and fewest iterations in it: counters move by whole ones, and
 #: with long prompts one takes a second.
@@ -62,7 +62,7 @@ _BOUNDS = ((1e-4, 2.0), (1e-7, 1e-2), (1e-7, 5e-2), (1e-9, 1e-4), (1e-3, 60.0))
 _LOADING = 4
 
 
-class Learner:
+class StepTimeEstimator:
     """Learns the rates of one engine.
 
     Args:
@@ -79,40 +79,40 @@ class Learner:
         "_off",
         "_outputs",
         "_prior",
+        "_shown",
         "_squares",
         "_start",
         "_steps",
-        "_told",
         "_weight",
         "rates",
     )
 
-    def __init__(self, prior: Rates = DEFAULT_RATES) -> None:
+    def __init__(self, prior: StepTimeModel = DEFAULT_STEP_TIMES) -> None:
         self.rates = msgspec.structs.replace(prior, evidence=0.0)
         self._prior = _unknowns(prior)
         self._weight = _WEAK
-        self._meter = Meter()
+        self._meter = CounterReader()
         self._off = 0.0  # of the last row, if it was unusual
         self._loads: deque[float] = deque(maxlen=_MOST_LOADS)
-        self._squares = least_squares.Squares(_BOUNDS)
-        self._start: Counts | None = None
+        self._squares = least_squares.RecursiveLeastSquares(_BOUNDS)
+        self._start: WorkCounters | None = None
         self._last: Load | None = None
-        self._outputs: Totals | None = None
+        self._outputs: EngineCounters | None = None
         self._steps: float | None = None  # at the last scrape
-        self._told = False  # by the engine, how long adapters take
+        self._shown = False  # by the engine, how long adapters take
 
-    def lean(self, prior: Rates) -> None:
+    def set_prior(self, prior: StepTimeModel) -> None:
         """Take another prior.
 
         Args:
-            prior: What several engines of the pool have shown, from `pooled`; nothing happens
+            prior: What several engines of the pool have shown, from `pool_mean`; nothing happens
                 while it has no evidence.
         """
         if prior.evidence:
             self._prior = _unknowns(prior)
             self._weight = _STRONG
 
-    def feed(
+    def update(
         self, load: Load, *, ran: Iterable[str] = (), idled: int = 0, shared: float = 0.0
     ) -> None:
         """Take in the next scrape.
@@ -126,12 +126,12 @@ class Learner:
                 holds them once, and every iteration reads them once for each.
         """
         last, self._last = self._last, load
-        if last is not None and restarted(last, load):
+        if last is not None and engine_restarted(last, load):
             self._start = None
             self._outputs = None
-            self._meter = Meter()
+            self._meter = CounterReader()
             last = None
-        self._learn_output(load.totals)
+        self._learn_output(load.counters)
         self._learn_adapters(last, load)
         here = self._meter.read(load, ran=ran, idled=idled, shared=shared)
         # In the middle of an iteration its time has passed and its tokens do not count yet: windows
@@ -154,7 +154,7 @@ class Learner:
             mean = here.context / max(1.0, load.running)
             self.rates = msgspec.structs.replace(self.rates, context_tokens=mean)
 
-    def _row(self, start: Counts, end: Counts) -> None:
+    def _row(self, start: WorkCounters, end: WorkCounters) -> None:
         seconds = end.at - start.at - max(0.0, end.loading_s - start.loading_s)
         steps = end.steps - start.steps
         if steps < 1 or seconds <= 0:
@@ -172,8 +172,8 @@ class Learner:
         evidence = self.rates.evidence * _KEEP + steps
         found = self._squares.solve(self._anchored, self._weight)
         if self._loading_known:
-            found[_LOADING] = self.rates.adapter_load_s if self._told else median(self._loads)
-        self.rates = msgspec.structs.replace(_known(found, self.rates), evidence=evidence)
+            found[_LOADING] = self.rates.adapter_load_s if self._shown else median(self._loads)
+        self.rates = msgspec.structs.replace(_with_unknowns(found, self.rates), evidence=evidence)
 
     def _weigh(self, row: Sequence[float], seconds: float, rest: float) -> None:
         """Add a row, having seen how far it is from what was foretold.
@@ -204,7 +204,7 @@ class Learner:
         simulated H100 with long prompts came to eleven times their time per sequence.
         """
         share = _WEAK / _STRONG if self._weight is _STRONG else 0.0
-        usual = _unknowns(DEFAULT_RATES)[:_LOADING]
+        usual = _unknowns(DEFAULT_STEP_TIMES)[:_LOADING]
         return [
             *(
                 theirs + share * (ours - theirs)
@@ -214,27 +214,27 @@ class Learner:
         ]
 
     @property
-    def settled(self) -> Rates:
+    def pooled_rates(self) -> StepTimeModel:
         """What was learnt where it differs from the pool, and the pool's where it hardly does."""
         own = self.rates
         if self._weight is _WEAK:
             return own
         if not own.evidence:
-            return _known(self._prior, own)
+            return _with_unknowns(self._prior, own)
         settled = [
             theirs if abs(ours - theirs) <= _ALIKE * theirs else ours
             for ours, theirs in zip(_unknowns(own), self._prior, strict=True)
         ]
         if not self._loading_known:
             settled[_LOADING] = self._prior[_LOADING]
-        return _known(settled, own)
+        return _with_unknowns(settled, own)
 
     @property
     def _loading_known(self) -> bool:
         """Whether this engine has shown how long adapters take."""
-        return self._told or len(self._loads) >= _ENOUGH_LOADS
+        return self._shown or len(self._loads) >= _ENOUGH_LOADS
 
-    def _learn_output(self, totals: Totals) -> None:
+    def _learn_output(self, totals: EngineCounters) -> None:
         """Running mean of generated tokens per finished request."""
         if totals.finished is None or totals.generated_tokens is None:
             return
@@ -257,7 +257,7 @@ class Learner:
         """Running mean of seconds per adapter load, where the engine tells them."""
         if last is None:
             return
-        old, new = last.totals, load.totals
+        old, new = last.counters, load.counters
         if None in (old.adapter_loads, old.adapter_load_s, new.adapter_loads, new.adapter_load_s):
             return
         loads = (new.adapter_loads or 0.0) - (old.adapter_loads or 0.0)
@@ -266,28 +266,28 @@ class Learner:
             return
         mean = self.rates.adapter_load_s + _ALPHA * (seconds / loads - self.rates.adapter_load_s)
         self.rates = msgspec.structs.replace(self.rates, adapter_load_s=mean)
-        self._told = True
+        self._shown = True
 
 
-def pooled(rates: Sequence[Rates]) -> Rates:
+def pool_mean(rates: Sequence[StepTimeModel]) -> StepTimeModel:
     """What to expect of an engine nobody knows: the mean of those that showed something.
 
     Its `evidence` is how many those are if there are several, else 0: one engine is no pool.
     """
     shown = [one for one in rates if one.evidence]
     if not shown:
-        return DEFAULT_RATES
+        return DEFAULT_STEP_TIMES
     count = len(shown)
     means = [sum(column) / count for column in zip(*map(_unknowns, shown), strict=True)]
-    facts = Rates(
+    facts = StepTimeModel(
         output_tokens=sum(one.output_tokens for one in shown) / count,
         context_tokens=sum(one.context_tokens for one in shown) / count,
         evidence=float(count) if count > 1 else 0.0,
     )
-    return _known(means, facts)
+    return _with_unknowns(means, facts)
 
 
-def restarted(before: Load, after: Load) -> bool:
+def engine_restarted(before: Load, after: Load) -> bool:
     """Whether the engine is another process than at the last scrape.
 
     Args:
@@ -299,12 +299,12 @@ def restarted(before: Load, after: Load) -> bool:
         return after.started_at > before.started_at + 1.0
     pairs = (
         (before.prefix_queries, after.prefix_queries),
-        (before.totals.generated_tokens, after.totals.generated_tokens),
+        (before.counters.generated_tokens, after.counters.generated_tokens),
     )
     return any(old is not None and new is not None and new < old for old, new in pairs)
 
 
-def _unknowns(rates: Rates) -> tuple[float, float, float, float, float]:
+def _unknowns(rates: StepTimeModel) -> tuple[float, float, float, float, float]:
     """The numbers a, b, c, d and l in rates."""
     return (
         rates.step_s,
@@ -315,7 +315,7 @@ def _unknowns(rates: Rates) -> tuple[float, float, float, float, float]:
     )
 
 
-def _known(unknowns: Sequence[float], facts: Rates) -> Rates:
+def _with_unknowns(unknowns: Sequence[float], facts: StepTimeModel) -> StepTimeModel:
     """Rates of these numbers, everything else taken from `facts`."""
     step_s, prefill_s, decode_s, context_s, adapter_load_s = unknowns
     return msgspec.structs.replace(

@@ -8,7 +8,14 @@ from typing import Protocol
 
 import msgspec
 
-from extproc.endpoint import METRICS_PORT, Endpoint, Load, Models, Rates, Totals
+from extproc.endpoint import (
+    METRICS_PORT,
+    Endpoint,
+    EngineCounters,
+    Load,
+    ServedModels,
+    StepTimeModel,
+)
 from extproc.pool import (
     condition,
     inference_policy,
@@ -16,13 +23,13 @@ from extproc.pool import (
     plausibility,
     step_time_estimator,
 )
-from extproc.pool.bytes_per_token import Tokenisers
-from extproc.pool.foreign_traffic import Peers
-from extproc.pool.inflight import Account
-from extproc.pool.learners import Learners
-from extproc.pool.model_index import Serving
-from extproc.pool.snapshot import Member, Pool
-from extproc.pool.works import Works
+from extproc.pool.bytes_per_token import BytesPerTokenEstimator
+from extproc.pool.foreign_traffic import ForeignTraffic
+from extproc.pool.inflight import InflightLoad
+from extproc.pool.learners import PoolStepTimeEstimators
+from extproc.pool.model_index import ModelIndex
+from extproc.pool.snapshot import EndpointSnapshot, Pool
+from extproc.pool.works import TypicalWork
 
 #: Scrape failures that say the endpoint cannot be reached at all.
 NO_CONNECTION = frozenset({"refused", "timeout", "unreachable"})
@@ -33,15 +40,15 @@ MOST_ADAPTERS = 4096
 _NONE: frozenset[str] = frozenset()
 
 
-class Mark(msgspec.Struct, frozen=True, gc=False):
+class ScrapeToken(msgspec.Struct, frozen=True, gc=False):
     """What was true when a scrape was sent.
 
     Attributes:
         endpoint: The endpoint in its life then.
         in_flight: Our own requests on it.
-        sent: `Account.sent`.
-        written: `Account.written`.
-        served: `Account.served`.
+        sent: `InflightLoad.sent`.
+        written: `InflightLoad.kv_tokens_sent`.
+        served: `InflightLoad.served`.
     """
 
     endpoint: Endpoint
@@ -51,11 +58,17 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
     served: int = 0
 
 
-class Observed(Protocol):
+class ScrapeObserver(Protocol):
     """Whoever wants to know what scrapes show."""
 
     def __call__(
-        self, endpoint: Endpoint, *, before: Load, after: Load, rates: Rates, restarted: bool
+        self,
+        endpoint: Endpoint,
+        *,
+        before: Load,
+        after: Load,
+        rates: StepTimeModel,
+        restarted: bool,
     ) -> None:
         """A scrape was taken in.
 
@@ -68,13 +81,13 @@ class Observed(Protocol):
         """
 
 
-def _nobody(
-    endpoint: Endpoint, *, before: Load, after: Load, rates: Rates, restarted: bool
+def _ignore_scrape(
+    endpoint: Endpoint, *, before: Load, after: Load, rates: StepTimeModel, restarted: bool
 ) -> None:
     """Nobody wants to know."""
 
 
-class Fleet:
+class PoolStore:
     """Replaces the pool when discovery, a scrape or an account says so.
 
     Args:
@@ -84,31 +97,33 @@ class Fleet:
         wellbeing: Decides who is left out; None for the defaults and chance without a seed.
 
     Attributes:
-        tokenisers: Bytes per token of every model, learnt.
-        peers: What other pickers of these endpoints do.
-        health: Which endpoints fail.
+        bytes_per_token: Bytes per token of every model, learnt.
+        foreign_traffic: What other pickers of these endpoints do.
+        outlier_detector: Which endpoints fail.
     """
 
     def __init__(
         self,
         on_gone: Callable[[Endpoint], None],
-        on_observed: Observed | None = None,
+        on_observed: ScrapeObserver | None = None,
         *,
-        wellbeing: outlier_detection.Health | None = None,
+        wellbeing: outlier_detection.OutlierDetector | None = None,
     ) -> None:
         self._on_gone = on_gone
-        self._on_observed = on_observed or _nobody
+        self._on_observed = on_observed or _ignore_scrape
         self._pool = Pool(members=(), positions={})
         self._incarnations = 0
         self._adapters: frozenset[str] = frozenset()
-        self._learners = Learners()
+        self._estimators = PoolStepTimeEstimators()
         self._synced = False
-        self._policy = inference_policy.NONE
-        self._works = Works(self._price)
-        self.tokenisers = Tokenisers()
-        self.peers = Peers()
-        self.health = wellbeing or outlier_detection.Health(condition.Settings(), random.Random(0))
-        self._shown = self.health.version
+        self._policy = inference_policy.EMPTY_POLICY
+        self._works = TypicalWork(self._price)
+        self.bytes_per_token = BytesPerTokenEstimator()
+        self.foreign_traffic = ForeignTraffic()
+        self.outlier_detector = wellbeing or outlier_detection.OutlierDetector(
+            condition.OutlierDetectionSettings(), random.Random(0)
+        )
+        self._shown = self.outlier_detector.version
 
     @property
     def pool(self) -> Pool:
@@ -121,16 +136,16 @@ class Fleet:
         return self._synced
 
     @property
-    def policy(self) -> inference_policy.Policy:
+    def policy(self) -> inference_policy.InferencePolicy:
         """What discovery says was decreed about requests to this pool."""
         return self._policy
 
-    def decree(self, policy: inference_policy.Policy) -> None:
+    def set_policy(self, policy: inference_policy.InferencePolicy) -> None:
         """Take discovery's objectives and rewrites as the whole truth."""
         if policy != self._policy:
             self._policy = policy
 
-    def replace(self, endpoints: Sequence[Endpoint], now: float) -> None:
+    def set_endpoints(self, endpoints: Sequence[Endpoint], now: float) -> None:
         """Take discovery's list as the whole truth.
 
         An endpoint that stays keeps its account and load; its labels are updated. One that comes
@@ -142,7 +157,7 @@ class Fleet:
             now: Monotonic seconds.
         """
         old = {member.endpoint.address: member for member in self._pool.members}
-        members: dict[str, Member] = {}
+        members: dict[str, EndpointSnapshot] = {}
         for endpoint in endpoints:
             if endpoint.address in members:
                 continue
@@ -158,26 +173,28 @@ class Fleet:
             )
         self._synced = True
         for member in old.values():
-            self.health.left(member.endpoint.incarnation)
-        self.health.settle(now)
+            self.outlier_detector.on_endpoint_removed(member.endpoint.incarnation)
+        self.outlier_detector.update_ejections(now)
         listed = list(members.values())
-        if self.health.version != self._shown:
+        if self.outlier_detector.version != self._shown:
             listed = [self._conditioned(member) for member in listed]
         self._publish(tuple(listed))
         for member in old.values():
-            self._learners.left(member.endpoint.incarnation)
-            self.tokenisers.forget(member.endpoint.incarnation)
+            self._estimators.on_endpoint_removed(member.endpoint.incarnation)
+            self.bytes_per_token.forget(member.endpoint.incarnation)
             self._on_gone(member.endpoint)
 
-    def begin_scrape(self, endpoint: Endpoint) -> Mark:
+    def begin_scrape(self, endpoint: Endpoint) -> ScrapeToken:
         """Note our own requests at the moment a scrape is sent."""
         member = self._pool.find(endpoint.address)
         if member is None:
-            return Mark(endpoint, 0)
+            return ScrapeToken(endpoint, 0)
         account = member.account
-        return Mark(endpoint, account.in_flight, account.sent, account.written, account.served)
+        return ScrapeToken(
+            endpoint, account.in_flight, account.sent, account.kv_tokens_sent, account.served
+        )
 
-    def observe(self, mark: Mark, load: Load, now: float) -> None:
+    def observe(self, mark: ScrapeToken, load: Load, now: float) -> None:
         """Take in a scrape.
 
         The part of the engine's work that is not ours, max(0, scraped - own at scrape), is fixed
@@ -188,8 +205,8 @@ class Fleet:
         if member is None:
             return
         account = member.account
-        restart = step_time_estimator.restarted(member.load, load)
-        self.tokenisers.scraped(account, load)
+        restart = step_time_estimator.engine_restarted(member.load, load)
+        self.bytes_per_token.scraped(account, load)
         own = max(mark.in_flight, account.in_flight)
         scraped = (load.running or 0.0) + (load.waiting or 0.0)
         progress = plausibility.advanced(member.progress, account, before=member.load, after=load)
@@ -197,20 +214,20 @@ class Fleet:
         is_void = bool(flaws & plausibility.VOID)
         foreign = 0.0 if is_void else max(0.0, scraped - own)
         if not is_void:
-            self.peers.saw(own, foreign, before=member.load, after=load)
+            self.foreign_traffic.update(own, foreign, before=member.load, after=load)
         # Who waits nobody says. Others first: what is ours drains between pages, and an engine on which
         # we have requests must not seem to have less of a queue for it.
         waiting = min(foreign, load.waiting or 0.0)
         queued = None if is_void or load.waiting is None else load.waiting - waiting
         account.scraped(sent=mark.sent, written=mark.written, waiting=queued, now=now)
-        learner = self._learners.leaning(member.endpoint.incarnation, now)
+        learner = self._estimators.with_pool_prior(member.endpoint.incarnation, now)
         # Of the open requests; those that run are a part of them, or more where others send too.
         shared = account.shared_tokens * (load.running or 0.0) / max(1, account.in_flight)
         ran = account.ran & self._adapters
-        learner.feed(load, ran=ran, idled=account.idled, shared=shared)
+        learner.update(load, ran=ran, idled=account.idled, shared=shared)
         account.ran = set()
-        rates = learner.settled
-        account.pace(rates, own + foreign)
+        rates = learner.pooled_rates
+        account.set_drain_rate(rates, own + foreign)
         self._learn_adapters((load.adapters or _NONE) | (load.waiting_adapters or _NONE))
         self._swap(
             msgspec.structs.replace(
@@ -236,7 +253,7 @@ class Fleet:
             restarted=restart,
         )
 
-    def scrape_failed(self, mark: Mark, reason: str, now: float) -> None:
+    def scrape_failed(self, mark: ScrapeToken, reason: str, now: float) -> None:
         """Count a failed scrape; the last load stays and ages.
 
         Only a connection that was refused or timed out says that the engine is down. A page that
@@ -248,25 +265,25 @@ class Fleet:
         lost = reason in NO_CONNECTION
         failures = member.failures + 1 if lost else 0
         self._swap(msgspec.structs.replace(member, failures=failures, failure=reason))
-        self.health.missed(
+        self.outlier_detector.record_scrape_failure(
             member.endpoint.incarnation,
             now,
             connected=not lost,
             refused=reason == "refused" and METRICS_PORT not in member.endpoint.labels,
         )
-        self._follow()
+        self._publish_conditions()
 
-    def sent(self, endpoint: Endpoint, now: float) -> None:
+    def record_sent(self, endpoint: Endpoint, now: float) -> None:
         """A request is on its way to an endpoint that is left out, perhaps to try it."""
         member = self._pool.find(endpoint.address)
         if member is not None and member.condition.state:
-            self.health.sent(member.endpoint.incarnation, now)
-            self._follow()
+            self.outlier_detector.record_sent(member.endpoint.incarnation, now)
+            self._publish_conditions()
 
-    def told(
+    def record_outcome(
         self,
         endpoint: Endpoint,
-        verdict: condition.Verdict,
+        verdict: condition.RequestOutcome,
         *,
         sent_at: float,
         now: float,
@@ -283,13 +300,13 @@ class Fleet:
             cause: Why it failed.
             sole: Whether nobody else can have answered in its place.
         """
-        self.health.told(
+        self.outlier_detector.record_outcome(
             endpoint.incarnation, verdict, sent_at=sent_at, now=now, cause=cause, sole=sole
         )
-        if self.health.version != self._shown:
-            self._follow()
+        if self.outlier_detector.version != self._shown:
+            self._publish_conditions()
 
-    def observe_models(self, endpoint: Endpoint, models: Models) -> None:
+    def observe_models(self, endpoint: Endpoint, models: ServedModels) -> None:
         """Take in which names an engine answers to; they stand until it restarts.
 
         Args:
@@ -318,7 +335,9 @@ class Fleet:
         )
         self._pool = msgspec.structs.replace(pool, members=members)
 
-    def _note_page(self, member: Member, load: Load, now: float, *, restarted: bool) -> None:
+    def _note_page(
+        self, member: EndpointSnapshot, load: Load, now: float, *, restarted: bool
+    ) -> None:
         """Update the health of an endpoint that served a metrics page.
 
         Args:
@@ -327,35 +346,35 @@ class Fleet:
             now: Monotonic seconds.
             restarted: Whether the engine is another process now.
         """
-        self.health.reached(
+        self.outlier_detector.record_scrape(
             member.endpoint.incarnation,
             now,
             restarted=restarted,
-            moved=_moved(member.load.totals, load.totals),
+            moved=_moved(member.load.counters, load.counters),
             idle=not member.account.in_flight or not (load.running or load.waiting),
         )
-        self._follow()
+        self._publish_conditions()
 
     def _learn_adapters(self, named: frozenset[str]) -> None:
         """Remember which names are adapters; bounded, as engines list what clients made up."""
         if not named <= self._adapters and len(self._adapters) < MOST_ADAPTERS:
             self._adapters |= named
 
-    def _current(self, mark: Mark) -> Member | None:
+    def _current(self, mark: ScrapeToken) -> EndpointSnapshot | None:
         member = self._pool.find(mark.endpoint.address)
         if member is None or member.endpoint.incarnation != mark.endpoint.incarnation:
             return None
         return member
 
-    def _conditioned(self, member: Member) -> Member:
-        known = self.health.condition(member.endpoint.incarnation)
+    def _conditioned(self, member: EndpointSnapshot) -> EndpointSnapshot:
+        known = self.outlier_detector.condition(member.endpoint.incarnation)
         if member.condition is known:
             return member
         return msgspec.structs.replace(member, condition=known)
 
-    def _follow(self) -> None:
+    def _publish_conditions(self) -> None:
         """Publish conditions that changed."""
-        version = self.health.version
+        version = self.outlier_detector.version
         if version == self._shown:
             return
         self._shown = version
@@ -365,22 +384,26 @@ class Fleet:
             pool,
             members=members,
             down=sum(not member.up for member in members),
-            unsure=sum(bool(member.condition.state) for member in members),
-            newest=self.health.newest,
+            unhealthy_or_doubtful=sum(bool(member.condition.state) for member in members),
+            newest=self.outlier_detector.newest,
         )
 
-    def _joined(self, endpoint: Endpoint, now: float) -> Member:
+    def _joined(self, endpoint: Endpoint, now: float) -> EndpointSnapshot:
         self._incarnations += 1
         born = msgspec.structs.replace(endpoint, incarnation=self._incarnations)
-        learner = self._learners.joined(born.incarnation)
+        learner = self._estimators.on_endpoint_added(born.incarnation)
         # Those of the first list, and of a list after an empty one, are as old as the others.
-        self.health.joined(born.incarnation, now, late=bool(self._pool.members))
-        account = Account(born, self._works)
-        account.pace(learner.rates, 0.0)
-        known = self.health.condition(born.incarnation)
-        return Member(endpoint=born, account=account, rates=learner.rates, condition=known)
+        self.outlier_detector.on_endpoint_added(
+            born.incarnation, now, late=bool(self._pool.members)
+        )
+        account = InflightLoad(born, self._works)
+        account.set_drain_rate(learner.rates, 0.0)
+        known = self.outlier_detector.condition(born.incarnation)
+        return EndpointSnapshot(
+            endpoint=born, account=account, rates=learner.rates, condition=known
+        )
 
-    def _swap(self, member: Member) -> None:
+    def _swap(self, member: EndpointSnapshot) -> None:
         pool = self._pool
         at = pool.positions[member.endpoint.address]
         old = pool.members[at]
@@ -389,30 +412,30 @@ class Fleet:
             members=members,
             positions=pool.positions,
             down=pool.down,
-            unsure=pool.unsure,
+            unhealthy_or_doubtful=pool.unhealthy_or_doubtful,
             newest=pool.newest,
             adapters=self._adapters,
             serving=pool.serving if old.serves is member.serves else _serving(members),
             is_patchy=pool.is_patchy if old.flaws == member.flaws else _patchy(members),
         )
 
-    def _publish(self, members: tuple[Member, ...]) -> None:
-        self._shown = self.health.version
+    def _publish(self, members: tuple[EndpointSnapshot, ...]) -> None:
+        self._shown = self.outlier_detector.version
         positions = {member.endpoint.address: at for at, member in enumerate(members)}
         down = sum(not member.up for member in members)
         self._pool = Pool(
             members=members,
             positions=positions,
             down=down,
-            unsure=sum(bool(member.condition.state) for member in members),
-            newest=self.health.newest,
+            unhealthy_or_doubtful=sum(bool(member.condition.state) for member in members),
+            newest=self.outlier_detector.newest,
             adapters=self._adapters,
             serving=_serving(members),
             is_patchy=_patchy(members),
         )
 
 
-def _moved(before: Totals, after: Totals) -> bool | None:
+def _moved(before: EngineCounters, after: EngineCounters) -> bool | None:
     """Whether an engine computed anything between two pages.
 
     None where it has no counter that moves with every iteration: others stand still for as long as
@@ -424,17 +447,17 @@ def _moved(before: Totals, after: Totals) -> bool | None:
     return seen != (before.steps, before.computed_tokens, before.decoded_tokens)
 
 
-def _patchy(members: Sequence[Member]) -> bool:
+def _patchy(members: Sequence[EndpointSnapshot]) -> bool:
     """Whether what is unknown of some is known of others, or not to be believed."""
     flaws = {member.flaws for member in members}
     return len(flaws) > 1 or any(flaw & plausibility.VOID for flaw in flaws)
 
 
-def _serving(members: Sequence[Member]) -> Serving:
-    return Serving([(member.endpoint, member.serves) for member in members])
+def _serving(members: Sequence[EndpointSnapshot]) -> ModelIndex:
+    return ModelIndex([(member.endpoint, member.serves) for member in members])
 
 
-def _relabelled(known: Member, endpoint: Endpoint) -> Member:
+def _relabelled(known: EndpointSnapshot, endpoint: Endpoint) -> EndpointSnapshot:
     """With what discovery says now. Where that is another word on models, the list is stale."""
     renamed = msgspec.structs.replace(endpoint, incarnation=known.endpoint.incarnation)
     if renamed == known.endpoint:

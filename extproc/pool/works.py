@@ -18,7 +18,7 @@ _USUAL = 500
 _CHANGE = 0.2
 
 
-class Works:
+class TypicalWork:
     """Median of the uncached prompt tokens of recently answered requests, pool-wide.
 
     A median, because pages say how many requests of others wait and nothing of their length: a mean

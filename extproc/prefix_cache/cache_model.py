@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from extproc.endpoint import DEFAULT_RATES, Endpoint, Load, Rates
+from extproc.endpoint import DEFAULT_STEP_TIMES, Endpoint, Load, StepTimeModel
 from extproc.prefix_cache.calibration import Calibration
 from extproc.prefix_cache.index import Key, PrefixIndex
 from extproc.request import BYTES_PER_TOKEN
@@ -14,7 +14,7 @@ from extproc.request import BYTES_PER_TOKEN
 _ALPHA = 0.05
 
 
-class Belief:
+class EndpointCacheState:
     """What is known of one endpoint's cache.
 
     Attributes:
@@ -44,7 +44,7 @@ class Belief:
         self.requests = 0
 
 
-class Beliefs:
+class CacheModel:
     """Sizes each endpoint's part of the index by its engine's capacity and counters.
 
     Args:
@@ -57,16 +57,16 @@ class Beliefs:
         self._index = index
         self._tokens = tokens
         self._most = most_blocks
-        self._of: dict[Key, Belief] = {}
+        self._of: dict[Key, EndpointCacheState] = {}
 
-    def of(self, endpoint: Endpoint) -> Belief:
+    def state_of(self, endpoint: Endpoint) -> EndpointCacheState:
         """What is known of an endpoint's cache; made at the first call."""
-        known = self._of.get(key(endpoint))
+        known = self._of.get(index_key(endpoint))
         if known is None:
-            known = self._of[key(endpoint)] = Belief(float(self._tokens[1]))
+            known = self._of[index_key(endpoint)] = EndpointCacheState(float(self._tokens[1]))
         return known
 
-    def sent(
+    def record_sent(
         self,
         endpoint: Endpoint,
         blocks: Sequence[int],
@@ -84,7 +84,7 @@ class Beliefs:
             cached_tokens: Of these, believed cached there.
             bytes_per_token: Of its prompt.
         """
-        belief = self.of(endpoint)
+        belief = self.state_of(endpoint)
         belief.requests += 1
         # The mean of all requests at first, or a mean that began at 0 would make the cache small.
         weight = max(_ALPHA, 1.0 / belief.requests)
@@ -93,9 +93,9 @@ class Beliefs:
             mean = self._tokens[depth] / depth * BYTES_PER_TOKEN / bytes_per_token
             belief.block_tokens += weight * (mean - belief.block_tokens)
         belief.prompt_tokens += weight * (prompt_tokens - belief.prompt_tokens)
-        belief.calibration.sent(prompt_tokens, cached_tokens)
+        belief.calibration.record_sent(prompt_tokens, cached_tokens)
 
-    def unsent(
+    def record_cancelled(
         self,
         endpoint: Endpoint,
         blocks: Sequence[int],
@@ -113,17 +113,25 @@ class Beliefs:
             cached_tokens: Of these, believed cached before.
             bytes_per_token: Of its prompt.
         """
-        known = self._of.get(key(endpoint))
+        known = self._of.get(index_key(endpoint))
         if known is None:
             return
-        known.calibration.unsent(prompt_tokens, cached_tokens)
+        known.calibration.record_cancelled(prompt_tokens, cached_tokens)
         if blocks:
             # Tokens by depth were rounded down.
             kept = (cached_tokens + 1) * bytes_per_token / BYTES_PER_TOKEN
-            self._index.retract(key(endpoint), blocks, bisect.bisect_right(self._tokens, kept) - 1)
+            self._index.retract(
+                index_key(endpoint), blocks, bisect.bisect_right(self._tokens, kept) - 1
+            )
 
-    def observed(
-        self, endpoint: Endpoint, *, before: Load, after: Load, rates: Rates, restarted: bool
+    def observe_load(
+        self,
+        endpoint: Endpoint,
+        *,
+        before: Load,
+        after: Load,
+        rates: StepTimeModel,
+        restarted: bool,
     ) -> None:
         """A scrape was taken in.
 
@@ -134,29 +142,31 @@ class Beliefs:
             rates: How fast it is; answers take room in the cache as well.
             restarted: Whether the engine is another process now: its cache is empty.
         """
-        belief = self.of(endpoint)
+        belief = self.state_of(endpoint)
         if restarted:
-            self._index.wipe(key(endpoint))
+            self._index.clear(index_key(endpoint))
             belief.calibration = Calibration()
         else:
             queries, hits = _moved(before, after)
-            belief.calibration.counted(queries, hits)
+            belief.calibration.observe_counters(queries, hits)
         if after.kv_tokens:
             belief.nominal_tokens = after.kv_tokens
             self._resize(endpoint, belief, rates)
 
-    def told(self, endpoint: Endpoint, *, prompt_tokens: int, predicted: int, cached: int) -> None:
+    def observe_usage(
+        self, endpoint: Endpoint, *, prompt_tokens: int, predicted: int, cached: int
+    ) -> None:
         """An answer of an endpoint of the pool said how much of its prompt was found."""
-        belief = self.of(endpoint)
-        if belief.calibration.told(prompt_tokens, predicted, cached):
-            self._resize(endpoint, belief, DEFAULT_RATES)
+        belief = self.state_of(endpoint)
+        if belief.calibration.observe_usage(prompt_tokens, predicted, cached):
+            self._resize(endpoint, belief, DEFAULT_STEP_TIMES)
 
     def forget(self, endpoint: Endpoint) -> None:
         """An endpoint left."""
-        self._of.pop(key(endpoint), None)
-        self._index.forget(key(endpoint))
+        self._of.pop(index_key(endpoint), None)
+        self._index.forget(index_key(endpoint))
 
-    def _resize(self, endpoint: Endpoint, belief: Belief, rates: Rates) -> None:
+    def _resize(self, endpoint: Endpoint, belief: EndpointCacheState, rates: StepTimeModel) -> None:
         if belief.nominal_tokens is None:
             return
         prompt = belief.prompt_tokens
@@ -165,13 +175,13 @@ class Beliefs:
         tokens = belief.nominal_tokens * share * belief.calibration.factor
         belief.capacity_tokens = round(tokens)
         blocks = min(self._most, max(1, round(tokens / belief.block_tokens)))
-        held = self._index.capacity(key(endpoint))
+        held = self._index.capacity(index_key(endpoint))
         # Means move with every request: a small change is not worth walking the index.
         if abs(blocks - held) > 0.02 * held:
-            self._index.resize(key(endpoint), blocks)
+            self._index.resize(index_key(endpoint), blocks)
 
 
-def key(endpoint: Endpoint) -> Key:
+def index_key(endpoint: Endpoint) -> Key:
     """What the prefix index calls an endpoint in one of its lives."""
     return endpoint.address, endpoint.incarnation
 

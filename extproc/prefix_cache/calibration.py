@@ -42,12 +42,12 @@ class Calibration:
     """
 
     __slots__ = (
-        "_asked",
         "_count",
-        "_found",
-        "_meant",
-        "_owed",
+        "_hit",
+        "_looked_up",
         "_pending",
+        "_predicted",
+        "_unmatched_tokens",
         "error",
         "factor",
         "observed",
@@ -60,21 +60,21 @@ class Calibration:
         self.observed = 0.0
         self.error = 0.0
         self._pending: deque[tuple[int, int]] = deque()
-        self._owed = 0.0
+        self._unmatched_tokens = 0.0
         self._clear()
 
-    def sent(self, prompt_tokens: int, cached_tokens: int) -> None:
+    def record_sent(self, prompt_tokens: int, cached_tokens: int) -> None:
         """A request was sent with so many of its prompt tokens believed cached."""
         self._pending.append((prompt_tokens, cached_tokens))
         if len(self._pending) > _MOST_PENDING:
             self._pending.popleft()
 
-    def unsent(self, prompt_tokens: int, cached_tokens: int) -> None:
+    def record_cancelled(self, prompt_tokens: int, cached_tokens: int) -> None:
         """A request that was sent was never looked up: its engine refused it, or is gone."""
         with contextlib.suppress(ValueError):
             self._pending.remove((prompt_tokens, cached_tokens))
 
-    def counted(self, queries: float, hits: float) -> bool:
+    def observe_counters(self, queries: float, hits: float) -> bool:
         """The engine's counters moved.
 
         Args:
@@ -86,29 +86,29 @@ class Calibration:
         """
         if queries <= 0:
             return False
-        self._owed += queries
+        self._unmatched_tokens += queries
         asked = meant = 0
         pending = self._pending
         # A request belongs to the window in which most of it was looked up.
-        while pending and pending[0][0] <= 2 * self._owed:
+        while pending and pending[0][0] <= 2 * self._unmatched_tokens:
             prompt, cached = pending.popleft()
-            self._owed -= prompt
+            self._unmatched_tokens -= prompt
             asked += prompt
             meant += cached
             self._count += 1
         if not pending:
-            self._owed = 0.0
+            self._unmatched_tokens = 0.0
         ours = min(1.0, asked / queries)
         if ours < _OWN_SHARE:
             return False
-        self._asked += asked
-        self._meant += meant
-        self._found += hits * asked / queries if asked else 0.0
+        self._looked_up += asked
+        self._predicted += meant
+        self._hit += hits * asked / queries if asked else 0.0
         self.predicted += meant
         self.observed += min(hits, queries) * ours
         return self._correct()
 
-    def told(self, prompt_tokens: int, predicted: int, cached: int) -> bool:
+    def observe_usage(self, prompt_tokens: int, predicted: int, cached: int) -> bool:
         """An answer said how many prompt tokens were found (usage.prompt_tokens_details).
 
         Args:
@@ -119,17 +119,17 @@ class Calibration:
         Returns:
             Whether `factor` changed.
         """
-        self._asked += prompt_tokens
-        self._meant += predicted
-        self._found += cached
+        self._looked_up += prompt_tokens
+        self._predicted += predicted
+        self._hit += cached
         self._count += 1
         return self._correct()
 
     def _correct(self) -> bool:
         """Move the factor once enough was compared."""
-        if self._count < _REQUESTS or not self._asked:
+        if self._count < _REQUESTS or not self._looked_up:
             return False
-        self.error = (self._meant - self._found) / self._asked
+        self.error = (self._predicted - self._hit) / self._looked_up
         self._clear()
         if abs(self.error) <= _NOISE:
             return False
@@ -140,6 +140,6 @@ class Calibration:
 
     def _clear(self) -> None:
         self._count = 0
-        self._asked = 0.0
-        self._meant = 0.0
-        self._found = 0.0
+        self._looked_up = 0.0
+        self._predicted = 0.0
+        self._hit = 0.0

@@ -15,8 +15,8 @@ import heapq
 from collections.abc import Sequence
 from typing import Final
 
-from extproc.prefix_cache.radix_tree import Belief, Totals
-from extproc.prefix_cache.runs import WIDTH, Run, packed
+from extproc.prefix_cache.radix_tree import EndpointCache, Totals
+from extproc.prefix_cache.runs import WIDTH, RadixNode, packed
 
 #: An endpoint in one of its lives: its address and its incarnation.
 Key = tuple[str, int]
@@ -50,13 +50,13 @@ class PrefixIndex:
     def __init__(self, capacity_blocks: int, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._capacity = capacity_blocks
         self._max_bytes = max_bytes
-        self._root = Run(b"", None)
+        self._root = RadixNode(b"", None)
         self._root.children = {}
         # Masks of one endpoint are shared objects: most runs are held by exactly one.
         self._bits: list[int] = []
         self._slots: dict[Key, int] = {}
         self._free: list[int] = []
-        self._beliefs: list[Belief] = []
+        self._caches: list[EndpointCache] = []
         self._runs = 0
         self._blocks = 0
         self._totals = Totals()
@@ -72,11 +72,11 @@ class PrefixIndex:
             if self._free:
                 slot = min(self._free)
                 self._free.remove(slot)
-                self._beliefs[slot] = Belief(self._capacity, self._totals)
+                self._caches[slot] = EndpointCache(self._capacity, self._totals)
             else:
                 slot = len(self._bits)
                 self._bits.append(1 << slot)
-                self._beliefs.append(Belief(self._capacity, self._totals))
+                self._caches.append(EndpointCache(self._capacity, self._totals))
                 heapq.heappush(self._ages, (self._epoch, slot))
             self._slots[key] = slot
         return slot
@@ -105,7 +105,7 @@ class PrefixIndex:
             along = run.common(chain, depth)
             if run.partly:
                 for slot in _slots(run.partly):
-                    depths[slot] = depth + min(along, self._beliefs[slot].keep(run))
+                    depths[slot] = depth + min(along, self._caches[slot].held_blocks(run))
             depth += along
             if depth == end or along * WIDTH < len(run.hashes):
                 break
@@ -123,10 +123,10 @@ class PrefixIndex:
             blocks: A chain, root first.
         """
         slot = self.slot(key)
-        belief = self._beliefs[slot]
+        belief = self._caches[slot]
         end = min(len(blocks), belief.capacity)
         chain = packed(blocks if end == len(blocks) else blocks[:end])
-        path: list[tuple[Run, int]] = []
+        path: list[tuple[RadixNode, int]] = []
         run = self._root
         depth = 0
         while depth < end:
@@ -139,7 +139,9 @@ class PrefixIndex:
                 break
             along = child.common(chain, depth)
             depth += along
-            if along * WIDTH < len(child.hashes) and (depth < end or belief.keep(child) > along):
+            if along * WIDTH < len(child.hashes) and (
+                depth < end or belief.held_blocks(child) > along
+            ):
                 child = self._cut(run, child, taken=along)
             path.append((child, along))
             run = child
@@ -168,7 +170,7 @@ class PrefixIndex:
                 return
             along = child.common(chain, depth)
             if depth + along > keep:
-                self._give_up_below(child, slot, max(0, keep - depth))
+                self._truncate_below(child, slot, max(0, keep - depth))
                 return
             if along * WIDTH < len(child.hashes):
                 return
@@ -182,15 +184,15 @@ class PrefixIndex:
             capacity_blocks: Blocks believed held by it at most; 0 for none.
         """
         slot = self.slot(key)
-        self._beliefs[slot].capacity = capacity_blocks
+        self._caches[slot].capacity = capacity_blocks
         self._release(slot)
 
     def capacity(self, key: Key) -> int:
         """Blocks believed held by an endpoint at most."""
         slot = self._slots.get(key)
-        return self._capacity if slot is None else self._beliefs[slot].capacity
+        return self._capacity if slot is None else self._caches[slot].capacity
 
-    def wipe(self, key: Key) -> None:
+    def clear(self, key: Key) -> None:
         """Believe that an endpoint holds nothing; it keeps its slot and capacity."""
         capacity = self.capacity(key)
         self.resize(key, 0)
@@ -199,7 +201,7 @@ class PrefixIndex:
     def forget(self, key: Key) -> None:
         """End every belief about an endpoint and take its slot back; O(runs held)."""
         if key in self._slots:
-            self.wipe(key)
+            self.clear(key)
             self._free.append(self._slots.pop(key))
 
     def keys(self) -> tuple[Key, ...]:
@@ -209,24 +211,24 @@ class PrefixIndex:
     def held(self, key: Key) -> int:
         """Blocks believed held by an endpoint; 0 for unknown ones."""
         slot = self._slots.get(key)
-        return 0 if slot is None else self._beliefs[slot].held
+        return 0 if slot is None else self._caches[slot].held
 
     @property
     def blocks_total(self) -> int:
         """Blocks believed held, summed over endpoints: a block that two hold counts twice."""
-        return sum(belief.held for belief in self._beliefs)
+        return sum(belief.held for belief in self._caches)
 
     def bytes_estimate(self) -> int:
         """Estimated bytes of memory."""
         tree = _RUN_BYTES * self._runs + WIDTH * self._blocks
         return tree + self._totals.bytes_estimate
 
-    def _touch(self, slot: int, path: Sequence[tuple[Run, int]]) -> None:
+    def _touch(self, slot: int, path: Sequence[tuple[RadixNode, int]]) -> None:
         """Hold the first blocks of each run of a path, the root as used last."""
         self._records += 1
         if not self._records % _EPOCH:
             self._epoch += 1
-        bit, belief, epoch = self._bits[slot], self._beliefs[slot], self._epoch
+        bit, belief, epoch = self._bits[slot], self._caches[slot], self._epoch
         for run, keep in reversed(path):
             belief.touch(run, keep, epoch)
             if keep * WIDTH < len(run.hashes):
@@ -235,7 +237,7 @@ class PrefixIndex:
                 run.holders = run.holders | bit if run.holders else bit
                 run.partly &= ~bit
 
-    def _grow(self, run: Run, head: int, hashes: bytes, *, slot: int) -> Run:
+    def _grow(self, run: RadixNode, head: int, hashes: bytes, *, slot: int) -> RadixNode:
         """Put new blocks behind a run: into it while only this endpoint holds it, to its end."""
         self._blocks += len(hashes) // WIDTH
         bit = self._bits[slot]
@@ -243,24 +245,24 @@ class PrefixIndex:
             run.extend(hashes)
             return run
         self._runs += 1
-        child = Run(hashes, run)
+        child = RadixNode(hashes, run)
         run.adopt(child, head)
         return child
 
-    def _cut(self, parent: Run, lower: Run, *, taken: int) -> Run:
+    def _cut(self, parent: RadixNode, lower: RadixNode, *, taken: int) -> RadixNode:
         """Cut a run where a chain parts from it: a new one takes the first blocks."""
-        upper = lower.cut(taken)
+        upper = lower.split(taken)
         parent.adopt(upper, upper.head)
         upper.adopt(lower, lower.head)
         upper.holders = lower.holders
         self._runs += 1
         for slot in _slots(lower.holders):
-            self._beliefs[slot].cut(upper, lower)
+            self._caches[slot].split(upper, lower)
         for slot in _slots(lower.partly):
             bit = self._bits[slot]
-            if not self._beliefs[slot].cut(upper, lower):
+            if not self._caches[slot].split(upper, lower):
                 lower.partly ^= bit
-            if self._beliefs[slot].keep(upper) == taken:
+            if self._caches[slot].held_blocks(upper) == taken:
                 upper.holders |= bit
             else:
                 upper.partly |= bit
@@ -268,26 +270,26 @@ class PrefixIndex:
 
     def _release(self, slot: int) -> None:
         """Let an endpoint give up what is above its bound, and drop what nobody holds any more."""
-        for run, keep in self._beliefs[slot].shrink():
-            self._let_go(run, self._bits[slot], keep)
+        for run, keep in self._caches[slot].shrink():
+            self._detach(run, self._bits[slot], keep)
 
     def _release_oldest(self) -> None:
         """Let endpoints give up what was used longest ago, until the index fits its bound."""
         ages = self._ages
         while self._totals.parts and self.bytes_estimate() > self._max_bytes:
             age, slot = ages[0]
-            belief = self._beliefs[slot]
+            belief = self._caches[slot]
             oldest = belief.oldest
             if oldest is not None and oldest <= age:
-                self._let_go(belief.give_up_oldest(), self._bits[slot], 0)
+                self._detach(belief.give_up_oldest(), self._bits[slot], 0)
             else:
                 # Nothing that old is left. Without any part the next one will be of this epoch.
                 later = max(age, self._epoch) + 1 if oldest is None else oldest
                 heapq.heapreplace(ages, (later, slot))
 
-    def _give_up_below(self, top: Run, slot: int, keep: int) -> None:
+    def _truncate_below(self, top: RadixNode, slot: int, keep: int) -> None:
         """Let an endpoint give up all behind the first blocks of a run, leaves first."""
-        bit, belief = self._bits[slot], self._beliefs[slot]
+        bit, belief = self._bits[slot], self._caches[slot]
         below = [top]
         for run in below:
             if run.children:
@@ -295,10 +297,10 @@ class PrefixIndex:
                 below += held
         for run in reversed(below):
             kept = keep if run is top else 0
-            if belief.give_up(run, kept):
-                self._let_go(run, bit, kept)
+            if belief.truncate(run, kept):
+                self._detach(run, bit, kept)
 
-    def _let_go(self, run: Run, bit: int, keep: int) -> None:
+    def _detach(self, run: RadixNode, bit: int, keep: int) -> None:
         """An endpoint holds only so many blocks of a run any more: drop what nobody holds."""
         run.holders &= ~bit
         run.partly = run.partly | bit if keep else run.partly & ~bit
@@ -309,13 +311,13 @@ class PrefixIndex:
             self._shorten(run)
             held -= run.size
         else:
-            run.leave()
+            run.detach()
             self._runs -= 1
         self._blocks -= held
 
-    def _shorten(self, run: Run) -> None:
+    def _shorten(self, run: RadixNode) -> None:
         """Cut a leaf that nobody holds all of to what is still held by somebody."""
-        keeps = [(self._beliefs[slot].keep(run), slot) for slot in _slots(run.partly)]
+        keeps = [(self._caches[slot].held_blocks(run), slot) for slot in _slots(run.partly)]
         longest = max(keep for keep, _ in keeps)
         run.shorten(longest)
         for keep, slot in keeps:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from extproc.prefix_cache.runs import Run
+from extproc.prefix_cache.runs import RadixNode
 
 #: Bytes of one part.
 _PART_BYTES = 80
@@ -39,28 +39,28 @@ class Totals:
         return _PART_BYTES * self.parts + _SHARED_BYTES * self.shared
 
 
-class Part:
+class CachedSpan:
     """What one endpoint holds of a run, between two neighbours in the endpoint's ring.
 
     Attributes:
         run: Of which.
-        keep: How many blocks of it, from its start.
+        held_blocks: How many blocks of it, from its start.
         age: Epoch of the last touch, see `PrefixIndex`.
         older: The neighbour that was touched before.
         newer: The neighbour that was touched after.
     """
 
-    __slots__ = ("age", "keep", "newer", "older", "run")
+    __slots__ = ("age", "held_blocks", "newer", "older", "run")
 
-    def __init__(self, run: Run, keep: int, age: int) -> None:
+    def __init__(self, run: RadixNode, keep: int, age: int) -> None:
         self.run = run
-        self.keep = keep
+        self.held_blocks = keep
         self.age = age
         self.older = self
         self.newer = self
 
 
-class Belief:
+class EndpointCache:
     """The blocks of one endpoint, at most `capacity` of them.
 
     Args:
@@ -79,9 +79,9 @@ class Belief:
         self.held = 0
         self._totals = totals
         #: Parts of runs that somebody else owns.
-        self._shared: dict[Run, Part] = {}
+        self._shared: dict[RadixNode, CachedSpan] = {}
         # The sentinel: its newer neighbour is the oldest part.
-        self._ring = Part(Run(b"", None), 0, 0)
+        self._ring = CachedSpan(RadixNode(b"", None), 0, 0)
 
     @property
     def oldest(self) -> int | None:
@@ -89,47 +89,47 @@ class Belief:
         part = self._ring.newer
         return None if part is self._ring else part.age
 
-    def keep(self, run: Run) -> int:
+    def held_blocks(self, run: RadixNode) -> int:
         """How many blocks of a run are held, from its start."""
-        part = run.part if run.owner is self else self._shared.get(run)
-        return 0 if part is None else part.keep
+        part = run.span if run.owner is self else self._shared.get(run)
+        return 0 if part is None else part.held_blocks
 
-    def touch(self, run: Run, keep: int, age: int) -> None:
+    def touch(self, run: RadixNode, keep: int, age: int) -> None:
         """Hold so many blocks of a run, at least as many as before, as the newest part."""
-        part = run.part if run.owner is self else self._shared.get(run)
+        part = run.span if run.owner is self else self._shared.get(run)
         if part is None:
-            part = Part(run, 0, age)
+            part = CachedSpan(run, 0, age)
             self._enter(part)
         else:
             part.older.newer = part.newer
             part.newer.older = part.older
             part.age = age
-        self.held += keep - part.keep
-        part.keep = keep
-        _stand(part, before=self._ring)
+        self.held += keep - part.held_blocks
+        part.held_blocks = keep
+        _link(part, before=self._ring)
 
-    def cut(self, upper: Run, lower: Run) -> int:
+    def split(self, upper: RadixNode, lower: RadixNode) -> int:
         """Follow a cut of a held run: `lower` is it, without the blocks that `upper` took.
 
         Returns:
             How many blocks of `lower` are held now.
         """
-        part = lower.part if lower.owner is self else self._shared.get(lower)
+        part = lower.span if lower.owner is self else self._shared.get(lower)
         if part is None:
             return 0
         taken = upper.size
-        if part.keep <= taken:
+        if part.held_blocks <= taken:
             self._drop(lower)
             part.run = upper
             self._enter(part)
             return 0
-        part.keep -= taken
-        above = Part(upper, taken, part.age)
+        part.held_blocks -= taken
+        above = CachedSpan(upper, taken, part.age)
         self._enter(above)
-        _stand(above, before=part.newer)
-        return part.keep
+        _link(above, before=part.newer)
+        return part.held_blocks
 
-    def shrink(self) -> Iterator[tuple[Run, int]]:
+    def shrink(self) -> Iterator[tuple[RadixNode, int]]:
         """Give up the least recently used blocks above `capacity`, tails first.
 
         Yields:
@@ -137,11 +137,11 @@ class Belief:
         """
         while self.held > self.capacity:
             part = self._ring.newer
-            keep = max(0, part.keep - (self.held - self.capacity))
+            keep = max(0, part.held_blocks - (self.held - self.capacity))
             self._keep_of(part, keep)
             yield part.run, keep
 
-    def give_up_oldest(self) -> Run:
+    def give_up_oldest(self) -> RadixNode:
         """Give up the part that was touched longest ago; there must be one.
 
         Returns:
@@ -151,57 +151,57 @@ class Belief:
         self._keep_of(part, 0)
         return part.run
 
-    def give_up(self, run: Run, keep: int) -> int:
+    def truncate(self, run: RadixNode, keep: int) -> int:
         """Hold at most so many blocks of a run.
 
         Returns:
             How many were given up.
         """
-        part = run.part if run.owner is self else self._shared.get(run)
-        if part is None or part.keep <= keep:
+        part = run.span if run.owner is self else self._shared.get(run)
+        if part is None or part.held_blocks <= keep:
             return 0
-        given = part.keep - keep
+        given = part.held_blocks - keep
         self._keep_of(part, keep)
         return given
 
-    def parts(self) -> Iterator[tuple[Run, int]]:
+    def parts(self) -> Iterator[tuple[RadixNode, int]]:
         """Every run of which something is held, and how many blocks; the oldest first."""
         part = self._ring.newer
         while part is not self._ring:
-            yield part.run, part.keep
+            yield part.run, part.held_blocks
             part = part.newer
 
-    def _keep_of(self, part: Part, keep: int) -> None:
+    def _keep_of(self, part: CachedSpan, keep: int) -> None:
         """Hold only so many blocks of a part, or none of it any more."""
-        self.held -= part.keep - keep
-        part.keep = keep
+        self.held -= part.held_blocks - keep
+        part.held_blocks = keep
         if not keep:
             self._drop(part.run)
             part.older.newer = part.newer
             part.newer.older = part.older
 
-    def _enter(self, part: Part) -> None:
+    def _enter(self, part: CachedSpan) -> None:
         """Keep a part where it is found: in its run, unless somebody else is there."""
         self._totals.parts += 1
         run = part.run
         if run.owner is None:
             run.owner = self
-            run.part = part
+            run.span = part
         else:
             self._totals.shared += 1
             self._shared[run] = part
 
-    def _drop(self, run: Run) -> None:
+    def _drop(self, run: RadixNode) -> None:
         """Forget the part of a run."""
         self._totals.parts -= 1
         if run.owner is self:
-            run.owner = run.part = None
+            run.owner = run.span = None
         else:
             self._totals.shared -= 1
             del self._shared[run]
 
 
-def _stand(part: Part, *, before: Part) -> None:
+def _link(part: CachedSpan, *, before: CachedSpan) -> None:
     """Put a part into a ring, as the older neighbour of another."""
     part.older = before.older
     part.newer = before

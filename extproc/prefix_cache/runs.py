@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from extproc.prefix_cache.radix_tree import Belief, Part
+    from extproc.prefix_cache.radix_tree import CachedSpan, EndpointCache
 
 #: Bytes of a packed hash.
 WIDTH: Final = 8
@@ -24,7 +24,7 @@ def packed(blocks: Sequence[int]) -> bytes:
     return array("Q", blocks).tobytes()
 
 
-class Run:
+class RadixNode:
     """A stretch of blocks, and who holds it.
 
     Attributes:
@@ -35,19 +35,19 @@ class Run:
         partly: Bit mask of the slots that hold only its beginning.
         owner: The belief of one of them, which keeps its part of the run here: most runs have one
             holder, and a table of parts would cost more than the run.
-        part: What the owner holds.
+        span: What the owner holds.
     """
 
-    __slots__ = ("children", "hashes", "holders", "owner", "parent", "part", "partly")
+    __slots__ = ("children", "hashes", "holders", "owner", "parent", "partly", "span")
 
-    def __init__(self, hashes: bytes, parent: Run | None) -> None:
+    def __init__(self, hashes: bytes, parent: RadixNode | None) -> None:
         self.hashes = hashes
         self.parent = parent
-        self.children: dict[int, Run] | None = None
+        self.children: dict[int, RadixNode] | None = None
         self.holders = 0
         self.partly = 0
-        self.owner: Belief | None = None
-        self.part: Part | None = None
+        self.owner: EndpointCache | None = None
+        self.span: CachedSpan | None = None
 
     @property
     def size(self) -> int:
@@ -59,18 +59,18 @@ class Run:
         """The first block."""
         return int.from_bytes(self.hashes[:WIDTH], sys.byteorder)
 
-    def child(self, block: int) -> Run | None:
+    def child(self, block: int) -> RadixNode | None:
         """The run behind this one that begins with a block."""
         return None if self.children is None else self.children.get(block)
 
-    def adopt(self, child: Run, head: int) -> None:
+    def adopt(self, child: RadixNode, head: int) -> None:
         """Put a run that begins with a block behind this one, in place of the one that did."""
         if self.children is None:
             self.children = {}
         self.children[head] = child
         child.parent = self
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Take this run, which must be a leaf, out of the tree."""
         parent = self.parent
         if parent is None or parent.children is None:
@@ -87,10 +87,10 @@ class Run:
         """Keep only so many blocks, at least one."""
         self.hashes = self.hashes[: size * WIDTH]
 
-    def cut(self, size: int) -> Run:
+    def split(self, size: int) -> RadixNode:
         """Give the first blocks, fewer than all, to a new run, which is not in the tree yet."""
         border = size * WIDTH
-        upper = Run(self.hashes[:border], None)
+        upper = RadixNode(self.hashes[:border], None)
         self.hashes = self.hashes[border:]
         return upper
 

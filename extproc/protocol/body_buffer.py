@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.decision import Rejection, Splice
+from extproc.decision import BodyEdit, Rejection
 
 #: Bodies up to this size are taken whatever others hold (bytes): most requests are smaller, and
 #: 10,000 streams cannot hold more than 640 MiB of them.
@@ -17,7 +17,7 @@ ALWAYS_TAKEN_BYTES: Final = 64 * 1024
 SHARES: Final = 4
 
 
-class Budget:
+class BufferBudget:
     """Bytes all exchanges together may hold while they gather.
 
     Args:
@@ -34,7 +34,7 @@ class Budget:
         self.held_bytes = 0
 
 
-class Gathering(msgspec.Struct):
+class BodyBuffer(msgspec.Struct):
     """The body of one request as it arrives.
 
     Args:
@@ -45,7 +45,7 @@ class Gathering(msgspec.Struct):
         size_bytes: What it holds now.
     """
 
-    _budget: Budget
+    _budget: BufferBudget
     _limit_bytes: int
     _chunks: list[bytes] = []
     size_bytes: int = 0
@@ -79,7 +79,7 @@ class Gathering(msgspec.Struct):
             self._chunks = [b"".join(self._chunks)]
         return self._chunks[0]
 
-    def edit(self, splice: Splice) -> bytes:
+    def apply_edit(self, splice: BodyEdit) -> bytes:
         """Replace part of the whole body, and count the difference.
 
         Args:

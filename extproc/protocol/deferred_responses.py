@@ -7,25 +7,25 @@ from collections.abc import Iterable
 
 import msgspec
 
-from extproc.protocol.body_buffer import Gathering
-from extproc.protocol.messages import Kind
+from extproc.protocol.body_buffer import BodyBuffer
+from extproc.protocol.messages import MessageKind
 from extproc.protocol.replies import (
     CHUNK_BYTES,
-    Chunk,
-    Continue,
+    ContinueResponse,
     Headers,
-    Reply,
-    Route,
+    ProcessingResponse,
+    RouteResponse,
+    StreamedBodyResponse,
     chunks,
-    then,
+    run_after,
 )
 
-_REQUEST_HEADERS = Kind.REQUEST_HEADERS
-_REQUEST_BODY = Kind.REQUEST_BODY
-_REQUEST_TRAILERS = Kind.REQUEST_TRAILERS
+_REQUEST_HEADERS = MessageKind.REQUEST_HEADERS
+_REQUEST_BODY = MessageKind.REQUEST_BODY
+_REQUEST_TRAILERS = MessageKind.REQUEST_TRAILERS
 
 
-class Debts(msgspec.Struct):
+class DeferredResponses(msgspec.Struct):
     """What one request is owed.
 
     Attributes:
@@ -37,10 +37,10 @@ class Debts(msgspec.Struct):
 
     headers: bool = False
     trailers: bool = False
-    others: tuple[Reply, ...] = ()
+    others: tuple[ProcessingResponse, ...] = ()
     scores: tuple[tuple[str, float], ...] = ()
 
-    def pay(
+    def release_buffered(
         self,
         destination: str,
         set_headers: Headers,
@@ -48,7 +48,7 @@ class Debts(msgspec.Struct):
         remove_headers: tuple[str, ...],
         body_shown: bool,
         body: bytes | None = None,
-    ) -> tuple[Reply, ...]:
+    ) -> tuple[ProcessingResponse, ...]:
         """All answers where the body goes on by itself.
 
         Args:
@@ -65,18 +65,18 @@ class Debts(msgspec.Struct):
         else:
             return self._last(destination)
         return (
-            Route(kind, destination, set_headers, remove_headers, body, self.scores),
+            RouteResponse(kind, destination, set_headers, remove_headers, body, self.scores),
             *self._last(""),
         )
 
-    def hand_on(
+    def release_streamed(
         self,
-        gathering: Gathering,
+        gathering: BodyBuffer,
         destination: str,
         set_headers: Headers,
         *,
         remove_headers: tuple[str, ...],
-    ) -> Iterable[Reply]:
+    ) -> Iterable[ProcessingResponse]:
         """All answers where we hand the body on; it is held until its pieces are written.
 
         Args:
@@ -85,10 +85,10 @@ class Debts(msgspec.Struct):
             set_headers: Further request headers to set.
             remove_headers: Request headers to remove.
         """
-        first: tuple[Reply, ...] = ()
+        first: tuple[ProcessingResponse, ...] = ()
         if self.headers:
             first = (
-                Route(
+                RouteResponse(
                     _REQUEST_HEADERS, destination, set_headers, remove_headers, None, self.scores
                 ),
             )
@@ -97,12 +97,16 @@ class Debts(msgspec.Struct):
         ends = not self.trailers
         if len(body) <= CHUNK_BYTES:
             gathering.release()
-            return (*first, Chunk(_REQUEST_BODY, body, ends, destination), *self._last(""))
+            return (
+                *first,
+                StreamedBodyResponse(_REQUEST_BODY, body, ends, destination),
+                *self._last(""),
+            )
         pieces = chunks(_REQUEST_BODY, body, end_of_stream=ends, destination=destination)
-        return then(itertools.chain(first, pieces, self._last("")), gathering.release)
+        return run_after(itertools.chain(first, pieces, self._last("")), gathering.release)
 
-    def _last(self, destination: str) -> tuple[Reply, ...]:
+    def _last(self, destination: str) -> tuple[ProcessingResponse, ...]:
         """What comes behind; it names the destination where nothing else could."""
         if not self.trailers:
             return self.others
-        return (Continue(_REQUEST_TRAILERS, destination), *self.others)
+        return (ContinueResponse(_REQUEST_TRAILERS, destination), *self.others)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from extproc.decision import CODES, Rejection
-from extproc.protocol.replies import Headers, Refuse
+from extproc.decision import CANONICAL_CODES, Rejection
+from extproc.protocol.replies import Headers, ImmediateResponse
 
 REASON_HEADER = "x-llm-d-request-dropped-reason"
 
@@ -38,7 +38,7 @@ _GRPC: Mapping[int, int] = {
 }
 
 
-def refuse(rejection: Rejection, *, grpc: bool) -> Refuse:
+def immediate_response(rejection: Rejection, *, grpc: bool) -> ImmediateResponse:
     """Write a rejection as an immediate response.
 
     Args:
@@ -50,17 +50,17 @@ def refuse(rejection: Rejection, *, grpc: bool) -> Refuse:
         headers = (*headers, (REASON_HEADER, rejection.reason))
     if rejection.retry_after_s is not None:
         headers = (*headers, ("retry-after", str(rejection.retry_after_s)))
-    return Refuse(
+    return ImmediateResponse(
         status=rejection.status,
         headers=headers,
-        body=body(rejection),
+        body=error_body(rejection),
         grpc_status=_GRPC.get(rejection.status, 2) if grpc else None,
     )
 
 
-def body(rejection: Rejection) -> bytes:
+def error_body(rejection: Rejection) -> bytes:
     """The JSON error body of a rejection."""
-    code = CODES.get(rejection.status, "Unknown")
+    code = CANONICAL_CODES.get(rejection.status, "Unknown")
     fallback = "server_error" if rejection.status >= 500 else "invalid_request_error"
     error: dict[str, str | int] = {
         "message": f"inference error: {code} - {rejection.message}",

@@ -15,14 +15,27 @@ import msgspec
 from extproc import decision as outcomes
 from extproc.decision import Decision, Outcome, Rejection
 from extproc.protocol import error_response, model_name_restorer, response_handling, transitions
-from extproc.protocol.body_buffer import Budget, Gathering
-from extproc.protocol.deferred_responses import Debts
+from extproc.protocol.body_buffer import BodyBuffer, BufferBudget
+from extproc.protocol.deferred_responses import DeferredResponses
 from extproc.protocol.headers import SELECTION, control_headers, edited_length, tokens
-from extproc.protocol.messages import NO_HEADERS, UNDECLARED, BodyMode, Event, Kind, Modes
-from extproc.protocol.replies import Continue, Headers, Refuse, Reply, chunks
+from extproc.protocol.messages import (
+    DEFAULT_BODY_MODES,
+    NO_HEADERS,
+    BodyMode,
+    BodyModes,
+    MessageKind,
+    ProcessingRequest,
+)
+from extproc.protocol.replies import (
+    ContinueResponse,
+    Headers,
+    ImmediateResponse,
+    ProcessingResponse,
+    chunks,
+)
 from extproc.protocol.settings import ExchangeSettings
-from extproc.protocol.transitions import Act, Asked, Told
-from extproc.request import RawRequest
+from extproc.protocol.transitions import Action, RequestState, ResponseState
+from extproc.request import HttpRequest
 
 # An enum's members, where every message passes: a global costs less than the look-up in the enum.
 #: Modes are ordered: up to STREAMED headers go on before the body is seen, then the buffered
@@ -30,19 +43,19 @@ from extproc.request import RawRequest
 _STREAMED = BodyMode.STREAMED
 _PARTIAL = BodyMode.BUFFERED_PARTIAL
 _DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
-_GATHERING = Asked.GATHERING
-_DECIDING = Asked.DECIDING
-_ROUTED = Asked.ROUTED
-_STARTED = Told.STARTED
-_ENDED = Told.ENDED
-_REQUEST_HEADERS = Kind.REQUEST_HEADERS
-_REQUEST_BODY = Kind.REQUEST_BODY
-_REQUEST_TRAILERS = Kind.REQUEST_TRAILERS
-_RESPONSE_BODY = Kind.RESPONSE_BODY
+_GATHERING = RequestState.GATHERING
+_DECIDING = RequestState.DECIDING
+_ROUTED = RequestState.ROUTED
+_STARTED = ResponseState.STARTED
+_ENDED = ResponseState.ENDED
+_REQUEST_HEADERS = MessageKind.REQUEST_HEADERS
+_REQUEST_BODY = MessageKind.REQUEST_BODY
+_REQUEST_TRAILERS = MessageKind.REQUEST_TRAILERS
+_RESPONSE_BODY = MessageKind.RESPONSE_BODY
 
-_NOTHING: tuple[Reply, ...] = ()
+_NOTHING: tuple[ProcessingResponse, ...] = ()
 #: The reply that lets a message pass, by kind.
-_GO_ON = tuple((Continue(kind),) for kind in Kind)
+_GO_ON = tuple((ContinueResponse(kind),) for kind in MessageKind)
 
 
 class Exchange(msgspec.Struct):
@@ -54,8 +67,8 @@ class Exchange(msgspec.Struct):
         watch_stream: Whether a streamed answer of this exchange is sampled for its usage.
 
     Attributes:
-        asked: How far the request is.
-        told: How far the response is.
+        request_state: How far the request is.
+        response_state: How far the response is.
         pending: The complete request while it waits for its outcome, else None.
         status: HTTP status of the response as text; empty until it is known.
         tail: The end of the response body, where it is visible.
@@ -64,36 +77,36 @@ class Exchange(msgspec.Struct):
     """
 
     _settings: ExchangeSettings
-    _budget: Budget
+    _budget: BufferBudget
     watch_stream: bool = False
-    asked: Asked = Asked.IDLE
-    told: Told = Told.IDLE
-    pending: RawRequest | None = None
+    request_state: RequestState = RequestState.IDLE
+    response_state: ResponseState = ResponseState.IDLE
+    pending: HttpRequest | None = None
     status: str = ""
-    tail: response_handling.Tail | None = None
+    tail: response_handling.TailBuffer | None = None
     rejection: Rejection | None = None
     edited: bool = False
-    _modes: Modes | None = None
+    _modes: BodyModes | None = None
     _headers: Mapping[str, str] = NO_HEADERS
-    _debts: Debts = msgspec.field(default_factory=Debts)
+    _deferred: DeferredResponses = msgspec.field(default_factory=DeferredResponses)
     #: Headers plugins want on the answer.
-    _owed_to_client: Headers = ()
+    _response_headers: Headers = ()
     _subset: tuple[str, ...] | None = None
-    _gathering: Gathering | None = None
+    _body_buffer: BodyBuffer | None = None
     #: What the engine was asked for, and what the client calls it.
-    _names: tuple[str, str] = ("", "")
-    _restoration: response_handling.Restoration | None = None
+    _model_names: tuple[str, str] = ("", "")
+    _restoration: response_handling.ModelNameResponseRewriter | None = None
     _selected: bool = False
     _history: int = 0
 
     @property
     def arriving_bytes(self) -> int | None:
         """Bytes so far of a request body of which more is to come; None while none is."""
-        if self.asked is not _GATHERING:
+        if self.request_state is not _GATHERING:
             return None
-        return 0 if self._gathering is None else self._gathering.size_bytes
+        return 0 if self._body_buffer is None else self._body_buffer.size_bytes
 
-    def receive(self, event: Event) -> Iterable[Reply]:
+    def receive(self, event: ProcessingRequest) -> Iterable[ProcessingResponse]:
         """Take one event.
 
         Returns:
@@ -107,16 +120,20 @@ class Exchange(msgspec.Struct):
         self._history = history & transitions.HISTORY
         modes = self._modes
         if modes is None:
-            modes = self._modes = event.modes or UNDECLARED
+            modes = self._modes = event.modes or DEFAULT_BODY_MODES
         hints = event.hints
         if hints is not None and hints.subset is not None:
             self._take_subset(hints.subset)
-        act = _ACTS[self.asked][self.told][kind]
+        act = _ACTS[self.request_state][self.response_state][kind]
         if act is None:
-            raise transitions.misfit(self.asked, self.told, self._history)
+            raise transitions.unexpected_message_error(
+                self.request_state, self.response_state, self._history
+            )
         return act(self, event, modes)
 
-    def resolve(self, outcome: Outcome, *, request_id: str = "") -> Iterable[Reply]:
+    def apply_outcome(
+        self, outcome: Outcome, *, request_id: str = ""
+    ) -> Iterable[ProcessingResponse]:
         """Answer the pending request.
 
         Args:
@@ -131,29 +148,31 @@ class Exchange(msgspec.Struct):
             raise RuntimeError("nothing is pending; call resolve once after receive set pending")
         self.pending = None
         if isinstance(outcome, Rejection):
-            return (self.refuse(outcome),)
-        self.asked = _ROUTED
-        self._owed_to_client = tuple(outcome.answer_headers)
+            return (self.reject(outcome),)
+        self.request_state = _ROUTED
+        self._response_headers = tuple(outcome.answer_headers)
         # Only the destination: the answers may wait for the peer, and a prompt must not with them.
         destination = ",".join([endpoint.address for endpoint in outcome.endpoints])
         set_headers: Headers = (("x-request-id", request_id),) if request_id else ()
         removed = control_headers(self._headers)
-        gathering = self._gathering
+        gathering = self._body_buffer
         mode = _DUPLEX if self._modes is None else self._modes.request
         body = None
         # Up to STREAMED the headers may be with the engine already, and its idea of the length.
-        if outcome.splice is not None and gathering is not None and mode > _STREAMED:
-            body = gathering.edit(outcome.splice)
+        if outcome.body_edit is not None and gathering is not None and mode > _STREAMED:
+            body = gathering.apply_edit(outcome.body_edit)
             self.edited = True
             if self._settings.restore_model:
-                self._names = (outcome.model_rewrite, outcome.client_model)
+                self._model_names = (outcome.model_rewrite, outcome.client_model)
             set_headers += edited_length(pending, body)
         if self._settings.scores:
-            self._debts.scores = _compared(outcome)
+            self._deferred.scores = _compared(outcome)
         if gathering is not None and mode >= _DUPLEX:
-            return self._debts.hand_on(gathering, destination, set_headers, remove_headers=removed)
+            return self._deferred.release_streamed(
+                gathering, destination, set_headers, remove_headers=removed
+            )
         self.close()
-        return self._debts.pay(
+        return self._deferred.release_buffered(
             destination,
             set_headers,
             remove_headers=removed,
@@ -161,27 +180,29 @@ class Exchange(msgspec.Struct):
             body=body,
         )
 
-    def refuse(self, rejection: Rejection) -> Refuse:
+    def reject(self, rejection: Rejection) -> ImmediateResponse:
         """End the exchange with an immediate response."""
-        self.asked = Asked.REFUSED
+        self.request_state = RequestState.REFUSED
         self.pending = None
         self.rejection = rejection
         self.close()
         content_type = self._headers.get("content-type", "")
-        return error_response.refuse(rejection, grpc=content_type.startswith("application/grpc"))
+        return error_response.immediate_response(
+            rejection, grpc=content_type.startswith("application/grpc")
+        )
 
-    def answer(self, given: outcomes.Answer) -> Refuse:
+    def answer(self, given: outcomes.DirectResponse) -> ImmediateResponse:
         """End the exchange with an answer of our own."""
-        self.asked = Asked.REFUSED
+        self.request_state = RequestState.REFUSED
         self.pending = None
         self.close()
-        return Refuse(given.status, (("content-type", "application/json"),), given.body)
+        return ImmediateResponse(given.status, (("content-type", "application/json"),), given.body)
 
     def close(self) -> None:
         """Give back what the exchange holds; further calls do nothing."""
-        if self._gathering is not None:
-            self._gathering.release()
-            self._gathering = None
+        if self._body_buffer is not None:
+            self._body_buffer.release()
+            self._body_buffer = None
 
     def _take_subset(self, subset: tuple[str, ...]) -> None:
         # The hint may come on any message of the request; a later non-empty one wins. The
@@ -189,108 +210,116 @@ class Exchange(msgspec.Struct):
         if (subset or self._subset is None) and not self._selected:
             self._subset = subset
 
-    def _close_by_trailers(self, _: Event, __: Modes) -> Iterable[Reply]:
-        self._debts.trailers = True
+    def _close_by_trailers(
+        self, _: ProcessingRequest, __: BodyModes
+    ) -> Iterable[ProcessingResponse]:
+        self._deferred.trailers = True
         self._ask()
         return _NOTHING
 
-    def _trailers(self, event: Event, _: Modes) -> Iterable[Reply]:
-        if event.kind is not Kind.RESPONSE_TRAILERS:
-            return self._go_on(event.kind)
-        self._abandon()
-        self.told = _ENDED
+    def _trailers(self, event: ProcessingRequest, _: BodyModes) -> Iterable[ProcessingResponse]:
+        if event.kind is not MessageKind.RESPONSE_TRAILERS:
+            return self._continue(event.kind)
+        self._abandon_request()
+        self.response_state = _ENDED
         restoration = self._restoration
         held = () if restoration is None else restoration.trailers()
-        return (*held, *self._go_on(event.kind))
+        return (*held, *self._continue(event.kind))
 
-    def _late(self, event: Event, modes: Modes) -> Iterable[Reply]:
+    def _late(self, event: ProcessingRequest, modes: BodyModes) -> Iterable[ProcessingResponse]:
         mode = modes.request if event.kind is _REQUEST_BODY else modes.response
-        return _NOTHING if mode >= _DUPLEX else self._go_on(event.kind)
+        return _NOTHING if mode >= _DUPLEX else self._continue(event.kind)
 
-    def _ignore(self, _: Event, __: Modes) -> Iterable[Reply]:
+    def _ignore(self, _: ProcessingRequest, __: BodyModes) -> Iterable[ProcessingResponse]:
         return _NOTHING
 
-    def _go_on(self, kind: Kind) -> Iterable[Reply]:
+    def _continue(self, kind: MessageKind) -> Iterable[ProcessingResponse]:
         """Let a message pass; one of a held request after the answer to its headers."""
-        if self.asked is _DECIDING and kind <= _REQUEST_TRAILERS:
-            self._debts.others += _GO_ON[kind]
+        if self.request_state is _DECIDING and kind <= _REQUEST_TRAILERS:
+            self._deferred.others += _GO_ON[kind]
             return _NOTHING
         return _GO_ON[kind]
 
-    def _open(self, event: Event, modes: Modes) -> Iterable[Reply]:
+    def _open(self, event: ProcessingRequest, modes: BodyModes) -> Iterable[ProcessingResponse]:
         headers = self._headers = event.headers
         if self._settings.conformance and SELECTION in headers:
             # Beats the metadata hint (docs/spec/protocol.md#gateway-conformance-tests).
             self._selected = True
             self._subset = tokens(headers[SELECTION])
-        self._debts.headers = True
+        self._deferred.headers = True
         mode = modes.request
         if event.end_of_stream or mode <= _STREAMED:
             self._ask()
             return _NOTHING
-        self.asked = _GATHERING
+        self.request_state = _GATHERING
         if mode >= _DUPLEX:
             return _NOTHING
         # Envoy sends the buffered body only after the headers were answered.
-        self._debts.headers = False
+        self._deferred.headers = False
         return _GO_ON[_REQUEST_HEADERS]
 
-    def _gather(self, event: Event, modes: Modes) -> Iterable[Reply]:
-        gathering = self._gathering
+    def _gather(self, event: ProcessingRequest, modes: BodyModes) -> Iterable[ProcessingResponse]:
+        gathering = self._body_buffer
         if gathering is None:
-            gathering = self._gathering = Gathering(self._budget, self._settings.max_body_bytes)
+            gathering = self._body_buffer = BodyBuffer(self._budget, self._settings.max_body_bytes)
         if event.body:
             refused = gathering.add(event.body)
             if refused is not None:
-                return (self.refuse(refused),)
+                return (self.reject(refused),)
         # A buffered body is one message; without end_of_stream either trailers follow or, in
         # BUFFERED_PARTIAL, it was too large to be shown whole.
         if event.end_of_stream:
             self._ask()
         elif modes.request >= _DUPLEX:
-            self.asked = _GATHERING
+            self.request_state = _GATHERING
         else:
             self._ask(truncated=modes.request <= _STREAMED or modes.request is _PARTIAL)
         return _NOTHING
 
     def _ask(self, *, truncated: bool = False) -> None:
-        self.asked = _DECIDING
-        body = self._gathering.joined() if self._gathering is not None else b""
-        self.pending = RawRequest(self._headers, body, truncated, self._subset)
+        self.request_state = _DECIDING
+        body = self._body_buffer.joined() if self._body_buffer is not None else b""
+        self.pending = HttpRequest(self._headers, body, truncated, self._subset)
 
-    def _abandon(self) -> None:
+    def _abandon_request(self) -> None:
         """The response began first; the request is never answered."""
-        if self.asked is _GATHERING or self.asked is _DECIDING:
-            self.asked = Asked.ABANDONED
+        if self.request_state is _GATHERING or self.request_state is _DECIDING:
+            self.request_state = RequestState.ABANDONED
             self.pending = None
             self.close()
 
-    def _answer_headers(self, event: Event, modes: Modes) -> Iterable[Reply]:
-        self._abandon()
+    def _answer_headers(
+        self, event: ProcessingRequest, modes: BodyModes
+    ) -> Iterable[ProcessingResponse]:
+        self._abandon_request()
         self.status = event.headers.get(":status", "")
-        self.told = _ENDED if event.end_of_stream else _STARTED
+        self.response_state = _ENDED if event.end_of_stream else _STARTED
         restorer = None
-        if self._names[1] and not event.end_of_stream:
-            restorer = model_name_restorer.of(event.headers, *self._names)
-        replies = response_handling.answer(
+        if self._model_names[1] and not event.end_of_stream:
+            restorer = model_name_restorer.for_response(event.headers, *self._model_names)
+        replies = response_handling.response_headers_reply(
             event,
             modes,
             self._settings,
             watch_stream=self.watch_stream,
-            owed=self._owed_to_client,
+            owed=self._response_headers,
             restored=restorer is not None,
         )
         if restorer is not None:
             shown = replies[0].response_body or modes.response
             length = event.headers.get("content-length", "")
-            self._restoration = response_handling.Restoration(restorer, shown, length=length)
+            self._restoration = response_handling.ModelNameResponseRewriter(
+                restorer, shown, length=length
+            )
         return replies
 
-    def _pass_response(self, event: Event, modes: Modes) -> Iterable[Reply]:
-        self._abandon()
-        self.told = _ENDED if event.end_of_stream else _STARTED
+    def _pass_response(
+        self, event: ProcessingRequest, modes: BodyModes
+    ) -> Iterable[ProcessingResponse]:
+        self._abandon_request()
+        self.response_state = _ENDED if event.end_of_stream else _STARTED
         if self.tail is None:
-            self.tail = response_handling.Tail()
+            self.tail = response_handling.TailBuffer()
         self.tail.add(event.body)
         if self._restoration is not None:
             return self._restoration.body(event)
@@ -299,19 +328,21 @@ class Exchange(msgspec.Struct):
         return chunks(_RESPONSE_BODY, event.body, end_of_stream=event.end_of_stream)
 
     #: What takes an event, by place in the table of transitions.
-    acts: ClassVar[transitions.Places[Callable[[Exchange, Event, Modes], Iterable[Reply]]]] = (
-        transitions.places(
-            {
-                Act.OPEN: _open,
-                Act.GATHER: _gather,
-                Act.CLOSE: _close_by_trailers,
-                Act.HEADERS: _answer_headers,
-                Act.BODY: _pass_response,
-                Act.TRAILERS: _trailers,
-                Act.LATE: _late,
-                Act.IGNORE: _ignore,
-            }
-        )
+    acts: ClassVar[
+        transitions.Places[
+            Callable[[Exchange, ProcessingRequest, BodyModes], Iterable[ProcessingResponse]]
+        ]
+    ] = transitions.build_handler_table(
+        {
+            Action.OPEN: _open,
+            Action.GATHER: _gather,
+            Action.CLOSE: _close_by_trailers,
+            Action.HEADERS: _answer_headers,
+            Action.BODY: _pass_response,
+            Action.TRAILERS: _trailers,
+            Action.LATE: _late,
+            Action.IGNORE: _ignore,
+        }
     )
 
 
@@ -320,7 +351,7 @@ _ACTS = Exchange.acts
 
 def _compared(decision: Decision) -> tuple[tuple[str, float], ...]:
     """What each finalist was compared by, higher is better; nothing where nothing was compared."""
-    if not decision.scores and decision.priced is None:
+    if not decision.scores and decision.cost is None:
         return ()
-    addresses = [candidate.endpoint.address for candidate in decision.finalists]
+    addresses = [candidate.endpoint.address for candidate in decision.scored_candidates]
     return tuple(zip(addresses, decision.totals, strict=True))

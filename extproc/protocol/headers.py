@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 
 #: Endpoints that a subset hint may name (count).
 MAX_MEMBERS: Final = 16_384
@@ -56,7 +56,7 @@ def control_headers(headers: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(CONTROL_HEADERS.intersection(headers))
 
 
-def edited_length(raw: RawRequest, body: bytes) -> tuple[tuple[str, str], ...]:
+def edited_length(raw: HttpRequest, body: bytes) -> tuple[tuple[str, str], ...]:
     """The `content-length` of an edited body, as a header to set (docs/spec/protocol.md#request-flow).
 
     Of a body that BUFFERED_PARTIAL cut the rest follows; without a length of the whole there is

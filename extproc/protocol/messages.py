@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """Which message of an exchange.
 
     UNKNOWN is one this version does not know and ignores; GARBAGE is none at all.
@@ -39,7 +39,7 @@ class BodyMode(enum.IntEnum):
     FULL_DUPLEX_STREAMED = 4
 
 
-class Modes(msgspec.Struct, frozen=True, gc=False):
+class BodyModes(msgspec.Struct, frozen=True, gc=False):
     """The body modes of both directions (`protocol_config` of the first message)."""
 
     request: BodyMode
@@ -49,10 +49,10 @@ class Modes(msgspec.Struct, frozen=True, gc=False):
 #: What a data plane that sends no `protocol_config` means. Envoy sends it since 1.33; gateways
 #: and test clients that do not are written for the endpoint picker protocol, which demands
 #: FULL_DUPLEX_STREAMED (EPP protocol 004).
-UNDECLARED = Modes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
+DEFAULT_BODY_MODES = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
 
 
-class Hints(msgspec.Struct, frozen=True, gc=False):
+class LbMetadata(msgspec.Struct, frozen=True, gc=False):
     """What the message's metadata says (EPP protocol 004).
 
     Attributes:
@@ -69,7 +69,7 @@ class Hints(msgspec.Struct, frozen=True, gc=False):
 NO_HEADERS: Mapping[str, str] = {}
 
 
-class Event(msgspec.Struct, frozen=True, gc=False):
+class ProcessingRequest(msgspec.Struct, frozen=True, gc=False):
     """One message from the data plane.
 
     Attributes:
@@ -81,9 +81,9 @@ class Event(msgspec.Struct, frozen=True, gc=False):
         hints: Metadata, if the message carries any.
     """
 
-    kind: Kind
+    kind: MessageKind
     headers: Mapping[str, str] = NO_HEADERS
     body: bytes = b""
     end_of_stream: bool = False
-    modes: Modes | None = None
-    hints: Hints | None = None
+    modes: BodyModes | None = None
+    hints: LbMetadata | None = None

@@ -53,7 +53,7 @@ _before_flat: _Matcher = re.compile(
 ).match
 
 
-class Restorer:
+class ModelNameRestorer:
     """Changes one answer.
 
     Args:
@@ -245,7 +245,7 @@ class Restorer:
         return any(each.startswith(name) for each in self._names)
 
 
-def of(headers: Mapping[str, str], asked: str, told: str) -> Restorer | None:
+def for_response(headers: Mapping[str, str], asked: str, told: str) -> ModelNameRestorer | None:
     """What changes an answer.
 
     Args:
@@ -265,4 +265,4 @@ def of(headers: Mapping[str, str], asked: str, told: str) -> Restorer | None:
     lines = kind in {"text/event-stream", "application/x-ndjson", "application/jsonl"}
     if not lines and kind != "application/json" and not kind.endswith("+json"):
         return None
-    return Restorer(asked, told, events=lines)
+    return ModelNameRestorer(asked, told, events=lines)

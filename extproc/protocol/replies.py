@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from extproc.protocol.messages import BodyMode, Kind
+from extproc.protocol.messages import BodyMode, MessageKind
 
 Headers = tuple[tuple[str, str], ...]
 
@@ -15,7 +15,7 @@ Headers = tuple[tuple[str, str], ...]
 CHUNK_BYTES = 62000
 
 
-class Route(msgspec.Struct, frozen=True, gc=False):
+class RouteResponse(msgspec.Struct, frozen=True, gc=False):
     """The pick, in answer to the request headers or, in the buffered modes, the request body.
 
     Attributes:
@@ -28,7 +28,7 @@ class Route(msgspec.Struct, frozen=True, gc=False):
         scores: What endpoints were compared by, as dynamic metadata; empty tells nothing.
     """
 
-    answers: Kind
+    answers: MessageKind
     destination: str
     set_headers: Headers = ()
     remove_headers: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class Route(msgspec.Struct, frozen=True, gc=False):
     scores: tuple[tuple[str, float], ...] = ()
 
 
-class Chunk(msgspec.Struct, frozen=True, gc=False):
+class StreamedBodyResponse(msgspec.Struct, frozen=True, gc=False):
     """Body bytes handed on, FULL_DUPLEX_STREAMED only.
 
     Attributes:
@@ -46,13 +46,13 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
         destination: The pick, as dynamic metadata only, where no headers message was seen.
     """
 
-    answers: Kind
+    answers: MessageKind
     body: bytes | memoryview
     end_of_stream: bool
     destination: str = ""
 
 
-class Continue(msgspec.Struct, frozen=True, gc=False):
+class ContinueResponse(msgspec.Struct, frozen=True, gc=False):
     """Go on unchanged.
 
     Attributes:
@@ -60,11 +60,11 @@ class Continue(msgspec.Struct, frozen=True, gc=False):
         destination: The pick, as dynamic metadata only, where no headers can be set any more.
     """
 
-    answers: Kind
+    answers: MessageKind
     destination: str = ""
 
 
-class Replaced(msgspec.Struct, frozen=True, gc=False):
+class BodyMutation(msgspec.Struct, frozen=True, gc=False):
     """A body message that goes on as another, in every mode but FULL_DUPLEX_STREAMED.
 
     Attributes:
@@ -73,12 +73,12 @@ class Replaced(msgspec.Struct, frozen=True, gc=False):
         set_headers: Headers to set, which Envoy allows while it buffers.
     """
 
-    answers: Kind
+    answers: MessageKind
     body: bytes
     set_headers: Headers = ()
 
 
-class Answered(msgspec.Struct, frozen=True, gc=False):
+class ResponseHeadersMutation(msgspec.Struct, frozen=True, gc=False):
     """The reply to the response headers.
 
     Attributes:
@@ -92,7 +92,7 @@ class Answered(msgspec.Struct, frozen=True, gc=False):
     remove_headers: tuple[str, ...] = ()
 
 
-class Refuse(msgspec.Struct, frozen=True, gc=False):
+class ImmediateResponse(msgspec.Struct, frozen=True, gc=False):
     """An immediate response: the client gets this, and the stream is over.
 
     Attributes:
@@ -108,7 +108,7 @@ class Refuse(msgspec.Struct, frozen=True, gc=False):
     grpc_status: int | None = None
 
 
-class Costed(msgspec.Struct, frozen=True, gc=False):
+class WithRequestCost(msgspec.Struct, frozen=True, gc=False):
     """The reply to the last body message of an answer, with what it cost as dynamic metadata.
 
     Attributes:
@@ -116,36 +116,48 @@ class Costed(msgspec.Struct, frozen=True, gc=False):
         cost: For the rate limiter of the data plane.
     """
 
-    reply: Reply
+    reply: ProcessingResponse
     cost: float
 
 
-Reply = Route | Chunk | Continue | Replaced | Answered | Refuse | Costed
+ProcessingResponse = (
+    RouteResponse
+    | StreamedBodyResponse
+    | ContinueResponse
+    | BodyMutation
+    | ResponseHeadersMutation
+    | ImmediateResponse
+    | WithRequestCost
+)
 
 
 def chunks(
-    answers: Kind, body: bytes, *, end_of_stream: bool, destination: str = ""
-) -> Iterator[Chunk]:
+    answers: MessageKind, body: bytes, *, end_of_stream: bool, destination: str = ""
+) -> Iterator[StreamedBodyResponse]:
     """Hand a body on in pieces of `CHUNK_BYTES`; an empty body is one empty piece.
 
     Args:
         answers: REQUEST_BODY or RESPONSE_BODY.
         body: All bytes of this message or direction.
         end_of_stream: Whether the last piece ends the direction.
-        destination: Put on the first piece, see `Chunk`.
+        destination: Put on the first piece, see `StreamedBodyResponse`.
     """
     size = len(body)
     if size <= CHUNK_BYTES:
-        yield Chunk(answers, body, end_of_stream, destination)
+        yield StreamedBodyResponse(answers, body, end_of_stream, destination)
         return
     view = memoryview(body)
     for at in range(0, size, CHUNK_BYTES):
         last = at + CHUNK_BYTES >= size
-        yield Chunk(answers, view[at : at + CHUNK_BYTES], end_of_stream and last, destination)
+        yield StreamedBodyResponse(
+            answers, view[at : at + CHUNK_BYTES], end_of_stream and last, destination
+        )
         destination = ""
 
 
-def then(replies: Iterable[Reply], release: Callable[[], None]) -> Iterator[Reply]:
+def run_after(
+    replies: Iterable[ProcessingResponse], release: Callable[[], None]
+) -> Iterator[ProcessingResponse]:
     """The replies, and `release` after the last or when nobody takes the rest."""
     try:
         yield from replies

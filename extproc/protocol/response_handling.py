@@ -14,15 +14,15 @@ from extproc.protocol.headers import (
     changed_length,
     is_length,
 )
-from extproc.protocol.messages import BodyMode, Event, Kind, Modes
-from extproc.protocol.model_name_restorer import Restorer
+from extproc.protocol.messages import BodyMode, BodyModes, MessageKind, ProcessingRequest
+from extproc.protocol.model_name_restorer import ModelNameRestorer
 from extproc.protocol.replies import (
-    Answered,
-    Chunk,
-    Continue,
+    BodyMutation,
+    ContinueResponse,
     Headers,
-    Replaced,
-    Reply,
+    ProcessingResponse,
+    ResponseHeadersMutation,
+    StreamedBodyResponse,
     chunks,
 )
 from extproc.protocol.settings import ExchangeSettings
@@ -33,10 +33,10 @@ TAIL_BYTES = 65536
 
 #: Largest answer that is asked for in one message. It must stay below Envoy's buffer limit
 #: (1 MiB), above which a buffered answer becomes a 500.
-WHOLE_ANSWER_BYTES = 262144
+MAX_RESPONSE_BYTES = 262144
 
 
-class Tail:
+class TailBuffer:
     """The last bytes of a body that passes by."""
 
     __slots__ = ("_chunks", "_held")
@@ -65,19 +65,19 @@ _DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
 _STREAMS = frozenset({_STREAMED, _DUPLEX})
 
 #: The replies there are where the headers depend on nothing, by the mode to switch to.
-_MARKED = {mode: (Answered((RESPONSE_MARKER,), mode),) for mode in (None, *BodyMode)}
-_PLAIN = {mode: (Answered((), mode),) for mode in (None, *BodyMode)}
+_MARKED = {mode: (ResponseHeadersMutation((RESPONSE_MARKER,), mode),) for mode in (None, *BodyMode)}
+_PLAIN = {mode: (ResponseHeadersMutation((), mode),) for mode in (None, *BodyMode)}
 
 
-def answer(
-    event: Event,
-    modes: Modes,
+def response_headers_reply(
+    event: ProcessingRequest,
+    modes: BodyModes,
     settings: ExchangeSettings,
     *,
     watch_stream: bool,
     owed: Headers = (),
     restored: bool = False,
-) -> tuple[Answered]:
+) -> tuple[ResponseHeadersMutation]:
     """The reply to the response headers.
 
     Args:
@@ -90,18 +90,20 @@ def answer(
     """
     mode = None
     if (settings.feedback or restored) and not event.end_of_stream:
-        mode = feedback_mode(modes, event.headers, watch_stream=watch_stream or restored)
+        mode = response_body_mode_override(
+            modes, event.headers, watch_stream=watch_stream or restored
+        )
     # The length is told with the body where that is buffered; a stream's is not known yet.
     streams = restored and (mode or modes.response) in _STREAMS
     if not settings.conformance and not owed and not streams:
         return (_MARKED if settings.response_marker else _PLAIN)[mode]
     marks: Headers = (RESPONSE_MARKER,) if settings.response_marker else ()
     if settings.conformance:
-        marks = (*marks, (SERVED_HEADER, served(event)))
-    return (Answered((*marks, *owed), mode, ("content-length",) if streams else ()),)
+        marks = (*marks, (SERVED_HEADER, served_endpoint_marker(event)))
+    return (ResponseHeadersMutation((*marks, *owed), mode, ("content-length",) if streams else ()),)
 
 
-def served(event: Event) -> str:
+def served_endpoint_marker(event: ProcessingRequest) -> str:
     """What to report as the endpoint that served, in conformance mode."""
     hints = event.hints
     if hints is None or not hints.balancer:
@@ -109,8 +111,8 @@ def served(event: Event) -> str:
     return hints.served or "fail: missing destination endpoint served metadata"
 
 
-def feedback_mode(
-    modes: Modes, headers: Mapping[str, str], *, watch_stream: bool
+def response_body_mode_override(
+    modes: BodyModes, headers: Mapping[str, str], *, watch_stream: bool
 ) -> BodyMode | None:
     """The response body mode to switch to, or None to leave it.
 
@@ -129,12 +131,12 @@ def feedback_mode(
     if "text/event-stream" in headers.get("content-type", ""):
         return BodyMode.STREAMED if watch_stream else None
     length = headers.get("content-length", "")
-    if is_length(length) and int(length) <= WHOLE_ANSWER_BYTES:
+    if is_length(length) and int(length) <= MAX_RESPONSE_BYTES:
         return BodyMode.BUFFERED
     return BodyMode.STREAMED if watch_stream else None
 
 
-class Restoration:
+class ModelNameResponseRewriter:
     """The replies to an answer whose model gets the client's name again.
 
     Args:
@@ -145,12 +147,12 @@ class Restoration:
 
     __slots__ = ("_length", "_mode", "_restorer")
 
-    def __init__(self, restorer: Restorer, mode: BodyMode, *, length: str) -> None:
+    def __init__(self, restorer: ModelNameRestorer, mode: BodyMode, *, length: str) -> None:
         self._restorer = restorer
         self._mode = mode
         self._length = length
 
-    def body(self, event: Event) -> Iterable[Reply]:
+    def body(self, event: ProcessingRequest) -> Iterable[ProcessingResponse]:
         """The replies to a body message."""
         mode = self._mode
         buffered = _STREAMED < mode < _DUPLEX
@@ -159,17 +161,19 @@ class Restoration:
         if mode is _DUPLEX:
             if not body and not event.end_of_stream:
                 return ()
-            return chunks(Kind.RESPONSE_BODY, body, end_of_stream=event.end_of_stream)
+            return chunks(MessageKind.RESPONSE_BODY, body, end_of_stream=event.end_of_stream)
         if body == event.body:
-            return (Continue(Kind.RESPONSE_BODY),)
+            return (ContinueResponse(MessageKind.RESPONSE_BODY),)
         grown = len(body) - len(event.body)
         return (
-            Replaced(
-                Kind.RESPONSE_BODY, body, changed_length(self._length, grown) if buffered else ()
+            BodyMutation(
+                MessageKind.RESPONSE_BODY,
+                body,
+                changed_length(self._length, grown) if buffered else (),
             ),
         )
 
-    def trailers(self) -> Iterable[Reply]:
+    def trailers(self) -> Iterable[ProcessingResponse]:
         """What goes before the answer to trailers that end the body.
 
         Only FULL_DUPLEX_STREAMED has a way to say it. Something is held back then only where the
@@ -178,4 +182,4 @@ class Restoration:
         rest = self._restorer.rest()
         if not rest or self._mode is not _DUPLEX:
             return ()
-        return (Chunk(Kind.RESPONSE_BODY, rest, end_of_stream=False),)
+        return (StreamedBodyResponse(MessageKind.RESPONSE_BODY, rest, end_of_stream=False),)

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from extproc.errors import ProtocolError
-from extproc.protocol.messages import Kind
+from extproc.protocol.messages import MessageKind
 
 #: The last six kinds of an exchange are kept in one integer, for the error message.
 KIND_BITS = 4
 HISTORY = (1 << 6 * KIND_BITS) - 1
 
 
-class Asked(enum.IntEnum):
+class RequestState(enum.IntEnum):
     """How far the request is."""
 
     IDLE = 0
@@ -35,7 +35,7 @@ class Asked(enum.IntEnum):
     """An immediate response was sent; nothing else ever is."""
 
 
-class Told(enum.IntEnum):
+class ResponseState(enum.IntEnum):
     """How far the response is."""
 
     IDLE = 0
@@ -43,7 +43,7 @@ class Told(enum.IntEnum):
     ENDED = 2
 
 
-class Act(enum.IntEnum):
+class Action(enum.IntEnum):
     """What to do with an event."""
 
     OPEN = 0
@@ -65,43 +65,43 @@ class Act(enum.IntEnum):
     """Say nothing."""
 
 
-_REQUEST: Mapping[tuple[Asked, Kind], Act] = {
-    (Asked.IDLE, Kind.REQUEST_HEADERS): Act.OPEN,
-    (Asked.IDLE, Kind.REQUEST_BODY): Act.GATHER,
-    (Asked.IDLE, Kind.REQUEST_TRAILERS): Act.CLOSE,
-    (Asked.GATHERING, Kind.REQUEST_BODY): Act.GATHER,
-    (Asked.GATHERING, Kind.REQUEST_TRAILERS): Act.CLOSE,
-    (Asked.DECIDING, Kind.REQUEST_BODY): Act.LATE,
-    (Asked.DECIDING, Kind.REQUEST_TRAILERS): Act.TRAILERS,
-    (Asked.ROUTED, Kind.REQUEST_BODY): Act.LATE,
-    (Asked.ROUTED, Kind.REQUEST_TRAILERS): Act.TRAILERS,
-    (Asked.ABANDONED, Kind.REQUEST_BODY): Act.LATE,
-    (Asked.ABANDONED, Kind.REQUEST_TRAILERS): Act.TRAILERS,
-    **{(Asked.REFUSED, kind): Act.IGNORE for kind in Kind},
-    **{(phase, Kind.UNKNOWN): Act.IGNORE for phase in Asked},
+_REQUEST: Mapping[tuple[RequestState, MessageKind], Action] = {
+    (RequestState.IDLE, MessageKind.REQUEST_HEADERS): Action.OPEN,
+    (RequestState.IDLE, MessageKind.REQUEST_BODY): Action.GATHER,
+    (RequestState.IDLE, MessageKind.REQUEST_TRAILERS): Action.CLOSE,
+    (RequestState.GATHERING, MessageKind.REQUEST_BODY): Action.GATHER,
+    (RequestState.GATHERING, MessageKind.REQUEST_TRAILERS): Action.CLOSE,
+    (RequestState.DECIDING, MessageKind.REQUEST_BODY): Action.LATE,
+    (RequestState.DECIDING, MessageKind.REQUEST_TRAILERS): Action.TRAILERS,
+    (RequestState.ROUTED, MessageKind.REQUEST_BODY): Action.LATE,
+    (RequestState.ROUTED, MessageKind.REQUEST_TRAILERS): Action.TRAILERS,
+    (RequestState.ABANDONED, MessageKind.REQUEST_BODY): Action.LATE,
+    (RequestState.ABANDONED, MessageKind.REQUEST_TRAILERS): Action.TRAILERS,
+    **{(RequestState.REFUSED, kind): Action.IGNORE for kind in MessageKind},
+    **{(phase, MessageKind.UNKNOWN): Action.IGNORE for phase in RequestState},
 }
 
-_RESPONSE: Mapping[tuple[Told, Kind], Act] = {
-    (Told.IDLE, Kind.RESPONSE_HEADERS): Act.HEADERS,
-    (Told.IDLE, Kind.RESPONSE_BODY): Act.BODY,
-    (Told.IDLE, Kind.RESPONSE_TRAILERS): Act.TRAILERS,
-    (Told.STARTED, Kind.RESPONSE_BODY): Act.BODY,
-    (Told.STARTED, Kind.RESPONSE_TRAILERS): Act.TRAILERS,
-    (Told.ENDED, Kind.RESPONSE_BODY): Act.LATE,
-    (Told.ENDED, Kind.RESPONSE_TRAILERS): Act.TRAILERS,
+_RESPONSE: Mapping[tuple[ResponseState, MessageKind], Action] = {
+    (ResponseState.IDLE, MessageKind.RESPONSE_HEADERS): Action.HEADERS,
+    (ResponseState.IDLE, MessageKind.RESPONSE_BODY): Action.BODY,
+    (ResponseState.IDLE, MessageKind.RESPONSE_TRAILERS): Action.TRAILERS,
+    (ResponseState.STARTED, MessageKind.RESPONSE_BODY): Action.BODY,
+    (ResponseState.STARTED, MessageKind.RESPONSE_TRAILERS): Action.TRAILERS,
+    (ResponseState.ENDED, MessageKind.RESPONSE_BODY): Action.LATE,
+    (ResponseState.ENDED, MessageKind.RESPONSE_TRAILERS): Action.TRAILERS,
 }
 
 
-Taker = TypeVar("Taker")
-Places = Sequence[Sequence[Sequence[Taker | None]]]
+HandlerT = TypeVar("HandlerT")
+Places = Sequence[Sequence[Sequence[HandlerT | None]]]
 
 
-def _act(asked: Asked, told: Told, kind: Kind) -> Act | None:
+def _action(asked: RequestState, told: ResponseState, kind: MessageKind) -> Action | None:
     act = _REQUEST.get((asked, kind))
     return _RESPONSE.get((told, kind)) if act is None else act
 
 
-def places(takers: Mapping[Act, Taker]) -> Places[Taker]:
+def build_handler_table(takers: Mapping[Action, HandlerT]) -> Places[HandlerT]:
     """The table by position, which costs a message less than look-ups of pairs.
 
     Args:
@@ -110,14 +110,19 @@ def places(takers: Mapping[Act, Taker]) -> Places[Taker]:
     Returns:
         `places[asked][told][kind]`; None where the event does not fit.
     """
-    acts = [[[_act(asked, told, kind) for kind in Kind] for told in Told] for asked in Asked]
+    acts = [
+        [[_action(asked, told, kind) for kind in MessageKind] for told in ResponseState]
+        for asked in RequestState
+    ]
     return tuple(
         tuple(tuple(None if act is None else takers[act] for act in row) for row in rows)
         for rows in acts
     )
 
 
-def misfit(asked: Asked, told: Told, history: int) -> ProtocolError:
+def unexpected_message_error(
+    asked: RequestState, told: ResponseState, history: int
+) -> ProtocolError:
     """The error for an event that is not in the table.
 
     Args:
@@ -127,7 +132,7 @@ def misfit(asked: Asked, told: Told, history: int) -> ProtocolError:
     """
     kinds = []
     while history:
-        kinds.append(Kind(history & (1 << KIND_BITS) - 1).name)
+        kinds.append(MessageKind(history & (1 << KIND_BITS) - 1).name)
         history >>= KIND_BITS
     return ProtocolError(
         wanted=f"an event that fits request {asked.name}, response {told.name}",

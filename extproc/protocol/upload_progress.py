@@ -15,10 +15,10 @@ SLOWEST_BYTES_PER_S: Final = 16 * 1024
 #: way: those that wait for nothing make room for those that move.
 HURRIED: Final = 0.1
 
-Key = TypeVar("Key", bound=Hashable)
+UploadKeyT = TypeVar("UploadKeyT", bound=Hashable)
 
 
-class Progress(msgspec.Struct, frozen=True):
+class UploadProgress(msgspec.Struct, frozen=True):
     """How far one body was when it was looked at.
 
     Attributes:
@@ -32,21 +32,21 @@ class Progress(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
-class Uploads(Generic[Key]):
+class Uploads(Generic[UploadKeyT]):
     """Follows request bodies from look to look, so that a message on its way costs nothing."""
 
     def __init__(self) -> None:
-        self._progress: dict[Key, Progress] = {}
+        self._progress: dict[UploadKeyT, UploadProgress] = {}
 
     def look(
         self,
-        arriving: Mapping[Key, int],
+        arriving: Mapping[UploadKeyT, int],
         now: float,
         *,
         idle_s: float,
         most_streams: int,
         most_bytes: int,
-    ) -> list[Key]:
+    ) -> list[UploadKeyT]:
         """The bodies that end here: nothing came for `idle_s`, or too little since they began.
 
         Args:
@@ -64,9 +64,9 @@ class Uploads(Generic[Key]):
         for key, size_bytes in arriving.items():
             known = before.get(key)
             if known is None:
-                known = Progress(now, now, size_bytes)
+                known = UploadProgress(now, now, size_bytes)
             elif known.size_bytes != size_bytes:
-                known = Progress(known.began, now, size_bytes)
+                known = UploadProgress(known.began, now, size_bytes)
             slowest_s = idle_s + size_bytes / SLOWEST_BYTES_PER_S
             if now - known.moved >= idle_s or now - known.began >= slowest_s:
                 stalled.append(key)

@@ -10,7 +10,7 @@ from extproc.endpoint import Candidate
 from extproc.routing import saturation
 
 
-def decide(
+def admit(
     run: Callable[[Sequence[Candidate]], Outcome],
     candidates: Sequence[Candidate],
     limit_s: float,
@@ -38,10 +38,10 @@ def decide(
     Returns:
         A decision, or why it waits and for whom.
     """
-    over = saturation.over_s(candidates, limit_s, priority=priority, shared=shared)
+    over = saturation.excess_wait_s(candidates, limit_s, priority=priority, shared=shared)
     free = [one for one, seconds in zip(candidates, over, strict=True) if seconds <= 0.0]
     if not free and not patient:
-        return outcomes.busy(min(over), busy=_addresses(candidates))
+        return outcomes.all_busy(min(over), busy=_addresses(candidates))
     outcome = run(candidates)
     if isinstance(outcome, Rejection) or len(free) == len(candidates):
         return outcome
@@ -51,9 +51,11 @@ def decide(
         return outcome
     if not free:
         rather = address if _in_seconds(outcome) else ""
-        return outcomes.busy(min(over), waits_for=rather, closed=True, busy=_addresses(candidates))
+        return outcomes.all_busy(
+            min(over), waits_for=rather, closed=True, busy=_addresses(candidates)
+        )
     if patient and _costs_less(outcome, candidates[at], free, limit_s):
-        return outcomes.busy(over[at], waits_for=address)
+        return outcomes.all_busy(over[at], waits_for=address)
     return run(free)
 
 
@@ -62,17 +64,17 @@ def _addresses(candidates: Sequence[Candidate]) -> Sequence[str]:
 
 
 def _in_seconds(decision: Decision) -> bool:
-    return decision.priced is not None and decision.priced.unit == "s"
+    return decision.cost is not None and decision.cost.unit == "s"
 
 
 def _costs_less(
     decision: Decision, wanted: Candidate, free: Sequence[Candidate], limit_s: float
 ) -> bool:
-    """Whether waiting for an endpoint costs less than any that has a place; see `decide`."""
-    priced = decision.priced
+    """Whether waiting for an endpoint costs less than any that has a place; see `admit`."""
+    priced = decision.cost
     if priced is None or not _in_seconds(decision):
         return False
-    finalists = (one.endpoint.address for one in decision.finalists)
+    finalists = (one.endpoint.address for one in decision.scored_candidates)
     costs = dict(zip(finalists, priced.costs, strict=True))
     others = [costs[one.endpoint.address] for one in free if one.endpoint.address in costs]
     known_s = wanted.queued_tokens * wanted.rates.prefill_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from extproc.routing import pool_match
-from extproc.routing.pool_match import Claim
+from extproc.routing.pool_match import PoolMatch
 
 #: Patterns and the claims that have them, as bits.
 _Table = dict[str, int]
@@ -28,7 +28,7 @@ class ClaimIndex:
         without_models: Bits of those that ask for no model.
     """
 
-    def __init__(self, listed: Sequence[Claim]) -> None:
+    def __init__(self, listed: Sequence[PoolMatch]) -> None:
         self.listed = tuple(listed)
         bits = [(1 << position, claim) for position, claim in enumerate(self.listed)]
         self.claiming = _union(bit for bit, claim in bits if not claim.empty)

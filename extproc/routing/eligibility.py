@@ -13,10 +13,10 @@ from extproc import decision as outcomes
 from extproc.decision import Rejection
 from extproc.endpoint import Endpoint
 from extproc.pool import condition, snapshot
-from extproc.pool.condition import State
-from extproc.pool.model_index import Split
-from extproc.pool.snapshot import Member, Pool
-from extproc.request import Request
+from extproc.pool.condition import HealthState
+from extproc.pool.model_index import ModelMatch
+from extproc.pool.snapshot import EndpointSnapshot, Pool
+from extproc.request import InferenceRequest
 
 #: Why endpoints are put aside.
 FAILING: Final = "failing"
@@ -27,39 +27,39 @@ PROBE: Final = "probe"
 Aside = tuple[str, Sequence[Endpoint]]
 
 
-class Eligible(msgspec.Struct, frozen=True, gc=False):
+class EligibleEndpoints(msgspec.Struct, frozen=True, gc=False):
     """Who a request may go to.
 
     Attributes:
         members: In pool order, at least one.
-        left_out: Who may not because they do not serve the model.
-        unlisted: Nobody allowed lists the model, and all of them listed theirs.
-        put_aside: Who may not for another reason, by reason: `failing` for endpoints whose requests
+        excluded_by_model: Who may not because they do not serve the model.
+        model_unlisted: Nobody allowed lists the model, and all of them listed theirs.
+        excluded_by_health: Who may not for another reason, by reason: `failing` for endpoints whose requests
             fail or that are out of reach, `warming` for those that are new or just back and whose
             turn it was not, `probe` for all but the one that is tried again.
     """
 
-    members: Sequence[Member]
-    left_out: Sequence[Endpoint] = ()
-    unlisted: bool = False
-    put_aside: Sequence[Aside] = ()
+    members: Sequence[EndpointSnapshot]
+    excluded_by_model: Sequence[Endpoint] = ()
+    model_unlisted: bool = False
+    excluded_by_health: Sequence[Aside] = ()
 
     @property
-    def whole(self) -> bool:
+    def nothing_excluded(self) -> bool:
         """Whether there is nothing to be told of anybody left out."""
-        return not (self.left_out or self.unlisted or self.put_aside)
+        return not (self.excluded_by_model or self.model_unlisted or self.excluded_by_health)
 
 
-def find(
+def find_eligible(
     pool: Pool,
-    request: Request,
+    request: InferenceRequest,
     *,
     honour_subset: bool,
     reject_unlisted: bool,
-    health: condition.Settings,
+    health: condition.OutlierDetectionSettings,
     now: float,
     rng: random.Random,
-) -> Eligible | Rejection:
+) -> EligibleEndpoints | Rejection:
     """Find out who a request may go to.
 
     Args:
@@ -75,7 +75,7 @@ def find(
         The endpoints; 503 when none is allowed, or 404.
     """
     subset = request.subset if honour_subset else None
-    split = pool.serving.who(request.model, request.adapter)
+    split = pool.serving.match(request.model, request.adapter)
     members = pool.allowed(subset, split)
     unlisted = False
     left_out: Sequence[Endpoint] = ()
@@ -90,55 +90,58 @@ def find(
             return outcomes.model_not_found(request.target, pool.serving.names)
         unlisted = True
     put_aside: tuple[Aside, ...] = ()
-    if pool.unsure:
-        members, put_aside = _well(members, now, patience_s=health.base_s)
+    if pool.unhealthy_or_doubtful:
+        members, put_aside = _healthy(members, now, patience_s=health.base_s)
     if now - pool.newest < health.slow_start_s:
-        members, waiting = _warm(members, now, health, rng)
+        members, waiting = _slow_start(members, now, health, rng)
         put_aside += waiting
-    return Eligible(members, left_out, unlisted, put_aside)
+    return EligibleEndpoints(members, left_out, unlisted, put_aside)
 
 
-def _well(
-    members: Sequence[Member], now: float, *, patience_s: float
-) -> tuple[Sequence[Member], tuple[Aside, ...]]:
+def _healthy(
+    members: Sequence[EndpointSnapshot], now: float, *, patience_s: float
+) -> tuple[Sequence[EndpointSnapshot], tuple[Aside, ...]]:
     """Those that take part, and those that are to be tried again.
 
     One that no request has tried for `patience_s` since it was due gets the next one.
     """
-    kept: list[Member] = []
+    kept: list[EndpointSnapshot] = []
     left: list[Endpoint] = []
     for member in members:
         known = member.condition
         if known.state and known.until > now:
             left.append(member.endpoint)
             continue
-        if known.state > State.DOUBTED and known.until + patience_s <= now:
+        if known.state > HealthState.SUSPECT and known.until + patience_s <= now:
             others = [one.endpoint for one in members if one is not member]
             return [member], ((PROBE, others),) if others else ()
         kept.append(member)
     if not kept:
-        kept = list(snapshot.taking_part(members))
+        kept = list(snapshot.healthiest(members))
         tried = {member.endpoint.address for member in kept}
         left = [endpoint for endpoint in left if endpoint.address not in tried]
     return kept, ((FAILING, left),) if left else ()
 
 
-def _warm(
-    members: Sequence[Member], now: float, health: condition.Settings, rng: random.Random
-) -> tuple[Sequence[Member], tuple[Aside, ...]]:
+def _slow_start(
+    members: Sequence[EndpointSnapshot],
+    now: float,
+    health: condition.OutlierDetectionSettings,
+    rng: random.Random,
+) -> tuple[Sequence[EndpointSnapshot], tuple[Aside, ...]]:
     """Ease in who is new: a candidate with probability f + (1 - f) t / T.
 
     t is the seconds since it came or came back, T `slow_start_s`, f `slow_start_floor`. When chance
     would leave nobody, all stay.
     """
     whole, floor = health.slow_start_s, health.slow_start_floor
-    kept: list[Member] = []
+    kept: list[EndpointSnapshot] = []
     left: list[Endpoint] = []
     for member in members:
         age = now - member.condition.since
         if (
             age < whole
-            and member.condition.state <= State.DOUBTED
+            and member.condition.state <= HealthState.SUSPECT
             and rng.random() >= floor + (1.0 - floor) * age / whole
         ):
             left.append(member.endpoint)
@@ -147,7 +150,9 @@ def _warm(
     return (kept, ((WARMING, left),)) if kept and left else (members, ())
 
 
-def _left_out(pool: Pool, subset: Sequence[str] | None, split: Split | None) -> Sequence[Endpoint]:
+def _left_out(
+    pool: Pool, subset: Sequence[str] | None, split: ModelMatch | None
+) -> Sequence[Endpoint]:
     if split is None:
         return ()
     if subset is None:

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from extproc.decision import Decision
-from extproc.pool.inflight import Ticket
+from extproc.pool.inflight import Reservation
 
 
-class Journal(Protocol):
+class RequestEventListener(Protocol):
     """Whoever tells other pickers what became of requests."""
 
-    def sent(self, ticket: Ticket, decision: Decision) -> None:
+    def on_reserved(self, ticket: Reservation, decision: Decision) -> None:
         """A decision was committed."""
 
-    def moved(self, ticket: Ticket, blocks: Sequence[int]) -> None:
+    def on_moved(self, ticket: Reservation, blocks: Sequence[int]) -> None:
         """Another endpoint answers than the one that was chosen."""
 
-    def ended(self, ticket: Ticket, *, answered: bool, ran: bool) -> None:
+    def on_released(self, ticket: Reservation, *, answered: bool, ran: bool) -> None:
         """A request is over; `ran` is False where its endpoint did not compute its prompt."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from extproc.pool import snapshot
-from extproc.pool.model_index import Serving, Split
+from extproc.pool.model_index import ModelIndex, ModelMatch
 from extproc.pool.snapshot import Pool
 
 
-class ServingBits:
+class ModelBitsets:
     """Which endpoints may serve a request, whatever their load and health: `eligible.find` as bits.
 
     It stands for as long as neither the endpoints nor their lists of models change.
@@ -24,7 +24,7 @@ class ServingBits:
     """
 
     def __init__(self, pool: Pool, *, honour_subset: bool, reject_unlisted: bool) -> None:
-        self.serving: Serving = pool.serving
+        self.serving: ModelIndex = pool.serving
         self._honours_subset = honour_subset
         self._rejects_unlisted = reject_unlisted
         self._all = (1 << len(pool.members)) - 1
@@ -35,27 +35,27 @@ class ServingBits:
             ip = member.endpoint.ip
             self._by_token[ip] = self._by_token.get(ip, 0) | 1 << at
         #: The last split and its bits: names that nobody lists share one.
-        self._last: tuple[Split | None, int] = (None, self._all)
+        self._last: tuple[ModelMatch | None, int] = (None, self._all)
 
-    def of(self, model: str, adapter: str = "", subset: Sequence[str] | None = None) -> int:
+    def bits_for(self, model: str, adapter: str = "", subset: Sequence[str] | None = None) -> int:
         """Bits of the endpoints a request may go to; 0 where it may go to none."""
         allowed = self._all
         if subset is not None and self._honours_subset:
             allowed = 0
             for token in subset:
-                allowed |= self._by_token.get(snapshot.spell_token(token), 0)
-        split = self.serving.who(model, adapter)
+                allowed |= self._by_token.get(snapshot.normalize_token(token), 0)
+        split = self.serving.match(model, adapter)
         bits = allowed & self._bits(split)
         return bits or (0 if self._rejects_unlisted else allowed)
 
-    def named(self, addresses: Sequence[str]) -> int:
+    def bits_of_addresses(self, addresses: Sequence[str]) -> int:
         """Bits of the endpoints at these addresses, `ip:port`."""
         bits = 0
         for address in addresses:
             bits |= self._by_token.get(address, 0)
         return bits
 
-    def _bits(self, split: Split | None) -> int:
+    def _bits(self, split: ModelMatch | None) -> int:
         if split is None:
             return self._all
         if split is not self._last[0]:

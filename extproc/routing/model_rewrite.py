@@ -8,33 +8,33 @@ import msgspec
 
 from extproc.decision import Outcome, Rejection
 from extproc.parsing import envelope, model_edit, paths
-from extproc.pool.model_index import Serving
-from extproc.request import RawRequest, Request
+from extproc.pool.model_index import ModelIndex
+from extproc.request import HttpRequest, InferenceRequest
 
 
-class Renamed(msgspec.Struct, frozen=True, gc=False):
+class ModelRewrite(msgspec.Struct, frozen=True, gc=False):
     """A request that names its model in another way than its engine does.
 
     Attributes:
         request: What is asked for: the base model, and the adapter if there is one.
         hashed: The same named as engines hash it, so that it shares blocks with requests that used
             the engine's name from the start.
-        sent: The name to put into the body; empty where it stays.
+        upstream_model: The name to put into the body; empty where it stays.
     """
 
-    request: Request
-    hashed: Request
-    sent: str = ""
+    request: InferenceRequest
+    hashed: InferenceRequest
+    upstream_model: str = ""
 
 
-def of(
-    request: Request,
+def resolve_model(
+    request: InferenceRequest,
     headers: Mapping[str, str],
-    serving: Serving,
+    serving: ModelIndex,
     *,
     decreed: str,
     kubeai_names: bool,
-) -> Renamed | None:
+) -> ModelRewrite | None:
     """Find out what is asked for.
 
     A rewrite's target, or else a gateway's header, names the model in place of the body
@@ -55,30 +55,32 @@ def of(
     asked = msgspec.structs.replace(request, model=target) if target else request
     name = asked.model
     if not asked.adapter:
-        if ":" in name and (alias := serving.apart(name)) is not None:
+        if ":" in name and (alias := serving.parse_sglang_name(name)) is not None:
             both = msgspec.structs.replace(asked, model=alias.base, adapter=alias.adapter)
-            return Renamed(both, both, target)
-        if kubeai_names and "_" in name and (alias := serving.alias(name)) is not None:
-            return Renamed(
+            return ModelRewrite(both, both, target)
+        if kubeai_names and "_" in name and (alias := serving.parse_kubeai_name(name)) is not None:
+            return ModelRewrite(
                 msgspec.structs.replace(asked, model=alias.base, adapter=alias.adapter),
                 msgspec.structs.replace(asked, model=alias.adapter),
                 alias.adapter,
             )
-    return Renamed(asked, asked, target) if target else None
+    return ModelRewrite(asked, asked, target) if target else None
 
 
-def told(outcome: Outcome, raw: RawRequest, request: Request, sent: str) -> Outcome:
+def attach_model_rewrite(
+    outcome: Outcome, raw: HttpRequest, request: InferenceRequest, sent: str
+) -> Outcome:
     """An outcome that says what the body is to name, and the answer after it.
 
     Args:
         outcome: Of the renamed request.
         raw: The request as it came.
         request: As parsed.
-        sent: See `Renamed`.
+        sent: See `ModelRewrite`.
     """
     if not sent or isinstance(outcome, Rejection):
         return outcome
-    splice = model_edit.splice(raw, sent)
+    splice = model_edit.locate_model(raw, sent)
     client_model = ""
     if splice is not None:
         if raw.body[splice.start : splice.stop] == splice.content:
@@ -90,5 +92,5 @@ def told(outcome: Outcome, raw: RawRequest, request: Request, sent: str) -> Outc
             # A body on an unknown path is looked into, but may be anything: nothing is added.
             splice = None
     return msgspec.structs.replace(
-        outcome, model_rewrite=sent, splice=splice, client_model=client_model
+        outcome, model_rewrite=sent, body_edit=splice, client_model=client_model
     )

@@ -9,15 +9,15 @@ from urllib.parse import unquote
 import msgspec
 
 from extproc import decision as outcomes
-from extproc.decision import Answer
+from extproc.decision import DirectResponse
 from extproc.protocol import error_response
-from extproc.routing.director import Dispatcher
+from extproc.routing.director import Director
 
 #: Where engines list their models.
 PATH: Final = "/v1/models"
 
 
-class Entry(msgspec.Struct, frozen=True):
+class ModelCard(msgspec.Struct, frozen=True):
     """One model.
 
     Attributes:
@@ -37,7 +37,7 @@ class Entry(msgspec.Struct, frozen=True):
     parent: str | None = None
 
 
-def asked(path: str) -> str | None:
+def requested_model(path: str) -> str | None:
     """Which model a path asks about: empty for all of them, None where it asks something else."""
     path = path.rstrip("/")
     if path == PATH:
@@ -46,12 +46,12 @@ def asked(path: str) -> str | None:
     return unquote(path.removeprefix(PATH + "/")) if path.startswith(PATH + "/") else None
 
 
-def answer(dispatchers: Sequence[Dispatcher], name: str) -> Answer | None:
+def answer(dispatchers: Sequence[Director], name: str) -> DirectResponse | None:
     """What to answer.
 
     Args:
         dispatchers: Whose endpoints count.
-        name: From `asked`.
+        name: From `requested_model`.
 
     Returns:
         None while no endpoint listed anything: an engine is asked then.
@@ -63,30 +63,30 @@ def answer(dispatchers: Sequence[Dispatcher], name: str) -> Answer | None:
         return _json(200, {"object": "list", "data": [entries[one] for one in sorted(entries)]})
     if name in entries:
         return _json(200, entries[name])
-    return Answer(404, error_response.body(outcomes.model_not_found(name, entries)))
+    return DirectResponse(404, error_response.error_body(outcomes.model_not_found(name, entries)))
 
 
-def names(dispatcher: Dispatcher) -> frozenset[str]:
+def names(dispatcher: Director) -> frozenset[str]:
     """Every name requests to a pool may carry: what endpoints listed, and what rewrites take."""
-    return dispatcher.pool.serving.names | dispatcher.decreed_names
+    return dispatcher.pool.serving.names | dispatcher.rewritten_models
 
 
-def _entries(dispatchers: Iterable[Dispatcher]) -> dict[str, Entry]:
-    entries: dict[str, Entry] = {}
+def _entries(dispatchers: Iterable[Director]) -> dict[str, ModelCard]:
+    entries: dict[str, ModelCard] = {}
     for dispatcher in dispatchers:
         for member in dispatcher.pool.members:
             models = member.serves
             if models is None:
                 continue
             for base in models.bases:
-                entries.setdefault(base, Entry(base, root=base))
+                entries.setdefault(base, ModelCard(base, root=base))
             parent = min(models.bases, default=None)
             for adapter in models.adapters:
-                entries.setdefault(adapter, Entry(adapter, root=adapter, parent=parent))
+                entries.setdefault(adapter, ModelCard(adapter, root=adapter, parent=parent))
         for other in names(dispatcher):
-            entries.setdefault(other, Entry(other, root=other))
+            entries.setdefault(other, ModelCard(other, root=other))
     return entries
 
 
-def _json(status: int, content: object) -> Answer:
-    return Answer(status, msgspec.json.encode(content))
+def _json(status: int, content: object) -> DirectResponse:
+    return DirectResponse(status, msgspec.json.encode(content))

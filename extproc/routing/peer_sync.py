@@ -14,9 +14,9 @@ from typing import Annotated, Final
 import msgspec
 
 from extproc.decision import Decision
-from extproc.pool.inflight import Account, Ticket
+from extproc.pool.inflight import InflightLoad, Reservation
 from extproc.prefix_cache.blocks import HASH_MASK
-from extproc.routing.director import Dispatcher
+from extproc.routing.director import Director
 
 #: Facts that wait to be carried (count), some 10 s of a busy picker. The oldest are dropped first:
 #: what is open is said again and again.
@@ -40,7 +40,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=512)]
 _PickerName = Annotated[str, msgspec.Meta(max_length=256)]
 
 
-class Sent(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
+class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
     """A request was committed to an endpoint.
 
     Attributes:
@@ -62,7 +62,7 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, tag="s", gc=False):
     blocks: Sequence[_Block]
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag="e", gc=False):
+class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e", gc=False):
     """A request is over.
 
     Attributes:
@@ -76,7 +76,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="e", gc=False):
     ran: bool = True
 
 
-class Open(msgspec.Struct, frozen=True, array_like=True, tag="o", gc=False):
+class OpenRequests(msgspec.Struct, frozen=True, array_like=True, tag="o", gc=False):
     """Which requests are open; every other one up to `until` is over.
 
     Attributes:
@@ -91,14 +91,14 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag="o", gc=False):
     serial: _Number = 0
 
 
-class Left(msgspec.Struct, frozen=True, array_like=True, tag="l", gc=False):
+class PickerLeft(msgspec.Struct, frozen=True, array_like=True, tag="l", gc=False):
     """The picker ends. What it has open goes on without it, and only scrapes show it."""
 
 
-Fact = Sent | Ended | Open | Left
+Fact = RequestStarted | RequestEnded | OpenRequests | PickerLeft
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PeerMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Facts of one picker, in the order in which they became true.
 
     Attributes:
@@ -110,15 +110,15 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     facts: Sequence[Fact]
 
 
-_decoder = msgspec.msgpack.Decoder(Message)
+_decoder = msgspec.msgpack.Decoder(PeerMessage)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: PeerMessage) -> bytes:
     """As it is carried: msgpack, without names of fields."""
     return msgspec.msgpack.encode(message)
 
 
-def decode(carried: bytes) -> Message | None:
+def decode(carried: bytes) -> PeerMessage | None:
     """What was carried; None where it cannot be read, as from another version.
 
     Nor is a message with a number or a name out of range: none of it is believed.
@@ -131,7 +131,7 @@ def decode(carried: bytes) -> Message | None:
         return None
 
 
-class Outbox:
+class PeerEventLog:
     """Facts of this picker that wait to be carried. Mutable; one owner.
 
     Args:
@@ -144,19 +144,19 @@ class Outbox:
         self._on_waiting = on_waiting
         self._latest = 0
         self._latest_list = 0
-        self._numbers: dict[Ticket, int] = {}
+        self._numbers: dict[Reservation, int] = {}
         self._waiting: list[Fact] = []
 
-    def journal(self, pool: str) -> Journal:
+    def pool_log(self, pool: str) -> PoolEventLog:
         """What the dispatcher of a pool writes to."""
-        return Journal(self, pool)
+        return PoolEventLog(self, pool)
 
-    def sent(self, pool: str, ticket: Ticket, blocks: Sequence[int]) -> None:
+    def request_started(self, pool: str, ticket: Reservation, blocks: Sequence[int]) -> None:
         """A request was charged to an endpoint."""
         self._latest += 1
         self._numbers[ticket] = self._latest
         self._put(
-            Sent(
+            RequestStarted(
                 self._latest,
                 pool,
                 ticket.endpoint.address,
@@ -167,29 +167,29 @@ class Outbox:
             )
         )
 
-    def ended(self, ticket: Ticket, *, answered: bool, ran: bool) -> None:
+    def request_ended(self, ticket: Reservation, *, answered: bool, ran: bool) -> None:
         """A request is over; nothing happens where it was not told of."""
         number = self._numbers.pop(ticket, None)
         if number is not None:
-            self._put(Ended(number, answered, ran))
+            self._put(RequestEnded(number, answered, ran))
 
-    def say_open(self) -> None:
+    def publish_open(self) -> None:
         """Say which requests are open."""
         self._latest_list += 1
-        self._put(Open(self._latest, list(self._numbers.values()), self._latest_list))
+        self._put(OpenRequests(self._latest, list(self._numbers.values()), self._latest_list))
 
-    def say_left(self) -> None:
+    def publish_left(self) -> None:
         """Say that this picker ends."""
-        self._put(Left())
+        self._put(PickerLeft())
 
-    def take(self, most: int = MOST_WAITING) -> Message | None:
+    def take(self, most: int = MOST_WAITING) -> PeerMessage | None:
         """What waits, the oldest first; None for nothing. What is lost is not told again.
 
         Args:
             most: Facts to take (count).
         """
         facts, self._waiting = self._waiting[:most], self._waiting[most:]
-        return Message(self.picker, facts) if facts else None
+        return PeerMessage(self.picker, facts) if facts else None
 
     def _put(self, fact: Fact) -> None:
         waiting = self._waiting
@@ -200,7 +200,7 @@ class Outbox:
             self._on_waiting()
 
 
-class Journal:
+class PoolEventLog:
     """An outbox as the dispatcher of one pool sees it.
 
     Args:
@@ -210,31 +210,31 @@ class Journal:
 
     __slots__ = ("_outbox", "_pool")
 
-    def __init__(self, outbox: Outbox, pool: str) -> None:
+    def __init__(self, outbox: PeerEventLog, pool: str) -> None:
         self._outbox = outbox
         self._pool = pool
 
-    def sent(self, ticket: Ticket, decision: Decision) -> None:
+    def on_reserved(self, ticket: Reservation, decision: Decision) -> None:
         """A decision was committed."""
-        self._outbox.sent(self._pool, ticket, decision.blocks)
+        self._outbox.request_started(self._pool, ticket, decision.block_hashes)
 
-    def moved(self, ticket: Ticket, blocks: Sequence[int]) -> None:
+    def on_moved(self, ticket: Reservation, blocks: Sequence[int]) -> None:
         """Another endpoint answers than the one that was chosen."""
-        self._outbox.ended(ticket, answered=False, ran=False)
-        self._outbox.sent(self._pool, ticket, blocks)
+        self._outbox.request_ended(ticket, answered=False, ran=False)
+        self._outbox.request_started(self._pool, ticket, blocks)
 
-    def ended(self, ticket: Ticket, *, answered: bool, ran: bool) -> None:
+    def on_released(self, ticket: Reservation, *, answered: bool, ran: bool) -> None:
         """A request is over."""
-        self._outbox.ended(ticket, answered=answered, ran=ran)
+        self._outbox.request_ended(ticket, answered=answered, ran=ran)
 
 
 class _Charged(msgspec.Struct, frozen=True):
     """One request of another picker, as it stands in our accounts."""
 
     pool: str
-    dispatcher: Dispatcher
-    account: Account
-    ticket: Ticket
+    dispatcher: Director
+    account: InflightLoad
+    ticket: Reservation
 
 
 class _Peer:
@@ -255,7 +255,7 @@ class _Peer:
         return number in self.ended or (number <= self.until and number not in self.still)
 
 
-class Mirror:
+class PeerReplica:
     """Charges the requests of other pickers. Mutable; one owner.
 
     Args:
@@ -265,7 +265,7 @@ class Mirror:
     """
 
     def __init__(
-        self, own: str, dispatchers: Callable[[str], Dispatcher | None], *, silent_s: float
+        self, own: str, dispatchers: Callable[[str], Director | None], *, silent_s: float
     ) -> None:
         self._own = own
         self._dispatchers = dispatchers
@@ -282,7 +282,7 @@ class Mirror:
         """Their requests that stand in our accounts (count)."""
         return sum(len(peer.open) for peer in self._peers.values())
 
-    def take(self, message: Message, now: float) -> set[str]:
+    def take(self, message: PeerMessage, now: float) -> set[str]:
         """Take in what a picker says.
 
         Args:
@@ -303,13 +303,13 @@ class Mirror:
         peer.heard = now
         for fact in message.facts:
             match fact:
-                case Sent():
+                case RequestStarted():
                     self._sent(peer, fact, now)
-                case Ended():
+                case RequestEnded():
                     self._ended(peer, fact, now, freed)
-                case Open():
+                case OpenRequests():
                     _settle(peer, fact, now, freed)
-                case Left():
+                case PickerLeft():
                     self._drop(message.picker, now, freed)
                     return freed
         return freed
@@ -329,7 +329,7 @@ class Mirror:
                 self._drop(name, now, freed)
         return freed
 
-    def _sent(self, peer: _Peer, fact: Sent, now: float) -> None:
+    def _sent(self, peer: _Peer, fact: RequestStarted, now: float) -> None:
         number = fact.number
         if number in peer.open or peer.over(number) or len(peer.open) >= MOST_OPEN:
             return
@@ -338,11 +338,13 @@ class Mirror:
         if dispatcher is None or member is None:
             return
         target, prompt_tokens, prompt_bytes = fact.target, fact.prompt_tokens, fact.prompt_bytes
-        blocks = fact.blocks[: dispatcher.deepest]
+        blocks = fact.blocks[: dispatcher.max_blocks]
         # What we believe, not what the other one does: how much of it is true changes what we
         # believe of that cache. Held against predictions of others, ours would never be corrected,
         # and pickers would come to differ more and more.
-        cached = dispatcher.believed(member, blocks, target=target, prompt_bytes=prompt_bytes)
+        cached = dispatcher.estimate_cached_tokens(
+            member, blocks, target=target, prompt_bytes=prompt_bytes
+        )
         ticket = dispatcher.charge(
             member,
             blocks,
@@ -352,11 +354,11 @@ class Mirror:
             prompt_bytes=prompt_bytes,
             now=now,
         )
-        ticket.mirrored = True
-        member.account.mirrored += 1
+        ticket.from_peers = True
+        member.account.from_peers += 1
         peer.open[number] = _Charged(fact.pool, dispatcher, member.account, ticket)
 
-    def _ended(self, peer: _Peer, fact: Ended, now: float, freed: set[str]) -> None:
+    def _ended(self, peer: _Peer, fact: RequestEnded, now: float, freed: set[str]) -> None:
         number = fact.number
         if number > peer.until or number in peer.still:
             # It may be told of later, or once more.
@@ -372,7 +374,7 @@ class Mirror:
             _close(charged, now, freed, answered=False, ran=True)
 
 
-def _settle(peer: _Peer, fact: Open, now: float, freed: set[str]) -> None:
+def _settle(peer: _Peer, fact: OpenRequests, now: float, freed: set[str]) -> None:
     """Close what is over, and forget of what ended before all that cannot come back."""
     # A picker that sends nothing lists the same latest number again and again.
     if (fact.until, fact.serial) < (peer.until, peer.serial):
@@ -385,16 +387,16 @@ def _settle(peer: _Peer, fact: Open, now: float, freed: set[str]) -> None:
 
 
 def _close(charged: _Charged, now: float, freed: set[str], *, answered: bool, ran: bool) -> None:
-    charged.account.mirrored -= 1
+    charged.account.from_peers -= 1
     if ran:
         charged.ticket.close(now, answered=answered)
     else:
-        charged.dispatcher.withdraw(charged.ticket, now)
+        charged.dispatcher.unreserve(charged.ticket, now)
     freed.add(charged.pool)
 
 
-def connect(pools: Iterable[tuple[str, Dispatcher]], outbox: Outbox) -> None:
+def connect(pools: Iterable[tuple[str, Director]], outbox: PeerEventLog) -> None:
     """Let dispatchers write to an outbox; for those that do already, nothing changes."""
     for name, dispatcher in pools:
-        if dispatcher.journal is None:
-            dispatcher.journal = outbox.journal(name)
+        if dispatcher.event_listener is None:
+            dispatcher.event_listener = outbox.pool_log(name)

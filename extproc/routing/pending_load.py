@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import msgspec
 
 from extproc.pool import holdings
-from extproc.pool.conversations import Recurrence
-from extproc.pool.inflight import Account
-from extproc.pool.store import Fleet
+from extproc.pool.conversations import ConversationTracker
+from extproc.pool.inflight import InflightLoad
+from extproc.pool.store import PoolStore
 
 
-class Promise(msgspec.Struct, frozen=True, gc=False):
+class PendingShare(msgspec.Struct, frozen=True, gc=False):
     """What one request that waits will hold.
 
     Attributes:
@@ -24,11 +24,11 @@ class Promise(msgspec.Struct, frozen=True, gc=False):
         share: Of its cache.
     """
 
-    account: Account
-    share: holdings.Share
+    account: InflightLoad
+    share: holdings.ContextShare
 
 
-class Promises:
+class PendingLoad:
     """Made to the endpoints of one fleet, and taken back.
 
     Args:
@@ -40,13 +40,15 @@ class Promises:
         counted: Whether anybody looks at them.
     """
 
-    def __init__(self, fleet: Fleet, recurrence: Recurrence, tokens: Sequence[int]) -> None:
+    def __init__(
+        self, fleet: PoolStore, recurrence: ConversationTracker, tokens: Sequence[int]
+    ) -> None:
         self._fleet = fleet
         self._recurrence = recurrence
         self._tokens = tokens
         self.counted = False
 
-    def make(self, address: str, chain: Sequence[int], *, prompt_tokens: int) -> Promise | None:
+    def add(self, address: str, chain: Sequence[int], *, prompt_tokens: int) -> PendingShare | None:
         """Promise an endpoint a request that waits for it.
 
         Args:
@@ -62,11 +64,13 @@ class Promises:
         member = self._fleet.pool.find(address)
         if member is None:
             return None
-        growth = self._recurrence.growth(prompt_tokens)
-        return Promise(member.account, member.account.promise(chain, self._tokens, growth=growth))
+        growth = self._recurrence.expected_growth_tokens(prompt_tokens)
+        return PendingShare(
+            member.account, member.account.add_pending(chain, self._tokens, growth=growth)
+        )
 
 
-def take_back(promise: Promise | None) -> None:
+def remove(promise: PendingShare | None) -> None:
     """The request goes on, or waits no longer."""
     if promise is not None:
-        promise.account.take_back(promise.share)
+        promise.account.remove_pending(promise.share)

@@ -13,15 +13,15 @@ import msgspec
 from extproc.decision import Rejection
 from extproc.parsing import envelope, surfaces
 from extproc.pool import inference_policy
-from extproc.pool.inference_policy import Policy, Rule, Target
-from extproc.request import RawRequest, Request
+from extproc.pool.inference_policy import InferencePolicy, RewriteRule, TargetModel
+from extproc.request import HttpRequest, InferenceRequest
 
 #: Headers that name an InferenceObjective; the first one that is there counts
 #: (docs/spec/protocol.md#header-names).
 OBJECTIVE_HEADERS: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 
 
-class Decrees:
+class PolicyResolver:
     """Reads a pool's policy for one request after the other.
 
     Of several rules for a model an exact one counts before one without models, and of these the
@@ -29,12 +29,12 @@ class Decrees:
     """
 
     def __init__(self) -> None:
-        self._decreed = self._configured = inference_policy.NONE
+        self._decreed = self._configured = inference_policy.EMPTY_POLICY
         self._priorities: Mapping[str, int] = {}
-        self._exact: dict[str, Rule] = {}
-        self._generic: Rule | None = None
+        self._exact: dict[str, RewriteRule] = {}
+        self._generic: RewriteRule | None = None
 
-    def follow(self, decreed: Policy, configured: Policy) -> None:
+    def update(self, decreed: InferencePolicy, configured: InferencePolicy) -> None:
         """Go by these from now on; does nothing while they are the same values as before.
 
         Args:
@@ -64,7 +64,9 @@ class Decrees:
         """Whether a rule is for every request, also for one that names no model."""
         return self._generic is not None
 
-    def ranked(self, request: Request, headers: Mapping[str, str]) -> Request:
+    def with_priority(
+        self, request: InferenceRequest, headers: Mapping[str, str]
+    ) -> InferenceRequest:
         """The request with the priority of the objective it names; as it is where it names none.
 
         Args:
@@ -79,7 +81,7 @@ class Decrees:
             return request
         return msgspec.structs.replace(request, objective=name, priority=priority)
 
-    def target(self, request: Request, rng: random.Random) -> str:
+    def rewrite_target(self, request: InferenceRequest, rng: random.Random) -> str:
         """The model that stands in for the one a request names; empty where no rule is for it.
 
         Turns of one conversation get the same one: a request with a session draws by the hash of
@@ -95,13 +97,15 @@ class Decrees:
             return ""
         return _drawn(rule, request.session, rng)
 
-    def supplied(self, raw: RawRequest, refused: Rejection, rng: random.Random) -> Request | None:
+    def with_default_model(
+        self, raw: HttpRequest, refused: Rejection, rng: random.Random
+    ) -> InferenceRequest | None:
         """The request, where it was refused for naming no model, and a rule has one for all.
 
         Args:
             raw: As it came.
             refused: What parsing it gave.
-            rng: As for `target`.
+            rng: As for `rewrite_target`.
 
         Returns:
             None where it stays refused.
@@ -125,7 +129,7 @@ def objective_of(headers: Mapping[str, str]) -> str:
     return ""
 
 
-def chosen(targets: Sequence[Target], share: float) -> Target:
+def weighted_choice(targets: Sequence[TargetModel], share: float) -> TargetModel:
     """One of a rule's targets.
 
     Where some have a weight, only those are drawn, in proportion; where none has, or they sum up to
@@ -147,7 +151,7 @@ def chosen(targets: Sequence[Target], share: float) -> Target:
     return max(targets, key=lambda one: one.weight or 0)
 
 
-def kept(rule: Rule, session: str) -> Target:
+def sticky_choice(rule: RewriteRule, session: str) -> TargetModel:
     """The target that a session has, in every replica and as long as weights stay.
 
     Weighted rendezvous: the least `-ln(u) / weight`, u in (0, 1) by the hash of session and target.
@@ -173,9 +177,9 @@ def kept(rule: Rule, session: str) -> Target:
     return best
 
 
-def _drawn(rule: Rule, session: str, rng: random.Random) -> str:
+def _drawn(rule: RewriteRule, session: str, rng: random.Random) -> str:
     if len(rule.targets) == 1:
         return rule.targets[0].model
     if not session:
-        return chosen(rule.targets, rng.random()).model
-    return kept(rule, session).model
+        return weighted_choice(rule.targets, rng.random()).model
+    return sticky_choice(rule, session).model

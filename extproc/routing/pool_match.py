@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 
-class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PoolMatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a request must look like; every kind of condition that is given must hold.
 
     Attributes:
@@ -31,7 +31,7 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return not (self.hosts or self.paths or self.headers or self.models)
 
 
-def holds(claim: Claim, headers: Mapping[str, str]) -> bool:
+def matches(claim: PoolMatch, headers: Mapping[str, str]) -> bool:
     """Whether a request's headers are as a claim wants them; its models are another question.
 
     Args:
@@ -49,14 +49,14 @@ def holds(claim: Claim, headers: Mapping[str, str]) -> bool:
     return all(headers.get(name) == value for name, value in claim.headers.items())
 
 
-def names(claim: Claim, model: str) -> bool:
+def names(claim: PoolMatch, model: str) -> bool:
     """Whether a model name is one of those claimed."""
     return any(
         model.startswith(one[:-1]) if one.endswith("*") else model == one for one in claim.models
     )
 
 
-def within(claim: Claim, limit: Claim) -> bool:
+def within(claim: PoolMatch, limit: PoolMatch) -> bool:
     """Whether every request that a claim takes is one that a limit takes.
 
     Args:
@@ -71,7 +71,7 @@ def within(claim: Claim, limit: Claim) -> bool:
     )
 
 
-def overlap(one: Claim, other: Claim) -> bool:
+def overlap(one: PoolMatch, other: PoolMatch) -> bool:
     """Whether there can be a request that both claims take."""
     return (
         _any_meet(one.hosts, other.hosts, _host_within)
@@ -81,13 +81,13 @@ def overlap(one: Claim, other: Claim) -> bool:
     )
 
 
-def num_comparisons(one: Claim, other: Claim) -> int:
+def num_comparisons(one: PoolMatch, other: PoolMatch) -> int:
     """Comparisons of conditions that `overlap` makes at most, and a call of it counts as 1."""
     pairs = ((one.hosts, other.hosts), (one.paths, other.paths), (one.models, other.models))
     return 1 + sum(len(left) * len(right) for left, right in pairs)
 
 
-def described(claim: Claim) -> str:
+def described(claim: PoolMatch) -> str:
     """A claim in words; an empty one is what no other pool takes."""
     if claim.empty:
         return "models its endpoints list, and what no other pool takes"

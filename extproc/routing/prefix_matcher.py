@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from extproc.pool.snapshot import Member
-from extproc.pool.store import Fleet
+from extproc.pool.snapshot import EndpointSnapshot
+from extproc.pool.store import PoolStore
 from extproc.prefix_cache import cache_model
 from extproc.prefix_cache.index import PrefixIndex
 
 
-class Matching:
+class PrefixMatcher:
     """Looks prompts up in the index for the members of a fleet.
 
     Args:
@@ -18,15 +18,15 @@ class Matching:
         index: Who is believed to hold which prefix block.
     """
 
-    def __init__(self, fleet: Fleet, index: PrefixIndex) -> None:
+    def __init__(self, fleet: PoolStore, index: PrefixIndex) -> None:
         self._fleet = fleet
         self._index = index
         self._slots: Mapping[str, int] = {}
         self._slots_in_order: Sequence[int] = ()
         self._slots_of: object = None
 
-    def of(
-        self, chain: Sequence[int], members: Sequence[Member], tokens: Sequence[int]
+    def match(
+        self, chain: Sequence[int], members: Sequence[EndpointSnapshot], tokens: Sequence[int]
     ) -> Sequence[int]:
         """Per member the prompt tokens believed cached there.
 
@@ -50,6 +50,6 @@ class Matching:
         if self._slots_of is not pool.positions:
             self._slots_of = pool.positions
             self._slots_in_order = [
-                self._index.slot(cache_model.key(one.endpoint)) for one in pool.members
+                self._index.slot(cache_model.index_key(one.endpoint)) for one in pool.members
             ]
             self._slots = dict(zip(pool.positions, self._slots_in_order, strict=True))

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import mmh3
 
-from extproc.pool.foreign_traffic import Peers
-from extproc.pool.snapshot import Member
+from extproc.pool.foreign_traffic import ForeignTraffic
+from extproc.pool.snapshot import EndpointSnapshot
 
 #: Share of others from which there are others: what pages show late is less.
 LEAST_SHARE = 0.1
@@ -24,7 +24,7 @@ _MOST = 0.95
 
 #: Times the fleet's hit ratio that is believed. Pickers that do not agree yet find half of what they
 #: will find; prompts that share nothing with any other have no home.
-_BOLDNESS = 2.0
+_HIT_RATIO_FACTOR = 2.0
 
 #: Where so many endpoints hold so much of a prompt, we know it better than others could tell.
 _ENOUGH_HOLDERS, _ENOUGH_SHARE = 2, 0.9
@@ -36,13 +36,13 @@ _BATCH = 32.0
 _DRAWN = 16
 
 
-def expected(
+def with_expected_hits(
     key: str,
     tokens: int,
-    members: Sequence[Member],
+    members: Sequence[EndpointSnapshot],
     *,
     matched: Sequence[int],
-    peers: Peers,
+    peers: ForeignTraffic,
 ) -> tuple[Sequence[int], int | None]:
     """What endpoints hold of a prompt, where other pickers have sent the turns we did not see.
 
@@ -62,10 +62,10 @@ def expected(
     much = _ENOUGH_SHARE * tokens
     if sum([known >= much for known in matched]) >= _ENOUGH_HOLDERS:
         return matched, None
-    believed = int(min(_MOST, _BOLDNESS * peers.hit_ratio) * tokens)
+    believed = int(min(_MOST, _HIT_RATIO_FACTOR * peers.hit_ratio) * tokens)
     if not believed:
         return matched, None
-    at = home(key, members)
+    at = rendezvous_endpoint(key, members)
     if not members[at].load.prefix_hits:
         return matched, None  # it does not cache prefixes, or nobody knows
     if believed <= matched[at]:
@@ -75,7 +75,7 @@ def expected(
     return told, at
 
 
-def home(key: str, members: Sequence[Member]) -> int:
+def rendezvous_endpoint(key: str, members: Sequence[EndpointSnapshot]) -> int:
     """Index of the member a key belongs to, by weighted rendezvous hash.
 
     The least of -ln(u) s, with u the hash of key and address in 0..1 and s the seconds between

@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from extproc.parsing import usage
-from extproc.protocol.messages import Event, Kind
-from extproc.protocol.replies import Costed, Reply
+from extproc.protocol.messages import MessageKind, ProcessingRequest
+from extproc.protocol.replies import ProcessingResponse, WithRequestCost
 
 
-def ends(event: Event) -> bool:
+def is_last_response_message(event: ProcessingRequest) -> bool:
     """Whether a message is the last one of an answer's body."""
     kind = event.kind
-    return (kind is Kind.RESPONSE_BODY and event.end_of_stream) or kind is Kind.RESPONSE_TRAILERS
+    return (
+        kind is MessageKind.RESPONSE_BODY and event.end_of_stream
+    ) or kind is MessageKind.RESPONSE_TRAILERS
 
 
-def told(
-    replies: Iterable[Reply], tail: bytes, weights: Mapping[usage.Kind, float]
-) -> Iterable[Reply]:
+def attach_request_cost(
+    replies: Iterable[ProcessingResponse], tail: bytes, weights: Mapping[usage.UsageKind, float]
+) -> Iterable[ProcessingResponse]:
     """Replies to the last message of an answer, with its cost on the last of them.
 
     `cost = max(0, sum of weight * tokens)` over the kinds of tokens the answer reports.
@@ -38,4 +40,4 @@ def told(
         return replies
     cost = max(0.0, sum(weight * used.get(kind, 0) for kind, weight in weights.items()))
     said = tuple(replies)
-    return (*said[:-1], Costed(said[-1], cost)) if said else said
+    return (*said[:-1], WithRequestCost(said[-1], cost)) if said else said

@@ -9,46 +9,48 @@ import msgspec
 
 from extproc.decision import Rejection
 from extproc.parsing import preparsed, surfaces
-from extproc.pool.store import Fleet
+from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 from extproc.routing import model_rewrite, policy_resolver, routing_config
 from extproc.scheduling.framework import Signal
 
 
-class Prepared(msgspec.Struct, frozen=True, gc=False):
+class PreparedRequest(msgspec.Struct, frozen=True, gc=False):
     """A request that only needs an endpoint; it stays as it is while it waits for one.
 
     Attributes:
         request: What is asked for: the model and adapter to be served, the priority.
         chain: The prompt's block hashes, root first, as engines hash them.
         raw: The request as it came.
-        asked: The request as parsed.
-        sent: The name to put into the body; empty where it stays.
-        whole: Whether parsing `raw` again gives the prompt.
+        parsed: The request as parsed.
+        upstream_model: The name to put into the body; empty where it stays.
+        reparsable: Whether parsing `raw` again gives the prompt.
     """
 
-    request: Request
+    request: InferenceRequest
     chain: Sequence[int]
-    raw: RawRequest
-    asked: Request
-    sent: str = ""
-    whole: bool = False
+    raw: HttpRequest
+    parsed: InferenceRequest
+    upstream_model: str = ""
+    reparsable: bool = False
 
-    def resting(self) -> Prepared:
+    def without_prompt(self) -> PreparedRequest:
         """Without the prompt: it is as large as the body, which tells the opening again."""
-        if not (self.whole and self.request.prompt):
+        if not (self.reparsable and self.request.prompt):
             return self
         replace = msgspec.structs.replace
         request = replace(self.request, prompt=b"")
-        asked = request if self.asked is self.request else replace(self.asked, prompt=b"")
+        asked = request if self.parsed is self.request else replace(self.parsed, prompt=b"")
         # By position: `replace` takes six times as long, and every request that waits rests.
         raw = preparsed.rest(self.raw)
-        return Prepared(request, self.chain, raw, asked, self.sent, self.whole)
+        return PreparedRequest(
+            request, self.chain, raw, asked, self.upstream_model, self.reparsable
+        )
 
-    def prompted(self) -> Request:
+    def with_prompt(self) -> InferenceRequest:
         """The request with its prompt, parsed anew if need be."""
-        if self.request.prompt or not self.whole:
+        if self.request.prompt or not self.reparsable:
             return self.request
         read = surfaces.parse(self.raw)
         if isinstance(read, Rejection):
@@ -56,7 +58,7 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
         return msgspec.structs.replace(self.request, prompt=read.prompt)
 
 
-class Preparation:
+class RequestPreparer:
     """Prepares requests for one fleet.
 
     Args:
@@ -65,13 +67,13 @@ class Preparation:
         rng: All chance there is.
     """
 
-    def __init__(self, fleet: Fleet, *, schedule: blocks.Schedule, rng: random.Random) -> None:
+    def __init__(self, fleet: PoolStore, *, schedule: blocks.Schedule, rng: random.Random) -> None:
         self._fleet = fleet
         self._schedule = schedule
         self._rng = rng
-        self._decrees = policy_resolver.Decrees()
+        self._policy_resolver = policy_resolver.PolicyResolver()
 
-    def adopt(self, routing: routing_config.Routing) -> None:
+    def adopt(self, routing: routing_config.RoutingConfig) -> None:
         """Go by another configuration from the next request on."""
         self._policy = routing.policy
         self._kubeai_names = routing.settings.kubeai_names
@@ -87,28 +89,30 @@ class Preparation:
         """Whether a rewrite is for every request, also for one that names no model."""
         return self._decreed.supplies
 
-    def of(self, raw: RawRequest) -> Prepared | Rejection:
+    def prepare(self, raw: HttpRequest) -> PreparedRequest | Rejection:
         """Prepare a request, or say what is wrong with it."""
         request = surfaces.parse(raw)
         if not isinstance(request, Rejection):
             return self.parsed(request, raw, whole=True)
         decreed = self._decreed
-        supplied = decreed.supplied(raw, request, self._rng)
+        supplied = decreed.with_default_model(raw, request, self._rng)
         if supplied is None:
             return request
-        return self._named(decreed.ranked(supplied, raw.headers), raw, supplied.model)
+        return self._named(decreed.with_priority(supplied, raw.headers), raw, supplied.model)
 
-    def parsed(self, request: Request, raw: RawRequest, *, whole: bool = False) -> Prepared:
-        """Prepare a request that is parsed already; `whole` as of `Prepared`."""
+    def parsed(
+        self, request: InferenceRequest, raw: HttpRequest, *, whole: bool = False
+    ) -> PreparedRequest:
+        """Prepare a request that is parsed already; `whole` as of `PreparedRequest`."""
         decreed = self._decreed
-        target = decreed.target(request, self._rng)
-        return self._named(decreed.ranked(request, raw.headers), raw, target, whole=whole)
+        target = decreed.rewrite_target(request, self._rng)
+        return self._named(decreed.with_priority(request, raw.headers), raw, target, whole=whole)
 
     def _named(
-        self, request: Request, raw: RawRequest, target: str, *, whole: bool = False
-    ) -> Prepared:
+        self, request: InferenceRequest, raw: HttpRequest, target: str, *, whole: bool = False
+    ) -> PreparedRequest:
         """With the target of a rewrite in place of the model; empty for none."""
-        renamed = model_rewrite.of(
+        renamed = model_rewrite.resolve_model(
             request,
             raw.headers,
             self._fleet.pool.serving,
@@ -116,17 +120,17 @@ class Preparation:
             kubeai_names=self._kubeai_names,
         )
         if renamed is None:
-            return Prepared(request, self._chain(request), raw, request, whole=whole)
+            return PreparedRequest(request, self._chain(request), raw, request, reparsable=whole)
         chain = self._chain(renamed.hashed)
-        return Prepared(renamed.request, chain, raw, request, renamed.sent, whole)
+        return PreparedRequest(renamed.request, chain, raw, request, renamed.upstream_model, whole)
 
     @property
-    def _decreed(self) -> policy_resolver.Decrees:
+    def _decreed(self) -> policy_resolver.PolicyResolver:
         """What was decreed, as of now."""
-        self._decrees.follow(self._fleet.policy, self._policy)
-        return self._decrees
+        self._policy_resolver.update(self._fleet.policy, self._policy)
+        return self._policy_resolver
 
-    def _chain(self, request: Request) -> Sequence[int]:
+    def _chain(self, request: InferenceRequest) -> Sequence[int]:
         """The prompt's block hashes; none where no profile reads them."""
         if not self._hashing or not request.prompt:
             return ()

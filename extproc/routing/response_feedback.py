@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from extproc.pool.condition import Verdict, verdict
-from extproc.pool.inflight import Ticket
-from extproc.pool.snapshot import Member
-from extproc.pool.store import Fleet
+from extproc.pool.condition import RequestOutcome, classify_status
+from extproc.pool.inflight import Reservation
+from extproc.pool.snapshot import EndpointSnapshot
+from extproc.pool.store import PoolStore
 from extproc.prefix_cache import cache_model
 from extproc.prefix_cache.index import PrefixIndex
 
 
-class Evidence:
+class ResponseFeedback:
     """Hears what becomes of requests. Mutable; its dispatcher owns it.
 
     Args:
@@ -19,12 +19,16 @@ class Evidence:
         belief: Predictions of cache hits.
     """
 
-    def __init__(self, *, fleet: Fleet, index: PrefixIndex, belief: cache_model.Beliefs) -> None:
+    def __init__(
+        self, *, fleet: PoolStore, index: PrefixIndex, belief: cache_model.CacheModel
+    ) -> None:
         self._fleet = fleet
         self._index = index
         self._belief = belief
 
-    def answered(self, ticket: Ticket, status: str, now: float, *, served: str) -> None:
+    def on_response_headers(
+        self, ticket: Reservation, status: str, now: float, *, served: str
+    ) -> None:
         """Response headers came.
 
         Args:
@@ -33,46 +37,50 @@ class Evidence:
             now: Monotonic seconds.
             served: Address of the endpoint that answered; empty where nobody says so.
         """
-        said = verdict(status)
+        said = classify_status(status)
         known = served == ticket.endpoint.address
         # A name that is nobody's is a data plane that spells addresses in another way.
         other = self._fleet.pool.find(served) if served and not known else None
         if other is None:
-            sole = known or (ticket.alone and not served)
-            self._fleet.told(ticket.endpoint, said, sent_at=ticket.at, now=now, sole=sole)
+            sole = known or (ticket.sole_endpoint and not served)
+            self._fleet.record_outcome(ticket.endpoint, said, sent_at=ticket.at, now=now, sole=sole)
         else:
-            self._passed_over(ticket, said, now, other)
-        if said is not Verdict.SERVED:
+            self._served_elsewhere(ticket, said, now, other)
+        if said is not RequestOutcome.SERVED:
             ticket.refused = True
-            self._disbelieve(ticket)
+            self._retract_prefix(ticket)
         ticket.blocks = ()
 
-    def withdrawn(self, ticket: Ticket) -> None:
+    def on_unreserved(self, ticket: Reservation) -> None:
         """The request was never sent."""
-        self._disbelieve(ticket)
+        self._retract_prefix(ticket)
         ticket.blocks = ()
 
-    def left(self, ticket: Ticket, now: float) -> None:
+    def on_no_response(self, ticket: Reservation, now: float) -> None:
         """The stream ended before response headers came."""
-        self._fleet.told(ticket.endpoint, Verdict.LEFT, sent_at=ticket.at, now=now)
-
-    def _passed_over(self, ticket: Ticket, said: Verdict, now: float, served: Member) -> None:
-        """The data plane could not use the chosen endpoint, and another one answered."""
-        self._fleet.told(
-            ticket.endpoint, Verdict.FAILED, sent_at=ticket.at, now=now, cause="passed-over"
+        self._fleet.record_outcome(
+            ticket.endpoint, RequestOutcome.NO_RESPONSE, sent_at=ticket.at, now=now
         )
-        self._disbelieve(ticket)
+
+    def _served_elsewhere(
+        self, ticket: Reservation, said: RequestOutcome, now: float, served: EndpointSnapshot
+    ) -> None:
+        """The data plane could not use the chosen endpoint, and another one answered."""
+        self._fleet.record_outcome(
+            ticket.endpoint, RequestOutcome.FAILED, sent_at=ticket.at, now=now, cause="passed-over"
+        )
+        self._retract_prefix(ticket)
         ticket.move(served.account, now)
         if ticket.blocks:
-            self._index.record(cache_model.key(served.endpoint), ticket.blocks)
-        self._fleet.told(served.endpoint, said, sent_at=ticket.at, now=now)
+            self._index.record(cache_model.index_key(served.endpoint), ticket.blocks)
+        self._fleet.record_outcome(served.endpoint, said, sent_at=ticket.at, now=now)
 
-    def _disbelieve(self, ticket: Ticket) -> None:
+    def _retract_prefix(self, ticket: Reservation) -> None:
         """Nothing of the request ran on its endpoint: its prompt is not cached there."""
         if not ticket.prompt_tokens:
             return
-        ratio = self._fleet.tokenisers.of(ticket.target, ticket.prompt_bytes)
-        self._belief.unsent(
+        ratio = self._fleet.bytes_per_token.ratio_for(ticket.target, ticket.prompt_bytes)
+        self._belief.record_cancelled(
             ticket.endpoint,
             ticket.blocks,
             prompt_tokens=ticket.prompt_tokens,

@@ -8,16 +8,16 @@ import msgspec
 
 from extproc.pool import inference_policy
 from extproc.scheduling.framework import Signal
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.profile import SchedulerProfile
 
 
-class DispatchSettings(msgspec.Struct, frozen=True):
+class RoutingSettings(msgspec.Struct, frozen=True):
     """How requests are routed.
 
     Attributes:
         stale_after_s: Age at which a scraped load counts as unknown.
         fallbacks: Further endpoints named after the chosen one.
-        honour_subset: Keep to the endpoints the data plane allows. True, because ignoring the hint
+        respect_subset: Keep to the endpoints the data plane allows. True, because ignoring the hint
             sends requests where they were not allowed.
         reject_unlisted: Refuse requests for models that nobody serves, where what everybody serves
             is known. False, because engines answer that themselves.
@@ -28,13 +28,13 @@ class DispatchSettings(msgspec.Struct, frozen=True):
 
     stale_after_s: float
     fallbacks: int = 0
-    honour_subset: bool = True
+    respect_subset: bool = True
     reject_unlisted: bool = False
     kubeai_names: bool = True
     busy_s: float | None = None
 
 
-class Routing(msgspec.Struct, frozen=True):
+class RoutingConfig(msgspec.Struct, frozen=True):
     """Everything a new configuration may change about routing; replaced as one value.
 
     Attributes:
@@ -44,10 +44,10 @@ class Routing(msgspec.Struct, frozen=True):
         policy: Objectives and rewrites that the configuration has.
     """
 
-    profile: Profile
-    by_model: Mapping[str, Profile]
-    settings: DispatchSettings
-    policy: inference_policy.Policy = inference_policy.NONE
+    profile: SchedulerProfile
+    by_model: Mapping[str, SchedulerProfile]
+    settings: RoutingSettings
+    policy: inference_policy.InferencePolicy = inference_policy.EMPTY_POLICY
 
     @property
     def needs(self) -> frozenset[Signal]:

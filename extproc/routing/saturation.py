@@ -21,7 +21,7 @@ _FULL: Final = 0.97
 
 #: The same for all others. What is left is room for the prompt of a request that must not wait
 #: until an answer ends. At 0.97 a saturated engine is always short of it.
-_ROOMY: Final = 0.9
+_KV_TARGET: Final = 0.9
 
 #: The same while requests of priorities above 0 come. What runs beside them sets how long their
 #: iterations are. Simulated at three times the capacity (`bench.capacity`), 0.75 in place of 0.9 takes
@@ -39,7 +39,7 @@ HEADROOM: Final = 5.0
 #: factor): as long as that saves. What is cached adds little to a queue, and is soon out of it. From
 #: 0 to 10 it matters little, as requests wait for the endpoint of their choice anyway: l4-1600
 #: serves 109 to 111 requests per second.
-_LOYALTY: Final = 1.0
+_CACHED_WAIT_FACTOR: Final = 1.0
 
 
 def wait_s(candidate: Candidate, *, ceiling: float = _FULL) -> float:
@@ -60,14 +60,14 @@ def wait_s(candidate: Candidate, *, ceiling: float = _FULL) -> float:
     queued = candidate.queued_tokens
     waits = 0.0
     if queued > 0.0:
-        rates, requests = candidate.rates, candidate.requests
+        rates, requests = candidate.rates, candidate.estimated_requests
         # However short a prompt is, nothing overtakes the iteration that computes it.
         waits = queued * rates.prefill_s + rates.iteration_s(max(1.0, requests))
     load = candidate.load
     usage, blocks, size = load.kv_usage, load.kv_blocks, load.block_tokens
     over = 0.0
     if usage is not None and blocks and size:
-        over = (usage - ceiling) * blocks * size + candidate.unseen_tokens
+        over = (usage - ceiling) * blocks * size + candidate.unscraped_tokens
     if over > 0.0 or load.waiting:
         rates = candidate.rates
         running = max(1.0, load.running or 1.0)
@@ -76,7 +76,7 @@ def wait_s(candidate: Candidate, *, ceiling: float = _FULL) -> float:
     return waits
 
 
-def over_s(
+def excess_wait_s(
     candidates: Sequence[Candidate], limit_s: float, *, priority: int, shared: bool = False
 ) -> list[float]:
     """Seconds each is too long to wait for, 0 or less where there is a place: wait - m p - limit.
@@ -89,7 +89,7 @@ def over_s(
         priority: Of the request.
         shared: Whether requests of priorities above 0 come.
     """
-    ceiling = _SHARED if shared else _ROOMY
+    ceiling = _SHARED if shared else _KV_TARGET
     if priority > 0:
         limit_s *= HEADROOM
         ceiling = _FULL
@@ -97,7 +97,7 @@ def over_s(
     for one in candidates:
         seconds = wait_s(one, ceiling=ceiling) - limit_s
         if one.matched_tokens:
-            seconds -= _LOYALTY * one.matched_tokens * one.rates.prefill_s
+            seconds -= _CACHED_WAIT_FACTOR * one.matched_tokens * one.rates.prefill_s
         over.append(seconds)
     return over
 
@@ -106,5 +106,5 @@ def _in_front(candidate: Candidate, over: float) -> float:
     """Requests that wait for a place in the batch or for memory, `over` tokens of it."""
     in_front = over / max(1.0, candidate.rates.context_tokens)
     if candidate.load.waiting:
-        in_front = max(in_front, candidate.requests - (candidate.load.running or 0.0))
+        in_front = max(in_front, candidate.estimated_requests - (candidate.load.running or 0.0))
     return max(0.0, in_front)

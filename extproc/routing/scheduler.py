@@ -13,11 +13,11 @@ from extproc.decision import Outcome, Rejection
 from extproc.endpoint import Candidate
 from extproc.parsing import first_user_message
 from extproc.pool import load_imputation, snapshot
-from extproc.pool.conversations import Recurrence
-from extproc.pool.store import Fleet
+from extproc.pool.conversations import ConversationTracker
+from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks
 from extproc.prefix_cache.index import PrefixIndex
-from extproc.request import BYTES_PER_TOKEN, Request
+from extproc.request import BYTES_PER_TOKEN, InferenceRequest
 from extproc.routing import (
     admission,
     eligibility,
@@ -26,13 +26,13 @@ from extproc.routing import (
     saturation,
     shedding,
 )
-from extproc.routing.prefix_matcher import Matching
-from extproc.scheduling.context import Turn
+from extproc.routing.prefix_matcher import PrefixMatcher
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.profile import SchedulerProfile
 
 
-class Choice:
+class Scheduler:
     """Chooses for requests that are parsed and hashed, and charges nobody.
 
     Args:
@@ -45,15 +45,15 @@ class Choice:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: PoolStore,
         index: PrefixIndex,
-        recurrence: Recurrence,
+        recurrence: ConversationTracker,
         *,
         schedule: blocks.Schedule,
         rng: random.Random,
     ) -> None:
         self._fleet = fleet
-        self._matching = Matching(fleet, index)
+        self._prefix_matcher = PrefixMatcher(fleet, index)
         self._recurrence = recurrence
         self._schedule = schedule
         self._imputer = load_imputation.Imputer()
@@ -61,50 +61,57 @@ class Choice:
         # Until then others leave more room, because a request of a priority above 0 came.
         self._shared_until = -math.inf
 
-    def adopt(self, routing: routing_config.Routing) -> None:
+    def adopt(self, routing: routing_config.RoutingConfig) -> None:
         """Choose by another configuration from the next request on."""
         self._routing = routing
         self._settings = routing.settings
         self._read_opening = (
-            first_user_message.of if Signal.OPENING in routing.needs else first_user_message.unread
+            first_user_message.first_user_message
+            if Signal.FIRST_USER_MESSAGE in routing.needs
+            else first_user_message.no_message
         )
-        self._homing = Signal.HOMES in routing.needs
+        self._homing = Signal.CONVERSATIONS in routing.needs
 
-    def of(
+    def schedule(
         self,
-        request: Request,
+        request: InferenceRequest,
         now: float,
         *,
         chain: Sequence[int],
         headers: Mapping[str, str],
         patient: bool,
-        prompted: Callable[[], Request] | None = None,
+        prompted: Callable[[], InferenceRequest] | None = None,
     ) -> Outcome:
-        """See `Dispatcher.choose`; `prompted` gives the request with its prompt where it has none."""
+        """See `Director.choose`; `prompted` gives the request with its prompt where it has none."""
         pool = self._fleet.pool
-        read_opening: Callable[[Request], str] = self._read_opening
+        read_opening: Callable[[InferenceRequest], str] = self._read_opening
         if prompted is not None and not request.prompt:
-            read_opening = _later(read_opening, prompted)
+            read_opening = _lazy_first_user_message(read_opening, prompted)
         found = self._find_eligible(pool, request, now)
         if isinstance(found, Rejection):
             return found
         members = found.members
         request, ratio = self._counted(request)
         adapter = request.adapter or (request.model if request.model in pool.adapters else "")
-        matched = self._matching.of(chain, members, self._schedule.tokens_at(ratio))
+        matched = self._prefix_matcher.match(chain, members, self._schedule.tokens_at(ratio))
         home, learnt = None, (0.0, 0.0, 0.0, 0.0)
         if self._homing:
-            peers, known = self._fleet.peers, self._recurrence
-            others, home = peers.share, known.home(chain)
-            learnt = (known.share, known.growth(request.prompt_tokens), others, known.away(others))
+            peers, known = self._fleet.foreign_traffic, self._recurrence
+            others, home = peers.share, known.last_endpoint(chain)
+            learnt = (
+                known.continuation_ratio,
+                known.expected_growth_tokens(request.prompt_tokens),
+                others,
+                known.idle_per_open(others),
+            )
             if chain and others >= rendezvous_affinity.LEAST_SHARE:
                 key = request.session or read_opening(request)
-                matched, at = rendezvous_affinity.expected(
+                matched, at = rendezvous_affinity.with_expected_hits(
                     key, request.prompt_tokens, members, matched=matched, peers=peers
                 )
                 # Where our own last turn of it went, the others do not know.
                 home = home if at is None else members[at].account
-        candidates = snapshot.candidates(
+        candidates = snapshot.build_candidates(
             members,
             matched,
             adapter=adapter,
@@ -118,31 +125,41 @@ class Choice:
         routing = self._routing
         profile = routing.by_model.get(request.model, routing.profile)
         if request.priority < 0 and shedding.saturated(profile, candidates):
-            return outcomes.shed()
-        turn = Turn(request, now, self._rng, headers, chain, read_opening, adapter, *learnt)
+            return outcomes.sheddable_dropped()
+        turn = SchedulingContext(
+            request, now, self._rng, headers, chain, read_opening, adapter, *learnt
+        )
         outcome = self._run(profile, turn, candidates, patient=patient)
-        if isinstance(outcome, Rejection) or found.whole:
+        if isinstance(outcome, Rejection) or found.nothing_excluded:
             return outcome
         return msgspec.structs.replace(
-            outcome, left_out=found.left_out, unlisted=found.unlisted, put_aside=found.put_aside
+            outcome,
+            excluded_by_model=found.excluded_by_model,
+            model_unlisted=found.model_unlisted,
+            excluded_by_health=found.excluded_by_health,
         )
 
     def _find_eligible(
-        self, pool: snapshot.Pool, request: Request, now: float
-    ) -> eligibility.Eligible | Rejection:
+        self, pool: snapshot.Pool, request: InferenceRequest, now: float
+    ) -> eligibility.EligibleEndpoints | Rejection:
         """The endpoints that a request may go to, or why to none."""
-        return eligibility.find(
+        return eligibility.find_eligible(
             pool,
             request,
-            honour_subset=self._settings.honour_subset,
+            honour_subset=self._settings.respect_subset,
             reject_unlisted=self._settings.reject_unlisted,
-            health=self._fleet.health.settings,
+            health=self._fleet.outlier_detector.settings,
             now=now,
             rng=self._rng,
         )
 
     def _run(
-        self, profile: Profile, turn: Turn, candidates: Sequence[Candidate], *, patient: bool
+        self,
+        profile: SchedulerProfile,
+        turn: SchedulingContext,
+        candidates: Sequence[Candidate],
+        *,
+        patient: bool,
     ) -> Outcome:
         """What a profile decides, where requests may wait for endpoints among those that are free."""
         count = 1 + self._settings.fallbacks
@@ -150,7 +167,7 @@ class Choice:
             return profile.run(turn, candidates, count=count)
         if turn.request.priority > 0:
             self._shared_until = turn.now + saturation.REMEMBERED_S
-        return admission.decide(
+        return admission.admit(
             lambda some: profile.run(turn, some, count=count),
             candidates,
             self._settings.busy_s,
@@ -159,24 +176,24 @@ class Choice:
             shared=turn.now < self._shared_until,
         )
 
-    def _counted(self, request: Request) -> tuple[Request, float]:
+    def _counted(self, request: InferenceRequest) -> tuple[InferenceRequest, float]:
         """The request with the tokens that its model is believed to count, and bytes per token."""
-        ratio = self._fleet.tokenisers.of(request.target, request.prompt_bytes)
+        ratio = self._fleet.bytes_per_token.ratio_for(request.target, request.prompt_bytes)
         if ratio != BYTES_PER_TOKEN:
             tokens = max(1, round(request.prompt_bytes / ratio))
             request = msgspec.structs.replace(request, prompt_tokens=tokens)
         return request, ratio
 
-    def believed(
-        self, member: snapshot.Member, chain: Sequence[int], *, bytes_per_token: float
+    def estimate_cached_tokens(
+        self, member: snapshot.EndpointSnapshot, chain: Sequence[int], *, bytes_per_token: float
     ) -> int:
         """Prompt tokens of a chain that are believed cached on an endpoint."""
         tokens = self._schedule.tokens_at(bytes_per_token)
-        return self._matching.of(chain, (member,), tokens)[0]
+        return self._prefix_matcher.match(chain, (member,), tokens)[0]
 
 
-def _later(
-    read: Callable[[Request], str], prompted: Callable[[], Request]
-) -> Callable[[Request], str]:
+def _lazy_first_user_message(
+    read: Callable[[InferenceRequest], str], prompted: Callable[[], InferenceRequest]
+) -> Callable[[InferenceRequest], str]:
     """Reads the opening of a request whose prompt was let go."""
     return lambda _: read(prompted())

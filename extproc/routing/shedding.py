@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from extproc.endpoint import Candidate
 from extproc.scheduling.filters.utilization_detector import UtilizationDetector
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.profile import SchedulerProfile
 
 #: What counts as full where the profile has no detector of its own: upstream's defaults, 5 waiting
 #: requests or 0.8 of the KV blocks.
 _USUAL = UtilizationDetector()
 
 
-def saturated(profile: Profile, candidates: Sequence[Candidate]) -> bool:
+def saturated(profile: SchedulerProfile, candidates: Sequence[Candidate]) -> bool:
     """Whether every endpoint a request may go to is full.
 
     Full is what a saturation detector among the profile's filters says, one of them where there are
@@ -26,6 +26,6 @@ def saturated(profile: Profile, candidates: Sequence[Candidate]) -> bool:
         candidates: Who is in play, at least one.
     """
     return any(
-        all(detector.full(candidate) for candidate in candidates)
+        all(detector.is_saturated(candidate) for candidate in candidates)
         for detector in profile.detectors or (_USUAL,)
     )

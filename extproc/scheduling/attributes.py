@@ -41,7 +41,7 @@ ATTRIBUTES: Mapping[str, Attribute] = {
     "kv_cache_usage_perc": _KV_USAGE,
     "kv_usage": _KV_USAGE,
     "in_flight": Attribute(Signal.IN_FLIGHT, lambda c: float(c.in_flight)),
-    "requests": Attribute(Signal.IN_FLIGHT, lambda c: c.requests),
+    "requests": Attribute(Signal.IN_FLIGHT, lambda c: c.estimated_requests),
     "prompt_tokens": Attribute(Signal.IN_FLIGHT, lambda c: float(c.prompt_tokens)),
     "queued_tokens": Attribute(Signal.QUEUED, lambda c: c.queued_tokens),
     "matched_tokens": Attribute(Signal.PREFIX, lambda c: float(c.matched_tokens)),

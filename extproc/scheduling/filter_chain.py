@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from extproc.decision import Branch
+from extproc.decision import FilterTreeStep
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
-from extproc.scheduling.filter_tree import Node, Tree
+from extproc.scheduling.context import SchedulingContext
+from extproc.scheduling.filter_tree import FilterTree, FilterTreeNode
 from extproc.scheduling.filters.adapter_active import AdapterActive
 from extproc.scheduling.filters.adapter_soft_affinity import AdapterSoftAffinity
 from extproc.scheduling.filters.can_accept_adapter import CanAcceptAdapter
@@ -61,20 +61,24 @@ class FilterChain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     sheddable: str = "sheddable"
 
     @cached_property
-    def tree(self) -> Tree:
+    def tree(self) -> FilterTree:
         """The tree that these parameters mean."""
-        kv = Node(filter=KvRange())
-        queue_kv = Node(filter=QueueRange(), on_either=kv)
-        low_cost = Node(filter=QueueRange(), on_either=Node(filter=LowCostAdapter(), on_either=kv))
+        kv = FilterTreeNode(filter=KvRange())
+        queue_kv = FilterTreeNode(filter=QueueRange(), on_either=kv)
+        low_cost = FilterTreeNode(
+            filter=QueueRange(), on_either=FilterTreeNode(filter=LowCostAdapter(), on_either=kv)
+        )
         if self.affinity_share < 1:
             soft = AdapterSoftAffinity(share=self.affinity_share)
-            short = Node(filter=soft, on_either=queue_kv)
-            long = Node(filter=QueueRange(), on_either=Node(filter=soft, on_either=kv))
+            short = FilterTreeNode(filter=soft, on_either=queue_kv)
+            long = FilterTreeNode(
+                filter=QueueRange(), on_either=FilterTreeNode(filter=soft, on_either=kv)
+            )
         else:
-            room = Node(filter=CanAcceptAdapter(), on_either=queue_kv)
-            short = Node(filter=AdapterActive(), on_success=queue_kv, on_failure=room)
+            room = FilterTreeNode(filter=CanAcceptAdapter(), on_either=queue_kv)
+            short = FilterTreeNode(filter=AdapterActive(), on_success=queue_kv, on_failure=room)
             long = low_cost
-        critical = Node(
+        critical = FilterTreeNode(
             filter=LowLatency(below_waiting_requests=self.below_waiting_requests),
             on_success=short,
             on_failure=long,
@@ -83,22 +87,26 @@ class FilterChain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             max_waiting_requests=self.sheddable_waiting_requests,
             max_kv_usage=self.sheddable_kv_usage,
         )
-        return Tree(
-            root=Node(
+        return FilterTree(
+            root=FilterTreeNode(
                 filter=CriticalRequest(header=self.header, sheddable=self.sheddable),
                 on_success=critical,
-                on_failure=Node(
-                    filter=capacity, on_success=low_cost, on_failure=Node(filter=DropRequest())
+                on_failure=FilterTreeNode(
+                    filter=capacity,
+                    on_success=low_cost,
+                    on_failure=FilterTreeNode(filter=DropRequest()),
                 ),
             )
         )
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
-        return self.tree.keep(turn, candidates)
+        return self.tree.filter(turn, candidates)
 
     def walk(
-        self, turn: Turn, candidates: Sequence[Candidate]
-    ) -> tuple[Sequence[Candidate], Sequence[Branch]]:
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> tuple[Sequence[Candidate], Sequence[FilterTreeStep]]:
         """See `plugins.Branching`."""
         return self.tree.walk(turn, candidates)

@@ -11,13 +11,19 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from extproc.decision import Branch, Decision
+from extproc.decision import Decision, FilterTreeStep
 from extproc.endpoint import Candidate, Endpoint
-from extproc.scheduling.context import Turn
-from extproc.scheduling.framework import Answerer, Filter, Keyed, Observer, Signal
+from extproc.scheduling.context import SchedulingContext
+from extproc.scheduling.framework import (
+    Filter,
+    Observer,
+    RequestKeyProvider,
+    ResponseHeaderProvider,
+    Signal,
+)
 
 
-class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FilterTreeNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A filter of a tree and what follows it.
 
     Attributes:
@@ -28,11 +34,11 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """
 
     filter: Any
-    on_success: Node | None = None
-    on_failure: Node | None = None
-    on_either: Node | None = None
+    on_success: FilterTreeNode | None = None
+    on_failure: FilterTreeNode | None = None
+    on_either: FilterTreeNode | None = None
 
-    def next(self, *, left_anybody: bool) -> tuple[str, Node | None]:
+    def next(self, *, left_anybody: bool) -> tuple[str, FilterTreeNode | None]:
         """What follows and by which name; an empty name and None at the end of the walk."""
         named = self.on_success if left_anybody else self.on_failure
         if named is not None:
@@ -45,7 +51,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return f"{self.filter.kind} ({below})" if below else f"{self.filter.kind}"
 
 
-class Tree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+class FilterTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """Walks from `root` to an end of the tree (docs/spec/prior-systems.md#tree-semantics).
 
     A filter succeeds when it leaves at least one candidate. Then what it left goes on to the next
@@ -63,7 +69,7 @@ class Tree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     kind: ClassVar[str] = "tree"
 
-    root: Node
+    root: FilterTreeNode
 
     @cached_property
     def filters(self) -> tuple[Filter, ...]:
@@ -75,57 +81,61 @@ class Tree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """Every signal its filters read."""
         return frozenset().union(*(each.needs for each in self.filters))
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         return self.walk(turn, candidates)[0]
 
     def walk(
-        self, turn: Turn, candidates: Sequence[Candidate]
-    ) -> tuple[Sequence[Candidate], Sequence[Branch]]:
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> tuple[Sequence[Candidate], Sequence[FilterTreeStep]]:
         """See `plugins.Branching`."""
-        node: Node | None = self.root
+        node: FilterTreeNode | None = self.root
         kept: Sequence[Candidate] = candidates
-        branches: list[Branch] = []
+        branches: list[FilterTreeStep] = []
         while node is not None:
             error: Exception | None = None
             try:
-                kept = node.filter.keep(turn, candidates)
+                kept = node.filter.filter(turn, candidates)
             except Exception as raised:  # noqa: BLE001 - an error takes the failure branch
                 kept, error = (), raised
             way, below = node.next(left_anybody=bool(kept))
             if error is not None and below is None:
                 raise error
             fault = type(error).__name__ if error is not None else ""
-            branches.append(Branch(node.filter.kind, kept, way, fault))
+            branches.append(FilterTreeStep(node.filter.kind, kept, way, fault))
             candidates = kept or candidates
             node = below
         return kept, branches
 
-    def chosen(self, decision: Decision, now: float) -> None:
+    def on_committed(self, decision: Decision, now: float) -> None:
         """Tell the filters that remember."""
         for each in self.filters:
             if isinstance(each, Observer):
-                each.chosen(decision, now)
+                each.on_committed(decision, now)
 
-    def keys(self, turn: Turn) -> Mapping[str, str]:
+    def keys(self, turn: SchedulingContext) -> Mapping[str, str]:
         """What its filters want to remember the request by."""
         keys: dict[str, str] = {}
         for each in self.filters:
-            if isinstance(each, Keyed):
+            if isinstance(each, RequestKeyProvider):
                 keys |= each.keys(turn)
         return keys
 
-    def answer_headers(self, turn: Turn, chosen: Endpoint) -> Sequence[tuple[str, str]]:
+    def answer_headers(
+        self, turn: SchedulingContext, chosen: Endpoint
+    ) -> Sequence[tuple[str, str]]:
         """What its filters tell the client."""
         return [
             header
             for each in self.filters
-            if isinstance(each, Answerer)
+            if isinstance(each, ResponseHeaderProvider)
             for header in each.answer_headers(turn, chosen)
         ]
 
 
-def _nodes(node: Node | None) -> Iterator[Node]:
+def _nodes(node: FilterTreeNode | None) -> Iterator[FilterTreeNode]:
     """A node and everything below it."""
     if node is not None:
         yield node

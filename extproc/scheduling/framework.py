@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
-from extproc.decision import Branch, Decision, Priced
+from extproc.decision import CostResult, Decision, FilterTreeStep
 from extproc.endpoint import Candidate, Endpoint
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 
 
 class Signal(Enum):
@@ -28,10 +28,10 @@ class Signal(Enum):
     QUEUED = "queued"
     RATES = "rates"
     RESIDENCY = "residency"
-    OPENING = "opening"
+    FIRST_USER_MESSAGE = "opening"
     HEADERS = "headers"
     LABELS = "labels"
-    HOMES = "homes"
+    CONVERSATIONS = "homes"
 
 
 class BypassedError(Exception):
@@ -53,31 +53,33 @@ class Plugin(Protocol):
 class Filter(Plugin, Protocol):
     """Decides who may serve."""
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """Keep some of the candidates, in their order; keeping none refuses the request."""
 
 
 @runtime_checkable
-class Branching(Protocol):
+class TracedFilter(Protocol):
     """A filter that runs others and can say which."""
 
     def walk(
-        self, turn: Turn, candidates: Sequence[Candidate]
-    ) -> tuple[Sequence[Candidate], Sequence[Branch]]:
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> tuple[Sequence[Candidate], Sequence[FilterTreeStep]]:
         """What `keep` keeps, and the way there."""
 
 
 class Scorer(Plugin, Protocol):
     """Judges one quality of every candidate."""
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """Score in 0..1, higher is better, one for each candidate in their order."""
 
 
-class Cost(Plugin, Protocol):
+class CostModel(Plugin, Protocol):
     """Judges every candidate in one unit; takes the place of the scorers."""
 
-    def price(self, turn: Turn, candidates: Sequence[Candidate]) -> Priced:
+    def cost(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
         """Cost of each candidate in their order, lower is better; finite."""
 
 
@@ -85,31 +87,33 @@ class Cost(Plugin, Protocol):
 class Observer(Protocol):
     """A plugin with a memory: any filter, scorer, cost model or picker may be one."""
 
-    def chosen(self, decision: Decision, now: float) -> None:
+    def on_committed(self, decision: Decision, now: float) -> None:
         """A decision of its profile was committed: the first endpoint got the request."""
 
 
 @runtime_checkable
-class Keyed(Protocol):
+class RequestKeyProvider(Protocol):
     """An observer that remembers by something a decision does not hold, such as a header."""
 
-    def keys(self, turn: Turn) -> Mapping[str, str]:
-        """What it will want to know when the decision is committed; becomes `Decision.keys`."""
+    def keys(self, turn: SchedulingContext) -> Mapping[str, str]:
+        """What it will want to know when the decision is committed; becomes `Decision.plugin_keys`."""
 
 
 @runtime_checkable
-class Answerer(Protocol):
+class ResponseHeaderProvider(Protocol):
     """A plugin that tells the client something: any filter, scorer or picker may be one."""
 
-    def answer_headers(self, turn: Turn, chosen: Endpoint) -> Sequence[tuple[str, str]]:
+    def answer_headers(
+        self, turn: SchedulingContext, chosen: Endpoint
+    ) -> Sequence[tuple[str, str]]:
         """Headers for the answer, names in lower case, now that `chosen` serves."""
 
 
 @runtime_checkable
-class Detector(Protocol):
+class SaturationDetector(Protocol):
     """A filter that knows when an endpoint is full: then requests below priority 0 are dropped."""
 
-    def full(self, candidate: Candidate) -> bool:
+    def is_saturated(self, candidate: Candidate) -> bool:
         """Whether it has no room; False where nobody knows."""
 
 
@@ -118,7 +122,7 @@ class Picker(Plugin, Protocol):
 
     def pick(
         self,
-        turn: Turn,
+        turn: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 
 #: Before the name of an adapter that is loaded (docs/spec/prior-systems.md#adapter-names).
 PREFIX = "adapter.kubeai.org/"
 
 
-def adapter(turn: Turn, candidates: Sequence[Candidate]) -> str:
+def adapter(turn: SchedulingContext, candidates: Sequence[Candidate]) -> str:
     """The adapter a request asks for; empty for the base model.
 
     A surface that names the adapter in the model field does not say whether it is one: it is, where

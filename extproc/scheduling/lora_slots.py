@@ -18,7 +18,7 @@ def free(candidates: Sequence[Candidate]) -> Sequence[float] | None:
         Counts, the mean of the known ones where an engine says nothing; None when no engine says
         anything.
     """
-    return unknown.filled(
+    return unknown.impute_mean(
         [
             None
             if (active := c.load.adapters) is None or (slots := c.load.adapter_slots) is None
@@ -28,11 +28,11 @@ def free(candidates: Sequence[Candidate]) -> Sequence[float] | None:
     )
 
 
-def silent(candidates: Sequence[Candidate]) -> bool:
+def none_reported(candidates: Sequence[Candidate]) -> bool:
     """Whether no engine says which adapters are in its batch."""
     return all(c.load.adapters is None for c in candidates)
 
 
-def holds(candidate: Candidate, target: str) -> bool:
+def is_loaded(candidate: Candidate, target: str) -> bool:
     """Whether an adapter is in the batch; False where the engine does not say."""
     return candidate.load.adapters is not None and target in candidate.load.adapters

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from extproc.scheduling import unknown
 
 
-def falling(values: Sequence[float | None]) -> list[float]:
+def min_max_inverted(values: Sequence[float | None]) -> list[float]:
     """`(high - v) / (high - low)`, low and high the least and greatest value; all equal scores 1.
 
     Args:
         values: One for each candidate, lower is better. Unknown ones count as the mean of the known
             ones; when none is known everybody scores `unknown.NEUTRAL`.
     """
-    known = unknown.filled(values)
+    known = unknown.impute_mean(values)
     if not known:
         return [unknown.NEUTRAL] * len(values)
     low, high = min(known), max(known)

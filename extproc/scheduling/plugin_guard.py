@@ -16,29 +16,29 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from extproc.decision import Decision, Priced
+from extproc.decision import CostResult, Decision
 from extproc.endpoint import Candidate, Endpoint
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import BypassedError, Signal
 
-Given = TypeVar("Given")
+ArgumentT = TypeVar("ArgumentT")
 
 #: A header an answer can carry (RFC 9110, 5.1 and 5.5): a lower-case token, visible text.
 _HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 _VALUE = re.compile(r"[\x20-\x7e]*")
 
 
-class ExitError(Exception):
+class PluginExitError(Exception):
     """A plugin tried to end the process or its task; told apart from an exit that is meant."""
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class GuardLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How much time a plugin may take.
 
     Attributes:
         budget_s: Seconds one call may take. 2 ms are several decisions of the built-in plugins
             over 100 endpoints; all streams of the process wait that long.
-        strikes: Overruns among the last calls that end in a bypass (count). 3, because a pause of
+        max_overruns: Overruns among the last calls that end in a bypass (count). 3, because a pause of
             the machine makes one, and hardly three in ten.
         calls: How many calls back overruns count.
         bypass_s: Seconds without it, until one call is tried. 30 keep a plugin that takes a whole
@@ -46,12 +46,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     budget_s: float = 0.002
-    strikes: int = 3
+    max_overruns: int = 3
     calls: int = 10
     bypass_s: float = 30.0
 
 
-class Counts:
+class PluginCounters:
     """What happened, by role and kind of the plugin; outlives the plugins of one configuration.
 
     Attributes:
@@ -66,7 +66,7 @@ class Counts:
         self.exceptions: Counter[tuple[str, str]] = Counter()
 
 
-class Guards(msgspec.Struct, frozen=True):
+class GuardFactory(msgspec.Struct, frozen=True):
     """What the guards of one process share.
 
     Attributes:
@@ -76,11 +76,11 @@ class Guards(msgspec.Struct, frozen=True):
     """
 
     stopwatch: Callable[[], float]
-    counts: Counts
-    limits: Limits = Limits()
+    counts: PluginCounters
+    limits: GuardLimits = GuardLimits()
 
 
-class Guarded:
+class GuardedPlugin:
     """One plugin behind its guard; fits every role its plugin fits.
 
     A call while the plugin is bypassed raises `BypassedError`, which the profile takes as it takes
@@ -108,12 +108,12 @@ class Guarded:
         "plugin",
     )
 
-    def __init__(self, plugin: Any, guards: Guards) -> None:
+    def __init__(self, plugin: Any, guards: GuardFactory) -> None:
         self.plugin = plugin
         self.kind: str = plugin.kind
         self.needs: frozenset[Signal] = plugin.needs
         self._answer = getattr(plugin, "answer_headers", None)
-        self._chosen = getattr(plugin, "chosen", None)
+        self._chosen = getattr(plugin, "on_committed", None)
         self._keys = getattr(plugin, "keys", None)
         width = getattr(plugin, "max_num_of_endpoints", 1)
         #: See `Profile.width`.
@@ -124,24 +124,26 @@ class Guarded:
         self._until = float("-inf")
         self._on_trial = False
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See `plugins.Filter`."""
         plugin, given = self.plugin, tuple(candidates)
-        return self._run("filter", turn.now, lambda: list(plugin.keep(turn, given)))
+        return self._run("filter", turn.now, lambda: list(plugin.filter(turn, given)))
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See `plugins.Scorer`."""
         plugin, given = self.plugin, tuple(candidates)
         return self._run("scorer", turn.now, lambda: list(map(float, plugin.score(turn, given))))
 
-    def price(self, turn: Turn, candidates: Sequence[Candidate]) -> Priced:
+    def cost(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
         """See `plugins.Cost`."""
         plugin, given = self.plugin, tuple(candidates)
-        return self._run("cost", turn.now, lambda: _plain(plugin.price(turn, given), len(given)))
+        return self._run("cost", turn.now, lambda: _plain(plugin.cost(turn, given), len(given)))
 
     def pick(
         self,
-        turn: Turn,
+        turn: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,
@@ -155,7 +157,7 @@ class Guarded:
             lambda: list(map(index, plugin.pick(turn, given, sums, count=count))),
         )
 
-    def chosen(self, decision: Decision, now: float) -> None:
+    def on_committed(self, decision: Decision, now: float) -> None:
         """See `plugins.Observer`; what it raises is counted and goes no further."""
         remember = self._chosen
         if remember is None:
@@ -163,21 +165,23 @@ class Guarded:
         with contextlib.suppress(Exception):  # counted, and the request is decided already
             self._run("observer", now, lambda: remember(decision, now))
 
-    def keys(self, turn: Turn) -> Mapping[str, str]:
+    def keys(self, turn: SchedulingContext) -> Mapping[str, str]:
         """See `plugins.Keyed`."""
         remember = self._keys
         if remember is None:
             return {}
         return self._run("observer", turn.now, lambda: _texts(dict(remember(turn))))
 
-    def answer_headers(self, turn: Turn, chosen: Endpoint) -> Sequence[tuple[str, str]]:
+    def answer_headers(
+        self, turn: SchedulingContext, chosen: Endpoint
+    ) -> Sequence[tuple[str, str]]:
         """See `plugins.Answerer`."""
         tell = self._answer
         if tell is None:
             return ()
         return self._run("answerer", turn.now, lambda: _headers(dict(tell(turn, chosen))))
 
-    def _run(self, role: str, now: float, act: Callable[[], Given]) -> Given:
+    def _run(self, role: str, now: float, act: Callable[[], ArgumentT]) -> ArgumentT:
         """Let the plugin act, unless it is bypassed.
 
         Args:
@@ -203,7 +207,7 @@ class Guarded:
         except BaseException as error:
             # SystemExit and the like would take the process or the stream along.
             guards.counts.exceptions[role, self.kind] += 1
-            raise ExitError from error
+            raise PluginExitError from error
         finally:
             overran = guards.stopwatch() - started > guards.limits.budget_s
             if overran or self._recent or self._on_trial:
@@ -215,7 +219,7 @@ class Guarded:
         self._recent = (self._recent << 1 | overran) & ((1 << limits.calls) - 1)
         if overran:
             counts.overruns[role, self.kind] += 1
-            if self._on_trial or self._recent.bit_count() >= limits.strikes:
+            if self._on_trial or self._recent.bit_count() >= limits.max_overruns:
                 counts.bypasses[role, self.kind] += 1
                 self._until = now + limits.bypass_s
                 self._recent = 0
@@ -224,13 +228,13 @@ class Guarded:
         self._on_trial = False
 
 
-def _plain(priced: Priced, size: int) -> Priced:
+def _plain(priced: CostResult, size: int) -> CostResult:
     """The same costs as plain numbers, each term as long as the costs."""
     costs = list(map(float, priced.costs))
     terms = [(str(name), list(map(float, numbers))) for name, numbers in priced.terms]
     if any(len(numbers) != size for numbers in (costs, *(numbers for _, numbers in terms))):
         raise ValueError(f"expected {size} costs and as many of each term")
-    return Priced(str(priced.name), str(priced.unit), costs, terms)
+    return CostResult(str(priced.name), str(priced.unit), costs, terms)
 
 
 def _texts(given: dict[Any, Any]) -> dict[str, str]:

@@ -33,7 +33,7 @@ from extproc.scheduling.costs.lmetric import LMetric
 from extproc.scheduling.filter_chain import FilterChain
 from extproc.scheduling.filters.adapter_capable import AdapterCapable
 from extproc.scheduling.filters.kv_range import KvRange
-from extproc.scheduling.filters.lora_affinity import LoraAffinity as KeepLoraAffinity
+from extproc.scheduling.filters.lora_affinity import LoraAffinityFilter as KeepLoraAffinity
 from extproc.scheduling.filters.queue_range import QueueRange
 from extproc.scheduling.filters.top_k import TopK
 from extproc.scheduling.pickers.least_request import LeastRequest
@@ -43,32 +43,32 @@ from extproc.scheduling.pickers.prefix_hash import PrefixHash
 from extproc.scheduling.pickers.random import Random
 from extproc.scheduling.pickers.rendezvous import Rendezvous
 from extproc.scheduling.pickers.round_robin import RoundRobin
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.scorers.in_flight import InFlight
-from extproc.scheduling.scorers.kv_cache_utilization import KvUtilisation
+from extproc.scheduling.scorers.kv_cache_utilization import KvCacheUtilization
 from extproc.scheduling.scorers.kv_cache_utilization_scorer import KvCacheUtilizationScorer
-from extproc.scheduling.scorers.lora_affinity import LoraAffinity
+from extproc.scheduling.scorers.lora_affinity import LoraAffinityTiers
 from extproc.scheduling.scorers.prefix_cache import PrefixCache
 from extproc.scheduling.scorers.prefix_cache_scorer import PrefixCacheScorer
 from extproc.scheduling.scorers.queue_depth import QueueDepth
 from extproc.scheduling.scorers.queue_scorer import QueueScorer
 
 
-def profiles() -> Mapping[str, Profile]:
+def profiles() -> Mapping[str, SchedulerProfile]:
     """The named profiles, made anew at each call: round robin keeps its place in its picker."""
-    balanced = Profile(
+    balanced = SchedulerProfile(
         name="balanced",
         filters=(),
         scorers=(
             (InFlight(), 4.0),
             (QueueDepth(min_span_requests=8.0), 1.0),
-            (KvUtilisation(), 2.0),
+            (KvCacheUtilization(), 2.0),
             (PrefixCache(), 3.0),
-            (LoraAffinity(), 6.0),
+            (LoraAffinityTiers(), 6.0),
         ),
         picker=MaxScore(),
     )
-    weighted = Profile(
+    weighted = SchedulerProfile(
         name="weighted",
         filters=(),
         scorers=(
@@ -79,33 +79,36 @@ def profiles() -> Mapping[str, Profile]:
         picker=MaxScorePicker(),
     )
     plain = (
-        Profile("least-request", (), (), LeastRequest()),
-        Profile("round-robin", (), (), RoundRobin()),
-        Profile("random", (), (), Random()),
-        Profile("lmetric", (), (), MaxScore(), LMetric()),
-        Profile("adaptive", (), (), Rendezvous(), EstimatedTime()),
+        SchedulerProfile("least-request", (), (), LeastRequest()),
+        SchedulerProfile("round-robin", (), (), RoundRobin()),
+        SchedulerProfile("random", (), (), Random()),
+        SchedulerProfile("lmetric", (), (), MaxScore(), LMetric()),
+        SchedulerProfile("adaptive", (), (), Rendezvous(), EstimatedTime()),
     )
     named = (balanced, weighted, *plain, *_gateway(), *_kubeai())
     return MappingProxyType({profile.name: profile for profile in named})
 
 
-def _gateway() -> tuple[Profile, ...]:
+def _gateway() -> tuple[SchedulerProfile, ...]:
     """The strategies of the first llm-instance-gateway (docs/spec/prior-systems.md#filter-tree)."""
     queue, kv = TopK(by="waiting", k=1), TopK(by="kv_usage", k=1)
     affinity = KeepLoraAffinity(max_waiting_requests=math.inf)
     return (
-        Profile("least-queue", (queue,), (), Random()),
-        Profile("least-kv-cache", (kv,), (), Random()),
-        Profile("queue-kv", (QueueRange(), KvRange()), (), Random()),
-        Profile("lora-queue", (affinity, queue), (), Random()),
-        Profile("lora-kv", (affinity, kv), (), Random()),
-        *(Profile(name, (FilterChain(),), (), Random()) for name in ("filter-chain", "maximum")),
+        SchedulerProfile("least-queue", (queue,), (), Random()),
+        SchedulerProfile("least-kv-cache", (kv,), (), Random()),
+        SchedulerProfile("queue-kv", (QueueRange(), KvRange()), (), Random()),
+        SchedulerProfile("lora-queue", (affinity, queue), (), Random()),
+        SchedulerProfile("lora-kv", (affinity, kv), (), Random()),
+        *(
+            SchedulerProfile(name, (FilterChain(),), (), Random())
+            for name in ("filter-chain", "maximum")
+        ),
     )
 
 
-def _kubeai() -> tuple[Profile, ...]:
+def _kubeai() -> tuple[SchedulerProfile, ...]:
     """The strategies of KubeAI (docs/spec/prior-systems.md#kubeai)."""
     return (
-        Profile("least-load", (AdapterCapable(),), (), LeastRequest(full_scan=True)),
-        Profile("prefix-hash", (), (), PrefixHash()),
+        SchedulerProfile("least-load", (AdapterCapable(),), (), LeastRequest(full_scan=True)),
+        SchedulerProfile("prefix-hash", (), (), PrefixHash()),
     )

@@ -14,35 +14,42 @@ from functools import cached_property
 import msgspec
 
 from extproc import decision
-from extproc.decision import Branch, Decision, Filtered, Outcome, Priced, Scored
+from extproc.decision import (
+    CostResult,
+    Decision,
+    FilterResult,
+    FilterTreeStep,
+    Outcome,
+    ScorerResult,
+)
 from extproc.endpoint import Candidate, Endpoint
 from extproc.errors import ConfigError
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import (
-    Answerer,
-    Branching,
     BypassedError,
-    Cost,
-    Detector,
+    CostModel,
     Filter,
-    Keyed,
     Observer,
     Picker,
     Plugin,
+    RequestKeyProvider,
+    ResponseHeaderProvider,
+    SaturationDetector,
     Scorer,
     Signal,
+    TracedFilter,
 )
 from extproc.scheduling.unknown import NEUTRAL
 
-_NONE_FILTERED: Sequence[Filtered] = ()
+_NONE_FILTERED: Sequence[FilterResult] = ()
 _NO_HEADERS: Sequence[tuple[str, str]] = ()
 
 
-class ImpossibleAnswerError(Exception):
+class InvalidPluginResultError(Exception):
     """A plugin answered, and its answer cannot be used; never leaves this module."""
 
 
-class Profile(msgspec.Struct, frozen=True, dict=True):
+class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
     """A way to choose.
 
     Totals are sums of weight times score; only ratios of weights matter. Where there is a cost
@@ -60,7 +67,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     filters: tuple[Filter, ...]
     scorers: tuple[tuple[Scorer, float], ...]
     picker: Picker
-    cost: Cost | None = None
+    cost: CostModel | None = None
 
     def __post_init__(self) -> None:
         """Refuse weights that cannot be summed.
@@ -94,34 +101,38 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         return tuple(plugin for plugin in self.plugins if isinstance(plugin, Observer))
 
     @cached_property
-    def trees(self) -> tuple[Branching | None, ...]:
+    def trees(self) -> tuple[TracedFilter | None, ...]:
         """The filters again, those that run others; None in the place of all the others."""
-        return tuple(plugin if isinstance(plugin, Branching) else None for plugin in self.filters)
+        return tuple(
+            plugin if isinstance(plugin, TracedFilter) else None for plugin in self.filters
+        )
 
     @cached_property
-    def keyed(self) -> tuple[Keyed, ...]:
+    def request_key_providers(self) -> tuple[RequestKeyProvider, ...]:
         """The plugins that remember by more than a decision holds."""
-        return tuple(plugin for plugin in self.plugins if isinstance(plugin, Keyed))
+        return tuple(plugin for plugin in self.plugins if isinstance(plugin, RequestKeyProvider))
 
     @cached_property
-    def answerers(self) -> tuple[Answerer, ...]:
+    def response_header_providers(self) -> tuple[ResponseHeaderProvider, ...]:
         """The plugins that add headers to the answer."""
-        return tuple(plugin for plugin in self.plugins if isinstance(plugin, Answerer))
+        return tuple(
+            plugin for plugin in self.plugins if isinstance(plugin, ResponseHeaderProvider)
+        )
 
     @cached_property
-    def detectors(self) -> tuple[Detector, ...]:
+    def detectors(self) -> tuple[SaturationDetector, ...]:
         """The filters that know when an endpoint is full."""
-        return tuple(plugin for plugin in self.filters if isinstance(plugin, Detector))
+        return tuple(plugin for plugin in self.filters if isinstance(plugin, SaturationDetector))
 
     @cached_property
-    def width(self) -> int:
+    def max_endpoints(self) -> int:
         """How many endpoints its picker was told to name (upstream's `maxNumOfEndpoints`)."""
         width: int = getattr(self.picker, "max_num_of_endpoints", 1)
         return width
 
     def run(
         self,
-        turn: Turn,
+        turn: SchedulingContext,
         candidates: Sequence[Candidate],
         *,
         count: int = 1,
@@ -131,7 +142,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         Args:
             turn: The turn.
             candidates: Who is in play; may be empty.
-            count: How many endpoints to name at most, the first one and its fallbacks; `width`
+            count: How many endpoints to name at most, the first one and its fallbacks; `max_endpoints`
                 where that is more.
 
         Returns:
@@ -149,54 +160,54 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         priced = None
         if self.cost is not None:
             priced, totals = self._price(self.cost, turn, finalists, faults, totals)
-        order = self._pick(turn, finalists, totals, max(count, self.width), faults)
+        order = self._pick(turn, finalists, totals, max(count, self.max_endpoints), faults)
         chosen = finalists[order[0]]
         keys, answer_headers = decision.NO_KEYS, _NO_HEADERS
-        if self.keyed or self.answerers:
-            keys, answer_headers = self._tell(turn, chosen.endpoint, faults)
+        if self.request_key_providers or self.response_header_providers:
+            keys, answer_headers = self._notify_observers(turn, chosen.endpoint, faults)
         return Decision(
             request=turn.request,
             endpoints=[finalists[i].endpoint for i in order],
             profile=self.name,
             candidates=candidates,
             filters=filtered,
-            finalists=finalists,
+            scored_candidates=finalists,
             scores=scored,
-            priced=priced,
+            cost=priced,
             totals=totals,
             picker=self.picker.kind,
-            blocks=turn.blocks,
+            block_hashes=turn.blocks,
             matched_tokens=chosen.matched_tokens,
             answer_headers=answer_headers,
-            keys=keys,
+            plugin_keys=keys,
             degraded="; ".join(faults),
         )
 
     def _filter(
-        self, turn: Turn, candidates: Sequence[Candidate], faults: list[str]
-    ) -> tuple[Sequence[Candidate], Sequence[Filtered]]:
+        self, turn: SchedulingContext, candidates: Sequence[Candidate], faults: list[str]
+    ) -> tuple[Sequence[Candidate], Sequence[FilterResult]]:
         """Run the filters in order, until nobody is left."""
-        steps: list[Filtered] = []
+        steps: list[FilterResult] = []
         for plugin, tree in zip(self.filters, self.trees, strict=True):
-            branches: Sequence[Branch] = ()
+            branches: Sequence[FilterTreeStep] = ()
             try:
                 if tree is None:
-                    kept = plugin.keep(turn, candidates)
+                    kept = plugin.filter(turn, candidates)
                 else:
                     kept, branches = tree.walk(turn, candidates)
                 candidates = _checked(kept, candidates)
             except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
                 faults.append(_fault("filter", plugin, error))
-            steps.append(Filtered(plugin.kind, candidates, branches))
+            steps.append(FilterResult(plugin.kind, candidates, branches))
             if not candidates:
                 break
         return candidates, steps
 
     def _score(
-        self, turn: Turn, candidates: Sequence[Candidate], faults: list[str]
-    ) -> tuple[Sequence[Scored], Sequence[float]]:
+        self, turn: SchedulingContext, candidates: Sequence[Candidate], faults: list[str]
+    ) -> tuple[Sequence[ScorerResult], Sequence[float]]:
         """Run the scorers; their weighted sum."""
-        steps: list[Scored] = []
+        steps: list[ScorerResult] = []
         totals: list[float] = []
         for plugin, weight in self.scorers:
             try:
@@ -207,7 +218,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
             except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
                 faults.append(_fault("scorer", plugin, error))
                 continue
-            steps.append(Scored(plugin.kind, weight, scores))
+            steps.append(ScorerResult(plugin.kind, weight, scores))
             if totals:
                 totals = [t + weight * s for t, s in zip(totals, scores, strict=True)]
             else:
@@ -216,18 +227,18 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
 
     def _price(
         self,
-        cost: Cost,
-        turn: Turn,
+        cost: CostModel,
+        turn: SchedulingContext,
         candidates: Sequence[Candidate],
         faults: list[str],
         totals: Sequence[float],
-    ) -> tuple[Priced | None, Sequence[float]]:
+    ) -> tuple[CostResult | None, Sequence[float]]:
         """Run the cost model; the negated costs, or the totals as they were if it fails."""
         try:
-            priced = cost.price(turn, candidates)
+            priced = cost.cost(turn, candidates)
             negated = [-each for each in priced.costs]
             if len(negated) != len(candidates) or not math.isfinite(sum(negated)):
-                raise ImpossibleAnswerError  # noqa: TRY301 - the same way out as the plugin's own
+                raise InvalidPluginResultError  # noqa: TRY301 - the same way out as the plugin's own
         except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
             faults.append(_fault("cost", cost, error))
             return None, totals
@@ -235,7 +246,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
 
     def _pick(
         self,
-        turn: Turn,
+        turn: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         count: int,
@@ -255,18 +266,18 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         )
         return order[:count]
 
-    def _tell(
-        self, turn: Turn, chosen: Endpoint, faults: list[str]
+    def _notify_observers(
+        self, turn: SchedulingContext, chosen: Endpoint, faults: list[str]
     ) -> tuple[Mapping[str, str], Sequence[tuple[str, str]]]:
         """What plugins want to remember the request by, and what they tell the client."""
         keys: dict[str, str] = {}
         headers: dict[str, str] = {}
-        for keyed in self.keyed:
+        for keyed in self.request_key_providers:
             try:
                 keys |= keyed.keys(turn)
             except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
                 faults.append(_fault("keys of", keyed, error))
-        for answerer in self.answerers:
+        for answerer in self.response_header_providers:
             try:
                 headers |= answerer.answer_headers(turn, chosen)
             except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
@@ -289,14 +300,14 @@ def _checked(kept: Sequence[Candidate], candidates: Sequence[Candidate]) -> Sequ
     kept = list(kept)
     known = {id(candidate) for candidate in candidates}
     if not known.issuperset(map(id, kept)):
-        raise ImpossibleAnswerError
+        raise InvalidPluginResultError
     return kept
 
 
 def _cut(scores: Sequence[float], length: int) -> list[float]:
     """Scores cut to 0..1; what is not a number becomes the mean of the others."""
     if len(scores) != length:
-        raise ImpossibleAnswerError
+        raise InvalidPluginResultError
     cut = [score if math.isnan(score) else min(1.0, max(0.0, score)) for score in scores]
     known = [score for score in cut if not math.isnan(score)]
     mean = sum(known) / len(known) if known else NEUTRAL
@@ -309,4 +320,4 @@ def _check_picked(order: Sequence[int], candidates: Sequence[Candidate], count: 
         return
     inside = all(0 <= i < len(candidates) for i in order)
     if not inside or not 1 <= len(order) <= count or len(set(order)) < len(order):
-        raise ImpossibleAnswerError
+        raise InvalidPluginResultError

@@ -31,7 +31,7 @@ from extproc.scheduling.filters import (
     top_k,
 )
 from extproc.scheduling.filters import lora_affinity as keep_lora_affinity
-from extproc.scheduling.framework import Cost, Filter, Picker, Scorer
+from extproc.scheduling.framework import CostModel, Filter, Picker, Scorer
 from extproc.scheduling.pickers import (
     least_request,
     max_score,
@@ -58,28 +58,28 @@ FILTERS: Mapping[str, type[Filter]] = {
     "drop-request": drop_request.DropRequest,
     "filter-chain": filter_chain.FilterChain,
     "kv-range": kv_range.KvRange,
-    "lora-affinity": keep_lora_affinity.LoraAffinity,
+    "lora-affinity": keep_lora_affinity.LoraAffinityFilter,
     "low-cost-adapter": low_cost_adapter.LowCostAdapter,
     "low-latency": low_latency.LowLatency,
     "max-waiting": max_waiting.MaxWaiting,
-    "prefix-home": conversation_affinity.PrefixHome,
+    "prefix-home": conversation_affinity.ConversationAffinity,
     "queue-range": queue_range.QueueRange,
     "sheddable-capacity": sheddable_capacity.SheddableCapacity,
     "top-k": top_k.TopK,
-    "tree": filter_tree.Tree,
+    "tree": filter_tree.FilterTree,
     **upstream.FILTERS,
 }
 
 SCORERS: Mapping[str, type[Scorer]] = {
     "in-flight": in_flight.InFlight,
-    "kv-utilisation": kv_cache_utilization.KvUtilisation,
-    "lora-affinity": lora_affinity.LoraAffinity,
+    "kv-utilisation": kv_cache_utilization.KvCacheUtilization,
+    "lora-affinity": lora_affinity.LoraAffinityTiers,
     "prefix-cache": prefix_cache.PrefixCache,
     "queue-depth": queue_depth.QueueDepth,
     **upstream.SCORERS,
 }
 
-COSTS: Mapping[str, type[Cost]] = {
+COSTS: Mapping[str, type[CostModel]] = {
     "estimated-time": estimated_time.EstimatedTime,
     "lmetric": lmetric.LMetric,
 }
@@ -95,13 +95,13 @@ PICKERS: Mapping[str, type[Picker]] = {
     **upstream.PICKERS,
 }
 
-Found = TypeVar("Found")
+PluginT = TypeVar("PluginT")
 
 #: No class comes from outside.
 _NOBODY: Mapping[type, str] = {}
 
 
-class Tables(msgspec.Struct, frozen=True):
+class PluginRegistry(msgspec.Struct, frozen=True):
     """The kinds one configuration may name.
 
     Attributes:
@@ -109,34 +109,34 @@ class Tables(msgspec.Struct, frozen=True):
         scorers: Kind to class.
         costs: Kind to class.
         pickers: Kind to class.
-        outsiders: Classes that others wrote, with the file or package they are from.
+        external: Classes that others wrote, with the file or package they are from.
         guards: What outsiders are guarded with; None leaves them bare, which is for looking at
             them and not for routing.
     """
 
     filters: Mapping[str, type[Filter]]
     scorers: Mapping[str, type[Scorer]]
-    costs: Mapping[str, type[Cost]]
+    costs: Mapping[str, type[CostModel]]
     pickers: Mapping[str, type[Picker]]
-    outsiders: Mapping[type, str] = _NOBODY
-    guards: plugin_guard.Guards | None = None
+    external: Mapping[type, str] = _NOBODY
+    guards: plugin_guard.GuardFactory | None = None
 
-    def seated(self, plugin: Found) -> Found:
+    def with_guard(self, plugin: PluginT) -> PluginT:
         """A plugin as a profile takes it: behind a guard if others wrote it."""
-        if self.guards is None or type(plugin) not in self.outsiders:
+        if self.guards is None or type(plugin) not in self.external:
             return plugin
-        return cast("Found", plugin_guard.Guarded(plugin, self.guards))
+        return cast("PluginT", plugin_guard.GuardedPlugin(plugin, self.guards))
 
 
 #: What there is without any plugin of others.
-BUILT_IN = Tables(FILTERS, SCORERS, COSTS, PICKERS)
+BUILT_IN = PluginRegistry(FILTERS, SCORERS, COSTS, PICKERS)
 
 
-def find(table: Mapping[str, type[Found]], kind: str, *, where: str) -> type[Found]:
+def find(table: Mapping[str, type[PluginT]], kind: str, *, where: str) -> type[PluginT]:
     """Look a kind up.
 
     Args:
-        table: One of the tables of `Tables`.
+        table: One of the tables of `PluginRegistry`.
         kind: The kind asked for.
         where: File and path the kind was read from, for the error.
 

@@ -18,13 +18,13 @@ import msgspec
 from extproc.decision import Decision
 from extproc.endpoint import Candidate, Endpoint
 from extproc.request import shorten_id
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 
 #: Sessions remembered, the longest unused forgotten first. 65536 are some 10 MB; the bound is
 #: against names that clients make up.
 MOST_SESSIONS = 65536
 
-Strategy = Literal["encoded_endpoint_header", "session_id"]
+SessionStrategy = Literal["encoded_endpoint_header", "session_id"]
 
 
 class EncodedEndpointHeader(
@@ -39,7 +39,9 @@ class EncodedEndpointHeader(
     header: str = "x-session-token"
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"):
+class SessionSource(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
+):
     """One place where a session is named; exactly one field is set.
 
     Attributes:
@@ -71,14 +73,14 @@ class SessionId(
         eviction_sweep_seconds: No effect: what is too old is dropped when something is added.
     """
 
-    sources: Annotated[tuple[Source, ...], msgspec.Meta(min_length=1)] = (
-        Source(header="x-session-id"),
+    sources: Annotated[tuple[SessionSource, ...], msgspec.Meta(min_length=1)] = (
+        SessionSource(header="x-session-id"),
     )
     eviction_ttl_seconds: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     eviction_sweep_seconds: Annotated[float, msgspec.Meta(gt=0)] = 10.0
 
 
-class Memory:
+class SessionTable:
     """Which endpoint each session was sent to last.
 
     Args:
@@ -109,7 +111,7 @@ class Memory:
             self._bound.popitem(last=False)
 
 
-class Affinity:
+class SessionAffinity:
     """What the filter and the scorer have in common: one of the two strategies.
 
     Args:
@@ -118,26 +120,26 @@ class Affinity:
         settings: For the strategy with one.
     """
 
-    def __init__(self, strategy: Strategy, header: str, settings: SessionId) -> None:
+    def __init__(self, strategy: SessionStrategy, header: str, settings: SessionId) -> None:
         self._remembering = strategy == "session_id"
         self._header = header.lower()
         self._sources = settings.sources
-        self.memory = Memory(settings.eviction_ttl_seconds)
+        self.memory = SessionTable(settings.eviction_ttl_seconds)
 
-    def bound(self, turn: Turn, candidates: Sequence[Candidate]) -> str:
+    def bound(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> str:
         """The address the session of a request is bound to; empty when there is none."""
         if not self._remembering:
-            return named(turn.headers.get(self._header, ""), candidates)
+            return find_candidate(turn.headers.get(self._header, ""), candidates)
         session = _session(keys(turn, self._sources), self._sources)
         return self.memory.find(session, turn.now) if session else ""
 
-    def keys(self, turn: Turn) -> Mapping[str, str]:
+    def keys(self, turn: SchedulingContext) -> Mapping[str, str]:
         """See `plugins.Keyed`."""
         return keys(turn, self._sources) if self._remembering else {}
 
-    def chosen(self, decision: Decision, now: float) -> None:
+    def on_committed(self, decision: Decision, now: float) -> None:
         """See `plugins.Observer`."""
-        session = _session(decision.keys, self._sources) if self._remembering else ""
+        session = _session(decision.plugin_keys, self._sources) if self._remembering else ""
         if session:
             self.memory.bind(session, decision.endpoints[0].address, now)
 
@@ -151,7 +153,7 @@ def token(endpoint: Endpoint) -> str:
     return base64.urlsafe_b64encode(endpoint.address.encode()).decode()
 
 
-def named(session: str, candidates: Sequence[Candidate]) -> str:
+def find_candidate(session: str, candidates: Sequence[Candidate]) -> str:
     """The address of the candidate a token names, by address, name or `namespace/name`.
 
     The last two are what tokens of the upstream picker hold. Empty when it names nobody.
@@ -168,7 +170,7 @@ def named(session: str, candidates: Sequence[Candidate]) -> str:
     return ""
 
 
-def keys(turn: Turn, sources: Sequence[Source]) -> Mapping[str, str]:
+def keys(turn: SchedulingContext, sources: Sequence[SessionSource]) -> Mapping[str, str]:
     """What a request is remembered by: the session under one name, or nothing."""
     for source in sources:
         header = source.header.lower()
@@ -178,12 +180,12 @@ def keys(turn: Turn, sources: Sequence[Source]) -> Mapping[str, str]:
     return {}
 
 
-def _session(known: Mapping[str, str], sources: Sequence[Source]) -> str:
+def _session(known: Mapping[str, str], sources: Sequence[SessionSource]) -> str:
     """The session in what `keys` returned; empty when there is none."""
     return known.get(_key(sources), "")
 
 
-def _key(sources: Sequence[Source]) -> str:
+def _key(sources: Sequence[SessionSource]) -> str:
     """The same for plugins that look in the same places."""
     return "session in " + ", ".join(source.header or source.attribute for source in sources)
 

@@ -31,7 +31,7 @@ def parse(text: str) -> Mapping[str, str]:
     return {level: found[level] for level in LEVELS if found.get(level)}
 
 
-def of(endpoint: Endpoint) -> Mapping[str, str]:
+def location_of(endpoint: Endpoint) -> Mapping[str, str]:
     """Where an endpoint is, as far as its labels say."""
     labels = endpoint.labels
     where = {

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 NEUTRAL = 0.5
 
 
-def filled(values: Sequence[float | None]) -> Sequence[float] | None:
+def impute_mean(values: Sequence[float | None]) -> Sequence[float] | None:
     """Put the mean of the known values in the place of the unknown ones.
 
     An unknown endpoint is thus neither the best nor the worst: it draws its share of requests and

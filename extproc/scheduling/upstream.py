@@ -47,7 +47,7 @@ from extproc.scheduling.scorers import (
 FILTERS: Mapping[str, type[Filter]] = {
     "by-label": by_label.ByLabel,
     "concurrency-detector": concurrency_detector.ConcurrencyDetector,
-    "context-length-aware": keep_context_length_aware.ContextLengthAware,
+    "context-length-aware": keep_context_length_aware.ContextLengthAwareFilter,
     "decode-filter": decode_filter.DecodeFilter,
     "encode-filter": encode_filter.EncodeFilter,
     "endpoint-attribute-filter": endpoint_attribute_filter.EndpointAttributeFilter,
@@ -63,7 +63,7 @@ FILTERS: Mapping[str, type[Filter]] = {
 
 SCORERS: Mapping[str, type[Scorer]] = {
     "active-request-scorer": active_request_scorer.ActiveRequestScorer,
-    "context-length-aware": context_length_aware.ContextLengthAware,
+    "context-length-aware": context_length_aware.ContextLengthAwareScorer,
     "endpoint-attribute-scorer": endpoint_attribute_scorer.EndpointAttributeScorer,
     "header-label-affinity-scorer": header_label_affinity_scorer.HeaderLabelAffinityScorer,
     "kv-cache-utilization-scorer": kv_cache_utilization_scorer.KvCacheUtilizationScorer,

@@ -14,7 +14,7 @@ import msgspec
 from extproc.scrape import http_response
 
 
-class Target(msgspec.Struct, frozen=True):
+class ScrapeTarget(msgspec.Struct, frozen=True):
     """Where a page is, with the request for it written out.
 
     Attributes:
@@ -28,7 +28,7 @@ class Target(msgspec.Struct, frozen=True):
     request: bytes
 
 
-class Failed(msgspec.Struct, frozen=True):
+class FetchFailed(msgspec.Struct, frozen=True):
     """There is no page.
 
     Attributes:
@@ -43,10 +43,12 @@ class Failed(msgspec.Struct, frozen=True):
 PROMETHEUS = "text/plain;version=0.0.4"
 
 
-def target(host: str, port: int, *, path: str, accept: str = PROMETHEUS, more: str = "") -> Target:
+def target(
+    host: str, port: int, *, path: str, accept: str = PROMETHEUS, more: str = ""
+) -> ScrapeTarget:
     """Writes the request for one page. No compression: unpacking costs more than loopback or LAN."""
     authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return Target(
+    return ScrapeTarget(
         host,
         port,
         (
@@ -63,11 +65,11 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self.closed = False
         self._transport: asyncio.Transport | None = None
-        self._reply: http_response.Reply | None = None
+        self._reply: http_response.HttpResponseParser | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    async def ask(self, request: bytes, *, cap_bytes: int) -> http_response.Reply:
-        answer = self._reply = http_response.Reply(cap_bytes=cap_bytes)
+    async def ask(self, request: bytes, *, cap_bytes: int) -> http_response.HttpResponseParser:
+        answer = self._reply = http_response.HttpResponseParser(cap_bytes=cap_bytes)
         if self._transport is None or self.closed:
             answer.end()
             return answer
@@ -107,7 +109,7 @@ class _Connection(asyncio.Protocol):
             self._waiter.set_result(None)
 
 
-class Client:
+class ScrapeClient:
     """Fetches pages over kept connections.
 
     Args:
@@ -132,7 +134,7 @@ class Client:
         self._tls = tls
         self._kept: dict[tuple[str, int], _Connection] = {}
 
-    async def get(self, where: Target) -> bytes | Failed:
+    async def get(self, where: ScrapeTarget) -> bytes | FetchFailed:
         """Fetches one page. At most one call per target at a time.
 
         When the server closed a kept connection before a byte of the answer came, the request is
@@ -142,15 +144,15 @@ class Client:
             async with asyncio.timeout(self._timeout_s):
                 return await self._get(where)
         except TimeoutError:
-            return Failed("timeout")
+            return FetchFailed("timeout")
         except ConnectionRefusedError:
-            return Failed("refused")
+            return FetchFailed("refused")
         except ssl.SSLError:
-            return Failed("tls")
+            return FetchFailed("tls")
         except OSError:
-            return Failed("unreachable")
+            return FetchFailed("unreachable")
 
-    def forget(self, where: Target) -> None:
+    def forget(self, where: ScrapeTarget) -> None:
         """Closes the connection to a target that left."""
         kept = self._kept.pop((where.host, where.port), None)
         if kept is not None:
@@ -161,7 +163,7 @@ class Client:
         while self._kept:
             self._kept.popitem()[1].drop()
 
-    async def _get(self, where: Target) -> bytes | Failed:
+    async def _get(self, where: ScrapeTarget) -> bytes | FetchFailed:
         kept = self._kept.pop((where.host, where.port), None)
         if kept is not None:
             answer = await self._ask(kept, where)
@@ -169,7 +171,9 @@ class Client:
                 return _page(answer)
         return _page(await self._ask(await self._connect(where), where))
 
-    async def _ask(self, connection: _Connection, where: Target) -> http_response.Reply:
+    async def _ask(
+        self, connection: _Connection, where: ScrapeTarget
+    ) -> http_response.HttpResponseParser:
         loop = asyncio.get_running_loop()
         if connection.idle_since and loop.time() - connection.idle_since > self._idle_s:
             connection.drop()
@@ -186,7 +190,7 @@ class Client:
             self._kept[where.host, where.port] = connection
         return answer
 
-    async def _connect(self, where: Target) -> _Connection:
+    async def _connect(self, where: ScrapeTarget) -> _Connection:
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
             _Connection, where.host, where.port, ssl=self._tls
@@ -194,5 +198,5 @@ class Client:
         return connection
 
 
-def _page(answer: http_response.Reply) -> bytes | Failed:
-    return Failed(answer.failure) if answer.failure else answer.body
+def _page(answer: http_response.HttpResponseParser) -> bytes | FetchFailed:
+    return FetchFailed(answer.failure) if answer.failure else answer.body

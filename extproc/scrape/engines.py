@@ -26,7 +26,7 @@ _SPEC = re.compile(
 _CLAUSE = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(?:"([^"]*)"|([^",]*?))\s*')
 
 
-class Series(msgspec.Struct, frozen=True):
+class MetricSelector(msgspec.Struct, frozen=True):
     """Where to read one number.
 
     Attributes:
@@ -40,13 +40,13 @@ class Series(msgspec.Struct, frozen=True):
     label: bytes = b""
 
 
-class Engine(msgspec.Struct, frozen=True, kw_only=True):
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The series of one kind of engine. An empty tuple: this engine does not say.
 
     Attributes:
         kind: What `Load.engine` will say.
         type_label: Value of the engine-type label that names it.
-        mark: Beginning of a sample line by which a page of it is recognised.
+        page_prefix: Beginning of a sample line by which a page of it is recognised.
         waiting: Requests queued (gauge, count).
         running: Requests in the batch (gauge, count).
         kv_usage: Share of KV blocks in use (gauge, 0..1).
@@ -61,19 +61,19 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     type_label: str
-    mark: bytes
-    waiting: tuple[Series, ...] = ()
-    running: tuple[Series, ...] = ()
-    kv_usage: tuple[Series, ...] = ()
-    kv_blocks: tuple[Series, ...] = ()
-    block_tokens: tuple[Series, ...] = ()
-    prefix_queries: tuple[Series, ...] = ()
-    prefix_hits: tuple[Series, ...] = ()
+    page_prefix: bytes
+    waiting: tuple[MetricSelector, ...] = ()
+    running: tuple[MetricSelector, ...] = ()
+    kv_usage: tuple[MetricSelector, ...] = ()
+    kv_blocks: tuple[MetricSelector, ...] = ()
+    block_tokens: tuple[MetricSelector, ...] = ()
+    prefix_queries: tuple[MetricSelector, ...] = ()
+    prefix_hits: tuple[MetricSelector, ...] = ()
     adapters: bytes = b""
-    totals: tuple[tuple[str, tuple[Series, ...]], ...] = ()
+    totals: tuple[tuple[str, tuple[MetricSelector, ...]], ...] = ()
 
 
-def series(*specs: str) -> tuple[Series, ...]:
+def series(*specs: str) -> tuple[MetricSelector, ...]:
     """Alternatives, in order, from their written form.
 
     Args:
@@ -86,7 +86,7 @@ def series(*specs: str) -> tuple[Series, ...]:
     return tuple(_series(spec) for spec in specs)
 
 
-def _series(spec: str) -> Series:
+def _series(spec: str) -> MetricSelector:
     found = _SPEC.fullmatch(spec.strip())
     where = (found["where"] or "").strip(" ,") if found else ""
     clauses = [_CLAUSE.fullmatch(clause) for clause in where.split(",")] if where else []
@@ -97,7 +97,7 @@ def _series(spec: str) -> Series:
             found=repr(spec),
             fix="write the metric name as it stands on the engine's /metrics page",
         )
-    return Series(
+    return MetricSelector(
         name=found["name"].encode(),
         where=tuple(
             (clause[1].encode(), (clause[2] if clause[2] is not None else clause[3]).encode())
@@ -109,11 +109,11 @@ def _series(spec: str) -> Series:
 
 
 #: Every engine known, in the order in which a page is tried against them.
-TABLE: tuple[Engine, ...] = (
-    Engine(
+TABLE: tuple[EngineSpec, ...] = (
+    EngineSpec(
         kind="vllm",
         type_label="vllm",
-        mark=b"vllm:",
+        page_prefix=b"vllm:",
         waiting=series("vllm:num_requests_waiting"),
         running=series("vllm:num_requests_running"),
         # The gpu_ names are those of vLLM before 0.11.
@@ -140,10 +140,10 @@ TABLE: tuple[Engine, ...] = (
             ("adapter_load_s", series("vllm:lora_adapter_load_seconds_sum")),
         ),
     ),
-    Engine(
+    EngineSpec(
         kind="sglang",
         type_label="sglang",
-        mark=b"sglang:",
+        page_prefix=b"sglang:",
         waiting=series("sglang:num_queue_reqs"),
         running=series("sglang:num_running_reqs"),
         kv_usage=series("sglang:token_usage"),
@@ -163,30 +163,30 @@ TABLE: tuple[Engine, ...] = (
             ("decoded_tokens", series("sglang:realtime_tokens_total{mode=decode}")),
         ),
     ),
-    Engine(
+    EngineSpec(
         kind="trtllm",
         type_label="trtllm-serve",
-        mark=b"trtllm_",
+        page_prefix=b"trtllm_",
         waiting=series("trtllm_num_requests_waiting"),
         running=series("trtllm_num_requests_running"),
         kv_usage=series("trtllm_kv_cache_utilization"),
         kv_blocks=series("trtllm_kv_cache_max_blocks"),
         block_tokens=series("trtllm_kv_cache_tokens_per_block"),
     ),
-    Engine(
+    EngineSpec(
         kind="triton",
         type_label="triton-tensorrt-llm",
-        mark=b"nv_trt_llm_",
+        page_prefix=b"nv_trt_llm_",
         waiting=series("nv_trt_llm_request_metrics{request_type=waiting}"),
         running=series("nv_trt_llm_request_metrics{request_type=scheduled}"),
         kv_usage=series("nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=fraction}"),
         kv_blocks=series("nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=max}"),
         block_tokens=series("nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=tokens_per}"),
     ),
-    Engine(
+    EngineSpec(
         kind="triton",
         type_label="triton",
-        mark=b"nv_inference_",
+        page_prefix=b"nv_inference_",
         waiting=series("nv_inference_pending_request_count"),
         # nv_inference_exec_count is a counter of executions since start, so it is no gauge of
         # what runs now; plain Triton has none.

@@ -29,7 +29,7 @@ class _Phase(enum.Enum):
     TRAILER = enum.auto()
 
 
-class Reply:
+class HttpResponseParser:
     """The state of one answer.
 
     Attributes:

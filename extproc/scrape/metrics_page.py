@@ -19,7 +19,7 @@ from typing import Final, TypedDict
 
 import msgspec
 
-from extproc.endpoint import NO_TOTALS, Load, Totals
+from extproc.endpoint import NO_COUNTERS, EngineCounters, Load
 from extproc.scrape import engines
 
 _LABELS = rb'\{(?:[^"}\n]++|"(?:[^"\\\n]++|\\.)*+")*+\}'
@@ -73,7 +73,7 @@ _COMMENT_BYTES = 65_536
 _Sample = tuple[bytes, float]
 
 
-class Unreadable(msgspec.Struct, frozen=True):
+class UnreadablePage(msgspec.Struct, frozen=True):
     """The page is not a metrics page.
 
     Attributes:
@@ -83,7 +83,7 @@ class Unreadable(msgspec.Struct, frozen=True):
     reason: str
 
 
-def read(page: bytes, now: float, *, engine_type: str = "") -> Load | Unreadable:
+def read(page: bytes, now: float, *, engine_type: str = "") -> Load | UnreadablePage:
     """Reads the load of one engine from its metrics page.
 
     Counts of several series (data-parallel ranks, models) are summed, shares averaged. A series
@@ -114,48 +114,48 @@ def read(page: bytes, now: float, *, engine_type: str = "") -> Load | Unreadable
         kv_usage=_mean_share(families.numbers(engine.kv_usage)),
         prefix_queries=_total(families.numbers(engine.prefix_queries)),
         prefix_hits=_total(families.numbers(engine.prefix_hits)),
-        totals=_totals(families, engine),
+        counters=_totals(families, engine),
         **_adapters(families.samples(engine.adapters)),
         kv_blocks=_whole(_total(families.numbers(engine.kv_blocks)), most=MAX_KV_BLOCKS),
         block_tokens=_whole(_agreed(families.numbers(engine.block_tokens)), most=MAX_BLOCK_TOKENS),
     )
 
 
-def _totals(families: _Families, engine: engines.Engine) -> Totals:
+def _totals(families: _Families, engine: engines.EngineSpec) -> EngineCounters:
     """The counters; the one value for all where the engine has none."""
     if not engine.totals:
-        return NO_TOTALS
+        return NO_COUNTERS
     found: dict[str, float | None] = {}
     for name, series in engine.totals:
         # An absent family costs a walk over the page; a sum without its count is not asked for.
         if name == "adapter_load_s" and found["adapter_loads"] is None:
             continue
         found[name] = _total(families.numbers(series))
-    return Totals(**found)
+    return EngineCounters(**found)
 
 
-def _recognise(text: bytes, engine_type: str) -> engines.Engine | None:
+def _recognise(text: bytes, engine_type: str) -> engines.EngineSpec | None:
     labelled = [engine for engine in engines.TABLE if engine.type_label == engine_type]
     for engine in (*labelled, *engines.TABLE):
-        if b"\n" + engine.mark in text:
+        if b"\n" + engine.page_prefix in text:
             return engine
     return None
 
 
-def _joined(text: bytes, engine: engines.Engine) -> bool:
+def _joined(text: bytes, engine: engines.EngineSpec) -> bool:
     """Whether a family is declared twice, as on pages of several ranks put one after another."""
     return text.count(_DECLARED + engine.waiting[0].name + b" ") > 1
 
 
-def _stranger(text: bytes, now: float) -> Load | Unreadable:
+def _stranger(text: bytes, now: float) -> Load | UnreadablePage:
     """Tells a page of an unknown engine from what is no metrics page at all."""
     comments = _COMMENTS.match(text, 0, _COMMENT_BYTES)
     at = comments.end() if comments else 0
     if at >= min(len(text), _COMMENT_BYTES):
-        return Unreadable("no samples")
+        return UnreadablePage("no samples")
     name = _NAME.match(text, at)
     if name is None or _SAMPLE.match(text, name.end()) is None:
-        return Unreadable("not Prometheus text")
+        return UnreadablePage("not Prometheus text")
     return Load(at=now)
 
 
@@ -184,7 +184,7 @@ class _Families:
             self._found[name] = found
         return found
 
-    def numbers(self, alternatives: Iterable[engines.Series]) -> list[float]:
+    def numbers(self, alternatives: Iterable[engines.MetricSelector]) -> list[float]:
         """The numbers of the first alternative present; NaN for a sample that has none."""
         for series in alternatives:
             samples = self.samples(series.name)

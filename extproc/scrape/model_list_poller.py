@@ -16,7 +16,7 @@ from extproc.endpoint import Endpoint
 from extproc.scrape import client, models_page, needs, schedule
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class ModelListSettings(msgspec.Struct, frozen=True, kw_only=True):
     """When to ask.
 
     Attributes:
@@ -36,10 +36,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: For who wants no lists.
-NEVER = Settings(interval_s=None)
+NEVER = ModelListSettings(interval_s=None)
 
 
-class Roll:
+class ModelListPoller:
     """The models of one endpoint incarnation.
 
     A failure leaves what is known: models change with the process, not with its load.
@@ -65,7 +65,7 @@ class Roll:
         client: needs.Fetcher,
         clock: Callable[[], float],
         rng: random.Random,
-        settings: Settings,
+        settings: ModelListSettings,
         missed: Callable[[], int],
     ) -> None:
         self.target = _target(endpoint)
@@ -77,7 +77,7 @@ class Roll:
         self._settings = settings
         self._missed = missed
         self._missed_then = 0
-        self._asked = self._due = -math.inf
+        self._requested = self._due = -math.inf
         self._failures = 0
         self._listed = False
 
@@ -89,11 +89,13 @@ class Roll:
         """
         began = self._clock()
         interval_s = self._settings.interval_s
-        if interval_s is None or not (began >= self._due or self._wiped() or self._wanted(began)):
+        if interval_s is None or not (
+            began >= self._due or self._forgotten() or self._wanted(began)
+        ):
             return ""
-        self._asked, self._missed_then = began, self._missed()
+        self._requested, self._missed_then = began, self._missed()
         found = await self._client.get(self.target)
-        if isinstance(found, client.Failed):
+        if isinstance(found, client.FetchFailed):
             outcome, models = found.reason, None
         else:
             models = models_page.read(found)
@@ -113,16 +115,18 @@ class Roll:
         )
         return outcome
 
-    def _wiped(self) -> bool:
+    def _forgotten(self) -> bool:
         """Whether what it listed last was forgotten since, as a restart of the engine does."""
         member = self._fleet.pool.find(self._endpoint.address)
         return self._listed and member is not None and member.models is None
 
     def _wanted(self, now: float) -> bool:
         """Whether somebody asked for an unlisted model since the last list, which is old enough."""
-        return self._missed() != self._missed_then and now >= self._asked + self._settings.missed_s
+        return (
+            self._missed() != self._missed_then and now >= self._requested + self._settings.missed_s
+        )
 
 
-def _target(endpoint: Endpoint) -> client.Target:
+def _target(endpoint: Endpoint) -> client.ScrapeTarget:
     port = int(endpoint.address.rpartition(":")[2])
     return client.target(endpoint.ip, port, path=models_page.PATH, accept="application/json")

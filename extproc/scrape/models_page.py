@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.endpoint import Models
+from extproc.endpoint import ServedModels
 from extproc.request import is_long_name
 
 #: Where OpenAI's API has the list, and so every engine that speaks it.
@@ -43,7 +43,7 @@ _DECODER = msgspec.json.Decoder(_Page)
 _TEXT = msgspec.json.Decoder(str)
 
 
-def read(page: bytes) -> Models | None:
+def read(page: bytes) -> ServedModels | None:
     """The names on a page.
 
     Args:
@@ -67,7 +67,7 @@ def read(page: bytes) -> Models | None:
         adapters = frozenset(card.id for card in cards if _is_adapter(card))
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return Models(frozenset(card.id for card in cards) - adapters, adapters)
+    return ServedModels(frozenset(card.id for card in cards) - adapters, adapters)
 
 
 def _is_adapter(card: _Card) -> bool:

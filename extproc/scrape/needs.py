@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-from extproc.endpoint import Endpoint, Load, Models
+from extproc.endpoint import Endpoint, Load, ServedModels
 from extproc.scrape import client
 
 MarkT = TypeVar("MarkT")
@@ -30,7 +30,7 @@ class Member(Protocol):
         """Our own requests on it."""
 
     @property
-    def models(self) -> Models | None:
+    def models(self) -> ServedModels | None:
         """The names it answers to, if they are known."""
 
 
@@ -61,15 +61,15 @@ class Fleet(Protocol[MarkT]):
     def scrape_failed(self, mark: MarkT, reason: str, now: float) -> None:
         """There was no page."""
 
-    def observe_models(self, endpoint: Endpoint, models: Models) -> None:
+    def observe_models(self, endpoint: Endpoint, models: ServedModels) -> None:
         """The endpoint listed these."""
 
 
 class Fetcher(Protocol):
-    """What the loops need of an HTTP client; `client.Client` is one."""
+    """What the loops need of an HTTP client; `client.ScrapeClient` is one."""
 
-    async def get(self, where: client.Target) -> bytes | client.Failed:
+    async def get(self, where: client.ScrapeTarget) -> bytes | client.FetchFailed:
         """Fetches one page."""
 
-    def forget(self, where: client.Target) -> None:
+    def forget(self, where: client.ScrapeTarget) -> None:
         """Closes what is kept open."""

@@ -12,7 +12,7 @@ import random
 import msgspec
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
+class ScrapeSchedule(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of the pace.
 
     Attributes:
@@ -43,7 +43,7 @@ _REFUSED_S = 2.0
 
 
 def wait_s(
-    pace: Pace,
+    pace: ScrapeSchedule,
     *,
     busy: bool,
     busy_endpoints: int,
@@ -103,7 +103,7 @@ def listing_wait_s(
     return wait * rng.uniform(1.0 - jitter, 1.0 + jitter)
 
 
-def to_tick_s(now: float, wait: float, *, pace: Pace) -> float:
+def align_to_tick(now: float, wait: float, *, pace: ScrapeSchedule) -> float:
     """Lengthens a wait so that it ends on the next multiple of `tick_s`.
 
     Args:

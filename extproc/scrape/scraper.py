@@ -37,7 +37,7 @@ UNREACHABLE = frozenset({"timeout", "refused", "unreachable"})
 REFUSED = "refused"
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class ScraperSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How pages are fetched.
 
     Attributes:
@@ -54,16 +54,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 1.0
     cap_bytes: int = 4 * 1024 * 1024
     follow_s: float = 0.2
-    pace: schedule.Pace = schedule.Pace()
-    models: model_list_poller.Settings = model_list_poller.NEVER
+    pace: schedule.ScrapeSchedule = schedule.ScrapeSchedule()
+    models: model_list_poller.ModelListSettings = model_list_poller.NEVER
 
 
-class ScrapeFact(msgspec.Struct, frozen=True, gc=False):
+class ScrapeResult(msgspec.Struct, frozen=True, gc=False):
     """What one scrape came to, for telemetry.
 
     Attributes:
         address: The endpoint's address.
-        outcome: `ok`, or why not: a `client.Failed` reason, `unreadable`, or `bug: <type>`.
+        outcome: `ok`, or why not: a `client.FetchFailed` reason, `unreadable`, or `bug: <type>`.
         seconds: From asking to having read the page.
         engine: The engine recognised; empty for an unknown one or a failure.
         listing: Whether it was the list of models that was asked for.
@@ -76,7 +76,7 @@ class ScrapeFact(msgspec.Struct, frozen=True, gc=False):
     listing: bool = False
 
 
-class Census:
+class EndpointCounts:
     """How many endpoints are scraped, over all pools: they share one budget of scrapes.
 
     Attributes:
@@ -91,7 +91,7 @@ class Census:
         self.all = 0
 
 
-class Watch(Generic[MarkT]):
+class EndpointScraper(Generic[MarkT]):
     """The scraping of one endpoint incarnation.
 
     Args:
@@ -111,7 +111,7 @@ class Watch(Generic[MarkT]):
         self._scraper = scraper
         self._opened = -1
         self.target = _target(member.endpoint, scraper.settings.path)
-        self._roll = model_list_poller.Roll(
+        self._roll = model_list_poller.ModelListPoller(
             member.endpoint,
             fleet=scraper.fleet,
             client=scraper.client,
@@ -127,7 +127,7 @@ class Watch(Generic[MarkT]):
         wait_s = scraper.rng.uniform(0.0, scraper.settings.pace.fast_s)
         while True:
             await asyncio.sleep(
-                schedule.to_tick_s(scraper.clock(), wait_s, pace=scraper.settings.pace)
+                schedule.align_to_tick(scraper.clock(), wait_s, pace=scraper.settings.pace)
             )
             began = scraper.clock()
             await self.step()
@@ -148,17 +148,19 @@ class Watch(Generic[MarkT]):
             self.failures += 1
             scraper.fleet.scrape_failed(mark, outcome, now)
         self.is_refused = outcome == REFUSED
-        scraper.on_fact(ScrapeFact(endpoint.address, outcome, scraper.clock() - began, engine))
+        scraper.on_fact(ScrapeResult(endpoint.address, outcome, scraper.clock() - began, engine))
         if outcome not in UNREACHABLE:
             began = scraper.clock()
             listed = await self._roll.step()
             if listed:
                 seconds = scraper.clock() - began
-                scraper.on_fact(ScrapeFact(endpoint.address, listed, seconds, listing=True))
+                scraper.on_fact(ScrapeResult(endpoint.address, listed, seconds, listing=True))
         if not outcome.startswith(BUG):
             scraper.supervisor.works("scrape", endpoint.address)
 
-    async def _take(self, mark: MarkT, found: bytes | client.Failed, now: float) -> tuple[str, str]:
+    async def _take(
+        self, mark: MarkT, found: bytes | client.FetchFailed, now: float
+    ) -> tuple[str, str]:
         """Read a page and hand its load to the fleet; the outcome, and the engine's name.
 
         What a page makes raise counts against its endpoint: its load ages, as if it did not answer.
@@ -178,7 +180,7 @@ class Watch(Generic[MarkT]):
         return read, ""
 
     @property
-    def targets(self) -> Iterator[client.Target]:
+    def targets(self) -> Iterator[client.ScrapeTarget]:
         """One for each connection that may be kept."""
         yield self.target
         if self._roll.target.port != self.target.port:
@@ -188,12 +190,12 @@ class Watch(Generic[MarkT]):
         account = self.member.account
         busy = account.in_flight > 0 or account.opened != self._opened
         self._opened = account.opened
-        self._scraper.census.busy += busy - self.busy
+        self._scraper.endpoint_counts.busy += busy - self.busy
         self.busy = busy
 
 
 class Scraper(Generic[MarkT]):
-    """Keeps one `Watch` per endpoint of the pool.
+    """Keeps one `EndpointScraper` per endpoint of the pool.
 
     Args:
         settings: How pages are fetched.
@@ -204,21 +206,21 @@ class Scraper(Generic[MarkT]):
         on_fact: Called after every scrape.
         missed: Requests so far for models that nobody lists (count); more of them make the lists
             be asked for sooner.
-        census: Shared by scrapers that share a budget; None for one alone.
+        endpoint_counts: Shared by scrapers that share a budget; None for one alone.
         supervisor: Keeps the loops alive; None for one of its own.
     """
 
     def __init__(  # noqa: PLR0913 - the last two are what all scrapers of a process share
         self,
-        settings: Settings,
+        settings: ScraperSettings,
         fleet: needs.Fleet[MarkT],
         *,
         client: needs.Fetcher,
         clock: Callable[[], float],
         rng: random.Random,
-        on_fact: Callable[[ScrapeFact], None] = lambda _: None,
+        on_fact: Callable[[ScrapeResult], None] = lambda _: None,
         missed: Callable[[], int] = lambda: 0,
-        census: Census | None = None,
+        census: EndpointCounts | None = None,
         supervisor: Supervisor | None = None,
     ) -> None:
         self.settings = settings
@@ -228,9 +230,9 @@ class Scraper(Generic[MarkT]):
         self.rng = rng
         self.on_fact = on_fact
         self.missed = missed
-        self.census = census or Census()
+        self.endpoint_counts = census or EndpointCounts()
         self.supervisor = supervisor or Supervisor(clock=clock)
-        self.watches: dict[str, Watch[MarkT]] = {}
+        self.watches: dict[str, EndpointScraper[MarkT]] = {}
 
     async def run(self) -> None:
         """Follows the endpoint set and scrapes it until cancelled."""
@@ -262,23 +264,23 @@ class Scraper(Generic[MarkT]):
         for address in left:
             self._stop(address)
 
-    def wait_s(self, watch: Watch[MarkT]) -> float:
+    def wait_s(self, watch: EndpointScraper[MarkT]) -> float:
         """Seconds from the start of this watch's last scrape to its next one."""
         return schedule.wait_s(
             self.settings.pace,
             busy=watch.busy,
-            busy_endpoints=self.census.busy,
-            idle_endpoints=self.census.all - self.census.busy,
+            busy_endpoints=self.endpoint_counts.busy,
+            idle_endpoints=self.endpoint_counts.all - self.endpoint_counts.busy,
             failures=watch.failures,
             refused=watch.is_refused,
             rng=self.rng,
         )
 
     def _start(self, member: needs.Member, tasks: asyncio.TaskGroup) -> None:
-        watch = Watch(self, member)
+        watch = EndpointScraper(self, member)
         address = member.endpoint.address
-        self.census.busy += watch.busy
-        self.census.all += 1
+        self.endpoint_counts.busy += watch.busy
+        self.endpoint_counts.all += 1
         self.watches[address] = watch
         kept = self.supervisor.keep("scrape", watch.run, of=address)
         watch.task = tasks.create_task(kept, name=f"scrape {address}")
@@ -287,13 +289,13 @@ class Scraper(Generic[MarkT]):
         watch = self.watches.pop(address, None)
         if watch is None:
             return
-        self.census.busy -= watch.busy
-        self.census.all -= 1
+        self.endpoint_counts.busy -= watch.busy
+        self.endpoint_counts.all -= 1
         if watch.task is not None:
             watch.task.cancel()
         self._forget(watch)
 
-    def _forget(self, watch: Watch[MarkT]) -> None:
+    def _forget(self, watch: EndpointScraper[MarkT]) -> None:
         for where in watch.targets:
             self.client.forget(where)
 
@@ -303,7 +305,7 @@ def _same(one: Endpoint, other: Endpoint) -> bool:
     return one.incarnation == other.incarnation and one.labels == other.labels
 
 
-def _target(endpoint: Endpoint, path: str) -> client.Target:
+def _target(endpoint: Endpoint, path: str) -> client.ScrapeTarget:
     port = endpoint.address.rpartition(":")[2]
     other = endpoint.labels.get(PORT_LABEL, "")
     # A label that is no port is not worth the endpoint: its own port is asked.
@@ -312,9 +314,9 @@ def _target(endpoint: Endpoint, path: str) -> client.Target:
     return client.target(endpoint.ip, int(port), path=path)
 
 
-def _read(found: bytes | client.Failed, endpoint: Endpoint, now: float) -> Load | str:
+def _read(found: bytes | client.FetchFailed, endpoint: Endpoint, now: float) -> Load | str:
     """The load, or the reason there is none."""
-    if isinstance(found, client.Failed):
+    if isinstance(found, client.FetchFailed):
         return found.reason
     labels = endpoint.labels
     engine_type = next((labels[key] for key in engines.TYPE_LABELS if key in labels), "")

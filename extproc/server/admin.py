@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
-from extproc.decision import Answer, Outcome, Rejection
+from extproc.decision import DirectResponse, Outcome, Rejection
 from extproc.pool.snapshot import Pool
 from extproc.protocol import error_response
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from extproc.server.admin_access import AdminAccess
 from extproc.server.health import Readiness
 from extproc.telemetry import explanation, pool_state
-from extproc.telemetry.decision_log import Ring
+from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
 
 #: Names under which `/debug/explain` takes the path and headers of the request to explain.
@@ -47,8 +47,8 @@ class Pages:
         exposition: Exposition,
         readiness: Readiness,
         pools: Callable[[], Mapping[str, Pool]],
-        dry_run: Callable[[RawRequest], Awaitable[Outcome | Answer]],
-        decisions: Ring,
+        dry_run: Callable[[HttpRequest], Awaitable[Outcome | DirectResponse]],
+        decisions: DecisionLog,
         clock: Callable[[], float],
         access: AdminAccess,
         max_body_bytes: Callable[[], int],
@@ -142,10 +142,10 @@ class Pages:
             if lower.startswith(HEADER_PREFIX):
                 headers[lower.removeprefix(HEADER_PREFIX)] = value
         body = await request.clone(client_max_size=self._max_body_bytes()).read()
-        outcome = await self._dry_run(RawRequest(headers, body))
+        outcome = await self._dry_run(HttpRequest(headers, body))
         if isinstance(outcome, Rejection):
             return _refused(outcome)
-        if isinstance(outcome, Answer):
+        if isinstance(outcome, DirectResponse):
             return web.Response(
                 status=outcome.status, body=outcome.body, content_type="application/json"
             )
@@ -177,6 +177,6 @@ def hide_software(runner: web.AppRunner) -> None:
 def _refused(rejection: Rejection) -> web.Response:
     return web.Response(
         status=rejection.status,
-        body=error_response.body(rejection),
+        body=error_response.error_body(rejection),
         content_type="application/json",
     )

@@ -19,12 +19,12 @@ from aiohttp import web
 
 from extproc.autoscaling.runtime import autoscaler, keda_scaler
 from extproc.config import factory, kubernetes_plan
-from extproc.config.settings import Server, Settings
-from extproc.decision import Answer, Decision, Outcome, Rejection
+from extproc.config.settings import ServerSection, Settings
+from extproc.decision import Decision, DirectResponse, Outcome, Rejection
 from extproc.discovery.kubernetes import controller, watch_status
-from extproc.discovery.static_discovery import DiscoveryFact
-from extproc.protocol.body_buffer import Budget
-from extproc.request import RawRequest
+from extproc.discovery.static_discovery import DiscoveryEvent
+from extproc.protocol.body_buffer import BufferBudget
+from extproc.request import HttpRequest
 from extproc.scheduling import plugin_guard
 from extproc.scrape import client, scraper
 from extproc.server import (
@@ -41,15 +41,15 @@ from extproc.server import (
 )
 from extproc.server.large_bodies import LargeBodies
 from extproc.server.loop_stalls import StallMeter
-from extproc.server.pool_registry import Sites
-from extproc.server.pool_runtime import Shared
-from extproc.server.redis_peer_channel import line
+from extproc.server.pool_registry import PoolRegistry
+from extproc.server.pool_runtime import RuntimeContext
+from extproc.server.redis_peer_channel import build_peer_channel
 from extproc.supervision import LoopName
-from extproc.telemetry.counters import Tallies
-from extproc.telemetry.decision_log import Ring
+from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.watch_metrics import WatchFigures
-from extproc.xds.cluster_options import Traits
+from extproc.telemetry.watch_metrics import WatchMetrics
+from extproc.xds.cluster_options import ClusterOptions
 
 _log = logging.getLogger("extproc.server")
 
@@ -66,7 +66,7 @@ _LOOK_S = 0.1
 _RELEASE_S = 2.0
 
 
-def run(settings: Settings, source: reload.Source) -> int:
+def run(settings: Settings, source: reload.ConfigSource) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status.
 
     Args:
@@ -87,7 +87,7 @@ def run(settings: Settings, source: reload.Source) -> int:
 
 
 async def serve(
-    settings: Settings, source: reload.Source, *, announce: Callable[[str], None]
+    settings: Settings, source: reload.ConfigSource, *, announce: Callable[[str], None]
 ) -> None:
     """Serve until a signal arrives.
 
@@ -107,7 +107,7 @@ async def serve(
     reloader = reload.Reloader(
         source, settings, adopt=picker.adopt, on_reload=picker.tell_of_reload
     )
-    signals.follow(stop, hurry, reloader.ask)
+    signals.listen(stop, hurry, reloader.ask)
     supervisor = picker.tallies.supervisor
     asyncio.get_running_loop().set_exception_handler(supervisor.handle)
     try:
@@ -123,10 +123,10 @@ async def serve(
                 tasks.create_task(supervisor.keep(name, run), name=name)
                 for name, run in running.items()
             ]
-            announce(f"extproc is listening: {addresses.told}")
+            announce(f"extproc is listening: {addresses.ready_message}")
             await supervisor.keep("readiness", lambda: _ready(picker.readiness, stop))
             if picker.readiness.ready:
-                announce(f"extproc is ready: {addresses.told}")
+                announce(f"extproc is ready: {addresses.ready_message}")
             await stop.wait()
             await supervisor.attempt("drain", picker.drain(hurry))
             for loop in loops:
@@ -146,20 +146,20 @@ class Picker:
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._clock = clock
-        self.tallies = Tallies()
+        self.tallies = ProcessCounters()
         self._about = {"pool": settings.pool.name}
-        self.ring = Ring(settings.explain.decisions)
+        self.ring = DecisionLog(settings.decisions.decisions)
         self._max_body_bytes = settings.limits.max_body_bytes
-        self.budget = Budget(settings.limits.max_assembly_bytes)
-        self._http = client.Client(
+        self.budget = BufferBudget(settings.limits.max_assembly_bytes)
+        self._http = client.ScrapeClient(
             timeout_s=settings.scrape.timeout_s,
             cap_bytes=settings.scrape.max_page_bytes,
             tls=factory.scrape_tls(settings.scrape),
         )
-        guards = plugin_guard.Guards(time.perf_counter, self.tallies.plugins)
-        shared = Shared(self.tallies, guards, self._http, scraper.Census(), clock)
+        guards = plugin_guard.GuardFactory(time.perf_counter, self.tallies.plugins)
+        shared = RuntimeContext(self.tallies, guards, self._http, scraper.EndpointCounts(), clock)
         plan = kubernetes_plan.plan(settings, where="the configuration", environment=os.environ)
-        self.sites = Sites(
+        self.sites = PoolRegistry(
             settings, shared, written=plan.pools if plan else {}, heard=lambda: self._listed
         )
         self._follower = self._build_follower(plan)
@@ -167,8 +167,8 @@ class Picker:
         self.readiness = self._build_readiness()
         self.tallies.watches = self._watch_figures
         self._stalls = StallMeter(self.tallies)
-        self._elector = lease_client.stand(
-            settings, able=lambda: self.readiness.able, supervisor=self.tallies.supervisor
+        self._elector = lease_client.build_elector(
+            settings, able=lambda: self.readiness.can_serve, supervisor=self.tallies.supervisor
         )
         self._admin_token = _admin_token(settings)
         self._autoscaler = autoscaler.Autoscaler(
@@ -179,30 +179,32 @@ class Picker:
             clock=clock,
             token=self._current_token,
         )
-        self._keda: keda_scaler.Scaler | None = None
+        self._keda: keda_scaler.KedaExternalScaler | None = None
         if settings.autoscaling.keda.enabled:
-            self._keda = keda_scaler.Scaler(self._autoscaler.loops)
-            self._autoscaler.on_change = self._keda.told
+            self._keda = keda_scaler.KedaExternalScaler(self._autoscaler.loops)
+            self._autoscaler.on_change = self._keda.notify
             self._autoscaler.on_gone = self._keda.gone
         self._large_bodies = LargeBodies(
             self.tallies, max_prompt_bytes=lambda: self.sites.max_prompt_bytes
         )
         self.servicer = self._build_servicer()
-        self._line = line(settings.sharing, self.sites, clock)
+        self._line = build_peer_channel(settings.peer_sync, self.sites, clock)
         self._xds = self._build_xds()
         self._grpc: list[grpc.aio.Server] = []
         self._pages: web.AppRunner | None = None
 
-    def _build_follower(self, plan: kubernetes_plan.Plan | None) -> controller.Follower | None:
+    def _build_follower(
+        self, plan: kubernetes_plan.KubernetesPlan | None
+    ) -> controller.KubernetesDiscovery | None:
         """What follows objects of Kubernetes; None where there are none to follow."""
         if plan is None:
             return None
-        return controller.Follower(
+        return controller.KubernetesDiscovery(
             plan.watching,
             clock=self._clock,
             rng=random.Random(self._settings.seed),
-            on_pools=self.sites.take,
-            on_fact=_followed,
+            on_pools=self.sites.on_pools_changed,
+            on_fact=_log_discovery_event,
             supervisor=self.tallies.supervisor,
         )
 
@@ -210,17 +212,19 @@ class Picker:
         scrape = self._settings.scrape
         return health.Readiness(
             lambda: self.sites.synced,
-            measured=health.FirstLook(
-                self.sites.pools, self._clock, scrape.first_look_s if scrape.enabled else 0.0
+            measured=health.InitialScrapeGate(
+                self.sites.pools,
+                self._clock,
+                scrape.initial_scrape_timeout_s if scrape.enabled else 0.0,
             ),
-            fits=lambda: self.sites.fits,
+            fits=lambda: self.sites.protocols_supported,
             leader=(lambda: self._leads) if self._settings.cluster.leader_election else None,
             notes=self._notes,
         )
 
-    def _build_servicer(self) -> ext_proc_servicer.Servicer:
-        shared = stream_handler.Shared(
-            switchboard=self.sites.switchboard,
+    def _build_servicer(self) -> ext_proc_servicer.ExternalProcessorServicer:
+        shared = stream_handler.StreamContext(
+            switchboard=self.sites.pool_selector,
             exchange_settings=factory.exchange(self._settings),
             budget=self.budget,
             tallies=self.tallies,
@@ -229,26 +233,26 @@ class Picker:
             ring=self.ring,
             settings=_stream_settings(self._settings),
         )
-        shared.gates = self.sites.gates
+        shared.gates = self.sites.flow_controllers
         shared.large_bodies = self._large_bodies
         shared.on_opened = self._stalls.wake
-        return ext_proc_servicer.Servicer(shared)
+        return ext_proc_servicer.ExternalProcessorServicer(shared)
 
-    def _build_xds(self) -> xds_servicer.Discovery | None:
+    def _build_xds(self) -> xds_servicer.AggregatedDiscoveryServicer | None:
         """The xDS server; None where none is configured."""
         settings = self._settings.xds
         if not settings.enabled:
             return None
-        return xds_servicer.Discovery(
+        return xds_servicer.AggregatedDiscoveryServicer(
             self.sites.pools,
             h2c=lambda: self.sites.h2c,
             synced=lambda: self.sites.synced,
-            traits=Traits(settings.health_check, settings.outliers),
+            traits=ClusterOptions(settings.health_check, settings.outliers),
             tallies=self.tallies.xds,
             supervisor=self.tallies.supervisor,
         )
 
-    async def start(self) -> listeners.Addresses:
+    async def start(self) -> listeners.ListenAddresses:
         """Listen on all ports; not ready before `sync`.
 
         Raises:
@@ -297,7 +301,7 @@ class Picker:
         pages_port = await self._start_pages(server)
         for one in self._grpc:
             await one.start()
-        return listeners.Addresses(grpc_port, health_port, pages_port, xds_port, keda_port)
+        return listeners.ListenAddresses(grpc_port, health_port, pages_port, xds_port, keda_port)
 
     async def sync(self) -> None:
         """Learn the endpoints.
@@ -331,11 +335,11 @@ class Picker:
         yield from watch_status.lines(self._watch_statuses, self._clock())
         yield from health.lines(self.sites.pools())
 
-    def _watch_figures(self) -> Iterator[WatchFigures]:
+    def _watch_figures(self) -> Iterator[WatchMetrics]:
         now = self._clock()
         for status in self._watch_statuses:
             collection, since = status.collection, status.unsynced_since
-            yield WatchFigures(
+            yield WatchMetrics(
                 collection.resource.title,
                 collection.namespace,
                 collection.labels or collection.fields,
@@ -350,7 +354,7 @@ class Picker:
     @property
     def _leads(self) -> bool:
         """Whether this replica won the election, where there is one."""
-        return self._elector is not None and self._elector.leads
+        return self._elector is not None and self._elector.is_leader
 
     def loops(self) -> dict[LoopName, Loop]:
         """The loops beside the servers, by name."""
@@ -379,7 +383,7 @@ class Picker:
             ConfigError: A profile cannot be built, or there is no admin token in its file; nothing was
             changed.
         """
-        replan = self.sites.replanned(settings)
+        replan = self.sites.prepare_reload(settings)
         token = self._admin_token
         if settings.server.admin_token_file != token.path:
             token = _admin_token(settings)
@@ -389,11 +393,11 @@ class Picker:
         self.servicer.shared.exchange_settings = exchange
         self.servicer.shared.settings = streams
         self._max_body_bytes = settings.limits.max_body_bytes
-        self.ring.capacity = settings.explain.decisions
+        self.ring.capacity = settings.decisions.decisions
         self._about["profile"] = self.sites.profile
         logging.getLogger("extproc").setLevel(settings.log.level.upper())
 
-    def tell_of_reload(self, reloaded: reload.Reloaded) -> None:
+    def tell_of_reload(self, reloaded: reload.ReloadResult) -> None:
         """Count and log one attempt to read the configuration again."""
         self.tallies.reloaded(ok=not reloaded.error, restart=bool(reloaded.restart))
         if reloaded.error:
@@ -429,9 +433,9 @@ class Picker:
         # Envoy must know first (GOAWAY), or it would go on opening streams here.
         stopping = [asyncio.ensure_future(one.stop(_RELEASE_S)) for one in self._grpc]
         await asyncio.sleep(0)
-        for name, gate in self.sites.gates.items():
+        for name, gate in self.sites.flow_controllers.items():
             supervisor.call("drain", gate.close, of=name)
-        await supervisor.attempt("drain", self.servicer.release(_RELEASE_S))
+        await supervisor.attempt("drain", self.servicer.drain_streams(_RELEASE_S))
         for one in stopping:
             await supervisor.attempt("drain", one)
         if self._elector is not None:
@@ -449,7 +453,7 @@ class Picker:
         await attempt("drain", self._large_bodies.close())
         await attempt("drain", self._autoscaler.close())
 
-    async def _start_pages(self, server: Server) -> int:
+    async def _start_pages(self, server: ServerSection) -> int:
         pages = admin.Pages(
             exposition=Exposition(
                 self.tallies,
@@ -475,19 +479,21 @@ class Picker:
             await web.TCPSite(self._pages, server.host or None, server.metrics_port).start()
         except OSError as error:
             why = error.strerror or ""
-            raise listeners.taken("--metrics-port", server.metrics_port, why=why) from error
+            raise listeners.port_in_use_error(
+                "--metrics-port", server.metrics_port, why=why
+            ) from error
         return int(self._pages.addresses[0][1])
 
     def _current_token(self) -> str:
         """What debug pages want now; empty for no token."""
         return self._admin_token.current()
 
-    async def _dry_run(self, raw: RawRequest) -> Outcome | Answer:
+    async def _dry_run(self, raw: HttpRequest) -> Outcome | DirectResponse:
         """Decide without charging anybody; raises as `LargeBodies.read`."""
         read = await self._large_bodies.read_if_large(raw)
         if isinstance(read, Rejection):
             return read
-        routed = self.sites.switchboard.route(read, self._clock())
+        routed = self.sites.pool_selector.route(read, self._clock())
         if isinstance(routed.outcome, Decision):
             return msgspec.structs.replace(routed.outcome, pool=routed.pool)
         return routed.outcome
@@ -515,7 +521,7 @@ def _admin_token(settings: Settings) -> admin_access.AdminToken:
     )
 
 
-def _followed(fact: DiscoveryFact) -> None:
+def _log_discovery_event(fact: DiscoveryEvent) -> None:
     level = logging.INFO if fact.kind in _QUIET else logging.WARNING
     _log.log(level, "kubernetes: %s: %s, %d endpoints", fact.kind, fact.detail, fact.endpoints)
 
@@ -524,9 +530,9 @@ def _stream_settings(settings: Settings) -> stream_handler.StreamSettings:
     return stream_handler.StreamSettings(
         max_streams=settings.limits.max_streams,
         body_idle_s=settings.limits.body_idle_s,
-        stream_share=settings.answers.stream_share,
-        request_cost=settings.answers.request_cost,
-        explain_header=settings.explain.header,
+        stream_sample_ratio=settings.responses.stream_sample_ratio,
+        request_cost=settings.responses.request_cost,
+        explain_header=settings.decisions.header,
     )
 
 

@@ -21,7 +21,7 @@ _MOST_PLACES = 100
 _OTHER = ("other", "other")
 
 
-class Bugs:
+class BugLog:
     """Exceptions of ours. The message of one may quote a request; its type and place do not.
 
     Args:

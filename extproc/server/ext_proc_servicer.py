@@ -11,16 +11,16 @@ from typing import NamedTuple
 import grpc
 
 from extproc.errors import ProtocolError
-from extproc.protocol.messages import Event
-from extproc.protocol.replies import Reply
+from extproc.protocol.messages import ProcessingRequest
+from extproc.protocol.replies import ProcessingResponse
 from extproc.protocol.upload_progress import Uploads
 from extproc.server import grpc_workarounds, memory
-from extproc.server.stream_handler import Shared, Stream, opened
+from extproc.server.stream_handler import StreamContext, StreamHandler, open_stream
 from extproc.wire import codec
 
 _log = logging.getLogger("extproc.server")
 
-Context = grpc.aio.ServicerContext[Event, bytes]
+Context = grpc.aio.ServicerContext[ProcessingRequest, bytes]
 
 #: Seconds in which a data plane reads that streams ended; busy ones take some ms.
 _APART_S = 0.5
@@ -35,12 +35,12 @@ _BATCH = 100
 _WRITE_S = 1.0
 
 
-class _Open(NamedTuple):
+class _OpenStream(NamedTuple):
     """A stream that is open."""
 
-    stream: Stream
+    stream: StreamHandler
     context: Context
-    reads: grpc_workarounds.Reads[Event]
+    reads: grpc_workarounds.UncancelledReads[ProcessingRequest]
 
     @property
     def arriving_bytes(self) -> int | None:
@@ -53,42 +53,42 @@ class _Open(NamedTuple):
         gRPC ends no call of which a write was cancelled: it tries to begin the answer again
         (GRPC_CALL_ERROR_TOO_MANY_OPERATIONS), and the client waits for an end that never comes.
         """
-        self.stream.over = True
+        self.stream.is_over = True
         if self.reads.waits:
             task.cancel()
 
 
-class Servicer:
+class ExternalProcessorServicer:
     """Translates streams to turns.
 
     Args:
         shared: What all streams have in common.
     """
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: StreamContext) -> None:
         self.shared = shared
-        self._crowds = memory.Crowds(memory.trimmer())
-        self._streams: dict[asyncio.Task[None], _Open] = {}
+        self._crowds = memory.IdleMemoryTrimmer(memory.trimmer())
+        self._streams: dict[asyncio.Task[None], _OpenStream] = {}
         self._uploads: Uploads[asyncio.Task[None]] = Uploads()
         self._refused: dict[asyncio.Task[None], asyncio.Task[None]] = {}
 
-    async def process(self, _: AsyncIterator[Event], context: Context) -> None:
+    async def process(self, _: AsyncIterator[ProcessingRequest], context: Context) -> None:
         """Serve one stream to its end."""
         task = _own_task()
         tallies = self.shared.tallies
         tallies.streams_open += 1
         self.shared.on_opened()
         self._crowds.count(tallies.streams_open)
-        stream = opened(self.shared)
-        reads = grpc_workarounds.Reads(context.read, self._ends)
-        self._streams[task] = _Open(stream, context, reads)
+        stream = open_stream(self.shared)
+        reads = grpc_workarounds.UncancelledReads(context.read, self._ends)
+        self._streams[task] = _OpenStream(stream, context, reads)
         crowded = tallies.streams_open > self.shared.settings.max_streams
-        turn = stream.turn_away if crowded else stream.turn
+        turn = stream.reject_overload if crowded else stream.handle
         end = "error"
         try:
-            while not stream.over:
+            while not stream.is_over:
                 event = await reads
-                if not isinstance(event, Event):
+                if not isinstance(event, ProcessingRequest):
                     break
                 # No await beyond this point, until the answers are written.
                 for reply in turn(event):
@@ -120,7 +120,7 @@ class Servicer:
             tallies.streams[end] += 1
             stream.finish()
 
-    async def _fail(self, stream: Stream, context: Context, error: Exception) -> None:
+    async def _fail(self, stream: StreamHandler, context: Context, error: Exception) -> None:
         """Answer for a bug with 500, or end the stream with INTERNAL once the response began."""
         self.shared.bugs.note(error)
         replies = stream.fail()
@@ -128,12 +128,12 @@ class Servicer:
             await context.abort(grpc.StatusCode.INTERNAL, "the picker ran into a bug")
         await _write(context, replies)
 
-    async def _finish_turn(self, stream: Stream, context: Context) -> None:
+    async def _finish_turn(self, stream: StreamHandler, context: Context) -> None:
         """Wait for what a turn has to wait for, and answer."""
         await self._read_body(stream, context)
         await _resume(stream, context)
 
-    async def _read_body(self, stream: Stream, context: Context) -> None:
+    async def _read_body(self, stream: StreamHandler, context: Context) -> None:
         """Have a large body read, and answer its request."""
         raw, large_bodies = stream.unread, self.shared.large_bodies
         if raw is None or large_bodies is None:
@@ -194,7 +194,7 @@ class Servicer:
         if task in self._refused:
             await asyncio.wait([self._refused[task]], timeout=_WRITE_S)
 
-    async def release(self, within_s: float, *, apart_s: float = _APART_S) -> None:
+    async def drain_streams(self, within_s: float, *, apart_s: float = _APART_S) -> None:
         """End every open stream with OK: Envoy goes on without the processor.
 
         A stream whose request is not decided yet ends as soon as it is: without an answer Envoy
@@ -210,7 +210,7 @@ class Servicer:
         last: dict[str, asyncio.Task[None]] = {}
         others = 0
         for task, one in list(self._streams.items()):
-            if one.stream.picked and last.setdefault(one.context.peer(), task) is not task:
+            if one.stream.on_routed and last.setdefault(one.context.peer(), task) is not task:
                 one.end(task)
                 others += 1
         if others:
@@ -229,14 +229,14 @@ def _own_task() -> asyncio.Task[None]:
     return task
 
 
-async def _write(context: Context, replies: Iterable[Reply]) -> None:
+async def _write(context: Context, replies: Iterable[ProcessingResponse]) -> None:
     """Write answers beside the handler of a stream, which reads."""
     with contextlib.suppress(grpc.aio.BaseError):  # the client left meanwhile
         for reply in replies:
             await context.write(codec.encode(reply))
 
 
-async def _resume(stream: Stream, context: Context) -> None:
+async def _resume(stream: StreamHandler, context: Context) -> None:
     """Wait with a request that is held, and answer it."""
     held = stream.held
     if held is None:
@@ -247,10 +247,12 @@ async def _resume(stream: Stream, context: Context) -> None:
         await context.write(codec.encode(reply))
 
 
-def register(server: grpc.aio.Server, servicer: Servicer) -> None:
+def register(server: grpc.aio.Server, servicer: ExternalProcessorServicer) -> None:
     """Serve ext_proc on a server. The codec functions are the (de)serialisers."""
-    handler: grpc.RpcMethodHandler[Event, bytes] = grpc.stream_stream_rpc_method_handler(
-        servicer.process, request_deserializer=codec.decode, response_serializer=None
+    handler: grpc.RpcMethodHandler[ProcessingRequest, bytes] = (
+        grpc.stream_stream_rpc_method_handler(
+            servicer.process, request_deserializer=codec.decode, response_serializer=None
+        )
     )
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(codec.SERVICE, {codec.METHOD: handler}),)

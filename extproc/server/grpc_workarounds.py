@@ -12,14 +12,14 @@ import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
-Said = TypeVar("Said")
+MessageT = TypeVar("MessageT")
 
 
 def _always() -> bool:
     return True
 
 
-class Reads(Generic[Said]):
+class UncancelledReads(Generic[MessageT]):
     """Awaited once for every read, one after the other.
 
     While a read is under way its task waits for this in place of the future of the read, which the
@@ -41,7 +41,7 @@ class Reads(Generic[Said]):
     )
 
     def __init__(
-        self, read: Callable[[], Coroutine[Any, Any, Said]], breaks: Callable[[], bool]
+        self, read: Callable[[], Coroutine[Any, Any, MessageT]], breaks: Callable[[], bool]
     ) -> None:
         self._asyncio_future_blocking = False
         self._future: asyncio.Future[Any] | None = None
@@ -66,7 +66,7 @@ class Reads(Generic[Said]):
         """False: the task is cancelled once the read is done."""
         return self._breaks() and self._future is not None and self._future.cancel(msg)
 
-    def __await__(self) -> Generator[Any, None, Said]:
+    def __await__(self) -> Generator[Any, None, MessageT]:
         """What was read."""
         steps = self._read()
         cancelled: asyncio.CancelledError | None = None
@@ -76,7 +76,7 @@ class Reads(Generic[Said]):
             except StopIteration as end:
                 if cancelled is not None:
                     raise cancelled from None
-                said: Said = end.value
+                said: MessageT = end.value
                 return said
             future._asyncio_future_blocking = False  # noqa: SLF001 - as a task would
             self._future = future

@@ -23,14 +23,14 @@ H2C = "kubernetes.io/h2c"
 
 #: What engines may want to be spoken to (InferencePool `appProtocol`) that we can read: every
 #: surface is parsed, over HTTP/1 and, with gRPC, over HTTP/2 in plain text.
-SPOKEN = frozenset({"", "http", H2C})
+SUPPORTED_APP_PROTOCOLS = frozenset({"", "http", H2C})
 
 
 def _always() -> bool:
     return True
 
 
-class FirstLook:
+class InitialScrapeGate:
     """Whether every endpoint was looked at once, so that the first picks are not blind.
 
     An endpoint counts once it was scraped or could not be, and all do when the time is over. What
@@ -71,7 +71,7 @@ def _looked_at(pools: Iterable[Pool]) -> Iterable[bool]:
 def lines(pools: Mapping[str, Pool]) -> Iterable[str]:
     """Pools whose endpoints all fail: a picker is ready then, because nobody else is better off."""
     for name, pool in pools.items():
-        if pool.members and all(member.out for member in pool.members):
+        if pool.members and all(member.ejected for member in pool.members):
             of = f" of pool {name}" if name else ""
             yield f"0 of {len(pool.members)} endpoints{of} take part: all are failing"
 
@@ -81,8 +81,8 @@ class Readiness:
 
     Args:
         synced: Whether discovery has spoken.
-        measured: Whether endpoints were looked at, see `FirstLook`.
-        fits: Whether requests of the pool's protocol can be read, see `SPOKEN`.
+        measured: Whether endpoints were looked at, see `InitialScrapeGate`.
+        fits: Whether requests of the pool's protocol can be read, see `SUPPORTED_APP_PROTOCOLS`.
         leader: Whether this replica is the one that serves; None where there is no election, which
             is the usual way: all replicas serve.
         notes: What stands still and why, for people; it changes no answer.
@@ -115,17 +115,17 @@ class Readiness:
         return not self.draining and self._synced() and self._fits()
 
     @property
-    def able(self) -> bool:
+    def can_serve(self) -> bool:
         """Live and not blind: a follower takes part in an election only then."""
         return self.live and self._measured()
 
     @property
     def ready(self) -> bool:
         """Able, and elected where there is an election."""
-        return self.able and (self._leader is None or self._leader())
+        return self.can_serve and (self._leader is None or self._leader())
 
 
-class Health:
+class HealthServicer:
     """Check and List; Watch is left unimplemented, as in the reference picker.
 
     The table of docs/spec/protocol.md#health-service, with one difference: `liveness` is always
@@ -169,7 +169,7 @@ class Health:
 
 def register(server: grpc.aio.Server, readiness: Readiness) -> None:
     """Serve health on a server."""
-    health = Health(readiness)
+    health = HealthServicer(readiness)
     methods = {
         "Check": grpc.unary_unary_rpc_method_handler(
             health.check,

@@ -19,9 +19,9 @@ import msgspec
 
 from extproc.decision import Rejection
 from extproc.parsing import parse_job, preparsed
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from extproc.server import parser_worker
-from extproc.telemetry.counters import Tallies
+from extproc.telemetry.counters import ProcessCounters
 
 #: Largest body that is read on the event loop (bytes). At 30 ms for a MiB at worst that leaves time
 #: for the rest of a turn.
@@ -157,7 +157,7 @@ class LargeBodies:
 
     def __init__(
         self,
-        tallies: Tallies,
+        tallies: ProcessCounters,
         *,
         max_prompt_bytes: Callable[[], int],
         process: ParserProcess | None = None,
@@ -176,7 +176,7 @@ class LargeBodies:
         """Of bodies that are read or wait for it."""
         return self._waiting_bytes
 
-    async def read(self, raw: RawRequest) -> RawRequest | Rejection:
+    async def read(self, raw: HttpRequest) -> HttpRequest | Rejection:
         """Read a request's body.
 
         Returns:
@@ -204,11 +204,11 @@ class LargeBodies:
         self._tallies.large_body_s.add(loop.time() - begun)
         return preparsed.attach(raw, result)
 
-    async def read_if_large(self, raw: RawRequest) -> RawRequest | Rejection:
+    async def read_if_large(self, raw: HttpRequest) -> HttpRequest | Rejection:
         """Read a request's body where that takes long; see `read`."""
         return await self.read(raw) if len(raw.body) > INLINE_BYTES else raw
 
-    async def _read_now(self, raw: RawRequest) -> preparsed.ParseResult:
+    async def _read_now(self, raw: HttpRequest) -> preparsed.ParseResult:
         loop = asyncio.get_running_loop()
         if self._idle is not None:
             self._idle.cancel()

@@ -17,7 +17,7 @@ from extproc.config import election
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes import api_errors
 from extproc.election import leader_elector, lease
-from extproc.election.lease_state import Put, Record
+from extproc.election.lease_state import LeaseRecord, LeaseWrite
 from extproc.errors import ConfigError
 from extproc.supervision import Supervisor
 
@@ -33,19 +33,19 @@ _QUIET = frozenset({"elected", "follows", "recovered", "resigned"})
 _OUTRUN = frozenset({404, 409})
 
 
-class Leases:
+class LeaseClient:
     """Reads and writes one Lease.
 
     Args:
         plan: Which one, and how the API server is reached.
     """
 
-    def __init__(self, plan: election.Plan) -> None:
+    def __init__(self, plan: election.ElectionPlan) -> None:
         self._plan = plan
         self._lease = plan.lease
         # Two calls, a read and a write, fit in the time that a leader has.
         self._limit_s = plan.lease.renew_s / 2.0
-        self._server: api_client.Server | None = None
+        self._server: api_client.KubernetesApiClient | None = None
         self._stored: lease.Object | None = None
         self._denials = api_errors.Denials()
 
@@ -57,7 +57,7 @@ class Leases:
         """
         from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy, not for everybody
 
-        self._server = api_client.Server(self._plan.reaching)
+        self._server = api_client.KubernetesApiClient(self._plan.reaching)
         await self._server.open()
 
     async def close(self) -> None:
@@ -65,16 +65,16 @@ class Leases:
         if self._server is not None:
             await self._server.close()
 
-    async def look(self) -> Record | leader_elector.Failed | None:
+    async def look(self) -> LeaseRecord | leader_elector.LeaseRequestFailed | None:
         """What is stored; None for nothing."""
         found = await self._send("GET", lease.path(self._lease.namespace, self._lease.name))
-        if isinstance(found, api_errors.Refused) and found.status == 404:
+        if isinstance(found, api_errors.ApiError) and found.status == 404:
             self._denials.is_missing("get", found)
             self._stored = None
             return None
-        return self._taken(found)
+        return self._conflict(found)
 
-    async def put(self, put: Put) -> Record | leader_elector.Failed:
+    async def put(self, put: LeaseWrite) -> LeaseRecord | leader_elector.LeaseRequestFailed:
         """Write, if the stored version is the one the write names."""
         place, name = self._lease.namespace, self._lease.name
         body = lease.write(
@@ -84,12 +84,12 @@ class Leases:
             found = await self._send("PUT", lease.path(place, name), body)
         else:
             found = await self._send("POST", lease.path(place), body)
-        return self._taken(found, put=put)
+        return self._conflict(found, put=put)
 
-    def _taken(
-        self, found: bytes | api_errors.Refused, put: Put | None = None
-    ) -> Record | leader_elector.Failed:
-        if isinstance(found, api_errors.Refused):
+    def _conflict(
+        self, found: bytes | api_errors.ApiError, put: LeaseWrite | None = None
+    ) -> LeaseRecord | leader_elector.LeaseRequestFailed:
+        if isinstance(found, api_errors.ApiError):
             outrun = put is not None and found.status in _OUTRUN
             # A namespace that is not there answers 404 to a create.
             outrun = outrun and (found.status == 409 or bool(put and put.version))
@@ -97,35 +97,35 @@ class Leases:
             missing = self._denials.is_missing(verb, found)
             reason = "forbidden" if missing else "unauthorized" if found.status == 401 else ""
             message = self._refusal(found, missing=missing)
-            return leader_elector.Failed(message, outrun=outrun, reason=reason)
+            return leader_elector.LeaseRequestFailed(message, conflict=outrun, reason=reason)
         for verb in ("get",) if put is None else ("update", "create"):
             self._denials.is_missing(verb, found)
         read = lease.read(found)
-        if isinstance(read, lease.Unreadable):
-            return leader_elector.Failed(f"{self._where}: {read.reason}")
+        if isinstance(read, lease.UnreadableLease):
+            return leader_elector.LeaseRequestFailed(f"{self._where}: {read.reason}")
         record, self._stored = read
         return record
 
     async def _send(
         self, method: str, path: str, body: lease.Object | None = None
-    ) -> bytes | api_errors.Refused:
+    ) -> bytes | api_errors.ApiError:
         if self._server is None:
-            return api_errors.Refused(0, "not connected")
+            return api_errors.ApiError(0, "not connected")
         generation = self._server.generation
         found = await self._server.send(method, path, body=body, seconds=self._limit_s)
-        if isinstance(found, api_errors.Refused) and found.stale:
+        if isinstance(found, api_errors.ApiError) and found.credentials_expired:
             try:
                 # For the next attempt: tokens are rotated under our feet.
                 await self._server.renew(generation)
             except ConfigError as error:
-                return api_errors.Refused(0, str(error))
+                return api_errors.ApiError(0, str(error))
         return found
 
     @property
     def _where(self) -> str:
         return f"Lease {self._lease.namespace}/{self._lease.name}"
 
-    def _refusal(self, refused: api_errors.Refused, *, missing: bool) -> str:
+    def _refusal(self, refused: api_errors.ApiError, *, missing: bool) -> str:
         text = f"{self._where}: {refused.status or 'no answer'} {refused.message}"
         if missing:
             text += (
@@ -136,9 +136,9 @@ class Leases:
         return text
 
 
-def stand(
+def build_elector(
     settings: Settings, *, able: Callable[[], bool], supervisor: Supervisor
-) -> leader_elector.Elector | None:
+) -> leader_elector.LeaderElector | None:
     """The election that settings ask for; None for none.
 
     Args:
@@ -153,10 +153,10 @@ def stand(
     if plan is None:
         return None
     identity = _identity()
-    return leader_elector.Elector(
+    return leader_elector.LeaderElector(
         identity,
         plan.lease,
-        Leases(plan),
+        LeaseClient(plan),
         clock=_clock,
         # Not the configured seed: replicas that share one would always ask at the same time.
         rng=random.Random(identity),
@@ -166,7 +166,7 @@ def stand(
     )
 
 
-def _tell(fact: leader_elector.Fact) -> None:
+def _tell(fact: leader_elector.ElectionEvent) -> None:
     level = logging.INFO if fact.kind in _QUIET else logging.WARNING
     _log.log(level, "election: %s: %s", fact.kind, fact.detail or "nobody")
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import grpc
 import msgspec
 
-from extproc.config.settings import Server
+from extproc.config.settings import ServerSection
 from extproc.errors import ConfigError
 
 _log = logging.getLogger("extproc.server")
 
 
-class Addresses(msgspec.Struct, frozen=True):
+class ListenAddresses(msgspec.Struct, frozen=True):
     """Where a running picker listens (TCP ports); 0 is nowhere."""
 
     grpc: int
@@ -27,7 +27,7 @@ class Addresses(msgspec.Struct, frozen=True):
     keda: int = 0
 
     @property
-    def told(self) -> str:
+    def ready_message(self) -> str:
         """All of it in one line."""
         more = f", xDS on {self.xds}" if self.xds else ""
         more += f", KEDA's scaler on {self.keda}" if self.keda else ""
@@ -84,7 +84,7 @@ def listener(max_message_bytes: int, *, keepalive: Keepalive = _KEEPALIVE) -> gr
     )
 
 
-def credentials(server: Server) -> grpc.ServerCredentials | None:
+def credentials(server: ServerSection) -> grpc.ServerCredentials | None:
     """What `secure_serving` and `cert_path` ask for; None serves plaintext.
 
     Raises:
@@ -127,14 +127,14 @@ def bind(
     host, _, number = address.rpartition(":")
     if int(number) and is_taken(host.strip("[]"), int(number)):
         # Looked at first, because gRPC prints lines of its own about what it cannot bind.
-        raise taken(flag, int(number), why="something listens there")
+        raise port_in_use_error(flag, int(number), why="something listens there")
     try:
         if identity is None:
             return listening.add_insecure_port(address)
         return listening.add_secure_port(address, identity)
     except RuntimeError as error:
         port = int(address.rpartition(":")[2])
-        raise taken(flag, port, why="cannot bind " + address) from error
+        raise port_in_use_error(flag, port, why="cannot bind " + address) from error
 
 
 def is_taken(host: str, port: int) -> bool:
@@ -158,7 +158,7 @@ def is_taken(host: str, port: int) -> bool:
     return False
 
 
-def taken(flag: str, port: int, *, why: str) -> ConfigError:
+def port_in_use_error(flag: str, port: int, *, why: str) -> ConfigError:
     """The error of a port that cannot be listened on."""
     return ConfigError(
         flag,

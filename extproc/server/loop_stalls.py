@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from extproc.telemetry.counters import Distribution, Tallies
+from extproc.telemetry.counters import LatencyHistogram, ProcessCounters
 
 #: Seconds between two looks while a stream is open. 0.02 misses nothing above 20 ms, and beside
 #: requests its timers come with wake-ups that are there anyway: 5 us each.
@@ -37,13 +37,13 @@ class StallMeter:
 
     def __init__(
         self,
-        tallies: Tallies,
+        tallies: ProcessCounters,
         *,
         clock: Callable[[], float] = time.monotonic,
         thread_time: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._stall_s: Distribution = tallies.loop_stall_s
-        self._stall_cpu_s: Distribution = tallies.loop_stall_cpu_s
+        self._stall_s: LatencyHistogram = tallies.loop_stall_s
+        self._stall_cpu_s: LatencyHistogram = tallies.loop_stall_cpu_s
         self._clock = clock
         self._thread_time = thread_time
         self._tallies = tallies

@@ -42,7 +42,7 @@ def _keep(_: int) -> int:
     return 0
 
 
-class Crowds:
+class IdleMemoryTrimmer:
     """Notices when a crowd of streams has left.
 
     Args:

@@ -11,16 +11,16 @@ from typing import Final
 
 from extproc.config import discovered_matches, pools
 from extproc.config.settings import Settings
-from extproc.discovery.discovered_pool import Found
+from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.errors import ConfigError
 from extproc.pool.snapshot import Pool
 from extproc.routing import pool_match
-from extproc.routing.pool_selector import Switchboard
-from extproc.server.flow_control_shell import Gate
-from extproc.server.health import H2C, SPOKEN
-from extproc.server.pool_runtime import Shared, Site
+from extproc.routing.pool_selector import PoolSelector
+from extproc.server.flow_control_shell import AsyncFlowController
+from extproc.server.health import H2C, SUPPORTED_APP_PROTOCOLS
+from extproc.server.pool_runtime import PoolRuntime, RuntimeContext
 from extproc.supervision import Supervisor
-from extproc.telemetry.pool_metrics import Watched
+from extproc.telemetry.pool_metrics import PoolView
 
 #: Comparisons of conditions when pools are connected (count), a few tens of milliseconds of the event
 #: loop: a hundred pools with a host each need half of it, and with 64 hosts each a thousand times
@@ -30,7 +30,7 @@ _MAX_COMPARISONS: Final = 20_000
 _log = logging.getLogger("extproc.server")
 
 
-class Sites:
+class PoolRegistry:
     """All pools, and the switchboard over them.
 
     Args:
@@ -44,15 +44,15 @@ class Sites:
 
     Attributes:
         by_name: The sites.
-        switchboard: Routes over them.
-        gates: Where requests wait, by pool.
+        pool_selector: Routes over them.
+        flow_controllers: Where requests wait, by pool.
         on_change: Called when Kubernetes told something of the pools.
     """
 
     def __init__(
         self,
         settings: Settings,
-        shared: Shared,
+        shared: RuntimeContext,
         *,
         written: Mapping[str, str],
         heard: Callable[[], bool],
@@ -60,14 +60,14 @@ class Sites:
         self._settings = settings
         self._shared = shared
         self._written = written
-        self._heard = heard
+        self._discovery_synced = heard
         self._changed = asyncio.Event()
-        self.by_name = {one.name: Site(one, shared) for one in pools.planned(settings)}
+        self.by_name = {one.name: PoolRuntime(one, shared) for one in pools.pool_plans(settings)}
         #: Of these, the ones that are no longer there when Kubernetes says so.
-        self._brought: set[str] = set()
-        self.switchboard = Switchboard()
-        self.gates: dict[str, Gate] = {}
-        self.on_change: Callable[[], None] = _nobody
+        self._discovered: set[str] = set()
+        self.pool_selector = PoolSelector()
+        self.flow_controllers: dict[str, AsyncFlowController] = {}
+        self.on_change: Callable[[], None] = _ignore
         self._connect()
 
     @property
@@ -80,26 +80,26 @@ class Sites:
         """Whether every pool is known, and there is one; a pool that is gone holds up no other."""
         sites = self.by_name.values()
         return (
-            self._heard()
-            and all(site.parts.fleet.synced for site in sites)
+            self._discovery_synced()
+            and all(site.parts.store.synced for site in sites)
             and (not sites or any(site.exists for site in sites))
         )
 
     @property
     def listed(self) -> bool:
         """Whether Kubernetes, where it is asked, told everything once."""
-        return self._heard()
+        return self._discovery_synced()
 
     @property
-    def brought(self) -> Mapping[str, Site]:
+    def discovered(self) -> Mapping[str, PoolRuntime]:
         """Those that Kubernetes brought and nobody wrote out."""
-        return {name: self.by_name[name] for name in self._brought}
+        return {name: self.by_name[name] for name in self._discovered}
 
     @property
-    def fits(self) -> bool:
+    def protocols_supported(self) -> bool:
         """Whether requests of at least one pool can be read; a strange one holds up no other."""
         sites = self.by_name.values()
-        return not sites or any(site.app_protocol in SPOKEN for site in sites)
+        return not sites or any(site.app_protocol in SUPPORTED_APP_PROTOCOLS for site in sites)
 
     @property
     def h2c(self) -> frozenset[str]:
@@ -119,9 +119,9 @@ class Sites:
 
     def pools(self) -> Mapping[str, Pool]:
         """The current pools by name."""
-        return {name: site.parts.fleet.pool for name, site in self.by_name.items()}
+        return {name: site.parts.store.pool for name, site in self.by_name.items()}
 
-    def watched(self) -> Mapping[str, Watched]:
+    def watched(self) -> Mapping[str, PoolView]:
         """The pools as the metrics page sees them."""
         return {name: site.watched for name, site in self.by_name.items()}
 
@@ -137,7 +137,7 @@ class Sites:
     async def run(self) -> None:
         """Run every site, as they come and go, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            running: dict[str, tuple[Site, asyncio.Task[None]]] = {}
+            running: dict[str, tuple[PoolRuntime, asyncio.Task[None]]] = {}
             while True:
                 self._changed.clear()
                 for name, (site, task) in list(running.items()):
@@ -150,7 +150,7 @@ class Sites:
                         running[name] = site, tasks.create_task(kept, name=f"pool {name}")
                 await self._changed.wait()
 
-    def take(self, changed: Mapping[str, Found], gone: Iterable[str]) -> None:
+    def on_pools_changed(self, changed: Mapping[str, DiscoveredPool], gone: Iterable[str]) -> None:
         """Take in what discovery in Kubernetes says.
 
         Args:
@@ -163,8 +163,8 @@ class Sites:
             # What is wrong with one pool is taken in without it; the others have their own.
             call("pools", functools.partial(self._take, key, found), of=key)
         for key in gone:
-            if key in self._brought:
-                self._brought.discard(key)
+            if key in self._discovered:
+                self._discovered.discard(key)
                 call("pools", self.by_name.pop(key).close, of=key)
                 _log.info("pool %s is no longer served", key)
         if before != self._claims():
@@ -172,7 +172,7 @@ class Sites:
             self._changed.set()
         call("pools", self.on_change)
 
-    def replanned(self, settings: Settings) -> Callable[[], None]:
+    def prepare_reload(self, settings: Settings) -> Callable[[], None]:
         """Build what other settings mean; calling what is returned puts it in force.
 
         Pools that are written out keep their sources; which pools there are changes with a restart.
@@ -180,14 +180,14 @@ class Sites:
         Raises:
             ConfigError: A profile cannot be built; nothing was changed.
         """
-        plans = {one.name: one for one in pools.planned(settings)}
-        grants: dict[str, discovered_matches.Granted] = {}
-        for name in self._brought:
+        plans = {one.name: one for one in pools.pool_plans(settings)}
+        grants: dict[str, discovered_matches.MatchGrant] = {}
+        for name in self._discovered:
             granted = self._granted(settings, name, self.by_name[name].annotations)
             grants[name] = granted
-            plans[name] = pools.brought(settings, name, granted.claim)
+            plans[name] = pools.discovered_pool_plan(settings, name, granted.claim)
         steps = [
-            site.replanned(plans[name]) for name, site in self.by_name.items() if name in plans
+            site.prepare_reload(plans[name]) for name, site in self.by_name.items() if name in plans
         ]
 
         def adopt() -> None:
@@ -200,44 +200,46 @@ class Sites:
 
         return adopt
 
-    def _take(self, key: str, found: Found) -> None:
+    def _take(self, key: str, found: DiscoveredPool) -> None:
         name = self._written.get(key)
         site = self._bring(key, found) if name is None else self.by_name[name]
         if site is not None:
-            site.take(found)
+            site.on_discovered(found)
 
-    def _bring(self, key: str, found: Found) -> Site | None:
+    def _bring(self, key: str, found: DiscoveredPool) -> PoolRuntime | None:
         granted = self._granted(self._settings, key, found.annotations)
         site = self.by_name.get(key)
         if site is not None:
             self._grant(site, granted)
             return site
         try:
-            site = Site(pools.brought(self._settings, key, granted.claim), self._shared)
+            site = PoolRuntime(
+                pools.discovered_pool_plan(self._settings, key, granted.claim), self._shared
+            )
         except ConfigError as error:  # the same settings were built at start
             _log.error("pool %s cannot be served: %s", key, error)
             return None
         self.by_name[key] = site
-        self._brought.add(key)
+        self._discovered.add(key)
         _log.info("pool %s is served", key)
         self._grant(site, granted)
         return site
 
     def _granted(
         self, settings: Settings, key: str, annotations: Mapping[str, str]
-    ) -> discovered_matches.Granted:
-        return discovered_matches.granted(settings.cluster.claims, key, annotations)
+    ) -> discovered_matches.MatchGrant:
+        return discovered_matches.grant_match(settings.cluster.claims, key, annotations)
 
-    def _grant(self, site: Site, granted: discovered_matches.Granted) -> None:
+    def _grant(self, site: PoolRuntime, granted: discovered_matches.MatchGrant) -> None:
         """Put a claim in force, or report why it is not, once for each reason."""
-        site.claim = granted.claim
-        if granted.refused and granted.refused != site.refused_claim:
+        site.match = granted.claim
+        if granted.refused and granted.refused != site.refused_match:
             _log.warning("pool %s claims nothing: %s", site.name, granted.refused)
-        site.refused_claim = granted.refused
+        site.refused_match = granted.refused
 
     def _claims(self) -> Mapping[str, object]:
         """What decides over the order of pools, by name."""
-        return {name: (site.claim, site.created) for name, site in self.by_name.items()}
+        return {name: (site.match, site.created) for name, site in self.by_name.items()}
 
     def _find_overlaps(self, ordered: Sequence[str]) -> None:
         """Note for each pool that Kubernetes brought which earlier one claims requests of it.
@@ -245,17 +247,17 @@ class Sites:
         Beyond `_MAX_COMPARISONS` the youngest pools are not compared: which pool takes a request
         does not depend on it.
         """
-        claiming = [self.by_name[name] for name in ordered if not self.by_name[name].claim.empty]
+        claiming = [self.by_name[name] for name in ordered if not self.by_name[name].match.empty]
         left = _MAX_COMPARISONS
         for at, site in enumerate(claiming):
-            if site.name not in self._brought:
+            if site.name not in self._discovered:
                 continue
             overlaps = ""
             for earlier in itertools.islice(claiming, at):
-                left -= pool_match.num_comparisons(earlier.claim, site.claim)
+                left -= pool_match.num_comparisons(earlier.match, site.match)
                 if left < 0:
                     break
-                if pool_match.overlap(earlier.claim, site.claim):
+                if pool_match.overlap(earlier.match, site.match):
                     overlaps = earlier.name
                     break
             if overlaps and overlaps != site.overlaps:
@@ -271,18 +273,24 @@ class Sites:
 
         A name is chosen by whoever brings a pool, the time of creation is not.
         """
-        gates = {name: site.gate for name, site in self.by_name.items() if site.gate is not None}
-        self.gates.clear()
-        self.gates.update(gates)
+        gates = {
+            name: site.flow_controller
+            for name, site in self.by_name.items()
+            if site.flow_controller is not None
+        }
+        self.flow_controllers.clear()
+        self.flow_controllers.update(gates)
         # An object of unknown age is taken for the youngest.
-        others = sorted(self._brought, key=lambda name: (self.by_name[name].created or "~", name))
-        ordered = [name for name in self.by_name if name not in self._brought] + others
+        others = sorted(
+            self._discovered, key=lambda name: (self.by_name[name].created or "~", name)
+        )
+        ordered = [name for name in self.by_name if name not in self._discovered] + others
         self._find_overlaps(ordered)
-        self.switchboard.adopt(
-            [self.by_name[name].claimant for name in ordered],
-            list_models=self._settings.answers.list_models,
+        self.pool_selector.adopt(
+            [self.by_name[name].pool_route for name in ordered],
+            list_models=self._settings.responses.list_models,
         )
 
 
-def _nobody() -> None:
+def _ignore() -> None:
     """Nobody wants to know."""

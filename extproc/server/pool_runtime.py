@@ -10,16 +10,16 @@ import msgspec
 
 from extproc.config import factory, pools
 from extproc.discovery import static_discovery
-from extproc.discovery.discovered_pool import Found
+from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.endpoint import Endpoint
-from extproc.routing.pool_selector import Claimant
+from extproc.routing.pool_selector import PoolRoute
 from extproc.scheduling import plugin_guard
 from extproc.scrape import client, scraper
-from extproc.server.bug_log import Bugs
-from extproc.server.flow_control_shell import Gate
+from extproc.server.bug_log import BugLog
+from extproc.server.flow_control_shell import AsyncFlowController
 from extproc.supervision import Supervisor
-from extproc.telemetry.counters import Tallies
-from extproc.telemetry.pool_metrics import Cache, ClaimState, Watched
+from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.pool_metrics import ClaimState, PoolView, PrefixCacheStats
 
 _log = logging.getLogger("extproc.server")
 
@@ -27,7 +27,7 @@ _log = logging.getLogger("extproc.server")
 _QUIET = frozenset({"replaced", "complete"})
 
 
-class Shared(msgspec.Struct, frozen=True):
+class RuntimeContext(msgspec.Struct, frozen=True):
     """What all sites have in common.
 
     Attributes:
@@ -38,10 +38,10 @@ class Shared(msgspec.Struct, frozen=True):
         clock: Monotonic seconds.
     """
 
-    tallies: Tallies
-    guards: plugin_guard.Guards
-    http: client.Client
-    census: scraper.Census
+    tallies: ProcessCounters
+    guards: plugin_guard.GuardFactory
+    http: client.ScrapeClient
+    census: scraper.EndpointCounts
     clock: Callable[[], float]
 
     @property
@@ -50,7 +50,7 @@ class Shared(msgspec.Struct, frozen=True):
         return self.tallies.supervisor
 
 
-class Site:
+class PoolRuntime:
     """One pool.
 
     Args:
@@ -60,45 +60,45 @@ class Site:
     Attributes:
         name: Of the pool.
         parts: What it is made of.
-        claim: The requests it is for.
+        match: The requests it is for.
         profile: Name of the scheduling profile in force.
         exists: Whether what defines the pool is there.
         app_protocol: How its engines want to be spoken to; empty when nobody said.
         annotations: Of the object that defines it.
         created: When that object was, RFC 3339 in UTC; empty when nobody said.
-        refused_claim: Why the claim of its annotations is ignored; empty where it is not.
+        refused_match: Why the claim of its annotations is ignored; empty where it is not.
         overlaps: Name of the pool that comes first where both claim a request; empty for none.
-        gate: Where its requests wait; None where they do not.
+        flow_controller: Where its requests wait; None where they do not.
     """
 
-    def __init__(self, planned: pools.Planned, shared: Shared) -> None:
+    def __init__(self, planned: pools.PoolPlan, shared: RuntimeContext) -> None:
         self.name = planned.name
-        self.claim = planned.claim
+        self.match = planned.claim
         self.exists = True
         self._existed = False
         self.app_protocol = ""
         self.annotations: Mapping[str, str] = {}
         self.created = ""
-        self.refused_claim = ""
+        self.refused_match = ""
         self.overlaps = ""
         self._settings = planned.settings
         self._shared = shared
-        self._counts = shared.tallies.of(planned.name)
+        self._counts = shared.tallies.for_pool(planned.name)
         self.parts = factory.build(planned.settings, on_gone=self._gone, guards=shared.guards)
         self._profiles = self.parts.profiles
         self.profile = self.parts.profile.name
-        holding = planned.settings.holding
-        self.gate = (
-            Gate(
-                self.parts.dispatcher,
+        holding = planned.settings.flow_control
+        self.flow_controller = (
+            AsyncFlowController(
+                self.parts.director,
                 holding,
                 clock=shared.clock,
-                bugs=Bugs(shared.tallies.bugs, shared.clock),
+                bugs=BugLog(shared.tallies.bugs, shared.clock),
             )
             if holding.enabled
             else None
         )
-        told = pools.followed(planned.settings.pool)
+        told = pools.is_static(planned.settings.pool)
         self._discovery = (
             factory.discovery(
                 self.parts,
@@ -111,39 +111,39 @@ class Site:
         )
 
     @property
-    def claimant(self) -> Claimant:
+    def pool_route(self) -> PoolRoute:
         """As the switchboard sees it."""
-        return Claimant(self.name, self.parts.dispatcher, self.claim)
+        return PoolRoute(self.name, self.parts.director, self.match)
 
     @property
     def synced(self) -> bool:
         """Whether discovery has spoken, and found the pool."""
-        return self.exists and self.parts.fleet.synced
+        return self.exists and self.parts.store.synced
 
     @property
-    def claim_state(self) -> ClaimState:
+    def match_state(self) -> ClaimState:
         """What became of its claim."""
-        if self.refused_claim:
+        if self.refused_match:
             return "refused"
-        if self.claim.empty:
+        if self.match.empty:
             return "none"
         return "overlapped" if self.overlaps else "in_force"
 
     @property
-    def watched(self) -> Watched:
+    def watched(self) -> PoolView:
         """As the metrics page sees it."""
-        fleet = self.parts.fleet
-        gate = self.gate
-        return Watched(
+        fleet = self.parts.store
+        gate = self.flow_controller
+        return PoolView(
             fleet.pool,
             self._cache,
-            fleet.tokenisers.learnt,
-            fleet.health.ejections,
-            fleet.health.probes,
+            fleet.bytes_per_token.learned,
+            fleet.outlier_detector.ejections,
+            fleet.outlier_detector.probes,
             held=None if gate is None else (gate.queue.count, gate.queue.bytes),
             waits={} if gate is None else gate.outcomes,
-            returning=self.parts.dispatcher.returning,
-            claim=self.claim_state,
+            continuation_ratio=self.parts.director.conversation_stats,
+            claim=self.match_state,
             addresses_left_out=0 if self._discovery is None else self._discovery.left_out,
         )
 
@@ -169,26 +169,26 @@ class Site:
             # A group without tasks would end, and with it what runs all sites.
             await asyncio.Event().wait()
 
-    def take(self, found: Found) -> None:
+    def on_discovered(self, found: DiscoveredPool) -> None:
         """Take in what discovery says of the pool."""
         if found.exists != self.exists:
-            _log.warning("pool %s %s", self.name, self._fate(found))
+            _log.warning("pool %s %s", self.name, self._existence_message(found))
         self.exists = found.exists
         self._existed = self._existed or found.exists
         self.app_protocol = found.app_protocol
         self.annotations = found.annotations
         self.created = found.created
-        fleet = self.parts.fleet
-        fleet.replace(found.endpoints, self._shared.clock())
-        fleet.decree(found.policy)
+        fleet = self.parts.store
+        fleet.set_endpoints(found.endpoints, self._shared.clock())
+        fleet.set_policy(found.policy)
         self._changed()
 
-    def _fate(self, found: Found) -> str:
+    def _existence_message(self, found: DiscoveredPool) -> str:
         if found.exists:
             return "is there"
         return "is gone" if self._existed else "is not there; see its name, namespace and group"
 
-    def replanned(self, planned: pools.Planned) -> Callable[[], None]:
+    def prepare_reload(self, planned: pools.PoolPlan) -> Callable[[], None]:
         """Build what other settings mean; calling what is returned puts it in force.
 
         Raises:
@@ -203,26 +203,26 @@ class Site:
 
         def adopt() -> None:
             self._profiles = profiles
-            self.parts.dispatcher.adopt(routing)
-            self.parts.fleet.health.settings = planned.settings.health
-            self.claim = planned.claim
-            if self.gate is not None:
-                self.gate.adopt(planned.settings.holding)
+            self.parts.director.reconfigure(routing)
+            self.parts.store.outlier_detector.settings = planned.settings.health
+            self.match = planned.claim
+            if self.flow_controller is not None:
+                self.flow_controller.adopt(planned.settings.flow_control)
             self.profile = routing.profile.name
 
         return adopt
 
     def close(self) -> None:
         """End the waits, and drop what is counted of it."""
-        if self.gate is not None:
-            self.gate.close()
+        if self.flow_controller is not None:
+            self.flow_controller.close()
         self._shared.tallies.pools.pop(self.name, None)
 
     def _scraper(self) -> scraper.Scraper:  # type: ignore[type-arg]  # the fleet's own mark
         shared, parts = self._shared, self.parts
         return scraper.Scraper(
             parts.scraping,
-            parts.fleet,
+            parts.store,
             client=shared.http,
             clock=shared.clock,
             rng=parts.rng,
@@ -232,30 +232,30 @@ class Site:
             supervisor=shared.supervisor,
         )
 
-    def _cache(self, endpoint: Endpoint) -> Cache:
-        known = self.parts.belief.of(endpoint)
+    def _cache(self, endpoint: Endpoint) -> PrefixCacheStats:
+        known = self.parts.cache_model.state_of(endpoint)
         calibration = known.calibration
-        return Cache(calibration.predicted, calibration.observed, known.capacity_tokens)
+        return PrefixCacheStats(calibration.predicted, calibration.observed, known.capacity_tokens)
 
     def _changed(self) -> None:
         """Endpoints or loads are others: there may be capacity."""
-        if self.gate is not None:
-            self.gate.changed()
+        if self.flow_controller is not None:
+            self.flow_controller.notify_capacity()
 
     def _gone(self, endpoint: Endpoint) -> None:
         self._counts.forget(endpoint.address)
 
-    def _discovered(self, fact: static_discovery.DiscoveryFact) -> None:
+    def _discovered(self, fact: static_discovery.DiscoveryEvent) -> None:
         level = logging.INFO if fact.kind in _QUIET else logging.WARNING
         named = f"pool {self.name}: " if self.name else ""
         _log.log(level, "%s%s: %s, %d endpoints", named, fact.kind, fact.detail, fact.endpoints)
         self._changed()
 
-    def _scraped(self, fact: scraper.ScrapeFact) -> None:
+    def _scraped(self, fact: scraper.ScrapeResult) -> None:
         if not fact.listing:
             self._changed()
             self._shared.tallies.scrape_s.add(fact.seconds)
-        if self.parts.fleet.pool.find(fact.address) is None:
+        if self.parts.store.pool.find(fact.address) is None:
             return  # it left meanwhile, and its series with it
         counts = self._counts.listings if fact.listing else self._counts.scrapes
         counts[fact.address, fact.outcome] += 1

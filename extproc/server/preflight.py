@@ -17,7 +17,7 @@ def find_problems(settings: Settings) -> Sequence[ConfigError]:
     """Everything on this machine for which a picker with these settings would not start."""
     steps: list[Callable[[], object]] = [
         lambda: admin_access.read_token(settings.server.admin_token_file),
-        lambda: redis_peer_channel.require(settings.sharing),
+        lambda: redis_peer_channel.require(settings.peer_sync),
     ]
     if settings.server.cert_path and settings.server.secure_serving:
         steps.append(lambda: _read_certificate(settings.server.cert_path))

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from extproc import distribution
-from extproc.config.peer_sync import Sharing
+from extproc.config.peer_sync import PeerSyncSection
 from extproc.errors import ConfigError
 from extproc.routing import peer_sync
-from extproc.routing.director import Dispatcher
-from extproc.server.pool_registry import Sites
+from extproc.routing.director import Director
+from extproc.server.pool_registry import PoolRegistry
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -43,7 +43,7 @@ _BACK_OFF_S, _MOST_BACK_OFF_S = 0.1, 5.0
 _FIELD = b"m"
 
 
-class Line:
+class RedisPeerChannel:
     """What ties this picker to the others.
 
     Args:
@@ -55,7 +55,9 @@ class Line:
         ConfigError: The client is not installed, or the URL is none.
     """
 
-    def __init__(self, settings: Sharing, sites: Sites, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: PeerSyncSection, sites: PoolRegistry, clock: Callable[[], float]
+    ) -> None:
         self._settings = settings
         self._sites = sites
         self._clock = clock
@@ -65,8 +67,8 @@ class Line:
         name = f"{socket.gethostname()}_{secrets.token_hex(4)}"
         # Pickers that lost the same server do not come back in step.
         self._rng = random.Random(name)
-        self._outbox = peer_sync.Outbox(name, self._waiting.set)
-        self.mirror = peer_sync.Mirror(name, self._dispatcher, silent_s=settings.silent_s)
+        self._outbox = peer_sync.PeerEventLog(name, self._waiting.set)
+        self.replica = peer_sync.PeerReplica(name, self._dispatcher, silent_s=settings.silent_s)
         self._away: set[str] = set()
         self._told_at = -math.inf
 
@@ -80,7 +82,7 @@ class Line:
                     lasting = functools.partial(self._keep, what, once)
                     tasks.create_task(keep("sharing", lasting, of=what), name=f"sharing {what}")
         finally:
-            self._outbox.say_left()
+            self._outbox.publish_left()
             with contextlib.suppress(*_failures()):
                 async with asyncio.timeout(_PATIENCE_S):
                     await self._flush()
@@ -94,9 +96,9 @@ class Line:
         while True:
             # Pools come and go.
             sites = self._sites.by_name.items()
-            peer_sync.connect([(name, site.parts.dispatcher) for name, site in sites], self._outbox)
-            self._outbox.say_open()
-            self._freed(self.mirror.drop_silent(self._clock()))
+            peer_sync.connect([(name, site.parts.director) for name, site in sites], self._outbox)
+            self._outbox.publish_open()
+            self._freed(self.replica.drop_silent(self._clock()))
             self._supervisor.works("sharing", "beat")
             await asyncio.sleep(self._settings.beat_s)
 
@@ -116,7 +118,7 @@ class Line:
                 await asyncio.sleep(wait_s * (0.5 + self._rng.random()))
                 wait_s = min(2.0 * wait_s, _MOST_BACK_OFF_S)
 
-    def _works(self, what: str) -> None:
+    def _log_recovery(self, what: str) -> None:
         self._supervisor.works("sharing", what)
         if what in self._away:
             self._away.remove(what)
@@ -133,7 +135,7 @@ class Line:
             self._waiting.clear()
             await self._flush()
             self._told_at = self._clock()
-            self._works("tell")
+            self._log_recovery("tell")
 
     async def _flush(self) -> None:
         """Write all that waits, in one round trip."""
@@ -152,50 +154,52 @@ class Line:
         stream, client = self._settings.stream, self._reading
         newest: Any = await client.xrevrange(stream, count=1)
         last: bytes = newest[0][0] if newest else b"0-0"
-        self._works("listen")
+        self._log_recovery("listen")
         while _wanted():
             found: Any = await client.xread({stream: last}, count=_MOST_ENTRIES, block=_BLOCK_MS)
             for _, entries in found or ():
                 for entry, fields in entries:
-                    heard = functools.partial(self._heard, fields.get(_FIELD, b""))
+                    heard = functools.partial(self._on_messages, fields.get(_FIELD, b""))
                     # Anybody who may write to the stream chose these bytes.
                     self._supervisor.call("sharing", heard, of="an entry of the stream")
                     last = entry
 
-    def _heard(self, carried: bytes) -> None:
+    def _on_messages(self, carried: bytes) -> None:
         message = peer_sync.decode(carried)
         if message is not None:
-            self._freed(self.mirror.take(message, self._clock()))
+            self._freed(self.replica.take(message, self._clock()))
 
     def _freed(self, pools: set[str]) -> None:
         """Others' requests ended: there may be capacity for those who wait here."""
         for name in pools:
-            gate = self._sites.gates.get(name)
+            gate = self._sites.flow_controllers.get(name)
             if gate is not None:
-                gate.changed()
+                gate.notify_capacity()
 
-    def _dispatcher(self, pool: str) -> Dispatcher | None:
+    def _dispatcher(self, pool: str) -> Director | None:
         site = self._sites.by_name.get(pool)
-        return None if site is None else site.parts.dispatcher
+        return None if site is None else site.parts.director
 
     def gauges(self) -> dict[str, Callable[[], float]]:
         """Readers of what the metrics page shows of it, by name."""
         return {
-            "extproc_sharing_pickers": lambda: float(self.mirror.pickers),
-            "extproc_sharing_open": lambda: float(self.mirror.open),
+            "extproc_sharing_pickers": lambda: float(self.replica.pickers),
+            "extproc_sharing_open": lambda: float(self.replica.open),
         }
 
 
-def line(settings: Sharing, sites: Sites, clock: Callable[[], float]) -> Line | None:
+def build_peer_channel(
+    settings: PeerSyncSection, sites: PoolRegistry, clock: Callable[[], float]
+) -> RedisPeerChannel | None:
     """The line that settings ask for; None where pickers do not talk.
 
     Raises:
         ConfigError: The client is not installed, or the URL is none.
     """
-    return Line(settings, sites, clock) if settings.url else None
+    return RedisPeerChannel(settings, sites, clock) if settings.url else None
 
 
-def require(settings: Sharing) -> None:
+def require(settings: PeerSyncSection) -> None:
     """Refuse settings that ask for sharing without its extra, or with an address that is no URL.
 
     Raises:
@@ -211,7 +215,7 @@ def _wanted() -> bool:
     return task is None or not task.cancelling()
 
 
-def _client(settings: Sharing) -> Redis:
+def _client(settings: PeerSyncSection) -> Redis:
     try:
         from redis import asyncio as client  # noqa: PLC0415 - an extra, not for everybody
         from redis.asyncio.retry import Retry  # noqa: PLC0415 - the same

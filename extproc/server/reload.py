@@ -27,19 +27,19 @@ _LOOK_S = 1.0
 _Stamp = tuple[int, int, int] | None
 
 
-class Source(msgspec.Struct, frozen=True):
+class ConfigSource(msgspec.Struct, frozen=True):
     """Where a running server's configuration comes from.
 
     Attributes:
         files: Gives the files to watch, in the light of the settings that were read last.
-        reread: Reads and checks everything again, flags included.
+        read: Reads and checks everything again, flags included.
     """
 
     files: Callable[[Settings], Sequence[str]]
-    reread: Callable[[], Settings]
+    read: Callable[[], Settings]
 
 
-class Reloaded(msgspec.Struct, frozen=True):
+class ReloadResult(msgspec.Struct, frozen=True):
     """What came of one look at changed files.
 
     Attributes:
@@ -66,60 +66,60 @@ class Reloader:
 
     def __init__(
         self,
-        source: Source,
+        source: ConfigSource,
         settings: Settings,
         *,
         adopt: Callable[[Settings], None],
-        on_reload: Callable[[Reloaded], None],
+        on_reload: Callable[[ReloadResult], None],
     ) -> None:
         self._source = source
         self._started = self._in_force = self._written = settings
         self._adopt = adopt
         self._on_reload = on_reload
-        self._asked = asyncio.Event()
+        self._requested = asyncio.Event()
         self._stamps = self._look()
 
     def ask(self) -> None:
         """Read again at the next step, changed or not."""
-        self._asked.set()
+        self._requested.set()
 
     async def run(self) -> None:
         """Look for ever."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._asked.wait(), _LOOK_S)
+                await asyncio.wait_for(self._requested.wait(), _LOOK_S)
             await self.step()
 
     async def step(self) -> None:
         """Look once."""
         stamps = self._look()
-        if stamps == self._stamps and not self._asked.is_set():
+        if stamps == self._stamps and not self._requested.is_set():
             return
-        self._asked.clear()
+        self._requested.clear()
         self._stamps = stamps
         self._on_reload(await self._reloaded())
 
-    async def _reloaded(self) -> Reloaded:
+    async def _reloaded(self) -> ReloadResult:
         restart: tuple[str, ...] = ()
         try:
             # In a thread: a long file takes longer than a request may wait.
-            written = await asyncio.to_thread(self._source.reread)
+            written = await asyncio.to_thread(self._source.read)
             restart = tuple(reloading.pending(self._started, written))
             in_force = reloading.in_force(self._started, written)
-            loader.together(in_force, where="the configuration")
+            loader.check_compatible(in_force, where="the configuration")
             changes = reloading.changes(self._in_force, in_force)
             changed = tuple(change.path for change in changes)
             self._adopt(in_force)
         except ConfigError as error:
             # What is new may lean on what the process does not have yet.
             more = f" (only a restart changes {', '.join(restart)})" if restart else ""
-            return Reloaded(error=f"{error}{more}")
+            return ReloadResult(error=f"{error}{more}")
         except Exception as error:  # noqa: BLE001 - somebody's file must not end what is running
-            return Reloaded(error=f"reading it raised {place_of(error)}")
+            return ReloadResult(error=f"reading it raised {place_of(error)}")
         self._in_force, self._written = in_force, written
         # Plugin files may be others now. What changed while it was read is read at the next look.
         self._stamps = {name: self._stamps.get(name, stamp) for name, stamp in self._look().items()}
-        return Reloaded(changed=changed, restart=restart)
+        return ReloadResult(changed=changed, restart=restart)
 
     def _look(self) -> dict[str, _Stamp]:
         return {name: _stamp(name) for name in self._source.files(self._written)}

@@ -13,7 +13,7 @@ EXPERIMENTS = "-event_engine_listener"
 _VARIABLE = "GRPC_EXPERIMENTS"
 
 
-def choose() -> bool:
+def configure_grpc_core() -> bool:
     """Choose, unless the environment did.
 
     Returns:

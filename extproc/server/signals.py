@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 
-def follow(stop: asyncio.Event, hurry: asyncio.Event, again: Callable[[], None]) -> None:
+def listen(stop: asyncio.Event, hurry: asyncio.Event, again: Callable[[], None]) -> None:
     """Listen to signals from now on.
 
     Args:

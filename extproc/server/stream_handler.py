@@ -9,29 +9,34 @@ from typing import ClassVar
 
 import msgspec
 
-from extproc.decision import Answer, Decision, Outcome, Rejection
+from extproc.decision import Decision, DirectResponse, Outcome, Rejection
 from extproc.parsing import usage
-from extproc.pool.inflight import Ticket
-from extproc.protocol.body_buffer import Budget
+from extproc.pool.inflight import Reservation
+from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import Exchange
-from extproc.protocol.messages import Event, Kind
-from extproc.protocol.replies import Reply
+from extproc.protocol.messages import MessageKind, ProcessingRequest
+from extproc.protocol.replies import ProcessingResponse
 from extproc.protocol.settings import ExchangeSettings
-from extproc.protocol.transitions import Asked, Told
-from extproc.request import RawRequest
+from extproc.protocol.transitions import RequestState, ResponseState
+from extproc.request import HttpRequest
 from extproc.routing import request_cost
-from extproc.routing.director import Dispatcher
-from extproc.routing.pool_selector import Routed, Switchboard
-from extproc.routing.request_preparer import Prepared
-from extproc.server.bug_log import Bugs
-from extproc.server.flow_control_shell import Gate, Granted, Held, Reservation
+from extproc.routing.director import Director
+from extproc.routing.pool_selector import PoolSelector, RoutingResult
+from extproc.routing.request_preparer import PreparedRequest
+from extproc.server.bug_log import BugLog
+from extproc.server.flow_control_shell import (
+    Admission,
+    AsyncFlowController,
+    QueuedRequest,
+    RateReservation,
+)
 from extproc.server.large_bodies import INLINE_BYTES, LargeBodies
 from extproc.telemetry import explanation, pool_counters
-from extproc.telemetry.counters import Tallies
-from extproc.telemetry.decision_log import Recorded, Ring
-from extproc.telemetry.pool_counters import PoolTallies
+from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog, DecisionRecord
+from extproc.telemetry.pool_counters import PoolCounters
 
-_RESPONSE_HEADERS = Kind.RESPONSE_HEADERS
+_RESPONSE_HEADERS = MessageKind.RESPONSE_HEADERS
 
 #: What a client hears whose request body stopped arriving.
 STALLED = Rejection(408, "the request body stopped arriving, or arrives too slowly")
@@ -46,19 +51,19 @@ class StreamSettings(msgspec.Struct, frozen=True):
     Attributes:
         max_streams: Open streams above which requests are refused.
         body_idle_s: Seconds without a further message after which a request body is given up.
-        stream_share: Share of streamed answers watched for usage, 0..1.
+        stream_sample_ratio: Share of streamed answers watched for usage, 0..1.
         explain_header: Put the short form of the decision on answers.
         request_cost: Weight of a token by kind, see `dispatch.costing`; empty tells no cost.
     """
 
     max_streams: int
     body_idle_s: float = 60.0
-    stream_share: float = 0.0
+    stream_sample_ratio: float = 0.0
     explain_header: bool = False
-    request_cost: Mapping[usage.Kind, float] = {}
+    request_cost: Mapping[usage.UsageKind, float] = {}
 
 
-class Shared:
+class StreamContext:
     """What all streams of a server have in common.
 
     Args:
@@ -82,13 +87,13 @@ class Shared:
     def __init__(
         self,
         *,
-        switchboard: Switchboard,
+        switchboard: PoolSelector,
         exchange_settings: ExchangeSettings,
-        budget: Budget,
-        tallies: Tallies,
+        budget: BufferBudget,
+        tallies: ProcessCounters,
         clock: Callable[[], float],
         rng: random.Random,
-        ring: Ring,
+        ring: DecisionLog,
         settings: StreamSettings,
     ) -> None:
         self.switchboard = switchboard
@@ -99,11 +104,11 @@ class Shared:
         self.rng = rng
         self.ring = ring
         self.settings = settings
-        self.gates: Mapping[str, Gate] = {}
+        self.gates: Mapping[str, AsyncFlowController] = {}
         self.large_bodies: LargeBodies | None = None
         self.closing = False
         self.on_opened: Callable[[], None] = _nothing
-        self.bugs = Bugs(tallies.bugs, clock)
+        self.bugs = BugLog(tallies.bugs, clock)
 
     @property
     def crowded(self) -> Rejection:
@@ -116,42 +121,42 @@ class Shared:
         )
 
 
-class Stream(msgspec.Struct, eq=False):
+class StreamHandler(msgspec.Struct, eq=False):
     """One HTTP exchange from first event to end: the exchange, its ticket and its times.
 
-    Made by `opened`.
+    Made by `open_stream`.
 
     Attributes:
         exchange: What was said so far.
         held: Where the request waits; None while it does not.
         unread: The request while its large body is to be read elsewhere; None while none is.
         address: The endpoint it was sent to, `ip:port`; empty before that.
-        over: Whether nothing more is to be said.
+        is_over: Whether nothing more is to be said.
     """
 
-    _shared: Shared
+    _shared: StreamContext
     exchange: Exchange
     _started_s: float
-    _tallies: PoolTallies
-    held: Held | None = None
-    unread: RawRequest | None = None
+    _tallies: PoolCounters
+    held: QueuedRequest | None = None
+    unread: HttpRequest | None = None
     address: str = ""
-    over: bool = False
+    is_over: bool = False
     _picked_s: float = 0.0
-    _dispatcher: Dispatcher | None = None
-    _gate: Gate | None = None
-    _reservation: Reservation | None = None
-    _ticket: Ticket | None = None
-    _recorded: Recorded | None = None
+    _dispatcher: Director | None = None
+    _gate: AsyncFlowController | None = None
+    _reservation: RateReservation | None = None
+    _ticket: Reservation | None = None
+    _recorded: DecisionRecord | None = None
     _used: Mapping[str, int] | None = None
     _failed: bool = False
 
     @property
-    def picked(self) -> bool:
+    def on_routed(self) -> bool:
         """Whether Envoy was told where to go, and can go on without us."""
         return self._ticket is not None
 
-    def turn(self, event: Event) -> Iterable[Reply]:
+    def handle(self, event: ProcessingRequest) -> Iterable[ProcessingResponse]:
         """One event in, answers out. Synchronous: a turn sees one pool from start to end."""
         exchange = self.exchange
         replies = exchange.receive(event)
@@ -167,57 +172,64 @@ class Stream(msgspec.Struct, eq=False):
                 now = shared.clock()
                 shared.tallies.headers_s.add(now - self._picked_s)
                 try:
-                    self._tell(event, now)
+                    self._on_response_headers(event, now)
                 except Exception as error:  # noqa: BLE001 - what is learnt must not cost the answer
                     shared.bugs.note(error)
-        elif exchange.rejection is not None and not self.over:
+        elif exchange.rejection is not None and not self.is_over:
             self._tallies.rejected(exchange.rejection)
-            self.over = True
-        elif self._shared.settings.request_cost and exchange.tail and request_cost.ends(event):
+            self.is_over = True
+        elif (
+            self._shared.settings.request_cost
+            and exchange.tail
+            and request_cost.is_last_response_message(event)
+        ):
             weights = self._shared.settings.request_cost
-            return request_cost.told(replies, exchange.tail.joined(), weights)
+            return request_cost.attach_request_cost(replies, exchange.tail.joined(), weights)
         return replies
 
-    def stall(self) -> Iterable[Reply]:
+    def stall(self) -> Iterable[ProcessingResponse]:
         """Refuse, because the request body does not arrive."""
         return (self._reject(STALLED),)
 
-    def fail(self) -> Iterable[Reply]:
+    def fail(self) -> Iterable[ProcessingResponse]:
         """Answer for a bug: 500 while the response has not begun, afterwards nothing."""
-        self.over = self._failed = True
+        self.is_over = self._failed = True
         exchange = self.exchange
-        if exchange.asked is Asked.REFUSED or exchange.told is not Told.IDLE:
+        if (
+            exchange.request_state is RequestState.REFUSED
+            or exchange.response_state is not ResponseState.IDLE
+        ):
             return ()
         return (self._reject(_BUG),)
 
-    def turn_away(self, _: Event) -> Iterable[Reply]:
+    def reject_overload(self, _: ProcessingRequest) -> Iterable[ProcessingResponse]:
         """Refuse, because too many streams are open."""
         return (self._reject(self._shared.crowded),)
 
-    def _reject(self, rejection: Rejection) -> Reply:
+    def _reject(self, rejection: Rejection) -> ProcessingResponse:
         self._refund()
         self._tallies.rejected(rejection)
-        self.over = True
-        return self.exchange.refuse(rejection)
+        self.is_over = True
+        return self.exchange.reject(rejection)
 
     def _refund(self) -> None:
         """Give back what the request took from its tenant's allowance: it was not served."""
         if self._reservation is not None:
             self._reservation.refund()
 
-    def take_read(self, read: RawRequest | Rejection) -> Iterable[Reply]:
+    def take_read(self, read: HttpRequest | Rejection) -> Iterable[ProcessingResponse]:
         """A large body was read, or cannot be: the answers to the request. Synchronous as a turn."""
         self.unread = None
         return (self._reject(read),) if isinstance(read, Rejection) else self._decide(read)
 
-    def take_unread(self, error: Exception) -> Iterable[Reply]:
+    def take_unread(self, error: Exception) -> Iterable[ProcessingResponse]:
         """Reading a large body failed: it is sent somewhere, as what meets a bug."""
         raw, self.unread = self.unread, None
         if raw is None:
             raise RuntimeError("no body is read elsewhere; call once after `unread` was set")
         return self._rescue(raw, self._shared.clock(), error)
 
-    def _decide(self, raw: RawRequest) -> Iterable[Reply]:
+    def _decide(self, raw: HttpRequest) -> Iterable[ProcessingResponse]:
         shared = self._shared
         now = shared.clock()
         try:
@@ -226,23 +238,27 @@ class Stream(msgspec.Struct, eq=False):
             return self._rescue(raw, now, error)
         return self._take(routed, raw, now)
 
-    def _rescue(self, raw: RawRequest, now: float, error: Exception) -> Iterable[Reply]:
+    def _rescue(
+        self, raw: HttpRequest, now: float, error: Exception
+    ) -> Iterable[ProcessingResponse]:
         """One request's failure never touches another, and this one still gets an answer."""
         shared = self._shared
         shared.bugs.note(error)
-        routed = shared.switchboard.rescue(raw, now, why=type(error).__name__)
+        routed = shared.switchboard.route_fallback(raw, now, why=type(error).__name__)
         return self._take(routed, raw, now)
 
-    def _take(self, routed: Routed, raw: RawRequest, now: float) -> Iterable[Reply]:
+    def _take(
+        self, routed: RoutingResult, raw: HttpRequest, now: float
+    ) -> Iterable[ProcessingResponse]:
         shared, exchange = self._shared, self.exchange
         outcome = routed.outcome
-        if isinstance(outcome, Answer):
+        if isinstance(outcome, DirectResponse):
             shared.tallies.answers += 1
-            self.over = True
+            self.is_over = True
             return (exchange.answer(outcome),)
         if routed.pool:
-            self._tallies = shared.tallies.of(routed.pool)
-        self._dispatcher = routed.dispatcher
+            self._tallies = shared.tallies.for_pool(routed.pool)
+        self._dispatcher = routed.director
         gate = shared.gates.get(routed.pool)
         if gate is not None and routed.prepared is not None:
             refused = self._wait(gate, routed.prepared, outcome, now)
@@ -251,10 +267,10 @@ class Stream(msgspec.Struct, eq=False):
             outcome = refused or outcome
         if isinstance(outcome, Rejection):
             return (self._reject(outcome),)
-        return self._go(outcome, raw, now, ticket=None)
+        return self._send_route(outcome, raw, now, ticket=None)
 
     def _wait(
-        self, gate: Gate, prepared: Prepared, outcome: Outcome, now: float
+        self, gate: AsyncFlowController, prepared: PreparedRequest, outcome: Outcome, now: float
     ) -> Rejection | None:
         """Hold the request where that helps; why it may not even wait, else None."""
         reserved = gate.reserve(prepared, now)
@@ -263,27 +279,27 @@ class Stream(msgspec.Struct, eq=False):
         # No more of the request: it would stay until the end of the answer, outside of any budget.
         self._gate, self._reservation = gate, reserved
         held = gate.admit(prepared, outcome, now, tenant=reserved.tenant)
-        if isinstance(held, Held):
+        if isinstance(held, QueuedRequest):
             self.held = held
             return None
         return held
 
-    def resume(self, answer: Granted | Rejection) -> Iterable[Reply]:
+    def resume(self, answer: Admission | Rejection) -> Iterable[ProcessingResponse]:
         """The wait is over: the answers to the request. Synchronous as a turn."""
         held, self.held = self.held, None
         if held is None:
             raise RuntimeError("nothing is held; resume once after a wait")
-        if isinstance(answer, Granted):
+        if isinstance(answer, Admission):
             self._ticket = answer.ticket
         if isinstance(answer, Rejection):
             return (self._reject(answer),)
         now = self._shared.clock()
         self._shared.tallies.held_s.add(now - held.waiter.arrived)
-        return self._go(answer.decision, held.prepared.raw, now, ticket=answer.ticket)
+        return self._send_route(answer.decision, held.prepared.raw, now, ticket=answer.ticket)
 
-    def _go(
-        self, outcome: Decision, raw: RawRequest, now: float, *, ticket: Ticket | None
-    ) -> Iterable[Reply]:
+    def _send_route(
+        self, outcome: Decision, raw: HttpRequest, now: float, *, ticket: Reservation | None
+    ) -> Iterable[ProcessingResponse]:
         """Tell Envoy where to go; a request that waited is charged already."""
         shared, exchange = self._shared, self.exchange
         named = raw.headers.get("x-request-id", "")
@@ -294,31 +310,35 @@ class Stream(msgspec.Struct, eq=False):
                 outcome, answer_headers=(*outcome.answer_headers, told)
             )
         self._commit(outcome, now, named or new, ticket=ticket)
-        replies = exchange.resolve(outcome, request_id=new)
+        replies = exchange.apply_outcome(outcome, request_id=new)
         if outcome.model_rewrite:
             self._tallies.rewritten(edited=exchange.edited)
         return replies
 
     def _commit(
-        self, decision: Decision, now: float, request_id: str, *, ticket: Ticket | None
+        self, decision: Decision, now: float, request_id: str, *, ticket: Reservation | None
     ) -> None:
         shared, dispatcher = self._shared, self._dispatcher
         if dispatcher is None:
             raise RuntimeError("a decision without the dispatcher that took it")
-        self._recorded = shared.ring.add(request_id, decision, now, pool=shared.switchboard.usual)
-        self._ticket = ticket or dispatcher.commit(decision, now)
+        self._recorded = shared.ring.add(
+            request_id, decision, now, pool=shared.switchboard.default_pool
+        )
+        self._ticket = ticket or dispatcher.reserve(decision, now)
         self.address = decision.endpoints[0].address
         self._picked_s = shared.clock()
         shared.tallies.route_s.add(self._picked_s - now)
         self._tallies.routed(decision)
         # Nothing of the answer is needed: the stream ends and Envoy goes on without us.
-        self.over = shared.closing or dispatcher.response_unwatched(decision)
+        self.is_over = shared.closing or dispatcher.response_unwatched(decision)
 
-    def _tell(self, event: Event, now: float) -> None:
+    def _on_response_headers(self, event: ProcessingRequest, now: float) -> None:
         """What response headers say of the endpoint."""
         if self._ticket is not None and self._dispatcher is not None:
             served = "" if event.hints is None else event.hints.served
-            self._dispatcher.told(self._ticket, self.exchange.status, now, served=served)
+            self._dispatcher.on_response_headers(
+                self._ticket, self.exchange.status, now, served=served
+            )
             self.address = self._ticket.endpoint.address
 
     def finish(self) -> None:
@@ -337,7 +357,7 @@ class Stream(msgspec.Struct, eq=False):
         self.exchange.close()
         gate = self._gate
         if gate is not None and self.held is not None:
-            gate.left(self.held, self._shared.clock())
+            gate.cancel(self.held, self._shared.clock())
             self.held = None
 
     def _settle(self) -> None:
@@ -349,12 +369,12 @@ class Stream(msgspec.Struct, eq=False):
         now, status = self._shared.clock(), self.exchange.status
         try:
             if self._failed and not status:
-                dispatcher.withdraw(ticket, now)
+                dispatcher.unreserve(ticket, now)
             else:
-                dispatcher.complete(ticket, now, answered=bool(status))
+                dispatcher.release(ticket, now, answered=bool(status))
         finally:
             if self._gate is not None:
-                self._gate.changed()
+                self._gate.notify_capacity()
 
     def _count(self) -> None:
         """Count how the request ended."""
@@ -385,15 +405,15 @@ class Stream(msgspec.Struct, eq=False):
         dispatcher, recorded, ticket = self._dispatcher, self._recorded, self._ticket
         if dispatcher is None or recorded is None or ticket is None or self._used is None:
             return
-        dispatcher.learn(recorded.decision, self._used, served=ticket.endpoint)
+        dispatcher.on_usage(recorded.decision, self._used, served=ticket.endpoint)
 
     def _charge(self) -> None:
         """Let the tenant's account follow what the answer took."""
         if self._used is not None and self._gate is not None and self._reservation is not None:
-            self._gate.used(self._reservation, self._used, self._shared.clock())
+            self._gate.record_usage(self._reservation, self._used, self._shared.clock())
 
     #: What gives back and learns from a stream, in order; what frees others comes first.
-    last_steps: ClassVar[Sequence[Callable[[Stream], None]]] = (
+    last_steps: ClassVar[Sequence[Callable[[StreamHandler], None]]] = (
         _close,
         _settle,
         _count,
@@ -403,15 +423,15 @@ class Stream(msgspec.Struct, eq=False):
     )
 
 
-def opened(shared: Shared) -> Stream:
+def open_stream(shared: StreamContext) -> StreamHandler:
     """A stream whose first event is to come."""
-    share = shared.settings.stream_share
+    share = shared.settings.stream_sample_ratio
     watched = share > 0.0 and shared.rng.random() < share
-    return Stream(
+    return StreamHandler(
         shared,
         Exchange(shared.exchange_settings, shared.budget, watch_stream=watched),
         shared.clock(),
-        shared.tallies.of(shared.switchboard.usual),
+        shared.tallies.for_pool(shared.switchboard.default_pool),
     )
 
 

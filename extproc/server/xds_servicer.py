@@ -16,17 +16,17 @@ from extproc import distribution
 from extproc.errors import ConfigError
 from extproc.pool.snapshot import Pool
 from extproc.supervision import Supervisor
-from extproc.telemetry.xds_metrics import XdsTallies
+from extproc.telemetry.xds_metrics import XdsCounters
 from extproc.xds import resources
-from extproc.xds.cluster_options import Traits
-from extproc.xds.resources import Snapshot
+from extproc.xds.cluster_options import ClusterOptions
+from extproc.xds.resources import XdsSnapshot
 
 if TYPE_CHECKING:
-    from extproc.xds.messages import Heard, Said, Speaker
+    from extproc.xds.messages import Incoming, Outgoing, SessionCodec
 
 SERVICE = "envoy.service.discovery.v3.AggregatedDiscoveryService"
-WHOLE = "StreamAggregatedResources"
-DIFFERENCES = "DeltaAggregatedResources"
+SOTW = "StreamAggregatedResources"
+DELTA = "DeltaAggregatedResources"
 
 #: Types as metrics name them.
 KINDS = {resources.CLUSTER: "clusters", resources.ASSIGNMENT: "endpoints"}
@@ -62,7 +62,7 @@ class _Stream:
         task: Serves it.
     """
 
-    def __init__(self, speaker: Speaker, task: asyncio.Task[None]) -> None:
+    def __init__(self, speaker: SessionCodec, task: asyncio.Task[None]) -> None:
         self.speaker = speaker
         self.task = task
         self.node = ""
@@ -99,7 +99,7 @@ def require() -> None:
         )
 
 
-class Discovery:
+class AggregatedDiscoveryServicer:
     """Serves aggregated discovery.
 
     Nothing is told before `synced`: a picker that has just started knows no endpoints yet, and an
@@ -123,23 +123,23 @@ class Discovery:
         *,
         h2c: Callable[[], Collection[str]],
         synced: Callable[[], bool],
-        traits: Traits,
-        tallies: XdsTallies,
+        traits: ClusterOptions,
+        tallies: XdsCounters,
         supervisor: Supervisor | None = None,
     ) -> None:
         require()
         # Here and not above: a second and 50 MB that only those pay who serve xDS.
         board = importlib.import_module("extproc.xds.snapshot_cache")
         self._messages = importlib.import_module("extproc.xds.messages")
-        self._board = board.Board(traits)
+        self._snapshot_cache = board.Board(traits)
         self._pools = pools
         self._h2c = h2c
         self._synced = synced
         self._tallies = tallies
         self._supervisor = supervisor or Supervisor()
-        self._snapshot: Snapshot | None = None
+        self._snapshot: XdsSnapshot | None = None
         self._streams: set[_Stream] = set()
-        self._somebody = asyncio.Event()
+        self._has_subscribers = asyncio.Event()
         self._refusals: set[tuple[str, str]] = set()
         self._closing = False
         #: Endpoints with which a pool could not be posted, by its name.
@@ -148,7 +148,7 @@ class Discovery:
     async def run(self) -> None:
         """Look at the pools as long as somebody listens."""
         while True:
-            await self._somebody.wait()
+            await self._has_subscribers.wait()
             self.step()
             self._supervisor.works("xds")
             await asyncio.sleep(_LOOK_S)
@@ -158,23 +158,23 @@ class Discovery:
         if not self._synced():
             return
         pools, h2c = self._pools(), self._h2c()
-        if self._snapshot is not None and not self._board.behind(pools, h2c):
+        if self._snapshot is not None and not self._snapshot_cache.is_stale(pools, h2c):
             return
-        if self._board.post(pools, h2c) or self._snapshot is None:
-            self._snapshot = self._board.snapshot
+        if self._snapshot_cache.update(pools, h2c) or self._snapshot is None:
+            self._snapshot = self._snapshot_cache.snapshot
             for stream in self._streams:
                 stream.wake()
-        for name, fault in self._board.faults.items():
+        for name, fault in self._snapshot_cache.faults.items():
             # Pools are new objects after every scrape; a list of endpoints is not.
             if self._faulty.get(name) is not pools[name].positions:
                 self._supervisor.note("xds", fault, of=name)
-        self._faulty = {name: pools[name].positions for name in self._board.faults}
+        self._faulty = {name: pools[name].positions for name in self._snapshot_cache.faults}
 
-    async def whole(self, _: AsyncIterator[bytes], context: Context) -> None:
+    async def stream_sotw(self, _: AsyncIterator[bytes], context: Context) -> None:
         """Serve `StreamAggregatedResources`."""
         await self._serve(self._messages.WholeSpeaker(), context)
 
-    async def differences(self, _: AsyncIterator[bytes], context: Context) -> None:
+    async def stream_delta(self, _: AsyncIterator[bytes], context: Context) -> None:
         """Serve `DeltaAggregatedResources`."""
         await self._serve(self._messages.DifferencesSpeaker(), context)
 
@@ -187,7 +187,7 @@ class Discovery:
         if tasks:
             await asyncio.wait(tasks, timeout=_RELEASE_S)
 
-    async def _serve(self, speaker: Speaker, context: Context) -> None:
+    async def _serve(self, speaker: SessionCodec, context: Context) -> None:
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("streams run inside a task of the gRPC server")
@@ -195,7 +195,7 @@ class Discovery:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "draining; ask another picker")
         stream = _Stream(speaker, task)
         self._streams.add(stream)
-        self._somebody.set()
+        self._has_subscribers.set()
         self._tallies.streams_open += 1
         readable, failed = True, False
         try:
@@ -212,7 +212,7 @@ class Discovery:
             if not self._streams:
                 # Nobody looks at the pools from now on, so this gets old.
                 self._snapshot = None
-                self._somebody.clear()
+                self._has_subscribers.clear()
         if failed:
             await context.abort(grpc.StatusCode.INTERNAL, "the stream failed; open another one")
         if not readable:
@@ -220,7 +220,7 @@ class Discovery:
 
     async def _converse(self, stream: _Stream, context: Context) -> bool:
         """Answer until Envoy is done or we are closing; False if it sends what cannot be read."""
-        told: Snapshot | None = None
+        told: XdsSnapshot | None = None
         while not self._closing:
             if self._snapshot is not None and self._snapshot is not told:
                 told = self._snapshot
@@ -238,14 +238,14 @@ class Discovery:
             await self._send(heard.answers, context)
         return True
 
-    async def _send(self, answers: tuple[Said, ...], context: Context) -> None:
+    async def _send(self, answers: tuple[Outgoing, ...], context: Context) -> None:
         # Envoy may have left; then the end of what it says is next.
         with contextlib.suppress(grpc.aio.BaseError):
             for answer in answers:
                 self._tallies.responses[KINDS[answer.type_url]] += 1
                 await context.write(answer.data)
 
-    def _note(self, stream: _Stream, heard: Heard) -> None:
+    def _note(self, stream: _Stream, heard: Incoming) -> None:
         if heard.node and not stream.node:
             stream.node = heard.node
             _log.info("xDS: Envoy %s listens", heard.node)
@@ -260,10 +260,10 @@ class Discovery:
             _log.error("xDS: Envoy %s refused %s: %s", stream.node, kind, refusal.error)
 
 
-def register(server: grpc.aio.Server, discovery: Discovery) -> None:
+def register(server: grpc.aio.Server, discovery: AggregatedDiscoveryServicer) -> None:
     """Serve aggregated discovery on a server, in bytes: reading and writing is the room's."""
     handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-        WHOLE: grpc.stream_stream_rpc_method_handler(discovery.whole),
-        DIFFERENCES: grpc.stream_stream_rpc_method_handler(discovery.differences),
+        SOTW: grpc.stream_stream_rpc_method_handler(discovery.stream_sotw),
+        DELTA: grpc.stream_stream_rpc_method_handler(discovery.stream_delta),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

@@ -13,7 +13,7 @@ import msgspec
 from extproc.simulator import prompt
 
 
-class Ask(msgspec.Struct, frozen=True, gc=False):
+class GenerationRequest(msgspec.Struct, frozen=True, gc=False):
     """What a body asks for.
 
     Attributes:
@@ -46,11 +46,11 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     cache_salt: str | None = None
 
-    def ask(self, text: bytes, limit: int | None) -> Ask:
+    def ask(self, text: bytes, limit: int | None) -> GenerationRequest:
         """The Ask for a rendered prompt and a wanted output length."""
         options = self.stream_options or _StreamOptions()
         salt, usage = self.cache_salt or "", bool(options.include_usage)
-        return Ask(self.model, text, limit, bool(self.stream), usage, salt)
+        return GenerationRequest(self.model, text, limit, bool(self.stream), usage, salt)
 
 
 class _Turn(msgspec.Struct, frozen=True):
@@ -107,7 +107,7 @@ def _plain(text: str | list[str | int]) -> bytes:
     )
 
 
-def chat(body: bytes) -> Ask:
+def chat(body: bytes) -> GenerationRequest:
     """`/v1/chat/completions`."""
     read = msgspec.json.decode(body, type=_Chat)
     text = prompt.chat(_turns(read.messages), tools=read.tools)
@@ -115,19 +115,19 @@ def chat(body: bytes) -> Ask:
     return read.ask(text, read.max_tokens if limit is None else limit)
 
 
-def completions(body: bytes) -> Ask:
+def completions(body: bytes) -> GenerationRequest:
     """`/v1/completions`. A list of prompts is one prompt: the simulation answers it once."""
     read = msgspec.json.decode(body, type=_Completions)
     return read.ask(_plain(read.prompt), 16 if read.max_tokens is None else read.max_tokens)
 
 
-def embeddings(body: bytes) -> Ask:
+def embeddings(body: bytes) -> GenerationRequest:
     """`/v1/embeddings`: one step that ends with the prefill. A list of inputs is one input."""
     read = msgspec.json.decode(body, type=_Embeddings)
     return read.ask(_plain(read.input), 1)
 
 
-def responses(body: bytes) -> Ask:
+def responses(body: bytes) -> GenerationRequest:
     """`/v1/responses`."""
     read = msgspec.json.decode(body, type=_Responses)
     turns: list[tuple[str, Any]] = []
@@ -140,7 +140,7 @@ def responses(body: bytes) -> Ask:
     return read.ask(prompt.chat(turns, tools=read.tools), read.max_output_tokens)
 
 
-def messages(body: bytes) -> Ask:
+def messages(body: bytes) -> GenerationRequest:
     """`/v1/messages` (Anthropic)."""
     read = msgspec.json.decode(body, type=_Messages)
     turns = [("system", read.system)] if read.system else []
@@ -149,7 +149,7 @@ def messages(body: bytes) -> Ask:
     )
 
 
-def tokenize(body: bytes) -> Ask:
+def tokenize(body: bytes) -> GenerationRequest:
     """`/tokenize`: a prompt or messages."""
     read = msgspec.json.decode(body, type=_Tokenize)
     if read.messages is not None:

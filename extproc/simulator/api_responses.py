@@ -18,7 +18,7 @@ _HOLE = "\u0001"  # stands for the text while a frame is encoded; JSON spells it
 _HOLE_JSON = b"\\u0001"
 
 
-class Answer(msgspec.Struct, frozen=True, gc=False):
+class GenerationAnswer(msgspec.Struct, frozen=True, gc=False):
     """What is said.
 
     Attributes:
@@ -42,27 +42,27 @@ class Answer(msgspec.Struct, frozen=True, gc=False):
     finish: str
 
 
-class Writer(Protocol):
+class ResponseWriter(Protocol):
     """How one API answers."""
 
-    def whole(self, answer: Answer) -> bytes:
+    def body(self, answer: GenerationAnswer) -> bytes:
         """The body of an answer that is not streamed."""
 
-    def opening(self, answer: Answer) -> bytes:
+    def opening(self, answer: GenerationAnswer) -> bytes:
         """Events before the first piece of text."""
 
-    def frame(self, answer: Answer) -> tuple[bytes, bytes]:
+    def frame(self, answer: GenerationAnswer) -> tuple[bytes, bytes]:
         """What goes before and after a piece of text."""
 
-    def closing(self, answer: Answer, *, include_usage: bool) -> bytes:
+    def closing(self, answer: GenerationAnswer, *, include_usage: bool) -> bytes:
         """Events after the last piece of text."""
 
 
-class Surface(msgspec.Struct, frozen=True):
+class ApiSurface(msgspec.Struct, frozen=True):
     """One API: how to read what is asked, how to write the answer."""
 
-    read: Callable[[bytes], api_requests.Ask]
-    writer: Writer
+    read: Callable[[bytes], api_requests.GenerationRequest]
+    writer: ResponseWriter
 
 
 def failure(message: str, kind: str, code: int, param: str | None = None) -> bytes:
@@ -91,7 +91,7 @@ def _split(framed: bytes) -> tuple[bytes, bytes]:
     return head, tail
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def _usage(answer: GenerationAnswer) -> dict[str, Any]:
     usage: dict[str, Any] = {
         "prompt_tokens": answer.prompt_tokens,
         "total_tokens": answer.prompt_tokens + answer.output_tokens,
@@ -119,7 +119,7 @@ class _Choices:
         self._chat = chat
 
     def _envelope(
-        self, answer: Answer, kind: str, choices: list[Any], **more: Any
+        self, answer: GenerationAnswer, kind: str, choices: list[Any], **more: Any
     ) -> dict[str, Any]:
         return {
             "id": self._prefix + answer.id,
@@ -130,12 +130,14 @@ class _Choices:
             **more,
         }
 
-    def _chunk(self, answer: Answer, text: dict[str, Any], finish: str | None = None) -> bytes:
+    def _chunk(
+        self, answer: GenerationAnswer, text: dict[str, Any], finish: str | None = None
+    ) -> bytes:
         body = {"delta": text} if self._chat else {"text": text.get("content", "")}
         choice = {"index": 0, **body, "logprobs": None, "finish_reason": finish}
         return _event(self._envelope(answer, self._chunk_kind, [choice]))
 
-    def whole(self, answer: Answer) -> bytes:
+    def body(self, answer: GenerationAnswer) -> bytes:
         """The body of an answer that is not streamed."""
         message = {"role": "assistant", "content": answer.text, "tool_calls": []}
         text = {"message": message} if self._chat else {"text": answer.text}
@@ -143,15 +145,15 @@ class _Choices:
         usage = _usage(answer)
         return msgspec.json.encode(self._envelope(answer, self._whole_kind, [choice], usage=usage))
 
-    def opening(self, answer: Answer) -> bytes:
+    def opening(self, answer: GenerationAnswer) -> bytes:
         """For chat, the chunk that names the role."""
         return self._chunk(answer, {"role": "assistant", "content": ""}) if self._chat else b""
 
-    def frame(self, answer: Answer) -> tuple[bytes, bytes]:
+    def frame(self, answer: GenerationAnswer) -> tuple[bytes, bytes]:
         """What goes before and after a piece of text."""
         return _split(self._chunk(answer, {"content": _HOLE}))
 
-    def closing(self, answer: Answer, *, include_usage: bool) -> bytes:
+    def closing(self, answer: GenerationAnswer, *, include_usage: bool) -> bytes:
         """The finish reason, the usage in a chunk without choices, [DONE]."""
         events = self._chunk(answer, {"content": ""}, answer.finish)
         if include_usage:
@@ -163,7 +165,7 @@ class _Choices:
 class _Embeddings:
     """One vector per request, of eight numbers that depend on nothing: nobody reads them."""
 
-    def whole(self, answer: Answer) -> bytes:
+    def body(self, answer: GenerationAnswer) -> bytes:
         """The body of an answer."""
         vector = {"index": 0, "object": "embedding", "embedding": [0.125] * 8}
         tokens = answer.prompt_tokens
@@ -178,15 +180,15 @@ class _Embeddings:
             }
         )
 
-    def opening(self, answer: Answer) -> bytes:
+    def opening(self, answer: GenerationAnswer) -> bytes:
         """Embeddings do not stream: the whole answer is one event."""
-        return b"data: " + self.whole(answer) + b"\n\n"
+        return b"data: " + self.body(answer) + b"\n\n"
 
-    def frame(self, answer: Answer) -> tuple[bytes, bytes]:
+    def frame(self, answer: GenerationAnswer) -> tuple[bytes, bytes]:
         """No text: pieces are SSE comments."""
         return f": {answer.id}".encode(), b"\n\n"
 
-    def closing(self, answer: Answer, *, include_usage: bool) -> bytes:
+    def closing(self, answer: GenerationAnswer, *, include_usage: bool) -> bytes:
         """The end of the stream."""
         del answer, include_usage
         return _DONE
@@ -195,7 +197,7 @@ class _Embeddings:
 class _Responses:
     """The OpenAI Responses API, text output only."""
 
-    def _item(self, answer: Answer, text: str, status: str) -> dict[str, Any]:
+    def _item(self, answer: GenerationAnswer, text: str, status: str) -> dict[str, Any]:
         part = {"type": "output_text", "text": text, "annotations": []}
         return {
             "type": "message",
@@ -205,7 +207,7 @@ class _Responses:
             "content": [part] if text else [],
         }
 
-    def _response(self, answer: Answer, status: str) -> dict[str, Any]:
+    def _response(self, answer: GenerationAnswer, status: str) -> dict[str, Any]:
         done = status != "in_progress"
         usage = {
             "input_tokens": answer.prompt_tokens,
@@ -224,21 +226,21 @@ class _Responses:
             "usage": usage if done else None,
         }
 
-    def _end(self, answer: Answer) -> str:
+    def _end(self, answer: GenerationAnswer) -> str:
         return "incomplete" if answer.finish == "length" else "completed"
 
-    def whole(self, answer: Answer) -> bytes:
+    def body(self, answer: GenerationAnswer) -> bytes:
         """The body of an answer that is not streamed."""
         return msgspec.json.encode(self._response(answer, self._end(answer)))
 
-    def opening(self, answer: Answer) -> bytes:
+    def opening(self, answer: GenerationAnswer) -> bytes:
         """The response and its one output item."""
         item = self._item(answer, "", "in_progress")
         return _typed("response.created", response=self._response(answer, "in_progress")) + _typed(
             "response.output_item.added", output_index=0, item=item
         )
 
-    def frame(self, answer: Answer) -> tuple[bytes, bytes]:
+    def frame(self, answer: GenerationAnswer) -> tuple[bytes, bytes]:
         """What goes before and after a piece of text."""
         item = f"msg_{answer.id}"
         return _split(
@@ -251,7 +253,7 @@ class _Responses:
             )
         )
 
-    def closing(self, answer: Answer, *, include_usage: bool) -> bytes:
+    def closing(self, answer: GenerationAnswer, *, include_usage: bool) -> bytes:
         """The text, the item and the response, which always carries its usage."""
         del include_usage
         end = self._end(answer)
@@ -266,7 +268,9 @@ class _Responses:
 class _Messages:
     """The Anthropic Messages API, text output only."""
 
-    def _message(self, answer: Answer, content: list[Any], stop: str | None) -> dict[str, Any]:
+    def _message(
+        self, answer: GenerationAnswer, content: list[Any], stop: str | None
+    ) -> dict[str, Any]:
         return {
             "id": f"msg_{answer.id}",
             "type": "message",
@@ -282,27 +286,27 @@ class _Messages:
             },
         }
 
-    def _stop(self, answer: Answer) -> str:
+    def _stop(self, answer: GenerationAnswer) -> str:
         return "max_tokens" if answer.finish == "length" else "end_turn"
 
-    def whole(self, answer: Answer) -> bytes:
+    def body(self, answer: GenerationAnswer) -> bytes:
         """The body of an answer that is not streamed."""
         content = [{"type": "text", "text": answer.text}]
         return msgspec.json.encode(self._message(answer, content, self._stop(answer)))
 
-    def opening(self, answer: Answer) -> bytes:
+    def opening(self, answer: GenerationAnswer) -> bytes:
         """The message and its one text block."""
         return _typed("message_start", message=self._message(answer, [], None)) + _typed(
             "content_block_start", index=0, content_block={"type": "text", "text": ""}
         )
 
-    def frame(self, answer: Answer) -> tuple[bytes, bytes]:
+    def frame(self, answer: GenerationAnswer) -> tuple[bytes, bytes]:
         """What goes before and after a piece of text."""
         del answer
         delta = {"type": "text_delta", "text": _HOLE}
         return _split(_typed("content_block_delta", index=0, delta=delta))
 
-    def closing(self, answer: Answer, *, include_usage: bool) -> bytes:
+    def closing(self, answer: GenerationAnswer, *, include_usage: bool) -> bytes:
         """The block's end, the stop reason with the usage, the message's end."""
         del include_usage
         delta = {"stop_reason": self._stop(answer), "stop_sequence": None}
@@ -315,16 +319,16 @@ class _Messages:
 
 
 #: The APIs by path.
-SURFACES: Mapping[str, Surface] = {
-    "/v1/chat/completions": Surface(
+SURFACES: Mapping[str, ApiSurface] = {
+    "/v1/chat/completions": ApiSurface(
         api_requests.chat,
         _Choices("chatcmpl-", "chat.completion", "chat.completion.chunk", chat=True),
     ),
-    "/v1/completions": Surface(
+    "/v1/completions": ApiSurface(
         api_requests.completions,
         _Choices("cmpl-", "text_completion", "text_completion", chat=False),
     ),
-    "/v1/embeddings": Surface(api_requests.embeddings, _Embeddings()),
-    "/v1/responses": Surface(api_requests.responses, _Responses()),
-    "/v1/messages": Surface(api_requests.messages, _Messages()),
+    "/v1/embeddings": ApiSurface(api_requests.embeddings, _Embeddings()),
+    "/v1/responses": ApiSurface(api_requests.responses, _Responses()),
+    "/v1/messages": ApiSurface(api_requests.messages, _Messages()),
 }

@@ -9,7 +9,7 @@ import math
 from extproc.simulator import engine_request
 
 
-class State(enum.Enum):
+class SequenceState(enum.Enum):
     """Where a sequence is."""
 
     WAITING = enum.auto()
@@ -50,13 +50,13 @@ class Sequence:
         "target",
     )
 
-    def __init__(self, the_job: engine_request.Job, now: float) -> None:
+    def __init__(self, the_job: engine_request.EngineRequest, now: float) -> None:
         self.job = the_job
         self.submitted_at = now
         self.started_at = math.nan
         self.first_token_at = math.nan
         self.stopped_at = math.nan
-        self.state = State.WAITING
+        self.state = SequenceState.WAITING
         self.hashes = the_job.hashes
         self.held: list[int] = []
         self.target = the_job.prompt_tokens
@@ -68,9 +68,9 @@ class Sequence:
         self.end = 0
         self.preemptions = 0
 
-    def finished(self, now: float) -> engine_request.Finished:
+    def finished(self, now: float) -> engine_request.RequestFinished:
         """Its record, with all tokens there at `now`."""
-        return engine_request.Finished(
+        return engine_request.RequestFinished(
             self.job,
             self.submitted_at,
             self.started_at,
@@ -81,7 +81,7 @@ class Sequence:
         )
 
 
-class Plan:
+class StepPlan:
     """Iterations in progress.
 
     Attributes:
@@ -109,7 +109,7 @@ class Plan:
         self.growth_s = 0.0
         self.decoding = 0
         self.prefills: list[tuple[Sequence, int]] = []
-        self.started: list[engine_request.Started] = []
+        self.started: list[engine_request.RequestAdmitted] = []
         self.preempted: list[str] = []
 
     def until(self, steps: int) -> float:
@@ -160,11 +160,11 @@ class Decoding:
 
     def generated(self, seq: Sequence) -> int:
         """Output tokens of any sequence in the engine."""
-        return self.tick - seq.joined if seq.state is State.DECODING else seq.generated
+        return self.tick - seq.joined if seq.state is SequenceState.DECODING else seq.generated
 
     def join(self, seq: Sequence) -> None:
         """A sequence ended its prefill: its next token comes with the next iteration."""
-        seq.state = State.DECODING
+        seq.state = SequenceState.DECODING
         seq.joined = self.tick - seq.generated
         # It needs a block in iterations that begin with whole blocks of its tokens in KV.
         seq.phase = (self.tick - seq.target) % self._size
@@ -191,14 +191,14 @@ class Decoding:
         done = []
         while self._ends and self._ends[0][0] < self.tick:
             end, _, seq = heapq.heappop(self._ends)
-            if seq.state is State.DECODING and seq.end == end:
+            if seq.state is SequenceState.DECODING and seq.end == end:
                 done.append(seq)
         return done
 
     def steps_to_end(self) -> int:
         """Iterations until the first of them has all tokens; there must be one."""
         ends = self._ends
-        while ends[0][2].state is not State.DECODING or ends[0][2].end != ends[0][0]:
+        while ends[0][2].state is not SequenceState.DECODING or ends[0][2].end != ends[0][0]:
             heapq.heappop(ends)  # it left before its end
         return ends[0][0] - self.tick + 1
 

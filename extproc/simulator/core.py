@@ -23,18 +23,18 @@ from collections.abc import Iterator
 from extproc.simulator import batch, engine_request, kv, lora, profiles
 
 
-class Engine:
+class SimulatedEngine:
     """One simulated engine. Mutable; one owner, who passes the time.
 
     Args:
         profile: The machine; `profiles.check` must accept it.
     """
 
-    def __init__(self, profile: profiles.Profile) -> None:
+    def __init__(self, profile: profiles.EngineProfile) -> None:
         profiles.check(profile)
         self.profile = profile
         self.pool = kv.BlockPool(profile.blocks)
-        self.slots = lora.Slots(profile.max_loras)
+        self.slots = lora.LoraSlots(profile.max_loras)
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -44,7 +44,7 @@ class Engine:
         self._running: dict[str, batch.Sequence] = {}  # in order of entry
         self._prefilling: dict[str, batch.Sequence] = {}
         self._decoding = batch.Decoding(profile.block_tokens)
-        self._plan: batch.Plan | None = None
+        self._plan: batch.StepPlan | None = None
         self._full = False  # no waiting job can enter before something leaves
         self._barred = False  # nor could any new one
 
@@ -80,8 +80,8 @@ class Engine:
         """What every job in the engine still needs, in the order of entry."""
         for seq in self._sequences.values():
             generated = self._decoding.generated(seq)
-            waiting = seq.state is batch.State.WAITING
-            decoding = seq.state is batch.State.DECODING
+            waiting = seq.state is batch.SequenceState.WAITING
+            decoding = seq.state is batch.SequenceState.DECODING
             yield engine_request.Outstanding(
                 seq.job.id,
                 waiting,
@@ -93,7 +93,9 @@ class Engine:
 
     # What others do to it.
 
-    def submit(self, new: engine_request.Job, now: float) -> engine_request.Refusal | None:
+    def submit(
+        self, new: engine_request.EngineRequest, now: float
+    ) -> engine_request.EngineRejection | None:
         """Put a job into the queue.
 
         Iterations in progress are cut short after the one that is under way at `now`, if the job
@@ -107,11 +109,11 @@ class Engine:
             Why it was not taken; None if it was.
         """
         if new.prompt_tokens + new.output_tokens > self.profile.longest:
-            return engine_request.Refusal.TOO_LONG
+            return engine_request.EngineRejection.TOO_LONG
         if new.adapter and not self.profile.max_loras:
-            return engine_request.Refusal.NO_LORA
+            return engine_request.EngineRejection.NO_LORA
         if self.profile.max_queued and len(self._sequences) >= self.profile.max_queued:
-            return engine_request.Refusal.BUSY
+            return engine_request.EngineRejection.BUSY
         seq = batch.Sequence(new, now)
         self._sequences[new.id] = seq
         self._waiting.append(seq)
@@ -133,11 +135,11 @@ class Engine:
         seq = self._sequences.pop(job_id, None)
         if seq is None:
             return False
-        if seq.state is batch.State.WAITING:
+        if seq.state is batch.SequenceState.WAITING:
             self._waiting.remove(seq)
         else:
             self._leave(seq)
-        seq.state = batch.State.GONE
+        seq.state = batch.SequenceState.GONE
         self._full = self._barred = False
         self._cut(now)
         return True
@@ -155,7 +157,7 @@ class Engine:
             When they end; None if there is nothing to do.
         """
         assert self._plan is None, "commit before you begin again"  # noqa: S101  a caller's bug
-        plan = batch.Plan(now)
+        plan = batch.StepPlan(now)
         self._make_room(plan)
         budget = self.profile.token_budget - self._decoding.count
         for seq in self._prefilling.values():
@@ -191,13 +193,13 @@ class Engine:
         self._plan = None
         decoding = self._decoding
         if plan.steps > 1:
-            self.pool.take(decoding.growth(plan.steps - 1, skip=1))
+            self.pool.allocate(decoding.growth(plan.steps - 1, skip=1))
         finished = [self._finish(seq, now) for seq in decoding.advance(plan.steps)]
-        first_tokens: list[engine_request.FirstToken] = []
+        first_tokens: list[engine_request.FirstTokenProduced] = []
         resumed_s: list[float] = []
         tokens = plan.decoding * plan.steps
         for seq, chunk in plan.prefills:
-            if seq.state is not batch.State.PREFILLING:
+            if seq.state is not batch.SequenceState.PREFILLING:
                 continue  # cancelled meanwhile
             seq.computed += chunk
             if seq.computed < seq.target:
@@ -208,7 +210,9 @@ class Engine:
                 seq.first_token_at = now
                 computed = seq.job.prompt_tokens - seq.cached
                 after_s = now - seq.submitted_at
-                first_tokens.append(engine_request.FirstToken(seq.job.id, after_s, computed))
+                first_tokens.append(
+                    engine_request.FirstTokenProduced(seq.job.id, after_s, computed)
+                )
             seq.generated += 1
             tokens += 1
             if seq.generated == seq.job.output_tokens:
@@ -238,16 +242,16 @@ class Engine:
 
     # Planning.
 
-    def _make_room(self, plan: batch.Plan) -> None:
+    def _make_room(self, plan: batch.StepPlan) -> None:
         """Take the blocks this iteration's decodes need; preempt the newest while they lack."""
         pool, decoding = self.pool, self._decoding
         while decoding.growth(1) > pool.available:
             victim = next(reversed(self._running.values()))
             plan.preempted.append(victim.job.id)
             self._preempt(victim, plan.start)
-        pool.take(decoding.growth(1))
+        pool.allocate(decoding.growth(1))
 
-    def _prefill(self, plan: batch.Plan, seq: batch.Sequence, budget: int) -> int:
+    def _prefill(self, plan: batch.StepPlan, seq: batch.Sequence, budget: int) -> int:
         """Plan the next chunk of a prompt; returns its tokens."""
         chunk = min(seq.target - seq.computed, budget)
         if chunk > 0:
@@ -258,7 +262,7 @@ class Engine:
             self.pool.register(seq.held, seq.hashes, full)
         return chunk
 
-    def _admit(self, plan: batch.Plan, budget: int) -> float:
+    def _admit(self, plan: batch.StepPlan, budget: int) -> float:
         """Let waiting jobs in; returns the seconds spent loading adapters."""
         seconds = 0.0
         passed: list[batch.Sequence] = []
@@ -268,8 +272,8 @@ class Engine:
                 self._barred = True
                 break
             seq = waiting[0]
-            fit = self.slots.fit(seq.job.adapter) if seq.job.adapter else lora.Fit.RESIDENT
-            if fit is lora.Fit.NONE:
+            fit = self.slots.fit(seq.job.adapter) if seq.job.adapter else lora.SlotFit.RESIDENT
+            if fit is lora.SlotFit.NONE:
                 passed.append(waiting.popleft())
                 continue
             if not self._take_prompt(seq, self._adapter_blocks(fit)):
@@ -277,7 +281,7 @@ class Engine:
                 break
             waiting.popleft()
             if seq.job.adapter:
-                seconds += 0.0 if fit is lora.Fit.RESIDENT else self.profile.lora_load_s
+                seconds += 0.0 if fit is lora.SlotFit.RESIDENT else self.profile.lora_load_s
                 self.slots.enter(seq.job.adapter)
             self._enter(seq, plan)
             budget -= self._prefill(plan, seq, budget)
@@ -287,9 +291,9 @@ class Engine:
         waiting.extendleft(reversed(passed))
         return seconds
 
-    def _adapter_blocks(self, fit: lora.Fit) -> int:
+    def _adapter_blocks(self, fit: lora.SlotFit) -> int:
         """KV blocks an adapter takes on entry: its own only where no other one makes room."""
-        return self.profile.lora_blocks if fit is lora.Fit.EMPTY else 0
+        return self.profile.lora_blocks if fit is lora.SlotFit.EMPTY else 0
 
     def _take_prompt(self, seq: batch.Sequence, adapter_blocks: int) -> bool:
         """Hold the cached blocks of a prompt and take the others, if all of them are there."""
@@ -302,14 +306,14 @@ class Engine:
         if room < depth and room < pool.idle_among(seq.hashes, depth):
             return False
         seq.held = list(seq.hashes[:depth])
-        pool.hold(seq.held)
-        pool.take(fresh)
+        pool.pin(seq.held)
+        pool.allocate(fresh)
         seq.computed = depth * size
         return True
 
-    def _enter(self, seq: batch.Sequence, plan: batch.Plan) -> None:
+    def _enter(self, seq: batch.Sequence, plan: batch.StepPlan) -> None:
         """Count a job that got its blocks as running."""
-        seq.state = batch.State.PREFILLING
+        seq.state = batch.SequenceState.PREFILLING
         self._running[seq.job.id] = seq
         self._prefilling[seq.job.id] = seq
         if seq.preemptions:
@@ -320,9 +324,9 @@ class Engine:
         self.prefix_queries += prompt
         self.prefix_hits += seq.cached
         waited = plan.start - seq.submitted_at
-        plan.started.append(engine_request.Started(seq.job.id, waited, prompt, seq.cached))
+        plan.started.append(engine_request.RequestAdmitted(seq.job.id, waited, prompt, seq.cached))
 
-    def _stretch(self, plan: batch.Plan, horizon: float) -> int:
+    def _stretch(self, plan: batch.StepPlan, horizon: float) -> int:
         """How many decode-only iterations can be one plan; nobody may enter, leave or lack blocks."""
         if self._waiting and not self._full:
             return 1
@@ -348,7 +352,7 @@ class Engine:
     def _leave(self, seq: batch.Sequence) -> None:
         """Out of the batch; full blocks stay cached."""
         size = self.profile.block_tokens
-        if seq.state is batch.State.DECODING:
+        if seq.state is batch.SequenceState.DECODING:
             tokens = self._decoding.leave(seq)
             self.pool.register(seq.held, seq.hashes, tokens // size)
             # In mid-iteration the block for the token under way is taken already.
@@ -364,21 +368,21 @@ class Engine:
 
     def _preempt(self, seq: batch.Sequence, now: float) -> None:
         """Back to the head of the queue; what is still cached then need not be recomputed."""
-        if seq.state is batch.State.DECODING:
+        if seq.state is batch.SequenceState.DECODING:
             seq.stopped_at = now
         self._leave(seq)
         seq.hashes = [*seq.held, *seq.hashes[len(seq.held) :]]
         seq.held = []
         seq.target = seq.job.prompt_tokens + seq.generated
         seq.computed = 0
-        seq.state = batch.State.WAITING
+        seq.state = batch.SequenceState.WAITING
         seq.preemptions += 1
         self.preemptions += 1
         self._waiting.appendleft(seq)
 
-    def _finish(self, seq: batch.Sequence, now: float) -> engine_request.Finished:
+    def _finish(self, seq: batch.Sequence, now: float) -> engine_request.RequestFinished:
         """Out of the engine with all its tokens."""
         self._leave(seq)
-        seq.state = batch.State.GONE
+        seq.state = batch.SequenceState.GONE
         del self._sequences[seq.job.id]
         return seq.finished(now)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 
-class Job(msgspec.Struct, frozen=True, gc=False):
+class EngineRequest(msgspec.Struct, frozen=True, gc=False):
     """One request as the engine core sees it.
 
     Attributes:
@@ -28,7 +28,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     adapter: str = ""
 
 
-class Refusal(enum.Enum):
+class EngineRejection(enum.Enum):
     """Why an engine does not take a job."""
 
     TOO_LONG = enum.auto()  #: Prompt plus output never fit the model or the KV cache.
@@ -36,7 +36,7 @@ class Refusal(enum.Enum):
     NO_LORA = enum.auto()  #: The job names an adapter and the engine runs without LoRA.
 
 
-class Started(msgspec.Struct, frozen=True, gc=False):
+class RequestAdmitted(msgspec.Struct, frozen=True, gc=False):
     """A job that entered the batch for the first time.
 
     Attributes:
@@ -52,7 +52,7 @@ class Started(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int
 
 
-class FirstToken(msgspec.Struct, frozen=True, gc=False):
+class FirstTokenProduced(msgspec.Struct, frozen=True, gc=False):
     """A job whose first token came.
 
     Attributes:
@@ -66,7 +66,7 @@ class FirstToken(msgspec.Struct, frozen=True, gc=False):
     computed_tokens: int
 
 
-class Finished(msgspec.Struct, frozen=True, gc=False):
+class RequestFinished(msgspec.Struct, frozen=True, gc=False):
     """A job that got all its tokens.
 
     Attributes:
@@ -79,7 +79,7 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
         preemptions: How often it lost its blocks and was recomputed.
     """
 
-    job: Job
+    job: EngineRequest
     submitted_at: float
     started_at: float
     first_token_at: float
@@ -132,10 +132,10 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     steps: int
     decoding: int
     prefill_tokens: int
-    started: Sequence[Started]
+    started: Sequence[RequestAdmitted]
     tokens: int
-    first_tokens: Sequence[FirstToken]
+    first_tokens: Sequence[FirstTokenProduced]
     resumed_s: Sequence[float]
-    finished: Sequence[Finished]
+    finished: Sequence[RequestFinished]
     preempted: Sequence[str]
     waiting: int

@@ -58,7 +58,7 @@ class BlockPool:
         idle = self._idle
         return sum(1 for key in keys[:depth] if key in idle)
 
-    def hold(self, keys: Sequence[int]) -> None:
+    def pin(self, keys: Sequence[int]) -> None:
         """Hold cached blocks: each key must be cached."""
         holders, idle = self._holders, self._idle
         for key in keys:
@@ -67,7 +67,7 @@ class BlockPool:
                 del idle[key]
             holders[key] = count + 1
 
-    def take(self, count: int) -> None:
+    def allocate(self, count: int) -> None:
         """Take `count` blocks for content to come; the least recently used cached ones make room.
 
         `count` must not exceed `available`.
@@ -130,7 +130,7 @@ class BlockPool:
         """
         lost = min(self.size - size, self.available)
         if lost > 0:
-            self.take(lost)
+            self.allocate(lost)
             self.size -= lost
 
     def clear(self) -> None:

@@ -6,7 +6,7 @@ import enum
 from collections import OrderedDict
 
 
-class Fit(enum.Enum):
+class SlotFit(enum.Enum):
     """What it takes to run one more sequence with an adapter."""
 
     RESIDENT = enum.auto()  #: On the device already.
@@ -15,7 +15,7 @@ class Fit(enum.Enum):
     NONE = enum.auto()  #: Every slot is in use: the request has to wait.
 
 
-class Slots:
+class LoraSlots:
     """The adapters resident on the device. Mutable; one owner.
 
     Args:
@@ -38,17 +38,17 @@ class Slots:
         """Adapters with sequences in the batch, sorted by name."""
         return tuple(sorted(name for name, users in self._users.items() if users))
 
-    def fit(self, adapter: str) -> Fit:
+    def fit(self, adapter: str) -> SlotFit:
         """What it takes to run one more sequence with this adapter."""
         if adapter in self._users:
-            return Fit.RESIDENT
+            return SlotFit.RESIDENT
         if len(self._users) < self.size:
-            return Fit.EMPTY
-        return Fit.SWAP if 0 in self._users.values() else Fit.NONE
+            return SlotFit.EMPTY
+        return SlotFit.SWAP if 0 in self._users.values() else SlotFit.NONE
 
     def enter(self, adapter: str) -> None:
         """One more sequence uses the adapter; `fit` must not be NONE."""
-        if self.fit(adapter) is Fit.SWAP:
+        if self.fit(adapter) is SlotFit.SWAP:
             del self._users[next(name for name, users in self._users.items() if not users)]
         self._users[adapter] = self._users.get(adapter, 0) + 1
         self._users.move_to_end(adapter)

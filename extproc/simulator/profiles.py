@@ -15,7 +15,7 @@ import msgspec
 from extproc import errors
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True):
+class EngineProfile(msgspec.Struct, frozen=True, kw_only=True):
     """One engine.
 
     Attributes:
@@ -67,7 +67,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         spare = self.blocks - self.max_loras * self.lora_blocks
         return min(self.max_model_len, spare * self.block_tokens)
 
-    def faster(self, speed: float) -> Profile:
+    def faster(self, speed: float) -> EngineProfile:
         """The same machine with every time divided by `speed`."""
         return msgspec.structs.replace(
             self,
@@ -81,11 +81,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 def _row(
     name: str, *, times: tuple[float, float, float, float], kv_tokens: int, limits: tuple[int, int]
-) -> Profile:
+) -> EngineProfile:
     """A profile from a table row: a in ms, b in us, c in ms, d in us; (token budget, sequences)."""
     base_ms, prefill_us, decode_ms, context_us = times
     token_budget, max_num_seqs = limits
-    return Profile(
+    return EngineProfile(
         name=name,
         base_s=base_ms / 1e3,
         prefill_s_per_token=prefill_us / 1e6,
@@ -100,7 +100,7 @@ def _row(
 #: For demonstrations on a laptop: a turn takes a fraction of a second, a missed prefix is felt
 #: (150 us per token), and the KV cache holds about fifteen conversations of 1,500 tokens, so that
 #: forty conversations fit four engines together but never one.
-_DEMO = Profile(
+_DEMO = EngineProfile(
     name="demo",
     base_s=0.008,
     prefill_s_per_token=150e-6,
@@ -114,7 +114,7 @@ _DEMO = Profile(
 
 _A10 = _row("a10-7b-fp16", times=(28, 216, 0.10, 1.34), kv_tokens=11_008, limits=(2048, 256))
 
-PROFILES: Mapping[str, Profile] = {
+PROFILES: Mapping[str, EngineProfile] = {
     profile.name: profile
     for profile in (
         _DEMO,
@@ -133,7 +133,7 @@ PROFILES: Mapping[str, Profile] = {
 }
 
 
-def named(name: str) -> Profile:
+def find(name: str) -> EngineProfile:
     """The profile of that name.
 
     Raises:
@@ -150,7 +150,7 @@ def named(name: str) -> Profile:
     return profile
 
 
-def check(profile: Profile) -> None:
+def check(profile: EngineProfile) -> None:
     """Refuse numbers the engine cannot run with.
 
     Raises:

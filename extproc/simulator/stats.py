@@ -49,7 +49,7 @@ class Stats:
             reported stays, as in vLLM; the live one is the newest.
     """
 
-    def __init__(self, engine: core.Engine) -> None:
+    def __init__(self, engine: core.SimulatedEngine) -> None:
         self._engine = engine
         longest = vllm_metric_families.token_bounds(engine.profile.max_model_len)
         self.totals: Counter[str] = Counter()
@@ -94,7 +94,7 @@ class Stats:
         """Count a request refused because the engine was full."""
         self.totals["admission_rejections/max_num_queued_reqs"] += 1
 
-    def _finished(self, done: engine_request.Finished) -> None:
+    def _finished(self, done: engine_request.RequestFinished) -> None:
         prompt, output = done.job.prompt_tokens, done.job.output_tokens
         decode_s = done.finished_at - done.first_token_at
         for name, value in (

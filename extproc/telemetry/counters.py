@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from extproc.scheduling import plugin_guard
 from extproc.supervision import Supervisor
-from extproc.telemetry.pool_counters import PoolTallies
-from extproc.telemetry.scaling_metrics import Figures
-from extproc.telemetry.watch_metrics import WatchFigures
-from extproc.telemetry.xds_metrics import XdsTallies
+from extproc.telemetry.pool_counters import PoolCounters
+from extproc.telemetry.scaling_metrics import ScalingMetrics
+from extproc.telemetry.watch_metrics import WatchMetrics
+from extproc.telemetry.xds_metrics import XdsCounters
 
 
-class Distribution:
+class LatencyHistogram:
     """A histogram with fixed upper bounds.
 
     Args:
@@ -42,7 +42,7 @@ _STALL_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 _ANSWER_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
-class Tallies:
+class ProcessCounters:
     """Everything that is counted.
 
     Attributes:
@@ -77,30 +77,30 @@ class Tallies:
         self.streams_open = 0
         self.answers = 0
         self.bugs: Counter[tuple[str, str]] = Counter()
-        self.plugins = plugin_guard.Counts()
+        self.plugins = plugin_guard.PluginCounters()
         self.reloads: Counter[str] = Counter()
         self.reload_failed = False
         self.restart_needed = False
-        self.route_s = Distribution(_ROUTE_BOUNDS_S)
-        self.headers_s = Distribution(_ANSWER_BOUNDS_S)
-        self.exchange_s = Distribution(_ANSWER_BOUNDS_S)
-        self.scrape_s = Distribution(_ANSWER_BOUNDS_S)
-        self.held_s = Distribution(_ANSWER_BOUNDS_S)
+        self.route_s = LatencyHistogram(_ROUTE_BOUNDS_S)
+        self.headers_s = LatencyHistogram(_ANSWER_BOUNDS_S)
+        self.exchange_s = LatencyHistogram(_ANSWER_BOUNDS_S)
+        self.scrape_s = LatencyHistogram(_ANSWER_BOUNDS_S)
+        self.held_s = LatencyHistogram(_ANSWER_BOUNDS_S)
         self.large_bodies: Counter[str] = Counter()
-        self.large_body_s = Distribution(_ANSWER_BOUNDS_S)
-        self.loop_stall_s = Distribution(_STALL_BOUNDS_S)
-        self.loop_stall_cpu_s = Distribution(_STALL_BOUNDS_S)
-        self.xds = XdsTallies()
-        self.scaling: Callable[[], Mapping[str, Figures]] = dict
-        self.watches: Callable[[], Iterable[WatchFigures]] = tuple
+        self.large_body_s = LatencyHistogram(_ANSWER_BOUNDS_S)
+        self.loop_stall_s = LatencyHistogram(_STALL_BOUNDS_S)
+        self.loop_stall_cpu_s = LatencyHistogram(_STALL_BOUNDS_S)
+        self.xds = XdsCounters()
+        self.scaling: Callable[[], Mapping[str, ScalingMetrics]] = dict
+        self.watches: Callable[[], Iterable[WatchMetrics]] = tuple
         self.supervisor = Supervisor()
-        self.pools: dict[str, PoolTallies] = {}
+        self.pools: dict[str, PoolCounters] = {}
 
-    def of(self, pool: str) -> PoolTallies:
+    def for_pool(self, pool: str) -> PoolCounters:
         """Counts of one pool."""
         found = self.pools.get(pool)
         if found is None:
-            found = self.pools[pool] = PoolTallies()
+            found = self.pools[pool] = PoolCounters()
         return found
 
     def reloaded(self, *, ok: bool, restart: bool) -> None:

@@ -26,7 +26,7 @@ _CHOICE_SUFFIX = re.compile(r"-\d{1,4}$")
 NO_USAGE: Mapping[str, int] = {}
 
 
-class Recorded(msgspec.Struct, eq=False):
+class DecisionRecord(msgspec.Struct, eq=False):
     """One decision and what came of it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Recorded(msgspec.Struct, eq=False):
     usage: Mapping[str, int] = NO_USAGE
 
 
-class Ring:
+class DecisionLog:
     """The last decisions.
 
     Args:
@@ -57,13 +57,15 @@ class Ring:
     def __init__(self, capacity: int, *, most_candidates: int = 20_000) -> None:
         self.capacity = capacity
         self._most = most_candidates
-        self._kept: OrderedDict[str, Recorded] = OrderedDict()
+        self._records: OrderedDict[str, DecisionRecord] = OrderedDict()
         self._candidates = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._records)
 
-    def add(self, request_id: str, decision: Decision, now: float, *, pool: str = "") -> Recorded:
+    def add(
+        self, request_id: str, decision: Decision, now: float, *, pool: str = ""
+    ) -> DecisionRecord:
         """Keep a decision; of one id the last one counts.
 
         Args:
@@ -77,24 +79,24 @@ class Ring:
         if request.prompt:
             request = msgspec.structs.replace(request, prompt=b"")
         slim = msgspec.structs.replace(
-            decision, request=request, blocks=(), pool=decision.pool or pool
+            decision, request=request, block_hashes=(), pool=decision.pool or pool
         )
-        recorded = Recorded(request_id, now, slim)
+        recorded = DecisionRecord(request_id, now, slim)
         if not self.capacity:
             return recorded
-        old = self._kept.pop(request_id, None)
+        old = self._records.pop(request_id, None)
         if old is not None:
             self._candidates -= _weight(old.decision)
-        self._kept[request_id] = recorded
+        self._records[request_id] = recorded
         self._candidates += _weight(slim)
-        while len(self._kept) > self.capacity or (
-            self._candidates > self._most and len(self._kept) > 1
+        while len(self._records) > self.capacity or (
+            self._candidates > self._most and len(self._records) > 1
         ):
-            _, gone = self._kept.popitem(last=False)
+            _, gone = self._records.popitem(last=False)
             self._candidates -= _weight(gone.decision)
         return recorded
 
-    def find(self, request_id: str) -> Recorded | None:
+    def find(self, request_id: str) -> DecisionRecord | None:
         """The decision about a request, if it is still kept.
 
         Args:
@@ -102,14 +104,14 @@ class Ring:
                 of it, such as `chatcmpl-` and the request id.
         """
         for name in _spellings(request_id):
-            recorded = self._kept.get(shorten_id(name))
+            recorded = self._records.get(shorten_id(name))
             if recorded is not None:
                 return recorded
         return None
 
-    def latest(self, count: int) -> Iterator[Recorded]:
+    def latest(self, count: int) -> Iterator[DecisionRecord]:
         """The last decisions, newest first."""
-        for _, recorded in zip(range(count), reversed(self._kept.values()), strict=False):
+        for _, recorded in zip(range(count), reversed(self._records.values()), strict=False):
             yield recorded
 
 

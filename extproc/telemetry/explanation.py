@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from extproc.decision import Branch, Decision, Outcome, Priced, Rejection
+from extproc.decision import CostResult, Decision, FilterTreeStep, Outcome, Rejection
 from extproc.endpoint import Candidate
 from extproc.pool.snapshot import Pool
-from extproc.request import Request
+from extproc.request import InferenceRequest
 from extproc.telemetry import pool_state
-from extproc.telemetry.decision_log import Recorded
+from extproc.telemetry.decision_log import DecisionRecord
 
 #: What the choice by /v1/models is called among the filters, which it runs before.
 SERVES_MODEL = "serves-model"
@@ -88,21 +88,21 @@ def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
         "endpoints": [endpoint.address for endpoint in outcome.endpoints],
         "runner_up": _runner_up(outcome),
         "candidates": [_candidate(candidate) for candidate in outcome.candidates],
-        "left_out": [endpoint.address for endpoint in outcome.left_out],
+        "left_out": [endpoint.address for endpoint in outcome.excluded_by_model],
         "put_aside": {
             why: [endpoint.address for endpoint in endpoints]
-            for why, endpoints in outcome.put_aside
+            for why, endpoints in outcome.excluded_by_health
         },
-        "unlisted": outcome.unlisted,
+        "unlisted": outcome.model_unlisted,
         "model_rewrite": _rewrite(outcome),
         "filters": _filters(outcome),
         "scorers": [{"name": scored.name, "weight": scored.weight} for scored in outcome.scores],
-        "cost": _cost(outcome.priced),
+        "cost": _cost(outcome.cost),
         "finalists": _finalists(outcome),
     }
 
 
-def recorded(one: Recorded, now: float) -> Json:
+def recorded(one: DecisionRecord, now: float) -> Json:
     """A decision of the past, how long ago it was, and what came of it.
 
     Args:
@@ -119,7 +119,7 @@ def recorded(one: Recorded, now: float) -> Json:
     }
 
 
-def summary(one: Recorded, now: float) -> Json:
+def summary(one: DecisionRecord, now: float) -> Json:
     """One line of the list of past decisions.
 
     Args:
@@ -149,7 +149,7 @@ def short(decision: Decision) -> str:
     chosen = next(
         (
             at
-            for at, candidate in enumerate(decision.finalists)
+            for at, candidate in enumerate(decision.scored_candidates)
             if candidate.endpoint.address == decision.endpoints[0].address
         ),
         None,
@@ -158,7 +158,7 @@ def short(decision: Decision) -> str:
     words.append(f"cached={decision.matched_tokens}/{request.prompt_tokens}")
     other = runner_up(decision)
     if other is not None:
-        words.append(f"next={decision.finalists[other].endpoint.address}")
+        words.append(f"next={decision.scored_candidates[other].endpoint.address}")
         words += _worth(decision, other)
     if decision.degraded:
         words.append("degraded")
@@ -167,7 +167,7 @@ def short(decision: Decision) -> str:
 
 def _worth(decision: Decision, at: int | None) -> list[str]:
     """What a finalist costs or scores, in a word; nothing where nothing was compared."""
-    priced = decision.priced
+    priced = decision.cost
     if at is None:
         return []
     if priced is not None:
@@ -178,10 +178,10 @@ def _worth(decision: Decision, at: int | None) -> list[str]:
 
 def _runner_up(decision: Decision) -> str | None:
     at = runner_up(decision)
-    return None if at is None else decision.finalists[at].endpoint.address
+    return None if at is None else decision.scored_candidates[at].endpoint.address
 
 
-def _request(request: Request) -> Json:
+def _request(request: InferenceRequest) -> Json:
     return {
         "api": request.api,
         "model": request.model,
@@ -207,7 +207,7 @@ def _rewrite(decision: Decision) -> Json | None:
     return {
         "name": decision.model_rewrite,
         "client": decision.client_model,
-        "editable": decision.splice is not None,
+        "editable": decision.body_edit is not None,
     }
 
 
@@ -228,11 +228,11 @@ def _candidate(candidate: Candidate) -> Json:
         ),
         "adapter_slots": load.adapter_slots,
         "in_flight": candidate.in_flight,
-        "requests": candidate.requests,
+        "requests": candidate.estimated_requests,
         "prompt_tokens": candidate.prompt_tokens,
         "matched_tokens": candidate.matched_tokens,
         "queued_tokens": round(candidate.queued_tokens),
-        "unseen_tokens": round(candidate.unseen_tokens),
+        "unseen_tokens": round(candidate.unscraped_tokens),
         "residency": candidate.residency.name.lower(),
         "rates": msgspec.structs.asdict(candidate.rates),
     }
@@ -241,9 +241,9 @@ def _candidate(candidate: Candidate) -> Json:
 def _filters(decision: Decision) -> list[Json]:
     steps = []
     before = _addresses(decision.candidates)
-    if decision.left_out:
-        dropped = [endpoint.address for endpoint in decision.left_out]
-        others = [one.address for _, aside in decision.put_aside for one in aside]
+    if decision.excluded_by_model:
+        dropped = [endpoint.address for endpoint in decision.excluded_by_model]
+        others = [one.address for _, aside in decision.excluded_by_health for one in aside]
         steps.append({"name": SERVES_MODEL, "survivors": before + others, "dropped": dropped})
     steps += _put_aside(decision, before)
     for filtered in decision.filters:
@@ -262,14 +262,14 @@ def _put_aside(decision: Decision, candidates: list[str]) -> list[Json]:
     """Endpoints left out for their health, as steps; who is left out later survives until then."""
     steps: list[Json] = []
     survivors = candidates
-    for why, endpoints in reversed(decision.put_aside):
+    for why, endpoints in reversed(decision.excluded_by_health):
         dropped = [endpoint.address for endpoint in endpoints]
         steps.insert(0, {"name": why, "survivors": survivors, "dropped": dropped})
         survivors = survivors + dropped
     return steps
 
 
-def _branches(branches: Iterable[Branch], before: list[str]) -> list[Json]:
+def _branches(branches: Iterable[FilterTreeStep], before: list[str]) -> list[Json]:
     """The way through a tree of filters; who came in goes on where a filter left nobody."""
     told = []
     for branch in branches:
@@ -280,8 +280,8 @@ def _branches(branches: Iterable[Branch], before: list[str]) -> list[Json]:
                 "name": branch.name,
                 "survivors": after,
                 "dropped": [address for address in before if address not in kept],
-                "way": branch.way,
-                "fault": branch.fault,
+                "way": branch.branch,
+                "fault": branch.error_type,
             }
         )
         before = after or before
@@ -290,10 +290,10 @@ def _branches(branches: Iterable[Branch], before: list[str]) -> list[Json]:
 
 def _finalists(decision: Decision) -> list[Json]:
     ranks = {endpoint.address: rank for rank, endpoint in enumerate(decision.endpoints, 1)}
-    priced = decision.priced
+    priced = decision.cost
     factor = 1.0 if priced is None else _factor(priced)
     finalists = []
-    for at, candidate in enumerate(decision.finalists):
+    for at, candidate in enumerate(decision.scored_candidates):
         address = candidate.endpoint.address
         told: Json = {
             "endpoint": address,
@@ -309,7 +309,7 @@ def _finalists(decision: Decision) -> list[Json]:
     return finalists
 
 
-def _cost(priced: Priced | None) -> Json | None:
+def _cost(priced: CostResult | None) -> Json | None:
     """The head of the cost columns; seconds are told in milliseconds."""
     if priced is None:
         return None
@@ -317,7 +317,7 @@ def _cost(priced: Priced | None) -> Json | None:
     return {"name": priced.name, "unit": unit, "terms": [name for name, _ in priced.terms]}
 
 
-def _factor(priced: Priced) -> float:
+def _factor(priced: CostResult) -> float:
     return 1000.0 if priced.unit == "s" else 1.0
 
 
@@ -325,7 +325,9 @@ def runner_up(decision: Decision) -> int | None:
     """Position in `finalists` of the best one that was not chosen; None when there is none."""
     first = decision.endpoints[0].address
     others = [
-        at for at, candidate in enumerate(decision.finalists) if candidate.endpoint.address != first
+        at
+        for at, candidate in enumerate(decision.scored_candidates)
+        if candidate.endpoint.address != first
     ]
     totals = decision.totals
     return max(others, key=totals.__getitem__) if others and totals else None

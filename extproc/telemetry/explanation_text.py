@@ -45,7 +45,7 @@ def render_table(explanation: Json) -> str:
     if explanation["outcome"] == "rejection":
         return _refused(explanation)
     health = explanation.get("health")
-    sections = [_asked(explanation), _in_play(explanation["candidates"], health)]
+    sections = [_request_line(explanation), _in_play(explanation["candidates"], health)]
     if health and all(one["state"] in _FAILING for one in health.values()):
         sections.append("all endpoints are failing; the least bad is tried")
     if explanation["filters"]:
@@ -82,7 +82,7 @@ def _refused(explanation: Json) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _asked(explanation: Json) -> str:
+def _request_line(explanation: Json) -> str:
     request = explanation["request"]
     facts = [request["api"], f"model {request['model'] or '-'}"]
     if request["adapter"]:

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from extproc.supervision import LOOPS
 from extproc.telemetry import pool_metrics, scaling_metrics, watch_metrics, xds_metrics
-from extproc.telemetry.counters import Distribution, Tallies
+from extproc.telemetry.counters import LatencyHistogram, ProcessCounters
 
 #: Gauges of the process whose values other packages read: name to help text.
 PROCESS_GAUGES: Mapping[str, str] = {
@@ -42,8 +42,8 @@ class Exposition(Collector):
 
     def __init__(
         self,
-        tallies: Tallies,
-        pools: Callable[[], Mapping[str, pool_metrics.Watched]],
+        tallies: ProcessCounters,
+        pools: Callable[[], Mapping[str, pool_metrics.PoolView]],
         *,
         clock: Callable[[], float],
         gauges: Mapping[str, Callable[[], float]],
@@ -201,7 +201,7 @@ class Exposition(Collector):
             yield _histogram(name, text, distribution)
 
 
-def _histogram(name: str, text: str, distribution: Distribution) -> Metric:
+def _histogram(name: str, text: str, distribution: LatencyHistogram) -> Metric:
     buckets = []
     running = 0
     bounds = [*map(str, distribution.bounds), "+Inf"]

@@ -16,11 +16,11 @@ from extproc.decision import Decision, Rejection
 LEFT: Final = "left"
 
 
-class PoolTallies:
+class PoolCounters:
     """Everything that is counted of one pool.
 
     Attributes:
-        picks: Routed requests by endpoint address.
+        requests_routed: Routed requests by endpoint address.
         rejections: Refused requests by (status, reason).
         degraded: Decisions taken another way, by what happened.
         responses: Answers by (endpoint address, HTTP status text).
@@ -39,7 +39,7 @@ class PoolTallies:
     """
 
     def __init__(self) -> None:
-        self.picks: Counter[str] = Counter()
+        self.requests_routed: Counter[str] = Counter()
         self.rejections: Counter[tuple[int, str]] = Counter()
         self.degraded: Counter[str] = Counter()
         self.responses: Counter[tuple[str, str]] = Counter()
@@ -57,13 +57,13 @@ class PoolTallies:
 
     def routed(self, decision: Decision) -> None:
         """A request was routed."""
-        self.picks[decision.endpoints[0].address] += 1
+        self.requests_routed[decision.endpoints[0].address] += 1
         self.routed_total += 1
         self.prompt_tokens += decision.request.prompt_tokens
         self.matched_tokens += decision.matched_tokens
         if decision.degraded:
             self.degraded[decision.degraded] += 1
-        if decision.unlisted:
+        if decision.model_unlisted:
             self.unlisted += 1
 
     def rewritten(self, *, edited: bool) -> None:
@@ -97,7 +97,7 @@ class PoolTallies:
 
     def forget(self, address: str) -> None:
         """Drop the series of an endpoint that left, so that labels stay bounded."""
-        self.picks.pop(address, None)
+        self.requests_routed.pop(address, None)
         self.unanswered.pop(address, None)
         for counter in (self.responses, self.scrapes, self.listings):
             for key in [key for key in counter if key[0] == address]:

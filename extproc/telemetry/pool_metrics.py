@@ -9,11 +9,11 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from extproc.endpoint import Endpoint
-from extproc.pool.snapshot import Member, Pool
-from extproc.telemetry.pool_counters import PoolTallies
+from extproc.pool.snapshot import EndpointSnapshot, Pool
+from extproc.telemetry.pool_counters import PoolCounters
 
 
-class Cache(msgspec.Struct, frozen=True):
+class PrefixCacheStats(msgspec.Struct, frozen=True):
     """What is believed of one endpoint's prefix cache.
 
     Attributes:
@@ -32,7 +32,7 @@ class Cache(msgspec.Struct, frozen=True):
 ClaimState = Literal["none", "in_force", "overlapped", "refused"]
 
 
-class Watched(msgspec.Struct, frozen=True):
+class PoolView(msgspec.Struct, frozen=True):
     """One pool as the page sees it.
 
     Attributes:
@@ -43,33 +43,33 @@ class Watched(msgspec.Struct, frozen=True):
         probes: Requests that tried one again, by what they came to.
         held: Requests that wait, and bytes of their bodies; None where none ever does.
         waits: Requests that waited, by what came of it.
-        returning: Share of requests that go on from an earlier one, and conversations expected to go
+        continuation_ratio: Share of requests that go on from an earlier one, and conversations expected to go
             on for each open request; None where nobody learns that.
         claim: What became of its claim.
         addresses_left_out: Addresses from flags, files and DNS beyond the bound of a pool (count).
     """
 
     pool: Pool
-    cache: Callable[[Endpoint], Cache]
+    cache: Callable[[Endpoint], PrefixCacheStats]
     bytes_per_token: Mapping[str, float] = {}
     ejections: Mapping[str, int] = {}
     probes: Mapping[str, int] = {}
     held: tuple[int, int] | None = None
     waits: Mapping[str, int] = {}
-    returning: tuple[float, float] | None = None
+    continuation_ratio: tuple[float, float] | None = None
     claim: ClaimState = "none"
     addresses_left_out: int = 0
 
 
 #: A family of counters: name, help text, labels behind `pool`, and what a pool's counts give it.
-_Row = tuple[str, str, tuple[str, ...], Callable[[PoolTallies], Iterable[tuple[list[str], float]]]]
+_Row = tuple[str, str, tuple[str, ...], Callable[[PoolCounters], Iterable[tuple[list[str], float]]]]
 
 _COUNTERS: tuple[_Row, ...] = (
     (
         "extproc_picks",
         "Requests routed, by endpoint.",
         ("endpoint",),
-        lambda one: [([address], count) for address, count in one.picks.items()],
+        lambda one: [([address], count) for address, count in one.requests_routed.items()],
     ),
     (
         "extproc_rejections",
@@ -140,7 +140,7 @@ _COUNTERS: tuple[_Row, ...] = (
 )
 
 #: A gauge of an endpoint: name, help text, and its value at a time; None is not shown.
-_Gauge = tuple[str, str, Callable[[Member, float], float | None]]
+_Gauge = tuple[str, str, Callable[[EndpointSnapshot, float], float | None]]
 
 _GAUGES: tuple[_Gauge, ...] = (
     (
@@ -161,7 +161,7 @@ _GAUGES: tuple[_Gauge, ...] = (
     (
         "extproc_endpoint_ejected",
         "1 while it is left out because it fails or cannot be reached.",
-        lambda one, _: float(one.out),
+        lambda one, _: float(one.ejected),
     ),
     (
         "extproc_endpoint_load_age_seconds",
@@ -213,7 +213,7 @@ _GAUGES: tuple[_Gauge, ...] = (
 )
 
 
-def counters(tallies: Mapping[str, PoolTallies]) -> Iterator[Metric]:
+def counters(tallies: Mapping[str, PoolCounters]) -> Iterator[Metric]:
     """Everything that is counted, with the pool as first label."""
     for name, text, labels, read in _COUNTERS:
         family = CounterMetricFamily(name, text, labels=["pool", *labels])
@@ -223,7 +223,7 @@ def counters(tallies: Mapping[str, PoolTallies]) -> Iterator[Metric]:
         yield family
 
 
-def endpoints(watched: Mapping[str, Watched], now: float) -> Iterator[Metric]:
+def endpoints(watched: Mapping[str, PoolView], now: float) -> Iterator[Metric]:
     """What is known of every endpoint.
 
     Args:
@@ -255,7 +255,7 @@ def endpoints(watched: Mapping[str, Watched], now: float) -> Iterator[Metric]:
     yield ratio
 
 
-def _conversations(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+def _conversations(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
     share = GaugeMetricFamily(
         "extproc_returning_share",
         "Learnt share of requests that go on from an earlier one.",
@@ -267,13 +267,13 @@ def _conversations(watched: Mapping[str, Watched]) -> Iterator[Metric]:
         labels=["pool"],
     )
     for pool, one in watched.items():
-        if one.returning is not None:
-            share.add_metric([pool], one.returning[0])
-            away.add_metric([pool], one.returning[1])
+        if one.continuation_ratio is not None:
+            share.add_metric([pool], one.continuation_ratio[0])
+            away.add_metric([pool], one.continuation_ratio[1])
     yield from (share, away)
 
 
-def _health(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+def _health(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
     ejections = CounterMetricFamily(
         "extproc_ejections",
         "Times an endpoint was left out, by cause.",
@@ -292,7 +292,7 @@ def _health(watched: Mapping[str, Watched]) -> Iterator[Metric]:
     yield from (ejections, probes)
 
 
-def _claims(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+def _claims(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
     claims = GaugeMetricFamily(
         "extproc_pool_claim",
         "1 for what became of the claim of a pool: none, in_force, overlapped or refused.",
@@ -303,7 +303,7 @@ def _claims(watched: Mapping[str, Watched]) -> Iterator[Metric]:
     yield claims
 
 
-def _addresses_left_out(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+def _addresses_left_out(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
     left_out = GaugeMetricFamily(
         "extproc_discovery_addresses_left_out",
         "Addresses from flags, files and DNS beyond those that a pool may have.",
@@ -314,7 +314,7 @@ def _addresses_left_out(watched: Mapping[str, Watched]) -> Iterator[Metric]:
     yield left_out
 
 
-def _waits(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+def _waits(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
     requests = GaugeMetricFamily(
         "extproc_held_requests", "Requests that wait for capacity.", labels=["pool"]
     )
@@ -331,7 +331,7 @@ def _waits(watched: Mapping[str, Watched]) -> Iterator[Metric]:
     yield from (requests, size, waits)
 
 
-def _caches(watched: Mapping[str, Watched]) -> Iterator[Metric]:
+def _caches(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
     labels = ["pool", "endpoint"]
     predicted = CounterMetricFamily(
         "extproc_prefix_predicted_tokens",

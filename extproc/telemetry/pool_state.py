@@ -10,17 +10,17 @@ import msgspec
 
 from extproc.endpoint import NO_LABELS
 from extproc.pool import plausibility
-from extproc.pool.condition import State
-from extproc.pool.snapshot import Member, Pool
+from extproc.pool.condition import HealthState
+from extproc.pool.snapshot import EndpointSnapshot, Pool
 
-Health = Literal["in", "doubted", "ejected", "probing", "down"]
+EndpointHealth = Literal["in", "doubted", "ejected", "probing", "down"]
 
-_STATES: Mapping[State, Health] = {
-    State.IN: "in",
-    State.DOUBTED: "doubted",
-    State.EJECTED: "ejected",
-    State.PROBING: "probing",
-    State.DOWN: "down",
+_STATES: Mapping[HealthState, EndpointHealth] = {
+    HealthState.HEALTHY: "in",
+    HealthState.SUSPECT: "doubted",
+    HealthState.EJECTED: "ejected",
+    HealthState.PROBING: "probing",
+    HealthState.DOWN: "down",
 }
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -71,7 +71,7 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     incarnation: Count = 0
     failures: Count = 0
     failure: str = ""
-    health: Health = "in"
+    health: EndpointHealth = "in"
     cause: str = ""
     out_s: Amount | None = None
     again_s: Amount | None = None
@@ -114,7 +114,7 @@ def of_pool(pool: Pool, now: float) -> PoolState:
     return PoolState(endpoints=tuple(_of_member(member, now) for member in pool.members))
 
 
-def _of_member(member: Member, now: float) -> EndpointState:
+def _of_member(member: EndpointSnapshot, now: float) -> EndpointState:
     endpoint, load, account, models = member.endpoint, member.load, member.account, member.models
     scraped = math.isfinite(load.at)
     known = member.condition
@@ -127,7 +127,7 @@ def _of_member(member: Member, now: float) -> EndpointState:
         failure=member.failure,
         health=_STATES[known.state],
         cause=known.cause,
-        out_s=max(0.0, now - known.since) if member.out else None,
+        out_s=max(0.0, now - known.since) if member.ejected else None,
         again_s=max(0.0, known.until - now) if math.isfinite(known.until) else None,
         ejections=known.times,
         in_flight=account.in_flight,

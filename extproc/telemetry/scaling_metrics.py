@@ -8,7 +8,7 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 
-class Figures(msgspec.Struct, frozen=True):
+class ScalingMetrics(msgspec.Struct, frozen=True):
     """Of one pool.
 
     Attributes:
@@ -40,7 +40,7 @@ _GAUGES = {
 }
 
 
-def series(pools: Mapping[str, Figures]) -> Iterator[Metric]:
+def series(pools: Mapping[str, ScalingMetrics]) -> Iterator[Metric]:
     """All of it, also where nothing is scaled.
 
     Args:

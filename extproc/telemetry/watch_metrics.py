@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 _LABELS = ("collection", "namespace", "selector")
 
 
-class WatchFigures(msgspec.Struct, frozen=True):
+class WatchMetrics(msgspec.Struct, frozen=True):
     """Of a watched collection.
 
     Attributes:
@@ -31,7 +31,7 @@ class WatchFigures(msgspec.Struct, frozen=True):
     unsynced_s: float
 
 
-def series(watches: Iterable[WatchFigures]) -> Iterator[Metric]:
+def series(watches: Iterable[WatchMetrics]) -> Iterator[Metric]:
     """All of it, also where nothing is watched."""
     state = GaugeMetricFamily(
         "extproc_discovery_watch_state",

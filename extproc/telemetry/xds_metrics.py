@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 
-class XdsTallies:
+class XdsCounters:
     """Plain counts.
 
     Attributes:
@@ -23,7 +23,7 @@ class XdsTallies:
         self.refusals: Counter[str] = Counter()
 
 
-def series(tallies: XdsTallies) -> Iterator[Metric]:
+def series(tallies: XdsCounters) -> Iterator[Metric]:
     """All of it, also while no xDS is served."""
     yield GaugeMetricFamily(
         "extproc_xds_streams_open", "Open xDS streams of Envoys.", value=tallies.streams_open

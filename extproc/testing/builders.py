@@ -9,35 +9,40 @@ from typing import Any
 
 import msgspec
 
-from extproc.endpoint import UNKNOWN, Candidate, Endpoint, Load, Rates, Residency
-from extproc.request import Request
-from extproc.scheduling.context import Turn
+from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Endpoint, Load, StepTimeModel
+from extproc.request import InferenceRequest
+from extproc.scheduling.context import SchedulingContext
 
 #: Monotonic seconds of every turn; scrapes are a second old.
 NOW = 100.0
 
-_OF_TURN = frozenset(Turn.__struct_fields__) - {"request", "rng", "adapter", "read_opening"}
+_OF_TURN = frozenset(SchedulingContext.__struct_fields__) - {
+    "request",
+    "rng",
+    "adapter",
+    "first_user_message_reader",
+}
 _OF_CANDIDATE = frozenset(Candidate.__struct_fields__) - {"endpoint", "load"}
 _OF_LOAD = frozenset(Load.__struct_fields__) - {"at"}
-_RESIDENCIES = tuple(Residency)
+_RESIDENCIES = tuple(AdapterResidency)
 _SETS = ("adapters", "waiting_adapters")
 
 
-def turn(seed: int = 1, *, opening: str = "", **facts: Any) -> Turn:
+def context(seed: int = 1, *, opening: str = "", **facts: Any) -> SchedulingContext:
     """A turn of a chat request.
 
     Args:
         seed: Of its chance.
         opening: Beginning of the first user message.
-        **facts: Fields of `Turn` (`headers`, `blocks`, `now`) and of `Request`; an `adapter` is
+        **facts: Fields of `SchedulingContext` (`headers`, `blocks`, `now`) and of `InferenceRequest`; an `adapter` is
             known to both.
     """
     own = {name: facts.pop(name) for name in _OF_TURN & facts.keys()}
-    request = Request(**{"api": "chat", **facts})
+    request = InferenceRequest(**{"api": "chat", **facts})
     own["adapter"] = request.adapter
     if opening:
-        own["read_opening"] = lambda _: opening
-    return Turn(**{"request": request, "now": NOW, "rng": Random(seed), **own})
+        own["first_user_message_reader"] = lambda _: opening
+    return SchedulingContext(**{"request": request, "now": NOW, "rng": Random(seed), **own})
 
 
 def candidate(name: str, **facts: Any) -> Candidate:
@@ -47,7 +52,7 @@ def candidate(name: str, **facts: Any) -> Candidate:
         name: Its name and host.
         **facts: Fields of `Candidate` and of `Load`, and `labels`. Sets may be lists, `residency`
             a word and `rates` a mapping. Without a fact of the load it was never scraped;
-            `requests` is the larger of `in_flight` and running plus waiting unless it is given.
+            `estimated_requests` is the larger of `in_flight` and running plus waiting unless it is given.
 
     Raises:
         TypeError: There is no fact of that name.
@@ -59,14 +64,16 @@ def candidate(name: str, **facts: Any) -> Candidate:
     endpoint = Endpoint(f"{name}:8000", name=name, labels=facts.pop("labels", {}))
     own = {key: facts.pop(key) for key in _OF_CANDIDATE & facts.keys()}
     if isinstance(own.get("residency"), str):
-        own["residency"] = Residency[own["residency"].upper()]
+        own["residency"] = AdapterResidency[own["residency"].upper()]
     if isinstance(own.get("rates"), Mapping):
-        own["rates"] = Rates(**own["rates"])
+        own["rates"] = StepTimeModel(**own["rates"])
     facts |= {key: frozenset(facts[key]) for key in _SETS if facts.get(key) is not None}
     age_s = own.pop("age_s", 1.0 if facts else math.inf)
-    load = Load(at=NOW - age_s, **facts) if facts else UNKNOWN
+    load = Load(at=NOW - age_s, **facts) if facts else NO_LOAD
     scraped = (load.waiting or 0) + (load.running or 0)
-    own["requests"] = float(own.get("requests", max(own.get("in_flight", 0), scraped)))
+    own["estimated_requests"] = float(
+        own.get("estimated_requests", max(own.get("in_flight", 0), scraped))
+    )
     return Candidate(endpoint=endpoint, load=load, age_s=age_s, **own)
 
 
@@ -80,7 +87,7 @@ def names(chosen: Iterable[Candidate | Endpoint]) -> list[str]:
     return [item.endpoint.name if isinstance(item, Candidate) else item.name for item in chosen]
 
 
-def crowd(size: int, *, known: bool = True, seed: int = 7) -> list[Candidate]:
+def loaded_candidates(size: int, *, known: bool = True, seed: int = 7) -> list[Candidate]:
     """Candidates with a bit of everything; every fifth was never scraped.
 
     Args:
@@ -101,14 +108,14 @@ def crowd(size: int, *, known: bool = True, seed: int = 7) -> list[Candidate]:
             "labels": rng.choice(({}, {"zone": "a"}, {"zone": "b", "hardware": "h100"})),
         }
         if i % 3:
-            facts["rates"] = Rates(prefill_s=rng.uniform(2e-5, 3e-4), evidence=1000.0)
+            facts["rates"] = StepTimeModel(prefill_s=rng.uniform(2e-5, 3e-4), evidence=1000.0)
         if known and i % 5:
-            facts |= scraped(rng)
+            facts |= with_load(rng)
         made.append(candidate(f"10.0.{i // 250}.{i % 250}", **facts))
     return made
 
 
-def alike(size: int, *, known: bool = True, seed: int = 7) -> list[Candidate]:
+def identical_candidates(size: int, *, known: bool = True, seed: int = 7) -> list[Candidate]:
     """Candidates that differ in what was scraped and in nothing else, dead reckoning included.
 
     Args:
@@ -118,14 +125,14 @@ def alike(size: int, *, known: bool = True, seed: int = 7) -> list[Candidate]:
     """
     rng = Random(seed)
     made = [
-        candidate(f"10.0.{i // 250}.{i % 250}", **(scraped(rng) if i % 5 else {}))
+        candidate(f"10.0.{i // 250}.{i % 250}", **(with_load(rng) if i % 5 else {}))
         for i in range(size)
     ]
-    same: dict[str, Any] = {"requests": 4.0} if known else {"requests": 4.0, "load": UNKNOWN}
+    same: dict[str, Any] = {"requests": 4.0} if known else {"requests": 4.0, "load": NO_LOAD}
     return [msgspec.structs.replace(one, **same) for one in made]
 
 
-def scraped(rng: Random) -> dict[str, Any]:
+def with_load(rng: Random) -> dict[str, Any]:
     """Facts of one metrics page."""
     return {
         "engine": "vllm",

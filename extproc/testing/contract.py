@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from extproc.decision import Decision, Priced
+from extproc.decision import CostResult, Decision
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
-from extproc.scheduling.framework import Cost, Filter, Observer, Picker, Plugin, Scorer, Signal
+from extproc.scheduling.context import SchedulingContext
+from extproc.scheduling.framework import CostModel, Filter, Observer, Picker, Plugin, Scorer, Signal
 from extproc.testing import builders, probes
-from extproc.testing.probes import asked, demand, short
+from extproc.testing.probes import demand, probe_context, short
 
 #: How many endpoints there are.
 SIZES = (1, 2, 7, 100, 1000)
@@ -55,8 +55,8 @@ def check_filter(make: Callable[[], Filter]) -> None:
             order = [places[id(one)] for one in kept]
             demand(order == sorted(set(order)), about, "each once and in their order", order)
 
-        kept = probes.settled(make, _keep, there, about=about, whole=whole)
-        back = builders.names(_keep(make(), asked(), there[::-1])[::-1])
+        kept = probes.stable_answer(make, _keep, there, about=about, whole=whole)
+        back = builders.names(_keep(make(), probe_context(), there[::-1])[::-1])
         _same(builders.names(kept) == back, builders.names(kept), back, about=about)
         if not known and plugin.needs and plugin.needs <= SCRAPED:
             demand(len(kept) == len(there), about, "everybody, for nothing is known", len(kept))
@@ -79,14 +79,14 @@ def check_scorer(make: Callable[[], Scorer]) -> None:
             wrong = [score for score in numbers if not 0 <= score <= 1]
             demand(not wrong, about, "numbers of 0 to 1", wrong)
 
-        scores = probes.settled(make, _score, there, about=about, whole=whole)
-        back = make().score(asked(), there[::-1])[::-1]
+        scores = probes.stable_answer(make, _score, there, about=about, whole=whole)
+        back = make().score(probe_context(), there[::-1])[::-1]
         _same(_close(scores, back), scores, back, about=about)
     if plugin.needs & SCRAPED:
         _check_neutral(plugin)
 
 
-def check_cost(make: Callable[[], Cost]) -> None:
+def check_cost(make: Callable[[], CostModel]) -> None:
     """A cost model gives each candidate a finite number, in whatever order they come.
 
     Terms are as many as candidates. The same again for the same turn, whatever the seed.
@@ -97,13 +97,13 @@ def check_cost(make: Callable[[], Cost]) -> None:
     plugin = probes.declared(make)
     for there, about, _ in _situations(plugin):
 
-        def whole(priced: Priced, size: int = len(there), about: str = about) -> None:
-            demand(isinstance(priced, Priced), about, "a Priced", type(priced).__name__)
+        def whole(priced: CostResult, size: int = len(there), about: str = about) -> None:
+            demand(isinstance(priced, CostResult), about, "a Priced", type(priced).__name__)
             for name, numbers in (("costs", priced.costs), *priced.terms):
                 _numbers(list(numbers), size, name, about)
 
-        costs = probes.settled(make, _price, there, about=about, whole=whole).costs
-        back = make().price(asked(), there[::-1]).costs[::-1]
+        costs = probes.stable_answer(make, _price, there, about=about, whole=whole).costs
+        back = make().cost(probe_context(), there[::-1]).costs[::-1]
         _same(_close(costs, back), costs, back, about=about)
 
 
@@ -138,20 +138,20 @@ def _situations(plugin: Plugin) -> Iterator[tuple[list[Candidate], str, bool]]:
     """Candidates, what to call the situation, and whether some of them were scraped."""
     for size in SIZES:
         for known in (True, False):
-            there = builders.crowd(size, known=known)
+            there = builders.loaded_candidates(size, known=known)
             yield there, probes.situation(plugin, there, known=known), known
 
 
-def _keep(plugin: Filter, turn: Turn, there: list[Candidate]) -> list[Candidate]:
-    return list(plugin.keep(turn, there))
+def _keep(plugin: Filter, turn: SchedulingContext, there: list[Candidate]) -> list[Candidate]:
+    return list(plugin.filter(turn, there))
 
 
-def _score(plugin: Scorer, turn: Turn, there: list[Candidate]) -> list[float]:
+def _score(plugin: Scorer, turn: SchedulingContext, there: list[Candidate]) -> list[float]:
     return plugin.score(turn, there)
 
 
-def _price(plugin: Cost, turn: Turn, there: list[Candidate]) -> Priced:
-    return plugin.price(turn, there)
+def _price(plugin: CostModel, turn: SchedulingContext, there: list[Candidate]) -> CostResult:
+    return plugin.cost(turn, there)
 
 
 def _check_picks(
@@ -161,7 +161,7 @@ def _check_picks(
     totals = [float(at % 17) for at in range(size)]
     before = list(totals)
 
-    def pick(plugin: Picker, turn: Turn, given: list[Candidate]) -> list[int]:
+    def pick(plugin: Picker, turn: SchedulingContext, given: list[Candidate]) -> list[int]:
         return plugin.pick(turn, given, totals, count=count)
 
     def whole(order: object) -> None:
@@ -171,27 +171,27 @@ def _check_picks(
         demand(len(set(places)) == len(places), about, "nobody twice", order)
         demand(totals == before, about, "totals left as they are", "a change")
 
-    probes.settled(make, pick, there, about=about, whole=whole, seeds=(1,))
+    probes.stable_answer(make, pick, there, about=about, whole=whole, seeds=(1,))
 
 
 def _shares(make: Callable[[], Picker], step: int) -> list[float]:
     """Each endpoint's share of many picks, the candidates in their order or backwards."""
-    there = builders.crowd(4)
+    there = builders.loaded_candidates(4)
     given, totals = there[::step], [1.0, 2.0, 3.0, 4.0][::step]
-    turn, plugin = asked(), make()
+    turn, plugin = probe_context(), make()
     counts = {candidate.endpoint.address: 0 for candidate in there}
     for _ in range(_PICKS):
         endpoint = given[plugin.pick(turn, given, totals, count=1)[0]].endpoint
         counts[endpoint.address] += 1
         if isinstance(plugin, Observer):
-            plugin.chosen(Decision(turn.request, [endpoint], candidates=given), turn.now)
+            plugin.on_committed(Decision(turn.request, [endpoint], candidates=given), turn.now)
     return [round(count / _PICKS, 4) for count in counts.values()]
 
 
 def _check_neutral(plugin: Scorer) -> None:
     """Unknown is neither best nor worst (the rule of `scheduling.unknown`)."""
-    there = builders.alike(200)
-    scores = plugin.score(asked(), there)
+    there = builders.identical_candidates(200)
+    scores = plugin.score(probe_context(), there)
     low, high = min(scores), max(scores)
     unknown = [score for score, one in zip(scores, there, strict=True) if one.load.waiting is None]
     demand(
@@ -200,7 +200,7 @@ def _check_neutral(plugin: Scorer) -> None:
         f"endpoints never scraped between the worst ({low:g}) and the best ({high:g})",
         unknown,
     )
-    nobody = plugin.score(asked(), builders.alike(9, known=False))
+    nobody = plugin.score(probe_context(), builders.identical_candidates(9, known=False))
     demand(
         max(nobody) - min(nobody) <= _ROUNDING,
         f"{plugin.kind} with 9 endpoints of which nothing was scraped",

@@ -10,15 +10,21 @@ import msgspec
 
 from extproc.decision import NO_KEYS, Decision
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
-from extproc.scheduling.framework import Answerer, Keyed, Observer, Plugin, Signal
+from extproc.scheduling.context import SchedulingContext
+from extproc.scheduling.framework import (
+    Observer,
+    Plugin,
+    RequestKeyProvider,
+    ResponseHeaderProvider,
+    Signal,
+)
 from extproc.testing import builders
 
 Role = TypeVar("Role", bound=Plugin)
-Answer = TypeVar("Answer")
+AnswerT = TypeVar("AnswerT")
 
 #: Calls a plugin.
-Act = Callable[[Role, Turn, list[Candidate]], Answer]
+CallT = Callable[[Role, SchedulingContext, list[Candidate]], AnswerT]
 
 _KIND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
@@ -61,9 +67,9 @@ def situation(plugin: Plugin, there: Sequence[Candidate], *, known: bool) -> str
     return f"{plugin.kind} with {len(there)} endpoints, {told} of them scraped"
 
 
-def asked(seed: int = 1) -> Turn:
+def probe_context(seed: int = 1) -> SchedulingContext:
     """The turn of every check: a conversation of 1000 tokens for an adapter that some hold."""
-    return builders.turn(
+    return builders.context(
         seed,
         model="lora",
         prompt=b"p" * 4000,
@@ -86,7 +92,7 @@ def declared(make: Callable[[], Role]) -> Role:
     except Exception as error:
         raise AssertionError(
             f"{getattr(make, '__name__', make)}: expected a plugin made without parameters, got "
-            f"{_told(error)}; give every parameter a default, or hand in a function that makes one"
+            f"{_error_text(error)}; give every parameter a default, or hand in a function that makes one"
         ) from error
     cls: Any = type(plugin)
     about: str = cls.__name__
@@ -109,15 +115,15 @@ def declared(make: Callable[[], Role]) -> Role:
     return plugin
 
 
-def settled(
+def stable_answer(
     make: Callable[[], Role],
-    act: Act[Role, Answer],
+    act: CallT[Role, AnswerT],
     there: Sequence[Candidate],
     *,
     about: str,
-    whole: Callable[[Answer], None],
+    whole: Callable[[AnswerT], None],
     seeds: Sequence[int] = (1, 2),
-) -> Answer:
+) -> AnswerT:
     """The answer of a plugin, once it is clear that it changes nothing and repeats itself.
 
     Args:
@@ -131,7 +137,7 @@ def settled(
     Raises:
         AssertionError: Something is not as it must be.
     """
-    given, turn = list(there), asked()
+    given, turn = list(there), probe_context()
     facts = _written(given, turn)
     plugin, other = make(), make()
     answer = _called(act, plugin, turn, given, about)
@@ -144,7 +150,7 @@ def settled(
     )
     demand(_written(given, turn) == facts, about, "turn and candidates left alone", "a change")
     for seed in seeds:
-        again = _called(act, plugin, asked(seed), given, about)
+        again = _called(act, plugin, probe_context(seed), given, about)
         demand(
             again == answer,
             about,
@@ -154,56 +160,60 @@ def settled(
         )
     _remember(plugin, there[0], about)
     demand(
-        _called(act, other, asked(), given, about) == answer,
+        _called(act, other, probe_context(), given, about) == answer,
         about,
         "the same answer of a second instance: nothing shared, no chance but turn.rng",
         "another answer",
     )
     _remember(other, there[0], about)
-    one, two = (_called(act, each, asked(), given, about) for each in (plugin, other))
+    one, two = (_called(act, each, probe_context(), given, about) for each in (plugin, other))
     whole(one)
     demand(one == two, about, "equal answers after equal choices", _Pair(one, "and", two))
     return answer
 
 
 def _called(
-    act: Act[Role, Answer], plugin: Role, turn: Turn, given: list[Candidate], about: str
-) -> Answer:
+    act: CallT[Role, AnswerT],
+    plugin: Role,
+    turn: SchedulingContext,
+    given: list[Candidate],
+    about: str,
+) -> AnswerT:
     try:
         return act(plugin, turn, given)
     except Exception as error:
-        raise AssertionError(f"{about}: expected an answer, got {_told(error)}") from error
+        raise AssertionError(f"{about}: expected an answer, got {_error_text(error)}") from error
 
 
 def _remember(plugin: Plugin, chosen: Candidate, about: str) -> None:
     """Tell a plugin of a choice, if it has a memory, and ask what it tells the client."""
-    turn, keys = asked(), NO_KEYS
+    turn, keys = probe_context(), NO_KEYS
     try:
-        if isinstance(plugin, Keyed):
+        if isinstance(plugin, RequestKeyProvider):
             keys = plugin.keys(turn)
             _check_texts(keys.items(), f"{about}, keys")
-        if isinstance(plugin, Answerer):
+        if isinstance(plugin, ResponseHeaderProvider):
             _check_texts(plugin.answer_headers(turn, chosen.endpoint), f"{about}, answer_headers")
         if isinstance(plugin, Observer):
-            plugin.chosen(_decision(turn, chosen, keys), turn.now)
+            plugin.on_committed(_decision(turn, chosen, keys), turn.now)
     except AssertionError:
         raise
     except Exception as error:
         raise AssertionError(
             f"{about}: expected chosen, keys and answer_headers to take any decision, got "
-            f"{_told(error)}"
+            f"{_error_text(error)}"
         ) from error
 
 
-def _decision(turn: Turn, chosen: Candidate, keys: Mapping[str, str]) -> Decision:
+def _decision(turn: SchedulingContext, chosen: Candidate, keys: Mapping[str, str]) -> Decision:
     return Decision(
         request=turn.request,
         endpoints=[chosen.endpoint],
         candidates=[chosen],
-        finalists=[chosen],
+        scored_candidates=[chosen],
         totals=[0.0],
-        blocks=turn.blocks,
-        keys=keys,
+        block_hashes=turn.blocks,
+        plugin_keys=keys,
     )
 
 
@@ -212,10 +222,10 @@ def _check_texts(pairs: Iterable[tuple[str, str]], about: str) -> None:
     demand(not odd, about, "pairs of text", odd)
 
 
-def _written(there: Sequence[Candidate], turn: Turn) -> bytes:
+def _written(there: Sequence[Candidate], turn: SchedulingContext) -> bytes:
     """Everything a plugin could change about its arguments, as bytes to compare."""
     return msgspec.json.encode([there, turn.request, turn.headers, turn.blocks])
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")

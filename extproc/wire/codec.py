@@ -1,6 +1,6 @@
-"""ext_proc messages: bytes to `Event`, `Reply` to bytes.
+"""ext_proc messages: bytes to `Event`, `ProcessingResponse` to bytes.
 
-Both directions are total: bytes that are no message become `Kind.GARBAGE`, which fits no phase. A
+Both directions are total: bytes that are no message become `MessageKind.GARBAGE`, which fits no phase. A
 decoder that raised would end the stream with status UNKNOWN and no trace of why.
 """
 
@@ -12,17 +12,17 @@ from functools import lru_cache
 from typing import Any
 
 from extproc.protocol.headers import COST, DESTINATION, SCORES
-from extproc.protocol.messages import Kind
+from extproc.protocol.messages import MessageKind
 from extproc.protocol.replies import (
-    Answered,
-    Chunk,
-    Continue,
-    Costed,
+    BodyMutation,
+    ContinueResponse,
     Headers,
-    Refuse,
-    Replaced,
-    Reply,
-    Route,
+    ImmediateResponse,
+    ProcessingResponse,
+    ResponseHeadersMutation,
+    RouteResponse,
+    StreamedBodyResponse,
+    WithRequestCost,
 )
 from extproc.wire import fast_decoder, metadata
 from extproc.wire.pb import ext_proc_pb2 as pb
@@ -35,21 +35,21 @@ METHOD = "Process"
 decode = fast_decoder.read
 
 #: Tag byte of each answer in ProcessingResponse's oneof (field number << 3 | 2).
-_FIELDS: Mapping[Kind, bytes] = {
-    Kind.REQUEST_HEADERS: b"\x0a",
-    Kind.RESPONSE_HEADERS: b"\x12",
-    Kind.REQUEST_BODY: b"\x1a",
-    Kind.RESPONSE_BODY: b"\x22",
-    Kind.REQUEST_TRAILERS: b"\x2a",
-    Kind.RESPONSE_TRAILERS: b"\x32",
+_FIELDS: Mapping[MessageKind, bytes] = {
+    MessageKind.REQUEST_HEADERS: b"\x0a",
+    MessageKind.RESPONSE_HEADERS: b"\x12",
+    MessageKind.REQUEST_BODY: b"\x1a",
+    MessageKind.RESPONSE_BODY: b"\x22",
+    MessageKind.REQUEST_TRAILERS: b"\x2a",
+    MessageKind.RESPONSE_TRAILERS: b"\x32",
 }
 #: The same by position: an enum hashes in Python, an index does not.
-_TAGS = tuple(_FIELDS.get(kind, b"") for kind in Kind)
+_TAGS = tuple(_FIELDS.get(kind, b"") for kind in MessageKind)
 _EMPTY_COMMON = b"\x02\x0a\x00"
-_TRAILERS = frozenset({Kind.REQUEST_TRAILERS, Kind.RESPONSE_TRAILERS})
+_TRAILERS = frozenset({MessageKind.REQUEST_TRAILERS, MessageKind.RESPONSE_TRAILERS})
 
 
-def encode(reply: Reply) -> bytes:
+def encode(reply: ProcessingResponse) -> bytes:
     """Write one ProcessingResponse."""
     return _WRITERS[type(reply)](reply)
 
@@ -74,7 +74,7 @@ def _varint(number: int) -> bytes:
     return bytes(encoded)
 
 
-def _chunk(reply: Chunk) -> bytes:
+def _chunk(reply: StreamedBodyResponse) -> bytes:
     """BodyResponse{CommonResponse{BodyMutation{StreamedBodyResponse}}}, framed by hand.
 
     One copy of the body. The general encoder would copy it at each of the four levels.
@@ -94,7 +94,7 @@ def _chunk(reply: Chunk) -> bytes:
     return b"".join((tag, outer, common, mutation, streamed, head, reply.body, end, told))
 
 
-def _short_chunk(reply: Chunk, size: int) -> bytes:
+def _short_chunk(reply: StreamedBodyResponse, size: int) -> bytes:
     """The same where each of the five lengths takes two bytes, as those of most prompts do."""
     inner = size + (5 if reply.end_of_stream else 3)
     mutation, common, outer = inner + 3, inner + 6, inner + 9
@@ -135,9 +135,9 @@ def _set(mutation: pb.HeaderMutation, headers: Headers) -> None:
         )
 
 
-def _route(reply: Route) -> bytes:
+def _route(reply: RouteResponse) -> bytes:
     response = pb.ProcessingResponse()
-    if reply.answers is Kind.REQUEST_BODY:
+    if reply.answers is MessageKind.REQUEST_BODY:
         common = response.request_body.response
     else:
         common = response.request_headers.response
@@ -159,7 +159,7 @@ def _route(reply: Route) -> bytes:
     return _with_body(reply.answers, written, reply.body, rest)
 
 
-def _with_body(answers: Kind, common: bytes, body: bytes, rest: bytes) -> bytes:
+def _with_body(answers: MessageKind, common: bytes, body: bytes, rest: bytes) -> bytes:
     """An answer with a body mutation, by hand: one copy of the body, not one at each level.
 
     Args:
@@ -178,21 +178,21 @@ def _with_body(answers: Kind, common: bytes, body: bytes, rest: bytes) -> bytes:
 _cached_route = lru_cache(maxsize=4096)(_route)
 
 
-def _picked(reply: Route) -> bytes:
+def _picked(reply: RouteResponse) -> bytes:
     # Most picks differ only in the destination; a request id, a body or scores make one unique.
     unique = reply.set_headers or reply.body is not None or reply.scores
     return _route(reply) if unique else _cached_route(reply)
 
 
 @lru_cache(maxsize=4096)
-def _continue(reply: Continue) -> bytes:
+def _continue(reply: ContinueResponse) -> bytes:
     told = _metadata(reply.destination) if reply.destination else b""
     rest = b"\x00" if reply.answers in _TRAILERS else _EMPTY_COMMON
     return _TAGS[reply.answers] + rest + told
 
 
 @lru_cache(maxsize=256)
-def _answered(reply: Answered) -> bytes:
+def _response_headers(reply: ResponseHeadersMutation) -> bytes:
     response = pb.ProcessingResponse()
     response.response_headers.response.SetInParent()
     if reply.set_headers or reply.remove_headers:
@@ -207,7 +207,7 @@ def _answered(reply: Answered) -> bytes:
     return response.SerializeToString()
 
 
-def _replaced(reply: Replaced) -> bytes:
+def _replaced(reply: BodyMutation) -> bytes:
     response = pb.ProcessingResponse()
     common = response.response_body.response
     common.body_mutation.body = reply.body
@@ -216,14 +216,14 @@ def _replaced(reply: Replaced) -> bytes:
     return response.SerializeToString()
 
 
-def _costed(reply: Costed) -> bytes:
+def _costed(reply: WithRequestCost) -> bytes:
     response = pb.ProcessingResponse()
     balancer = response.dynamic_metadata.fields[metadata.BALANCER_NAMESPACE].struct_value
     balancer.fields[COST].number_value = reply.cost
     return encode(reply.reply) + response.SerializeToString()
 
 
-def _refuse(reply: Refuse) -> bytes:
+def _refuse(reply: ImmediateResponse) -> bytes:
     immediate = pb.ImmediateResponse(body=reply.body, details="extproc")
     immediate.status.code = reply.status
     _set(immediate.headers, reply.headers)
@@ -233,12 +233,12 @@ def _refuse(reply: Refuse) -> bytes:
 
 
 #: Every kind of reply to its writer. What repeats is remembered.
-_WRITERS: Mapping[type[Reply], Callable[[Any], bytes]] = {
-    Chunk: _chunk,
-    Route: _picked,
-    Continue: _continue,
-    Replaced: _replaced,
-    Answered: _answered,
-    Refuse: _refuse,
-    Costed: _costed,
+_WRITERS: Mapping[type[ProcessingResponse], Callable[[Any], bytes]] = {
+    StreamedBodyResponse: _chunk,
+    RouteResponse: _picked,
+    ContinueResponse: _continue,
+    BodyMutation: _replaced,
+    ResponseHeadersMutation: _response_headers,
+    ImmediateResponse: _refuse,
+    WithRequestCost: _costed,
 }

@@ -17,18 +17,18 @@ from collections.abc import Mapping
 from functools import lru_cache
 from itertools import chain
 
-from extproc.protocol.messages import NO_HEADERS, Event, Kind
+from extproc.protocol.messages import NO_HEADERS, MessageKind, ProcessingRequest
 from extproc.wire import metadata, protobuf_decoder
 
 #: First byte of a ProcessingRequest (field number << 3 | 2) to kind, and to `end_of_stream`.
 _KINDS = {
-    0x12: Kind.REQUEST_HEADERS,
-    0x1A: Kind.RESPONSE_HEADERS,
-    0x22: Kind.REQUEST_BODY,
-    0x2A: Kind.RESPONSE_BODY,
+    0x12: MessageKind.REQUEST_HEADERS,
+    0x1A: MessageKind.RESPONSE_HEADERS,
+    0x22: MessageKind.REQUEST_BODY,
+    0x2A: MessageKind.RESPONSE_BODY,
 }
 _CLOSED = {0x12: b"\x18\x01", 0x1A: b"\x18\x01", 0x22: b"\x10\x01", 0x2A: b"\x10\x01"}
-_BODIES = frozenset({Kind.REQUEST_BODY, Kind.RESPONSE_BODY})
+_BODIES = frozenset({MessageKind.REQUEST_BODY, MessageKind.RESPONSE_BODY})
 
 #: A HeaderValue{key = 1, raw_value = 3} with a short key: its key and its value. Tag bytes are
 #: line feeds, which neither a name nor a value can hold (RFC 9110, 5.5; Envoy refuses them).
@@ -47,7 +47,7 @@ _LONGEST_KNOWN = 512
 _LONGEST_END = 16
 
 
-def read(data: bytes) -> Event:
+def read(data: bytes) -> ProcessingRequest:
     """Read one ProcessingRequest; by hand if its first field is a plain headers or body message.
 
     Ends of bodies are all alike, and headers of answers repeat: of streamed ones the date differs,
@@ -59,7 +59,7 @@ def read(data: bytes) -> Event:
     return _read(data)
 
 
-def _read(data: bytes) -> Event:
+def _read(data: bytes) -> ProcessingRequest:
     try:
         size = data[1]
         at = 2
@@ -72,7 +72,11 @@ def _read(data: bytes) -> Event:
                 at = 3
         end = at + size
         rest = data[end:]
-        known = metadata.known if len(rest) <= metadata.LONGEST_KNOWN else metadata.behind
+        known = (
+            metadata.parse_trailing_fields_cached
+            if len(rest) <= metadata.LONGEST_KNOWN
+            else metadata.parse_trailing_fields
+        )
         modes, hints = known(rest)
         # HttpHeaders{headers = 1, end_of_stream = 3}, HttpBody{body = 1, end_of_stream = 2}
         stop = at
@@ -91,8 +95,10 @@ def _read(data: bytes) -> Event:
         if end <= len(data) and (stop == end or last == _CLOSED[data[0]]):
             kind = _KINDS[data[0]]
             if kind in _BODIES:
-                return Event(kind, NO_HEADERS, data[at:stop], bool(last), modes, hints)
-            return Event(kind, _header_map(data[at:stop]), b"", bool(last), modes, hints)
+                return ProcessingRequest(kind, NO_HEADERS, data[at:stop], bool(last), modes, hints)
+            return ProcessingRequest(
+                kind, _header_map(data[at:stop]), b"", bool(last), modes, hints
+            )
     except LookupError:
         # A length that lies led behind the end, or something is there that is not plain.
         pass

@@ -17,7 +17,7 @@ from extproc.wire.pb import keda_pb2 as pb
 SERVICE = "externalscaler.ExternalScaler"
 
 
-class Asked(msgspec.Struct, frozen=True):
+class ScaledObjectRef(msgspec.Struct, frozen=True):
     """A question.
 
     Attributes:
@@ -33,21 +33,21 @@ class Asked(msgspec.Struct, frozen=True):
     metric: str = ""
 
 
-def reference(data: bytes) -> Asked | None:
+def reference(data: bytes) -> ScaledObjectRef | None:
     """What IsActive, StreamIsActive and GetMetricSpec are asked with."""
     try:
-        return _asked(pb.ScaledObjectRef.FromString(data))
+        return _scaled_object_ref(pb.ScaledObjectRef.FromString(data))
     except DecodeError:
         return None
 
 
-def metrics_request(data: bytes) -> Asked | None:
+def metrics_request(data: bytes) -> ScaledObjectRef | None:
     """What GetMetrics is asked with."""
     try:
         request = pb.GetMetricsRequest.FromString(data)
     except DecodeError:
         return None
-    return _asked(request.scaled_object_ref, metric=request.metric_name)
+    return _scaled_object_ref(request.scaled_object_ref, metric=request.metric_name)
 
 
 def active(*, result: bool) -> bytes:
@@ -74,5 +74,5 @@ def metric_value(name: str, value: float) -> bytes:
     return pb.GetMetricsResponse(metric_values=[told]).SerializeToString()
 
 
-def _asked(found: pb.ScaledObjectRef, *, metric: str = "") -> Asked:
-    return Asked(found.name, found.namespace, dict(found.scaler_metadata), metric)
+def _scaled_object_ref(found: pb.ScaledObjectRef, *, metric: str = "") -> ScaledObjectRef:
+    return ScaledObjectRef(found.name, found.namespace, dict(found.scaler_metadata), metric)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from google.protobuf.message import DecodeError
 
 from extproc.protocol.headers import tokens
-from extproc.protocol.messages import UNDECLARED, BodyMode, Hints, Modes
+from extproc.protocol.messages import DEFAULT_BODY_MODES, BodyMode, BodyModes, LbMetadata
 from extproc.wire.pb import ext_proc_pb2 as pb
 
 if TYPE_CHECKING:
@@ -22,15 +22,15 @@ SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
 SERVED_KEY = "x-gateway-destination-endpoint-served"
 
-_NO_HINTS = Hints()
+_NO_HINTS = LbMetadata()
 
 
-def of(message: pb.ProcessingRequest) -> tuple[Modes | None, Hints | None]:
+def parse_attributes(message: pb.ProcessingRequest) -> tuple[BodyModes | None, LbMetadata | None]:
     """Modes and hints of a message; None where it has none."""
     modes = hints = None
     if message.HasField("protocol_config"):
         config = message.protocol_config
-        modes = Modes(_mode(config.request_body_mode), _mode(config.response_body_mode))
+        modes = BodyModes(_mode(config.request_body_mode), _mode(config.response_body_mode))
     if message.HasField("metadata_context"):
         hints = _hints(message.metadata_context)
         if hints == _NO_HINTS:
@@ -38,7 +38,7 @@ def of(message: pb.ProcessingRequest) -> tuple[Modes | None, Hints | None]:
     return modes, hints
 
 
-def behind(rest: bytes) -> tuple[Modes | None, Hints | None]:
+def parse_trailing_fields(rest: bytes) -> tuple[BodyModes | None, LbMetadata | None]:
     """Modes and hints in the fields behind the first one.
 
     Fields of a message concatenate, so what is behind the first one reads on its own.
@@ -52,20 +52,24 @@ def behind(rest: bytes) -> tuple[Modes | None, Hints | None]:
         raise LookupError from error
     if message.WhichOneof("request") is not None:
         raise LookupError
-    return of(message)
+    return parse_attributes(message)
 
 
-#: `behind` for short fields, of which there are few different ones.
-known = lru_cache(maxsize=1024)(behind)
+#: `parse_trailing_fields` for short fields, of which there are few different ones.
+parse_trailing_fields_cached = lru_cache(maxsize=1024)(parse_trailing_fields)
 LONGEST_KNOWN = 256
 
 
 def _mode(number: int) -> BodyMode:
     """A mode by number; one we do not know streams, as all newer modes do."""
-    return BodyMode(number) if 0 <= number <= BodyMode.FULL_DUPLEX_STREAMED else UNDECLARED.request
+    return (
+        BodyMode(number)
+        if 0 <= number <= BodyMode.FULL_DUPLEX_STREAMED
+        else DEFAULT_BODY_MODES.request
+    )
 
 
-def _hints(metadata: pb.Metadata) -> Hints:
+def _hints(metadata: pb.Metadata) -> LbMetadata:
     namespaces = metadata.filter_metadata
     subset = None
     if SUBSET_NAMESPACE in namespaces:
@@ -78,7 +82,7 @@ def _hints(metadata: pb.Metadata) -> Hints:
         fields = namespaces[BALANCER_NAMESPACE].fields
         if SERVED_KEY in fields:
             served = fields[SERVED_KEY].string_value
-    return Hints(subset, balancer, served)
+    return LbMetadata(subset, balancer, served)
 
 
 def _tokens(value: Value) -> tuple[str, ...] | None:

@@ -1,6 +1,6 @@
 """Any ext_proc message, read with the general parser.
 
-Total: bytes that are no message become `Kind.GARBAGE`, which fits no phase. A decoder that raised
+Total: bytes that are no message become `MessageKind.GARBAGE`, which fits no phase. A decoder that raised
 would end the stream with status UNKNOWN and no trace of why.
 """
 
@@ -10,44 +10,48 @@ from collections.abc import Mapping
 
 from google.protobuf.message import DecodeError
 
-from extproc.protocol.messages import NO_HEADERS, Event, Kind
+from extproc.protocol.messages import NO_HEADERS, MessageKind, ProcessingRequest
 from extproc.wire import metadata
 from extproc.wire.pb import ext_proc_pb2 as pb
 
-_KINDS: Mapping[str | None, Kind] = {
-    "request_headers": Kind.REQUEST_HEADERS,
-    "request_body": Kind.REQUEST_BODY,
-    "request_trailers": Kind.REQUEST_TRAILERS,
-    "response_headers": Kind.RESPONSE_HEADERS,
-    "response_body": Kind.RESPONSE_BODY,
-    "response_trailers": Kind.RESPONSE_TRAILERS,
+_KINDS: Mapping[str | None, MessageKind] = {
+    "request_headers": MessageKind.REQUEST_HEADERS,
+    "request_body": MessageKind.REQUEST_BODY,
+    "request_trailers": MessageKind.REQUEST_TRAILERS,
+    "response_headers": MessageKind.RESPONSE_HEADERS,
+    "response_body": MessageKind.RESPONSE_BODY,
+    "response_trailers": MessageKind.RESPONSE_TRAILERS,
 }
-_GARBAGE = Event(Kind.GARBAGE)
+_GARBAGE = ProcessingRequest(MessageKind.GARBAGE)
 
 
-def read(data: bytes) -> Event:
+def read(data: bytes) -> ProcessingRequest:
     """Read one ProcessingRequest."""
     try:
         message = pb.ProcessingRequest.FromString(data)
     except DecodeError:
         return _GARBAGE
-    kind = _KINDS.get(message.WhichOneof("request"), Kind.UNKNOWN)
-    modes, hints = metadata.of(message)
+    kind = _KINDS.get(message.WhichOneof("request"), MessageKind.UNKNOWN)
+    modes, hints = metadata.parse_attributes(message)
     match kind:
-        case Kind.REQUEST_BODY:
+        case MessageKind.REQUEST_BODY:
             part = message.request_body
-            return Event(kind, NO_HEADERS, part.body, part.end_of_stream, modes, hints)
-        case Kind.RESPONSE_BODY:
+            return ProcessingRequest(kind, NO_HEADERS, part.body, part.end_of_stream, modes, hints)
+        case MessageKind.RESPONSE_BODY:
             part = message.response_body
-            return Event(kind, NO_HEADERS, part.body, part.end_of_stream, modes, hints)
-        case Kind.REQUEST_HEADERS:
+            return ProcessingRequest(kind, NO_HEADERS, part.body, part.end_of_stream, modes, hints)
+        case MessageKind.REQUEST_HEADERS:
             head = message.request_headers
-            return Event(kind, _headers(head.headers), b"", head.end_of_stream, modes, hints)
-        case Kind.RESPONSE_HEADERS:
+            return ProcessingRequest(
+                kind, _headers(head.headers), b"", head.end_of_stream, modes, hints
+            )
+        case MessageKind.RESPONSE_HEADERS:
             head = message.response_headers
-            return Event(kind, _headers(head.headers), b"", head.end_of_stream, modes, hints)
+            return ProcessingRequest(
+                kind, _headers(head.headers), b"", head.end_of_stream, modes, hints
+            )
         case _:
-            return Event(kind, modes=modes, hints=hints)
+            return ProcessingRequest(kind, modes=modes, hints=hints)
 
 
 def _headers(headers: pb.HeaderMap) -> dict[str, str]:

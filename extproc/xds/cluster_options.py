@@ -22,20 +22,20 @@ class HealthCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             dead one that refuses connections is found by requests before.
         timeout_s: Seconds one check may take. 5, because the front end of an engine that is
             flooded with prompts answers late, and is not dead.
-        unhealthy_after: Checks in a row that fail before an engine is left out (count); an answer
+        unhealthy_threshold: Checks in a row that fail before an engine is left out (count); an answer
             other than 200 counts at once. 3 forgives a lost packet.
-        healthy_after: Checks in a row that succeed before it is back (count). 1: engines answer
+        healthy_threshold: Checks in a row that succeed before it is back (count). 1: engines answer
             once their model is loaded.
     """
 
     path: Annotated[str, msgspec.Meta(pattern="^(/.*)?$")] = "/health"
     interval_s: _Seconds = 2.0
     timeout_s: _Seconds = 5.0
-    unhealthy_after: _Times = 3
-    healthy_after: _Times = 1
+    unhealthy_threshold: _Times = 3
+    healthy_threshold: _Times = 1
 
 
-class Outliers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class OutlierDetection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """When Envoy leaves out an engine because of what its requests met.
 
     Attributes:
@@ -47,7 +47,7 @@ class Outliers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             engine after engine.
         ejection_s: Seconds an engine is left out, times how often in a row. 5 is short, since the
             picker and the health checks look as well.
-        longest_s: Seconds it is left out at most. 60 bounds how late a recovery is seen.
+        max_ejection_time_s: Seconds it is left out at most. 60 bounds how late a recovery is seen.
         most_ejected: Share of the engines that may be left out at once (0..1), one of them in any
             case. 0.5: when more of them fail, it is rather the requests that are wrong.
     """
@@ -56,12 +56,12 @@ class Outliers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     connection_failures: _Times = 3
     gateway_failures: _Times = 5
     ejection_s: _Seconds = 5.0
-    longest_s: _Seconds = 60.0
+    max_ejection_time_s: _Seconds = 60.0
     most_ejected: _Share = 0.5
 
 
-class Traits(msgspec.Struct, frozen=True):
+class ClusterOptions(msgspec.Struct, frozen=True):
     """Both of them."""
 
     health_check: HealthCheck = HealthCheck()
-    outliers: Outliers = Outliers()
+    outliers: OutlierDetection = OutlierDetection()

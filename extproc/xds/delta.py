@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from extproc.xds import resources
-from extproc.xds.resources import Resource, Snapshot
-from extproc.xds.sotw import WILDCARD, Refusal
+from extproc.xds.resources import XdsResource, XdsSnapshot
+from extproc.xds.sotw import WILDCARD, Nack
 
 
-class Request(msgspec.Struct, frozen=True):
+class DeltaRequest(msgspec.Struct, frozen=True):
     """Envoy says.
 
     Attributes:
@@ -36,7 +36,7 @@ class Request(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Response(msgspec.Struct, frozen=True):
+class DeltaResponse(msgspec.Struct, frozen=True):
     """We say.
 
     Attributes:
@@ -48,7 +48,7 @@ class Response(msgspec.Struct, frozen=True):
 
     type_url: str
     nonce: str
-    resources: tuple[Resource, ...]
+    resources: tuple[XdsResource, ...]
     removed: tuple[str, ...]
 
 
@@ -56,7 +56,7 @@ class Response(msgspec.Struct, frozen=True):
 _ABSENT = ""
 
 
-class _Topic:
+class _DeltaTypeState:
     """One type on one stream.
 
     Attributes:
@@ -66,19 +66,19 @@ class _Topic:
         under_way: Versions it holds, absent ones included.
         held: What Envoy is known to hold, or to know as absent.
         refused: What was refused since, by name.
-        suspects: What was refused together with others: each is sent alone, to find the bad one.
+        isolate_next: What was refused together with others: each is sent alone, to find the bad one.
     """
 
-    def __init__(self, first: Request, *, lists_all: bool) -> None:
+    def __init__(self, first: DeltaRequest, *, lists_all: bool) -> None:
         self.names: set[str] = set()
         self.wildcard = lists_all and not first.subscribe
         self.nonce = ""
         self.under_way: Mapping[str, str] = {}
         self.held: dict[str, str] = dict(first.held)
         self.refused: dict[str, str] = {}
-        self.suspects: dict[str, str] = {}
+        self.isolate_next: dict[str, str] = {}
 
-    def subscribe(self, request: Request) -> None:
+    def subscribe(self, request: DeltaRequest) -> None:
         """Take over changes of what is subscribed to; what is asked for anew is told anew."""
         for name in request.subscribe:
             if name == WILDCARD:
@@ -99,16 +99,16 @@ class _Topic:
     def settle(self, error: str) -> None:
         """The answer under way was taken or refused."""
         if error:
-            bad = self.refused if len(self.under_way) == 1 else self.suspects
+            bad = self.refused if len(self.under_way) == 1 else self.isolate_next
             bad.update(self.under_way)
         else:
             for name, version in self.under_way.items():
                 self.held[name] = version
                 self.refused.pop(name, None)
-                self.suspects.pop(name, None)
+                self.isolate_next.pop(name, None)
         self.nonce, self.under_way = "", {}
 
-    def news(self, known: Mapping[str, Resource]) -> dict[str, str]:
+    def pending_changes(self, known: Mapping[str, XdsResource]) -> dict[str, str]:
         """Versions of what must be told next, by name."""
         named = [*known, *(self.held.keys() - known.keys())] if self.wildcard else []
         found = {}
@@ -116,19 +116,19 @@ class _Topic:
             version = known[name].version if name in known else _ABSENT
             if self.held.get(name) != version and self.refused.get(name) != version:
                 found[name] = version
-        clean = {name: one for name, one in found.items() if self.suspects.get(name) != one}
+        clean = {name: one for name, one in found.items() if self.isolate_next.get(name) != one}
         return clean or dict(itertools.islice(found.items(), 1))
 
 
-class Conversation:
+class DeltaSession:
     """One stream."""
 
     def __init__(self) -> None:
-        self._snapshot: Snapshot | None = None
-        self._topics: dict[str, _Topic] = {}
+        self._snapshot: XdsSnapshot | None = None
+        self._topics: dict[str, _DeltaTypeState] = {}
         self._nonces = itertools.count(1)
 
-    def request(self, request: Request) -> tuple[Response | Refusal, ...]:
+    def request(self, request: DeltaRequest) -> tuple[DeltaResponse | Nack, ...]:
         """Envoy says something; what we say to that, a refusal first."""
         if request.type_url not in (resources.CLUSTER, resources.ASSIGNMENT):
             return ()
@@ -136,17 +136,17 @@ class Conversation:
         new = topic is None
         if topic is None:
             lists_all = request.type_url == resources.CLUSTER
-            topic = self._topics[request.type_url] = _Topic(request, lists_all=lists_all)
-        said: list[Response | Refusal] = []
+            topic = self._topics[request.type_url] = _DeltaTypeState(request, lists_all=lists_all)
+        said: list[DeltaResponse | Nack] = []
         if request.nonce and request.nonce == topic.nonce:
             topic.settle(request.error)
             if request.error:
-                said.append(Refusal(request.type_url, request.nonce, request.error))
+                said.append(Nack(request.type_url, request.nonce, request.error))
         topic.subscribe(request)
         said.extend(self._offer(request.type_url, topic, always=new and topic.wildcard))
         return tuple(said)
 
-    def publish(self, snapshot: Snapshot) -> tuple[Response, ...]:
+    def publish(self, snapshot: XdsSnapshot) -> tuple[DeltaResponse, ...]:
         """Resources changed; clusters are told before endpoints."""
         first = self._snapshot is None
         self._snapshot = snapshot
@@ -157,17 +157,19 @@ class Conversation:
             for response in self._offer(type_url, topic, always=first and topic.wildcard)
         )
 
-    def _offer(self, type_url: str, topic: _Topic, *, always: bool = False) -> Iterator[Response]:
+    def _offer(
+        self, type_url: str, topic: _DeltaTypeState, *, always: bool = False
+    ) -> Iterator[DeltaResponse]:
         if self._snapshot is None or topic.nonce:
             return
         known = self._snapshot[type_url]
-        news = topic.news(known)
+        news = topic.pending_changes(known)
         # Envoy waits for the first answer to a wildcard even if it holds nothing.
         if not news and not always:
             return
         topic.under_way = news
         topic.nonce = str(next(self._nonces))
-        yield Response(
+        yield DeltaResponse(
             type_url,
             topic.nonce,
             tuple(known[name] for name, version in news.items() if version != _ABSENT),

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 import betterproto2
 
-from extproc.xds.cluster_options import HealthCheck, Outliers, Traits
-from extproc.xds.resources import Place
+from extproc.xds.cluster_options import ClusterOptions, HealthCheck, OutlierDetection
+from extproc.xds.resources import LbEndpoint
 
 with warnings.catch_warnings():
     # pydantic deprecates a validator style that the generated classes use.
@@ -70,19 +70,19 @@ _ADDRESS_SOCKET = 1  # Address.socket_address
 _SOCKET_IP, _SOCKET_PORT = 2, 3  # SocketAddress.address, .port_value
 
 
-class Renderer:
+class ResourceEncoder:
     """Makes the bytes; remembers those of single endpoints, of which mostly one changes.
 
     Args:
         traits: What every cluster has in common.
     """
 
-    def __init__(self, traits: Traits) -> None:
-        self._known: dict[Place, bytes] = {}
+    def __init__(self, traits: ClusterOptions) -> None:
+        self._known: dict[LbEndpoint, bytes] = {}
         # Now, and once for all clusters: through the types it takes 10 ms, the first time 100 ms.
         self._common = {h2c: bytes(_cluster(traits, h2c=h2c)) for h2c in (False, True)}
 
-    def keep(self, places: Collection[Place]) -> None:
+    def keep(self, places: Collection[LbEndpoint]) -> None:
         """Forget all other endpoints."""
         for place in self._known.keys() - places:
             del self._known[place]
@@ -97,7 +97,7 @@ class Renderer:
         """
         return _field(_NAME, name.encode()) + self._common[h2c]
 
-    def assignment(self, name: str, places: Sequence[Place]) -> bytes:
+    def assignment(self, name: str, places: Sequence[LbEndpoint]) -> bytes:
         """Every endpoint of a cluster, those of one zone together."""
         parts = [bytes(endpoints.ClusterLoadAssignment(cluster_name=name))]
         ordered = sorted(places, key=_where)
@@ -107,7 +107,7 @@ class Renderer:
             parts.append(_field(_ENDPOINTS, head + b"".join(map(self._endpoint, group))))
         return b"".join(parts)
 
-    def _endpoint(self, place: Place) -> bytes:
+    def _endpoint(self, place: LbEndpoint) -> bytes:
         """One `lb_endpoints` field."""
         known = self._known.get(place)
         if known is None:
@@ -115,7 +115,7 @@ class Renderer:
         return known
 
 
-def _cluster(traits: Traits, *, h2c: bool) -> clusters.Cluster:
+def _cluster(traits: ClusterOptions, *, h2c: bool) -> clusters.Cluster:
     """Of no name yet."""
     return clusters.Cluster(
         type=clusters.ClusterDiscoveryType.EDS,
@@ -144,7 +144,7 @@ def _cluster(traits: Traits, *, h2c: bool) -> clusters.Cluster:
     )
 
 
-def _where(place: Place) -> tuple[str, str]:
+def _where(place: LbEndpoint) -> tuple[str, str]:
     return place.region, place.zone
 
 
@@ -160,7 +160,7 @@ def _number(number: int, value: int) -> bytes:
     return betterproto2.encode_varint(number << 3) + betterproto2.encode_varint(value)
 
 
-def _lb_endpoint(place: Place) -> bytes:
+def _lb_endpoint(place: LbEndpoint) -> bytes:
     """An `LbEndpoint` by hand: through the types, one takes 0.5 ms, and a pool has hundreds."""
     host, _, port = place.address.rpartition(":")
     ip = str(ipaddress.ip_address(host.strip("[]"))).encode()
@@ -221,17 +221,19 @@ def _checks(check: HealthCheck) -> Iterator[core.HealthCheck]:
         no_traffic_interval=interval,
         # Envoys started together do not ask together.
         interval_jitter_percent=20,
-        unhealthy_threshold=check.unhealthy_after,
-        healthy_threshold=check.healthy_after,
+        unhealthy_threshold=check.unhealthy_threshold,
+        healthy_threshold=check.healthy_threshold,
         http_health_check=core.HealthCheckHttpHealthCheck(path=check.path),
     )
 
 
-def _outliers(outliers: Outliers) -> clusters.OutlierDetection:
+def _outliers(outliers: OutlierDetection) -> clusters.OutlierDetection:
     return clusters.OutlierDetection(
         interval=dt.timedelta(seconds=min(1.0, outliers.ejection_s)),
         base_ejection_time=dt.timedelta(seconds=outliers.ejection_s),
-        max_ejection_time=dt.timedelta(seconds=max(outliers.longest_s, outliers.ejection_s)),
+        max_ejection_time=dt.timedelta(
+            seconds=max(outliers.max_ejection_time_s, outliers.ejection_s)
+        ),
         max_ejection_percent=round(100 * outliers.most_ejected),
         always_eject_one_host=True,
         # An engine may answer checks and refuse requests; it would be back with the next check.

@@ -14,8 +14,8 @@ import betterproto2
 import msgspec
 
 from extproc.xds import delta, sotw
-from extproc.xds.resources import Resource, Snapshot
-from extproc.xds.sotw import Refusal
+from extproc.xds.resources import XdsResource, XdsSnapshot
+from extproc.xds.sotw import Nack
 
 with warnings.catch_warnings():
     # pydantic deprecates a validator style that the generated classes use.
@@ -29,14 +29,14 @@ _NODE = {"whole": 2, "differences": 1}
 _NODE_ID = 1
 
 
-class Said(msgspec.Struct, frozen=True):
+class Outgoing(msgspec.Struct, frozen=True):
     """One answer, ready to be sent."""
 
     type_url: str
     data: bytes
 
 
-class Heard(msgspec.Struct, frozen=True):
+class Incoming(msgspec.Struct, frozen=True):
     """What came of one request.
 
     Attributes:
@@ -46,85 +46,85 @@ class Heard(msgspec.Struct, frozen=True):
     """
 
     node: str
-    refusal: Refusal | None
-    answers: tuple[Said, ...]
+    refusal: Nack | None
+    answers: tuple[Outgoing, ...]
 
 
-class Speaker(Protocol):
+class SessionCodec(Protocol):
     """One stream, in bytes."""
 
-    def hear(self, data: bytes) -> Heard | None:
+    def hear(self, data: bytes) -> Incoming | None:
         """A request came; None if it cannot be read."""
 
-    def publish(self, snapshot: Snapshot) -> tuple[Said, ...]:
+    def publish(self, snapshot: XdsSnapshot) -> tuple[Outgoing, ...]:
         """Resources changed."""
 
 
-class WholeSpeaker:
+class SotwCodec:
     """State of the world: `StreamAggregatedResources`."""
 
     def __init__(self) -> None:
-        self._conversation = sotw.Conversation()
+        self._conversation = sotw.SotwSession()
 
-    def hear(self, data: bytes) -> Heard | None:
+    def hear(self, data: bytes) -> Incoming | None:
         """A `DiscoveryRequest` came; None if it cannot be read."""
-        read = read_whole(data)
+        read = read_sotw(data)
         if read is None:
             return None
         node, request = read
         said = self._conversation.request(request)
-        refusal = next((one for one in said if isinstance(one, Refusal)), None)
-        answers = [one for one in said if isinstance(one, sotw.Response)]
-        return Heard(node, refusal, tuple(map(_whole, answers)))
+        refusal = next((one for one in said if isinstance(one, Nack)), None)
+        answers = [one for one in said if isinstance(one, sotw.SotwResponse)]
+        return Incoming(node, refusal, tuple(map(_sotw_message, answers)))
 
-    def publish(self, snapshot: Snapshot) -> tuple[Said, ...]:
+    def publish(self, snapshot: XdsSnapshot) -> tuple[Outgoing, ...]:
         """Resources changed."""
-        return tuple(map(_whole, self._conversation.publish(snapshot)))
+        return tuple(map(_sotw_message, self._conversation.publish(snapshot)))
 
 
-class DifferencesSpeaker:
+class DeltaCodec:
     """Differences: `DeltaAggregatedResources`."""
 
     def __init__(self) -> None:
-        self._conversation = delta.Conversation()
+        self._conversation = delta.DeltaSession()
 
-    def hear(self, data: bytes) -> Heard | None:
+    def hear(self, data: bytes) -> Incoming | None:
         """A `DeltaDiscoveryRequest` came; None if it cannot be read."""
-        read = read_differences(data)
+        read = read_delta(data)
         if read is None:
             return None
         node, request = read
         said = self._conversation.request(request)
-        refusal = next((one for one in said if isinstance(one, Refusal)), None)
-        answers = [one for one in said if isinstance(one, delta.Response)]
-        return Heard(node, refusal, tuple(map(_differences, answers)))
+        refusal = next((one for one in said if isinstance(one, Nack)), None)
+        answers = [one for one in said if isinstance(one, delta.DeltaResponse)]
+        return Incoming(node, refusal, tuple(map(_delta_message, answers)))
 
-    def publish(self, snapshot: Snapshot) -> tuple[Said, ...]:
+    def publish(self, snapshot: XdsSnapshot) -> tuple[Outgoing, ...]:
         """Resources changed."""
-        return tuple(map(_differences, self._conversation.publish(snapshot)))
+        return tuple(map(_delta_message, self._conversation.publish(snapshot)))
 
 
-def read_whole(data: bytes) -> tuple[str, sotw.Request] | None:
+def read_sotw(data: bytes) -> tuple[str, sotw.SotwRequest] | None:
     """The node and the request of a `DiscoveryRequest`."""
     try:
         node, rest = _parted(data, _NODE["whole"])
         found = discovery.DiscoveryRequest.parse(rest)
     except Exception:  # noqa: BLE001  whatever a parser raises at garbage
         return None
-    request = sotw.Request(
+    request = sotw.SotwRequest(
         found.type_url, tuple(found.resource_names), found.response_nonce, _error(found)
     )
     return node, request
 
 
-def read_differences(data: bytes) -> tuple[str, delta.Request] | None:
+def read_delta(data: bytes) -> tuple[str, delta.DeltaRequest] | None:
     """The node and the request of a `DeltaDiscoveryRequest`."""
     try:
         node, rest = _parted(data, _NODE["differences"])
         found = discovery.DeltaDiscoveryRequest.parse(rest)
     except Exception:  # noqa: BLE001  whatever a parser raises at garbage
         return None
-    request = delta.Request(
+    request = delta.DeltaRequest(
         found.type_url,
         tuple(found.resource_names_subscribe),
         tuple(found.resource_names_unsubscribe),
@@ -135,7 +135,7 @@ def read_differences(data: bytes) -> tuple[str, delta.Request] | None:
     return node, request
 
 
-def _whole(response: sotw.Response) -> Said:
+def _sotw_message(response: sotw.SotwResponse) -> Outgoing:
     data = bytes(
         discovery.DiscoveryResponse(
             version_info=response.version,
@@ -144,10 +144,10 @@ def _whole(response: sotw.Response) -> Said:
             resources=[_any(response.type_url, one) for one in response.resources],
         )
     )
-    return Said(response.type_url, data)
+    return Outgoing(response.type_url, data)
 
 
-def _differences(response: delta.Response) -> Said:
+def _delta_message(response: delta.DeltaResponse) -> Outgoing:
     data = bytes(
         discovery.DeltaDiscoveryResponse(
             type_url=response.type_url,
@@ -161,10 +161,10 @@ def _differences(response: delta.Response) -> Said:
             removed_resources=list(response.removed),
         )
     )
-    return Said(response.type_url, data)
+    return Outgoing(response.type_url, data)
 
 
-def _any(type_url: str, one: Resource) -> Any:
+def _any(type_url: str, one: XdsResource) -> Any:
     return Any(type_url=type_url, value=one.body)
 
 

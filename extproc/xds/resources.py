@@ -7,7 +7,7 @@ from enum import Enum
 
 import msgspec
 
-from extproc.pool.snapshot import Member, Pool
+from extproc.pool.snapshot import EndpointSnapshot, Pool
 from extproc.scheduling import topology
 
 #: Type URLs of the two resources we have.
@@ -19,7 +19,7 @@ ASSIGNMENT = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment
 UNNAMED = "engines"
 
 
-class Health(Enum):
+class LbHealth(Enum):
     """What Envoy is told of an endpoint: numbers of its `HealthStatus`."""
 
     #: Up, as far as we know.
@@ -28,7 +28,7 @@ class Health(Enum):
     UNHEALTHY = 2
 
 
-class Place(msgspec.Struct, frozen=True):
+class LbEndpoint(msgspec.Struct, frozen=True):
     """One endpoint.
 
     Attributes:
@@ -39,12 +39,12 @@ class Place(msgspec.Struct, frozen=True):
     """
 
     address: str
-    health: Health = Health.HEALTHY
+    health: LbHealth = LbHealth.HEALTHY
     region: str = ""
     zone: str = ""
 
 
-class Resource(msgspec.Struct, frozen=True):
+class XdsResource(msgspec.Struct, frozen=True):
     """What is sent.
 
     Attributes:
@@ -59,7 +59,7 @@ class Resource(msgspec.Struct, frozen=True):
 
 
 #: All resources at one moment, by type URL and name. Both types are always there.
-Snapshot = Mapping[str, Mapping[str, Resource]]
+XdsSnapshot = Mapping[str, Mapping[str, XdsResource]]
 
 
 def cluster_name(pool: str) -> str:
@@ -67,7 +67,7 @@ def cluster_name(pool: str) -> str:
     return pool or UNNAMED
 
 
-def places(pool: Pool, *, with_health: bool) -> tuple[Place, ...]:
+def lb_endpoints(pool: Pool, *, with_health: bool) -> tuple[LbEndpoint, ...]:
     """The endpoints of a pool, in the order of addresses so that replicas agree.
 
     Args:
@@ -76,15 +76,15 @@ def places(pool: Pool, *, with_health: bool) -> tuple[Place, ...]:
             count as healthy, as they do for picks: then it is more likely us who are cut off.
     """
     blind = not with_health or pool.down == len(pool.members)
-    found = [_place(member, healthy=blind or member.up) for member in pool.members]
+    found = [_lb_endpoint(member, healthy=blind or member.up) for member in pool.members]
     return tuple(sorted(found, key=lambda place: place.address))
 
 
-def _place(member: Member, *, healthy: bool) -> Place:
-    where = topology.of(member.endpoint) if member.endpoint.labels else {}
-    return Place(
+def _lb_endpoint(member: EndpointSnapshot, *, healthy: bool) -> LbEndpoint:
+    where = topology.location_of(member.endpoint) if member.endpoint.labels else {}
+    return LbEndpoint(
         member.endpoint.address,
-        Health.HEALTHY if healthy else Health.UNHEALTHY,
+        LbHealth.HEALTHY if healthy else LbHealth.UNHEALTHY,
         where.get("region", ""),
         where.get("zone", ""),
     )

@@ -9,22 +9,22 @@ import xxhash
 
 from extproc.pool.snapshot import Pool
 from extproc.xds import resources
-from extproc.xds.cluster_options import Traits
-from extproc.xds.encoder import Renderer
-from extproc.xds.resources import Place, Resource, Snapshot
+from extproc.xds.cluster_options import ClusterOptions
+from extproc.xds.encoder import ResourceEncoder
+from extproc.xds.resources import LbEndpoint, XdsResource, XdsSnapshot
 
 
-class _Posted(msgspec.Struct, frozen=True):
+class _CacheEntry(msgspec.Struct, frozen=True):
     """One pool as it was posted."""
 
     pool: Pool
     h2c: bool
-    places: tuple[Place, ...]
-    assignment: Resource
-    cluster: Resource
+    places: tuple[LbEndpoint, ...]
+    assignment: XdsResource
+    cluster: XdsResource
 
 
-class Board:
+class SnapshotCache:
     """Holds a snapshot and replaces it.
 
     Who is up is told only to Envoys that do not ask engines themselves. The others know better and
@@ -38,14 +38,14 @@ class Board:
         faults: What posting a pool raised the last time, by its name; it stays as it was before.
     """
 
-    def __init__(self, traits: Traits) -> None:
-        self._renderer = Renderer(traits)
+    def __init__(self, traits: ClusterOptions) -> None:
+        self._renderer = ResourceEncoder(traits)
         self._with_health = not traits.health_check.path
-        self._posted: dict[str, _Posted] = {}
+        self._entries: dict[str, _CacheEntry] = {}
         self.faults: dict[str, Exception] = {}
-        self.snapshot: Snapshot = {resources.CLUSTER: {}, resources.ASSIGNMENT: {}}
+        self.snapshot: XdsSnapshot = {resources.CLUSTER: {}, resources.ASSIGNMENT: {}}
 
-    def behind(self, pools: Mapping[str, Pool], h2c: Collection[str] = ()) -> bool:
+    def is_stale(self, pools: Mapping[str, Pool], h2c: Collection[str] = ()) -> bool:
         """Whether these pools may need another snapshot; cheap enough to ask twenty times a second.
 
         Scrapes make a new pool each; only its endpoints, and perhaps who is up, matter here.
@@ -54,36 +54,36 @@ class Board:
             pools: By their names.
             h2c: Names of those whose engines speak HTTP/2 without TLS.
         """
-        if len(pools) != len(self._posted):
+        if len(pools) != len(self._entries):
             return True
         for name, pool in pools.items():
-            posted = self._posted.get(resources.cluster_name(name))
+            posted = self._entries.get(resources.cluster_name(name))
             if posted is None or posted.h2c is not (name in h2c):
                 return True
             if not self._alike(posted.pool, pool):
                 return True
         return False
 
-    def post(self, pools: Mapping[str, Pool], h2c: Collection[str] = ()) -> bool:
+    def update(self, pools: Mapping[str, Pool], h2c: Collection[str] = ()) -> bool:
         """Take over the pools; returns whether the snapshot is another one now.
 
         Args:
             pools: By their names.
-            h2c: As in `behind`.
+            h2c: As in `is_stale`.
         """
         self.faults.clear()
-        posted: dict[str, _Posted] = {}
+        posted: dict[str, _CacheEntry] = {}
         for name, pool in pools.items():
             cluster = resources.cluster_name(name)
             try:
                 posted[cluster] = self._post(name, pool, h2c=name in h2c)
             except Exception as error:  # noqa: BLE001 - the other pools are told of
                 self.faults[name] = error
-                if cluster in self._posted:
-                    posted[cluster] = self._posted[cluster]
-        self._posted = posted
+                if cluster in self._entries:
+                    posted[cluster] = self._entries[cluster]
+        self._entries = posted
         self._renderer.keep({place for one in posted.values() for place in one.places})
-        new: Snapshot = {
+        new: XdsSnapshot = {
             resources.CLUSTER: {name: one.cluster for name, one in posted.items()},
             resources.ASSIGNMENT: {name: one.assignment for name, one in posted.items()},
         }
@@ -92,20 +92,20 @@ class Board:
         self.snapshot = new
         return True
 
-    def _post(self, pool_name: str, pool: Pool, *, h2c: bool) -> _Posted:
+    def _post(self, pool_name: str, pool: Pool, *, h2c: bool) -> _CacheEntry:
         name = resources.cluster_name(pool_name)
-        before = self._posted.get(name)
+        before = self._entries.get(name)
         if before is None or before.h2c is not h2c:
             cluster = _versioned(name, self._renderer.cluster(name, h2c=h2c))
         elif self._alike(before.pool, pool):
             return before
         else:
             cluster = before.cluster
-        places = resources.places(pool, with_health=self._with_health)
+        places = resources.lb_endpoints(pool, with_health=self._with_health)
         if before is not None and before.places == places:
-            return _Posted(pool, h2c, places, before.assignment, cluster)
+            return _CacheEntry(pool, h2c, places, before.assignment, cluster)
         assignment = _versioned(name, self._renderer.assignment(name, places))
-        return _Posted(pool, h2c, places, assignment, cluster)
+        return _CacheEntry(pool, h2c, places, assignment, cluster)
 
     def _alike(self, one: Pool, other: Pool) -> bool:
         """Whether the same is told of both."""
@@ -118,5 +118,5 @@ class Board:
         return [member.up for member in one.members] == [member.up for member in other.members]
 
 
-def _versioned(name: str, body: bytes) -> Resource:
-    return Resource(name, xxhash.xxh3_128_hexdigest(body), body)
+def _versioned(name: str, body: bytes) -> XdsResource:
+    return XdsResource(name, xxhash.xxh3_128_hexdigest(body), body)

@@ -17,13 +17,13 @@ import msgspec
 import xxhash
 
 from extproc.xds import resources
-from extproc.xds.resources import Resource, Snapshot
+from extproc.xds.resources import XdsResource, XdsSnapshot
 
 #: Every resource of a type.
 WILDCARD = "*"
 
 
-class Request(msgspec.Struct, frozen=True):
+class SotwRequest(msgspec.Struct, frozen=True):
     """Envoy says.
 
     Attributes:
@@ -39,7 +39,7 @@ class Request(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Response(msgspec.Struct, frozen=True):
+class SotwResponse(msgspec.Struct, frozen=True):
     """We say.
 
     Attributes:
@@ -52,10 +52,10 @@ class Response(msgspec.Struct, frozen=True):
     type_url: str
     version: str
     nonce: str
-    resources: tuple[Resource, ...]
+    resources: tuple[XdsResource, ...]
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class Nack(msgspec.Struct, frozen=True):
     """Envoy did not take an answer.
 
     Attributes:
@@ -73,7 +73,7 @@ class Refusal(msgspec.Struct, frozen=True):
 _Contents = Mapping[str, str]
 
 
-class _Topic:
+class _TypeState:
     """One type on one stream.
 
     Attributes:
@@ -114,43 +114,43 @@ class _Topic:
             self.held, self.refused = self.under_way, None
         self.under_way = None
 
-    def wanted(self, known: Mapping[str, Resource]) -> dict[str, Resource]:
+    def wanted(self, known: Mapping[str, XdsResource]) -> dict[str, XdsResource]:
         """What is subscribed to and exists."""
         if self.wildcard:
             return dict(known)
         return {name: one for name, one in known.items() if name in self.names}
 
 
-class Conversation:
+class SotwSession:
     """One stream."""
 
     def __init__(self) -> None:
-        self._snapshot: Snapshot | None = None
-        self._topics: dict[str, _Topic] = {}
+        self._snapshot: XdsSnapshot | None = None
+        self._topics: dict[str, _TypeState] = {}
         self._nonces = itertools.count(1)
 
-    def request(self, request: Request) -> tuple[Response | Refusal, ...]:
+    def request(self, request: SotwRequest) -> tuple[SotwResponse | Nack, ...]:
         """Envoy says something; what we say to that, a refusal first."""
         if request.type_url not in (resources.CLUSTER, resources.ASSIGNMENT):
             return ()
         topic = self._topics.get(request.type_url)
         if topic is None:
-            topic = self._topics[request.type_url] = _Topic()
+            topic = self._topics[request.type_url] = _TypeState()
         elif request.nonce != topic.nonce:
             return ()
         answers = topic.under_way is not None
-        said: list[Response | Refusal] = []
+        said: list[SotwResponse | Nack] = []
         if answers:
             topic.settle(request.error)
             if request.error:
-                said.append(Refusal(request.type_url, topic.version, request.error))
+                said.append(Nack(request.type_url, topic.version, request.error))
         topic.subscribe(request.names, lists_all=request.type_url == resources.CLUSTER)
         # Asked again with nothing under way: Envoy may be warming a cluster anew and wait for its
         # endpoints, although it has had them, even when it asks for fewer than before.
         said.extend(self._offer(request.type_url, topic, again=not answers))
         return tuple(said)
 
-    def publish(self, snapshot: Snapshot) -> tuple[Response, ...]:
+    def publish(self, snapshot: XdsSnapshot) -> tuple[SotwResponse, ...]:
         """Resources changed; clusters are told before endpoints, so that none comes unasked."""
         self._snapshot = snapshot
         return tuple(
@@ -160,7 +160,9 @@ class Conversation:
             for response in self._offer(type_url, topic)
         )
 
-    def _offer(self, type_url: str, topic: _Topic, *, again: bool = False) -> Iterator[Response]:
+    def _offer(
+        self, type_url: str, topic: _TypeState, *, again: bool = False
+    ) -> Iterator[SotwResponse]:
         if self._snapshot is None or topic.under_way is not None:
             return
         wanted = topic.wanted(self._snapshot[type_url])
@@ -173,7 +175,7 @@ class Conversation:
         topic.under_way = contents
         topic.nonce = str(next(self._nonces))
         topic.version = _digest(contents)
-        yield Response(type_url, topic.version, topic.nonce, tuple(wanted.values()))
+        yield SotwResponse(type_url, topic.version, topic.nonce, tuple(wanted.values()))
 
 
 def _digest(contents: _Contents) -> str:

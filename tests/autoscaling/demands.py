@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from extproc.autoscaling.demand import Bounds, Demand
-from extproc.autoscaling.policy_runner import Scaler
+from extproc.autoscaling.demand import Demand, ReplicaBounds
+from extproc.autoscaling.policy_runner import PolicyRunner
 
-ZERO_TO_TEN = Bounds(min=0, max=10)
+ZERO_TO_TEN = ReplicaBounds(min=0, max=10)
 
 
 def demand(now=0.0, spec=1, **facts) -> Demand:
@@ -25,7 +25,7 @@ class Plant:
     """
 
     def __init__(self, policy, bounds=ZERO_TO_TEN, *, spec=0, cold_s=0.0, now=0.0):
-        self.scaler = Scaler(policy, bounds)
+        self.scaler = PolicyRunner(policy, bounds)
         self.spec = spec
         self.now = now
         self.cold_s = cold_s

@@ -1,16 +1,16 @@
 """The default policy: token work against what engines do, and what is on its way."""
 
-from extproc.autoscaling.demand import Bounds
-from extproc.autoscaling.interface import Why
-from extproc.autoscaling.policies.adaptive import Adaptive
+from extproc.autoscaling.demand import ReplicaBounds
+from extproc.autoscaling.interface import ScalingReason
+from extproc.autoscaling.policies.adaptive import AdaptivePolicy
 from tests.autoscaling.demands import Plant
 
-WIDE = Bounds(max=100)
+WIDE = ReplicaBounds(max=100)
 
 
 def test_a_step_is_answered_within_seconds():
     """Work for ten replicas is seen as such when three looks agree, less what chance explains."""
-    plant = Plant(Adaptive(), WIDE, spec=1)
+    plant = Plant(AdaptivePolicy(), WIDE, spec=1)
     plant.run(300, arriving=0.1, request_work=0.1)
     plant.run(15, arriving=8.0, request_work=0.1)
     # m = 8, less sqrt(8 * 0.1 / 15) = 0.23, over 0.8.
@@ -20,7 +20,7 @@ def test_a_step_is_answered_within_seconds():
 
 def test_few_long_requests_are_not_a_step():
     """One request of 35 s within 15 s is chance, not a rate of 2.3."""
-    plant = Plant(Adaptive(), WIDE, spec=1)
+    plant = Plant(AdaptivePolicy(), WIDE, spec=1)
     plant.run(300)
     plant.run(5, arriving=7.0, request_work=35.0, in_flight=1)
     plant.run(10, arriving=0.0, request_work=35.0, in_flight=1)
@@ -29,7 +29,7 @@ def test_few_long_requests_are_not_a_step():
 
 def test_the_first_burst_is_met_in_several_steps():
     """From zero: 4 at first, then twice as many."""
-    plant = Plant(Adaptive(), WIDE, cold_s=60)
+    plant = Plant(AdaptivePolicy(), WIDE, cold_s=60)
     plant.now = 5.0
     plant.tick(held=300, request_work=30.0)
     plant.run(10, held=300, request_work=30.0)
@@ -38,7 +38,7 @@ def test_the_first_burst_is_met_in_several_steps():
 
 def test_what_starts_is_counted():
     """A backlog that starting replicas take care of within the wait calls for no more."""
-    policy = Adaptive(wait_s=20)
+    policy = AdaptivePolicy(wait_s=20)
     plant = Plant(policy, WIDE, spec=1, cold_s=60)
     plant.run(120, request_work=1.0, in_flight=1)
     # 100 s of work wait: the one that answers does 60 of them in the minute that another one takes,
@@ -53,14 +53,14 @@ def test_what_starts_is_counted():
 
 def test_a_backlog_that_is_done_in_time_calls_for_nothing():
     """Half a minute of work for one replica is not worth a cold start of one."""
-    plant = Plant(Adaptive(), WIDE, spec=1)
+    plant = Plant(AdaptivePolicy(), WIDE, spec=1)
     plant.run(120, request_work=1.0, held=60, in_flight=1)
     assert plant.spec == 1
 
 
 def test_requests_that_fit_into_a_batch_are_no_backlog():
     """Fifty at once where an engine has room for fifty wait for nothing."""
-    plant = Plant(Adaptive(), WIDE, spec=1)
+    plant = Plant(AdaptivePolicy(), WIDE, spec=1)
     facts = {"request_work": 10.0, "throughput": 20.0, "in_flight": 50}
     plant.run(120, concurrency=50.0, **facts)
     assert plant.spec == 1
@@ -70,7 +70,7 @@ def test_requests_that_fit_into_a_batch_are_no_backlog():
 
 def test_fewer_come_slowly():
     """What is enough must have been enough all the time."""
-    plant = Plant(Adaptive(down_s=60, window_s=60), WIDE, spec=8)
+    plant = Plant(AdaptivePolicy(down_s=60, window_s=60), WIDE, spec=8)
     plant.run(300, arriving=6.5, request_work=0.1, in_flight=8)
     assert plant.spec == 8
     before = plant.now
@@ -82,18 +82,18 @@ def test_fewer_come_slowly():
 
 def test_the_last_one_goes_when_nobody_asked_for_long_enough():
     """`idle_s` after the last request, to the tick."""
-    plant = Plant(Adaptive(idle_s=300), spec=1)
+    plant = Plant(AdaptivePolicy(idle_s=300), spec=1)
     plant.run(200, in_flight=1, arriving=0.5)
     last = plant.now
     desired = plant.run(295)
-    assert desired.why is Why.STEADY
+    assert desired.reason is ScalingReason.STEADY
     plant.run(20)
     assert plant.changes == [(last + 300, 0)]
 
 
 def test_single_requests_keep_one():
     """A request now and then, more often than the cool-down, is not a cold start each."""
-    plant = Plant(Adaptive(idle_s=300), spec=1)
+    plant = Plant(AdaptivePolicy(idle_s=300), spec=1)
     for _ in range(10):
         plant.run(250)
         plant.run(5, in_flight=1)
@@ -102,13 +102,13 @@ def test_single_requests_keep_one():
 
 def test_an_unknown_throughput_calls_for_nothing():
     """A replica of which nothing is known is not divided by."""
-    plant = Plant(Adaptive(), WIDE, spec=2)
+    plant = Plant(AdaptivePolicy(), WIDE, spec=2)
     plant.run(60, throughput=0.0, arriving=5.0, in_flight=3)
     assert plant.spec == 2
 
 
 def test_large_fleets_have_headroom():
     """Work for 40 replicas is 50 at 80 %."""
-    plant = Plant(Adaptive(), WIDE, spec=40)
+    plant = Plant(AdaptivePolicy(), WIDE, spec=40)
     plant.run(200, arriving=40.0, request_work=0.1, in_flight=40)
     assert plant.spec == 50

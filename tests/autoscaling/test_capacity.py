@@ -3,9 +3,11 @@
 import pytest
 
 from extproc.autoscaling import capacity
-from extproc.endpoint import Rates
+from extproc.endpoint import StepTimeModel
 
-RATES = Rates(step_s=0.015, prefill_s=1e-4, decode_s=1e-4, context_s=2e-7, context_tokens=500.0)
+RATES = StepTimeModel(
+    step_s=0.015, prefill_s=1e-4, decode_s=1e-4, context_s=2e-7, context_tokens=500.0
+)
 
 
 def test_half_speed_says_how_many_at_once():
@@ -23,7 +25,7 @@ def test_an_engine_that_takes_fewer_has_fewer():
 
 def test_sequences_that_cost_nothing_leave_the_engine_the_limit():
     """Where one more makes nobody slower, the engine's own limit counts."""
-    free = Rates(step_s=0.015, decode_s=0.0, context_s=0.0)
+    free = StepTimeModel(step_s=0.015, decode_s=0.0, context_s=0.0)
     assert capacity.concurrency(free, slowdown=2.0, most=9.0) == 9
 
 

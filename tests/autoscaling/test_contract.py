@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from extproc.autoscaling import registry
-from extproc.autoscaling.demand import Bounds, Demand
-from extproc.autoscaling.policy_runner import Kept, Scaler
+from extproc.autoscaling.demand import Demand, ReplicaBounds
+from extproc.autoscaling.policy_runner import PolicyRunner, RunnerState
 from extproc.errors import ConfigError
 from tests.support.seeded import examples
 
@@ -20,7 +20,7 @@ seconds = st.integers(1, 240).map(lambda quarters: quarters / 4)
 def bounds(draw):
     """Bounds that are some."""
     low = draw(st.integers(0, 5))
-    return Bounds(min=low, max=draw(st.integers(max(1, low), 12)))
+    return ReplicaBounds(min=low, max=draw(st.integers(max(1, low), 12)))
 
 
 def facts(spec, available, **others):
@@ -69,7 +69,7 @@ def tried(count):
 @given(seen=demands(), within=bounds())
 def test_bounds_are_always_kept(kind, seen, within):
     """Never fewer than `min` nor more than `max`."""
-    scaler = Scaler(registry.POLICIES[kind](), within)
+    scaler = PolicyRunner(registry.POLICIES[kind](), within)
     for one in seen:
         assert within.min <= scaler.step(one).replicas <= within.max
 
@@ -79,7 +79,7 @@ def test_bounds_are_always_kept(kind, seen, within):
 @given(seen=demands(), within=bounds())
 def test_no_fewer_while_a_picker_could_not_be_read(kind, seen, within):
     """Counters that are missing are no reason to take a replica away."""
-    scaler = Scaler(registry.POLICIES[kind](), within)
+    scaler = PolicyRunner(registry.POLICIES[kind](), within)
     for one in seen:
         desired = scaler.step(one)
         if not one.complete:
@@ -92,7 +92,7 @@ def test_no_fewer_while_a_picker_could_not_be_read(kind, seen, within):
 def test_no_fewer_before_it_has_watched(kind, seen, within):
     """Never fewer replicas within a window of the first step."""
     policy = registry.POLICIES[kind]()
-    scaler = Scaler(policy, within)
+    scaler = PolicyRunner(policy, within)
     for one in seen:
         desired = scaler.step(one)
         if one.now - seen[0].now < policy.watch_s:
@@ -104,7 +104,7 @@ def test_no_fewer_before_it_has_watched(kind, seen, within):
 @given(seen=demands(), within=bounds())
 def test_a_request_that_waits_at_zero_gets_a_replica(kind, seen, within):
     """Nobody waits for a fleet of none."""
-    scaler = Scaler(registry.POLICIES[kind](), within)
+    scaler = PolicyRunner(registry.POLICIES[kind](), within)
     for one in seen:
         desired = scaler.step(one)
         if one.held:
@@ -116,13 +116,13 @@ def test_a_request_that_waits_at_zero_gets_a_replica(kind, seen, within):
 @given(seen=demands(), within=bounds(), split=st.integers(0, 25), shift=st.integers(-500, 500))
 def test_a_restart_changes_nothing(kind, seen, within, split, shift):
     """Another scaler goes on from JSON, on another clock, as the first one would have."""
-    first = Scaler(registry.POLICIES[kind](), within)
+    first = PolicyRunner(registry.POLICIES[kind](), within)
     for one in seen[:split]:
         first.step(one)
-    second = Scaler(registry.POLICIES[kind](), within)
+    second = PolicyRunner(registry.POLICIES[kind](), within)
     written = msgspec.json.encode(first.state())
     if seen[:split]:
-        assert second.restore(msgspec.json.decode(written, type=Kept), shift_s=float(shift))
+        assert second.restore(msgspec.json.decode(written, type=RunnerState), shift_s=float(shift))
     for one in seen[split:]:
         moved = msgspec.structs.replace(one, now=one.now + shift)
         assert second.step(moved) == first.step(one)
@@ -133,7 +133,7 @@ def test_a_restart_changes_nothing(kind, seen, within, split, shift):
 @given(seen=demands(), within=bounds())
 def test_memory_does_not_grow_with_time(kind, seen, within):
     """What is kept is bounded by the window, not by how long it ran."""
-    scaler = Scaler(registry.POLICIES[kind](), within)
+    scaler = PolicyRunner(registry.POLICIES[kind](), within)
     for n in range(300):
         one = seen[n % len(seen)]
         scaler.step(msgspec.structs.replace(one, now=2000.0 + 5 * n))
@@ -143,9 +143,9 @@ def test_memory_does_not_grow_with_time(kind, seen, within):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_another_policy_remembers_is_refused(kind):
     """State of another kind or shape leaves a scaler as it was."""
-    scaler = Scaler(registry.POLICIES[kind](), Bounds())
-    assert not scaler.restore(Kept("another", 0.0, None, {}))
-    assert not scaler.restore(Kept(kind, 0.0, None, 7))
+    scaler = PolicyRunner(registry.POLICIES[kind](), ReplicaBounds())
+    assert not scaler.restore(RunnerState("another", 0.0, None, {}))
+    assert not scaler.restore(RunnerState(kind, 0.0, None, 7))
     assert scaler.state().since is None
 
 

@@ -3,23 +3,29 @@
 import msgspec
 import pytest
 
-from extproc.autoscaling.demand_estimator import Counters, Learnt, Meter, Seen, Settings
-from extproc.endpoint import Rates
+from extproc.autoscaling.demand_estimator import (
+    DemandEstimator,
+    EstimatorSettings,
+    EstimatorState,
+    PickerCounters,
+    TargetObservation,
+)
+from extproc.endpoint import StepTimeModel
 
 #: One request at a time, 10 ms for each token of its answer.
-SERIAL = Rates(step_s=0.01, prefill_s=0.0, decode_s=0.0, context_s=0.0)
-ONE = Settings(concurrency=1.0)
-TARGET = Seen(spec=1, available=1, rates=SERIAL)
+SERIAL = StepTimeModel(step_s=0.01, prefill_s=0.0, decode_s=0.0, context_s=0.0)
+ONE = EstimatorSettings(concurrency=1.0)
+TARGET = TargetObservation(spec=1, available=1, rates=SERIAL)
 
 
 def read(meter, now, seen=TARGET, **counters):
     """What one picker makes of it."""
-    return meter.read(now, {"a": Counters(**counters)}, seen)
+    return meter.read(now, {"a": PickerCounters(**counters)}, seen)
 
 
 def test_work_that_arrives_is_requests_times_what_they_take():
     """Ten requests in 20 s, 30 s each as long as nothing is known: 15 seconds of work per second."""
-    meter = Meter(ONE)
+    meter = DemandEstimator(ONE)
     read(meter, 0.0)
     demand = read(meter, 20.0, arrived=10.0, in_flight=10)
     assert demand.request_work == pytest.approx(30)
@@ -28,7 +34,7 @@ def test_work_that_arrives_is_requests_times_what_they_take():
 
 def test_answers_tell_how_long_they_are():
     """Fifty answers of 100 tokens are 1 s each, less what is left of the prior."""
-    meter = Meter(ONE)
+    meter = DemandEstimator(ONE)
     read(meter, 0.0)
     demand = read(meter, 60.0, arrived=50.0, answered=50.0, answer_tokens=5000.0)
     # The prior of 3,000 tokens has 0.98^50 = 0.36 of an answer's weight.
@@ -37,7 +43,7 @@ def test_answers_tell_how_long_they_are():
 
 def test_prompts_take_their_time():
     """1,000 tokens at 1 ms are a second more."""
-    meter = Meter(ONE)
+    meter = DemandEstimator(ONE)
     seen = msgspec.structs.replace(TARGET, rates=msgspec.structs.replace(SERIAL, prefill_s=1e-3))
     read(meter, 0.0, seen)
     demand = read(meter, 10.0, seen, arrived=1.0, prompt_tokens=1000.0)
@@ -46,41 +52,41 @@ def test_prompts_take_their_time():
 
 def test_pickers_are_summed():
     """Requests wait and run at all of them."""
-    both = {"a": Counters(held=2, in_flight=1), "b": Counters(held=3, in_flight=4)}
-    demand = Meter(ONE).read(0.0, both, TARGET)
+    both = {"a": PickerCounters(held=2, in_flight=1), "b": PickerCounters(held=3, in_flight=4)}
+    demand = DemandEstimator(ONE).read(0.0, both, TARGET)
     assert (demand.held, demand.in_flight, demand.complete) == (5, 5, True)
 
 
 def test_a_picker_that_cannot_be_read_counts_as_last_for_a_while():
     """Its last counters stand for a minute; the demand is not complete from the first moment on."""
-    meter = Meter(ONE)
-    meter.read(0.0, {"a": Counters(held=1), "b": Counters(held=3)}, TARGET)
-    demand = meter.read(60.0, {"a": Counters(held=1), "b": None}, TARGET)
+    meter = DemandEstimator(ONE)
+    meter.read(0.0, {"a": PickerCounters(held=1), "b": PickerCounters(held=3)}, TARGET)
+    demand = meter.read(60.0, {"a": PickerCounters(held=1), "b": None}, TARGET)
     assert (demand.held, demand.complete) == (4, False)
-    demand = meter.read(61.0, {"a": Counters(held=1), "b": None}, TARGET)
+    demand = meter.read(61.0, {"a": PickerCounters(held=1), "b": None}, TARGET)
     assert (demand.held, demand.complete) == (1, False)
-    demand = meter.read(62.0, {"a": Counters(held=1)}, TARGET)
+    demand = meter.read(62.0, {"a": PickerCounters(held=1)}, TARGET)
     assert (demand.held, demand.complete) == (1, True)
 
 
 def test_a_picker_that_began_again_brought_what_it_counts_now():
     """Totals that are lower than before are of a new process."""
-    meter = Meter(ONE)
+    meter = DemandEstimator(ONE)
     read(meter, 0.0, arrived=100.0)
     assert read(meter, 10.0, arrived=2.0).arriving == pytest.approx(2 * 30 / 10)
 
 
 def test_the_past_of_a_picker_met_first_is_not_of_now():
     """A thousand requests before the first reading did not arrive in the last interval."""
-    meter = Meter(ONE)
+    meter = DemandEstimator(ONE)
     read(meter, 0.0)
-    demand = meter.read(10.0, {"a": Counters(), "b": Counters(arrived=1000.0)}, TARGET)
+    demand = meter.read(10.0, {"a": PickerCounters(), "b": PickerCounters(arrived=1000.0)}, TARGET)
     assert demand.arriving == 0
 
 
 def test_throughput_is_learnt_from_replicas_that_have_enough_to_do():
     """An engine that answers half as fast as its rates say is worth half."""
-    meter = Meter(ONE)
+    meter = DemandEstimator(ONE)
     for n in range(200):
         demand = read(
             meter,
@@ -97,7 +103,7 @@ def test_throughput_is_learnt_from_replicas_that_have_enough_to_do():
 
 def test_idle_replicas_teach_nothing():
     """What is not asked for is not done."""
-    meter = Meter(ONE)
+    meter = DemandEstimator(ONE)
     for n in range(100):
         demand = read(meter, 60.0 * n)
     assert demand.throughput == 1
@@ -105,20 +111,20 @@ def test_idle_replicas_teach_nothing():
 
 def test_a_cold_start_is_learnt():
     """From the reading that saw the number raised to the one that saw the replica answer."""
-    meter = Meter(ONE)
+    meter = DemandEstimator(ONE)
     for now, spec, available in ((0, 0, 0), (5, 1, 0), (100, 1, 0), (205, 1, 1)):
-        demand = read(meter, float(now), Seen(spec=spec, available=available))
+        demand = read(meter, float(now), TargetObservation(spec=spec, available=available))
     # From 0 s on it was asked for; half of the way from 60 to 205.
     assert demand.cold_start_s == pytest.approx((60 + 205) / 2)
 
 
 def test_what_was_learnt_survives_a_restart():
     """Another meter reads the same from JSON, on another clock."""
-    first, second = Meter(ONE), Meter(ONE)
+    first, second = DemandEstimator(ONE), DemandEstimator(ONE)
     read(first, 100.0, arrived=5.0, answered=4.0, answer_tokens=400.0)
     read(first, 110.0, arrived=9.0, answered=8.0, answer_tokens=800.0)
-    written = msgspec.json.encode(first.learnt)
-    second.restore(msgspec.json.decode(written, type=Learnt), shift_s=-100.0)
+    written = msgspec.json.encode(first.state)
+    second.restore(msgspec.json.decode(written, type=EstimatorState), shift_s=-100.0)
     a = read(first, 120.0, arrived=11.0, answered=9.0, answer_tokens=900.0)
     b = read(second, 20.0, arrived=11.0, answered=9.0, answer_tokens=900.0)
     assert msgspec.structs.replace(b, now=120.0) == a
@@ -126,5 +132,7 @@ def test_what_was_learnt_survives_a_restart():
 
 def test_batches_have_room():
     """Half of the speed of one alone: as many as the rates say."""
-    demand = Meter(Settings()).read(0.0, {}, Seen(spec=1, available=1))
+    demand = DemandEstimator(EstimatorSettings()).read(
+        0.0, {}, TargetObservation(spec=1, available=1)
+    )
     assert demand.concurrency == pytest.approx(77)

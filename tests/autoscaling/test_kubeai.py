@@ -2,14 +2,14 @@
 
 import pytest
 
-from extproc.autoscaling.demand import Bounds
-from extproc.autoscaling.policies.kubeai import KubeAI
+from extproc.autoscaling.demand import ReplicaBounds
+from extproc.autoscaling.policies.kubeai import KubeAIPolicy
 from tests.autoscaling.demands import Plant
 
 
 def test_a_step_is_answered_over_ten_minutes():
     """From idle to 400 active requests, 100 per replica: replica n + 1 after 150 n seconds."""
-    plant = Plant(KubeAI())
+    plant = Plant(KubeAIPolicy())
     plant.run(600)
     plant.tick(held=1)
     assert plant.changes == [(600, 1)]
@@ -20,7 +20,7 @@ def test_a_step_is_answered_over_ten_minutes():
 
 def test_the_last_replica_goes_ten_minutes_and_the_delay_after_the_last_request():
     """The average is 0 after 60 empty samples, and three more must agree."""
-    plant = Plant(KubeAI(), spec=1)
+    plant = Plant(KubeAIPolicy(), spec=1)
     plant.run(600, in_flight=1)
     plant.run(900)
     assert plant.changes == [(600 + 600 + 30, 0)]
@@ -28,7 +28,7 @@ def test_the_last_replica_goes_ten_minutes_and_the_delay_after_the_last_request(
 
 def test_any_active_request_keeps_one():
     """An average above 0 is one replica."""
-    plant = Plant(KubeAI(), spec=1)
+    plant = Plant(KubeAIPolicy(), spec=1)
     plant.run(600)
     plant.run(10, in_flight=1)
     plant.run(590)
@@ -37,7 +37,7 @@ def test_any_active_request_keeps_one():
 
 def test_fewer_are_taken_all_at_once():
     """After three earlier lower ticks the fourth jumps to the number."""
-    plant = Plant(KubeAI(target_requests=1, window_s=100), spec=0)
+    plant = Plant(KubeAIPolicy(target_requests=1, window_s=100), spec=0)
     plant.run(200, in_flight=8)
     assert plant.spec == 8
     for left in (2,) * 10:
@@ -50,7 +50,7 @@ def test_fewer_are_taken_all_at_once():
 
 def test_the_counter_stays_between_decreases():
     """Once it went down, it goes on down with every lower tick."""
-    plant = Plant(KubeAI(target_requests=1, window_s=100), Bounds(max=50), spec=0)
+    plant = Plant(KubeAIPolicy(target_requests=1, window_s=100), ReplicaBounds(max=50), spec=0)
     plant.run(200, in_flight=20)
     plant.run(100, in_flight=0)
     gone = [(at, replicas) for at, replicas in plant.changes if at > 200]
@@ -59,7 +59,7 @@ def test_the_counter_stays_between_decreases():
 
 def test_one_tick_that_is_not_lower_begins_again():
     """Up or equal resets the counter."""
-    plant = Plant(KubeAI(target_requests=1, window_s=10, down_delay_s=30), spec=2)
+    plant = Plant(KubeAIPolicy(target_requests=1, window_s=10, down_delay_s=30), spec=2)
     plant.run(30, in_flight=1)
     plant.run(10, in_flight=2)
     plant.run(30, in_flight=1)
@@ -70,7 +70,7 @@ def test_one_tick_that_is_not_lower_begins_again():
 
 def test_between_ticks_only_a_waiting_request_counts():
     """The ring moves every interval; a step in between wakes a target and changes nothing else."""
-    plant = Plant(KubeAI(target_requests=1, window_s=20))
+    plant = Plant(KubeAIPolicy(target_requests=1, window_s=20))
     plant.run(10)
     for _ in range(5):
         plant.now += 1
@@ -82,7 +82,7 @@ def test_between_ticks_only_a_waiting_request_counts():
 
 def test_bounds_hold_the_average_down():
     """No more than max, whatever the load."""
-    plant = Plant(KubeAI(), Bounds(min=1, max=3), spec=1)
+    plant = Plant(KubeAIPolicy(), ReplicaBounds(min=1, max=3), spec=1)
     plant.run(1200, in_flight=100_000)
     assert plant.spec == 3
 
@@ -90,7 +90,7 @@ def test_bounds_hold_the_average_down():
 @pytest.mark.parametrize("late_s", [0.5, 7.0, 35.0])
 def test_late_ticks_are_not_made_up_for(late_s):
     """One sample for each tick that was made."""
-    plant = Plant(KubeAI(target_requests=1, window_s=30))
+    plant = Plant(KubeAIPolicy(target_requests=1, window_s=30))
     plant.tick()
     plant.now += 10 + late_s
     plant.tick(in_flight=3)

@@ -1,35 +1,35 @@
 """What the scaler adds to a policy."""
 
-from extproc.autoscaling.demand import Bounds
-from extproc.autoscaling.interface import Why
-from extproc.autoscaling.policies.kubeai import KubeAI
-from extproc.autoscaling.policies.queue_depth import QueueDepth
-from extproc.autoscaling.policy_runner import Scaler
+from extproc.autoscaling.demand import ReplicaBounds
+from extproc.autoscaling.interface import ScalingReason
+from extproc.autoscaling.policies.kubeai import KubeAIPolicy
+from extproc.autoscaling.policies.queue_depth import QueueDepthPolicy
+from extproc.autoscaling.policy_runner import PolicyRunner
 from tests.autoscaling.demands import Plant, demand
 
 
 def test_the_number_of_a_stranger_is_brought_within_bounds():
     """Somebody set 9 where 3 are allowed, or 0 where 2 must be."""
-    scaler = Scaler(QueueDepth(), Bounds(min=2, max=3))
+    scaler = PolicyRunner(QueueDepthPolicy(), ReplicaBounds(min=2, max=3))
     assert scaler.step(demand(0.0, spec=9)).replicas == 3
     desired = scaler.step(demand(5.0, spec=0))
-    assert (desired.replicas, desired.why) == (2, Why.BOUNDS)
+    assert (desired.replicas, desired.reason) == (2, ScalingReason.BOUNDS)
 
 
 def test_why_fewer_would_do_and_are_not_taken():
     """First it has to watch, then all pickers have to be read."""
-    plant = Plant(QueueDepth(), spec=3)
-    assert plant.run(30, complete=False).why is Why.STEADY
-    assert plant.run(60, complete=False).why is Why.UNREAD
+    plant = Plant(QueueDepthPolicy(), spec=3)
+    assert plant.run(30, complete=False).reason is ScalingReason.STEADY
+    assert plant.run(60, complete=False).reason is ScalingReason.INCOMPLETE_DATA
     assert plant.spec == 3
-    plant = Plant(KubeAI(window_s=600), spec=3)
-    assert plant.run(40).why is Why.WATCHING
+    plant = Plant(KubeAIPolicy(window_s=600), spec=3)
+    assert plant.run(40).reason is ScalingReason.STABILIZING
     assert plant.spec == 3
 
 
 def test_a_long_gap_begins_the_watch_again():
     """What was not seen for more than half of a window says nothing."""
-    plant = Plant(QueueDepth(), spec=3)
+    plant = Plant(QueueDepthPolicy(), spec=3)
     plant.run(50)
     plant.now += 45
     plant.run(50)
@@ -40,6 +40,6 @@ def test_a_long_gap_begins_the_watch_again():
 
 def test_more_are_taken_without_a_peer():
     """A peer that cannot be read blocks fewer, not more."""
-    plant = Plant(QueueDepth(), spec=1)
+    plant = Plant(QueueDepthPolicy(), spec=1)
     plant.run(65, held=50, complete=False)
     assert plant.spec == 2

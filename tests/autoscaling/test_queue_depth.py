@@ -5,23 +5,23 @@ Source: docs/spec/prior-systems.md#queue-depth-trigger.
 
 import pytest
 
-from extproc.autoscaling.demand import Bounds
-from extproc.autoscaling.interface import Why
-from extproc.autoscaling.policies.queue_depth import QueueDepth
+from extproc.autoscaling.demand import ReplicaBounds
+from extproc.autoscaling.interface import ScalingReason
+from extproc.autoscaling.policies.queue_depth import QueueDepthPolicy
 from tests.autoscaling.demands import Plant
 
 
 def test_the_first_waiting_request_wakes_one():
     """At once, whatever the thresholds."""
-    plant = Plant(QueueDepth())
+    plant = Plant(QueueDepthPolicy())
     plant.run(10)
     desired = plant.tick(held=1)
-    assert (desired.replicas, desired.why) == (1, Why.WAKE)
+    assert (desired.replicas, desired.reason) == (1, ScalingReason.WAKE)
 
 
 def test_the_threshold_must_be_passed():
     """A depth of exactly `up` adds nothing; above it adds one."""
-    plant = Plant(QueueDepth(), spec=1)
+    plant = Plant(QueueDepthPolicy(), spec=1)
     plant.run(300, in_flight=5)
     assert plant.spec == 1
     plant.run(60, in_flight=6)
@@ -30,7 +30,7 @@ def test_the_threshold_must_be_passed():
 
 def test_a_depth_of_exactly_down_takes_nothing():
     """Below `down` takes one."""
-    plant = Plant(QueueDepth(), spec=2)
+    plant = Plant(QueueDepthPolicy(), spec=2)
     plant.run(300, in_flight=2)
     assert plant.spec == 2
     plant.run(65, in_flight=1)
@@ -39,7 +39,7 @@ def test_a_depth_of_exactly_down_takes_nothing():
 
 def test_one_change_in_a_window():
     """A deep queue adds one replica a window, which counts from when it was asked for."""
-    plant = Plant(QueueDepth(), spec=1, cold_s=45)
+    plant = Plant(QueueDepthPolicy(), spec=1, cold_s=45)
     plant.run(250, held=100)
     assert [replicas for _, replicas in plant.changes] == [2, 3, 4, 5]
     gaps = [b - a for (a, _), (b, _) in zip(plant.changes, plant.changes[1:], strict=False)]
@@ -48,7 +48,7 @@ def test_one_change_in_a_window():
 
 def test_replicas_that_start_count():
     """Twelve requests for one that answers and one that starts are a depth of 6, not of 12."""
-    policy = QueueDepth(up=7)
+    policy = QueueDepthPolicy(up=7)
     plant = Plant(policy, spec=1, cold_s=1000)
     plant.run(60, held=12)
     plant.run(600, held=12)
@@ -58,7 +58,7 @@ def test_replicas_that_start_count():
 def test_mean_and_sustained_differ_on_a_queue_that_comes_and_goes():
     """Half of the time 14, half 0: the mean of 7 is above 5, but not all the time."""
     for over, expected in (("mean", 2), ("sustained", 1)):
-        plant = Plant(QueueDepth(over=over), Bounds(max=2), spec=1)
+        plant = Plant(QueueDepthPolicy(over=over), ReplicaBounds(max=2), spec=1)
         for _ in range(30):
             plant.run(5, held=14)
             plant.run(5, held=0, in_flight=1)
@@ -67,21 +67,21 @@ def test_mean_and_sustained_differ_on_a_queue_that_comes_and_goes():
 
 def test_in_proportion_the_depth_is_met_at_once():
     """Sixty requests at 5 each are 12 replicas."""
-    plant = Plant(QueueDepth(change="proportional"), Bounds(max=20), spec=1)
+    plant = Plant(QueueDepthPolicy(change="proportional"), ReplicaBounds(max=20), spec=1)
     plant.run(65, held=60)
     assert plant.spec == 12
 
 
 def test_several_at_once():
     """The step is a parameter."""
-    plant = Plant(QueueDepth(step_size=3), spec=1)
+    plant = Plant(QueueDepthPolicy(step_size=3), spec=1)
     plant.run(65, held=60)
     assert plant.spec == 4
 
 
 def test_the_last_one_goes_after_a_window_without_requests():
     """Not one request of a whole window, however shallow the mean."""
-    plant = Plant(QueueDepth(), spec=1)
+    plant = Plant(QueueDepthPolicy(), spec=1)
     plant.run(300, in_flight=1)
     for _ in range(20):
         plant.run(5, in_flight=1)
@@ -93,15 +93,15 @@ def test_the_last_one_goes_after_a_window_without_requests():
 
 def test_others_requests_count():
     """Traffic past the pickers shows in the engines' own numbers."""
-    plant = Plant(QueueDepth(), spec=1)
+    plant = Plant(QueueDepthPolicy(), spec=1)
     plant.run(65, in_flight=1, waiting=4, running=2)
     assert plant.spec == 2
 
 
-@pytest.mark.parametrize("policy", [QueueDepth(), QueueDepth(over="sustained")])
+@pytest.mark.parametrize("policy", [QueueDepthPolicy(), QueueDepthPolicy(over="sustained")])
 def test_published_thresholds_leave_the_second_replica_off(policy):
     """Five requests in the system at most: one replica, as in the published 1/30 s run."""
-    plant = Plant(policy, Bounds(max=2), spec=1)
+    plant = Plant(policy, ReplicaBounds(max=2), spec=1)
     for held in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0) * 5:
         plant.run(30, held=held, in_flight=1)
     assert plant.spec == 1

@@ -2,14 +2,14 @@
 
 import pytest
 
-from extproc.autoscaling.time_window import Window
+from extproc.autoscaling.time_window import TimeWindow
 
 
 def seen(*samples, span_s=60.0):
     """A window that saw these."""
-    window = Window()
+    window = TimeWindow()
     for at, value in samples:
-        window = window.seen(at, value, span_s=span_s)
+        window = window.add(at, value, span_s=span_s)
     return window
 
 
@@ -22,15 +22,15 @@ def test_what_is_older_counts_for_nothing():
     """Only the part of a value's time that is within."""
     window = seen((0, 0), (50, 7), (100, 1))
     assert window.mean(100, 60) == pytest.approx((10 * 7 + 50 * 1) / 60)
-    assert window.most(100, 50) == 1
-    assert window.most(100, 60) == 7
-    assert window.least(100, 60) == 1
+    assert window.max(100, 50) == 1
+    assert window.max(100, 60) == 7
+    assert window.min(100, 60) == 1
 
 
 def test_one_value_alone_is_the_mean():
     """There is nothing else; and nothing at all is 0."""
     assert seen((5, 3)).mean(5, 60) == 3
-    assert Window().mean(5, 60) == Window().most(5, 60) == Window().least(5, 60) == 0
+    assert TimeWindow().mean(5, 60) == TimeWindow().max(5, 60) == TimeWindow().min(5, 60) == 0
 
 
 def test_it_keeps_what_the_window_needs():
@@ -43,7 +43,7 @@ def test_it_keeps_what_the_window_needs():
 
 def test_another_clock_shifts_everything():
     """Nothing but the times is different."""
-    window = seen((0, 1), (10, 2)).shifted(100)
+    window = seen((0, 1), (10, 2)).shift_time(100)
     assert window.samples == ((100, 1), (110, 2))
     assert window.begun == 100
-    assert Window().shifted(100) == Window()
+    assert TimeWindow().shift_time(100) == TimeWindow()

@@ -8,7 +8,7 @@ from bench import frontier, limits
 from extproc.cli import simulation_runs
 from extproc.scheduling.costs.estimated_time import EstimatedTime
 from extproc.simulator import profiles
-from extproc.simulator.fleet.sim_request import Work
+from extproc.simulator.fleet.sim_request import RequestSpec
 
 
 def test_the_first_point_is_the_default_and_all_are_the_same_every_time():
@@ -42,19 +42,23 @@ def test_a_point_that_another_one_beats_in_both_is_left_out():
 
 def test_what_a_request_before_had_is_not_computed_again():
     """Two prompts of 40 and 72 tokens with two blocks in common; the last token always is computed."""
-    works = [Work(40, 5, [1, 2, 3]), Work(72, 5, [1, 2, 4, 5]), Work(32, 5, [1, 2])]
+    works = [
+        RequestSpec(40, 5, [1, 2, 3]),
+        RequestSpec(72, 5, [1, 2, 4, 5]),
+        RequestSpec(32, 5, [1, 2]),
+    ]
     assert [left for _, left in limits._once([(work, 0) for work in works])] == [40, 40, 16]
 
 
 def test_answers_of_the_turn_before_are_cached():
     """A second turn of 64 tokens whose first had 16 and an answer of 30."""
-    session = [Work(16, 30, [1]), Work(64, 9, [1, 2, 3, 4])]
+    session = [RequestSpec(16, 30, [1]), RequestSpec(64, 9, [1, 2, 3, 4])]
     assert [left for _, left in limits._once(list(limits._uncached(session)))] == [16, 18]
 
 
 def test_limits_are_those_of_the_fastest_engine_and_of_full_batches():
     """Two engines, 10 ms an iteration, 1 ms a prompt token, 2 ms a sequence, four open at most."""
-    engine = profiles.Profile(
+    engine = profiles.EngineProfile(
         name="x",
         base_s=0.010,
         prefill_s_per_token=0.001,
@@ -62,7 +66,7 @@ def test_limits_are_those_of_the_fastest_engine_and_of_full_batches():
         context_s_per_token=0.0,
         kv_tokens=1000,
     )
-    works = [(Work(100, 11, []), 100), (Work(50, 11, []), 50)]
+    works = [(RequestSpec(100, 11, []), 100), (RequestSpec(50, 11, []), 50)]
     found = limits._bounds([engine, engine], iter(works), most_open=4)
     assert found["ttft_mean_s"] == pytest.approx(0.085)
     assert found["ttft_p99_s"] == pytest.approx(0.11)

@@ -8,7 +8,7 @@ import pytest
 from bench import rig
 from bench.real_vllm import __main__ as command
 from bench.real_vllm import counters, install, replicas, report, tiny, workload
-from extproc.endpoint import Load, Totals
+from extproc.endpoint import EngineCounters, Load
 from extproc.errors import ConfigError
 
 PAGE = Path(__file__).parents[1] / "data" / "vllm-0.32-after-lora-load.txt"
@@ -58,8 +58,10 @@ def test_a_request_names_no_seed():
 
 def test_counters_are_read_by_their_growth():
     """Two replicas: found over looked up, of both together."""
-    before = Load(prefix_queries=100, prefix_hits=50, totals=Totals(finished=1.0))
-    after = Load(prefix_queries=500, prefix_hits=350, totals=Totals(finished=5.0, preemptions=2.0))
+    before = Load(prefix_queries=100, prefix_hits=50, counters=EngineCounters(finished=1.0))
+    after = Load(
+        prefix_queries=500, prefix_hits=350, counters=EngineCounters(finished=5.0, preemptions=2.0)
+    )
     one, idle = counters.moved(before, after), counters.moved(before, before)
     assert one == counters.Moved(400, 300, 4, 2)
     assert counters.hit_ratio([one, idle]) == 0.75

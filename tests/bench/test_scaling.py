@@ -67,7 +67,7 @@ def test_what_two_replicas_cannot_carry_is_refused_in_time(profile):
     for run in runs(profile, "adaptive"):
         assert set(run.failed) <= {"rejected 429", "rejected 503"}
         assert run.failed
-        assert run.refusals.told == sum(run.failed.values())
+        assert run.refusals.rejected == sum(run.failed.values())
         assert run.refusals.latest_s <= budget_s
         assert run.refusals.retry_after_most_s <= budget_s
         assert max(run.ttft_quantiles_s) <= budget_s + 1

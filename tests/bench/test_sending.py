@@ -9,18 +9,18 @@ import pytest
 
 from bench import sending
 from extproc.parsing import first_user_message, surfaces
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from extproc.simulator import prompt
 from extproc.simulator.fleet import workloads
 from extproc.simulator.fleet.length_distributions import Lengths
 
-TURNS = workloads.Conversations(
+TURNS = workloads.ConversationWorkload(
     conversations=12,
     turns=Lengths(mean=4, deviation=1, lowest=2),
     prompt=Lengths(mean=90, deviation=60, lowest=32),
     output=Lengths(mean=40, deviation=30),
 )
-GROUPS = workloads.Shared(
+GROUPS = workloads.SharedPrefix(
     requests=40,
     groups=4,
     prefix=Lengths(mean=150, deviation=40, lowest=40),
@@ -37,7 +37,7 @@ def works(workload):
     """Every request, for adapters where the workload has some, in the order of its session."""
     adapters = workloads.adapters(workload)
     for n, session in enumerate(workloads.sessions(sending.Spelled(workload), random.Random(7))):
-        yield from workloads.adapted(session.works, n % adapters) if adapters else session.works
+        yield from workloads.adapted(session.specs, n % adapters) if adapters else session.specs
 
 
 def shared(one, other):
@@ -66,7 +66,7 @@ def test_the_next_turn_repeats_the_answer():
     texts, repeated = sending.Texts(), 0
     for session in workloads.sessions(TURNS, random.Random(7)):
         said = ""
-        for work in session.works:
+        for work in session.specs:
             text = texts.render(work)
             whole = len(said) // 64 * 64
             assert text[:whole] == said[:whole]
@@ -82,8 +82,8 @@ def test_openings_are_those_a_picker_reads(workload):
     for work in works(workload):
         body = {"model": "m", "prompt": texts.render(work)}
         headers = {":method": "POST", ":path": "/v1/completions"}
-        read = surfaces.parse(RawRequest(headers, msgspec.json.encode(body)))
-        assert first_user_message.of(read)[:100] == work.opening[:100]
+        read = surfaces.parse(HttpRequest(headers, msgspec.json.encode(body)))
+        assert first_user_message.first_user_message(read)[:100] == work.opening[:100]
         assert read.prompt_tokens == work.prompt_tokens
 
 

@@ -12,7 +12,7 @@ from extproc.cli import explain, main
 from extproc.config import factory
 from extproc.config import settings as sections
 from extproc.endpoint import Endpoint
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from extproc.server import admin, admin_access, health
 from extproc.telemetry import counters, decision_log, exposition, pool_metrics
 
@@ -179,30 +179,34 @@ async def nobody(_):
 def server():
     """The pages of a picker with one busy endpoint, on a free port; yields `host:port`."""
     parts = factory.build(sections.Settings())
-    parts.fleet.replace([Endpoint("10.0.0.1:8000", name="one"), Endpoint("10.0.0.2:8000")], 0.0)
-    parts.fleet.pool.members[0].account.open("m", 10, cached_tokens=0, now=0.0)
-    kept = decision_log.Ring(10)
-    raw = RawRequest({":method": "POST", ":path": "/v1/chat/completions"}, BODY.encode())
-    decision = parts.dispatcher.route(raw, 0.5)
+    parts.store.set_endpoints(
+        [Endpoint("10.0.0.1:8000", name="one"), Endpoint("10.0.0.2:8000")], 0.0
+    )
+    parts.store.pool.members[0].account.open("m", 10, cached_tokens=0, now=0.0)
+    kept = decision_log.DecisionLog(10)
+    raw = HttpRequest({":method": "POST", ":path": "/v1/chat/completions"}, BODY.encode())
+    decision = parts.director.route(raw, 0.5)
     kept.add("id/0", decision, 0.2)
     kept.find("id/0").status, kept.find("id/0").seconds = "503", 4.0
     kept.add("id/1", decision, 0.5).status = "200"
 
     async def dry_run(raw):
-        return parts.dispatcher.route(raw, 1.0)
+        return parts.director.route(raw, 1.0)
 
     pages = admin.Pages(
         exposition=exposition.Exposition(
-            counters.Tallies(),
+            counters.ProcessCounters(),
             lambda: {
-                "": pool_metrics.Watched(parts.fleet.pool, lambda _: pool_metrics.Cache(0, 0, None))
+                "": pool_metrics.PoolView(
+                    parts.store.pool, lambda _: pool_metrics.PrefixCacheStats(0, 0, None)
+                )
             },
             clock=lambda: 1.0,
             gauges={},
             about={},
         ),
         readiness=health.Readiness(lambda: True),
-        pools=lambda: {"": parts.fleet.pool},
+        pools=lambda: {"": parts.store.pool},
         dry_run=dry_run,
         decisions=kept,
         clock=lambda: 1.0,

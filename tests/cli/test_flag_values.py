@@ -72,4 +72,4 @@ def test_listed():
 def test_no_whole_number(text):
     """Only digits make a whole number."""
     with pytest.raises(ConfigError):
-        flag_values.whole("--x", text)
+        flag_values.whole_number("--x", text)

@@ -4,7 +4,7 @@ from extproc.cli.main import main
 from extproc.config import factory, loader
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 
 ROLES = ("cost", "filter", "picker", "scorer")
 
@@ -34,8 +34,8 @@ def test_the_configuration_in_a_template_routes(role, tmp_path, capsys):
     config = tmp_path / "extproc.yaml"
     config.write_text(f"apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n{unindented(lines)}")
     parts = factory.build(loader.settings(loader.read(config)))
-    parts.fleet.replace([Endpoint("10.0.0.1:80")], 1.0)
-    outcome = parts.dispatcher.route(RawRequest({":method": "GET", ":path": "/v1/x"}), 2.0)
+    parts.store.set_endpoints([Endpoint("10.0.0.1:80")], 1.0)
+    outcome = parts.director.route(HttpRequest({":method": "GET", ":path": "/v1/x"}), 2.0)
     assert isinstance(outcome, Decision)
     assert outcome.degraded == ""
     assert f"my-{role}" in {plugin.kind for plugin in parts.profile.plugins}

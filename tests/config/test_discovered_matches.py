@@ -8,7 +8,7 @@ from extproc.cli import check_pools
 from extproc.config import discovered_matches, loader
 from extproc.errors import ConfigError
 from extproc.routing import pool_match
-from extproc.routing.pool_match import Claim
+from extproc.routing.pool_match import PoolMatch
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 KEY = "team-a/llama"
@@ -21,7 +21,7 @@ def read(rules):
 
 def granted(rules, key=KEY, **annotations):
     stated = {f"extproc/{kind}": text for kind, text in annotations.items()}
-    return discovered_matches.granted(read(rules).cluster.claims, key, stated)
+    return discovered_matches.grant_match(read(rules).cluster.claims, key, stated)
 
 
 def test_annotations_are_ignored_without_a_rule():
@@ -30,24 +30,24 @@ def test_annotations_are_ignored_without_a_rule():
         refused = granted(rules, models="*")
         assert refused.claim.empty
         assert refused.refused == "model * has no rule in cluster.claims"
-    assert granted("[]") == discovered_matches.Granted()
+    assert granted("[]") == discovered_matches.MatchGrant()
 
 
 @pytest.mark.parametrize(
     ("annotations", "claim"),
     [
-        ({}, Claim()),
-        ({"hosts": " A.example , *.b "}, Claim(hosts=("a.example", "*.b"))),
+        ({}, PoolMatch()),
+        ({"hosts": " A.example , *.b "}, PoolMatch(hosts=("a.example", "*.b"))),
         (
             {"paths": "/a,/b", "models": "m", "headers": "X-Team=a"},
-            Claim(paths=("/a", "/b"), models=("m",), headers={"x-team": "a"}),
+            PoolMatch(paths=("/a", "/b"), models=("m",), headers={"x-team": "a"}),
         ),
-        ({"hosts": ","}, Claim()),
+        ({"hosts": ","}, PoolMatch()),
     ],
 )
 def test_claims_of_annotations_are_read(annotations, claim):
     """Lists with commas; hosts and header names in lower case. A rule of pools alone is trust."""
-    assert granted("[{pools: ['*']}]", **annotations) == discovered_matches.Granted(claim)
+    assert granted("[{pools: ['*']}]", **annotations) == discovered_matches.MatchGrant(claim)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def some(values):
 
 
 CLAIMS = st.builds(
-    Claim, hosts=some(HOSTS), paths=some(PATHS), models=some(MODELS), headers=HEADERS
+    PoolMatch, hosts=some(HOSTS), paths=some(PATHS), models=some(MODELS), headers=HEADERS
 )
 REQUESTS = st.tuples(
     st.sampled_from(["a.x", "b.a.x", "c.b.a.x", "x", "y", "z"]),
@@ -114,7 +114,7 @@ REQUESTS = st.tuples(
 
 def takes(claim, request):
     host, path, model, headers = request
-    if not pool_match.holds(claim, {":authority": host, ":path": path, **headers}):
+    if not pool_match.matches(claim, {":authority": host, ":path": path, **headers}):
         return False
     return not claim.models or pool_match.names(claim, model)
 

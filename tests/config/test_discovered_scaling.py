@@ -22,7 +22,7 @@ def read(rules):
 
 def scaling(rules, key=KEY, **annotations):
     said = {f"extproc/scale-{name}": text for name, text in annotations.items()}
-    return discovered_scaling.scaling(read(rules).autoscaling.found, key, said)
+    return discovered_scaling.scaling(read(rules).autoscaling.discovered_pools, key, said)
 
 
 def test_without_a_rule_nothing_is_scaled():
@@ -187,9 +187,9 @@ def test_rules_without_pools_from_kubernetes_are_refused():
 
 def test_somebody_has_to_hold_the_lease_where_objects_may_be_scaled():
     """Not where the number is only told."""
-    assert pools.scaled(read("[{}]"))
-    assert pools.scaled(read("[{annotations: false, target: {name: '{name}'}}]"))
-    assert not pools.scaled(read("[{annotations: false}]"))
+    assert pools.scales_kubernetes_objects(read("[{}]"))
+    assert pools.scales_kubernetes_objects(read("[{annotations: false, target: {name: '{name}'}}]"))
+    assert not pools.scales_kubernetes_objects(read("[{annotations: false}]"))
 
 
 def test_check_says_what_becomes_of_found_pools(monkeypatch):

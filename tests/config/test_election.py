@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from extproc.config import election
-from extproc.config.pool_schema import Cluster, Kubernetes, Pool, Source
+from extproc.config.pool_schema import ClusterSection, KubernetesSection, PoolSection, PoolSource
 from extproc.config.settings import Settings
-from extproc.election.settings import Settings as Lease
+from extproc.election.settings import ElectionSettings as Lease
 from extproc.errors import ConfigError
 
 INSIDE = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "NAMESPACE": "here"}
@@ -14,13 +14,15 @@ INSIDE = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "NAMESPACE": "here"}
 def planned(*pools, environment=INSIDE, pool=None, **cluster):
     """The plan for some pools."""
     settings = Settings(
-        pool=pool or Source(), pools=pools, cluster=Cluster(leader_election=True, **cluster)
+        pool=pool or PoolSource(),
+        pools=pools,
+        cluster=ClusterSection(leader_election=True, **cluster),
     )
     return election.plan(settings, where="file", environment=environment)
 
 
 def vllm(**more):
-    return Source(name="label", kubernetes=Kubernetes(inference_pool="vllm", **more))
+    return PoolSource(name="label", kubernetes=KubernetesSection(inference_pool="vllm", **more))
 
 
 def test_no_election_unless_asked_for():
@@ -34,15 +36,22 @@ def test_no_election_unless_asked_for():
     [
         ({"pool": vllm()}, "epp-here-vllm.llm-d.ai"),
         ({"pool": vllm(namespace="there")}, "epp-there-vllm.llm-d.ai"),
-        ({"pool": Source(kubernetes=Kubernetes(service="s"))}, "epp-here-s.llm-d.ai"),
+        ({"pool": PoolSource(kubernetes=KubernetesSection(service="s"))}, "epp-here-s.llm-d.ai"),
         (
-            {"pool": Source(name="p", kubernetes=Kubernetes(selector={"a": "b"}, ports=(1,)))},
+            {
+                "pool": PoolSource(
+                    name="p", kubernetes=KubernetesSection(selector={"a": "b"}, ports=(1,))
+                )
+            },
             "epp-here-p.llm-d.ai",
         ),
-        ({"pool": Source(kubernetes=Kubernetes(selector={"a": "b"}))}, "epp-here-pool.llm-d.ai"),
+        (
+            {"pool": PoolSource(kubernetes=KubernetesSection(selector={"a": "b"}))},
+            "epp-here-pool.llm-d.ai",
+        ),
         ({"every_pool": "namespace"}, "epp-here-pools.llm-d.ai"),
         ({"every_pool": "cluster", "pool": vllm()}, "epp-here-pools.llm-d.ai"),
-        ({"pool": Source(name="p", endpoints=("10.0.0.1:1",))}, "epp-here-p.llm-d.ai"),
+        ({"pool": PoolSource(name="p", endpoints=("10.0.0.1:1",))}, "epp-here-p.llm-d.ai"),
         ({"pool": vllm(), "lease": Lease(name="mine")}, "mine"),
     ],
 )
@@ -53,7 +62,10 @@ def test_the_name_of_the_lease(arguments, name):
 
 def test_several_written_pools():
     """They share one Lease."""
-    pools = [Pool(name=name, kubernetes=Kubernetes(inference_pool=name)) for name in ("one", "two")]
+    pools = [
+        PoolSection(name=name, kubernetes=KubernetesSection(inference_pool=name))
+        for name in ("one", "two")
+    ]
     assert planned(*pools).lease.name == "epp-here-pools.llm-d.ai"
     assert planned(pools[0]).lease.name == "epp-here-one.llm-d.ai"
 
@@ -73,7 +85,7 @@ def test_the_way_to_the_api_server_is_that_of_discovery():
 
 def test_without_kubernetes_there_is_no_lease():
     """The error says what to do; a kubeconfig is enough, and so is a pod around."""
-    listed = Source(endpoints=("10.0.0.1:1",))
+    listed = PoolSource(endpoints=("10.0.0.1:1",))
     with pytest.raises(
         ConfigError, match=r"set cluster\.kubeconfig, or leave cluster\.leader_election off"
     ):
@@ -88,7 +100,7 @@ def test_a_name_that_is_none(name):
     with pytest.raises(ConfigError, match=r"cluster\.lease\.name"):
         planned(pool=vllm(), lease=Lease(name=name))
     with pytest.raises(ConfigError, match="name the Lease yourself"):
-        planned(pool=Source(name=name, endpoints=("10.0.0.1:1",)))
+        planned(pool=PoolSource(name=name, endpoints=("10.0.0.1:1",)))
 
 
 @pytest.mark.parametrize(

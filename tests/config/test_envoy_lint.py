@@ -8,12 +8,12 @@ import yaml
 
 from extproc.cli import main
 from extproc.config import envoy_lint, settings
-from extproc.config.flow_control import Holding
+from extproc.config.flow_control import FlowControlSection
 from extproc.errors import ConfigError
 
 ENVOY = Path(__file__).parents[2] / "envoy"
 SHIPPED = sorted(ENVOY.glob("*.yaml"))
-HOLDING = settings.Settings(holding=Holding(enabled=True))
+HOLDING = settings.Settings(flow_control=FlowControlSection(enabled=True))
 
 
 def load(name="original-dst-buffered.yaml"):
@@ -47,7 +47,9 @@ def mutations(tree):
 
 def found(tree, configured=HOLDING):
     return [
-        one for one in envoy_lint.read(tree, configured, where="envoy.yaml") if one.grave != "fine"
+        one
+        for one in envoy_lint.read(tree, configured, where="envoy.yaml")
+        if one.severity != "fine"
     ]
 
 
@@ -111,7 +113,7 @@ def test_what_cuts_is_named(name):
     tree = load()
     change(tree)
     (one,) = [each for each in found(tree) if text in each.text]
-    assert one.grave == "cut"
+    assert one.severity == "cut"
 
 
 WARNINGS = {
@@ -182,7 +184,7 @@ def test_what_may_surprise_is_a_warning(name):
     tree = load()
     change(tree)
     (one,) = [each for each in found(tree) if text in each.text]
-    assert one.grave == "warning"
+    assert one.severity == "warning"
 
 
 def test_early_header_mutation_counts_as_removal():
@@ -224,7 +226,7 @@ def test_without_holding_short_limits_are_fine_or_warnings():
     processor(tree)["message_timeout"] = "120s"
     assert found(tree, settings.Settings()) == []
     processor(tree)["message_timeout"] = "0.2s"
-    assert [one.grave for one in found(tree, settings.Settings())] == ["warning"]
+    assert [one.severity for one in found(tree, settings.Settings())] == ["warning"]
 
 
 def test_the_longest_wait_counts():
@@ -232,8 +234,8 @@ def test_the_longest_wait_counts():
     longest = envoy_lint.longest_hold_s
     assert longest(settings.Settings()) == 0
     assert longest(HOLDING) == 300
-    long = Holding(enabled=True, by_objective={"batch": 5000}, most_timeout_s=4000)
-    assert longest(settings.Settings(holding=long)) == 4000
+    long = FlowControlSection(enabled=True, by_objective={"batch": 5000}, max_timeout_s=4000)
+    assert longest(settings.Settings(flow_control=long)) == 4000
 
 
 @pytest.mark.parametrize(

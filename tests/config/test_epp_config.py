@@ -10,10 +10,10 @@ from extproc.config import factory, lint, loader, profiles
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 
 SAMPLES = sorted((Path(__file__).parent.parent / "data" / "epp").glob("*.yaml"))
-CHAT = RawRequest(
+CHAT = HttpRequest(
     {":method": "POST", ":path": "/v1/chat/completions"},
     b'{"model": "m", "messages": [{"role": "user", "content": "hello"}]}',
 )
@@ -36,7 +36,7 @@ def read(text):
 
 def resolved(text):
     document = loader.parse(text, where="file.yaml")
-    return profiles.resolve(loader.settings(document), where=document.where)
+    return profiles.build_profile(loader.settings(document), where=document.where)
 
 
 def indented(text):
@@ -47,14 +47,14 @@ def indented(text):
 def test_published_configurations_load_and_route(path):
     """Every sample loads as it stands, routes over three endpoints, and is never degraded."""
     # Of the disaggregated one only the decode profile routes, which has to be allowed.
-    allowed = loader.Override(("scheduling", "allow_unsupported"), value=True, flag="--flag")
+    allowed = loader.FlagOverride(("scheduling", "allow_unsupported"), value=True, flag="--flag")
     parts = factory.build(loader.settings(loader.read(path), [allowed]), where=str(path))
     labels = {"llm-d.ai/role": "decode", "zone": "a"}
-    parts.fleet.replace([Endpoint(f"10.0.0.{i}:8000", labels=labels) for i in range(3)], 0.0)
-    outcome = parts.dispatcher.route(CHAT, 1.0)
+    parts.store.set_endpoints([Endpoint(f"10.0.0.{i}:8000", labels=labels) for i in range(3)], 0.0)
+    outcome = parts.director.route(CHAT, 1.0)
     assert isinstance(outcome, Decision)
     assert outcome.degraded == ""
-    parts.dispatcher.complete(parts.dispatcher.commit(outcome, 1.0), 2.0)
+    parts.director.release(parts.director.reserve(outcome, 1.0), 2.0)
 
 
 def test_there_are_samples():
@@ -66,7 +66,7 @@ def test_both_files_have_one_grammar():
     """The same plugins and profiles mean the same in their file and in ours."""
     theirs, _ = read(THEIRS + PROFILE)
     ours, _ = read(OURS + "scheduling:\n" + indented(PROFILE))
-    made = [profiles.resolve(settings, where="x") for settings in (theirs, ours)]
+    made = [profiles.build_profile(settings, where="x") for settings in (theirs, ours)]
     assert made[0] == made[1]
     assert made[0].name == "mine"
     assert [(scorer.kind, weight) for scorer, weight in made[0].scorers] == [("queue-scorer", 0.5)]
@@ -121,7 +121,7 @@ def test_gpu_attributes_name_what_would_measure_them():
     scorer += "algorithm: {type: linear_lower_is_better}}}"
     settings, _ = read(THEIRS + f"plugins: [{scorer}, {{type: max-score-picker}}]\n")
     with pytest.raises(ConfigError) as raised:
-        profiles.resolve(settings, where="x")
+        profiles.build_profile(settings, where="x")
     assert "dcgm-data-source" in str(raised.value)
 
 
@@ -130,7 +130,7 @@ def test_an_old_plugin_name_is_mapped_with_a_warning():
     settings, _ = read(
         THEIRS + "plugins: [{type: precise-prefix-cache-scorer}, {type: max-score-picker}]\n"
     )
-    made = profiles.resolve(settings, where="x")
+    made = profiles.build_profile(settings, where="x")
     assert [scorer.kind for scorer, _ in made.scorers] == ["prefix-cache-scorer"]
     assert any("prefix-cache-scorer" in told for told in lint.advice(settings))
 
@@ -158,7 +158,7 @@ def test_old_filters_keep_their_parameters(text, wanted):
 def test_a_decision_tree_is_a_tree():
     """The gateway's default becomes a tree with the filters it refers to."""
     (sample,) = (path for path in SAMPLES if path.stem == "gateway-decision-tree")
-    profile = profiles.resolve(loader.settings(loader.read(sample)), where="x")
+    profile = profiles.build_profile(loader.settings(loader.read(sample)), where="x")
     (made,) = profile.filters
     rest = "adapter-soft-affinity (then queue-range (then kv-range))"
     other = "queue-range (then adapter-soft-affinity (then kv-range))"
@@ -292,8 +292,8 @@ def test_models_may_have_rules_of_their_own():
         OURS + "scheduling: {strategy: random, models: {m: {strategy: round-robin}}}\n"
     )
     parts = factory.build(settings)
-    parts.fleet.replace([Endpoint("10.0.0.1:8000")], 0.0)
-    other = RawRequest(CHAT.headers, CHAT.body.replace(b'"m"', b'"n"'))
-    assert parts.dispatcher.route(CHAT, 1.0).profile == "round-robin/m"
-    assert parts.dispatcher.route(CHAT, 1.0).picker == "round-robin"
-    assert parts.dispatcher.route(other, 1.0).profile == "random"
+    parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 0.0)
+    other = HttpRequest(CHAT.headers, CHAT.body.replace(b'"m"', b'"n"'))
+    assert parts.director.route(CHAT, 1.0).profile == "round-robin/m"
+    assert parts.director.route(CHAT, 1.0).picker == "round-robin"
+    assert parts.director.route(other, 1.0).profile == "random"

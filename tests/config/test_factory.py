@@ -5,18 +5,18 @@ from extproc.config import settings as sections
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from extproc.scheduling import presets, registry
 from extproc.scheduling.framework import Signal
 
-CHAT = RawRequest(
+CHAT = HttpRequest(
     {":path": "/v1/chat/completions", ":method": "POST", "content-type": "application/json"},
     b'{"model":"m","messages":[{"role":"user","content":"' + b"word " * 400 + b'"}]}',
 )
 
 
 def scheduling(**tree):
-    document = loader.Document(
+    document = loader.ConfigDocument(
         "pool.yaml",
         {"apiVersion": "extproc/v1alpha1", "kind": "ExtProcConfig", **tree},
     )
@@ -27,13 +27,15 @@ def scheduling(**tree):
 def test_every_strategy_resolves(strategy):
     """Each named strategy can be had by its name."""
     settings = scheduling(scheduling={"strategy": strategy})
-    assert profiles.resolve(settings, where="x").name == strategy
+    assert profiles.build_profile(settings, where="x").name == strategy
 
 
 def test_unknown_strategy_names_the_nearest():
     """A mistyped strategy is refused with all names and a guess."""
     with pytest.raises(ConfigError) as raised:
-        profiles.resolve(scheduling(scheduling={"strategy": "round-robbin"}), where="pool.yaml")
+        profiles.build_profile(
+            scheduling(scheduling={"strategy": "round-robbin"}), where="pool.yaml"
+        )
     error = raised.value
     assert error.where == "pool.yaml: scheduling.strategy"
     assert "least-request" in error.wanted
@@ -42,7 +44,7 @@ def test_unknown_strategy_names_the_nearest():
 
 def test_written_profile_is_built_from_the_catalogue():
     """Filters, weighted scorers and the picker stand as written, with their parameters."""
-    profile = profiles.resolve(
+    profile = profiles.build_profile(
         scheduling(
             scheduling={
                 "profile": {
@@ -90,7 +92,7 @@ def test_written_profile_is_built_from_the_catalogue():
 def test_plugin_errors_name_the_path(profile, where, fix):
     """A wrong kind or parameter is refused where it stands."""
     with pytest.raises(ConfigError) as raised:
-        profiles.resolve(scheduling(scheduling={"profile": profile}), where="pool.yaml")
+        profiles.build_profile(scheduling(scheduling={"profile": profile}), where="pool.yaml")
     assert where in raised.value.where
     assert fix in raised.value.fix
 
@@ -105,7 +107,7 @@ def test_plugin_errors_name_the_path(profile, where, fix):
 def test_signal_nobody_provides(tree, plugin, signal):
     """A plugin that would read what nobody writes is refused with its name and the signal."""
     with pytest.raises(ConfigError) as raised:
-        profiles.resolve(scheduling(**tree), where="pool.yaml")
+        profiles.build_profile(scheduling(**tree), where="pool.yaml")
     assert plugin in raised.value.found
     assert signal in raised.value.found
     assert plugin in raised.value.fix
@@ -143,8 +145,8 @@ def test_settings_reach_the_parts():
 def test_built_parts_route():
     """What the factory built takes a request, and as many endpoints as fallbacks ask for."""
     parts = factory.build(scheduling(scheduling={"fallbacks": 1}, seed=1))
-    parts.fleet.replace([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
-    decision = parts.dispatcher.route(CHAT, 0.0)
+    parts.store.set_endpoints([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
+    decision = parts.director.route(CHAT, 0.0)
     assert isinstance(decision, Decision)
     assert len(decision.endpoints) == 2
 
@@ -153,9 +155,9 @@ def test_subset_may_be_ignored():
     """With honour_subset off, an endpoint the hint excludes may still serve."""
     for honour, kept in ((True, False), (False, True)):
         parts = factory.build(scheduling(scheduling={"honour_subset": honour}))
-        parts.fleet.replace([Endpoint("10.0.0.1:8000")], 0.0)
-        raw = RawRequest(CHAT.headers, CHAT.body, subset=("10.9.9.9",))
-        assert isinstance(parts.dispatcher.route(raw, 0.0), Decision) is kept
+        parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 0.0)
+        raw = HttpRequest(CHAT.headers, CHAT.body, subset=("10.9.9.9",))
+        assert isinstance(parts.director.route(raw, 0.0), Decision) is kept
 
 
 def test_same_seed_same_chance():
@@ -170,19 +172,19 @@ def test_gone_endpoint_loses_its_beliefs_before_others_hear():
     parts = factory.build(
         scheduling(), on_gone=lambda gone: heard.append((gone.address, parts.index.blocks_total))
     )
-    parts.fleet.replace([Endpoint("10.0.0.1:8000")], 0.0)
-    decision = parts.dispatcher.route(CHAT, 0.0)
-    parts.dispatcher.commit(decision, 0.0).close(0.0)
+    parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 0.0)
+    decision = parts.director.route(CHAT, 0.0)
+    parts.director.reserve(decision, 0.0).close(0.0)
     assert parts.index.blocks_total
-    parts.fleet.replace([], 1.0)
+    parts.store.set_endpoints([], 1.0)
     assert heard == [("10.0.0.1:8000", 0)]
 
 
 def test_scrape_tls():
     """Plain HTTP has no context; https checks certificates only when asked to."""
-    assert factory.scrape_tls(sections.Scrape()) is None
-    loose = factory.scrape_tls(sections.Scrape(scheme="https"))
-    strict = factory.scrape_tls(sections.Scrape(scheme="https", verify_tls=True))
+    assert factory.scrape_tls(sections.ScrapeSection()) is None
+    loose = factory.scrape_tls(sections.ScrapeSection(scheme="https"))
+    strict = factory.scrape_tls(sections.ScrapeSection(scheme="https", verify_tls=True))
     assert not loose.check_hostname
     assert strict.check_hostname
 
@@ -199,6 +201,6 @@ def test_scrape_tls():
 def test_models_are_asked_for_and_read_as_configured(tree, rejects, splits, interval_s):
     """What becomes of unknown models and of names, and how often engines are asked."""
     parts = factory.build(scheduling(**tree))
-    settings = parts.dispatcher.routing.settings
+    settings = parts.director.routing.settings
     assert (settings.reject_unlisted, settings.kubeai_names) == (rejects, splits)
     assert parts.scraping.models.interval_s == interval_s

@@ -8,7 +8,7 @@ import pytest
 from extproc.config import loader, profiles, scheduling_schema
 from extproc.config import settings as sections
 from extproc.errors import ConfigError
-from extproc.scheduling.plugin_guard import Counts, Guarded, Guards
+from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, PluginCounters
 
 OWN = """
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def resolve(params, **more):
     """The one filter of a profile with a tree of these parameters."""
-    keep = scheduling_schema.Plugin(kind="tree", params=params)
-    scheduling = scheduling_schema.Scheduling(
+    keep = scheduling_schema.PluginEntry(kind="tree", params=params)
+    scheduling = scheduling_schema.SchedulingSection(
         profile=scheduling_schema.ProfileEntry(filters=(keep,)),
         plugin_files=tuple(more.pop("plugin_files", ())),
     )
     settings = sections.Settings(scheduling=scheduling)
-    return profiles.resolve(settings, where="extproc.yaml", **more).filters[0]
+    return profiles.build_profile(settings, where="extproc.yaml", **more).filters[0]
 
 
 def refused(params):
@@ -96,9 +96,9 @@ def test_a_plugin_of_others_in_a_node_is_guarded(tmp_path):
     tree = resolve(
         {"root": {"kind": "kv-range", "on_success": {"kind": "own"}}},
         plugin_files=[str(path)],
-        guards=Guards(stopwatch=lambda: 0.0, counts=Counts()),
+        guards=GuardFactory(stopwatch=lambda: 0.0, counts=PluginCounters()),
     )
-    assert isinstance(tree.root.on_success.filter, Guarded)
+    assert isinstance(tree.root.on_success.filter, GuardedPlugin)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_documented_tree_is_read():
     blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     text = next(block for block in blocks if "kind: tree" in block)
     settings = loader.settings(loader.parse(text, where="scheduling.md"))
-    tree = profiles.resolve(settings, where="scheduling.md").filters[0]
+    tree = profiles.build_profile(settings, where="scheduling.md").filters[0]
     assert repr(tree.root) == (
         "adapter-active (yes queue-range (then kv-range), "
         "no can-accept-adapter (then queue-range (then kv-range)))"

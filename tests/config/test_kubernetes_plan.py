@@ -32,11 +32,11 @@ pools:
 """,
         NAMESPACE="here",
     )
-    assert found.watching == watching.Settings(
+    assert found.watching == watching.KubernetesSettings(
         sources=[
             watching.InferencePoolRef("y", "x"),
-            watching.Selector("here", {"l": "v"}, (80,), "b"),
-            watching.Service("here", "s", "http"),
+            watching.PodSelector("here", {"l": "v"}, (80,), "b"),
+            watching.ServiceRef("here", "s", "http"),
         ],
         kubeconfig="k",
         context="c",
@@ -57,7 +57,7 @@ pools:
 def test_all_pools_of_a_place(text, namespace):
     """Of the cluster, of the own namespace, or of another."""
     found = plan(text, NAMESPACE="here")
-    assert found.watching.sources == [watching.Everything(namespace)]
+    assert found.watching.sources == [watching.AllPools(namespace)]
     assert found.pools == {}
 
 

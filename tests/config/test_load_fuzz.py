@@ -55,7 +55,7 @@ def test_any_tree_is_settings_or_a_config_error(tree):
     """Whatever a file holds, it is a configuration or a declared error."""
     head = {"apiVersion": "extproc/v1alpha1", "kind": "ExtProcConfig"}
     with contextlib.suppress(ConfigError):
-        factory.build(loader.settings(loader.Document("f", {**tree, **head})))
+        factory.build(loader.settings(loader.ConfigDocument("f", {**tree, **head})))
 
 
 @settings(max_examples=examples(100), deadline=None)

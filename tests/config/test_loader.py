@@ -204,14 +204,14 @@ def test_flow_mapping_that_is_no_json_is_yaml():
 
 def test_override_beats_file():
     """A flag wins over the file, and leaves the rest of its section alone."""
-    override = loader.Override(("server", "grpc_port"), 1, "--grpc-port")
+    override = loader.FlagOverride(("server", "grpc_port"), 1, "--grpc-port")
     read = settings("server: {grpc_port: 2, metrics_port: 3}", override)
     assert (read.server.grpc_port, read.server.metrics_port) == (1, 3)
 
 
 def test_override_error_names_the_flag():
     """What a flag got wrong is not blamed on the file."""
-    override = loader.Override(("server", "grpc_port"), 70000, "--grpc-port")
+    override = loader.FlagOverride(("server", "grpc_port"), 70000, "--grpc-port")
     with pytest.raises(ConfigError) as raised:
         settings("", override)
     assert raised.value.where == "--grpc-port: server.grpc_port"

@@ -7,11 +7,11 @@ from extproc.config import factory, loader, plugin_loader, profiles, scheduling_
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from extproc.scheduling import plugin_guard
-from extproc.scheduling.plugin_guard import Counts, Guarded, Guards
+from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, PluginCounters
 
-CHAT = RawRequest(
+CHAT = HttpRequest(
     {":path": "/v1/chat/completions", ":method": "POST", "content-type": "application/json"},
     b'{"model":"m","messages":[{"role":"user","content":"hello"}]}',
 )
@@ -52,7 +52,7 @@ def brought(path):
 
 
 def scheduling(*paths, **more):
-    return scheduling_schema.Scheduling(plugin_files=tuple(map(str, paths)), **more)
+    return scheduling_schema.SchedulingSection(plugin_files=tuple(map(str, paths)), **more)
 
 
 def refused(path):
@@ -95,13 +95,13 @@ class Worth(msgspec.Struct, frozen=True):
     assert "worth" in tables.costs
     assert "both" not in tables.scorers
     assert tables.scorers["in-flight"].__module__.startswith("extproc.")
-    assert set(tables.outsiders.values()) == {str(path)}
+    assert set(tables.external.values()) == {str(path)}
 
 
 def test_no_files_are_the_built_in_tables():
     """Without plugins of others there are the kinds of the catalogue."""
-    made = plugin_loader.tables(scheduling_schema.Scheduling(), where="x")
-    assert made.outsiders == {}
+    made = plugin_loader.tables(scheduling_schema.SchedulingSection(), where="x")
+    assert made.external == {}
     assert "queue-depth" in made.scorers
 
 
@@ -128,7 +128,7 @@ def test_a_file_runs_once_for_each_content(write):
     (first,) = brought(path).classes
     settings = configured(path, PROFILE % 1)
     parts = factory.build(settings)
-    profiles.resolve(settings, where="x", guards=parts.guards)
+    profiles.build_profile(settings, where="x", guards=parts.guards)
     assert brought(path).classes == (first,)
     assert path.with_name("runs").read_text() == "x"
     write(COUNTING + SCORER + "# changed")
@@ -266,8 +266,8 @@ def package(tmp_path, monkeypatch):
 def test_entry_points_bring_plugins(package, value):
     """An installed package names a module or a class."""
     package(SCORER, value)
-    tables = plugin_loader.tables(scheduling_schema.Scheduling(), where="x")
-    assert tables.outsiders[tables.scorers["last"]] == "entry point wise of fleetwise"
+    tables = plugin_loader.tables(scheduling_schema.SchedulingSection(), where="x")
+    assert tables.external[tables.scorers["last"]] == "entry point wise of fleetwise"
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_broken_entry_points(package, body, value, found):
     """The error names the entry point and its package."""
     package(body, value)
     with pytest.raises(ConfigError) as raised:
-        plugin_loader.tables(scheduling_schema.Scheduling(), where="x")
+        plugin_loader.tables(scheduling_schema.SchedulingSection(), where="x")
     assert raised.value.where == "entry point wise of fleetwise"
     assert raised.value.found == found
 
@@ -302,16 +302,16 @@ PROFILE = "{plugin_files: [mine.py], profile: {scorers: [{kind: last, params: {p
 def test_a_file_is_looked_for_beside_the_configuration(write):
     """The path is relative to the configuration file, and the plugin routes."""
     settings = configured(write(SCORER), PROFILE % 2)
-    counts = Counts()
-    parts = factory.build(settings, guards=Guards(lambda: 0.0, counts))
-    parts.fleet.replace([Endpoint("10.0.0.1:80"), Endpoint("10.0.0.2:80")], 1.0)
-    outcome = parts.dispatcher.route(CHAT, 2.0)
+    counts = PluginCounters()
+    parts = factory.build(settings, guards=GuardFactory(lambda: 0.0, counts))
+    parts.store.set_endpoints([Endpoint("10.0.0.1:80"), Endpoint("10.0.0.2:80")], 1.0)
+    outcome = parts.director.route(CHAT, 2.0)
     assert isinstance(outcome, Decision)
     assert (outcome.endpoints[0].address, outcome.degraded) == ("10.0.0.2:80", "")
-    parts.dispatcher.commit(outcome, 2.0)
+    parts.director.reserve(outcome, 2.0)
     assert not counts.exceptions
     ((guarded, _),) = parts.profile.scorers
-    assert isinstance(guarded, Guarded)
+    assert isinstance(guarded, GuardedPlugin)
     assert guarded.plugin.power == 2
     assert guarded._guards.limits.budget_s == 0.002
 
@@ -320,25 +320,25 @@ def test_a_changed_file_routes_after_a_reload(write):
     """A new profile has the new code, and counts go on where they were."""
     path = write(SCORER)
     settings = configured(path, PROFILE % 1)
-    counts = Counts()
-    parts = factory.build(settings, guards=Guards(lambda: 0.0, counts))
-    parts.fleet.replace([Endpoint("10.0.0.1:80"), Endpoint("10.0.0.2:80")], 1.0)
+    counts = PluginCounters()
+    parts = factory.build(settings, guards=GuardFactory(lambda: 0.0, counts))
+    parts.store.set_endpoints([Endpoint("10.0.0.1:80"), Endpoint("10.0.0.2:80")], 1.0)
     write(SCORER.replace("max(", "min("))
-    assert parts.dispatcher.route(CHAT, 2.0).endpoints[0].address == "10.0.0.2:80"
-    profile = profiles.resolve(settings, where="x", guards=parts.guards)
-    parts.dispatcher.adopt(factory.routing(settings, profile, {}))
-    assert parts.dispatcher.route(CHAT, 3.0).endpoints[0].address == "10.0.0.1:80"
+    assert parts.director.route(CHAT, 2.0).endpoints[0].address == "10.0.0.2:80"
+    profile = profiles.build_profile(settings, where="x", guards=parts.guards)
+    parts.director.reconfigure(factory.routing(settings, profile, {}))
+    assert parts.director.route(CHAT, 3.0).endpoints[0].address == "10.0.0.1:80"
     write(SCORER.replace("return [", "return 1 / 0, ["))
-    profile = profiles.resolve(settings, where="x", guards=parts.guards)
-    parts.dispatcher.adopt(factory.routing(settings, profile, {}))
-    assert parts.dispatcher.route(CHAT, 4.0).degraded == "scorer last raised ZeroDivisionError"
+    profile = profiles.build_profile(settings, where="x", guards=parts.guards)
+    parts.director.reconfigure(factory.routing(settings, profile, {}))
+    assert parts.director.route(CHAT, 4.0).degraded == "scorer last raised ZeroDivisionError"
     assert counts.exceptions == {("scorer", "last"): 1}
 
 
 def test_a_profile_that_is_only_looked_at_is_bare(write):
     """`extproc check` sees the plugin itself with its parameters."""
     settings = configured(write(SCORER), PROFILE % 3)
-    ((plugin, _),) = profiles.resolve(settings, where="x").scorers
+    ((plugin, _),) = profiles.build_profile(settings, where="x").scorers
     assert plugin.power == 3
 
 
@@ -346,7 +346,7 @@ def test_built_in_plugins_are_never_guarded(write):
     """They cost nothing more for a guard they do not need."""
     tree = "{plugin_files: [mine.py], profile: {scorers: [{kind: in-flight}]}}"
     parts = factory.build(configured(write(SCORER), tree))
-    assert not any(isinstance(plugin, Guarded) for plugin in parts.profile.plugins)
+    assert not any(isinstance(plugin, GuardedPlugin) for plugin in parts.profile.plugins)
 
 
 def test_the_budget_is_a_setting(write):
@@ -354,15 +354,15 @@ def test_the_budget_is_a_setting(write):
     made = plugin_loader.tables(
         scheduling(write(SCORER), plugin_budget_ms=5.0),
         where="x",
-        guards=Guards(lambda: 0.0, Counts()),
+        guards=GuardFactory(lambda: 0.0, PluginCounters()),
     )
-    assert made.guards.limits == plugin_guard.Limits(budget_s=0.005)
+    assert made.guards.limits == plugin_guard.GuardLimits(budget_s=0.005)
 
 
 def test_parameters_are_as_strict_as_built_in_ones(write):
     """A wrong parameter of a plugin of others names its place."""
     with pytest.raises(ConfigError, match=r"params\.power: expected a number"):
-        profiles.resolve(configured(write(SCORER), PROFILE % "much"), where="x")
+        profiles.build_profile(configured(write(SCORER), PROFILE % "much"), where="x")
 
 
 NEEDY = SCORER.replace(
@@ -375,10 +375,10 @@ def test_needs_may_depend_on_parameters(write):
     """A property is as good as a class variable, and is held against what is provided."""
     answer = "frozenset({Signal.PREFIX} if self.power > 1 else ())"
     path = write(NEEDY.replace("ANSWER", answer))
-    profiles.resolve(configured(path, PROFILE % 1), where="x")
+    profiles.build_profile(configured(path, PROFILE % 1), where="x")
     tree = (PROFILE % 2) + "\nprefix: {capacity_blocks: 0}"
     with pytest.raises(ConfigError, match="nobody who provides prefix, which last needs"):
-        profiles.resolve(configured(path, tree), where="x")
+        profiles.build_profile(configured(path, tree), where="x")
 
 
 @pytest.mark.parametrize("answer", ["['prefix']", "None", "1 / 0"])
@@ -386,13 +386,13 @@ def test_needs_that_are_none(write, answer):
     """A property that answers anything else is a configuration error."""
     path = write(NEEDY.replace("ANSWER", answer))
     with pytest.raises(ConfigError, match=r"profile\.scorers\[0\]\.params"):
-        profiles.resolve(configured(path, PROFILE % 1), where="x")
+        profiles.build_profile(configured(path, PROFILE % 1), where="x")
 
 
 def test_a_check_of_its_own_that_breaks(write):
     """Whatever a plugin raises while it is made is a configuration error."""
     body = SCORER + "\n    def __post_init__(self):\n        raise KeyError('power')\n"
     with pytest.raises(ConfigError) as raised:
-        profiles.resolve(configured(write(body), PROFILE % 1), where="x")
+        profiles.build_profile(configured(write(body), PROFILE % 1), where="x")
     assert raised.value.where == "x: scheduling.profile.scorers[0].params"
     assert raised.value.found == "KeyError: 'power'"

@@ -12,8 +12,8 @@ from extproc.decision import Decision
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
 from extproc.pool import inference_policy
-from extproc.pool.inference_policy import Policy, Rule, Target
-from extproc.request import RawRequest
+from extproc.pool.inference_policy import InferencePolicy, RewriteRule, TargetModel
+from extproc.request import HttpRequest
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 POOL = """
@@ -32,30 +32,30 @@ def settings(text: str) -> sections.Settings:
     return loader.settings(loader.parse(HEAD + text, where="pool.yaml"))
 
 
-def decision(parts: factory.Parts, model: str) -> Decision:
+def decision(parts: factory.PoolParts, model: str) -> Decision:
     body = json.dumps({"model": model, "prompt": "x"}).encode()
     headers = {":method": "POST", ":path": "/v1/completions", OBJECTIVE: "gold"}
-    outcome = parts.dispatcher.route(RawRequest(headers, body), 1.0)
+    outcome = parts.director.route(HttpRequest(headers, body), 1.0)
     assert isinstance(outcome, Decision)
     return outcome
 
 
-def built(text: str) -> factory.Parts:
+def built(text: str) -> factory.PoolParts:
     parts = factory.build(settings(text))
-    parts.fleet.replace([Endpoint("10.0.0.1:8000")], 0.0)
+    parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 0.0)
     return parts
 
 
 def test_the_sections_become_a_policy():
     """As they are written, and in that order."""
-    assert built(POOL).dispatcher.routing.policy == Policy(
+    assert built(POOL).director.routing.policy == InferencePolicy(
         {"gold": 10, "batch": -1},
         (
-            Rule(("big", "large"), (Target("big-v1", 90), Target("big-v2", 10))),
-            Rule((), (Target("small"),)),
+            RewriteRule(("big", "large"), (TargetModel("big-v1", 90), TargetModel("big-v2", 10))),
+            RewriteRule((), (TargetModel("small"),)),
         ),
     )
-    assert built("pool: {}").dispatcher.routing.policy is inference_policy.NONE
+    assert built("pool: {}").director.routing.policy is inference_policy.EMPTY_POLICY
 
 
 def test_requests_are_routed_by_it():
@@ -71,9 +71,11 @@ def test_every_pool_has_its_own():
         "- {name: a, endpoints: ['10.0.0.1:1'], objectives: {gold: 1}}\n"
         "- {name: b, endpoints: ['10.0.0.2:1'], rewrites: [{targets: [{model: m}]}]}\n"
     )
-    first, second = (factory.build(one.settings) for one in pools.planned(configured))
-    assert first.dispatcher.routing.policy == Policy({"gold": 1})
-    assert second.dispatcher.routing.policy == Policy(rules=(Rule((), (Target("m"),)),))
+    first, second = (factory.build(one.settings) for one in pools.pool_plans(configured))
+    assert first.director.routing.policy == InferencePolicy({"gold": 1})
+    assert second.director.routing.policy == InferencePolicy(
+        rules=(RewriteRule((), (TargetModel("m"),)),)
+    )
 
 
 def test_it_changes_without_a_restart():
@@ -81,7 +83,7 @@ def test_it_changes_without_a_restart():
     parts = built(POOL)
     wanted = settings(POOL.replace("small", "tiny").replace("gold: 10", "gold: 3"))
     routing, _ = factory.reroute(wanted, where="pool.yaml", guards=parts.guards)
-    parts.dispatcher.adopt(routing)
+    parts.director.reconfigure(routing)
     made = decision(parts, "other")
     assert (made.request.priority, made.model_rewrite) == (3, "tiny")
     assert list(reloading.pending(settings(POOL), wanted)) == []

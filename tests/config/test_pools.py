@@ -4,7 +4,7 @@ import pytest
 
 from extproc.config import loader, pools
 from extproc.errors import ConfigError
-from extproc.routing.pool_match import Claim
+from extproc.routing.pool_match import PoolMatch
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 
@@ -15,9 +15,9 @@ def read(text):
 
 def test_one_pool_takes_all_requests():
     """Without `pools` the section `pool` is the only one, by its name or none."""
-    (one,) = pools.planned(read("pool: {name: p, endpoints: ['10.0.0.1:80']}"))
-    assert (one.name, one.claim) == ("p", Claim())
-    assert pools.planned(read(""))[0].name == ""
+    (one,) = pools.pool_plans(read("pool: {name: p, endpoints: ['10.0.0.1:80']}"))
+    assert (one.name, one.claim) == ("p", PoolMatch())
+    assert pools.pool_plans(read(""))[0].name == ""
 
 
 def test_pools_are_planned_as_if_each_were_the_only_one():
@@ -32,8 +32,8 @@ pools:
   kubernetes: {selector: {app: vllm}, ports: [8000, 8001], namespace: x}
   scheduling: {strategy: random}
 """)
-    a, b = pools.planned(settings)
-    assert a.claim == Claim(hosts=("a.example",), models=("llama-*",))
+    a, b = pools.pool_plans(settings)
+    assert a.claim == PoolMatch(hosts=("a.example",), models=("llama-*",))
     assert a.settings.pool.endpoints == ("10.0.0.1:80",)
     assert a.settings.pools == ()
     assert a.settings.scheduling.strategy == "lmetric"
@@ -44,10 +44,10 @@ pools:
 
 def test_kubernetes_may_bring_all_pools():
     """`every_pool` plans none in advance, beside a pool that is written out one."""
-    assert pools.planned(read("cluster: {every_pool: cluster}")) == ()
+    assert pools.pool_plans(read("cluster: {every_pool: cluster}")) == ()
     both = read("cluster: {every_pool: namespace}\npool: {endpoints: ['10.0.0.1:80']}")
-    assert len(pools.planned(both)) == 1
-    brought = pools.brought(both, "x/y", Claim(hosts=("h",)))
+    assert len(pools.pool_plans(both)) == 1
+    brought = pools.discovered_pool_plan(both, "x/y", PoolMatch(hosts=("h",)))
     assert (brought.name, brought.claim.hosts) == ("x/y", ("h",))
     assert brought.settings.pool.name == "x/y"
     assert not brought.settings.pool.endpoints

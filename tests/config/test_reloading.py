@@ -8,7 +8,7 @@ from msgspec import inspect
 
 from extproc.config import loader, reloading
 from extproc.config import settings as sections
-from extproc.config.pool_schema import Pool
+from extproc.config.pool_schema import PoolSection
 from extproc.config.settings import Settings
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
@@ -70,9 +70,9 @@ def every_field():
     for path, changed in leaves(Settings, started, ()):
         if path[0] not in {*FIXED, "pools"}:
             yield ".".join(path), path[:2], started, changed
-    pool = Pool(name="a", endpoints=("10.0.0.1:8000",))
+    pool = PoolSection(name="a", endpoints=("10.0.0.1:8000",))
     several = Settings(pools=(pool,))
-    for path, changed in leaves(Pool, pool, ()):
+    for path, changed in leaves(PoolSection, pool, ()):
         if path != ("name",):
             told = "pools[a]." + ".".join(path)
             yield told, ("pools", path[0]), several, Settings(pools=(changed,))
@@ -86,11 +86,11 @@ def test_every_section_and_field_has_its_place():
     missing, both = [], []
     for field in msgspec.structs.fields(Settings):
         value = getattr(Settings(), field.name)
-        kind = Pool if field.name == "pools" else type(value)
+        kind = PoolSection if field.name == "pools" else type(value)
         if field.name != "pools" and not isinstance(value, msgspec.Struct):
             listed = [(field.name, ROWS[""])]
         else:
-            row = ROWS.get(field.name, reloading.Row(field.name))
+            row = ROWS.get(field.name, reloading.ReloadRow(field.name))
             listed = [(one.name, row) for one in msgspec.structs.fields(kind)]
             assert {*row.live, *row.restart} <= {one.name for one in msgspec.structs.fields(kind)}
         for name, row in listed:
@@ -119,7 +119,7 @@ def test_every_field_is_live_or_waits_for_a_restart(told, place, started, wanted
 
 def row_kind(section):
     if section == "pools":
-        return Pool
+        return PoolSection
     return type(getattr(Settings(), section)) if section else Settings
 
 

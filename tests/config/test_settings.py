@@ -54,32 +54,33 @@ def test_sections_are_strict_and_frozen(section):
 )
 def test_grpc_address(host, address):
     """No host means every address of both families; IPv6 stands in brackets."""
-    assert sections.Server(host=host).grpc_address(1) == address
+    assert sections.ServerSection(host=host).grpc_address(1) == address
 
 
-ENDPOINTS = pool_schema.Source(endpoints=("10.0.0.1:8000",))
+ENDPOINTS = pool_schema.PoolSource(endpoints=("10.0.0.1:8000",))
 
 ADVISED = {
     "xds without fallbacks": (
-        sections.Settings(pool=ENDPOINTS, xds=sections.Xds(enabled=True)),
+        sections.Settings(pool=ENDPOINTS, xds=sections.XdsSection(enabled=True)),
         "scheduling.fallbacks",
     ),
     "no endpoints": (sections.Settings(), "503"),
     "stale while idle": (
-        sections.Settings(pool=ENDPOINTS, scrape=sections.Scrape(stale_after_s=2)),
+        sections.Settings(pool=ENDPOINTS, scrape=sections.ScrapeSection(stale_after_s=2)),
         "stale_after_s",
     ),
     "busy slower than idle": (
-        sections.Settings(pool=ENDPOINTS, scrape=sections.Scrape(busy_interval_s=3)),
+        sections.Settings(pool=ENDPOINTS, scrape=sections.ScrapeSection(busy_interval_s=3)),
         "busy_interval_s",
     ),
     "message below body": (
-        sections.Settings(pool=ENDPOINTS, limits=sections.Limits(max_message_bytes=1)),
+        sections.Settings(pool=ENDPOINTS, limits=sections.LimitsSection(max_message_bytes=1)),
         "max_message_bytes",
     ),
     "share without feedback": (
         sections.Settings(
-            pool=ENDPOINTS, answers=sections.Answers(feedback=False, stream_share=0.5)
+            pool=ENDPOINTS,
+            responses=sections.ResponsesSection(feedback=False, stream_sample_ratio=0.5),
         ),
         "stream_share",
     ),
@@ -87,15 +88,15 @@ ADVISED = {
     "seed": (sections.Settings(pool=ENDPOINTS, seed=1), "seed"),
     "subset ignored": (
         sections.Settings(
-            pool=ENDPOINTS, scheduling=scheduling_schema.Scheduling(honour_subset=False)
+            pool=ENDPOINTS, scheduling=scheduling_schema.SchedulingSection(respect_subset=False)
         ),
         "honour_subset",
     ),
     "reject without lists": (
         sections.Settings(
             pool=ENDPOINTS,
-            scrape=sections.Scrape(models=False),
-            scheduling=scheduling_schema.Scheduling(unknown_model="reject"),
+            scrape=sections.ScrapeSection(models=False),
+            scheduling=scheduling_schema.SchedulingSection(unknown_model="reject"),
         ),
         "unknown_model",
     ),

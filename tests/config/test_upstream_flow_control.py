@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.config import lint, loader
-from extproc.config.flow_control import Holding
+from extproc.config.flow_control import FlowControlSection
 from extproc.errors import ConfigError
 
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
@@ -15,24 +15,26 @@ GATE = "featureGates: [flowControl]\n"
 def read(text):
     """What a file with the gate means for waiting, and its warnings."""
     document = loader.parse(HEAD + text, where="f.yaml")
-    endpoints = loader.Override(("pool", "endpoints"), value=["10.0.0.1:8000"], flag="--endpoints")
+    endpoints = loader.FlagOverride(
+        ("pool", "endpoints"), value=["10.0.0.1:8000"], flag="--endpoints"
+    )
     settings = loader.settings(document, [endpoints])
-    return settings.holding, [*document.warnings, *lint.advice(settings)]
+    return settings.flow_control, [*document.warnings, *lint.advice(settings)]
 
 
 def test_without_the_gate_nothing_waits():
     """Upstream ignores the section then; a warning says so."""
     holding, warnings = read("flowControl: {maxRequests: 5}\n")
-    assert holding == Holding()
+    assert holding == FlowControlSection()
     assert len(warnings) == 1
     assert "write featureGates: [flowControl]" in warnings[0]
-    assert read("featureGates: [dataLayer]\n") == (Holding(), [])
+    assert read("featureGates: [dataLayer]\n") == (FlowControlSection(), [])
 
 
 def test_the_gate_alone_holds_with_the_policies_of_upstream():
     """One flow per priority by arrival, and as long as Envoy lets a request wait."""
     holding, warnings = read(GATE)
-    assert holding == Holding(
+    assert holding == FlowControlSection(
         enabled=True, timeout_s=3600.0, empty_timeout_s=3600.0, fairness="none", order="fcfs"
     )
     assert warnings == []
@@ -129,4 +131,4 @@ def test_what_upstream_refuses_is_refused_here(section, place):
 def test_quantities_are_those_of_kubernetes(text, number):
     """Suffixes of both kinds, exponents and thousandths, rounded up; 0 is no bound."""
     holding, _ = read(f"{GATE}flowControl: {{maxBytes: {text}}}\n")
-    assert holding.max_bytes == (Holding().max_bytes if number is None else number)
+    assert holding.max_bytes == (FlowControlSection().max_bytes if number is None else number)

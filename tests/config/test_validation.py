@@ -23,7 +23,7 @@ class House(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def convert(tree):
-    return validation.convert(tree, House, where="h")
+    return validation.to_struct(tree, House, where="h")
 
 
 def test_a_tag_says_which_struct_it_is():

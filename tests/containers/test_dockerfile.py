@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from extproc.config.settings import Server
+from extproc.config.settings import ServerSection
 from tests.containers import dockerfile
 from tests.manifests import parts, tools
 
@@ -51,7 +51,7 @@ def test_the_command_is_one_that_the_program_takes():
 
 def test_ports_are_those_it_listens_on():
     """EXPOSE says what the defaults are."""
-    server = Server()
+    server = ServerSection()
     wanted = {server.grpc_port, server.grpc_health_port, server.metrics_port}
     assert {int(one) for one in dockerfile.last("EXPOSE").words} == wanted
 

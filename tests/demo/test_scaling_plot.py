@@ -8,10 +8,10 @@ ROWS = [(0.0, 0.0, 0, 0), (1.0, 2.0, 2, 0), (2.0, 8.0, 2, 2), (3.0, 0.0, 0, 0)]
 
 
 def chart():
-    made = scaling_plot.Chart()
+    made = scaling_plot.ScalingPlot()
     for at_s, depth, asked, available in ROWS:
         made.add(
-            scaling_plot.Row(
+            scaling_plot.HistoryRow(
                 at_s=at_s,
                 depth=depth,
                 mean_depth=depth,
@@ -25,25 +25,25 @@ def chart():
 
 def test_the_charts_are_lines_of_text():
     """Four titles with their highest values, and a bar for every look."""
-    text = scaling_plot.told(chart())
+    text = scaling_plot.as_text(chart())
     assert text.startswith("3 s")
     assert "queue depth per replica, up to 8\n  | ▂█ |" in text
     assert "replicas that answer, up to 2\n  |  █ |" in text
-    assert scaling_plot.told(scaling_plot.Chart()) == "nothing was seen"
+    assert scaling_plot.as_text(scaling_plot.ScalingPlot()) == "nothing was seen"
 
 
 def test_the_charts_are_drawn(tmp_path):
     """A file where matplotlib is; a folder that cannot be made is said."""
     path = tmp_path / "new" / "charts.png"
-    assert scaling_plot.written(chart(), path) == f"The plot: {path}"
+    assert scaling_plot.save_plot(chart(), path) == f"The plot: {path}"
     assert path.read_bytes().startswith(b"\x89PNG")
     (tmp_path / "file").write_text("")
-    assert "could not be written" in scaling_plot.written(chart(), tmp_path / "file" / "x.png")
+    assert "could not be written" in scaling_plot.save_plot(chart(), tmp_path / "file" / "x.png")
 
 
 def test_without_matplotlib_there_is_a_hint(tmp_path, monkeypatch):
     """And no file."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    told = scaling_plot.written(chart(), tmp_path / "charts.png")
+    told = scaling_plot.save_plot(chart(), tmp_path / "charts.png")
     assert told == "For a plot: pip install 'extproc-epp[plots]'"
     assert not list(tmp_path.iterdir())

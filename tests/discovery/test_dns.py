@@ -20,7 +20,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 def resolve(*names):
     with asyncio.Runner(loop_factory=Loop) as runner:
-        return runner.run(dns.Resolver(timeout_s=0.05).resolve(names))
+        return runner.run(dns.DnsResolver(timeout_s=0.05).resolve(names))
 
 
 def test_a_and_aaaa_answers_are_taken():
@@ -31,7 +31,7 @@ def test_a_and_aaaa_answers_are_taken():
 def test_addresses_of_a_name_are_counted():
     """Of a huge answer the same addresses are taken every time, however it is rotated."""
     with asyncio.Runner(loop_factory=Loop) as runner:
-        resolver = dns.Resolver()
+        resolver = dns.DnsResolver()
         first = runner.run(resolver.resolve(["many.example"]))
         second = runner.run(resolver.resolve(["many.example"]))
     assert first == second
@@ -47,5 +47,5 @@ def test_a_name_that_fails_or_hangs_harms_no_other():
 
 def test_the_system_resolver_knows_localhost():
     """The real resolver is asked in the real way."""
-    answers = asyncio.run(dns.Resolver().resolve(["localhost"]))
+    answers = asyncio.run(dns.DnsResolver().resolve(["localhost"]))
     assert set(answers["localhost"]) & {"127.0.0.1", "::1"}

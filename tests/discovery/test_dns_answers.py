@@ -25,7 +25,7 @@ def test_literals_need_no_answer():
 
 def test_a_name_gives_one_endpoint_per_address():
     """Answers are sorted by number, IPv4 first, whatever order the resolver chose."""
-    listed = (endpoint_list.Entry("engines", 8000, name="e", labels={"zone": "a"}),)
+    listed = (endpoint_list.EndpointListEntry("engines", 8000, name="e", labels={"zone": "a"}),)
     fresh = {"engines": ("fd00::2", "10.0.0.10", "10.0.0.9", "10.0.0.9")}
     assert dns_answers.merge(listed, fresh, last={}).endpoints == (
         Endpoint("10.0.0.9:8000", name="e@10.0.0.9", labels={"zone": "a"}),
@@ -100,7 +100,7 @@ def test_endpoints_of_all_names_are_counted():
         f"engine-{at}.example": tuple(f"10.{at}.{n // 250}.{n % 250}" for n in range(4000))
         for at in range(5)
     }
-    listed = [endpoint_list.Entry(name, 8000) for name in answers]
+    listed = [endpoint_list.EndpointListEntry(name, 8000) for name in answers]
     merged = dns_answers.merge(listed, answers, last={})
     assert len(merged.endpoints) == endpoint_list.MAX_ENDPOINTS
     assert merged.left_out == 20_000 - endpoint_list.MAX_ENDPOINTS

@@ -14,15 +14,18 @@ def document(*endpoints):
 @pytest.mark.parametrize(
     ("item", "entry"),
     [
-        ("10.0.0.1:8000", endpoint_list.Entry("10.0.0.1", 8000)),
-        ("[fd00:0::1]:8000", endpoint_list.Entry("fd00::1", 8000)),
-        ("Engine-0.Example:8000", endpoint_list.Entry("engine-0.example", 8000)),
-        ({"address": "10.0.0.1", "port": 8000}, endpoint_list.Entry("10.0.0.1", 8000)),
-        ({"address": "10.0.0.1", "port": "8000"}, endpoint_list.Entry("10.0.0.1", 8000)),
-        ({"address": "fd00::1", "port": 8000}, endpoint_list.Entry("fd00::1", 8000)),
-        ({"address": "[fd00::1]", "port": 8000}, endpoint_list.Entry("fd00::1", 8000)),
-        ({"host": "engine", "port": 8000}, endpoint_list.Entry("engine", 8000)),
-        ({"address": "10.0.0.1:8000"}, endpoint_list.Entry("10.0.0.1", 8000)),
+        ("10.0.0.1:8000", endpoint_list.EndpointListEntry("10.0.0.1", 8000)),
+        ("[fd00:0::1]:8000", endpoint_list.EndpointListEntry("fd00::1", 8000)),
+        ("Engine-0.Example:8000", endpoint_list.EndpointListEntry("engine-0.example", 8000)),
+        ({"address": "10.0.0.1", "port": 8000}, endpoint_list.EndpointListEntry("10.0.0.1", 8000)),
+        (
+            {"address": "10.0.0.1", "port": "8000"},
+            endpoint_list.EndpointListEntry("10.0.0.1", 8000),
+        ),
+        ({"address": "fd00::1", "port": 8000}, endpoint_list.EndpointListEntry("fd00::1", 8000)),
+        ({"address": "[fd00::1]", "port": 8000}, endpoint_list.EndpointListEntry("fd00::1", 8000)),
+        ({"host": "engine", "port": 8000}, endpoint_list.EndpointListEntry("engine", 8000)),
+        ({"address": "10.0.0.1:8000"}, endpoint_list.EndpointListEntry("10.0.0.1", 8000)),
         (
             {
                 "name": "a",
@@ -31,7 +34,9 @@ def document(*endpoints):
                 "port": 1,
                 "labels": {"gpu": "h100"},
             },
-            endpoint_list.Entry("10.0.0.1", 1, name="a", labels={"namespace": "ns", "gpu": "h100"}),
+            endpoint_list.EndpointListEntry(
+                "10.0.0.1", 1, name="a", labels={"namespace": "ns", "gpu": "h100"}
+            ),
         ),
     ],
 )

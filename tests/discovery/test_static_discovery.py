@@ -11,7 +11,7 @@ class Fleet:
     def __init__(self):
         self.told = []
 
-    def replace(self, endpoints, now):
+    def set_endpoints(self, endpoints, now):
         self.told.append(([endpoint.address for endpoint in endpoints], now))
 
 
@@ -31,8 +31,8 @@ class Scene:
         self.fleet = Fleet()
         self.resolver = Resolver(**answers)
         self.facts = []
-        self.subject = static_discovery.Discovery(
-            static_discovery.Settings(file=str(path), jitter=0.0),
+        self.subject = static_discovery.StaticDiscovery(
+            static_discovery.StaticDiscoverySettings(file=str(path), jitter=0.0),
             self.fleet,
             listed=endpoint_list.from_document(
                 {"endpoints": ",".join(flags).split(",") if flags else []}, where="f"
@@ -205,8 +205,8 @@ def test_the_loop_steps_until_cancelled(tmp_path):
         write(path, "10.0.0.1:1")
         scene = Scene(path=path)
         changed = asyncio.Event()
-        subject = static_discovery.Discovery(
-            static_discovery.Settings(file=str(path), poll_s=0.001),
+        subject = static_discovery.StaticDiscovery(
+            static_discovery.StaticDiscoverySettings(file=str(path), poll_s=0.001),
             scene.fleet,
             listed=(),
             resolver=scene.resolver,

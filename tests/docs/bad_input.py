@@ -15,11 +15,11 @@ import msgspec
 
 from extproc.config import loader
 from extproc.discovery import endpoint_list
-from extproc.endpoint import Load, Models
+from extproc.endpoint import Load, ServedModels
 from extproc.errors import ConfigError, ProtocolError
-from extproc.protocol.body_buffer import Budget
+from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import Exchange
-from extproc.protocol.replies import Refuse, Reply
+from extproc.protocol.replies import ImmediateResponse, ProcessingResponse
 from extproc.protocol.settings import ExchangeSettings
 from extproc.scrape import metrics_page
 from extproc.server.stream_handler import STALLED
@@ -32,9 +32,9 @@ GENERATE = "/vllm.grpc.engine.VllmEngine/Generate"
 ONE = "10.0.0.1:8000"
 
 
-def said(reply: Reply) -> str:
+def said(reply: ProcessingResponse) -> str:
     """An answer in one line."""
-    if isinstance(reply, Refuse):
+    if isinstance(reply, ImmediateResponse):
         message = json.loads(reply.body)["error"]["message"]
         more = [f"{name}: {value}" for name, value in reply.headers[1:]]
         return f"{reply.status} ``{message}``" + (f" ({', '.join(more)})" if more else "")
@@ -53,7 +53,7 @@ def ask(
 ) -> str:
     """Send one POST in FULL_DUPLEX_STREAMED; returns the first answer."""
     house = house or House({ONE: None})
-    exchange = Exchange(ExchangeSettings(max_body_bytes=limit), Budget(budget))
+    exchange = Exchange(ExchangeSettings(max_body_bytes=limit), BufferBudget(budget))
     head = pb.ProcessingRequest()
     for name, value in {":method": "POST", ":path": path, **(headers or {})}.items():
         head.request_headers.headers.headers.add(key=name, raw_value=value.encode())
@@ -64,36 +64,36 @@ def ask(
     part = pb.ProcessingRequest()
     part.request_body.body = body
     part.request_body.end_of_stream = True
-    answers: list[Reply] = []
+    answers: list[ProcessingResponse] = []
     for message in (head, part):
         answers += exchange.receive(codec.decode(message.SerializeToString()))
         if exchange.pending is not None:
-            answers += exchange.resolve(house.decide(exchange.pending))
+            answers += exchange.apply_outcome(house.decide(exchange.pending))
     exchange.close()
     return said(answers[0])
 
 
 def stalled() -> str:
     """Send the headers of a POST and wait; returns what is answered then."""
-    exchange = Exchange(ExchangeSettings(max_body_bytes=1 << 20), Budget(1 << 30))
-    return said(exchange.refuse(STALLED))
+    exchange = Exchange(ExchangeSettings(max_body_bytes=1 << 20), BufferBudget(1 << 30))
+    return said(exchange.reject(STALLED))
 
 
 def several() -> House:
     """An endpoint that listed two models, under `unknown_model: reject`."""
     house = House({ONE: None})
-    listed = Models(frozenset({"llama"}), frozenset({"sql"}))
+    listed = ServedModels(frozenset({"llama"}), frozenset({"sql"}))
     house.fleet.observe_models(house.fleet.pool.members[0].endpoint, listed)
     routing = house.dispatcher.routing
     strict = msgspec.structs.replace(routing.settings, reject_unlisted=True)
-    house.dispatcher.adopt(msgspec.structs.replace(routing, settings=strict))
+    house.dispatcher.reconfigure(msgspec.structs.replace(routing, settings=strict))
     return house
 
 
 def wire(*messages: bytes) -> str:
     """Send bytes as ext_proc messages; returns what the stream says."""
-    exchange = Exchange(ExchangeSettings(max_body_bytes=1 << 20), Budget(1 << 30))
-    answers: list[Reply] = []
+    exchange = Exchange(ExchangeSettings(max_body_bytes=1 << 20), BufferBudget(1 << 30))
+    answers: list[ProcessingResponse] = []
     try:
         for message in messages:
             answers += exchange.receive(codec.decode(message))

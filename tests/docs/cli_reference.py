@@ -34,7 +34,9 @@ def _upstream() -> Iterator[str]:
     yield "| flag | values without effect | any other value | why, or what to use instead |"
     yield "|---|---|---|---|"
     for flag in epp_flags.FLAGS:
-        values = ", ".join(f"`{value}`" if value else "empty" for value in sorted(flag.harmless))
+        values = ", ".join(
+            f"`{value}`" if value else "empty" for value in sorted(flag.accepted_values)
+        )
         effect = "is refused" if flag.refused else "gives a warning"
         yield f"| `--{flag.name}` | {values or 'none'} | {effect} | {reference.cell(flag.say)} |"
 

@@ -9,7 +9,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 
 from extproc.supervision import LOOPS
 from extproc.telemetry import exposition, pool_metrics
-from extproc.telemetry.counters import Tallies
+from extproc.telemetry.counters import ProcessCounters
 from tests.docs import reference
 from tests.support.pool_fixture import House
 
@@ -29,12 +29,14 @@ VALUES = {
 def families() -> list[Metric]:
     """All families there can be, with one endpoint in one pool."""
     house = House({"10.0.0.1:8000": None})
-    tallies = Tallies()
-    tallies.of("")
+    tallies = ProcessCounters()
+    tallies.for_pool("")
     page = exposition.Exposition(
         tallies,
         lambda: {
-            "": pool_metrics.Watched(house.fleet.pool, lambda _: pool_metrics.Cache(5.0, 4.0, 100))
+            "": pool_metrics.PoolView(
+                house.fleet.pool, lambda _: pool_metrics.PrefixCacheStats(5.0, 4.0, 100)
+            )
         },
         clock=lambda: 1.0,
         gauges={name: lambda: 0.0 for name in exposition.PROCESS_GAUGES},

@@ -26,8 +26,14 @@ ROLES: Mapping[str, Mapping[str, type[Any]]] = {
 }
 
 #: What a plugin reads, or is.
-VALUES = (context.Turn, endpoint.Candidate, endpoint.Endpoint, endpoint.Load, request.Request)
-PROTOCOLS = (framework.Filter, framework.Scorer, framework.Cost, framework.Picker)
+VALUES = (
+    context.SchedulingContext,
+    endpoint.Candidate,
+    endpoint.Endpoint,
+    endpoint.Load,
+    request.InferenceRequest,
+)
+PROTOCOLS = (framework.Filter, framework.Scorer, framework.CostModel, framework.Picker)
 KIT = (contract, builders)
 
 

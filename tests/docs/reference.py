@@ -31,49 +31,49 @@ from extproc.simulator.fleet import client, length_distributions, scenario, work
 from extproc.xds import cluster_options
 
 SECTIONS = (
-    ("server", settings.Server),
-    ("pool", pool_schema.Source),
-    ("pool.kubernetes", pool_schema.Kubernetes),
-    ("pools[]", pool_schema.Pool),
-    ("pools.match", pool_match.Claim),
-    ("cluster", pool_schema.Cluster),
-    ("cluster.claims[]", discovered_matches.ClaimRule),
-    ("cluster.lease", election.Settings),
-    ("scrape", settings.Scrape),
-    ("health", condition.Settings),
-    ("scheduling", scheduling_schema.Scheduling),
-    ("prefix", settings.Prefix),
+    ("server", settings.ServerSection),
+    ("pool", pool_schema.PoolSource),
+    ("pool.kubernetes", pool_schema.KubernetesSection),
+    ("pools[]", pool_schema.PoolSection),
+    ("pools.match", pool_match.PoolMatch),
+    ("cluster", pool_schema.ClusterSection),
+    ("cluster.claims[]", discovered_matches.MatchRule),
+    ("cluster.lease", election.ElectionSettings),
+    ("scrape", settings.ScrapeSection),
+    ("health", condition.OutlierDetectionSettings),
+    ("scheduling", scheduling_schema.SchedulingSection),
+    ("prefix", settings.PrefixSection),
     ("prefix.schedule", blocks.Schedule),
-    ("limits", settings.Limits),
-    ("holding", flow_control.Holding),
-    ("holding.limit, holding.limits[]", rate_limit.Limit),
-    ("autoscaling", autoscaling.Autoscaling),
-    ("autoscaling.found[]", autoscaling.Rule),
-    ("autoscaling.keda", autoscaling.Keda),
-    ("pool.autoscaling", autoscaling.Scaling),
-    ("pool.autoscaling.meter", demand_estimator.Settings),
-    ("pool.autoscaling.params, policy: adaptive", adaptive.Adaptive),
-    ("pool.autoscaling.params, policy: kubeai", kubeai.KubeAI),
-    ("pool.autoscaling.params, policy: queue-depth", queue_depth.QueueDepth),
-    ("pool.autoscaling.target", autoscaling.Target),
-    ("pool.autoscaling.launch", autoscaling.Launch),
-    ("answers", settings.Answers),
-    ("explain", settings.Explain),
-    ("xds", settings.Xds),
+    ("limits", settings.LimitsSection),
+    ("holding", flow_control.FlowControlSection),
+    ("holding.limit, holding.limits[]", rate_limit.RateLimit),
+    ("autoscaling", autoscaling.AutoscalingSection),
+    ("autoscaling.found[]", autoscaling.ScalingRule),
+    ("autoscaling.keda", autoscaling.KedaSection),
+    ("pool.autoscaling", autoscaling.ScalingSection),
+    ("pool.autoscaling.meter", demand_estimator.EstimatorSettings),
+    ("pool.autoscaling.params, policy: adaptive", adaptive.AdaptivePolicy),
+    ("pool.autoscaling.params, policy: kubeai", kubeai.KubeAIPolicy),
+    ("pool.autoscaling.params, policy: queue-depth", queue_depth.QueueDepthPolicy),
+    ("pool.autoscaling.target", autoscaling.ScaleTarget),
+    ("pool.autoscaling.launch", autoscaling.LaunchSection),
+    ("answers", settings.ResponsesSection),
+    ("explain", settings.DecisionsSection),
+    ("xds", settings.XdsSection),
     ("xds.health_check", cluster_options.HealthCheck),
-    ("xds.outliers", cluster_options.Outliers),
-    ("sharing", peer_sync.Sharing),
-    ("log", settings.Log),
+    ("xds.outliers", cluster_options.OutlierDetection),
+    ("sharing", peer_sync.PeerSyncSection),
+    ("log", settings.LogSection),
 )
 
 SCENARIO = (
     ("top level of a scenario", scenario.Scenario),
-    ("fleet[]", scenario.Engines),
+    ("fleet[]", scenario.EngineGroup),
     ("client", client.Client),
     ("picking", scenario.Picking),
     ("outages[]", scenario.Outage),
-    ("autoscaling of a scenario", scenario.Autoscaling),
-    ("autoscaling.hold", scenario.Hold),
+    ("autoscaling of a scenario", scenario.ScenarioAutoscaling),
+    ("autoscaling.hold", scenario.HoldSpec),
     ("strategies[], written out", scenario.Variant),
     *(
         (f"workload, kind: {kind.__struct_config__.tag}", kind)
@@ -206,7 +206,7 @@ def reload_block() -> str:
     def named(section: str, names: Sequence[str]) -> str:
         kind = settings.Settings
         if section:
-            kind = pool_schema.Pool if section == "pools" else type(getattr(kind(), section))
+            kind = pool_schema.PoolSection if section == "pools" else type(getattr(kind(), section))
         encoded = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
         return ", ".join(f"`{encoded[name]}`" for name in names) or "none"
 

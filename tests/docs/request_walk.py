@@ -20,13 +20,13 @@ from types import FrameType
 import grpc
 
 from extproc.endpoint import Load
-from extproc.protocol.body_buffer import Budget
+from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.settings import ExchangeSettings
-from extproc.routing.pool_selector import Claimant, Switchboard
+from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import stream_handler
-from extproc.server.ext_proc_servicer import Servicer
-from extproc.telemetry.counters import Tallies
-from extproc.telemetry.decision_log import Ring
+from extproc.server.ext_proc_servicer import ExternalProcessorServicer
+from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog
 from extproc.wire import codec
 from extproc.wire.pb import ext_proc_pb2 as pb
 from tests.docs import reference
@@ -63,19 +63,19 @@ def messages() -> list[bytes]:
     return [message.SerializeToString() for message in (head, body, answered, ended)]
 
 
-def servicer() -> Servicer:
+def servicer() -> ExternalProcessorServicer:
     """A servicer over two idle endpoints with the default strategy."""
     load = Load(at=99.0, waiting=0, running=1, kv_usage=0.1)
     house = House({"10.0.0.1:8000": load, "10.0.0.2:8000": load}, profile="adaptive")
-    return Servicer(
-        stream_handler.Shared(
-            switchboard=Switchboard([Claimant("", house.dispatcher)]),
+    return ExternalProcessorServicer(
+        stream_handler.StreamContext(
+            switchboard=PoolSelector([PoolRoute("", house.dispatcher)]),
             exchange_settings=ExchangeSettings(max_body_bytes=1 << 20),
-            budget=Budget(1 << 30),
-            tallies=Tallies(),
+            budget=BufferBudget(1 << 30),
+            tallies=ProcessCounters(),
             clock=lambda: house.now,
             rng=random.Random(1),
-            ring=Ring(10),
+            ring=DecisionLog(10),
             settings=stream_handler.StreamSettings(max_streams=100),
         )
     )

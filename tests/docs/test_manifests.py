@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 
 from extproc.config import loader
-from extproc.config.settings import Server
+from extproc.config.settings import ServerSection
 
 DOCUMENTS = list(
     yaml.safe_load_all((Path(__file__).parents[2] / "manifests/plain.yaml").read_text())
@@ -27,7 +27,7 @@ def test_the_configuration_is_taken():
 def test_ports_are_the_defaults():
     """Container and Service ports are those the program listens on unless told otherwise."""
     ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
-    server = Server()
+    server = ServerSection()
     assert ports == {
         "grpc": server.grpc_port,
         "health": server.grpc_health_port,
@@ -40,13 +40,16 @@ def test_ports_are_the_defaults():
 def test_probes_ask_the_health_port_for_names_it_answers():
     """Readiness and liveness are asked by name on the plaintext port."""
     for probe, name in (("readinessProbe", "readiness"), ("livenessProbe", "liveness")):
-        assert container()[probe]["grpc"] == {"port": Server().grpc_health_port, "service": name}
+        assert container()[probe]["grpc"] == {
+            "port": ServerSection().grpc_health_port,
+            "service": name,
+        }
 
 
 def test_the_drain_ends_before_the_pod_is_killed():
     """The grace period is longer than the drain time."""
     spec = BY_KIND["Deployment"]["spec"]["template"]["spec"]
-    assert spec["terminationGracePeriodSeconds"] > Server().drain_timeout_s
+    assert spec["terminationGracePeriodSeconds"] > ServerSection().drain_timeout_s
 
 
 def test_arguments_name_the_mounted_file():

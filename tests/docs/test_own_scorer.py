@@ -11,7 +11,7 @@ from extproc.cli.main import main
 from extproc.config import factory, loader
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 
 PAGE = (Path(__file__).parents[2] / "docs/guides/write-a-scorer.md").read_text()
 SCORER, CONFIG, TEST = re.findall(
@@ -63,12 +63,12 @@ def test_the_configuration_routes(folder, zone):
     """A request goes to the zone its header names, and nothing is degraded."""
     parts = factory.build(loader.settings(loader.read(folder / "extproc.yaml")))
     listed = [Endpoint(f"{one.host}:{one.port}", labels=one.labels) for one in parts.listed]
-    parts.fleet.replace(listed, 1.0)
+    parts.store.set_endpoints(listed, 1.0)
     body = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
-    raw = RawRequest(
+    raw = HttpRequest(
         {":method": "POST", ":path": "/v1/chat/completions", "x-client-zone": zone}, body
     )
-    outcome = parts.dispatcher.route(raw, 2.0)
+    outcome = parts.director.route(raw, 2.0)
     assert isinstance(outcome, Decision)
     assert outcome.degraded == ""
     assert outcome.endpoints[0].labels == {"zone": zone}

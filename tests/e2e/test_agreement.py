@@ -13,8 +13,8 @@ from extproc.simulator.fleet.length_distributions import Lengths
 #: not show, and neither do twenty of a busy machine.
 SMALL = scenario.Scenario(
     title="8 users with conversations of long prompts on 2 L4",
-    fleet=(scenario.Engines(count=2, profile="l4-8b-fp8", set={"kv_tokens": 40_000}),),
-    workload=workloads.Conversations(
+    fleet=(scenario.EngineGroup(count=2, profile="l4-8b-fp8", set={"kv_tokens": 40_000}),),
+    workload=workloads.ConversationWorkload(
         conversations=16,
         turns=Lengths(mean=3),
         prompt=Lengths(mean=1500, deviation=300, lowest=500),

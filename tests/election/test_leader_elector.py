@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.election import leader_elector
-from extproc.election.settings import Settings
+from extproc.election.settings import ElectionSettings
 from tests.election.world import Fate, Store, World
 from tests.support.seeded import examples
 
-PATIENCE = Settings()
+PATIENCE = ElectionSettings()
 NAMES = ("a", "b", "c", "d")
 
 #: Some seconds for all of them, on a busy machine.
@@ -78,7 +78,9 @@ def test_replicas_with_other_times(chosen, times):
     """A rollout that changes the times: the duration that counts stands in the Lease."""
     one = world([fate for part in chosen for fate in part])
     for name, (duration, share) in zip(NAMES, times, strict=True):
-        patience = Settings(duration_s=duration, renew_s=duration * share, retry_s=duration / 10)
+        patience = ElectionSettings(
+            duration_s=duration, renew_s=duration * share, retry_s=duration / 10
+        )
         one.add(name, patience)
     one.run(120.0)
 
@@ -179,7 +181,7 @@ class LeasesFixture:
 def test_elector_reports_a_failure_whose_reason_people_have_to_mend():
     """Once when it begins, again when it turns out to be a missing right, and not each time."""
     facts, leases = [], LeasesFixture()
-    subject = leader_elector.Elector(
+    subject = leader_elector.LeaderElector(
         "a",
         PATIENCE,
         leases,
@@ -188,8 +190,8 @@ def test_elector_reports_a_failure_whose_reason_people_have_to_mend():
         stands=lambda: False,
         on_fact=facts.append,
     )
-    away = leader_elector.Failed("no answer")
-    forbidden = leader_elector.Failed("403; add to a Role", reason="forbidden")
+    away = leader_elector.LeaseRequestFailed("no answer")
+    forbidden = leader_elector.LeaseRequestFailed("403; add to a Role", reason="forbidden")
     for answer in (away, away, forbidden, forbidden, away, forbidden, None):
         leases.answer = answer
         asyncio.run(subject.step())
@@ -266,8 +268,8 @@ def test_an_answer_that_comes_late_counts_from_the_question():
 def test_the_duration_that_counts_stands_in_the_lease():
     """An impatient replica waits as long as the holder said, not as long as it would say."""
     one = swift()
-    patient = one.add("a", Settings(duration_s=30, renew_s=25.0))
-    one.add("b", Settings(duration_s=3, renew_s=2.0, retry_s=0.5), at=1.0)
+    patient = one.add("a", ElectionSettings(duration_s=30, renew_s=25.0))
+    one.add("b", ElectionSettings(duration_s=3, renew_s=2.0, retry_s=0.5), at=1.0)
     one.run(10.0)
     assert one.leaders == [patient]
     patient.crash()
@@ -304,15 +306,15 @@ def test_running_ends_with_a_release():
             facts.append(fact.kind)
             elected.set()
 
-        one = leader_elector.Elector(
+        one = leader_elector.LeaderElector(
             "me", PATIENCE, near, clock=time.monotonic, rng=random.Random(1), on_fact=note
         )
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
             tasks.create_task(one.run())
             await elected.wait()
-            assert one.leads
+            assert one.is_leader
             one.resign()
-            assert not one.leads
+            assert not one.is_leader
             await one.resigned(5.0)
         assert near.store.record.holder == ""
         assert near.closed

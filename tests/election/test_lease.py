@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.election import lease
-from extproc.election.lease_state import Put, Record
+from extproc.election.lease_state import LeaseRecord, LeaseWrite
 
 AT = dt.datetime(2026, 1, 2, 4, 4, 5, 6, tzinfo=dt.timezone(dt.timedelta(hours=1)))
 NOW = "2026-01-02T03:04:05.000006Z"
-TAKE = Put("me", 15, 3, acquired=True, version="7")
+TAKE = LeaseWrite("me", 15, 3, acquired=True, version="7")
 
 HELD = {
     "apiVersion": "coordination.k8s.io/v1",
@@ -43,7 +43,7 @@ def written(put, before=None):
 def test_a_lease_is_read():
     """Holder, duration, transitions and version; the object comes along for the next write."""
     record, whole = lease.read(json.dumps(HELD).encode())
-    assert record == Record("other", 20, 2, "7")
+    assert record == LeaseRecord("other", 20, 2, "7")
     assert whole == HELD
 
 
@@ -52,19 +52,19 @@ def test_a_lease_without_a_holder(spec):
     """What was never held, or was released, is nobody's."""
     text = json.dumps({"metadata": {"resourceVersion": "1"}, "spec": spec}).encode()
     record, _ = lease.read(text)
-    assert record == Record("", 15, 0, "1")
+    assert record == LeaseRecord("", 15, 0, "1")
 
 
 @given(st.binary(max_size=200) | st.sampled_from([b"[]", b"{}", b'{"metadata":{}}', b"\xff"]))
 def test_garbage_is_a_value(text):
     """Nothing that a server could send raises."""
     found = lease.read(text)
-    assert isinstance(found, lease.Unreadable)
+    assert isinstance(found, lease.UnreadableLease)
 
 
 def test_a_first_write_creates():
     """Without a version there is nothing to keep, and the times are now, in UTC."""
-    put = Put("me", 15, 0, acquired=True, version="")
+    put = LeaseWrite("me", 15, 0, acquired=True, version="")
     assert written(put, HELD) == {
         "apiVersion": "coordination.k8s.io/v1",
         "kind": "Lease",
@@ -101,7 +101,7 @@ def test_taking_over_keeps_what_others_wrote():
 
 def test_a_renewal_keeps_the_time_of_acquisition():
     """Only the renewal is new."""
-    made = written(Put("other", 20, 2, acquired=False, version="7"), HELD)
+    made = written(LeaseWrite("other", 20, 2, acquired=False, version="7"), HELD)
     assert made["spec"]["acquireTime"] == HELD["spec"]["acquireTime"]
     assert made["spec"]["renewTime"] == NOW
 
@@ -129,7 +129,7 @@ def test_a_version_goes_along_whatever_is_kept():
 )
 def test_names(name, fits):
     """What Kubernetes takes as the name of a Lease."""
-    assert lease.named(name) is fits
+    assert lease.is_valid_name(name) is fits
 
 
 def test_paths():

@@ -41,9 +41,9 @@ class Store:
         if put is None:
             return self.record
         if put.version != (self.record.version if self.record else ""):
-            return leader_elector.Failed("conflict", outrun=True)
+            return leader_elector.LeaseRequestFailed("conflict", conflict=True)
         self._version += 1
-        self.record = lease_state.Record(
+        self.record = lease_state.LeaseRecord(
             put.holder, put.duration_s, put.transitions, str(self._version)
         )
         return self.record
@@ -71,7 +71,7 @@ class Candidate:
         self._steps = None
         self._serial = 0
         self.facts = []
-        self.elector = leader_elector.Elector(
+        self.elector = leader_elector.LeaderElector(
             name,
             settings,
             _Far(),
@@ -85,7 +85,7 @@ class Candidate:
 
     def leads(self):
         """Whether a living process believes that it leads."""
-        return self.alive and self.elector.leads
+        return self.alive and self.elector.is_leader
 
     def start(self):
         """Begin a step."""
@@ -167,7 +167,7 @@ class World:
         fate = self._fate()
         if fate.there is not None:
             self.after(fate.there, lambda: self._execute(one, call, serial, fate, last=last))
-        gave_up = leader_elector.Failed("no answer")
+        gave_up = leader_elector.LeaseRequestFailed("no answer")
         self.after(self._limit_s, lambda: one.hear(gave_up, serial, last=last))
 
     def _execute(self, one, call, serial, fate, *, last):

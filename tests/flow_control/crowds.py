@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from extproc.flow_control.queue import Joined, Queue
-from extproc.flow_control.queued_item import Settings, Waiter
+from extproc.flow_control.queue import EnqueueResult, Queue
+from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
 
 
 def operations(work):
@@ -26,9 +26,9 @@ def operations(work):
 
 def crowd(size, *, tenants=1, targets=1, settings=None):
     """A queue in which so many wait."""
-    queue = Queue(settings or Settings())
+    queue = Queue(settings or FlowControlSettings())
     for at in range(size):
-        one = Waiter(
+        one = QueuedItem(
             arrived=at,
             deadline=1e9 - at,
             tenant=f"t{at % tenants}",
@@ -36,5 +36,5 @@ def crowd(size, *, tenants=1, targets=1, settings=None):
             size=1,
             tokens=1,
         )
-        assert isinstance(queue.join(one, 0.0), Joined)
+        assert isinstance(queue.join(one, 0.0), EnqueueResult)
     return queue

@@ -8,13 +8,13 @@ import pytest
 from extproc import decision as outcomes
 from extproc.decision import Decision, Rejection
 from extproc.endpoint import Endpoint
-from extproc.flow_control.controller import Acts, Budget, Turnstile
-from extproc.flow_control.queued_item import Settings, Waiter
-from extproc.flow_control.request_headers import Manners, Want
-from extproc.request import MAX_ID_BYTES, Request
+from extproc.flow_control.controller import FlowCallbacks, FlowController, LookBudget
+from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
+from extproc.flow_control.request_headers import EnqueueRequest, FlowHeaders
+from extproc.request import MAX_ID_BYTES, InferenceRequest
 
-GOES = Decision(request=Request(api="completions"), endpoints=(Endpoint("10.0.0.1:8000"),))
-BUSY = outcomes.busy(0.5)
+GOES = Decision(request=InferenceRequest(api="completions"), endpoints=(Endpoint("10.0.0.1:8000"),))
+BUSY = outcomes.all_busy(0.5)
 EMPTY = outcomes.no_endpoints(waits_s=math.inf)
 
 
@@ -30,14 +30,14 @@ class Entrance:
         self.waits = {}
         self.broken = set()
         self.refused = set()
-        acts = Acts(
+        acts = FlowCallbacks(
             decide=self.decide,
             waits=self.toward.__setitem__,
             go=self.go,
             refuse=self.told.__setitem__,
         )
-        budget = None if most is None else Budget(looks=most, seconds=1.0, clock=lambda: 0.0)
-        self.turnstile = Turnstile(Settings(**settings), acts, budget=budget)
+        budget = None if most is None else LookBudget(looks=most, seconds=1.0, clock=lambda: 0.0)
+        self.turnstile = FlowController(FlowControlSettings(**settings), acts, budget=budget)
 
     def fail(self, tell):
         """From now on exceptions are told."""
@@ -50,35 +50,35 @@ class Entrance:
             return Rejection(404, "there is no such model any more")
         wanted = self.wanted.get(item)
         if wanted and patient:
-            return outcomes.busy(0.5, waits_for=wanted)
-        return GOES if self.free else outcomes.busy(self.waits.get(item, 0.5))
+            return outcomes.all_busy(0.5, waits_for=wanted)
+        return GOES if self.free else outcomes.all_busy(self.waits.get(item, 0.5))
 
     def go(self, item, _decision):
         self.free -= 1
         self.went.append(item)
 
     def hold(self, *items, why=BUSY, now=0.0, **want):
-        held = [self.turnstile.hold(item, Want(**want), why, now) for item in items]
+        held = [self.turnstile.enqueue(item, EnqueueRequest(**want), why, now) for item in items]
         return held[0] if len(held) == 1 else held
 
 
 def test_nobody_overtakes_who_waits():
     """A request that could go waits behind those of its own and higher priorities only."""
     entrance = Entrance()
-    assert entrance.turnstile.why(GOES, priority=0) is None
-    assert entrance.turnstile.why(BUSY, priority=0) is BUSY
+    assert entrance.turnstile.check(GOES, priority=0) is None
+    assert entrance.turnstile.check(BUSY, priority=0) is BUSY
     entrance.hold("a")
-    assert entrance.turnstile.why(GOES, priority=0).waits_s == 0.0
-    assert entrance.turnstile.why(GOES, priority=-1).waits_s == 0.0
-    assert entrance.turnstile.why(GOES, priority=1) is None
+    assert entrance.turnstile.check(GOES, priority=0).waits_s == 0.0
+    assert entrance.turnstile.check(GOES, priority=-1).waits_s == 0.0
+    assert entrance.turnstile.check(GOES, priority=1) is None
 
 
 def test_the_next_look_is_when_somebody_may_go():
     """The estimate, within bounds, or the deadline; nothing where nobody waits."""
     entrance = Entrance(timeout_s=60.0)
-    assert entrance.turnstile.pump(0.0) is None
+    assert entrance.turnstile.dispatch(0.0) is None
     entrance.hold("a")
-    assert entrance.turnstile.pump(0.0) == 0.5
+    assert entrance.turnstile.dispatch(0.0) == 0.5
     assert entrance.turnstile.next_s(0.0, 0.0) == 0.002
     assert entrance.turnstile.next_s(30.0, 0.0) == 1.0
     assert entrance.turnstile.next_s(math.inf, 10.0) == 50.0
@@ -88,9 +88,9 @@ def test_only_so_many_go_in_one_call():
     """Then it wants to be asked again at once."""
     entrance = Entrance(free=5, most=2)
     entrance.hold(*"abc")
-    assert entrance.turnstile.pump(0.0) == 0.0
+    assert entrance.turnstile.dispatch(0.0) == 0.0
     assert entrance.went == ["a", "b"]
-    assert entrance.turnstile.pump(0.0) is None
+    assert entrance.turnstile.dispatch(0.0) is None
     assert entrance.turnstile.outcomes == {"went": 3}
 
 
@@ -122,7 +122,7 @@ def test_expired_waits_name_their_reason():
     entrance = Entrance(timeout_s=1.0, empty_timeout_s=1.0)
     entrance.hold("a")
     entrance.hold("b", why=EMPTY)
-    entrance.turnstile.pump(2.0)
+    entrance.turnstile.dispatch(2.0)
     assert [(told.status, told.reason) for told in entrance.told.values()] == [
         (429, "rejected-ttl-expired"),
         (503, "rejected-no-endpoints"),
@@ -134,9 +134,9 @@ def test_a_client_leaves_once():
     """Whether it still waited is the answer, and then it is forgotten."""
     entrance = Entrance()
     waiter = entrance.hold("a")
-    assert isinstance(waiter, Waiter)
-    assert entrance.turnstile.left(waiter)
-    assert not entrance.turnstile.left(waiter)
+    assert isinstance(waiter, QueuedItem)
+    assert entrance.turnstile.cancel(waiter)
+    assert not entrance.turnstile.cancel(waiter)
     assert not entrance.turnstile.queue.count
 
 
@@ -145,22 +145,22 @@ def test_a_request_may_wait_for_one_endpoint_while_others_go():
     entrance = Entrance(free=9, timeout_s=60.0)
     entrance.wanted = {"a": "x", "c": "x"}
     entrance.hold(*"abcd")
-    entrance.turnstile.pump(1.0)
+    entrance.turnstile.dispatch(1.0)
     assert entrance.went == ["b", "d"]
     assert entrance.toward["a"] == "x"
-    entrance.turnstile.pump(29.0)
+    entrance.turnstile.dispatch(29.0)
     assert entrance.went == ["b", "d"]
-    entrance.turnstile.pump(30.0)
+    entrance.turnstile.dispatch(30.0)
     assert entrance.went == ["b", "d", "a", "c"]
 
 
 def test_where_nobody_has_a_place_all_wait_for_the_first():
     """One is asked, whomever it waits for, and the others are not."""
     entrance = Entrance()
-    entrance.hold("a", why=outcomes.busy(0.5, waits_for="x", closed=True))
-    entrance.hold("b", why=outcomes.busy(0.5, waits_for="y", closed=True))
+    entrance.hold("a", why=outcomes.all_busy(0.5, waits_for="x", closed=True))
+    entrance.hold("b", why=outcomes.all_busy(0.5, waits_for="y", closed=True))
     assert entrance.toward == {"a": "x", "b": "y"}
-    entrance.turnstile.pump(0.0)
+    entrance.turnstile.dispatch(0.0)
     assert entrance.toward == {"a": "", "b": "y"}
 
 
@@ -168,7 +168,7 @@ def test_a_newcomer_waits_for_where_it_would_go():
     """Others wait already, and its turn may come as soon as theirs."""
     entrance = Entrance()
     entrance.hold("a")
-    assert entrance.turnstile.why(GOES, priority=0, toward="x").waits_for == "x"
+    assert entrance.turnstile.check(GOES, priority=0, toward="x").waits_for == "x"
 
 
 def test_after_closing_nobody_waits():
@@ -182,16 +182,16 @@ def test_after_closing_nobody_waits():
 
 def test_headers_say_how_a_request_waits():
     """Names by precedence; milliseconds, and what is no number counts as absent."""
-    manners = Manners()
+    manners = FlowHeaders()
     assert manners.tenant({"x-gateway-inference-fairness-id": "old"}, "m") == "old"
     assert manners.tenant({}, "m") == ""
-    assert Manners(by_adapter=True).tenant({}, "m") == "m"
+    assert FlowHeaders(by_adapter=True).tenant({}, "m") == "m"
     long = "t" * 300
     assert len(manners.tenant({"x-gateway-inference-fairness-id": long}, "m")) <= MAX_ID_BYTES
     assert manners.tenant({"x-gateway-inference-fairness-id": long + "a"}, "m") != manners.tenant(
         {"x-gateway-inference-fairness-id": long + "b"}, "m"
     )
-    assert len(Manners(by_adapter=True).tenant({}, long)) <= MAX_ID_BYTES
+    assert len(FlowHeaders(by_adapter=True).tenant({}, long)) <= MAX_ID_BYTES
     assert manners.timeout_s({"x-extproc-hold-ms": "1500"}) == 1.5
     for text in ("", "-1", "soon", "1" * 12):
         assert manners.timeout_s({"x-extproc-hold-ms": text}) is None
@@ -204,13 +204,13 @@ def test_what_changes_during_a_sweep_is_looked_at_after_it():
     entrance = Entrance(most=1)
     for target in "abc":
         entrance.hold(target, target=target)
-    assert entrance.turnstile.pump(0.0) == 0.0
+    assert entrance.turnstile.dispatch(0.0) == 0.0
     entrance.free = 9
     entrance.turnstile.changed()
-    assert entrance.turnstile.pump(0.0) == 0.0
-    assert entrance.turnstile.pump(0.0) == 0.0
+    assert entrance.turnstile.dispatch(0.0) == 0.0
+    assert entrance.turnstile.dispatch(0.0) == 0.0
     assert entrance.went == ["b", "c"]
-    assert entrance.turnstile.pump(0.0) is None
+    assert entrance.turnstile.dispatch(0.0) is None
     assert entrance.went == ["b", "c", "a"]
 
 
@@ -220,8 +220,8 @@ def test_the_next_look_counts_all_of_a_sweep():
     entrance.waits = {"a": 0.2, "b": 0.4}
     for target in "ab":
         entrance.hold(target, target=target)
-    assert entrance.turnstile.pump(0.0) == 0.0
-    assert entrance.turnstile.pump(0.0) == 0.2
+    assert entrance.turnstile.dispatch(0.0) == 0.0
+    assert entrance.turnstile.dispatch(0.0) == 0.2
 
 
 def test_what_raises_is_told_and_waits_no_longer():
@@ -231,9 +231,9 @@ def test_what_raises_is_told_and_waits_no_longer():
     entrance.broken = {"a"}
     entrance.hold(*"ab")
     with pytest.raises(ZeroDivisionError):
-        entrance.turnstile.pump(0.0)
+        entrance.turnstile.dispatch(0.0)
     entrance.fail(lambda item, error: failed.append((item, type(error))))
-    entrance.turnstile.pump(0.0)
+    entrance.turnstile.dispatch(0.0)
     assert failed == [("a", ZeroDivisionError)]
     assert entrance.went == ["b"]
     assert entrance.turnstile.outcomes == {"failed": 1, "went": 1}
@@ -245,7 +245,7 @@ def test_refused_requests_of_one_sweep_are_told():
     entrance = Entrance(free=1)
     entrance.refused = {"a"}
     entrance.hold(*"ab")
-    assert entrance.turnstile.pump(0.0) is None
+    assert entrance.turnstile.dispatch(0.0) is None
     assert entrance.told["a"].status == 404
     assert entrance.went == ["b"]
     assert entrance.turnstile.outcomes == {"refused": 1, "went": 1}

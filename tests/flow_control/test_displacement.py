@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.decision import Rejection
-from extproc.flow_control.queue import MOST_DISPLACED, Joined, Queue
-from extproc.flow_control.queued_item import Settings, Waiter
+from extproc.flow_control.queue import MOST_DISPLACED, EnqueueResult, Queue
+from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
 from tests.flow_control.crowds import crowd, operations
 
 
 def test_of_equals_the_last_that_came_leaves():
     """Whoever came before keeps its place."""
-    queue = Queue(Settings(max_requests=3, order="edf"))
-    equal = [Waiter(arrived=0.0, deadline=5.0) for _ in range(3)]
+    queue = Queue(FlowControlSettings(max_requests=3, order="edf"))
+    equal = [QueuedItem(arrived=0.0, deadline=5.0) for _ in range(3)]
     for one in equal:
         queue.join(one, 0.0)
-    joined = queue.join(Waiter(arrived=0.0, deadline=5.0, priority=1), 0.0)
+    joined = queue.join(QueuedItem(arrived=0.0, deadline=5.0, priority=1), 0.0)
     assert joined.displaced == (equal[2],)
 
 
@@ -29,8 +29,8 @@ def test_displacing_many_is_not_quadratic(tenants):
     """As many as may make room for one leave; among four times as many, for four times the work."""
 
     def cost(size):
-        queue = crowd(size, tenants=tenants, settings=Settings(max_bytes=size))
-        large = Waiter(arrived=0.0, deadline=1e9, priority=1, size=MOST_DISPLACED)
+        queue = crowd(size, tenants=tenants, settings=FlowControlSettings(max_bytes=size))
+        large = QueuedItem(arrived=0.0, deadline=1e9, priority=1, size=MOST_DISPLACED)
 
         def join():
             assert len(queue.join(large, 0.0).displaced) == MOST_DISPLACED
@@ -43,13 +43,13 @@ def test_displacing_many_is_not_quadratic(tenants):
 @pytest.mark.parametrize("tenants", [1, 20, 500])
 def test_a_join_that_would_displace_too_many_is_refused(tenants):
     """Nobody is moved for it, the same would leave for the next one, and refusing costs little."""
-    queue = crowd(500, tenants=tenants, settings=Settings(max_bytes=500))
+    queue = crowd(500, tenants=tenants, settings=FlowControlSettings(max_bytes=500))
     for at in range(200):
         queue.leave(next(iter(queue)))
-        low = Waiter(arrived=at, deadline=1e9, tenant=f"t{at % 7}", priority=-1, size=1)
-        assert queue.join(low, 0.0) == Joined()
+        low = QueuedItem(arrived=at, deadline=1e9, tenant=f"t{at % 7}", priority=-1, size=1)
+        assert queue.join(low, 0.0) == EnqueueResult()
     places = {one: (one.number, one.place) for one in queue}
-    large, fitting = (Waiter(arrived=0.0, deadline=1e9, priority=1, size=n) for n in (129, 128))
+    large, fitting = (QueuedItem(arrived=0.0, deadline=1e9, priority=1, size=n) for n in (129, 128))
 
     def join():
         assert isinstance(queue.join(large, 0.0), Rejection)
@@ -73,9 +73,9 @@ def test_a_join_that_would_displace_too_many_is_refused(tenants):
 def test_a_join_displaces_the_last_of_the_tenant_with_most_waiting(requests, leaving, size):
     """One after the other, lower priorities first: as by counting anew for each."""
     total = sum(request[3] for request in requests)
-    queue = Queue(Settings(max_bytes=total))
+    queue = Queue(FlowControlSettings(max_bytes=total))
     made = [
-        Waiter(arrived=arrived, deadline=1e9, tenant=tenant, priority=priority, size=size)
+        QueuedItem(arrived=arrived, deadline=1e9, tenant=tenant, priority=priority, size=size)
         for tenant, priority, arrived, size in requests
     ]
     for one in made:
@@ -83,7 +83,7 @@ def test_a_join_displaces_the_last_of_the_tenant_with_most_waiting(requests, lea
     for at in leaving & set(range(len(made))):
         queue.leave(made[at])
     waiting = [one for one in made if one.waits]
-    joined = queue.join(Waiter(arrived=0.0, deadline=1e9, priority=1, size=size), 0.0)
+    joined = queue.join(QueuedItem(arrived=0.0, deadline=1e9, priority=1, size=size), 0.0)
     if isinstance(joined, Rejection):
         assert size > total
         return
@@ -102,29 +102,29 @@ def test_a_join_displaces_the_last_of_the_tenant_with_most_waiting(requests, lea
 
 def test_the_last_of_the_busiest_tenant_leaves():
     """Again and again, also for requests that came after others had to leave."""
-    queue = crowd(9, tenants=2, settings=Settings(max_requests=9, order="edf"))
+    queue = crowd(9, tenants=2, settings=FlowControlSettings(max_requests=9, order="edf"))
 
     def displaced():
-        (gone,) = queue.join(Waiter(arrived=0.0, deadline=1e9, priority=1), 0.0).displaced
+        (gone,) = queue.join(QueuedItem(arrived=0.0, deadline=1e9, priority=1), 0.0).displaced
         return gone.tenant, 1e9 - gone.deadline
 
     # Deadlines come down, so the last of a tenant is the one that came first.
     assert [displaced(), displaced()] == [("t0", 0), ("t1", 1)]
     for tenant, at in (("t1", -5), ("t1", 20)):
         queue.leave(next(one for one in queue if one.priority))
-        late = Waiter(arrived=0.0, deadline=1e9 - at, tenant=tenant)
-        assert isinstance(queue.join(late, 0.0), Joined)
+        late = QueuedItem(arrived=0.0, deadline=1e9 - at, tenant=tenant)
+        assert isinstance(queue.join(late, 0.0), EnqueueResult)
     assert [displaced(), displaced(), displaced()] == [("t1", -5), ("t0", 2), ("t1", 3)]
 
 
 def test_a_join_that_is_refused_changes_nothing():
     """Whoever waits is not moved, nothing is left behind, and it costs little."""
-    queue = crowd(500, settings=Settings(max_bytes=1000))
+    queue = crowd(500, settings=FlowControlSettings(max_bytes=1000))
     for at in range(500):
-        queue.join(Waiter(arrived=at, deadline=1e9, priority=1, size=1), 0.0)
+        queue.join(QueuedItem(arrived=at, deadline=1e9, priority=1, size=1), 0.0)
     places = {one: (one.number, one.place) for one in queue}
     deadlines = len(queue._deadlines)
-    large = Waiter(arrived=0.0, deadline=1e9, priority=1, size=600)
+    large = QueuedItem(arrived=0.0, deadline=1e9, priority=1, size=600)
 
     def join():
         for _ in range(10):

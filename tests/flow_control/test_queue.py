@@ -8,24 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.decision import Rejection
-from extproc.flow_control.drain_rate import Pace
-from extproc.flow_control.queue import Blocked, Gone, Joined, Queue
-from extproc.flow_control.queued_item import Settings, Waiter
+from extproc.flow_control.drain_rate import DrainRateEstimator
+from extproc.flow_control.queue import Blocked, DepartureCause, EnqueueResult, Queue
+from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
 
 
 def waiter(name="", *, arrived=0.0, deadline=math.inf, **facts):
-    one = Waiter(arrived=arrived, deadline=deadline, **facts)
+    one = QueuedItem(arrived=arrived, deadline=deadline, **facts)
     names[one] = name
     return one
 
 
-names: dict[Waiter, str] = {}
+names: dict[QueuedItem, str] = {}
 
 
 def queue(*waiters, now=0.0, **settings):
-    made = Queue(Settings(**settings))
+    made = Queue(FlowControlSettings(**settings))
     for one in waiters:
-        assert isinstance(made.join(one, now), Joined)
+        assert isinstance(made.join(one, now), EnqueueResult)
     return made
 
 
@@ -37,7 +37,7 @@ def order(made, *, most=10_000, can=lambda _: True, now=1.0):
         if len(went) >= most or not can(one):
             return Blocked()
         went.append(names[one])
-        return Gone.WENT
+        return DepartureCause.DISPATCHED
 
     made.pump(go, now)
     return "".join(went)
@@ -133,7 +133,7 @@ def test_what_cannot_be_served_holds_up_only_its_kind():
 
 def test_service_fades_and_nobody_saves_up():
     """After many half-lives tenants start alike, however much one had."""
-    made = Queue(Settings(half_life_s=1.0))
+    made = Queue(FlowControlSettings(half_life_s=1.0))
     made.turns.served("old", 1e6, 0.0)
     assert made.turns.attained("old", 10.0) == pytest.approx(1e6 / 1024)
     made.turns.served("new", 1.0, 1000.0)
@@ -187,7 +187,7 @@ def test_retry_after_is_the_queue_s_own_estimate():
     made = queue(*(waiter(str(at)) for at in range(100)), max_requests=100)
     assert made.full(0.0).retry_after_s == 60
     for at in range(60):
-        made.pace.went(1, at / 2)
+        made.pace.record_departures(1, at / 2)
     assert made.pace.per_s(30.0) == pytest.approx(2.0, rel=0.2)
     assert made.full(30.0).retry_after_s == pytest.approx(50, rel=0.25)
     assert made.full(300.0).retry_after_s == 60
@@ -198,17 +198,17 @@ def test_what_goes_on_is_counted_in_the_pace():
     made = queue(*(waiter(name) for name in "abc"))
     assert made.pace.per_s(1.0) == 0.0
     assert order(made, most=2) == "ab"
-    other = Pace()
-    other.went(2, 1.0)
+    other = DrainRateEstimator()
+    other.record_departures(2, 1.0)
     assert made.pace.per_s(2.0) == other.per_s(2.0) > 0.0
 
 
 def test_slow_engines_have_a_pace_too():
     """One request in twenty seconds is seen as such, whenever one asks."""
-    pace = Pace()
+    pace = DrainRateEstimator()
     assert pace.per_s(0.0) == 0.0
     for at in range(12):
-        pace.went(1, 20.0 * at)
+        pace.record_departures(1, 20.0 * at)
         for later in (1.0, 19.0):
             found = pace.wait_s(8, 20.0 * at + later)
             if at >= 4:
@@ -237,9 +237,9 @@ def test_ahead_counts_whom_one_would_not_overtake():
 )
 def test_nobody_is_lost_or_served_twice(steps, way, fairness):
     """Counts always agree with who waits, whatever happens."""
-    made = Queue(Settings(max_requests=8, max_bytes=20, order=way, fairness=fairness))
+    made = Queue(FlowControlSettings(max_requests=8, max_bytes=20, order=way, fairness=fairness))
     rng = random.Random(1)
-    waiting: set[Waiter] = set()
+    waiting: set[QueuedItem] = set()
     for now, (step, tenant, priority, target) in enumerate(steps):
         if step == "join":
             one = waiter(
@@ -252,7 +252,7 @@ def test_nobody_is_lost_or_served_twice(steps, way, fairness):
                 tokens=rng.randint(1, 9),
             )
             joined = made.join(one, now)
-            if isinstance(joined, Joined):
+            if isinstance(joined, EnqueueResult):
                 waiting -= set(joined.displaced)
                 waiting.add(one)
         elif step == "leave" and waiting:
@@ -265,12 +265,12 @@ def test_nobody_is_lost_or_served_twice(steps, way, fairness):
             made.turn(one, rng.choice(["", "a", "b"]))
         elif step == "pump":
             budget = iter(range(rng.randint(0, 3)))
-            gone: list[Waiter] = []
+            gone: list[QueuedItem] = []
             made.pump(
                 lambda one, budget=budget, gone=gone, target=target: (
                     Blocked()
                     if one.target != target or next(budget, None) is None
-                    else gone.append(one) or Gone.WENT
+                    else gone.append(one) or DepartureCause.DISPATCHED
                 ),
                 now,
             )
@@ -297,7 +297,7 @@ def test_who_waits_for_one_endpoint_holds_up_nobody_else():
         if one.toward == "x":
             return Blocked(toward="x")
         went.append(names[one])
-        return Gone.WENT
+        return DepartureCause.DISPATCHED
 
     made.pump(go, 1.0)
     assert "".join(went) == "bd"
@@ -309,7 +309,7 @@ def test_who_waits_for_one_endpoint_holds_up_nobody_else():
 
 def test_memory_follows_what_waits():
     """Thousands who gave up leave nothing behind."""
-    made = Queue(Settings())
+    made = Queue(FlowControlSettings())
     many = [waiter(arrived=at, deadline=1e6, target=at % 3) for at in range(5000)]
     for one in many:
         made.join(one, 0.0)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from extproc.decision import Rejection
 from extproc.flow_control import rate_limit
-from extproc.flow_control.rate_limit import Allowance, Charge, Limit
+from extproc.flow_control.rate_limit import Charge, RateLimit, TenantRateLimiter
 
 
 def passes(allowance, tenant, tokens, now):
@@ -16,7 +16,7 @@ def passes(allowance, tenant, tokens, now):
 
 def test_nobody_is_limited_by_default():
     """No limit, no counting."""
-    free = Allowance()
+    free = TenantRateLimiter()
     assert not free.limits
     assert all(passes(free, "t", 1e9, 0.0) for _ in range(100))
     assert len(free) == 0
@@ -24,7 +24,7 @@ def test_nobody_is_limited_by_default():
 
 def test_requests_per_second():
     """A burst, then the rate; Retry-After is when the next one is let through."""
-    one = Allowance(Limit(requests_per_s=2.0, burst_s=2.0))
+    one = TenantRateLimiter(RateLimit(requests_per_s=2.0, burst_s=2.0))
     assert all(passes(one, "t", 0, 0.0) for _ in range(4))
     refused = one.take("t", 0, 0.0)
     assert (refused.status, refused.retry_after_s) == (429, 1)
@@ -36,22 +36,22 @@ def test_requests_per_second():
 
 def test_tokens_per_second_and_what_was_really_used():
     """What an answer did not take is given back, what it took more is owed."""
-    one = Allowance(by_tenant={"t": Limit(tokens_per_s=10.0, burst_s=10.0)})
+    one = TenantRateLimiter(by_tenant={"t": RateLimit(tokens_per_s=10.0, burst_s=10.0)})
     charge = one.take("t", 90, 0.0)
     assert one.take("t", 50, 0.0).retry_after_s == 4
-    charge.settle(50)
+    charge.reconcile(50)
     charge = one.take("t", 50, 0.0)
-    charge.settle(150)
+    charge.reconcile(150)
     assert one.take("t", 10, 0.0).retry_after_s == 11
     free = one.take("free", 1e6, 0.0)
-    free.settle(5)
+    free.reconcile(5)
     free.refund()
     assert len(one) == 1
 
 
 def test_a_request_larger_than_the_bucket_goes_when_it_is_full():
     """It takes more than there is, and what follows waits."""
-    one = Allowance(Limit(tokens_per_s=10.0, burst_s=1.0))
+    one = TenantRateLimiter(RateLimit(tokens_per_s=10.0, burst_s=1.0))
     assert passes(one, "t", 100, 0.0)
     assert one.take("t", 1, 0.0).retry_after_s == 10
     assert passes(one, "t", 1, 9.2)
@@ -59,7 +59,7 @@ def test_a_request_larger_than_the_bucket_goes_when_it_is_full():
 
 def test_a_refused_request_takes_nothing():
     """Neither requests nor tokens."""
-    one = Allowance(Limit(requests_per_s=1.0, tokens_per_s=1.0, burst_s=10.0))
+    one = TenantRateLimiter(RateLimit(requests_per_s=1.0, tokens_per_s=1.0, burst_s=10.0))
     assert passes(one, "t", 8, 0.0)
     assert not passes(one, "t", 8, 0.0)
     assert passes(one, "t", 2, 0.0)
@@ -67,19 +67,19 @@ def test_a_refused_request_takes_nothing():
 
 def test_a_rate_of_nothing_lets_nobody_through():
     """Zero is a limit like any other."""
-    one = Allowance(Limit(requests_per_s=0.0))
+    one = TenantRateLimiter(RateLimit(requests_per_s=0.0))
     assert passes(one, "t", 1, 0.0)
     assert one.take("t", 1, 1e6).retry_after_s == 3600
 
 
 def test_a_refund_is_given_once():
     """A request and its tokens come back, and no more than the bucket holds."""
-    one = Allowance(Limit(requests_per_s=1.0, tokens_per_s=1.0, burst_s=10.0))
+    one = TenantRateLimiter(RateLimit(requests_per_s=1.0, tokens_per_s=1.0, burst_s=10.0))
     charge = one.take("t", 10, 0.0)
     assert not passes(one, "t", 1, 0.0)
     charge.refund()
     charge.refund()
-    charge.settle(1000)
+    charge.reconcile(1000)
     assert passes(one, "t", 10, 0.0)
     assert not passes(one, "t", 1, 0.0)
     late = one.take("t", 10, 100.0)
@@ -91,10 +91,10 @@ def test_a_refund_is_given_once():
 
 def test_what_was_settled_is_what_is_given_back():
     """Whatever a request was charged with at first."""
-    one = Allowance(Limit(tokens_per_s=1.0, burst_s=100.0))
+    one = TenantRateLimiter(RateLimit(tokens_per_s=1.0, burst_s=100.0))
     charge = one.take("t", 80, 0.0)
-    charge.settle(50)
-    charge.settle(30)
+    charge.reconcile(50)
+    charge.reconcile(30)
     assert charge.tokens == 30
     charge.refund()
     assert passes(one, "t", 100, 0.0)
@@ -103,7 +103,7 @@ def test_what_was_settled_is_what_is_given_back():
 
 def test_time_never_counts_twice():
     """A clock that was read in another order fills a bucket once."""
-    one = Allowance(Limit(tokens_per_s=1.0, burst_s=100.0))
+    one = TenantRateLimiter(RateLimit(tokens_per_s=1.0, burst_s=100.0))
     assert passes(one, "t", 100, 0.0)
     for now in (50.0, 10.0, 50.0, 20.0, 50.0):
         assert not passes(one, "t", 60, now)
@@ -111,7 +111,7 @@ def test_time_never_counts_twice():
 
 def test_no_number_of_names_fills_a_bucket_up():
     """A tenant that took all is remembered; names beyond those remembered share one account."""
-    one = Allowance(Limit(requests_per_s=0.001, burst_s=0.0))
+    one = TenantRateLimiter(RateLimit(requests_per_s=0.001, burst_s=0.0))
     assert passes(one, "busy", 0, 0.0)
     let_through = sum(passes(one, str(number), 0, 0.0) for number in range(20_000))
     assert let_through == rate_limit._MOST
@@ -123,8 +123,9 @@ def test_no_number_of_names_fills_a_bucket_up():
 
 def test_a_full_bucket_is_forgotten_for_another_tenant():
     """That changes nothing for it, and the other one has an account of its own."""
-    one = Allowance(
-        Limit(requests_per_s=1.0, burst_s=10.0), {"vip": Limit(requests_per_s=1.0, burst_s=1.0)}
+    one = TenantRateLimiter(
+        RateLimit(requests_per_s=1.0, burst_s=10.0),
+        {"vip": RateLimit(requests_per_s=1.0, burst_s=1.0)},
     )
     assert passes(one, "vip", 0, 0.0)
     for number in range(rate_limit._MOST):
@@ -151,7 +152,7 @@ def test_a_full_bucket_is_forgotten_for_another_tenant():
 def test_a_tenant_never_has_more_than_its_limit(steps):
     """What was let through and not given back is at most the burst and the rate since."""
     rate, burst_s, now = 10.0, 5.0, 0.0
-    one = Allowance(Limit(tokens_per_s=rate, burst_s=burst_s))
+    one = TenantRateLimiter(RateLimit(tokens_per_s=rate, burst_s=burst_s))
     charges, peak = [], 0.0
     for step, tokens, which, passed in steps:
         now += passed
@@ -166,16 +167,16 @@ def test_a_tenant_never_has_more_than_its_limit(steps):
                 charge.refund()
                 assert charge.tokens == 0.0
             else:
-                charge.settle(min(tokens, charge.tokens))
+                charge.reconcile(min(tokens, charge.tokens))
     assert peak <= rate * burst_s + 1e-6
 
 
 def test_equal_limits_are_equal_allowances():
     """Whatever was taken, so that a reload that changes no limit forgets nothing."""
-    one = Allowance(Limit(requests_per_s=1.0))
+    one = TenantRateLimiter(RateLimit(requests_per_s=1.0))
     assert passes(one, "t", 0, 0.0)
-    assert one == Allowance(Limit(requests_per_s=1.0))
-    assert one != Allowance(Limit(requests_per_s=2.0))
+    assert one == TenantRateLimiter(RateLimit(requests_per_s=1.0))
+    assert one != TenantRateLimiter(RateLimit(requests_per_s=2.0))
     assert one != 1
     with pytest.raises(TypeError):
         hash(one)

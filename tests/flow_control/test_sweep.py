@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.flow_control.endpoint_sets import EndpointBits
-from extproc.flow_control.queue import Blocked, Gone, Joined, Queue
-from extproc.flow_control.queued_item import Settings, Waiter
+from extproc.flow_control.queue import Blocked, DepartureCause, EnqueueResult, Queue
+from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
 from tests.flow_control.crowds import crowd, operations
 
 ENDPOINTS = ("a", "b", "c")
@@ -45,7 +45,7 @@ class Fleet:
         self.looks.append(waiter.number)
         places = [name for name in waiter.target if self.free[name] > 0]
         if not waiter.target:
-            return Gone.REFUSED
+            return DepartureCause.REJECTED
         if not places:
             return Blocked(busy=bits_of(waiter.target))
         wanted = self.wants.get(waiter.number, "")
@@ -54,13 +54,13 @@ class Fleet:
             return Blocked(toward=wanted)
         self.free[places[0]] -= 1
         self.went.append(waiter.number)
-        return Gone.WENT
+        return DepartureCause.DISPATCHED
 
 
 def expected(waiting, fleet, queue, *, order, fairness, shared):
     """The order of going by the plainest means: the best of all who wait, again and again."""
     free, went = Counter(fleet.free), []
-    standing = {one.tenant: queue.turns.standing(one.tenant) for one in waiting}
+    standing = {one.tenant: queue.turns.normalized_service(one.tenant) for one in waiting}
     last = {one.tenant: queue.turns.last(one.tenant) for one in waiting}
     turn = max(last.values(), default=0)
     for priority in sorted({one.priority for one in waiting}, reverse=True):
@@ -138,11 +138,11 @@ ROUNDS = st.lists(
 )
 def test_any_budget_lets_the_same_go_in_the_same_order(requests, rounds, order, fairness, looks):
     """As one look at everybody after the other would, however little one call may do."""
-    queue = Queue(Settings(order=order, fairness=fairness, half_life_s=1e9))
+    queue = Queue(FlowControlSettings(order=order, fairness=fairness, half_life_s=1e9))
     queue.adopt_bits(EndpointBits(of=bits_of, named=bits_of))
     waiting, wants = {}, {}
     for at, (tenant, priority, target, tokens, wanted, slo_s) in enumerate(requests):
-        one = Waiter(
+        one = QueuedItem(
             arrived=at,
             deadline=1e3 - at % 5,
             tenant=str(tenant),
@@ -151,7 +151,7 @@ def test_any_budget_lets_the_same_go_in_the_same_order(requests, rounds, order, 
             tokens=tokens,
             slo_s=slo_s,
         )
-        assert isinstance(queue.join(one, 0.0), Joined)
+        assert isinstance(queue.join(one, 0.0), EnqueueResult)
         waiting[one.number] = one
         wants[one.number] = wanted
     for free, tenant, charged in rounds:
@@ -173,9 +173,9 @@ def test_any_budget_lets_the_same_go_in_the_same_order(requests, rounds, order, 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(1, 5))
 def test_everybody_first_of_its_kind_is_looked_at_within_bounded_pumps(targets, looks):
     """However often something changes: a sweep goes on where it stopped."""
-    queue = Queue(Settings())
+    queue = Queue(FlowControlSettings())
     for at, target in enumerate(targets):
-        queue.join(Waiter(arrived=at, deadline=math.inf, target=target), 0.0)
+        queue.join(QueuedItem(arrived=at, deadline=math.inf, target=target), 0.0)
     seen = set()
 
     def look(one):
@@ -189,12 +189,12 @@ def test_everybody_first_of_its_kind_is_looked_at_within_bounded_pumps(targets, 
 
 def test_busy_endpoints_hold_up_every_name_they_serve():
     """Two thousand names take one look for each endpoint, and not one for each name."""
-    queue = Queue(Settings())
+    queue = Queue(FlowControlSettings())
     fleet = Fleet({})
     names = {f"model-{at}": "abc"[at % 3] if at % 2 else "abc" for at in range(2000)}
     queue.adopt_bits(EndpointBits(of=lambda name: bits_of(names[name]), named=bits_of))
     for at, name in enumerate(names):
-        queue.join(Waiter(arrived=at, deadline=math.inf, target=name, tenant=f"t{at}"), 0.0)
+        queue.join(QueuedItem(arrived=at, deadline=math.inf, target=name, tenant=f"t{at}"), 0.0)
 
     def look(one):
         fleet.looks.append(one.number)
@@ -216,11 +216,11 @@ def test_busy_endpoints_hold_up_every_name_they_serve():
 
 def test_endpoints_that_come_serve_whom_they_can():
     """Requests change their set with what endpoints list, and are not held up by others then."""
-    queue = Queue(Settings())
+    queue = Queue(FlowControlSettings())
     serves = {"x": "a", "y": "a"}
     queue.adopt_bits(EndpointBits(of=lambda name: bits_of(serves[name]), named=bits_of))
-    first = Waiter(arrived=0.0, deadline=math.inf, target="x")
-    other = Waiter(arrived=1.0, deadline=math.inf, target="y")
+    first = QueuedItem(arrived=0.0, deadline=math.inf, target="x")
+    other = QueuedItem(arrived=1.0, deadline=math.inf, target="y")
     for one in (first, other):
         queue.join(one, 0.0)
     went = []
@@ -228,7 +228,7 @@ def test_endpoints_that_come_serve_whom_they_can():
     def look(one):
         if "b" in serves[one.target]:
             went.append(one.target)
-            return Gone.WENT
+            return DepartureCause.DISPATCHED
         return Blocked(busy=bits_of("a"))
 
     queue.pump(look, 0.0)
@@ -261,20 +261,20 @@ def test_requests_are_sorted_anew_within_the_budget():
 @pytest.mark.parametrize("tenants", [1, 2, 3])
 def test_requests_of_many_targets_go_as_they_came(tenants):
     """However their targets and tenants alternate, where tenants do not take turns."""
-    queue = crowd(24, tenants=tenants, targets=4, settings=Settings(fairness="none"))
+    queue = crowd(24, tenants=tenants, targets=4, settings=FlowControlSettings(fairness="none"))
     went = []
-    queue.pump(lambda one: went.append(one.arrived) or Gone.WENT, 0.0)
+    queue.pump(lambda one: went.append(one.arrived) or DepartureCause.DISPATCHED, 0.0)
     assert went == list(range(24))
 
 
 @pytest.mark.parametrize("blocked", [Blocked(busy=1), Blocked(toward="a"), Blocked()])
 def test_what_holds_up_one_priority_holds_up_no_other(blocked):
     """Endpoints may have a place for one and not for the other."""
-    queue = Queue(Settings())
+    queue = Queue(FlowControlSettings())
     queue.adopt_bits(EndpointBits(of=lambda _: 1, named=bits_of))
     for priority in (2, 1, 0):
         for _ in range(2):
-            one = Waiter(arrived=0.0, deadline=math.inf, priority=priority)
+            one = QueuedItem(arrived=0.0, deadline=math.inf, priority=priority)
             queue.join(one, 0.0)
             queue.turn(one, "a")
     looks = []
@@ -284,9 +284,9 @@ def test_what_holds_up_one_priority_holds_up_no_other(blocked):
 
 def test_a_refused_request_is_not_served():
     """It neither costs its tenant a turn nor counts as one that went on."""
-    queue = Queue(Settings())
-    queue.join(Waiter(arrived=0.0, deadline=math.inf, tenant="t", tokens=100), 0.0)
-    assert queue.pump(lambda _: Gone.REFUSED, 1.0)
+    queue = Queue(FlowControlSettings())
+    queue.join(QueuedItem(arrived=0.0, deadline=math.inf, tenant="t", tokens=100), 0.0)
+    assert queue.pump(lambda _: DepartureCause.REJECTED, 1.0)
     assert queue.turns.attained("t", 1.0) == 0.0
     assert queue.pace.per_s(1.0) == 0.0
     assert queue.count == 0
@@ -294,11 +294,11 @@ def test_a_refused_request_is_not_served():
 
 def test_a_tenant_that_used_less_goes_sooner():
     """Turns that go down are noticed at once."""
-    queue = Queue(Settings())
+    queue = Queue(FlowControlSettings())
     for tenant in "xy":
         queue.turns.served(tenant, 100.0 if tenant == "x" else 50.0, 0.0)
         for at in range(2):
-            queue.join(Waiter(arrived=at, deadline=math.inf, tenant=tenant, tokens=1), 0.0)
+            queue.join(QueuedItem(arrived=at, deadline=math.inf, tenant=tenant, tokens=1), 0.0)
     order = []
     queue.pump(lambda one: order.append(one.tenant) or Blocked(), 0.0)
     queue.charge("x", -80.0, 0.0)
@@ -308,10 +308,10 @@ def test_a_tenant_that_used_less_goes_sooner():
 
 def test_forgotten_turns_are_noticed():
     """Tenants that are forgotten start anew, where they wait as well."""
-    queue = Queue(Settings(fairness="round-robin"))
+    queue = Queue(FlowControlSettings(fairness="round-robin"))
     for tenant in "xy":
         queue.turns.served(tenant, 0.0, 0.0)
-        queue.join(Waiter(arrived=0.0, deadline=math.inf, tenant=tenant), 0.0)
+        queue.join(QueuedItem(arrived=0.0, deadline=math.inf, tenant=tenant), 0.0)
     queue.turns.charge("x", 1e9, 0.0)
     queue.turns.charge("y", 5.0, 0.0)
     for number in range(16_400):
@@ -324,9 +324,9 @@ def test_forgotten_turns_are_noticed():
 
 def test_a_half_life_can_be_replaced():
     """What was attained fades by the new one from then on."""
-    queue = Queue(Settings(half_life_s=1.0))
+    queue = Queue(FlowControlSettings(half_life_s=1.0))
     queue.turns.served("t", 64.0, 0.0)
-    queue.adopt(Settings(half_life_s=10.0), 2.0)
+    queue.adopt(FlowControlSettings(half_life_s=10.0), 2.0)
     assert queue.turns.attained("t", 2.0) == pytest.approx(16.0)
     assert queue.turns.attained("t", 12.0) == pytest.approx(8.0)
 
@@ -337,7 +337,7 @@ def test_letting_many_go_is_not_quadratic(tenants, targets):
 
     def cost(size):
         queue = crowd(size, tenants=min(tenants, size), targets=min(targets, size))
-        return operations(lambda: queue.pump(lambda _: Gone.WENT, 0.0))
+        return operations(lambda: queue.pump(lambda _: DepartureCause.DISPATCHED, 0.0))
 
     assert cost(4000) < 6 * cost(1000)
 
@@ -347,7 +347,7 @@ def test_targets_of_one_tenant_cost_much_the_same():
 
     def cost(targets):
         queue = crowd(2000, targets=targets)
-        return operations(lambda: queue.pump(lambda _: Gone.WENT, 0.0))
+        return operations(lambda: queue.pump(lambda _: DepartureCause.DISPATCHED, 0.0))
 
     assert cost(1000) < 3 * cost(10)
 
@@ -374,7 +374,7 @@ def test_heaps_follow_what_waits():
             queue.turn(one, "")
             queue.charge(one.tenant, -1.0, 0.0)
             queue.charge(one.tenant, 1.0, 0.0)
-    queue.join(Waiter(arrived=0.0, deadline=1e9, priority=1), 0.0)
+    queue.join(QueuedItem(arrived=0.0, deadline=1e9, priority=1), 0.0)
     assert sum(len(band._lines) for band in queue._bands.values()) <= queue.count
     entries = sum(
         len(line._heap) + sum(len(lane._heap) for lane in line._lanes.values())

@@ -149,7 +149,7 @@ async def test_066_pods_by_label_need_no_crd(api, place, crds):
     await api.undefine(crds)
     try:
         await api.create(kube.pod("a", namespace, A, labels=LABELS))
-        source = settings.Selector(namespace, LABELS, (8000, 8001), "vllm")
+        source = settings.PodSelector(namespace, LABELS, (8000, 8001), "vllm")
         async with kube_follow.following(kubeconfig, source) as told:
             await told.has(f"{namespace}/vllm", f"{A}:8000", f"{A}:8001")
             assert told.kinds == ["synced"]
@@ -198,7 +198,7 @@ async def test_every_pool_of_a_namespace(api, place):
         await api.create(pool)
         labels = {"app": f"pool-{number}"}
         await api.create(kube.pod(f"a-{number}", namespace, f"127.2.1.{number + 1}", labels=labels))
-    async with kube_follow.following(kubeconfig, settings.Everything(namespace)) as told:
+    async with kube_follow.following(kubeconfig, settings.AllPools(namespace)) as told:
         for number in range(3):
             await told.has(f"{namespace}/pool-{number}", f"127.2.1.{number + 1}:8000")
         await api.delete(pools[0])
@@ -218,7 +218,7 @@ async def test_every_pool_of_the_cluster(api, place, cluster):
         await api.create(kube.objective("batch", home, "same", -number))
         labels = {"app": "same"}
         await api.create(kube.pod("a", home, f"127.2.3.{number + 1}", labels=labels))
-    async with kube_follow.following(kubeconfig, settings.Everything()) as told:
+    async with kube_follow.following(kubeconfig, settings.AllPools()) as told:
         for number, home in enumerate(homes):
             await told.has(f"{home}/same", f"127.2.3.{number + 1}:8000")
             assert told.pools[f"{home}/same"].policy.priorities == {"batch": -number}
@@ -248,7 +248,7 @@ async def test_slices_of_a_service(api, place, cluster):
         "ports": [{"name": "http", "port": 8000}],
     }
     await api.create(one)
-    async with kube_follow.following(kubeconfig, settings.Service(namespace, "vllm")) as told:
+    async with kube_follow.following(kubeconfig, settings.ServiceRef(namespace, "vllm")) as told:
         key = f"{namespace}/vllm"
         await told.until(lambda: "10.1.0.1:8000" in told.addresses(key))
         assert "10.1.0.2:8000" not in told.addresses(key)
@@ -318,7 +318,7 @@ async def test_pods_of_a_kubeai_model(api, place):
     one = kube.pod("a", namespace, A, labels=labels, annotations=port)
     await api.create(one)
     await api.create(kube.pod("b", namespace, B, labels={"model": "llama"}))
-    source = settings.Selector(namespace, {"model": "llama"}, (), "llama")
+    source = settings.PodSelector(namespace, {"model": "llama"}, (), "llama")
     async with kube_follow.following(kubeconfig, source) as told:
         await told.has(key, f"{A}:8003")
         models = told.pools[key].endpoints[0].models

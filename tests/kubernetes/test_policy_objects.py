@@ -28,7 +28,7 @@ async def test_087_policies_without_their_crds(api, place, crds):
         await api.create(kube.pod("a", namespace, A, labels=LABELS))
         async with kube_follow.pool(place) as told:
             await told.has(key, f"{A}:8000")
-            assert told.pools[key].policy == inference_policy.NONE
+            assert told.pools[key].policy == inference_policy.EMPTY_POLICY
             await api.define(policies)
             await api.create(kube.objective("batch", namespace, "vllm", -1))
             await told.until(lambda: told.pools[key].policy.priorities == {"batch": -1})
@@ -101,4 +101,4 @@ async def test_083_rewrites(api, place):
         await told.until(lambda: len(told.pools[key].policy.rules) == 3)
         rules = told.pools[key].policy.rules
         assert [rule.models for rule in rules] == [("a",), (), ("d",)]
-        assert rules[0].targets == (inference_policy.Target("b", 70),)
+        assert rules[0].targets == (inference_policy.TargetModel("b", 70),)

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from extproc.autoscaling.runtime import scale_subresource
-from extproc.config.autoscaling import Target
+from extproc.config.autoscaling import ScaleTarget
 from extproc.demo import stack
 from extproc.discovery.kubernetes import settings as watching
 from tests.support import ext_proc_script, kube, kube_picker, peer, serving
@@ -257,12 +257,12 @@ async def test_an_outage_does_not_start_a_second_autoscaler(api, cluster):
     async with place(api, cluster, replicas=2) as (namespace, kubeconfig):
         hpa = HPA | {"metadata": {"name": "theirs", "namespace": namespace}}
         await api.create(hpa)
-        reaching = watching.Settings(sources=(), kubeconfig=str(kubeconfig))
-        way = scale_subresource.Cluster(reaching, "me")
+        reaching = watching.KubernetesSettings(sources=(), kubeconfig=str(kubeconfig))
+        way = scale_subresource.ScaleClient(reaching, "me")
         await way.open()
         try:
-            target = Target(name="vllm", namespace=namespace).filled
-            scale = scale_subresource.Scale(target, way, lambda: True)
+            target = ScaleTarget(name="vllm", namespace=namespace).filled
+            scale = scale_subresource.ScaleSubresourceActuator(target, way, lambda: True)
             await scale.look_for_others()
             assert not scale.acts
             cluster.stop()

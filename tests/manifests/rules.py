@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from extproc.config.settings import Server
+from extproc.config.settings import ServerSection
 from tests.manifests import parts, strict
 from tests.manifests.tools import Document
 
@@ -125,7 +125,7 @@ def _picker(documents: Sequence[Document], pod: Document, container: Document) -
     yield from _grace(pod, container, server)
 
 
-def _grace(pod: Document, container: Document, server: Server) -> Iterator[str]:
+def _grace(pod: Document, container: Document, server: ServerSection) -> Iterator[str]:
     """The pod is not killed before the drain ends, and no picker ends before its Envoy."""
     waits = _sleep_s(container)
     if pod["terminationGracePeriodSeconds"] < waits + server.drain_timeout_s + _AIR_S:

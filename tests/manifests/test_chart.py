@@ -111,7 +111,7 @@ def test_every_pool_is_asked_for_in_the_file(scope):
     asked = parts.parsed(found[1]["args"])
     assert (asked.pool_name, asked.endpoint_selector) == (None, None)
     settings = parts.resolved(tools.charted(*values), *found)
-    assert (settings.cluster.every_pool, settings.log.level) == (scope, "debug")
+    assert (settings.cluster.discover_pools, settings.log.level) == (scope, "debug")
     assert settings.cluster.claims == ()
 
 

@@ -166,7 +166,7 @@ def test_pickers_for_a_whole_cluster_read_all_of_it_and_no_more():
     account = parts.only(documents, "ServiceAccount")["metadata"]
     assert (subject["name"], subject["namespace"]) == (account["name"], account["namespace"])
     ((pod, container),) = parts.pickers(documents)
-    assert parts.resolved(documents, pod, container).cluster.every_pool == "cluster"
+    assert parts.resolved(documents, pod, container).cluster.discover_pools == "cluster"
     assert parts.parsed(container["args"]).pool_name is None
 
 
@@ -183,8 +183,8 @@ def test_pickers_that_scale_a_whole_cluster_write_no_more_than_replicas():
         assert (subject["name"], subject["namespace"]) == (account["name"], account["namespace"])
     ((pod, container),) = parts.pickers(documents)
     settings = parts.resolved(documents, pod, container)
-    assert settings.cluster.every_pool == "cluster"
-    (rule,) = settings.autoscaling.found
+    assert settings.cluster.discover_pools == "cluster"
+    (rule,) = settings.autoscaling.discovered_pools
     assert rule.annotations
     (peer,) = settings.autoscaling.peers
     parts.only(documents, "Service", peer.partition(":")[0])

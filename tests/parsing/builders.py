@@ -4,7 +4,7 @@ import json
 
 from extproc.decision import Rejection
 from extproc.parsing import surfaces
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 
 CHAT = "/v1/chat/completions"
 
@@ -13,12 +13,12 @@ def post(path, body, **headers):
     """A POST; header names take underscores for dashes."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return RawRequest({":method": "POST", ":path": path, **named}, data)
+    return HttpRequest({":method": "POST", ":path": path, **named}, data)
 
 
 def parsed(path, body, **headers):
     outcome = surfaces.parse(post(path, body, **headers))
-    assert isinstance(outcome, Request), outcome
+    assert isinstance(outcome, InferenceRequest), outcome
     return outcome
 
 

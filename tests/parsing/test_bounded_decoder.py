@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bench import hostile_bodies
 from extproc.parsing import bounded_decoder, envelope, openai_chat, surfaces, tokens
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 
 _SIZE = 1 << 19
 _KINDS = ("/v1/chat/completions", "/v1/completions", "metadata", "back", "form", "gRPC")
@@ -24,7 +24,7 @@ _CASES = [
 def test_memory_of_a_hostile_body_is_bounded(name, path, body):
     """Parsing takes four times the size of a body at most, and what a few thousand values take."""
     headers = {":path": path, ":method": "POST", "content-type": "multipart/x; boundary=b"}
-    raw = RawRequest(headers, body)
+    raw = HttpRequest(headers, body)
     tracemalloc.start()
     surfaces.parse(raw)
     peak = tracemalloc.get_traced_memory()[1]
@@ -50,7 +50,7 @@ _MESSAGES = st.lists(
 def test_reading_field_by_field_gives_the_same(messages, ascii_only):
     """A body that is not decoded at once has the prompt it would have had."""
     body = json.dumps({"model": "m", "messages": messages}, ensure_ascii=ascii_only).encode()
-    slowly = bounded_decoder._Reading(body).struct(openai_chat.Body, body)
+    slowly = bounded_decoder._Reading(body).struct(openai_chat.ChatBody, body)
     at_once = openai_chat._DECODER.decode(body)
     assert slowly.model == at_once.model
     prompts = []
@@ -68,8 +68,8 @@ def test_a_long_text_is_cut_between_characters(unit, times):
     text = unit * times
     for ascii_only in (True, False):
         body = json.dumps({"model": "m", "prompt": text}, ensure_ascii=ascii_only).encode()
-        read = surfaces.parse(RawRequest({":path": "/v1/completions", ":method": "POST"}, body))
-        assert isinstance(read, Request)
+        read = surfaces.parse(HttpRequest({":path": "/v1/completions", ":method": "POST"}, body))
+        assert isinstance(read, InferenceRequest)
         assert read.prompt == text.encode()
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bench import hostile_bodies
 from extproc.parsing import bounded_decoder, surfaces
 from extproc.prefix_cache import blocks
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 
 _SIZE = 1 << 18
 _CASES = [
@@ -48,7 +48,7 @@ def test_work_on_a_hostile_body_is_counted(name, path, body, monkeypatch):
     monkeypatch.setattr(bounded_decoder, "_Reading", CountingReading)
     monkeypatch.setattr(CountingReading, "all", [])
     headers = {":path": path, ":method": "POST", "content-type": "multipart/x; boundary=b"}
-    surfaces.parse(RawRequest(headers, body))
+    surfaces.parse(HttpRequest(headers, body))
     assert len(CountingReading.all) <= 3  # the body, once mended, and its envelope for the error
     for reading in CountingReading.all:
         values, elements = reading.spent
@@ -70,9 +70,9 @@ def _chain(messages, *, ascii_only, tools):
     body = {"model": "m", **({"tools": _TOOLS} if tools else {}), "messages": messages}
     written = json.dumps(body, ensure_ascii=ascii_only).encode()
     request = surfaces.parse(
-        RawRequest({":path": "/v1/chat/completions", ":method": "POST"}, written)
+        HttpRequest({":path": "/v1/chat/completions", ":method": "POST"}, written)
     )
-    assert isinstance(request, Request)
+    assert isinstance(request, InferenceRequest)
     return len(written), request.prompt, blocks.chain(request.prompt, b"")
 
 
@@ -138,8 +138,8 @@ def test_a_text_is_not_cut_inside_of_an_escape(escape, shift):
     """Wherever a chunk ends, backslashes that are escaped themselves begin no escape."""
     text = '"' + "a" * shift + escape * 60_000 + '\\ud83d\\ude00"'
     body = b'{"model":"m","prompt":%b}' % text.encode()
-    read = surfaces.parse(RawRequest({":path": "/v1/completions", ":method": "POST"}, body))
-    assert isinstance(read, Request)
+    read = surfaces.parse(HttpRequest({":path": "/v1/completions", ":method": "POST"}, body))
+    assert isinstance(read, InferenceRequest)
     assert read.prompt == json.loads(text).encode()
 
 

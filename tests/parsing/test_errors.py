@@ -1,7 +1,7 @@
 import pytest
 
 from extproc.parsing import paths, surfaces
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 from tests.parsing import builders
 from tests.parsing.builders import CHAT
 
@@ -57,7 +57,7 @@ def test_model_is_demanded(path):
 
 def test_model_is_demanded_without_a_path():
     """Point 70 as the reference sends it: no path at all means /v1/completions."""
-    outcome = surfaces.parse(RawRequest({}, b'{"prompt":"hello world"}'))
+    outcome = surfaces.parse(HttpRequest({}, b'{"prompt":"hello world"}'))
     assert outcome.message == "model not found in request body"
 
 
@@ -86,23 +86,23 @@ def test_the_prompt_is_demanded(path, message):
 @pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE", "get"])
 def test_methods_without_a_prompt(path, method):
     """Points 30 to 32: GET and the like are opaque on every path, whatever their body."""
-    raw = RawRequest({":method": method, ":path": path}, b"{")
-    assert surfaces.parse(raw) == Request("opaque")
+    raw = HttpRequest({":method": method, ":path": path}, b"{")
+    assert surfaces.parse(raw) == InferenceRequest("opaque")
 
 
 @pytest.mark.parametrize("path", [f"/{suffix}" for suffix in paths.SURFACES])
 def test_empty_bodies(path):
     """Point 30: an empty body is a bodiless request on every path."""
     subset = ("10.0.0.1:8000",)
-    raw = RawRequest({":method": "POST", ":path": path, "x-session-id": "s"}, b"", subset=subset)
-    assert surfaces.parse(raw) == Request("opaque", session="s", subset=subset)
+    raw = HttpRequest({":method": "POST", ":path": path, "x-session-id": "s"}, b"", subset=subset)
+    assert surfaces.parse(raw) == InferenceRequest("opaque", session="s", subset=subset)
 
 
 def test_the_subset_is_kept():
     """The subset hint goes from raw request to request, an empty one included."""
     body = b'{"model":"m","messages":[{"role":"user","content":"x"}]}'
     for subset in (None, (), ("a:1", "b")):
-        assert surfaces.parse(RawRequest({":path": CHAT}, body, subset=subset)).subset == subset
+        assert surfaces.parse(HttpRequest({":path": CHAT}, body, subset=subset)).subset == subset
 
 
 def test_deep_values_are_refused_not_raised():
@@ -110,6 +110,6 @@ def test_deep_values_are_refused_not_raised():
     for depth in range(300, 1200, 7):
         part = b'{"a":' * depth + b"1" + b"}" * depth
         body = b'{"model":"m","messages":[{"role":"user","content":[' + part + b"]}]}"
-        outcome = surfaces.parse(RawRequest({":path": CHAT}, body))
-        assert isinstance(outcome, Request) or outcome.message.startswith(UNMARSHAL)
-        assert isinstance(surfaces.parse(RawRequest({":path": "/other"}, body)), Request)
+        outcome = surfaces.parse(HttpRequest({":path": CHAT}, body))
+        assert isinstance(outcome, InferenceRequest) or outcome.message.startswith(UNMARSHAL)
+        assert isinstance(surfaces.parse(HttpRequest({":path": "/other"}, body)), InferenceRequest)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.parsing import first_user_message, surfaces
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 
 
 def plain(prompt, api):
@@ -38,19 +38,26 @@ pieces = st.sampled_from(
 )
 def test_an_opening_is_what_the_rule_says(prompt, api):
     """Any mixture of fields reads as a plain statement of the rule reads it."""
-    assert first_user_message.of(Request(api=api, prompt=prompt)) == plain(prompt, api)
+    assert first_user_message.first_user_message(InferenceRequest(api=api, prompt=prompt)) == plain(
+        prompt, api
+    )
 
 
 def test_a_character_on_the_edge_is_left_out():
     """A text that is cut inside a character keeps the characters before it."""
     prompt = b"\xffuser\xfe" + "é".encode() * first_user_message.LONGEST_BYTES
-    assert set(first_user_message.of(Request(api="chat", prompt=prompt))) == {"é"}
+    assert set(
+        first_user_message.first_user_message(InferenceRequest(api="chat", prompt=prompt))
+    ) == {"é"}
 
 
 def test_nothing_of_a_system_prompt_or_an_image_is_an_opening():
     """Only the text parts of the first user message count."""
     prompt = b"\xffsystem\xfebe kind\xffuser\xfd{image}\xfewhat\xfe is it\xffuser\xfelater"
-    assert first_user_message.of(Request(api="chat", prompt=prompt)) == "what is it"
+    assert (
+        first_user_message.first_user_message(InferenceRequest(api="chat", prompt=prompt))
+        == "what is it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,4 +74,7 @@ def test_the_opening_of_a_completion_is_its_prompt(body, expected):
     """As the parser reads it: alone, salted, the first of a batch; none without a text."""
     headers = {":method": "POST", ":path": "/v1/completions"}
     encoded = msgspec.json.encode({"model": "m", **body})
-    assert first_user_message.of(surfaces.parse(RawRequest(headers, encoded))) == expected
+    assert (
+        first_user_message.first_user_message(surfaces.parse(HttpRequest(headers, encoded)))
+        == expected
+    )

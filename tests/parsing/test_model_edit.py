@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.parsing import model_edit
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from tests.parsing import builders
 
 
 def edited(body, model="new", path=builders.CHAT, *, truncated=False, **headers):
     """The body after the edit; None where there is none."""
     raw = msgspec.structs.replace(builders.post(path, body, **headers), truncated=truncated)
-    splice = model_edit.splice(raw, model)
+    splice = model_edit.locate_model(raw, model)
     return None if splice is None else splice.apply(raw.body)
 
 
@@ -167,6 +167,6 @@ def test_no_bytes_make_it_raise(body):
 
 def test_the_raw_request_is_what_it_was():
     """The request that was parsed and hashed is not touched."""
-    raw = RawRequest({":path": builders.CHAT}, b'{"model": "old"}')
-    assert model_edit.splice(raw, "new") is not None
+    raw = HttpRequest({":path": builders.CHAT}, b'{"model": "old"}')
+    assert model_edit.locate_model(raw, "new") is not None
     assert raw.body == b'{"model": "old"}'

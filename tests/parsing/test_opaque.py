@@ -1,13 +1,13 @@
 import pytest
 
 from extproc.parsing import opaque, surfaces
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from tests.parsing import builders
 from tests.parsing.builders import CHAT
 
 
 def truncated(path, body, **headers):
-    return surfaces.parse(RawRequest({":path": path, **headers}, body, truncated=True))
+    return surfaces.parse(HttpRequest({":path": path, **headers}, body, truncated=True))
 
 
 def test_conformance_body():

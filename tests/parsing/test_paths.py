@@ -1,7 +1,7 @@
 import pytest
 
 from extproc.parsing import paths, surfaces
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 
 
 @pytest.mark.parametrize("suffix", paths.SURFACES)
@@ -54,4 +54,4 @@ def test_longest_suffix_wins():
 )
 def test_path_source(headers, path):
     """`:path`, then x-original-path, then x-forwarded-path, then /v1/completions (report 1.6)."""
-    assert paths.path_of(RawRequest(headers)) == path
+    assert paths.path_of(HttpRequest(headers)) == path

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bench import hostile_bodies
 from extproc.parsing import envelope, first_user_message, model_edit, parse_job, preparsed, surfaces
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 from tests.parsing import builders
 from tests.parsing.test_first_user_message import pieces
 from tests.parsing.test_properties import METHODS, PATHS, bodies
@@ -35,11 +35,11 @@ def check(raw):
     outcome = surfaces.parse(raw)
     assert surfaces.parse(read) == outcome
     for model in ("new", 'q"\n'):
-        assert model_edit.splice(read, model) == model_edit.splice(raw, model)
-    if not isinstance(outcome, Request) and outcome == envelope.NO_MODEL:
+        assert model_edit.locate_model(read, model) == model_edit.locate_model(raw, model)
+    if not isinstance(outcome, InferenceRequest) and outcome == envelope.NO_MODEL:
         supplied = surfaces.parse_supplied(raw, "other")
         found = surfaces.parse_supplied(read, "other")
-        assert found == (supplied if isinstance(supplied, Request) else None)
+        assert found == (supplied if isinstance(supplied, InferenceRequest) else None)
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -48,14 +48,14 @@ def test_any_json_reads_alike(path, method, body, truncated, with_model):
     """Fields of any type on any path give the same request, refusal and place of the model."""
     headers = {":method": method, ":path": path, "x-session-id": "s"}
     written = json.dumps({**body, "model": "m"} if with_model else body).encode()
-    check(RawRequest(headers, written, truncated, ("10.0.0.1",)))
+    check(HttpRequest(headers, written, truncated, ("10.0.0.1",)))
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(PATHS, st.binary(max_size=200), st.booleans())
 def test_any_bytes_read_alike(path, body, truncated):
     """Bytes that are no JSON, too."""
-    check(RawRequest({":path": path, "content-type": "multipart/x; boundary=b"}, body, truncated))
+    check(HttpRequest({":path": path, "content-type": "multipart/x; boundary=b"}, body, truncated))
 
 
 _HOSTILE = list(hostile_bodies.bodies(20_000))
@@ -65,7 +65,7 @@ _HOSTILE = list(hostile_bodies.bodies(20_000))
 def test_hostile_bodies_read_alike(name, path, body):
     """Every body that was made to be slow."""
     headers = {":path": path, ":method": "POST", "content-type": "multipart/x; boundary=b"}
-    check(RawRequest(headers, body))
+    check(HttpRequest(headers, body))
 
 
 def test_a_form_reads_alike():
@@ -97,8 +97,10 @@ def test_of_a_long_prompt_only_what_is_hashed_comes_back():
 )
 def test_a_request_at_rest_has_its_opening(prompt, api):
     """Whatever the prompt is, what is left of it while it waits is short and opens alike."""
-    request = Request(api=api, prompt=prompt)
-    raw = preparsed.attach(RawRequest({}), preparsed.ParseResult(request, "", None, None))
+    request = InferenceRequest(api=api, prompt=prompt)
+    raw = preparsed.attach(HttpRequest({}), preparsed.ParseResult(request, "", None, None))
     rested = surfaces.parse(preparsed.rest(raw))
-    assert first_user_message.of(rested) == first_user_message.of(request)
+    assert first_user_message.first_user_message(rested) == first_user_message.first_user_message(
+        request
+    )
     assert len(rested.prompt) <= 5 * first_user_message.LONGEST_BYTES

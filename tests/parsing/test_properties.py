@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from extproc.decision import Rejection
 from extproc.parsing import multipart, paths, surfaces, tokens
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 from tests.parsing import builders
 from tests.parsing.builders import CHAT, chat
 from tests.support.seeded import examples
@@ -38,7 +38,7 @@ bodies = st.dictionaries(st.sampled_from(FIELDS), values, max_size=6)
 
 def check(path, body, *, method="POST", truncated=False, **headers):
     """Parse; the outcome is a value, and no refusal quotes the body."""
-    raw = RawRequest({":method": method, ":path": path, **headers}, body, truncated=truncated)
+    raw = HttpRequest({":method": method, ":path": path, **headers}, body, truncated=truncated)
     outcome = surfaces.parse(raw)
     if isinstance(outcome, Rejection):
         assert outcome.status == 400
@@ -46,7 +46,7 @@ def check(path, body, *, method="POST", truncated=False, **headers):
         assert not truncated
         assert paths.surface_of(paths.path_of(raw)) != paths.OPAQUE
         return
-    assert isinstance(outcome, Request)
+    assert isinstance(outcome, InferenceRequest)
     assert isinstance(outcome.prompt, bytes)
     assert isinstance(outcome.model, str)
     assert isinstance(outcome.session, str)

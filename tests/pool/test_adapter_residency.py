@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoint import Endpoint, Load, Residency
-from extproc.pool.adapters import residency
-from extproc.pool.inflight import Account
+from extproc.endpoint import AdapterResidency, Endpoint, Load
+from extproc.pool.adapters import adapter_residency
+from extproc.pool.inflight import InflightLoad
 
 NAMES = ("a", "b", "c", "d", "base")
 
@@ -26,22 +26,22 @@ steps = st.one_of(
 def test_what_an_open_request_changes_is_seen_at_once():
     """The only slot is free, taken while a request is open, and free again."""
     account, load, known = (
-        Account(Endpoint("10.0.0.1:8000")),
+        InflightLoad(Endpoint("10.0.0.1:8000")),
         Load(adapter_slots=1),
         frozenset("ab"),
     )
-    assert residency("a", account, load, known) is Residency.ROOM
+    assert adapter_residency("a", account, load, known) is AdapterResidency.ROOM
     ticket = account.open("b", 1, cached_tokens=0, now=0.0)
-    assert residency("a", account, load, known) is Residency.FULL
+    assert adapter_residency("a", account, load, known) is AdapterResidency.FULL
     ticket.close(0.0)
-    assert residency("a", account, load, known) is Residency.EVICTABLE
-    assert residency("b", account, load, known) is Residency.IDLE
+    assert adapter_residency("a", account, load, known) is AdapterResidency.EVICTABLE
+    assert adapter_residency("b", account, load, known) is AdapterResidency.IDLE
 
 
 @given(st.lists(steps, max_size=30))
 def test_asking_on_the_way_changes_no_answer(history):
     """An account that was asked after every change answers like one that is asked for the first time."""
-    asked, fresh = Account(Endpoint("10.0.0.1:8000")), Account(Endpoint("10.0.0.1:8000"))
+    asked, fresh = InflightLoad(Endpoint("10.0.0.1:8000")), InflightLoad(Endpoint("10.0.0.1:8000"))
     load, known = Load(), frozenset("abcd")
     tickets = []
     for what, value in history:
@@ -55,5 +55,7 @@ def test_asking_on_the_way_changes_no_answer(history):
         elif what == "learn":
             known = value
         for name in NAMES:
-            fresh.standing = None
-            assert residency(name, asked, load, known) is residency(name, fresh, load, known)
+            fresh.adapter_slots = None
+            assert adapter_residency(name, asked, load, known) is adapter_residency(
+                name, fresh, load, known
+            )

@@ -1,18 +1,18 @@
 from __future__ import annotations
 
 from extproc.endpoint import Load
-from extproc.pool.slots import Slots
+from extproc.pool.slots import AdapterSlotTracker
 
 
 def seen(slots, *running, ran=(), size=2):
     before = slots.loads
-    slots.seen(Load(adapters=frozenset(running), adapter_slots=size), ran)
+    slots.update(Load(adapters=frozenset(running), adapter_slots=size), ran)
     return slots.loads - before
 
 
 def test_an_adapter_that_runs_and_was_not_there_was_loaded():
     """What ran before anybody looked is no load; what stays idle in a slot is none either."""
-    slots = Slots()
+    slots = AdapterSlotTracker()
     assert seen(slots, "a") == 0
     assert seen(slots, "a", "b") == 1
     assert seen(slots) == 0
@@ -22,7 +22,7 @@ def test_an_adapter_that_runs_and_was_not_there_was_loaded():
 
 def test_the_least_recently_used_makes_room():
     """Of two slots with a and then b, c takes that of a."""
-    slots = Slots()
+    slots = AdapterSlotTracker()
     seen(slots)
     assert seen(slots, "a") == 1
     assert seen(slots, "b") == 1
@@ -33,7 +33,7 @@ def test_the_least_recently_used_makes_room():
 
 def test_requests_that_ended_between_scrapes_ran_too():
     """An adapter that came and went within a scrape interval was loaded."""
-    slots = Slots()
+    slots = AdapterSlotTracker()
     seen(slots)
     assert seen(slots, ran={"a"}) == 1
     assert seen(slots, "a", ran={"a"}) == 0
@@ -42,8 +42,8 @@ def test_requests_that_ended_between_scrapes_ran_too():
 
 def test_engines_without_slots_say_nothing():
     """No labels, no loads."""
-    slots = Slots()
+    slots = AdapterSlotTracker()
     for _ in range(3):
-        slots.seen(Load(adapters=frozenset("ab")), {"c"})
-        slots.seen(Load(adapter_slots=2), {"c"})
+        slots.update(Load(adapters=frozenset("ab")), {"c"})
+        slots.update(Load(adapter_slots=2), {"c"})
     assert slots.loads == 0

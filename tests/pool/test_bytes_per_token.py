@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoint import Endpoint, Load, Totals
-from extproc.pool.bytes_per_token import Tokenisers
-from extproc.pool.inflight import Account
+from extproc.endpoint import Endpoint, EngineCounters, Load
+from extproc.pool.bytes_per_token import BytesPerTokenEstimator
+from extproc.pool.inflight import InflightLoad
 
 
 class Engine:
@@ -16,7 +16,7 @@ class Engine:
 
     def __init__(self, tokenisers, *, incarnation=1, seed=1):
         self.tokenisers = tokenisers
-        self.account = Account(Endpoint("10.0.0.1:8000", incarnation=incarnation))
+        self.account = InflightLoad(Endpoint("10.0.0.1:8000", incarnation=incarnation))
         self.finished = self.tokens = 0
         self.rng = random.Random(seed)
 
@@ -37,14 +37,16 @@ class Engine:
             self.tokens += tokens
 
     def scrape(self):
-        totals = Totals(finished=float(self.finished), finished_prompt_tokens=float(self.tokens))
-        self.tokenisers.scraped(self.account, Load(totals=totals))
+        totals = EngineCounters(
+            finished=float(self.finished), finished_prompt_tokens=float(self.tokens)
+        )
+        self.tokenisers.scraped(self.account, Load(counters=totals))
 
 
 @pytest.mark.parametrize("truth", [1.5, 2.7, 4.4, 6.0])
 def test_a_models_ratio_is_learnt_from_counters(truth):
     """Within 5 % after ten scrapes of ten requests."""
-    learnt = Tokenisers()
+    learnt = BytesPerTokenEstimator()
     engine = Engine(learnt)
     assert learnt.bytes_per_token("m") == 4.0
     for _ in range(11):
@@ -52,12 +54,12 @@ def test_a_models_ratio_is_learnt_from_counters(truth):
         engine.serve(10, truth)
     engine.scrape()
     assert learnt.bytes_per_token("m") == pytest.approx(truth, rel=0.05)
-    assert learnt.learnt == {"m": learnt.bytes_per_token("m")}
+    assert learnt.learned == {"m": learnt.bytes_per_token("m")}
 
 
 def test_another_kind_of_text_is_followed():
     """From English to Chinese: within 10 % after 300 requests."""
-    learnt = Tokenisers()
+    learnt = BytesPerTokenEstimator()
     engine = Engine(learnt)
     for truth in (4.4, 2.2):
         for _ in range(30):
@@ -69,7 +71,7 @@ def test_another_kind_of_text_is_followed():
 
 def test_one_endpoint_teaches_the_whole_pool():
     """A tokeniser belongs to the model; an adapter nobody saw has that of the others."""
-    learnt = Tokenisers()
+    learnt = BytesPerTokenEstimator()
     engine = Engine(learnt)
     engine.scrape()
     engine.serve(50, 3.0)
@@ -81,7 +83,7 @@ def test_one_endpoint_teaches_the_whole_pool():
 @pytest.mark.parametrize("others", [5, 40])
 def test_windows_with_requests_of_others_say_nothing(others):
     """More than a tenth that is not ours: whose tokens these are nobody knows."""
-    learnt = Tokenisers()
+    learnt = BytesPerTokenEstimator()
     engine = Engine(learnt)
     for _ in range(20):
         engine.scrape()
@@ -93,18 +95,18 @@ def test_windows_with_requests_of_others_say_nothing(others):
 
 def test_tokenised_prompts_teach_nothing():
     """They are exact already, and windows full of them have no text to compare."""
-    learnt = Tokenisers()
+    learnt = BytesPerTokenEstimator()
     engine = Engine(learnt)
     for _ in range(10):
         engine.scrape()
         engine.serve(20, 3.0, tokenised=True)
     engine.scrape()
-    assert learnt.learnt == {}
+    assert learnt.learned == {}
 
 
 def test_models_on_one_endpoint_are_told_apart():
     """Mixed in changing shares, two tokenisers come out within 15 %."""
-    learnt = Tokenisers()
+    learnt = BytesPerTokenEstimator()
     engine = Engine(learnt)
     engine.scrape()
     for tick in range(60):
@@ -118,34 +120,34 @@ def test_models_on_one_endpoint_are_told_apart():
 
 def test_answers_tell_their_tokens():
     """Seven answers are not enough, eight are."""
-    learnt = Tokenisers()
+    learnt = BytesPerTokenEstimator()
     ratios = []
     for _ in range(8):
-        learnt.told("m", prompt_bytes=300, tokens=100)
+        learnt.observe_usage("m", prompt_bytes=300, tokens=100)
         ratios.append(learnt.bytes_per_token("m"))
     assert ratios == [4.0] * 7 + [3.0]
-    learnt.told("m", prompt_bytes=0, tokens=100)
+    learnt.observe_usage("m", prompt_bytes=0, tokens=100)
     assert learnt.bytes_per_token("m") == 3.0
 
 
 def test_pictures_are_no_text():
     """A thousand tokens for a hundred bytes: outside of what a tokeniser does."""
-    learnt = Tokenisers()
+    learnt = BytesPerTokenEstimator()
     for _ in range(20):
-        learnt.told("m", prompt_bytes=100, tokens=1000)
-    assert learnt.learnt == {}
+        learnt.observe_usage("m", prompt_bytes=100, tokens=1000)
+    assert learnt.learned == {}
 
 
 def test_a_restarted_engine_begins_a_window():
     """Counters that went back are compared with nothing."""
-    learnt = Tokenisers()
+    learnt = BytesPerTokenEstimator()
     engine = Engine(learnt)
     engine.serve(100, 3.0)
     engine.scrape()
     engine.finished = engine.tokens = 0
     engine.serve(50, 3.0)
     engine.scrape()
-    assert learnt.learnt == {}
+    assert learnt.learned == {}
     engine.serve(50, 3.0)
     engine.scrape()
     assert learnt.bytes_per_token("m") == pytest.approx(3.0, rel=0.1)
@@ -153,11 +155,11 @@ def test_a_restarted_engine_begins_a_window():
 
 def test_models_are_bounded():
     """Of a thousand names the last 64 are remembered."""
-    learnt = Tokenisers()
+    learnt = BytesPerTokenEstimator()
     for name in range(1000):
         for _ in range(8):
-            learnt.told(str(name), prompt_bytes=300, tokens=100)
-    assert len(learnt.learnt) == 64
+            learnt.observe_usage(str(name), prompt_bytes=300, tokens=100)
+    assert len(learnt.learned) == 64
 
 
 @given(
@@ -174,13 +176,13 @@ def test_models_are_bounded():
 )
 def test_ratios_stay_plausible(acts):
     """Whatever is sent and counted, a token has one to eight bytes."""
-    learnt = Tokenisers()
-    account = Account(Endpoint("10.0.0.1:8000"))
+    learnt = BytesPerTokenEstimator()
+    account = InflightLoad(Endpoint("10.0.0.1:8000"))
     for model, size, finished, tokens, count in acts:
         for _ in range(count):
             account.open(model, size, cached_tokens=0, now=0.0, prompt_bytes=size).close(0.0)
-        totals = Totals(finished=finished, finished_prompt_tokens=tokens)
-        learnt.scraped(account, Load(totals=totals))
-        learnt.told(model, prompt_bytes=size, tokens=count)
+        totals = EngineCounters(finished=finished, finished_prompt_tokens=tokens)
+        learnt.scraped(account, Load(counters=totals))
+        learnt.observe_usage(model, prompt_bytes=size, tokens=count)
         assert 1.0 <= learnt.bytes_per_token("a") <= 8.0
         assert 1.0 <= learnt.bytes_per_token("b") <= 8.0

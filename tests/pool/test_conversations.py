@@ -7,118 +7,118 @@ import weakref
 import pytest
 
 from extproc.endpoint import Endpoint
-from extproc.pool.conversations import Recurrence
-from extproc.pool.inflight import Account
+from extproc.pool.conversations import ConversationTracker
+from extproc.pool.inflight import InflightLoad
 
-HERE, THERE = Account(Endpoint("10.0.0.1:8000")), Account(Endpoint("10.0.0.2:8000"))
+HERE, THERE = InflightLoad(Endpoint("10.0.0.1:8000")), InflightLoad(Endpoint("10.0.0.2:8000"))
 
 
 def test_a_prompt_goes_on_from_the_one_whose_last_block_it_contains():
     """A later turn is told from a new conversation by the blocks it repeats."""
-    known = Recurrence()
-    known.sent([1, 2, 3], HERE, prompt_tokens=100, now=0.0)
-    assert known.home([1, 2, 3, 4, 5]) is HERE
-    assert known.home([1, 2]) is None, "what only begins alike is another conversation"
-    assert known.home([]) is None
+    known = ConversationTracker()
+    known.record_sent([1, 2, 3], HERE, prompt_tokens=100, now=0.0)
+    assert known.last_endpoint([1, 2, 3, 4, 5]) is HERE
+    assert known.last_endpoint([1, 2]) is None, "what only begins alike is another conversation"
+    assert known.last_endpoint([]) is None
 
 
 def test_the_latest_prompt_says_where_a_conversation_lives():
     """Of several known beginnings the longest counts."""
-    known = Recurrence()
-    known.sent([1, 2], HERE, prompt_tokens=100, now=0.0)
-    known.sent([1, 2, 3, 4], THERE, prompt_tokens=100, now=0.0)
-    assert known.home([1, 2, 3, 4, 5]) is THERE
-    assert known.home([1, 2, 9]) is HERE
+    known = ConversationTracker()
+    known.record_sent([1, 2], HERE, prompt_tokens=100, now=0.0)
+    known.record_sent([1, 2, 3, 4], THERE, prompt_tokens=100, now=0.0)
+    assert known.last_endpoint([1, 2, 3, 4, 5]) is THERE
+    assert known.last_endpoint([1, 2, 9]) is HERE
 
 
 def test_the_share_of_prompts_that_go_on_is_learnt():
     """It rises with conversations and falls with prompts that share nothing."""
-    known = Recurrence()
+    known = ConversationTracker()
     for n in range(1000):
-        known.sent([n * 2, n * 2 + 1], HERE, prompt_tokens=100, now=0.0)
-    assert known.share < 0.01
+        known.record_sent([n * 2, n * 2 + 1], HERE, prompt_tokens=100, now=0.0)
+    assert known.continuation_ratio < 0.01
     for n in range(1000):
-        known.sent([*range(n + 2)], HERE, prompt_tokens=100, now=0.0)
-    assert known.share > 0.9
+        known.record_sent([*range(n + 2)], HERE, prompt_tokens=100, now=0.0)
+    assert known.continuation_ratio > 0.9
 
 
 def test_a_prompt_without_a_whole_block_says_nothing():
     """It could not be known again, so it is neither new nor going on."""
-    known = Recurrence()
-    before = known.share
-    known.sent([], HERE, prompt_tokens=100, now=0.0)
-    assert (known.share, len(known)) == (before, 0)
+    known = ConversationTracker()
+    before = known.continuation_ratio
+    known.record_sent([], HERE, prompt_tokens=100, now=0.0)
+    assert (known.continuation_ratio, len(known)) == (before, 0)
 
 
 def test_memory_is_bounded_and_forgets_the_oldest():
     """Long after, a conversation counts as new."""
-    known = Recurrence(most=3)
+    known = ConversationTracker(most=3)
     for n in range(5):
-        known.sent([n], HERE, prompt_tokens=100, now=0.0)
+        known.record_sent([n], HERE, prompt_tokens=100, now=0.0)
     assert len(known) == 3
-    assert [known.home([n]) is HERE for n in range(5)] == [False, False, True, True, True]
+    assert [known.last_endpoint([n]) is HERE for n in range(5)] == [False, False, True, True, True]
 
 
 def test_a_young_conversation_will_grow_to_the_size_of_the_others():
     """Where all prompts go on from others, a short one counts with the mean; a long one grows no more."""
-    known = Recurrence()
+    known = ConversationTracker()
     for n in range(1000):
-        known.sent([*range(n + 2)], HERE, prompt_tokens=800, now=0.0)
-    assert known.growth(300) == pytest.approx(500, rel=0.01)
-    assert known.growth(900) == 0.0
+        known.record_sent([*range(n + 2)], HERE, prompt_tokens=800, now=0.0)
+    assert known.expected_growth_tokens(300) == pytest.approx(500, rel=0.01)
+    assert known.expected_growth_tokens(900) == 0.0
 
 
 def conversation(known, turns, *, every_s, open_s):
     """Turns of one conversation, one after the other."""
     for n in range(turns):
-        visit = known.sent([*range(n + 1)], HERE, prompt_tokens=100, now=every_s * n)
+        visit = known.record_sent([*range(n + 1)], HERE, prompt_tokens=100, now=every_s * n)
         visit.ended = every_s * n + open_s
 
 
 def test_conversations_whose_users_read_are_counted():
     """With answers of 12 s and 3 s until the next question, one reads for every four who wait."""
-    known = Recurrence()
-    assert known.away() == 0.0
+    known = ConversationTracker()
+    assert known.idle_per_open() == 0.0
     conversation(known, 2000, every_s=15.0, open_s=12.0)
-    assert known.away() == pytest.approx(0.25, rel=0.01)
+    assert known.idle_per_open() == pytest.approx(0.25, rel=0.01)
 
 
 def test_who_reads_for_long_counts_no_more_than_half():
     """What they go on from has made room for others by then."""
-    known = Recurrence()
+    known = ConversationTracker()
     conversation(known, 2000, every_s=100.0, open_s=1.0)
-    assert known.away() == 0.5
+    assert known.idle_per_open() == 0.5
 
 
 def test_who_asks_again_at_once_is_not_away():
     """Nor is anybody where requests of one conversation overlap."""
-    known = Recurrence()
+    known = ConversationTracker()
     conversation(known, 2000, every_s=2.0, open_s=10.0)
-    assert known.away() == 0.0
+    assert known.idle_per_open() == 0.0
 
 
 def test_turns_that_others_saw_are_no_pause():
     """Where another picker serves every second turn, what looks like a long pause is none."""
-    known = Recurrence()
+    known = ConversationTracker()
     conversation(known, 2000, every_s=20.0, open_s=10.0)
-    assert known.away(others=0.5) == 0.0
-    assert known.away() == 0.5
+    assert known.idle_per_open(others=0.5) == 0.0
+    assert known.idle_per_open() == 0.5
 
 
 def test_nobody_seems_away_while_engines_fill():
     """Where every turn takes longer than the one before and nobody pauses, there is no pause."""
-    known, now = Recurrence(), 0.0
+    known, now = ConversationTracker(), 0.0
     for n in range(200):
-        visit = known.sent([*range(n + 1)], HERE, prompt_tokens=100, now=now)
+        visit = known.record_sent([*range(n + 1)], HERE, prompt_tokens=100, now=now)
         now = visit.ended = now + 1.0 + n / 10
-    assert known.away() == pytest.approx(0.0, abs=1e-9)
+    assert known.idle_per_open() == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_ticket_tells_when_it_ends():
     """However its request ended, and the last time where it was moved."""
-    known = Recurrence()
+    known = ConversationTracker()
     ticket = HERE.open("m", 100, cached_tokens=0, now=1.0)
-    visit = ticket.visit = known.sent([1], HERE, prompt_tokens=100, now=1.0)
+    visit = ticket.last_turn = known.record_sent([1], HERE, prompt_tokens=100, now=1.0)
     assert visit.ended == math.inf
     ticket.move(THERE, 2.0)
     ticket.close(5.0, answered=False)
@@ -135,44 +135,46 @@ def chain_of(stem, length):
 def test_open_requests_hold_what_they_share_only_once():
     """Tokens that several open requests begin with are counted once, and all are gone at the end."""
     rng = random.Random(5)
-    account, tokens = Account(Endpoint("10.0.0.3:8000")), [64 * at for at in range(40)]
+    account, tokens = InflightLoad(Endpoint("10.0.0.3:8000")), [64 * at for at in range(40)]
     open_ = []
     for stem, length in [(1, 4), (1, 4), (1, 8), (2, 4), (1, 0)]:
         chain = chain_of(stem, length)
         ticket = account.open("m", 64 * len(chain), cached_tokens=0, now=0.0)
-        account.hold(ticket, chain, tokens, growth=0.0)
+        account.track_context(ticket, chain, tokens, growth=0.0)
         open_.append((ticket, chain))
-    assert account.open_tokens == 64 * (8 + 4 + 8 + 8 + 4)
+    assert account.active_context_tokens == 64 * (8 + 4 + 8 + 8 + 4)
     rng.shuffle(open_)
     while open_:
         ticket, _ = open_.pop()
         ticket.close(1.0)
-        assert account.open_tokens == 64 * len({block for _, chain in open_ for block in chain})
+        assert account.active_context_tokens == 64 * len(
+            {block for _, chain in open_ for block in chain}
+        )
 
 
 def test_what_a_prompt_will_grow_by_counts_until_another_goes_on_from_it():
     """The tokens of a longer open prompt of the same conversation are there already."""
-    account, tokens = Account(Endpoint("10.0.0.3:8000")), [64 * at for at in range(40)]
+    account, tokens = InflightLoad(Endpoint("10.0.0.3:8000")), [64 * at for at in range(40)]
     first = account.open("m", 512, cached_tokens=0, now=0.0)
-    account.hold(first, chain_of(1, 0), tokens, growth=100.0)
+    account.track_context(first, chain_of(1, 0), tokens, growth=100.0)
     again = account.open("m", 512, cached_tokens=0, now=0.0)
-    account.hold(again, chain_of(1, 0), tokens, growth=100.0)
-    assert account.open_tokens == 512 + 100
+    account.track_context(again, chain_of(1, 0), tokens, growth=100.0)
+    assert account.active_context_tokens == 512 + 100
     first.close(1.0)
     again.close(1.0)
-    assert account.open_tokens == 0
+    assert account.active_context_tokens == 0
 
 
 def test_an_endpoint_that_left_is_freed_at_once():
     """What it was sent still counts as an earlier turn, and nobody is its home."""
-    known, account = Recurrence(), Account(Endpoint("10.0.0.3:8000"))
+    known, account = ConversationTracker(), InflightLoad(Endpoint("10.0.0.3:8000"))
     left = weakref.ref(account)
     ticket = account.open("m", 100, cached_tokens=0, now=0.0)
-    ticket.visit = known.sent([1], account, prompt_tokens=100, now=0.0)
+    ticket.last_turn = known.record_sent([1], account, prompt_tokens=100, now=0.0)
     ticket.close(1.0)
     del account, ticket
     assert left() is None
-    assert known.home([1, 2]) is None
-    share = known.share
-    known.sent([1, 2], HERE, prompt_tokens=100, now=2.0)
-    assert known.share > share
+    assert known.last_endpoint([1, 2]) is None
+    share = known.continuation_ratio
+    known.record_sent([1, 2], HERE, prompt_tokens=100, now=2.0)
+    assert known.continuation_ratio > share

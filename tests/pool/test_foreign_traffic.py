@@ -2,8 +2,8 @@
 
 import pytest
 
-from extproc.endpoint import UNKNOWN, Load
-from extproc.pool.foreign_traffic import Peers
+from extproc.endpoint import NO_LOAD, Load
+from extproc.pool.foreign_traffic import ForeignTraffic
 
 
 def page(queries: float, hits: float) -> Load:
@@ -13,45 +13,45 @@ def page(queries: float, hits: float) -> Load:
 
 def test_nobody_else():
     """Where all requests are ours, nobody else is there; nor before the first scrape."""
-    peers = Peers()
+    peers = ForeignTraffic()
     assert peers.share == 0.0
-    peers.saw(5, 0.0, before=UNKNOWN, after=UNKNOWN)
+    peers.update(5, 0.0, before=NO_LOAD, after=NO_LOAD)
     assert peers.share == 0.0
 
 
 def test_three_others():
     """A quarter of the requests is ours: three quarters are of others, also when some left."""
-    peers = Peers()
+    peers = ForeignTraffic()
     for _ in range(300):
-        peers.saw(5, 15.0, before=UNKNOWN, after=UNKNOWN)
+        peers.update(5, 15.0, before=NO_LOAD, after=NO_LOAD)
     assert peers.share == pytest.approx(0.75)
     for _ in range(300):
-        peers.saw(20, 0.0, before=UNKNOWN, after=UNKNOWN)
+        peers.update(20, 0.0, before=NO_LOAD, after=NO_LOAD)
     assert peers.share < 0.01
 
 
 def test_nothing_is_found_before_it_is_seen():
     """The hit ratio begins at nothing, and nears what pages show within some seconds of them."""
-    peers = Peers()
+    peers = ForeignTraffic()
     assert peers.hit_ratio == 0.0
     for _ in range(50):
-        peers.saw(1, 0.0, before=page(100, 50), after=page(200, 100))
+        peers.update(1, 0.0, before=page(100, 50), after=page(200, 100))
     assert peers.hit_ratio == pytest.approx(0.25, abs=0.01)
     for _ in range(300):
-        peers.saw(1, 0.0, before=page(100, 50), after=page(200, 100))
+        peers.update(1, 0.0, before=page(100, 50), after=page(200, 100))
     assert peers.hit_ratio > 0.4
 
 
 def test_hits_are_those_of_all():
     """The hit ratio follows the engines' counters, slowly, and not what is missing or went back."""
-    peers = Peers()
+    peers = ForeignTraffic()
     for _ in range(5000):
-        peers.saw(1, 0.0, before=page(100, 50), after=page(200, 140))
+        peers.update(1, 0.0, before=page(100, 50), after=page(200, 140))
     assert peers.hit_ratio == pytest.approx(0.9, abs=0.01)
     for before, after in (
-        (UNKNOWN, page(9, 9)),
+        (NO_LOAD, page(9, 9)),
         (page(9, 9), page(1, 1)),
         (page(5, 5), page(5, 5)),
     ):
-        peers.saw(1, 0.0, before=before, after=after)
+        peers.update(1, 0.0, before=before, after=after)
     assert peers.hit_ratio == pytest.approx(0.9, abs=0.01)

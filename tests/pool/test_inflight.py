@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 
 from extproc.endpoint import Endpoint
-from extproc.pool.inflight import Account
+from extproc.pool.inflight import InflightLoad
 
 
 def test_a_ticket_charges_and_gives_back():
     """An open request counts with its prompt and its adapter, and leaves nothing when it ends."""
-    account = Account(Endpoint("10.0.0.1:8000"))
+    account = InflightLoad(Endpoint("10.0.0.1:8000"))
     first = account.open("lora", 100, cached_tokens=0, now=0.0)
     second = account.open("lora", 20, cached_tokens=0, now=0.0)
     assert (account.in_flight, account.prompt_tokens, account.adapters) == (2, 120, {"lora": 2})
@@ -21,7 +21,7 @@ def test_a_ticket_charges_and_gives_back():
 
 def test_a_ticket_closes_once():
     """A second close is a bug of the caller and changes nothing."""
-    account = Account(Endpoint("10.0.0.1:8000"))
+    account = InflightLoad(Endpoint("10.0.0.1:8000"))
     other = account.open("m", 1, cached_tokens=0, now=0.0)
     ticket = account.open("m", 1, cached_tokens=0, now=0.0)
     ticket.close(0.0)
@@ -34,7 +34,7 @@ def test_a_ticket_closes_once():
 
 def test_tickets_close_in_any_order():
     """Accounts of different adapters do not mix."""
-    account = Account(Endpoint("10.0.0.1:8000"))
+    account = InflightLoad(Endpoint("10.0.0.1:8000"))
     tickets = [
         account.open(name, tokens, cached_tokens=0, now=0.0)
         for tokens, name in enumerate(["a", "b", "", "a"])
@@ -49,7 +49,7 @@ def test_tickets_close_in_any_order():
 
 def test_answers_are_remembered_until_they_are_compared():
     """Text by name, what ran, and how often nothing was left; what never ran does not count."""
-    account = Account(Endpoint("10.0.0.1:8000"))
+    account = InflightLoad(Endpoint("10.0.0.1:8000"))
     sizes = {"a": 400, "b": 40, "": 0}
     tickets = {
         name: account.open(name, 100, cached_tokens=0, now=0.0, prompt_bytes=size)
@@ -67,7 +67,7 @@ def test_answers_are_remembered_until_they_are_compared():
 
 def test_what_nobody_asks_for_is_bounded():
     """A thousand names and no scrape: 64 are remembered."""
-    account = Account(Endpoint("10.0.0.1:8000"))
+    account = InflightLoad(Endpoint("10.0.0.1:8000"))
     for name in map(str, range(1000)):
         account.open(name, 1, cached_tokens=0, now=0.0, prompt_bytes=4).close(0.0)
     assert (len(account.texts), len(account.ran), account.answered) == (64, 64, 1000)

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.pool.least_squares import Squares
+from extproc.pool.least_squares import RecursiveLeastSquares
 
 
 def test_exact_rows_give_the_unknowns():
     """Rows of 2 x + 3 y, the prior being far: both come out."""
-    squares, rng = Squares([(0.0, 10.0)] * 2), random.Random(1)
+    squares, rng = RecursiveLeastSquares([(0.0, 10.0)] * 2), random.Random(1)
     for _ in range(200):
         x, y = rng.random(), rng.random()
         squares.add((x, y), 2 * x + 3 * y, keep=1.0, weight=1.0)
@@ -20,7 +20,7 @@ def test_exact_rows_give_the_unknowns():
 
 def test_what_rows_do_not_tell_apart_is_shared_as_in_the_prior():
     """Always x + y = 6, prior 1 and 2: as 1 + 0.6 and 2 (1 + 1.2); what no row has is the prior."""
-    squares = Squares([(0.0, 10.0)] * 3)
+    squares = RecursiveLeastSquares([(0.0, 10.0)] * 3)
     for _ in range(100):
         squares.add((1.0, 1.0, 0.0), 6.0, keep=1.0, weight=1.0)
     assert squares.solve((1.0, 2.0, 7.0), 1e-6) == pytest.approx([1.6, 4.4, 7.0], rel=1e-3)
@@ -28,7 +28,7 @@ def test_what_rows_do_not_tell_apart_is_shared_as_in_the_prior():
 
 def test_an_unknown_out_of_bounds_is_its_bound():
     """The first would be negative; at its bound of 0.5 the rest is the other's."""
-    squares = Squares([(0.5, 10.0), (0.0, 10.0)])
+    squares = RecursiveLeastSquares([(0.5, 10.0), (0.0, 10.0)])
     for x, y in ((1.0, 1.0), (2.0, 1.0), (1.0, 2.0)) * 50:
         squares.add((x, y), 3 * y - 0.5 * x, keep=1.0, weight=1.0)
     x, y = squares.solve((1.0, 1.0), 1e-6)
@@ -45,7 +45,7 @@ ROWS = st.lists(
 def test_whatever_the_rows_the_bounds_hold(rows, weight):
     """Degenerate rows give numbers within bounds, never an error."""
     bounds = [(1e-4, 2.0), (1e-7, 1e-2), (1e-9, 1e-4)]
-    squares = Squares(bounds)
+    squares = RecursiveLeastSquares(bounds)
     for *row, total, share in rows:
         squares.add(row, total, keep=0.98, weight=share)
     found = squares.solve((0.015, 1e-4, 1e-6), weight)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoint import UNKNOWN, Endpoint, Load, Totals
+from extproc.endpoint import NO_LOAD, Endpoint, EngineCounters, Load
 from extproc.pool import load_imputation, snapshot
-from extproc.pool.store import Fleet
+from extproc.pool.store import PoolStore
 
 NOW = 100.0
 FULL = Load(
@@ -26,8 +26,8 @@ pages = st.builds(
 
 
 def fleet_of(*loads, own=0):
-    fleet = Fleet(on_gone=lambda _: None)
-    fleet.replace([Endpoint(f"10.0.0.{n}:8000") for n in range(len(loads))], 0.0)
+    fleet = PoolStore(on_gone=lambda _: None)
+    fleet.set_endpoints([Endpoint(f"10.0.0.{n}:8000") for n in range(len(loads))], 0.0)
     for member, load in zip(fleet.pool.members, loads, strict=True):
         for _ in range(own):
             member.account.open("m", 100, cached_tokens=0, now=NOW)
@@ -38,7 +38,7 @@ def fleet_of(*loads, own=0):
 
 def candidates(fleet):
     pool = fleet.pool
-    return snapshot.candidates(
+    return snapshot.build_candidates(
         pool.members,
         [0] * len(pool.members),
         adapter="",
@@ -58,7 +58,7 @@ def test_what_is_stale_or_was_never_read_counts_as_the_mean(lost):
     more = change(FULL, waiting=8.0, running=4.0, kv_usage=0.7)
     fleet = fleet_of(FULL, more, lost, own=2)
     one, two, three = candidates(fleet)
-    assert (three.requests, three.in_flight) == (2 + 10, 2)
+    assert (three.estimated_requests, three.in_flight) == (2 + 10, 2)
     queued = [
         c.queued_tokens - m.account.queued(NOW)
         for c, m in zip((one, two, three), fleet.pool.members, strict=True)
@@ -67,7 +67,7 @@ def test_what_is_stale_or_was_never_read_counts_as_the_mean(lost):
     load = three.load
     assert (load.waiting, load.running, load.kv_tokens) == (6.0, 6.0, 1600)
     assert load.kv_usage == pytest.approx(0.6)
-    assert three.page is UNKNOWN
+    assert three.page is NO_LOAD
     assert one.page is two.page is None
 
 
@@ -75,8 +75,8 @@ def test_while_nothing_is_known_own_requests_are_all_that_counts():
     """Pages that are lost everywhere leave nothing behind, however long the queues on them were."""
     lost = [change(FULL, at=0.0, waiting=float(waiting)) for waiting in (0, 4, 13, 19)]
     made = candidates(fleet_of(*lost, own=1))
-    assert [c.load for c in made] == [UNKNOWN] * 4
-    assert [(c.requests, c.queued_tokens) for c in made] == [(1.0, 100.0)] * 4
+    assert [c.load for c in made] == [NO_LOAD] * 4
+    assert [(c.estimated_requests, c.queued_tokens) for c in made] == [(1.0, 100.0)] * 4
 
 
 def test_a_value_that_a_page_lacks_counts_as_the_mean():
@@ -84,7 +84,7 @@ def test_a_value_that_a_page_lacks_counts_as_the_mean():
     partial = change(FULL, waiting=None, running=3.0, kv_usage=None, kv_blocks=None)
     _, two = candidates(fleet_of(FULL, partial))
     assert (two.load.waiting, two.load.running, two.load.kv_usage) == (4.0, 3.0, 0.5)
-    assert (two.load.kv_tokens, two.requests) == (1600, 12.0)
+    assert (two.load.kv_tokens, two.estimated_requests) == (1600, 12.0)
     assert two.page == partial
 
 
@@ -115,26 +115,26 @@ def test_a_page_that_claims_too_little_counts_as_the_mean_where_that_is_more():
     fleet.observe(fleet.begin_scrape(liar.endpoint), claim, NOW)
     one, _, three = candidates(fleet)
     assert (one.load.waiting, one.load.running, one.load.kv_usage) == (4.0, 8.0, 0.9)
-    assert (one.requests, one.page) == (9 + 12, claim)
+    assert (one.estimated_requests, one.page) == (9 + 12, claim)
     assert three.load.kv_usage == 0.5
 
 
 def test_a_page_that_stands_still_counts_as_the_mean():
     """However young it is."""
-    still = change(FULL, waiting=0.0, running=0.0, totals=Totals(generated_tokens=7.0))
+    still = change(FULL, waiting=0.0, running=0.0, counters=EngineCounters(generated_tokens=7.0))
     fleet = fleet_of(change(still, at=NOW - 5.0), FULL)
     member = fleet.pool.members[0]
     for _ in range(3):
         member.account.open("m", 100, cached_tokens=0, now=NOW - 4.0).close(NOW - 3.0)
     fleet.observe(fleet.begin_scrape(member.endpoint), still, NOW)
     one, _ = candidates(fleet)
-    assert (one.load.waiting, one.load.running, one.requests) == (4.0, 8.0, 12.0)
+    assert (one.load.waiting, one.load.running, one.estimated_requests) == (4.0, 8.0, 12.0)
     alone = fleet_of(change(still, at=NOW - 5.0))
     member = alone.pool.members[0]
     for _ in range(3):
         member.account.open("m", 100, cached_tokens=0, now=NOW - 4.0).close(NOW - 3.0)
     alone.observe(alone.begin_scrape(member.endpoint), still, NOW)
-    assert [c.load for c in candidates(alone)] == [UNKNOWN]
+    assert [c.load for c in candidates(alone)] == [NO_LOAD]
 
 
 @given(st.lists(st.none() | pages, min_size=1, max_size=6), st.integers(0, 3))
@@ -156,7 +156,7 @@ def test_nobody_is_better_or_worse_than_all_who_are_known(loads, own):
             assert (value is None) == (not known)
             if value is not None:
                 assert min(known) * (1 - 1e-9) <= value <= max(known) * (1 + 1e-9)
-    assert all(c.requests >= c.in_flight for c in made)
+    assert all(c.estimated_requests >= c.in_flight for c in made)
     assert all(c.queued_tokens >= 0.0 for c in made)
 
 

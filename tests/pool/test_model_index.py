@@ -4,28 +4,28 @@ import random
 
 import pytest
 
-from extproc.endpoint import Endpoint, Load, Models
-from extproc.pool.model_index import Alias, Serving
-from extproc.pool.store import Fleet
+from extproc.endpoint import Endpoint, Load, ServedModels
+from extproc.pool.model_index import Alias, ModelIndex
+from extproc.pool.store import PoolStore
 
 
-def models(base: str, *adapters: str) -> Models:
-    return Models(frozenset({base}), frozenset(adapters))
+def models(base: str, *adapters: str) -> ServedModels:
+    return ServedModels(frozenset({base}), frozenset(adapters))
 
 
-def serving(*listed: Models | None) -> Serving:
-    return Serving([(Endpoint(f"10.0.0.{at}:1"), one) for at, one in enumerate(listed)])
+def serving(*listed: ServedModels | None) -> ModelIndex:
+    return ModelIndex([(Endpoint(f"10.0.0.{at}:1"), one) for at, one in enumerate(listed)])
 
 
-def positions(found: Serving, model: str, adapter: str = "") -> list[int] | None:
-    split = found.who(model, adapter)
+def positions(found: ModelIndex, model: str, adapter: str = "") -> list[int] | None:
+    split = found.match(model, adapter)
     return None if split is None else list(split.positions)
 
 
 def test_without_any_list_everybody_may_serve():
     """Unknown is unknown: nobody is left out while no engine listed anything."""
-    assert serving().who("m") is None
-    assert serving(None, None).who("m") is None
+    assert serving().match("m") is None
+    assert serving(None, None).match("m") is None
 
 
 def test_who_lists_a_name_serves_it_and_so_may_the_unknown():
@@ -33,7 +33,7 @@ def test_who_lists_a_name_serves_it_and_so_may_the_unknown():
     found = serving(models("a"), None, models("b", "lora"), models("a", "lora"))
     assert positions(found, "a") == [0, 1, 3]
     assert positions(found, "lora") == [1, 2, 3]
-    split = found.who("b")
+    split = found.match("b")
     assert split is not None
     assert [one.address for one in split.others] == ["10.0.0.0:1", "10.0.0.3:1"]
 
@@ -46,12 +46,12 @@ def test_what_nobody_lists_goes_to_the_unknown():
 
 def test_a_request_without_a_model_goes_to_everybody():
     """An engine takes its base model then."""
-    assert serving(models("a"), models("b")).who("") is None
+    assert serving(models("a"), models("b")).match("") is None
 
 
 def test_what_everybody_serves_costs_nobody():
     """None, not a list of all."""
-    assert serving(models("a"), models("a", "l")).who("a") is None
+    assert serving(models("a"), models("a", "l")).match("a") is None
 
 
 def test_an_adapter_apart_from_the_model_needs_both():
@@ -66,7 +66,7 @@ def test_an_adapter_nobody_lists_is_left_to_the_model():
     """Engines that take a path in `lora_path` do not list it."""
     found = serving(models("a"), models("b"))
     assert positions(found, "a", "/loras/x") == [0]
-    assert found.who("", "/loras/x") is None
+    assert found.match("", "/loras/x") is None
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_kubeai_names_are_split_where_both_parts_are_known(name: str, alias: Ali
     found = serving(
         models("llama", "sql", "sql_v2"), models("qwen_2", "math"), None, models("named_so", "so")
     )
-    assert found.alias(name) == alias
-    assert found.alias(name) == alias
+    assert found.parse_kubeai_name(name) == alias
+    assert found.parse_kubeai_name(name) == alias
 
 
 def test_fleet_carries_models_and_wipes_them_with_the_engine():
     """Lists outlive scrapes and snapshots; a new process or incarnation starts unknown."""
-    fleet = Fleet(on_gone=lambda _: None)
-    fleet.replace([Endpoint("10.0.0.1:1"), Endpoint("10.0.0.2:1")], 0.0)
+    fleet = PoolStore(on_gone=lambda _: None)
+    fleet.set_endpoints([Endpoint("10.0.0.1:1"), Endpoint("10.0.0.2:1")], 0.0)
     first = fleet.pool.members[0].endpoint
     fleet.observe_models(first, models("m", "lora"))
     assert fleet.pool.adapters == {"lora"}
@@ -111,22 +111,22 @@ def test_fleet_carries_models_and_wipes_them_with_the_engine():
     assert fleet.pool.members[0].models is None
     assert fleet.pool.serving is not before
     fleet.observe_models(first, models("m"))
-    fleet.replace([Endpoint("10.0.0.2:1")], 4.0)
-    fleet.replace([Endpoint("10.0.0.1:1")], 5.0)
+    fleet.set_endpoints([Endpoint("10.0.0.2:1")], 4.0)
+    fleet.set_endpoints([Endpoint("10.0.0.1:1")], 5.0)
     fleet.observe_models(first, models("m"))
     assert fleet.pool.members[0].models is None
 
 
 def test_eligible_members_serve_are_allowed_and_are_up():
     """The split comes first, then the hint, then who is down, unless that leaves nobody."""
-    fleet = Fleet(on_gone=lambda _: None)
-    fleet.replace([Endpoint(f"10.0.0.{at}:1") for at in range(4)], 0.0)
+    fleet = PoolStore(on_gone=lambda _: None)
+    fleet.set_endpoints([Endpoint(f"10.0.0.{at}:1") for at in range(4)], 0.0)
     for at, member in enumerate(fleet.pool.members):
         fleet.observe_models(member.endpoint, models("a" if at < 2 else "b"))
 
     def eligible(name: str, subset: tuple[str, ...] | None = None) -> list[str]:
         pool = fleet.pool
-        return [one.endpoint.address for one in pool.eligible(subset, pool.serving.who(name))]
+        return [one.endpoint.address for one in pool.eligible(subset, pool.serving.match(name))]
 
     assert eligible("a") == ["10.0.0.0:1", "10.0.0.1:1"]
     assert eligible("a", ("10.0.0.1", "10.0.0.2")) == ["10.0.0.1:1"]
@@ -156,5 +156,5 @@ def test_splits_agree_with_a_plain_walk():
 def test_a_known_name_is_looked_up():
     """The second question about a name takes no walk."""
     found = serving(models("a"), models("b"))
-    assert found.who("a") is found.who("a")
-    assert found.who("x") is found.who("y")
+    assert found.match("a") is found.match("a")
+    assert found.match("x") is found.match("y")

@@ -9,69 +9,71 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.pool import condition
-from extproc.pool.condition import Settings, State, Verdict
-from extproc.pool.outlier_detection import Health
+from extproc.pool.condition import HealthState, OutlierDetectionSettings, RequestOutcome
+from extproc.pool.outlier_detection import OutlierDetector
 
-ERRORS = Settings(base_s=5.0, cap_s=60.0, window_s=10.0)
+ERRORS = OutlierDetectionSettings(base_s=5.0, cap_s=60.0, window_s=10.0)
 
 
 class Ward:
     """Endpoints 1 to n and short words for what happens to them."""
 
-    def __init__(self, size: int = 4, settings: Settings = ERRORS) -> None:
-        self.health = Health(settings, random.Random(1))
+    def __init__(self, size: int = 4, settings: OutlierDetectionSettings = ERRORS) -> None:
+        self.health = OutlierDetector(settings, random.Random(1))
         self.now = 0.0
         for one in range(1, size + 1):
-            self.health.joined(one, 0.0, late=False)
+            self.health.on_endpoint_added(one, 0.0, late=False)
 
     def told(
-        self, one: int, verdict: Verdict, sent_at: float | None = None, **more: object
+        self, one: int, verdict: RequestOutcome, sent_at: float | None = None, **more: object
     ) -> None:
         at = self.now if sent_at is None else sent_at
-        self.health.told(one, verdict, sent_at=at, now=self.now, **more)  # type: ignore[arg-type]
+        self.health.record_outcome(one, verdict, sent_at=at, now=self.now, **more)  # type: ignore[arg-type]
 
     def fail(self, one: int, times: int = 3) -> None:
         for _ in range(times):
-            self.told(one, Verdict.FAILED)
+            self.told(one, RequestOutcome.FAILED)
 
     def serve(self, one: int, times: int = 1) -> None:
         for _ in range(times):
-            self.told(one, Verdict.SERVED)
+            self.told(one, RequestOutcome.SERVED)
 
     def miss(self, one: int, times: int = 2, *, refused: bool = False) -> None:
         for _ in range(times):
-            self.health.missed(one, self.now, connected=False, refused=refused)
+            self.health.record_scrape_failure(one, self.now, connected=False, refused=refused)
 
     def reach(self, one: int, **facts: bool | None) -> None:
         said: dict[str, bool | None] = {"restarted": False, "moved": None, "idle": True, **facts}
-        self.health.reached(one, self.now, **said)  # type: ignore[arg-type]
+        self.health.record_scrape(one, self.now, **said)  # type: ignore[arg-type]
 
-    def state(self, one: int) -> State:
+    def state(self, one: int) -> HealthState:
         return self.health.condition(one).state
 
     @property
     def out(self) -> set[int]:
         known = self.health._records
-        return {one for one in range(1, 9) if one in known and self.state(one) > State.DOUBTED}
+        return {
+            one for one in range(1, 9) if one in known and self.state(one) > HealthState.SUSPECT
+        }
 
 
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        ("", Verdict.LEFT),
-        ("200", Verdict.SERVED),
-        ("304", Verdict.SERVED),
-        ("400", Verdict.NEITHER),
-        ("429", Verdict.NEITHER),
-        ("500", Verdict.FAILED),
-        ("501", Verdict.NEITHER),
-        ("503", Verdict.FAILED),
-        ("504", Verdict.FAILED),
+        ("", RequestOutcome.NO_RESPONSE),
+        ("200", RequestOutcome.SERVED),
+        ("304", RequestOutcome.SERVED),
+        ("400", RequestOutcome.CLIENT_ERROR),
+        ("429", RequestOutcome.CLIENT_ERROR),
+        ("500", RequestOutcome.FAILED),
+        ("501", RequestOutcome.CLIENT_ERROR),
+        ("503", RequestOutcome.FAILED),
+        ("504", RequestOutcome.FAILED),
     ],
 )
-def test_statuses(status: str, said: Verdict):
+def test_statuses(status: str, said: RequestOutcome):
     """5xx is a failure, save what tells of the request; 4xx, a full queue among them, is not."""
-    assert condition.verdict(status) is said
+    assert condition.classify_status(status) is said
 
 
 def test_failures_in_a_row_eject():
@@ -83,7 +85,7 @@ def test_failures_in_a_row_eject():
     assert not ward.out
     ward.fail(1, 1)
     known = ward.health.condition(1)
-    assert (known.state, known.cause, known.times) == (State.EJECTED, "errors", 1)
+    assert (known.state, known.cause, known.times) == (HealthState.EJECTED, "errors", 1)
     assert 4.0 <= known.until <= 5.0
     assert ward.health.ejections == {"errors": 1}
 
@@ -91,10 +93,10 @@ def test_failures_in_a_row_eject():
 def test_a_share_of_failures_ejects_with_the_answer_that_reaches_it():
     """Without any row of failures: of every two requests, one is served."""
     ward = Ward()
-    while not (wants := ward.health._records[1].wants):
+    while not (wants := ward.health._records[1].ejection_cause):
         ward.serve(1)
         ward.fail(1, 1)
-    assert (wants, ward.state(1)) == ("errors", State.EJECTED)
+    assert (wants, ward.state(1)) == ("errors", HealthState.EJECTED)
 
 
 def test_one_failure_is_doubted():
@@ -102,13 +104,13 @@ def test_one_failure_is_doubted():
     ward = Ward()
     ward.fail(1, 1)
     known = ward.health.condition(1)
-    assert (known.state, known.until) == (State.DOUBTED, 1.0)
-    ward.told(1, Verdict.SERVED, sent_at=-1.0)
-    assert ward.state(1) is State.IN
+    assert (known.state, known.until) == (HealthState.SUSPECT, 1.0)
+    ward.told(1, RequestOutcome.SERVED, sent_at=-1.0)
+    assert ward.state(1) is HealthState.HEALTHY
     ward.fail(1, 1)
     ward.now = 1.5
-    ward.health.sent(1, 1.5)
-    assert ward.state(1) is State.IN
+    ward.health.record_sent(1, 1.5)
+    assert ward.state(1) is HealthState.HEALTHY
     assert ward.health.ejections == {}
 
 
@@ -118,8 +120,8 @@ def test_doubts_keep_to_the_share():
     for one in (1, 2, 3, 4):
         ward.fail(one, 1)
     assert [ward.state(one) for one in (1, 2, 3, 4)] == [
-        *(State.DOUBTED, State.DOUBTED),
-        *(State.IN, State.IN),
+        *(HealthState.SUSPECT, HealthState.SUSPECT),
+        *(HealthState.HEALTHY, HealthState.HEALTHY),
     ]
 
 
@@ -127,7 +129,7 @@ def test_refusals_of_requests_neither_harm_nor_heal():
     """4xx and 429 between failures change nothing."""
     ward = Ward()
     for _ in range(3):
-        ward.told(1, Verdict.NEITHER)
+        ward.told(1, RequestOutcome.CLIENT_ERROR)
         ward.fail(1, 1)
     assert ward.out == {1}
 
@@ -158,11 +160,11 @@ def test_a_probe_that_is_served_brings_back():
     ward = Ward()
     ward.fail(1)
     ward.now = ward.health.condition(1).until
-    ward.health.sent(1, ward.now)
-    assert ward.state(1) is State.PROBING
+    ward.health.record_sent(1, ward.now)
+    assert ward.state(1) is HealthState.PROBING
     ward.now += 0.5
-    ward.told(1, Verdict.SERVED, sent_at=ward.now - 0.5)
-    assert ward.state(1) is State.IN
+    ward.told(1, RequestOutcome.SERVED, sent_at=ward.now - 0.5)
+    assert ward.state(1) is HealthState.HEALTHY
     assert ward.health.condition(1).since == ward.now
     assert ward.health.probes == {"ok": 1}
     ward.fail(1, 2)
@@ -178,7 +180,7 @@ def test_back_off_doubles_to_a_bound():
         until = ward.health.condition(1).until
         waits.append(until - ward.now)
         ward.now = until
-        ward.health.sent(1, until)
+        ward.health.record_sent(1, until)
         ward.fail(1, 1)
     for wait, whole in zip(waits, (5, 10, 20, 40, 60, 60), strict=True):
         assert 0.8 * whole <= wait <= whole
@@ -192,18 +194,18 @@ def test_what_was_sent_before_the_ejection_counts_no_more():
     ward.fail(1)
     before = ward.health.condition(1)
     ward.now = 2.0
-    ward.told(1, Verdict.FAILED, sent_at=0.5)
-    ward.told(1, Verdict.SERVED, sent_at=0.5)
+    ward.told(1, RequestOutcome.FAILED, sent_at=0.5)
+    ward.told(1, RequestOutcome.SERVED, sent_at=0.5)
     assert ward.health.condition(1) == before
 
 
-@pytest.mark.parametrize("said", [Verdict.NEITHER, Verdict.LEFT])
-def test_a_probe_without_a_verdict_makes_room(said: Verdict):
+@pytest.mark.parametrize("said", [RequestOutcome.CLIENT_ERROR, RequestOutcome.NO_RESPONSE])
+def test_a_probe_without_a_verdict_makes_room(said: RequestOutcome):
     """A probe that is refused, or whose client leaves, is followed by another at once."""
     ward = Ward()
     ward.fail(1)
     ward.now = 10.0
-    ward.health.sent(1, 10.0)
+    ward.health.record_sent(1, 10.0)
     ward.now = 11.0
     ward.told(1, said, sent_at=10.0)
     assert ward.health.condition(1).until == 11.0
@@ -267,7 +269,7 @@ def test_answers_that_others_may_have_given_do_not():
     """Where the data plane may have gone to another endpoint, an answer outweighs nothing."""
     ward = Ward()
     ward.miss(1, 1, refused=True)
-    ward.told(1, Verdict.SERVED, sole=False)
+    ward.told(1, RequestOutcome.SERVED, sole=False)
     ward.miss(1, 1, refused=True)
     assert ward.out == {1}
 
@@ -278,10 +280,10 @@ def test_a_scrape_brings_a_gone_endpoint_back():
     ward.reach(1)
     ward.fail(1)
     ward.miss(1, refused=True)
-    assert ward.state(1) is State.DOWN
+    assert ward.state(1) is HealthState.DOWN
     ward.now = 30.0
     ward.reach(1)
-    assert (ward.state(1), ward.health.condition(1).since) == (State.IN, 30.0)
+    assert (ward.state(1), ward.health.condition(1).since) == (HealthState.HEALTHY, 30.0)
 
 
 def test_an_answer_brings_a_gone_endpoint_back():
@@ -293,12 +295,12 @@ def test_an_answer_brings_a_gone_endpoint_back():
     sent = ward.now
     ward.now = 2.0
     ward.miss(1, 1)
-    assert ward.state(1) is State.DOWN
+    assert ward.state(1) is HealthState.DOWN
     ward.now = 3.0
-    ward.told(1, Verdict.SERVED, sent_at=sent)
-    assert ward.state(1) is State.IN
+    ward.told(1, RequestOutcome.SERVED, sent_at=sent)
+    assert ward.state(1) is HealthState.HEALTHY
     ward.reach(1)
-    assert ward.state(1) is State.IN
+    assert ward.state(1) is HealthState.HEALTHY
 
 
 def test_a_restart_ends_an_ejection():
@@ -313,10 +315,10 @@ def test_one_never_reached_is_tried_by_requests():
     """If scrapes never connected, they may never do: requests find out."""
     ward = Ward()
     ward.miss(1)
-    assert ward.state(1) is State.DOWN
+    assert ward.state(1) is HealthState.DOWN
     ward.now = ward.health.condition(1).until
     assert ward.now < 10.0
-    ward.health.sent(1, ward.now)
+    ward.health.record_sent(1, ward.now)
     ward.serve(1)
     assert not ward.out
 
@@ -353,14 +355,14 @@ def test_clients_that_leave_say_something_only_after_a_silence():
     ward = Ward()
     ward.now = 40.0
     for _ in range(3):
-        ward.told(1, Verdict.LEFT, sent_at=39.0)
-        ward.told(2, Verdict.LEFT, sent_at=5.0)
+        ward.told(1, RequestOutcome.NO_RESPONSE, sent_at=39.0)
+        ward.told(2, RequestOutcome.NO_RESPONSE, sent_at=5.0)
     assert ward.out == {2}
 
 
 def test_nothing_is_ejected_when_it_is_off():
     """With `failures: 0` requests and silence leave nobody out; what is gone still is."""
-    ward = Ward(settings=Settings(failures=0))
+    ward = Ward(settings=OutlierDetectionSettings(failures=0))
     ward.fail(1, 50)
     for at in range(0, 100, 2):
         ward.now = float(at)
@@ -394,7 +396,7 @@ def test_whatever_happens_somebody_stays(happened: list[tuple[int, str, float]],
 
     Whoever is down is out of reach, for nothing but a scrape or an answer would bring it back.
     """
-    ward = Ward(5, msgspec.structs.replace(ERRORS, most_share=share))
+    ward = Ward(5, msgspec.structs.replace(ERRORS, max_ejection_share=share))
     here = {1, 2, 3, 4, 5}
     for one, what, seconds in happened:
         ward.now += seconds
@@ -402,11 +404,11 @@ def test_whatever_happens_somebody_stays(happened: list[tuple[int, str, float]],
             continue
         match what:
             case "fail":
-                ward.told(one, Verdict.FAILED, sent_at=ward.now - seconds / 2)
+                ward.told(one, RequestOutcome.FAILED, sent_at=ward.now - seconds / 2)
             case "serve":
-                ward.told(one, Verdict.SERVED, sent_at=ward.now - seconds / 2)
+                ward.told(one, RequestOutcome.SERVED, sent_at=ward.now - seconds / 2)
             case "left":
-                ward.told(one, Verdict.LEFT, sent_at=ward.now - 31.0)
+                ward.told(one, RequestOutcome.NO_RESPONSE, sent_at=ward.now - 31.0)
             case "miss":
                 ward.miss(one, 1)
             case "refuse":
@@ -414,17 +416,17 @@ def test_whatever_happens_somebody_stays(happened: list[tuple[int, str, float]],
             case "reach":
                 ward.reach(one, moved=seconds > 10.0, idle=seconds < 3.0)
             case "send":
-                ward.health.sent(one, ward.now)
+                ward.health.record_sent(one, ward.now)
             case _:
-                ward.health.left(one)
-                ward.health.settle(ward.now)
+                ward.health.on_endpoint_removed(one)
+                ward.health.update_ejections(ward.now)
                 here.discard(one)
     records = ward.health._records
     certain = {one for one in here if records[one].certain}
     doubtful = ward.out - certain
     rest = len(here) - len(certain)
     assert len(doubtful) <= max(0, min(int(share * rest), rest - 1))
-    down = {one for one in here if ward.state(one) is State.DOWN}
+    down = {one for one in here if ward.state(one) is HealthState.DOWN}
     assert all(records[one].unreachable for one in down)
 
 

@@ -2,17 +2,17 @@
 
 import pytest
 
-from extproc.endpoint import Endpoint, Load, Totals
+from extproc.endpoint import Endpoint, EngineCounters, Load
 from extproc.pool.plausibility import NO_KV_SIZE, NO_KV_USAGE, NO_RUNNING, NO_WAITING, reason
-from extproc.pool.store import Fleet
+from extproc.pool.store import PoolStore
 
 
 class Engine:
     """A fleet of one endpoint, and what its pages say."""
 
     def __init__(self):
-        self.fleet = Fleet(on_gone=lambda _: None)
-        self.fleet.replace([Endpoint("10.0.0.1:8000")], 0.0)
+        self.fleet = PoolStore(on_gone=lambda _: None)
+        self.fleet.set_endpoints([Endpoint("10.0.0.1:8000")], 0.0)
         self.account = self.member.account
 
     @property
@@ -20,14 +20,14 @@ class Engine:
         return self.fleet.pool.members[0]
 
     def scrape(self, now, *, generated=0.0, waiting=0.0, running=0.0, **facts):
-        totals = Totals(generated_tokens=generated)
-        load = Load(at=now, waiting=waiting, running=running, totals=totals, **facts)
+        totals = EngineCounters(generated_tokens=generated)
+        load = Load(at=now, waiting=waiting, running=running, counters=totals, **facts)
         self.fleet.observe(self.fleet.begin_scrape(self.member.endpoint), load, now)
         return reason(self.member.flaws)
 
     def send(self, now, *, tokens=100, mirrored=False):
         ticket = self.account.open("m", tokens, cached_tokens=0, now=now)
-        ticket.mirrored = mirrored
+        ticket.from_peers = mirrored
         return ticket
 
     def serve(self, now, times=3, **facts):
@@ -117,13 +117,13 @@ def test_a_page_that_stands_still_counts_for_nothing():
     engine = Engine()
     engine.scrape(1.0, running=10.0, waiting=40.0)
     assert (engine.member.foreign, engine.member.foreign_waiting) == (50.0, 40.0)
-    assert engine.fleet.peers.share == 1.0
+    assert engine.fleet.foreign_traffic.share == 1.0
     engine.serve(2.0)
     engine.send(3.0)
     engine.scrape(4.0, running=10.0, waiting=40.0)
     assert (engine.member.foreign, engine.member.foreign_waiting) == (0.0, 0.0)
     assert engine.member.foreign_tokens == 0.0
-    assert engine.fleet.peers.share == 1.0, "nor do ours count for more"
+    assert engine.fleet.foreign_traffic.share == 1.0, "nor do ours count for more"
     assert engine.fleet.pool.is_patchy
 
 

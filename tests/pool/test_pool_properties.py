@@ -6,8 +6,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from extproc.endpoint import Endpoint, Load
 from extproc.pool import load_imputation, snapshot
-from extproc.pool.inflight import Account, Ticket
-from extproc.pool.store import Fleet, Mark
+from extproc.pool.inflight import InflightLoad, Reservation
+from extproc.pool.store import PoolStore, ScrapeToken
 from tests.support.seeded import examples
 
 ADDRESSES = ("10.0.0.1:8000", "10.0.0.1:8001", "[fd00::1]:8000", "10.0.0.2:8000")
@@ -24,16 +24,16 @@ class Fleets(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.gone: list[Endpoint] = []
-        self.fleet = Fleet(on_gone=self.gone.append)
-        self.accounts: dict[int, Account] = {}
-        self.open: list[Ticket] = []
+        self.fleet = PoolStore(on_gone=self.gone.append)
+        self.accounts: dict[int, InflightLoad] = {}
+        self.open: list[Reservation] = []
         self.now = 0.0
 
     @rule(addresses=some, name=st.sampled_from(["", "a", "b"]))
-    def replace(self, addresses: list[str], name: str) -> None:
+    def set_endpoints(self, addresses: list[str], name: str) -> None:
         before = self.fleet.pool
         told = len(self.gone)
-        self.fleet.replace([Endpoint(address, name) for address in addresses], self.now)
+        self.fleet.set_endpoints([Endpoint(address, name) for address in addresses], self.now)
         left = {member.endpoint.address for member in before.members} - set(addresses)
         assert {endpoint.address for endpoint in self.gone[told:]} == left
         assert [member.endpoint.address for member in self.fleet.pool.members] == list(
@@ -41,7 +41,7 @@ class Fleets(RuleBasedStateMachine):
         )
 
     @rule(target=tickets, address=st.sampled_from(ADDRESSES), tokens=st.integers(0, 9))
-    def start(self, address: str, tokens: int) -> Ticket | None:
+    def start(self, address: str, tokens: int) -> Reservation | None:
         member = self.fleet.pool.find(address)
         if member is None:
             return None
@@ -50,25 +50,27 @@ class Fleets(RuleBasedStateMachine):
         return ticket
 
     @rule(ticket=consumes(tickets))
-    def end(self, ticket: Ticket | None) -> None:
+    def end(self, ticket: Reservation | None) -> None:
         if ticket is not None:
             ticket.close(0.0)
             self.open.remove(ticket)
 
     @rule(target=marks, address=st.sampled_from(ADDRESSES))
-    def begin_scrape(self, address: str) -> Mark | None:
+    def begin_scrape(self, address: str) -> ScrapeToken | None:
         member = self.fleet.pool.find(address)
         return None if member is None else self.fleet.begin_scrape(member.endpoint)
 
     @rule(mark=consumes(marks), running=counts, waiting=counts)
-    def observe(self, mark: Mark | None, running: float | None, waiting: float | None) -> None:
+    def observe(
+        self, mark: ScrapeToken | None, running: float | None, waiting: float | None
+    ) -> None:
         if mark is not None:
             self.now += 1.0
             load = Load(at=self.now, running=running, waiting=waiting)
             self.fleet.observe(mark, load, self.now)
 
     @rule(mark=consumes(marks), reason=st.sampled_from(["refused", "timeout", "status"]))
-    def fail(self, mark: Mark | None, reason: str) -> None:
+    def fail(self, mark: ScrapeToken | None, reason: str) -> None:
         if mark is not None:
             self.fleet.scrape_failed(mark, reason, self.now)
 
@@ -95,7 +97,7 @@ class Fleets(RuleBasedStateMachine):
         for subset in ((), ("10.0.0.1",), ("[fd00::1]:8000", "nobody")):
             chosen = pool.eligible(subset)
             assert all(member in pool.members for member in chosen)
-        turn = snapshot.candidates(
+        turn = snapshot.build_candidates(
             pool.members,
             [0] * len(pool.members),
             adapter="",
@@ -106,7 +108,7 @@ class Fleets(RuleBasedStateMachine):
             ),
         )
         for candidate in turn:
-            assert candidate.requests >= candidate.in_flight >= 0
+            assert candidate.estimated_requests >= candidate.in_flight >= 0
 
     def teardown(self) -> None:
         """When every request has ended, every account of every life is zero."""

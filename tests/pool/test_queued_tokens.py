@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoint import Endpoint, Load, Rates, Residency
-from extproc.pool.adapters import residency
-from extproc.pool.inflight import Account
-from extproc.pool.store import Fleet
+from extproc.endpoint import AdapterResidency, Endpoint, Load, StepTimeModel
+from extproc.pool.adapters import adapter_residency
+from extproc.pool.inflight import InflightLoad
+from extproc.pool.store import PoolStore
 
 SPOT = Endpoint("10.0.0.1:8000")
 
 
 def account(tokens_per_s=1000.0):
-    made = Account(SPOT)
+    made = InflightLoad(SPOT)
     made.tokens_per_s = tokens_per_s
     return made
 
@@ -57,7 +57,7 @@ def test_a_scrape_shows_which_of_the_last_ones_still_wait():
     for tokens in (4000, 3000, 2000):
         send(made, tokens, 0.0)
     assert made.queued(1.0) == 0
-    made.scraped(sent=made.sent, written=made.written, waiting=2.0, now=1.0)
+    made.scraped(sent=made.sent, written=made.kv_tokens_sent, waiting=2.0, now=1.0)
     assert made.queued(1.0) == 5000
 
 
@@ -66,17 +66,19 @@ def test_a_scrape_without_a_queue_leaves_one_prefill_at_most():
     made = account(tokens_per_s=1e-9)
     for tokens in (4000, 3000, 2000):
         send(made, tokens, 0.0)
-    sent, written = made.sent, made.written
+    sent, written = made.sent, made.kv_tokens_sent
     send(made, 500, 0.1)
     made.scraped(sent=sent, written=written, waiting=0.0, now=0.2)
     assert made.queued(0.2) == pytest.approx(4500)
-    assert made.written - made.seen == 500
+    assert made.kv_tokens_sent - made.kv_tokens_scraped == 500
 
 
 def test_decodes_beside_it_slow_the_queue_down():
     """2048 tokens of prefill pay for one step with all its decodes."""
     made = account()
-    made.pace(Rates(step_s=0.02, prefill_s=1e-4, decode_s=1e-3, context_s=0.0), 100)
+    made.set_drain_rate(
+        StepTimeModel(step_s=0.02, prefill_s=1e-4, decode_s=1e-3, context_s=0.0), 100
+    )
     assert made.tokens_per_s == pytest.approx(1 / (1e-4 + 0.12 / 2048))
 
 
@@ -98,7 +100,9 @@ def test_the_queue_is_never_negative_nor_more_than_was_sent(acts):
         if act == "open":
             tickets.append(send(made, number, now, cached=number // 2))
         elif act == "scrape":
-            made.scraped(sent=made.sent, written=made.written, waiting=float(number % 7), now=now)
+            made.scraped(
+                sent=made.sent, written=made.kv_tokens_sent, waiting=float(number % 7), now=now
+            )
         elif tickets:
             tickets.pop(number % len(tickets)).close(now, answered=act == "close")
         assert 0 <= made.queued(now) <= made.sent
@@ -109,8 +113,8 @@ def test_the_queue_is_never_negative_nor_more_than_was_sent(acts):
 
 def test_others_who_wait_count_as_much_as_ours_usually_do():
     """Three foreign requests wait; of ours those in the middle had 700."""
-    fleet = Fleet(on_gone=lambda _: None)
-    fleet.replace([SPOT], 0.0)
+    fleet = PoolStore(on_gone=lambda _: None)
+    fleet.set_endpoints([SPOT], 0.0)
     (member,) = fleet.pool.members
     for tokens in (400, 700, 9000):
         send(member.account, tokens, 0.0).close(0.0)
@@ -126,21 +130,26 @@ KNOWN = frozenset({"a", "b", "c", "d"})
 @pytest.mark.parametrize(
     ("opened", "closed", "load", "expected"),
     [
-        (["a"], [], Load(at=0.0, adapter_slots=2), Residency.RESIDENT),
-        ([], [], Load(at=0.0, adapter_slots=2, adapters=frozenset("a")), Residency.RESIDENT),
-        (["a"], ["a"], Load(at=0.0, adapter_slots=2), Residency.IDLE),
-        ([], [], Load(at=0.0), Residency.UNKNOWN),
-        (["b"], [], Load(at=0.0, adapter_slots=2), Residency.ROOM),
-        (["b", "c"], [], Load(at=0.0, adapter_slots=2), Residency.FULL),
-        (["b", "c"], ["b"], Load(at=0.0, adapter_slots=2), Residency.EVICTABLE),
-        (["a", "b", "c"], ["a", "b", "c"], Load(at=0.0, adapter_slots=2), Residency.EVICTABLE),
-        (["base", "b"], [], Load(at=0.0, adapter_slots=2), Residency.ROOM),
+        (["a"], [], Load(at=0.0, adapter_slots=2), AdapterResidency.RESIDENT),
+        ([], [], Load(at=0.0, adapter_slots=2, adapters=frozenset("a")), AdapterResidency.RESIDENT),
+        (["a"], ["a"], Load(at=0.0, adapter_slots=2), AdapterResidency.IDLE),
+        ([], [], Load(at=0.0), AdapterResidency.UNKNOWN),
+        (["b"], [], Load(at=0.0, adapter_slots=2), AdapterResidency.ROOM),
+        (["b", "c"], [], Load(at=0.0, adapter_slots=2), AdapterResidency.FULL),
+        (["b", "c"], ["b"], Load(at=0.0, adapter_slots=2), AdapterResidency.EVICTABLE),
+        (
+            ["a", "b", "c"],
+            ["a", "b", "c"],
+            Load(at=0.0, adapter_slots=2),
+            AdapterResidency.EVICTABLE,
+        ),
+        (["base", "b"], [], Load(at=0.0, adapter_slots=2), AdapterResidency.ROOM),
     ],
 )
 def test_where_an_adapter_stands(opened, closed, load, expected):
     """In use here or there, lately used, room, evictable, full, or nobody knows."""
-    made = Account(SPOT)
+    made = InflightLoad(SPOT)
     tickets = {name: made.open(name, 1, cached_tokens=0, now=0.0) for name in opened}
     for name in closed:
         tickets[name].close(0.0)
-    assert residency("a", made, load, KNOWN) is expected
+    assert adapter_residency("a", made, load, KNOWN) is expected

@@ -20,19 +20,19 @@ def chain(conversation: int, length: int) -> list[int]:
     return [conversation * 100 + n for n in range(length)]
 
 
-def held(*lengths: int) -> tuple[holdings.Held, list[holdings.Share]]:
+def held(*lengths: int) -> tuple[holdings.SharedContext, list[holdings.ContextShare]]:
     """Prompts of one conversation, opened in order."""
-    all_ = holdings.Held()
-    return all_, [all_.take(chain(1, n), TOKENS, growth=0.0) for n in lengths]
+    all_ = holdings.SharedContext()
+    return all_, [all_.open(chain(1, n), TOKENS, growth=0.0) for n in lengths]
 
 
 def test_what_prompts_begin_with_is_counted_once():
     """Ten blocks and twenty that go on from them are twenty."""
     all_, (shorter, longer) = held(10, 20)
     assert all_.tokens == 20 * 16
-    all_.give_back(longer)
+    all_.close(longer)
     assert 10 * 16 <= all_.tokens < 10 * 16 + STRIDE
-    all_.give_back(shorter)
+    all_.close(shorter)
     assert all_.tokens == 0
 
 
@@ -40,24 +40,24 @@ def test_what_others_have_too_is_shared():
     """Three prompts of which two are the beginning of the third: what is not counted is shared."""
     all_, (shorter, longer, same) = held(10, 20, 20)
     assert all_.shared == (10 + 20) * 16
-    all_.give_back(same)
+    all_.close(same)
     assert all_.shared == 10 * 16
-    all_.give_back(shorter)
-    all_.give_back(longer)
+    all_.close(shorter)
+    all_.close(longer)
     assert all_.shared == 0
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_turn_that_comes_before_the_one_before_it_ended_leaves_nothing(first):
     """Pickers hear of an end late, so both turns of a conversation are open for a moment."""
-    all_ = holdings.Held()
-    other = all_.take(chain(2, 8), TOKENS, growth=0.0)
+    all_ = holdings.SharedContext()
+    other = all_.open(chain(2, 8), TOKENS, growth=0.0)
     for _ in range(100):
-        turns = [all_.take(chain(1, n), TOKENS, growth=9.0) for n in (9, 19)]
-        all_.give_back(turns.pop(first))
-        all_.give_back(turns.pop())
+        turns = [all_.open(chain(1, n), TOKENS, growth=9.0) for n in (9, 19)]
+        all_.close(turns.pop(first))
+        all_.close(turns.pop())
         assert all_.tokens == 8 * 16
-    all_.give_back(other)
+    all_.close(other)
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_a_turn_that_comes_before_the_one_before_it_ended_leaves_nothing(first):
 )
 def test_a_conversation_grows_once_where_it_is_the_longest(before, after, told):
     """Of two prompts of which one goes on from the other, the shorter has grown already."""
-    all_ = holdings.Held()
-    all_.take(chain(1, before), TOKENS, growth=1000.0)
-    all_.take(chain(1, after), TOKENS, growth=1000.0)
+    all_ = holdings.SharedContext()
+    all_.open(chain(1, before), TOKENS, growth=1000.0)
+    all_.open(chain(1, after), TOKENS, growth=1000.0)
     assert all_.tokens == max(before, after) * 16 + told * 1000.0
 
 
@@ -82,14 +82,14 @@ def test_a_conversation_grows_once_where_it_is_the_longest(before, after, told):
 )
 def test_any_order_of_beginnings_and_ends_counts_what_is_open(turns):
     """At least what the open prompts cover, at most a stride more for each conversation and turn."""
-    all_ = holdings.Held()
-    own = all_.take(chain(9, 11), TOKENS, growth=0.0)
-    open_: list[tuple[int, int, holdings.Share]] = []
+    all_ = holdings.SharedContext()
+    own = all_.open(chain(9, 11), TOKENS, growth=0.0)
+    open_: list[tuple[int, int, holdings.ContextShare]] = []
     for conversation, length, growth, ends in turns:
-        share = all_.take(chain(conversation, length), TOKENS, growth=growth)
+        share = all_.open(chain(conversation, length), TOKENS, growth=growth)
         open_.append((conversation, length, share))
         if ends < len(open_):
-            all_.give_back(open_.pop(ends)[2])
+            all_.close(open_.pop(ends)[2])
         longest: dict[int, int] = {}
         for one, blocks, _ in open_:
             longest[one] = max(longest.get(one, 0), blocks)
@@ -99,7 +99,7 @@ def test_any_order_of_beginnings_and_ends_counts_what_is_open(turns):
         whole = 11 * 16 + sum(blocks for _, blocks, _ in open_) * 16
         assert all_.shared == whole - (all_.tokens - growing)
     for _, _, share in open_:
-        all_.give_back(share)
+        all_.close(share)
     assert all_.tokens == 11 * 16
-    all_.give_back(own)
+    all_.close(own)
     assert all_.tokens == all_.shared == 0

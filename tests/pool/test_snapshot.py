@@ -4,20 +4,20 @@ import math
 
 import pytest
 
-from extproc.endpoint import UNKNOWN, Endpoint, Load
+from extproc.endpoint import NO_LOAD, Endpoint, Load
 from extproc.pool import condition, load_imputation, snapshot
-from extproc.pool.store import Fleet
+from extproc.pool.store import PoolStore
 
 ADDRESSES = ("10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000", "[fd00::2]:8000")
 
 
-def fleet_of(*addresses: str) -> Fleet:
-    fleet = Fleet(on_gone=lambda _: None)
-    fleet.replace([Endpoint(address) for address in addresses], 0.0)
+def fleet_of(*addresses: str) -> PoolStore:
+    fleet = PoolStore(on_gone=lambda _: None)
+    fleet.set_endpoints([Endpoint(address) for address in addresses], 0.0)
     return fleet
 
 
-def take_down(fleet: Fleet, *addresses: str) -> None:
+def take_down(fleet: PoolStore, *addresses: str) -> None:
     for address in addresses:
         for _ in range(condition.UNREACHABLE_AFTER):
             member = fleet.pool.find(address)
@@ -25,7 +25,7 @@ def take_down(fleet: Fleet, *addresses: str) -> None:
             fleet.scrape_failed(fleet.begin_scrape(member.endpoint), "refused", 0.0)
 
 
-def eligible(fleet: Fleet, subset: tuple[str, ...] | None = None) -> list[str]:
+def eligible(fleet: PoolStore, subset: tuple[str, ...] | None = None) -> list[str]:
     return [member.endpoint.address for member in fleet.pool.eligible(subset)]
 
 
@@ -84,10 +84,10 @@ def test_an_empty_pool_has_nobody():
     assert eligible(fleet_of(), ("10.0.0.1",)) == []
 
 
-def turn(fleet: Fleet, *, now: float) -> snapshot.Candidate:
+def turn(fleet: PoolStore, *, now: float) -> snapshot.Candidate:
     members = fleet.pool.members
     imputation = load_imputation.impute(members, oldest=now - 3.0, is_patchy=fleet.pool.is_patchy)
-    (candidate,) = snapshot.candidates(
+    (candidate,) = snapshot.build_candidates(
         members, [5], adapter="", adapters=frozenset(), now=now, imputation=imputation
     )
     return candidate
@@ -101,14 +101,18 @@ def test_requests_are_dead_reckoned():
     tickets = [account.open("m", 100, cached_tokens=0, now=0.0) for _ in range(2)]
     load = Load(at=10.0, running=4, waiting=1)
     fleet.observe(fleet.begin_scrape(member.endpoint), load, 10.0)
-    assert turn(fleet, now=11.0).requests == 2 + 3
+    assert turn(fleet, now=11.0).estimated_requests == 2 + 3
     account.open("m", 7, cached_tokens=0, now=0.0)
     candidate = turn(fleet, now=12.0)
-    assert (candidate.requests, candidate.in_flight, candidate.prompt_tokens) == (6, 3, 207)
+    assert (candidate.estimated_requests, candidate.in_flight, candidate.prompt_tokens) == (
+        6,
+        3,
+        207,
+    )
     assert (candidate.load, candidate.age_s, candidate.matched_tokens) == (load, 2.0, 5)
     for ticket in tickets:
         ticket.close(0.0)
-    assert turn(fleet, now=12.0).requests == 1 + 3
+    assert turn(fleet, now=12.0).estimated_requests == 1 + 3
 
 
 @pytest.mark.parametrize(("now", "known"), [(12.9, True), (13.0, False), (100.0, False)])
@@ -120,15 +124,15 @@ def test_a_stale_load_is_unknown(now: float, known: bool):  # noqa: FBT001
     load = Load(at=10.0, running=4, waiting=1)
     fleet.observe(fleet.begin_scrape(member.endpoint), load, 10.0)
     candidate = turn(fleet, now=now)
-    assert candidate.load is (load if known else UNKNOWN)
-    assert candidate.requests == (5 if known else 1)
+    assert candidate.load is (load if known else NO_LOAD)
+    assert candidate.estimated_requests == (5 if known else 1)
     assert candidate.age_s == pytest.approx(now - 10.0)
 
 
 def test_what_was_never_scraped_is_infinitely_old():
     """Without any scrape the age is infinite and the load unknown."""
     candidate = turn(fleet_of(ADDRESSES[0]), now=1.0)
-    assert (candidate.load, candidate.age_s, candidate.requests) == (UNKNOWN, math.inf, 0)
+    assert (candidate.load, candidate.age_s, candidate.estimated_requests) == (NO_LOAD, math.inf, 0)
 
 
 def test_only_who_is_out_of_reach_is_down():
@@ -136,11 +140,11 @@ def test_only_who_is_out_of_reach_is_down():
     fleet = fleet_of(*ADDRESSES[:4])
     failing, gone = (fleet.pool.members[at].endpoint for at in (0, 1))
     for _ in range(3):
-        fleet.told(failing, condition.Verdict.FAILED, sent_at=0.0, now=0.0)
+        fleet.record_outcome(failing, condition.RequestOutcome.FAILED, sent_at=0.0, now=0.0)
     take_down(fleet, gone.address)
     first, second, third = fleet.pool.members[:3]
-    assert (first.up, first.out) == (True, True)
-    assert (second.up, second.out) == (False, True)
-    assert (third.up, third.out) == (True, False)
-    assert (fleet.pool.down, fleet.pool.unsure) == (1, 2)
+    assert (first.up, first.ejected) == (True, True)
+    assert (second.up, second.ejected) == (False, True)
+    assert (third.up, third.ejected) == (True, False)
+    assert (fleet.pool.down, fleet.pool.unhealthy_or_doubtful) == (1, 2)
     assert eligible(fleet) == list(ADDRESSES[2:4])

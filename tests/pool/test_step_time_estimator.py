@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoint import DEFAULT_RATES, Load, Rates, Totals
+from extproc.endpoint import DEFAULT_STEP_TIMES, EngineCounters, Load, StepTimeModel
 from extproc.pool import step_time_estimator
 from extproc.simulator import core, engine_request, profiles
 
@@ -16,7 +16,7 @@ class Counted:
     """The counters of a pure engine, read off its steps."""
 
     def __init__(self, profile):
-        self.engine = core.Engine(profile)
+        self.engine = core.SimulatedEngine(profile)
         self.steps = self.step_tokens = self.generated = self.finished = 0
 
     def run(self, until, now, submit):
@@ -34,20 +34,24 @@ class Counted:
         return now
 
     def load(self, now):
-        totals = Totals(
+        totals = EngineCounters(
             steps=float(self.steps),
             step_tokens=float(self.step_tokens),
             generated_tokens=float(self.generated),
             finished=float(self.finished),
         )
-        return Load(at=now, running=float(self.engine.running), waiting=0.0, totals=totals)
+        return Load(at=now, running=float(self.engine.running), waiting=0.0, counters=totals)
 
 
 @pytest.mark.parametrize("name", ["a10-7b-fp16", "l4-8b-fp8", "h100-8b-bf16"])
 def test_the_speed_of_an_engine_is_learnt(name):
     """After a minute of mixed load step and prefill time are within 20 % of the machine's."""
-    profile = profiles.named(name)
-    counted, learner, rng = Counted(profile), step_time_estimator.Learner(), random.Random(1)
+    profile = profiles.find(name)
+    counted, learner, rng = (
+        Counted(profile),
+        step_time_estimator.StepTimeEstimator(),
+        random.Random(1),
+    )
     state = {"next": 0.0, "count": 0, "rate": 1.0}
 
     def submit(engine, now):
@@ -55,7 +59,7 @@ def test_the_speed_of_an_engine_is_learnt(name):
             state["next"] += rng.expovariate(state["rate"])
             state["count"] += 1
             engine.submit(
-                engine_request.Job(
+                engine_request.EngineRequest(
                     f"r{state['count']}", rng.randint(50, 1500), rng.randint(20, 300)
                 ),
                 now,
@@ -65,7 +69,7 @@ def test_the_speed_of_an_engine_is_learnt(name):
     for tick in range(300):
         state["rate"] = rng.choice((0.3, 0.8, 1.6)) if tick % 25 == 0 else state["rate"]
         now = counted.run(0.2 * (tick + 1), now, submit)
-        learner.feed(counted.load(now))
+        learner.update(counted.load(now))
     learnt = learner.rates
     assert learnt.step_s == pytest.approx(profile.base_s, rel=0.2)
     assert learnt.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.2)
@@ -77,45 +81,51 @@ def test_the_speed_of_an_engine_is_learnt(name):
 
 
 def row(at, steps, computed, generated, *, running=1.0, started_at=None):
-    totals = Totals(
+    totals = EngineCounters(
         steps=steps, step_tokens=computed + generated, generated_tokens=generated, finished=0.0
     )
-    return Load(at=at, running=running, started_at=started_at, totals=totals)
+    return Load(at=at, running=running, started_at=started_at, counters=totals)
 
 
 def test_an_idle_engine_teaches_nothing():
     """Time in which nothing ran is not time that work took."""
-    learner = step_time_estimator.Learner()
+    learner = step_time_estimator.StepTimeEstimator()
     for tick in range(20):
-        learner.feed(row(float(tick), 10.0 * tick, 0.0, 10.0 * tick, running=0.0))
-    assert learner.rates == DEFAULT_RATES
+        learner.update(row(float(tick), 10.0 * tick, 0.0, 10.0 * tick, running=0.0))
+    assert learner.rates == DEFAULT_STEP_TIMES
 
 
 def test_another_process_starts_a_new_window():
     """A row never spans a restart, and what was learnt stays the first guess."""
-    learner = step_time_estimator.Learner()
+    learner = step_time_estimator.StepTimeEstimator()
     for tick in range(10):
-        learner.feed(row(float(tick), 20.0 * tick, 0.0, 20.0 * tick, started_at=5.0))
+        learner.update(row(float(tick), 20.0 * tick, 0.0, 20.0 * tick, started_at=5.0))
     before = learner.rates
-    learner.feed(row(10.0, 1.0, 0.0, 1.0, started_at=900.0))
+    learner.update(row(10.0, 1.0, 0.0, 1.0, started_at=900.0))
     assert learner.rates == before
-    assert step_time_estimator.restarted(row(0.0, 9.0, 0.0, 9.0), row(1.0, 1.0, 0.0, 1.0))
-    assert not step_time_estimator.restarted(row(0.0, 9.0, 0.0, 9.0), row(1.0, 9.0, 0.0, 9.0))
+    assert step_time_estimator.engine_restarted(row(0.0, 9.0, 0.0, 9.0), row(1.0, 1.0, 0.0, 1.0))
+    assert not step_time_estimator.engine_restarted(
+        row(0.0, 9.0, 0.0, 9.0), row(1.0, 9.0, 0.0, 9.0)
+    )
 
 
 def test_a_new_endpoint_begins_with_what_the_others_showed():
     """Endpoints that showed nothing do not count."""
-    shown = [Rates(step_s=0.01, evidence=5.0), Rates(step_s=0.03, evidence=1.0), Rates(step_s=9.0)]
-    assert step_time_estimator.pooled(shown).step_s == pytest.approx(0.02)
-    assert step_time_estimator.pooled([Rates(step_s=9.0)]) == DEFAULT_RATES
+    shown = [
+        StepTimeModel(step_s=0.01, evidence=5.0),
+        StepTimeModel(step_s=0.03, evidence=1.0),
+        StepTimeModel(step_s=9.0),
+    ]
+    assert step_time_estimator.pool_mean(shown).step_s == pytest.approx(0.02)
+    assert step_time_estimator.pool_mean([StepTimeModel(step_s=9.0)]) == DEFAULT_STEP_TIMES
 
 
 def test_adapter_loads_are_learnt_where_the_engine_tells_them():
     """Five loads of 2 s each pull the mean towards 2 s."""
-    learner = step_time_estimator.Learner()
+    learner = step_time_estimator.StepTimeEstimator()
     for tick in range(30):
-        totals = Totals(adapter_loads=5.0 * tick, adapter_load_s=10.0 * tick)
-        learner.feed(Load(at=float(tick), totals=totals))
+        totals = EngineCounters(adapter_loads=5.0 * tick, adapter_load_s=10.0 * tick)
+        learner.update(Load(at=float(tick), counters=totals))
     assert learner.rates.adapter_load_s == pytest.approx(2.0, rel=0.01)
 
 
@@ -130,13 +140,13 @@ COUNTS = st.floats(0, 1e6) | st.none()
 )
 def test_rates_stay_numbers_within_bounds(pages):
     """Whatever pages say, no rate is negative, infinite or not a number."""
-    learner, now = step_time_estimator.Learner(), 0.0
+    learner, now = step_time_estimator.StepTimeEstimator(), 0.0
     for passed, steps, tokens, generated, finished, running in pages:
         now += passed
-        totals = Totals(
+        totals = EngineCounters(
             steps=steps, step_tokens=tokens, generated_tokens=generated, finished=finished
         )
-        learner.feed(Load(at=now, running=running, totals=totals))
+        learner.update(Load(at=now, running=running, counters=totals))
         learnt = learner.rates
         assert 1e-4 <= learnt.step_s <= 2.0
         assert 1e-7 <= learnt.prefill_s <= 1e-2
@@ -148,34 +158,37 @@ def test_rates_stay_numbers_within_bounds(pages):
 def test_engines_that_hardly_differ_count_as_alike():
     """Within 30 % of the pool an engine has the pool's rates, beyond it its own."""
     for own, expected in ((0.0125, 0.01), (0.014, 0.014)):
-        learner = step_time_estimator.Learner()
-        learner.rates = Rates(step_s=own, evidence=5.0)
-        assert learner.settled.step_s == own
-        learner.lean(Rates(step_s=0.01, evidence=2.0))
-        assert learner.settled.step_s == expected
-        learner.lean(Rates(step_s=9.0))
-        assert learner.settled.step_s == expected
+        learner = step_time_estimator.StepTimeEstimator()
+        learner.rates = StepTimeModel(step_s=own, evidence=5.0)
+        assert learner.pooled_rates.step_s == own
+        learner.set_prior(StepTimeModel(step_s=0.01, evidence=2.0))
+        assert learner.pooled_rates.step_s == expected
+        learner.set_prior(StepTimeModel(step_s=9.0))
+        assert learner.pooled_rates.step_s == expected
 
 
 def test_engines_that_showed_nothing_are_like_the_pool():
     """Without evidence nothing is an engine's own, nor is a load time without loads."""
-    learner = step_time_estimator.Learner()
-    pool = Rates(step_s=0.05, adapter_load_s=0.1, evidence=2.0)
-    learner.lean(pool)
-    assert learner.settled.step_s == 0.05
-    learner.rates = Rates(step_s=0.02, evidence=5.0)
-    assert learner.settled.step_s == 0.02
-    assert learner.settled.adapter_load_s == 0.1
+    learner = step_time_estimator.StepTimeEstimator()
+    pool = StepTimeModel(step_s=0.05, adapter_load_s=0.1, evidence=2.0)
+    learner.set_prior(pool)
+    assert learner.pooled_rates.step_s == 0.05
+    learner.rates = StepTimeModel(step_s=0.02, evidence=5.0)
+    assert learner.pooled_rates.step_s == 0.02
+    assert learner.pooled_rates.adapter_load_s == 0.1
 
 
 def test_engines_that_lean_on_their_mean_come_back_from_a_drift():
     """One sequence at a time tells steps from sequences by nothing: the split is as usual."""
-    learners = [step_time_estimator.Learner(Rates(step_s=0.002, decode_s=0.013)) for _ in range(3)]
+    learners = [
+        step_time_estimator.StepTimeEstimator(StepTimeModel(step_s=0.002, decode_s=0.013))
+        for _ in range(3)
+    ]
     for tick in range(400):
-        shown = step_time_estimator.pooled([learner.rates for learner in learners])
+        shown = step_time_estimator.pool_mean([learner.rates for learner in learners])
         for learner in learners:
-            learner.lean(shown)
-            learner.feed(row(float(tick), 66.0 * tick, 0.0, 66.0 * tick))
+            learner.set_prior(shown)
+            learner.update(row(float(tick), 66.0 * tick, 0.0, 66.0 * tick))
     for learner in learners:
         assert learner.rates.iteration_s(1) == pytest.approx(1 / 66, rel=0.05)
         assert learner.rates.step_s > 5 * learner.rates.decode_s

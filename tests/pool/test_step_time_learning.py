@@ -8,9 +8,9 @@ import statistics
 import msgspec
 import pytest
 
-from extproc.endpoint import Endpoint, Load, Totals
+from extproc.endpoint import Endpoint, EngineCounters, Load
 from extproc.pool import step_time_estimator
-from extproc.pool.inflight import Account
+from extproc.pool.inflight import InflightLoad
 from extproc.simulator import core, engine_request, profiles
 
 
@@ -19,9 +19,9 @@ class Site:
 
     def __init__(self, profile, *, seed=1, beat_s=0.5, counts_steps=True):
         self.counts_steps = counts_steps
-        self.engine = core.Engine(profile)
-        self.account = Account(Endpoint("10.0.0.1:8000"))
-        self.learner = step_time_estimator.Learner()
+        self.engine = core.SimulatedEngine(profile)
+        self.account = InflightLoad(Endpoint("10.0.0.1:8000"))
+        self.learner = step_time_estimator.StepTimeEstimator()
         self.rng = random.Random(seed)
         self.beat_s, self.now, self.next, self.count = beat_s, 0.0, 0.0, 0
         self.steps = self.step_tokens = self.generated = 0
@@ -35,7 +35,7 @@ class Site:
         adapter = self.rng.choice(adapters) if adapters else ""
         self.tickets[name] = self.account.open(adapter, prompt, cached_tokens=0, now=self.now)
         refused = self.engine.submit(
-            engine_request.Job(name, prompt, output, adapter=adapter), self.now
+            engine_request.EngineRequest(name, prompt, output, adapter=adapter), self.now
         )
         assert refused is None
 
@@ -63,8 +63,8 @@ class Site:
     def totals(self):
         if not self.counts_steps:
             computed = float(self.step_tokens - self.generated)
-            return Totals(computed_tokens=computed, decoded_tokens=float(self.generated))
-        return Totals(
+            return EngineCounters(computed_tokens=computed, decoded_tokens=float(self.generated))
+        return EngineCounters(
             steps=float(self.steps),
             step_tokens=float(self.step_tokens),
             generated_tokens=float(self.generated),
@@ -81,12 +81,12 @@ class Site:
             adapter_slots=engine.profile.max_loras,
             kv_blocks=engine.profile.blocks,
             block_tokens=engine.profile.block_tokens,
-            totals=self.totals(),
+            counters=self.totals(),
         )
         account.scraped(
-            sent=account.sent, written=account.written, waiting=load.waiting, now=self.now
+            sent=account.sent, written=account.kv_tokens_sent, waiting=load.waiting, now=self.now
         )
-        self.learner.feed(load, ran=account.ran - {""}, idled=account.idled)
+        self.learner.update(load, ran=account.ran - {""}, idled=account.idled)
         account.ran = set()
         if engine.running:
             # What an iteration of the present batch takes, foretold and in truth.
@@ -106,7 +106,7 @@ class Site:
 )
 def test_every_term_of_an_iteration_is_learnt(name, rate):
     """After 150 scrapes of load that comes and goes each of the four is within 30 %."""
-    profile = profiles.named(name)
+    profile = profiles.find(name)
     site = Site(profile)
     for at in range(30):
         short, long = ((50, 300), (20, 200)), ((800, 2500), (100, 400))
@@ -122,7 +122,7 @@ def test_every_term_of_an_iteration_is_learnt(name, rate):
 @pytest.mark.parametrize("beat_s", [0.5, 2.0])
 def test_engines_that_do_not_count_iterations_are_learnt_too(beat_s):
     """Tokens and requests running stand in for iterations: step and prefill within 20 %."""
-    profile = profiles.named("a100-7b-fp16")
+    profile = profiles.find("a100-7b-fp16")
     site = Site(profile, beat_s=beat_s, counts_steps=False)
     for at in range(30):
         site.run(5, (0.8, 2.0, 3.2)[at % 3], prompts=((50, 300), (800, 2500))[at % 2])
@@ -134,7 +134,7 @@ def test_engines_that_do_not_count_iterations_are_learnt_too(beat_s):
 
 def test_longer_contexts_show_at_once():
     """From chat to documents the time of an iteration is right within 10 % all the way."""
-    site = Site(profiles.named("a100-7b-fp16"))
+    site = Site(profiles.find("a100-7b-fp16"))
     for at in range(8):
         if at % 2:
             site.run(30, 1.0, prompts=(2000, 3500), outputs=(200, 400))
@@ -146,7 +146,7 @@ def test_longer_contexts_show_at_once():
 
 def test_a_throttled_engine_is_noticed():
     """Half the speed: the time of an iteration is within 10 % again after 80 scrapes."""
-    profile = profiles.named("l4-8b-fp8")
+    profile = profiles.find("l4-8b-fp8")
     site = Site(profile)
     site.run(100, 2.0)
     site.engine.profile = profile.faster(0.5)
@@ -160,7 +160,7 @@ def test_a_throttled_engine_is_noticed():
 @pytest.mark.parametrize("load_s", [0.1, 0.4, 1.0])
 def test_adapter_loads_show_in_the_time_of_steps(load_s):
     """Eight adapters over four slots: the load time is within 25 % after 100 scrapes."""
-    profile = msgspec.structs.replace(profiles.named("l4-8b-fp8"), lora_load_s=load_s)
+    profile = msgspec.structs.replace(profiles.find("l4-8b-fp8"), lora_load_s=load_s)
     site = Site(profile)
     names = [f"lora-{at}" for at in range(8)]
     learnt = site.run(100, 0.5, adapters=names)
@@ -171,7 +171,7 @@ def test_adapter_loads_show_in_the_time_of_steps(load_s):
 
 def test_slower_adapter_loads_are_noticed():
     """A tenth of a second, then a whole one: within 25 % after 120 scrapes."""
-    profile = msgspec.structs.replace(profiles.named("l4-8b-fp8"), lora_load_s=0.1)
+    profile = msgspec.structs.replace(profiles.find("l4-8b-fp8"), lora_load_s=0.1)
     site = Site(profile)
     names = [f"lora-{at}" for at in range(8)]
     site.run(100, 0.5, adapters=names)
@@ -182,13 +182,13 @@ def test_slower_adapter_loads_are_noticed():
 
 def test_without_loads_their_time_is_the_prior():
     """An engine whose adapters all stay resident says nothing of loading."""
-    site = Site(profiles.named("l4-8b-fp8"))
+    site = Site(profiles.find("l4-8b-fp8"))
     assert site.run(50, 1.0).adapter_load_s == 0.5
 
 
 def test_pauses_are_not_slow_steps():
     """Short requests with nothing in between: time in which nothing ran is not counted."""
-    profile = profiles.named("l4-8b-fp8")
+    profile = profiles.find("l4-8b-fp8")
     site = Site(profile, beat_s=2.0)
     learnt = site.run(200, 0.8, prompts=(50, 200), outputs=(10, 60))
     assert learnt.step_s == pytest.approx(profile.base_s, rel=0.25)
@@ -197,8 +197,8 @@ def test_pauses_are_not_slow_steps():
 @pytest.mark.parametrize("told", [False, True])
 def test_a_prompt_that_all_begin_with_is_read_by_each_of_them(told):
     """4,000 tokens in common are in the cache once: only who knows that finds what a sequence costs."""
-    profile = profiles.named("l4-8b-fp8")
-    learner, rng = step_time_estimator.Learner(), random.Random(1)
+    profile = profiles.find("l4-8b-fp8")
+    learner, rng = step_time_estimator.StepTimeEstimator(), random.Random(1)
     at, steps, computed, generated = 0.0, 0, 0.0, 0.0
     per_sequence = profile.decode_s_per_seq + profile.context_s_per_token * 4200
     for _ in range(100):
@@ -213,13 +213,13 @@ def test_a_prompt_that_all_begin_with_is_read_by_each_of_them(told):
                 kv_usage=(4000 + 200 * batch) / profile.kv_tokens,
                 kv_blocks=profile.kv_tokens // 16,
                 block_tokens=16,
-                totals=Totals(
+                counters=EngineCounters(
                     steps=float(steps),
                     step_tokens=computed + generated,
                     generated_tokens=generated,
                 ),
             )
-            learner.feed(load, shared=4000.0 * (batch - 1) * told)
+            learner.update(load, shared=4000.0 * (batch - 1) * told)
     learnt = learner.rates
     found = learnt.iteration_s(1) - learnt.step_s
     if told:

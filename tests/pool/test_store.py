@@ -2,9 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.endpoint import DEFAULT_RATES, UNKNOWN, Endpoint, Load, Models, Totals
-from extproc.pool.snapshot import Member
-from extproc.pool.store import Fleet
+from extproc.endpoint import (
+    DEFAULT_STEP_TIMES,
+    NO_LOAD,
+    Endpoint,
+    EngineCounters,
+    Load,
+    ServedModels,
+)
+from extproc.pool.snapshot import EndpointSnapshot
+from extproc.pool.store import PoolStore
 
 ONE, TWO, THREE = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
 
@@ -16,19 +23,21 @@ class Gone(list[Endpoint]):
         self.append(endpoint)
 
 
-def fleet_of(*addresses: str, gone: Gone | None = None) -> Fleet:
-    fleet = Fleet(on_gone=gone if gone is not None else Gone())
-    fleet.replace([Endpoint(address) for address in addresses], 0.0)
+def fleet_of(*addresses: str, gone: Gone | None = None) -> PoolStore:
+    fleet = PoolStore(on_gone=gone if gone is not None else Gone())
+    fleet.set_endpoints([Endpoint(address) for address in addresses], 0.0)
     return fleet
 
 
-def member_of(fleet: Fleet, address: str = ONE) -> Member:
+def member_of(fleet: PoolStore, address: str = ONE) -> EndpointSnapshot:
     member = fleet.pool.find(address)
     assert member is not None
     return member
 
 
-def observed(fleet: Fleet, running: float | None, waiting: float | None, at: float = 1.0) -> Member:
+def observed(
+    fleet: PoolStore, running: float | None, waiting: float | None, at: float = 1.0
+) -> EndpointSnapshot:
     mark = fleet.begin_scrape(member_of(fleet).endpoint)
     fleet.observe(mark, Load(at=at, running=running, waiting=waiting), at)
     return member_of(fleet)
@@ -36,17 +45,17 @@ def observed(fleet: Fleet, running: float | None, waiting: float | None, at: flo
 
 def test_a_fleet_is_synced_once_discovery_spoke():
     """Before the first list there is no pool; an empty list counts as one."""
-    fleet = Fleet(on_gone=Gone())
+    fleet = PoolStore(on_gone=Gone())
     assert not fleet.synced
-    fleet.replace([], 0.0)
+    fleet.set_endpoints([], 0.0)
     assert fleet.synced
     assert fleet.pool.members == ()
 
 
 def test_members_keep_discoverys_order_and_first_duplicate():
     """Members stand in the order of the list; of one address the first entry counts."""
-    fleet = Fleet(on_gone=Gone())
-    fleet.replace([Endpoint(TWO, "a"), Endpoint(ONE), Endpoint(TWO, "b")], 0.0)
+    fleet = PoolStore(on_gone=Gone())
+    fleet.set_endpoints([Endpoint(TWO, "a"), Endpoint(ONE), Endpoint(TWO, "b")], 0.0)
     assert [member.endpoint.address for member in fleet.pool.members] == [TWO, ONE]
     assert member_of(fleet, TWO).endpoint.name == "a"
 
@@ -57,9 +66,9 @@ def test_snapshots_are_replaced_and_never_edited():
     before = fleet.pool
     members = before.members
     observed(fleet, 1, 0)
-    fleet.replace([Endpoint(THREE)], 1.0)
+    fleet.set_endpoints([Endpoint(THREE)], 1.0)
     assert before.members is members
-    assert before.members[0].load is UNKNOWN
+    assert before.members[0].load is NO_LOAD
     assert before.find(THREE) is None
 
 
@@ -69,7 +78,7 @@ def test_an_endpoint_that_stays_keeps_account_and_load():
     observed(fleet, 3, 4)
     before = member_of(fleet)
     before.account.open("m", 10, cached_tokens=0, now=0.0)
-    fleet.replace([Endpoint(ONE, "renamed", {"zone": "b"}), Endpoint(THREE)], 1.0)
+    fleet.set_endpoints([Endpoint(ONE, "renamed", {"zone": "b"}), Endpoint(THREE)], 1.0)
     after = member_of(fleet)
     assert after.account is before.account
     assert (after.load, after.foreign) == (before.load, 7.0)
@@ -82,8 +91,8 @@ def test_what_left_is_told_once():
     gone = Gone()
     fleet = fleet_of(ONE, TWO, gone=gone)
     left = member_of(fleet, TWO).endpoint
-    fleet.replace([Endpoint(ONE)], 1.0)
-    fleet.replace([Endpoint(ONE)], 2.0)
+    fleet.set_endpoints([Endpoint(ONE)], 1.0)
+    fleet.set_endpoints([Endpoint(ONE)], 2.0)
     assert gone == [left]
 
 
@@ -92,11 +101,11 @@ def test_an_endpoint_that_comes_back_is_another_one():
     fleet = fleet_of(ONE)
     first = member_of(fleet)
     ticket = first.account.open("m", 10, cached_tokens=0, now=0.0)
-    fleet.replace([], 1.0)
-    fleet.replace([Endpoint(ONE)], 2.0)
+    fleet.set_endpoints([], 1.0)
+    fleet.set_endpoints([Endpoint(ONE)], 2.0)
     second = member_of(fleet)
     assert second.endpoint.incarnation > first.endpoint.incarnation
-    assert (second.account.in_flight, second.load) == (0, UNKNOWN)
+    assert (second.account.in_flight, second.load) == (0, NO_LOAD)
     assert first.account.in_flight == 1
     ticket.close(0.0)
     assert (first.account.in_flight, second.account.in_flight) == (0, 0)
@@ -105,10 +114,10 @@ def test_an_endpoint_that_comes_back_is_another_one():
 def test_an_address_that_another_pod_takes_over_is_another_endpoint():
     """Another uid at the same address is a new life, even when nothing was seen in between."""
     gone = Gone()
-    fleet = Fleet(on_gone=gone)
+    fleet = PoolStore(on_gone=gone)
     lives = []
     for uid in ("a", "a", "b"):
-        fleet.replace([Endpoint(ONE, uid=uid)], 0.0)
+        fleet.set_endpoints([Endpoint(ONE, uid=uid)], 0.0)
         lives.append(member_of(fleet).endpoint)
     assert lives[0] == lives[1]
     assert lives[2].incarnation > lives[1].incarnation
@@ -117,26 +126,28 @@ def test_an_address_that_another_pod_takes_over_is_another_endpoint():
 
 def test_what_discovery_says_of_models_counts_until_the_engine_lists_its_own():
     """KubeAI's labels; when they change, the engine is to be asked again."""
-    fleet = Fleet(on_gone=Gone())
-    told = Models(frozenset({"base"}), frozenset({"one"}))
-    fleet.replace([Endpoint(ONE, models=told), Endpoint(TWO, models=Models(frozenset({"x"})))], 0.0)
+    fleet = PoolStore(on_gone=Gone())
+    told = ServedModels(frozenset({"base"}), frozenset({"one"}))
+    fleet.set_endpoints(
+        [Endpoint(ONE, models=told), Endpoint(TWO, models=ServedModels(frozenset({"x"})))], 0.0
+    )
     assert fleet.pool.serving.names == {"base", "one", "x"}
-    assert fleet.pool.serving.alias("base_one").adapter == "one"
+    assert fleet.pool.serving.parse_kubeai_name("base_one").adapter == "one"
     assert "one" in fleet.pool.adapters
-    fleet.observe_models(member_of(fleet).endpoint, Models(frozenset({"base"})))
+    fleet.observe_models(member_of(fleet).endpoint, ServedModels(frozenset({"base"})))
     assert fleet.pool.serving.names == {"base", "x"}
-    more = Models(frozenset({"base"}), frozenset({"one", "two"}))
-    fleet.replace([Endpoint(ONE, models=more)], 1.0)
+    more = ServedModels(frozenset({"base"}), frozenset({"one", "two"}))
+    fleet.set_endpoints([Endpoint(ONE, models=more)], 1.0)
     assert member_of(fleet).models is None
     assert fleet.pool.serving.names == {"base", "one", "two"}
 
 
 def test_incarnations_are_never_reused():
     """No two lives of any endpoints share an incarnation."""
-    fleet = Fleet(on_gone=Gone())
+    fleet = PoolStore(on_gone=Gone())
     seen = []
     for addresses in ([ONE, TWO], [], [TWO], [ONE, TWO], [THREE]):
-        fleet.replace([Endpoint(address) for address in addresses], 0.0)
+        fleet.set_endpoints([Endpoint(address) for address in addresses], 0.0)
         seen += [member.endpoint for member in fleet.pool.members]
     by_life = {endpoint.incarnation: endpoint.address for endpoint in seen}
     assert len(by_life) == 5
@@ -175,22 +186,22 @@ def test_a_scrape_of_an_earlier_life_is_dropped():
     """A page that was asked of an endpoint that left, and came back since, is not its load."""
     fleet = fleet_of(ONE)
     mark = fleet.begin_scrape(member_of(fleet).endpoint)
-    fleet.replace([], 1.0)
+    fleet.set_endpoints([], 1.0)
     fleet.observe(mark, Load(at=1.0), 1.0)
     fleet.scrape_failed(mark, "refused", 1.0)
     assert fleet.pool.members == ()
-    fleet.replace([Endpoint(ONE)], 2.0)
+    fleet.set_endpoints([Endpoint(ONE)], 2.0)
     fleet.observe(mark, Load(at=1.0), 2.0)
     fleet.scrape_failed(mark, "refused", 2.0)
     member = member_of(fleet)
-    assert (member.load, member.failures, member.failure) == (UNKNOWN, 0, "")
+    assert (member.load, member.failures, member.failure) == (NO_LOAD, 0, "")
 
 
 def test_a_mark_of_an_endpoint_that_left_counts_nothing():
     """A scrape may begin in the moment its endpoint leaves."""
     fleet = fleet_of(ONE)
     endpoint = member_of(fleet).endpoint
-    fleet.replace([], 1.0)
+    fleet.set_endpoints([], 1.0)
     assert fleet.begin_scrape(endpoint).in_flight == 0
 
 
@@ -233,30 +244,30 @@ def test_positions_are_the_same_object_until_endpoints_change():
     positions = fleet.pool.positions
     observed(fleet, 1, 1)
     assert fleet.pool.positions is positions
-    fleet.replace([Endpoint(ONE)], 1.0)
+    fleet.set_endpoints([Endpoint(ONE)], 1.0)
     assert fleet.pool.positions is not positions
 
 
 def test_a_new_endpoint_is_as_fast_as_the_pool():
     """Whoever joins begins with the mean of the others, and keeps it until it shows its own."""
-    fleet = Fleet(on_gone=lambda _: None)
+    fleet = PoolStore(on_gone=lambda _: None)
     old = [Endpoint(f"10.0.0.{at}:8000") for at in range(2)]
-    fleet.replace(old, 0.0)
+    fleet.set_endpoints(old, 0.0)
     for tick in range(60):
         now = float(tick)
         # 20 steps and 2000 prompt tokens a second: 0.03 s a step, or 200 us a token, or between.
-        totals = Totals(
+        totals = EngineCounters(
             steps=20.0 * tick + (tick % 2),
             step_tokens=2100.0 * tick,
             generated_tokens=100.0 * tick,
         )
         for member in fleet.pool.members:
-            load = Load(at=now, running=5.0, kv_usage=0.5, totals=totals)
+            load = Load(at=now, running=5.0, kv_usage=0.5, counters=totals)
             fleet.observe(fleet.begin_scrape(member.endpoint), load, now)
-    fleet.replace([*old, Endpoint("10.0.0.9:8000")], 60.0)
+    fleet.set_endpoints([*old, Endpoint("10.0.0.9:8000")], 60.0)
     first, second, new = fleet.pool.members
     assert first.rates.step_s == pytest.approx(second.rates.step_s)
     assert new.rates.evidence == 0.0
     for name in ("step_s", "prefill_s", "decode_s", "context_s", "adapter_load_s"):
         assert getattr(new.rates, name) == pytest.approx(getattr(first.rates, name), rel=0.05)
-    assert new.rates.step_s > DEFAULT_RATES.step_s
+    assert new.rates.step_s > DEFAULT_STEP_TIMES.step_s

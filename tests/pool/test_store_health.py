@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.endpoint import METRICS_PORT, Endpoint, Load, Totals
-from extproc.pool.condition import State, Verdict
-from extproc.pool.store import Fleet
+from extproc.endpoint import METRICS_PORT, Endpoint, EngineCounters, Load
+from extproc.pool.condition import HealthState, RequestOutcome
+from extproc.pool.store import PoolStore
 
 ONE, TWO, THREE, FOUR = (f"10.0.0.{n}:8000" for n in range(1, 5))
 
 
-def fleet_of(*addresses: str) -> Fleet:
-    fleet = Fleet(on_gone=lambda _: None)
-    fleet.replace([Endpoint(address) for address in addresses], 0.0)
+def fleet_of(*addresses: str) -> PoolStore:
+    fleet = PoolStore(on_gone=lambda _: None)
+    fleet.set_endpoints([Endpoint(address) for address in addresses], 0.0)
     return fleet
 
 
-def state(fleet: Fleet, address: str = ONE) -> State:
+def state(fleet: PoolStore, address: str = ONE) -> HealthState:
     found = fleet.pool.find(address)
     assert found is not None
     return found.condition.state
 
 
-def endpoint(fleet: Fleet, address: str = ONE) -> Endpoint:
+def endpoint(fleet: PoolStore, address: str = ONE) -> Endpoint:
     found = fleet.pool.find(address)
     assert found is not None
     return found.endpoint
 
 
-def missed(fleet: Fleet, address: str, reason: str, times: int = 2) -> None:
+def missed(fleet: PoolStore, address: str, reason: str, times: int = 2) -> None:
     for _ in range(times):
         fleet.scrape_failed(fleet.begin_scrape(endpoint(fleet, address)), reason, 1.0)
 
@@ -37,15 +37,15 @@ def missed(fleet: Fleet, address: str, reason: str, times: int = 2) -> None:
 @pytest.mark.parametrize(
     ("totals", "running", "out"),
     [
-        (Totals(steps=5.0), 1.0, True),
-        (Totals(steps=5.0), 0.0, False),
-        (Totals(computed_tokens=5.0, decoded_tokens=7.0), 2.0, True),
+        (EngineCounters(steps=5.0), 1.0, True),
+        (EngineCounters(steps=5.0), 0.0, False),
+        (EngineCounters(computed_tokens=5.0, decoded_tokens=7.0), 2.0, True),
         # These stand still for as long as one answer takes.
-        (Totals(generated_tokens=5.0, finished=1.0), 1.0, False),
-        (Totals(), 1.0, False),
+        (EngineCounters(generated_tokens=5.0, finished=1.0), 1.0, False),
+        (EngineCounters(), 1.0, False),
     ],
 )
-def test_counters_that_stand_still(*, totals: Totals, running: float, out: bool):
+def test_counters_that_stand_still(*, totals: EngineCounters, running: float, out: bool):
     """Work and no iteration for 15 s is a hung engine, where iterations or tokens are counted."""
     fleet = fleet_of(ONE, TWO)
     found = fleet.pool.find(ONE)
@@ -53,17 +53,17 @@ def test_counters_that_stand_still(*, totals: Totals, running: float, out: bool)
     found.account.open("m", 10, cached_tokens=0, now=0.0)
     for at in range(1, 20):
         mark = fleet.begin_scrape(endpoint(fleet))
-        fleet.observe(mark, Load(at=at, running=running, waiting=0.0, totals=totals), float(at))
-    assert (state(fleet) is State.EJECTED) is out
+        fleet.observe(mark, Load(at=at, running=running, waiting=0.0, counters=totals), float(at))
+    assert (state(fleet) is HealthState.EJECTED) is out
 
 
 def test_work_of_others_is_not_ours_to_judge():
     """Without a request of ours nothing is said of an engine that stands still."""
     fleet = fleet_of(ONE, TWO)
     for at in range(1, 40):
-        load = Load(at=at, running=3.0, waiting=0.0, totals=Totals(steps=1.0))
+        load = Load(at=at, running=3.0, waiting=0.0, counters=EngineCounters(steps=1.0))
         fleet.observe(fleet.begin_scrape(endpoint(fleet)), load, float(at))
-    assert state(fleet) is State.IN
+    assert state(fleet) is HealthState.HEALTHY
 
 
 def test_refused_at_its_own_port_is_gone():
@@ -71,14 +71,17 @@ def test_refused_at_its_own_port_is_gone():
     fleet = fleet_of(ONE, TWO, THREE, FOUR)
     for address in (ONE, TWO, THREE):
         missed(fleet, address, "refused")
-    assert [state(fleet, one) for one in (ONE, TWO, THREE, FOUR)] == [*[State.DOWN] * 3, State.IN]
+    assert [state(fleet, one) for one in (ONE, TWO, THREE, FOUR)] == [
+        *[HealthState.DOWN] * 3,
+        HealthState.HEALTHY,
+    ]
 
 
 def test_refused_at_another_port_is_doubtful():
     """A metrics port of its own says less: no more than the share are out for it."""
-    fleet = Fleet(on_gone=lambda _: None)
+    fleet = PoolStore(on_gone=lambda _: None)
     labels = {METRICS_PORT: "9400"}
-    fleet.replace([Endpoint(one, labels=labels) for one in (ONE, TWO, THREE, FOUR)], 0.0)
+    fleet.set_endpoints([Endpoint(one, labels=labels) for one in (ONE, TWO, THREE, FOUR)], 0.0)
     for address in (ONE, TWO, THREE):
         missed(fleet, address, "refused")
     assert fleet.pool.down == 2
@@ -89,18 +92,18 @@ def test_a_missing_page_is_no_failure(reason: str):
     """An engine without metrics serves as well as any other."""
     fleet = fleet_of(ONE, TWO)
     missed(fleet, ONE, reason, times=9)
-    assert state(fleet) is State.IN
+    assert state(fleet) is HealthState.HEALTHY
 
 
 def test_an_endpoint_that_leaves_takes_its_story_along():
     """In its next life nothing is held against it, and it counts as new."""
     fleet = fleet_of(ONE, TWO)
     for _ in range(3):
-        fleet.told(endpoint(fleet), Verdict.FAILED, sent_at=1.0, now=1.0)
-    assert state(fleet) is State.EJECTED
-    fleet.replace([Endpoint(TWO)], 2.0)
-    fleet.replace([Endpoint(ONE), Endpoint(TWO)], 3.0)
-    assert state(fleet) is State.IN
+        fleet.record_outcome(endpoint(fleet), RequestOutcome.FAILED, sent_at=1.0, now=1.0)
+    assert state(fleet) is HealthState.EJECTED
+    fleet.set_endpoints([Endpoint(TWO)], 2.0)
+    fleet.set_endpoints([Endpoint(ONE), Endpoint(TWO)], 3.0)
+    assert state(fleet) is HealthState.HEALTHY
     assert fleet.pool.newest == 3.0
 
 
@@ -108,10 +111,10 @@ def test_first_ones_are_not_new():
     """Those of the first list, and of a list after an empty one, are as old as any."""
     fleet = fleet_of(ONE)
     assert fleet.pool.newest < 0.0
-    fleet.replace([], 1.0)
-    fleet.replace([Endpoint(TWO)], 2.0)
+    fleet.set_endpoints([], 1.0)
+    fleet.set_endpoints([Endpoint(TWO)], 2.0)
     assert fleet.pool.newest < 0.0
-    fleet.replace([Endpoint(TWO), Endpoint(THREE)], 3.0)
+    fleet.set_endpoints([Endpoint(TWO), Endpoint(THREE)], 3.0)
     assert fleet.pool.newest == 3.0
 
 
@@ -119,10 +122,10 @@ def test_the_share_follows_the_pool():
     """When others leave, an endpoint that must stay is taken back."""
     fleet = fleet_of(ONE, TWO)
     for _ in range(3):
-        fleet.told(endpoint(fleet), Verdict.FAILED, sent_at=1.0, now=1.0)
-    assert fleet.pool.unsure == 1
-    fleet.replace([Endpoint(ONE)], 2.0)
-    assert (state(fleet), fleet.pool.unsure) == (State.IN, 0)
+        fleet.record_outcome(endpoint(fleet), RequestOutcome.FAILED, sent_at=1.0, now=1.0)
+    assert fleet.pool.unhealthy_or_doubtful == 1
+    fleet.set_endpoints([Endpoint(ONE)], 2.0)
+    assert (state(fleet), fleet.pool.unhealthy_or_doubtful) == (HealthState.HEALTHY, 0)
 
 
 def test_a_ticket_moves_whole():
@@ -138,7 +141,7 @@ def test_a_ticket_moves_whole():
         0,
     )
     assert (second.in_flight, second.prompt_tokens, second.adapters) == (1, 100, {"m": 1})
-    assert (ticket.work, ticket.endpoint) == (100, second.endpoint)
+    assert (ticket.uncached_tokens, ticket.endpoint) == (100, second.endpoint)
     ticket.close(2.0)
     assert (second.in_flight, second.answered, first.answered) == (0, 1, 0)
     with pytest.raises(RuntimeError):

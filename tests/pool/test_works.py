@@ -4,18 +4,18 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from extproc.pool.works import Works
+from extproc.pool.works import TypicalWork
 
 
 def test_typical_is_the_usual_before_any_answer():
     """A pool that never answered takes a request for a prompt of usual length."""
-    assert Works().typical == 500
-    assert Works().price(3.0, None) == 1500
+    assert TypicalWork().typical == 500
+    assert TypicalWork().price(3.0, None) == 1500
 
 
 def test_typical_follows_the_latest_answers():
     """What was answered long ago no longer counts."""
-    works = Works()
+    works = TypicalWork()
     for _ in range(1000):
         works.add(20)
     assert works.typical == 20
@@ -27,7 +27,7 @@ def test_typical_follows_the_latest_answers():
 @hypothesis.given(st.lists(st.integers(1, 10**9), max_size=40))
 def test_typical_is_moved_by_the_usual_and_not_by_the_longest(strange):
     """Forty prompts of any length among 128 leave the price within the others' lengths."""
-    works = Works()
+    works = TypicalWork()
     for tokens in [400, 500] * 64:
         works.add(tokens)
     for tokens in strange:
@@ -38,7 +38,7 @@ def test_typical_is_moved_by_the_usual_and_not_by_the_longest(strange):
 @hypothesis.given(st.lists(st.integers(1, 10**6), min_size=1, max_size=300))
 def test_typical_is_near_the_median(tokens):
     """Within a fifth of the median of what is remembered."""
-    works = Works()
+    works = TypicalWork()
     for one in tokens:
         works.add(one)
     recent = sorted(tokens[-128:])
@@ -48,4 +48,4 @@ def test_typical_is_near_the_median(tokens):
 @pytest.mark.parametrize(("kv_tokens", "each"), [(None, 500), (0, 500), (64, 64), (10**6, 500)])
 def test_price_ends_at_what_the_cache_holds(kv_tokens, each):
     """No request is larger than the cache of the engine that answers it."""
-    assert Works().price(2.0, kv_tokens) == 2 * each
+    assert TypicalWork().price(2.0, kv_tokens) == 2 * each

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from extproc.config import factory
-from extproc.config.scheduling_schema import Scheduling
+from extproc.config.scheduling_schema import SchedulingSection
 from extproc.config.settings import Settings
 from extproc.decision import Decision
-from extproc.endpoint import Endpoint, Load, Rates
+from extproc.endpoint import Endpoint, Load, StepTimeModel
 from extproc.prefix_cache import blocks, cache_model
 from extproc.prefix_cache.index import PrefixIndex
-from extproc.request import Request
+from extproc.request import InferenceRequest
 from extproc.simulator import core, engine_request, profiles
 
 TOKENS = blocks.DEFAULT.tokens
@@ -25,12 +25,12 @@ class Town:
     """Conversations that come back to a few engines, one request at a time."""
 
     def __init__(self, *, engines=2, conversations=60, stated=1.0, correcting=True, seed=1):
-        profile = msgspec.structs.replace(profiles.named("l4-8b-fp8"), kv_tokens=32_000)
+        profile = msgspec.structs.replace(profiles.find("l4-8b-fp8"), kv_tokens=32_000)
         self.stated_blocks = int(profile.blocks * stated)
-        self.engines = [core.Engine(profile) for _ in range(engines)]
-        settings = Settings(seed=seed, scheduling=Scheduling(strategy="adaptive"))
+        self.engines = [core.SimulatedEngine(profile) for _ in range(engines)]
+        settings = Settings(seed=seed, scheduling=SchedulingSection(strategy="adaptive"))
         self.parts = factory.build(settings)
-        self.parts.fleet.replace([Endpoint(f"10.0.0.{i}:8000") for i in range(engines)], 0.0)
+        self.parts.store.set_endpoints([Endpoint(f"10.0.0.{i}:8000") for i in range(engines)], 0.0)
         self.correcting = correcting
         self.rng = random.Random(seed)
         self.lengths = dict.fromkeys(range(conversations), 0)
@@ -52,11 +52,11 @@ class Town:
         )
 
     def scrape(self):
-        for member, engine in zip(self.parts.fleet.pool.members, self.engines, strict=True):
-            mark = self.parts.fleet.begin_scrape(member.endpoint)
-            self.parts.fleet.observe(mark, self.load(engine), self.now)
+        for member, engine in zip(self.parts.store.pool.members, self.engines, strict=True):
+            mark = self.parts.store.begin_scrape(member.endpoint)
+            self.parts.store.observe(mark, self.load(engine), self.now)
             if not self.correcting:
-                known = self.parts.belief.of(member.endpoint)
+                known = self.parts.cache_model.state_of(member.endpoint)
                 known.calibration.factor = 1.0
 
     def turn(self):
@@ -73,14 +73,16 @@ class Town:
             if cut > tokens:
                 break
             chain.append((name << 20) + cut // 16)
-        request = Request(api="chat", model="m", prompt_tokens=tokens, session=str(name))
-        decision = self.parts.dispatcher.choose(request, self.now, chain=chain, headers={})
+        request = InferenceRequest(api="chat", model="m", prompt_tokens=tokens, session=str(name))
+        decision = self.parts.director.choose(request, self.now, chain=chain, headers={})
         assert isinstance(decision, Decision)
-        ticket = self.parts.dispatcher.commit(decision, self.now)
-        at = self.parts.fleet.pool.positions[decision.endpoints[0].address]
+        ticket = self.parts.director.reserve(decision, self.now)
+        at = self.parts.store.pool.positions[decision.endpoints[0].address]
         engine = self.engines[at]
         assert (
-            engine.submit(engine_request.Job(str(len(self.asked)), tokens, 8, hashes), self.now)
+            engine.submit(
+                engine_request.EngineRequest(str(len(self.asked)), tokens, 8, hashes), self.now
+            )
             is None
         )
         while True:
@@ -88,7 +90,7 @@ class Town:
             self.now += done.duration_s
             if done.finished:
                 break
-        self.parts.dispatcher.complete(ticket, self.now)
+        self.parts.director.release(ticket, self.now)
         cached = done.finished[0].cached_tokens
         self.asked.append((tokens, min(decision.matched_tokens, tokens), cached))
         self.scrape()
@@ -136,62 +138,66 @@ def test_without_correction_the_belief_stays_wrong():
 
 
 def observed(town, endpoint, *, restarted=False, **after):
-    town.observed(
-        endpoint, before=Load(), after=Load(at=1.0, **after), rates=Rates(), restarted=restarted
+    town.observe_load(
+        endpoint,
+        before=Load(),
+        after=Load(at=1.0, **after),
+        rates=StepTimeModel(),
+        restarted=restarted,
     )
 
 
 def test_a_restarted_engine_holds_nothing():
     """Blocks are forgotten at once, and the slot stays good."""
     index = PrefixIndex(100)
-    town = cache_model.Beliefs(index, TOKENS, most_blocks=100)
-    slot = index.slot(cache_model.key(SPOT))
-    index.record(cache_model.key(SPOT), [1, 2, 3])
+    town = cache_model.CacheModel(index, TOKENS, most_blocks=100)
+    slot = index.slot(cache_model.index_key(SPOT))
+    index.record(cache_model.index_key(SPOT), [1, 2, 3])
     observed(town, SPOT)
     assert index.match([1, 2, 3])[slot] == 3
     observed(town, SPOT, restarted=True)
     assert index.match([1, 2, 3])[slot] == 0
-    assert index.slot(cache_model.key(SPOT)) == slot
-    assert index.capacity(cache_model.key(SPOT)) == 100
+    assert index.slot(cache_model.index_key(SPOT)) == slot
+    assert index.capacity(cache_model.index_key(SPOT)) == 100
 
 
 def test_capacity_follows_the_engines_own():
     """6400 KV tokens, prompts of 600 and answers of 200 tokens: 75 blocks of 64 tokens."""
     index = PrefixIndex(1000)
-    town = cache_model.Beliefs(index, TOKENS, most_blocks=1000)
+    town = cache_model.CacheModel(index, TOKENS, most_blocks=1000)
     for _ in range(500):
-        town.sent(SPOT, [1] * 9, prompt_tokens=600, cached_tokens=0)
+        town.record_sent(SPOT, [1] * 9, prompt_tokens=600, cached_tokens=0)
     observed(town, SPOT, kv_blocks=400, block_tokens=16)
-    assert index.capacity(cache_model.key(SPOT)) == pytest.approx(75, abs=1)
-    assert town.of(SPOT).capacity_tokens == pytest.approx(4800, abs=10)
+    assert index.capacity(cache_model.index_key(SPOT)) == pytest.approx(75, abs=1)
+    assert town.state_of(SPOT).capacity_tokens == pytest.approx(4800, abs=10)
 
 
 def test_a_fresh_belief_holds_the_whole_cache():
     """Before the first request, and after one long prompt, capacity is not near nothing."""
     index = PrefixIndex(1000)
-    town = cache_model.Beliefs(index, TOKENS, most_blocks=1000)
+    town = cache_model.CacheModel(index, TOKENS, most_blocks=1000)
     observed(town, SPOT, kv_blocks=400, block_tokens=16)
-    assert index.capacity(cache_model.key(SPOT)) == 100
-    town.sent(SPOT, [1] * 9, prompt_tokens=600, cached_tokens=0)
+    assert index.capacity(cache_model.index_key(SPOT)) == 100
+    town.record_sent(SPOT, [1] * 9, prompt_tokens=600, cached_tokens=0)
     observed(town, SPOT, kv_blocks=400, block_tokens=16)
-    assert index.capacity(cache_model.key(SPOT)) == pytest.approx(75, abs=1)
+    assert index.capacity(cache_model.index_key(SPOT)) == pytest.approx(75, abs=1)
 
 
 def test_memory_is_bounded_whatever_engines_hold():
     """The configured number of blocks is the most."""
     index = PrefixIndex(50)
-    town = cache_model.Beliefs(index, TOKENS, most_blocks=50)
+    town = cache_model.CacheModel(index, TOKENS, most_blocks=50)
     observed(town, SPOT, kv_blocks=10**6, block_tokens=16)
-    assert index.capacity(cache_model.key(SPOT)) == 50
+    assert index.capacity(cache_model.index_key(SPOT)) == 50
 
 
 def test_an_endpoint_that_left_is_forgotten():
     """Neither blocks nor calibration stay."""
     index = PrefixIndex(50)
-    town = cache_model.Beliefs(index, TOKENS, most_blocks=50)
-    town.sent(SPOT, [1], prompt_tokens=64, cached_tokens=0)
-    index.record(cache_model.key(SPOT), [1])
-    first = town.of(SPOT)
+    town = cache_model.CacheModel(index, TOKENS, most_blocks=50)
+    town.record_sent(SPOT, [1], prompt_tokens=64, cached_tokens=0)
+    index.record(cache_model.index_key(SPOT), [1])
+    first = town.state_of(SPOT)
     town.forget(SPOT)
     assert index.keys() == ()
-    assert town.of(SPOT) is not first
+    assert town.state_of(SPOT) is not first

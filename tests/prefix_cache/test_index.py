@@ -84,7 +84,7 @@ def parts(index, key):
     """What an endpoint holds, as blocks with all that lies before them."""
     return {
         (*before(run), *unpacked(run)[: depth + 1])
-        for run, keep in index._beliefs[index.slot(key)].parts()
+        for run, keep in index._caches[index.slot(key)].parts()
         for depth in range(keep)
     }
 
@@ -111,8 +111,8 @@ def check_books(index):
         assert run.holders
         assert not run.holders & run.partly
         assert run.parent is index._root or not (run.holders | run.partly) & ~run.parent.holders
-        for slot, belief in enumerate(index._beliefs):
-            keep = belief.keep(run)
+        for slot, belief in enumerate(index._caches):
+            keep = belief.held_blocks(run)
             assert bool(run.holders >> slot & 1) == (keep == run.size)
             assert bool(run.partly >> slot & 1) == (0 < keep < run.size)
         children = (run.children or {}).items()

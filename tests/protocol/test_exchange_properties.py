@@ -8,30 +8,43 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.decision import Decision, Outcome, Rejection, Splice
+from extproc.decision import BodyEdit, Decision, Outcome, Rejection
 from extproc.endpoint import Endpoint
 from extproc.errors import ProtocolError
-from extproc.protocol.body_buffer import Budget
+from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import Exchange
-from extproc.protocol.messages import BodyMode, Event, Hints, Kind, Modes
-from extproc.protocol.replies import Answered, Chunk, Continue, Refuse, Reply, Route
+from extproc.protocol.messages import (
+    BodyMode,
+    BodyModes,
+    LbMetadata,
+    MessageKind,
+    ProcessingRequest,
+)
+from extproc.protocol.replies import (
+    ContinueResponse,
+    ImmediateResponse,
+    ProcessingResponse,
+    ResponseHeadersMutation,
+    RouteResponse,
+    StreamedBodyResponse,
+)
 from extproc.protocol.settings import ExchangeSettings
-from extproc.request import Request
+from extproc.request import InferenceRequest
 from tests.support.seeded import examples
 
 DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
 ONE_TO_ONE = tuple(mode for mode in BodyMode if mode is not DUPLEX)
 BUFFERED = (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL)
-PICK = Decision(Request("opaque"), [Endpoint("10.0.0.1:8000")])
+PICK = Decision(InferenceRequest("opaque"), [Endpoint("10.0.0.1:8000")])
 REFUSAL = Rejection(503, "nobody")
 LIMIT = 200
 
 bodies = st.binary(max_size=60)
-mode_pairs = st.builds(Modes, st.sampled_from(BodyMode), st.sampled_from(BodyMode))
+mode_pairs = st.builds(BodyModes, st.sampled_from(BodyMode), st.sampled_from(BodyMode))
 hints = st.one_of(
     st.none(),
     st.builds(
-        Hints,
+        LbMetadata,
         st.one_of(st.none(), st.lists(st.just("10.0.0.1:8000"), max_size=1).map(tuple)),
         st.booleans(),
         st.just("x"),
@@ -46,8 +59,8 @@ headers = st.sampled_from(
     ]
 )
 events = st.builds(
-    Event,
-    st.sampled_from(Kind),
+    ProcessingRequest,
+    st.sampled_from(MessageKind),
     headers=headers,
     body=bodies,
     end_of_stream=st.booleans(),
@@ -57,19 +70,19 @@ events = st.builds(
 calm = settings(deadline=None, max_examples=examples(200))
 
 
-def exchange_of(budget: Budget, *, conformance: bool = False) -> Exchange:
+def exchange_of(budget: BufferBudget, *, conformance: bool = False) -> Exchange:
     return Exchange(ExchangeSettings(LIMIT, conformance=conformance), budget, watch_stream=True)
 
 
 def converse(
-    exchange: Exchange, events: Iterable[Event], outcome: Outcome = PICK
-) -> list[list[Reply]]:
+    exchange: Exchange, events: Iterable[ProcessingRequest], outcome: Outcome = PICK
+) -> list[list[ProcessingResponse]]:
     """The answers to each event, deciding at once."""
     said = []
     for event in events:
         replies = list(exchange.receive(event))
         if exchange.pending is not None:
-            replies += exchange.resolve(outcome)
+            replies += exchange.apply_outcome(outcome)
         said.append(replies)
     return said
 
@@ -89,14 +102,16 @@ def test_any_chunking_gives_the_same_outcome(body: bytes, places: list[int], *, 
     """However a request body is cut: the same request is seen and the same answers are given."""
     pieces = cut(body, places)
     last = len(pieces) - 1
-    conversation = [Event(Kind.REQUEST_HEADERS, modes=Modes(DUPLEX, DUPLEX))]
+    conversation = [ProcessingRequest(MessageKind.REQUEST_HEADERS, modes=BodyModes(DUPLEX, DUPLEX))]
     conversation += [
-        Event(Kind.REQUEST_BODY, body=piece, end_of_stream=not trailers and at == last)
+        ProcessingRequest(
+            MessageKind.REQUEST_BODY, body=piece, end_of_stream=not trailers and at == last
+        )
         for at, piece in enumerate(pieces)
     ]
     if trailers:
-        conversation.append(Event(Kind.REQUEST_TRAILERS))
-    budget = Budget(LIMIT)
+        conversation.append(ProcessingRequest(MessageKind.REQUEST_TRAILERS))
+    budget = BufferBudget(LIMIT)
     exchange = exchange_of(budget)
     for event in conversation[:-1]:
         assert list(exchange.receive(event)) == []
@@ -104,13 +119,13 @@ def test_any_chunking_gives_the_same_outcome(body: bytes, places: list[int], *, 
     assert list(exchange.receive(conversation[-1])) == []
     assert exchange.pending is not None
     assert exchange.pending.body == body
-    expected: list[Reply] = [
-        Route(Kind.REQUEST_HEADERS, "10.0.0.1:8000"),
-        Chunk(Kind.REQUEST_BODY, body, not trailers),
+    expected: list[ProcessingResponse] = [
+        RouteResponse(MessageKind.REQUEST_HEADERS, "10.0.0.1:8000"),
+        StreamedBodyResponse(MessageKind.REQUEST_BODY, body, not trailers),
     ]
     if trailers:
-        expected.append(Continue(Kind.REQUEST_TRAILERS))
-    assert list(exchange.resolve(PICK)) == expected
+        expected.append(ContinueResponse(MessageKind.REQUEST_TRAILERS))
+    assert list(exchange.apply_outcome(PICK)) == expected
     assert budget.held_bytes == 0
 
 
@@ -119,21 +134,26 @@ def test_any_chunking_gives_the_same_outcome(body: bytes, places: list[int], *, 
 def test_response_pieces_pass_as_they_are(body: bytes, places: list[int]):
     """However a response body is cut: the same pieces come out, and the end once."""
     pieces = cut(body, places)
-    conversation = [Event(Kind.RESPONSE_HEADERS, modes=Modes(DUPLEX, DUPLEX))]
-    conversation += [Event(Kind.RESPONSE_BODY, body=piece) for piece in pieces]
-    conversation.append(Event(Kind.RESPONSE_BODY, end_of_stream=True))
-    said = converse(exchange_of(Budget(LIMIT)), conversation)
+    conversation = [
+        ProcessingRequest(MessageKind.RESPONSE_HEADERS, modes=BodyModes(DUPLEX, DUPLEX))
+    ]
+    conversation += [ProcessingRequest(MessageKind.RESPONSE_BODY, body=piece) for piece in pieces]
+    conversation.append(ProcessingRequest(MessageKind.RESPONSE_BODY, end_of_stream=True))
+    said = converse(exchange_of(BufferBudget(LIMIT)), conversation)
     assert said[1:] == [
-        *([Chunk(Kind.RESPONSE_BODY, piece, end_of_stream=False)] for piece in pieces),
-        [Chunk(Kind.RESPONSE_BODY, b"", end_of_stream=True)],
+        *(
+            [StreamedBodyResponse(MessageKind.RESPONSE_BODY, piece, end_of_stream=False)]
+            for piece in pieces
+        ),
+        [StreamedBodyResponse(MessageKind.RESPONSE_BODY, b"", end_of_stream=True)],
     ]
 
 
-def answers(reply: Reply) -> Kind | None:
+def answers(reply: ProcessingResponse) -> MessageKind | None:
     match reply:
-        case Answered():
-            return Kind.RESPONSE_HEADERS
-        case Refuse():
+        case ResponseHeadersMutation():
+            return MessageKind.RESPONSE_HEADERS
+        case ImmediateResponse():
             return None
         case _:
             return reply.answers
@@ -148,8 +168,8 @@ def answers(reply: Reply) -> Kind | None:
 )
 @calm
 def test_whatever_is_said_the_exchange_keeps_its_word(
-    modes: Modes,
-    script: list[tuple[Event, bool]],
+    modes: BodyModes,
+    script: list[tuple[ProcessingRequest, bool]],
     outcome: Outcome,
     consumed: int,
     *,
@@ -161,12 +181,12 @@ def test_whatever_is_said_the_exchange_keeps_its_word(
     else; each end of stream is said at most once; nothing follows a refusal; the body budget is
     whole again after close, however many of the answers were taken.
     """
-    budget = Budget(LIMIT)
+    budget = BufferBudget(LIMIT)
     exchange = exchange_of(budget, conformance=conformance)
-    said: list[Reply] = []
+    said: list[ProcessingResponse] = []
     first = True
     for event, held in script:
-        told = Event(
+        told = ProcessingRequest(
             event.kind,
             event.headers,
             event.body,
@@ -180,54 +200,54 @@ def test_whatever_is_said_the_exchange_keeps_its_word(
         except ProtocolError:
             break
         if exchange.pending is not None and not held:
-            said += exchange.resolve(outcome)
+            said += exchange.apply_outcome(outcome)
         assert 0 <= budget.held_bytes <= LIMIT
-    answers_left = iter(exchange.resolve(outcome) if exchange.pending is not None else ())
+    answers_left = iter(exchange.apply_outcome(outcome) if exchange.pending is not None else ())
     said += islice(answers_left, consumed)
     exchange.close()
     assert budget.held_bytes == 0
     promises(said)
 
 
-def promises(said: list[Reply]) -> None:
+def promises(said: list[ProcessingResponse]) -> None:
     """What holds of everything an exchange said."""
-    assert sum(isinstance(reply, Route) for reply in said) <= 1
-    refusals = [at for at, reply in enumerate(said) if isinstance(reply, Refuse)]
+    assert sum(isinstance(reply, RouteResponse) for reply in said) <= 1
+    refusals = [at for at, reply in enumerate(said) if isinstance(reply, ImmediateResponse)]
     assert refusals in ([], [len(said) - 1])
     told = [reply for reply in said if getattr(reply, "destination", "")]
     assert len(told) + len(refusals) <= 1
     for start, parts in (
-        (Kind.REQUEST_HEADERS, (Kind.REQUEST_BODY, Kind.REQUEST_TRAILERS)),
-        (Kind.RESPONSE_HEADERS, (Kind.RESPONSE_BODY, Kind.RESPONSE_TRAILERS)),
+        (MessageKind.REQUEST_HEADERS, (MessageKind.REQUEST_BODY, MessageKind.REQUEST_TRAILERS)),
+        (MessageKind.RESPONSE_HEADERS, (MessageKind.RESPONSE_BODY, MessageKind.RESPONSE_TRAILERS)),
     ):
         direction = [reply for reply in said if answers(reply) in (start, *parts)]
         assert [at for at, reply in enumerate(direction) if answers(reply) is start] in ([], [0])
         ends = [
             at
             for at, reply in enumerate(direction)
-            if isinstance(reply, Chunk) and reply.end_of_stream
+            if isinstance(reply, StreamedBodyResponse) and reply.end_of_stream
         ]
         assert len(ends) <= 1
         after = direction[ends[0] + 1 :] if ends else []
-        assert not any(isinstance(reply, Chunk) for reply in after)
+        assert not any(isinstance(reply, StreamedBodyResponse) for reply in after)
 
 
-def well_formed(modes: Modes, *, trailers: bool) -> list[Event]:
+def well_formed(modes: BodyModes, *, trailers: bool) -> list[ProcessingRequest]:
     """A whole conversation as Envoy holds it in these modes."""
     conversation = []
     for mode, start in (
-        (modes.request, Kind.REQUEST_HEADERS),
-        (modes.response, Kind.RESPONSE_HEADERS),
+        (modes.request, MessageKind.REQUEST_HEADERS),
+        (modes.response, MessageKind.RESPONSE_HEADERS),
     ):
-        body, end = Kind(start + 1), Kind(start + 2)
-        conversation.append(Event(start))
+        body, end = MessageKind(start + 1), MessageKind(start + 2)
+        conversation.append(ProcessingRequest(start))
         if mode in BUFFERED:
-            conversation.append(Event(body, body=b"ab", end_of_stream=not trailers))
+            conversation.append(ProcessingRequest(body, body=b"ab", end_of_stream=not trailers))
         elif mode is not BodyMode.NONE:
-            conversation.append(Event(body, body=b"a"))
-            conversation.append(Event(body, body=b"b", end_of_stream=not trailers))
+            conversation.append(ProcessingRequest(body, body=b"a"))
+            conversation.append(ProcessingRequest(body, body=b"b", end_of_stream=not trailers))
         if trailers:
-            conversation.append(Event(end))
+            conversation.append(ProcessingRequest(end))
     return conversation
 
 
@@ -240,31 +260,37 @@ def test_all_modes_from_all_starting_phases(
     trailers: bool,  # noqa: FBT001
 ):
     """Each mode, joined at any message: no misfit, one-to-one where the mode is, a pick if asked."""
-    modes = Modes(request_, response)
+    modes = BodyModes(request_, response)
     whole = well_formed(modes, trailers=trailers)
     for start in range(len(whole)):
         first, *rest = whole[start:]
-        conversation = [Event(first.kind, {}, first.body, first.end_of_stream, modes), *rest]
-        budget = Budget(LIMIT)
+        conversation = [
+            ProcessingRequest(first.kind, {}, first.body, first.end_of_stream, modes),
+            *rest,
+        ]
+        budget = BufferBudget(LIMIT)
         exchange = exchange_of(budget)
         said = converse(exchange, conversation)
         everything = [reply for replies in said for reply in replies]
         promises(everything)
         for event, replies in zip(conversation, said, strict=True):
-            is_request = event.kind <= Kind.REQUEST_TRAILERS
+            is_request = event.kind <= MessageKind.REQUEST_TRAILERS
             if (request_ if is_request else response) in ONE_TO_ONE:
                 assert [answers(reply) for reply in replies] == [event.kind]
-        asked = [event for event in conversation if event.kind <= Kind.REQUEST_TRAILERS]
+        asked = [event for event in conversation if event.kind <= MessageKind.REQUEST_TRAILERS]
         chosen = [reply for reply in everything if getattr(reply, "destination", "")]
         assert len(chosen) == bool(asked)
         if request_ is DUPLEX and asked:
             assert [
-                kind for kind in map(answers, everything) if kind and kind <= Kind.REQUEST_TRAILERS
+                kind
+                for kind in map(answers, everything)
+                if kind and kind <= MessageKind.REQUEST_TRAILERS
             ] == sorted({event.kind for event in asked})
             pieces = [
                 reply
                 for reply in everything
-                if isinstance(reply, Chunk) and reply.answers is Kind.REQUEST_BODY
+                if isinstance(reply, StreamedBodyResponse)
+                and reply.answers is MessageKind.REQUEST_BODY
             ]
             assert b"".join(piece.body for piece in pieces) == b"".join(
                 event.body for event in asked
@@ -276,35 +302,35 @@ def test_all_modes_from_all_starting_phases(
 
 def test_a_misfit_names_phase_event_and_history():
     """A message that does not fit is one error that says where the exchange was and what came."""
-    exchange = exchange_of(Budget(LIMIT))
-    list(exchange.receive(Event(Kind.REQUEST_HEADERS)))
+    exchange = exchange_of(BufferBudget(LIMIT))
+    list(exchange.receive(ProcessingRequest(MessageKind.REQUEST_HEADERS)))
     with pytest.raises(ProtocolError, match=r"GATHERING.*REQUEST_HEADERS.*last events"):
-        exchange.receive(Event(Kind.REQUEST_HEADERS))
+        exchange.receive(ProcessingRequest(MessageKind.REQUEST_HEADERS))
 
 
 def test_garbage_fits_no_phase():
     """Bytes that are no message end the exchange with the error that names them."""
     with pytest.raises(ProtocolError, match="GARBAGE"):
-        exchange_of(Budget(LIMIT)).receive(Event(Kind.GARBAGE))
+        exchange_of(BufferBudget(LIMIT)).receive(ProcessingRequest(MessageKind.GARBAGE))
 
 
 def test_resolving_twice_is_a_bug():
     """A request that is not pending cannot be resolved."""
-    exchange = exchange_of(Budget(LIMIT))
+    exchange = exchange_of(BufferBudget(LIMIT))
     with pytest.raises(RuntimeError, match="nothing is pending"):
-        exchange.resolve(PICK)
-    list(exchange.receive(Event(Kind.REQUEST_HEADERS, end_of_stream=True)))
-    list(exchange.resolve(PICK))
+        exchange.apply_outcome(PICK)
+    list(exchange.receive(ProcessingRequest(MessageKind.REQUEST_HEADERS, end_of_stream=True)))
+    list(exchange.apply_outcome(PICK))
     with pytest.raises(RuntimeError, match="nothing is pending"):
-        exchange.resolve(PICK)
+        exchange.apply_outcome(PICK)
 
 
 def test_closing_twice_gives_back_once():
     """Closing an exchange again does nothing."""
-    budget = Budget(LIMIT)
+    budget = BufferBudget(LIMIT)
     exchange, other = exchange_of(budget), exchange_of(budget)
     for one in (exchange, other):
-        list(one.receive(Event(Kind.REQUEST_BODY, body=b"x" * 10)))
+        list(one.receive(ProcessingRequest(MessageKind.REQUEST_BODY, body=b"x" * 10)))
     exchange.close()
     exchange.close()
     assert budget.held_bytes == 10
@@ -313,11 +339,15 @@ def test_closing_twice_gives_back_once():
 @pytest.mark.parametrize("taken", [0, 1, 2])
 def test_a_peer_that_leaves_between_answers_gives_the_body_back(taken: int):
     """Close returns the body to the budget while answers are still to be taken."""
-    budget = Budget(LIMIT)
+    budget = BufferBudget(LIMIT)
     exchange = exchange_of(budget)
-    list(exchange.receive(Event(Kind.REQUEST_HEADERS)))
-    list(exchange.receive(Event(Kind.REQUEST_BODY, body=b"x" * 10, end_of_stream=True)))
-    answers_left = iter(exchange.resolve(PICK))
+    list(exchange.receive(ProcessingRequest(MessageKind.REQUEST_HEADERS)))
+    list(
+        exchange.receive(
+            ProcessingRequest(MessageKind.REQUEST_BODY, body=b"x" * 10, end_of_stream=True)
+        )
+    )
+    answers_left = iter(exchange.apply_outcome(PICK))
     for _ in range(taken):
         next(answers_left)
     exchange.close()
@@ -349,22 +379,30 @@ def test_an_edit_is_the_same_in_every_mode(
     edited = body[:start] + content + body[stop:]
     told = {"content-length": str(len(body))} if length else {}
     pieces = cut(body, places) if mode is DUPLEX else [body]
-    conversation = [Event(Kind.REQUEST_HEADERS, headers=told, modes=Modes(mode, BodyMode.NONE))]
+    conversation = [
+        ProcessingRequest(
+            MessageKind.REQUEST_HEADERS, headers=told, modes=BodyModes(mode, BodyMode.NONE)
+        )
+    ]
     if mode is not BodyMode.NONE:
         conversation += [
-            Event(Kind.REQUEST_BODY, body=piece, end_of_stream=not trailers and at == len(pieces))
+            ProcessingRequest(
+                MessageKind.REQUEST_BODY,
+                body=piece,
+                end_of_stream=not trailers and at == len(pieces),
+            )
             for at, piece in enumerate(pieces, 1)
         ]
     if trailers:
-        conversation.append(Event(Kind.REQUEST_TRAILERS))
-    budget = Budget(LIMIT)
+        conversation.append(ProcessingRequest(MessageKind.REQUEST_TRAILERS))
+    budget = BufferBudget(LIMIT)
     exchange = exchange_of(budget)
-    outcome = msgspec.structs.replace(PICK, splice=Splice(start, stop, content))
+    outcome = msgspec.structs.replace(PICK, body_edit=BodyEdit(start, stop, content))
     said = [reply for replies in converse(exchange, conversation, outcome) for reply in replies]
     exchange.close()
     assert budget.held_bytes == 0
-    (route,) = (reply for reply in said if isinstance(reply, Route))
-    passed = [bytes(reply.body) for reply in said if isinstance(reply, Chunk)]
+    (route,) = (reply for reply in said if isinstance(reply, RouteResponse))
+    passed = [bytes(reply.body) for reply in said if isinstance(reply, StreamedBodyResponse)]
     if mode is DUPLEX:
         assert b"".join(passed) == edited
         assert route.body is None

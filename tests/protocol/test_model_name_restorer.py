@@ -20,7 +20,7 @@ EVENT = (
 
 def changed(headers, *chunks: bytes, asked: str = "big-v2", told: str = "big") -> list[bytes]:
     """What becomes of each chunk; the last one ends the answer."""
-    restorer = model_name_restorer.of(headers, asked, told)
+    restorer = model_name_restorer.for_response(headers, asked, told)
     assert restorer is not None
     last = len(chunks) - 1
     return [restorer.pass_on(chunk, last=at == last) for at, chunk in enumerate(chunks)]
@@ -95,7 +95,7 @@ def test_086_streams_of_events(body: bytes, becomes: bytes):
 @pytest.mark.parametrize(("asked", "told"), [("m", "m"), ("", "m"), ("m", ""), ("", "")], ids=repr)
 def test_086_equal_or_empty_names_change_nothing(asked: str, told: str):
     """Nothing to put back."""
-    assert model_name_restorer.of(JSON, asked, told) is None
+    assert model_name_restorer.for_response(JSON, asked, told) is None
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_086_equal_or_empty_names_change_nothing(asked: str, told: str):
 )
 def test_other_answers_are_left_alone(headers: dict[str, str]):
     """What is compressed, or is neither JSON nor events."""
-    assert model_name_restorer.of(headers, "a", "b") is None
+    assert model_name_restorer.for_response(headers, "a", "b") is None
 
 
 @pytest.mark.parametrize("name", ["größe", 'a"b', "a\\b", "x/y", "模型", "a.b*c"])
@@ -148,7 +148,7 @@ def test_any_cut_gives_the_same_bytes(body: bytes, cuts: list[int], *, events: b
 @given(cut=some.integers(0, 2 * len(EVENT)))
 def test_complete_events_are_not_held_back(cut: int):
     """At any cut only what may begin a name waits, and nothing behind a complete event."""
-    restorer = model_name_restorer.of(SSE, "big-v2", "big")
+    restorer = model_name_restorer.for_response(SSE, "big-v2", "big")
     assert restorer is not None
     given_out = restorer.pass_on((EVENT + EVENT)[:cut], last=False)
     becomes = EVENT.replace(b'"big-v2"', b'"big"') * 2
@@ -191,7 +191,7 @@ def test_a_new_name_compiles_no_pattern(monkeypatch):
 
     monkeypatch.setattr("re.compile", refuse)
     for name in ("a" * 512, "中" * 170, '"\\' * 256, "(.*)+"):
-        changed = model_name_restorer.Restorer(name, "told", events=False)
+        changed = model_name_restorer.ModelNameRestorer(name, "told", events=False)
         body = json.dumps({"id": 1, "model": name, "x": name}).encode()
         assert json.loads(changed.pass_on(body, last=True)) == {"id": 1, "model": "told", "x": name}
 

@@ -15,8 +15,8 @@ from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.cli import flags
-from extproc.config.settings import Limits, Server, Settings
-from extproc.discovery.discovered_pool import Found
+from extproc.config.settings import LimitsSection, ServerSection, Settings
+from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.server import health
 from tests.support import ext_proc_script, serving
@@ -94,7 +94,7 @@ def test_001_the_method_is_served_under_envoys_name():
                 assert await routed(channel) == ONE
 
     serving.run(test())
-    assert (Server().grpc_port, Server().grpc_health_port) == (9002, 9003)
+    assert (ServerSection().grpc_port, ServerSection().grpc_health_port) == (9002, 9003)
 
 
 def test_002_tls_is_the_default():
@@ -248,7 +248,9 @@ def test_012_a_protocol_that_nobody_reads():
                 ("kubernetes.io/wss", "NOT_SERVING"),
                 ("http", "SERVING"),
             ):
-                site.take(Found(endpoints=(Endpoint(ONE),), app_protocol=protocol))
+                site.on_discovered(
+                    DiscoveredPool(endpoints=(Endpoint(ONE),), app_protocol=protocol)
+                )
                 for name in NAMES:
                     assert await picker.health(name) == said
                 assert await picker.health("liveness") == "SERVING"
@@ -282,7 +284,7 @@ def test_014_the_receive_limit_ends_one_stream_only():
     """A message over the limit ends its stream with RESOURCE_EXHAUSTED; others go on."""
 
     async def test() -> None:
-        limits = Limits(max_message_bytes=6 << 20)
+        limits = LimitsSection(max_message_bytes=6 << 20)
         async with serving.running(serving.settings(ONE), limits=limits) as picker:
             await picker.sync()
             async with picker.channel() as channel:
@@ -301,7 +303,7 @@ def test_014_the_receive_limit_ends_one_stream_only():
                 assert await routed(channel) == ONE
 
     serving.run(test())
-    assert Limits().max_message_bytes >= 4 << 20
+    assert LimitsSection().max_message_bytes >= 4 << 20
 
 
 def test_015_two_pickers_side_by_side():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.decision import Decision
-from extproc.request import Request
+from extproc.request import InferenceRequest
 from tests.protocol.request_points import CHAT, house
 from tests.support import ext_proc_script, peer
 
@@ -337,8 +337,8 @@ def test_041_messages_of_a_held_request_are_answered_after_its_headers():
         said += exchange.receive(ext_proc_script.codec.decode(message.encode(None)))
     assert said == []
     assert exchange.pending is raw
-    answers = exchange.resolve(
-        Decision(Request("opaque"), [ext_proc_script.Endpoint(ext_proc_script.ONE)])
+    answers = exchange.apply_outcome(
+        Decision(InferenceRequest("opaque"), [ext_proc_script.Endpoint(ext_proc_script.ONE)])
     )
     parts = [peer.read(ext_proc_script.codec.encode(reply)).part for reply in answers]
     assert parts == ["request_headers", "request_body", "request_trailers"]

@@ -22,9 +22,9 @@ def test_063_endpoints_come_and_go_without_restart():
     """An endpoint that left is not chosen any more, and one that came is."""
     house = House({ONE: None})
     route(house, ONE)
-    house.fleet.replace([Endpoint(TWO)], house.now)
+    house.fleet.set_endpoints([Endpoint(TWO)], house.now)
     route(house, TWO)
-    house.fleet.replace([Endpoint(ONE)], house.now)
+    house.fleet.set_endpoints([Endpoint(ONE)], house.now)
     route(house, ONE)
 
 

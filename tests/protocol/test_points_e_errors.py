@@ -9,7 +9,7 @@ from extproc import decision
 from extproc.decision import Rejection
 from extproc.protocol import error_response
 from extproc.scheduling.pickers.random import Random
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.profile import SchedulerProfile
 from tests.support import ext_proc_script, peer
 from tests.support.peer import Said
 from tests.support.pool_fixture import House
@@ -31,7 +31,7 @@ class Nobody:
     kind = "nobody"
     needs = frozenset()
 
-    def keep(self, turn, candidates):
+    def filter(self, turn, candidates):
         return []
 
 
@@ -113,7 +113,9 @@ def test_071_missing_fields(path: str, text: str):
 
 def test_073_plugins_left_nobody():
     """Endpoints exist and the filters removed them all: 429."""
-    house = House({ext_proc_script.ONE: None}, profile=Profile("strict", (Nobody(),), (), Random()))
+    house = House(
+        {ext_proc_script.ONE: None}, profile=SchedulerProfile("strict", (Nobody(),), (), Random())
+    )
     assert post("/x", b"x", house) == ext_proc_script.refuse(
         429,
         message="inference error: ResourceExhausted - no endpoints available for the given request",
@@ -153,13 +155,13 @@ def test_078_prefer_is_ignored_while_the_feature_is_off():
     )
 
 
-@pytest.mark.parametrize("status", sorted(decision.CODES))
+@pytest.mark.parametrize("status", sorted(decision.CANONICAL_CODES))
 def test_079_statuses_are_envoys(status: int):
     """Every status of the vocabulary is a member of Envoy's enum and has a gRPC status."""
     said = _refused(Rejection(status, "why"), grpc=True)
     assert said.status == status
     assert said.grpc_status not in (None, 2)
-    assert message_of(said) == f"inference error: {decision.CODES[status]} - why"
+    assert message_of(said) == f"inference error: {decision.CANONICAL_CODES[status]} - why"
 
 
 def test_079_grpc_clients_get_a_grpc_status():
@@ -173,11 +175,11 @@ def test_079_grpc_clients_get_a_grpc_status():
 def test_079_error_bodies_are_json_whatever_the_message():
     """A message with quotes, line ends and other scripts is valid JSON in the body."""
     message = 'say "\u4e16\u754c"\n\\'
-    body = error_response.body(Rejection(400, message))
+    body = error_response.error_body(Rejection(400, message))
     assert json.loads(body)["error"]["message"].endswith(message)
 
 
 def _refused(rejection: Rejection, *, grpc: bool) -> Said:
-    reply = error_response.refuse(rejection, grpc=grpc)
+    reply = error_response.immediate_response(rejection, grpc=grpc)
     assert msgspec.json.decode(reply.body)
     return peer.read(ext_proc_script.codec.encode(reply))

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from extproc.decision import Decision, Outcome
-from extproc.pool.inference_policy import Policy, Rule, Target
+from extproc.pool.inference_policy import InferencePolicy, RewriteRule, TargetModel
 from extproc.protocol.settings import ExchangeSettings
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from tests.support import ext_proc_script
 from tests.support.peer import Said
 from tests.support.pool_fixture import House, load
@@ -31,7 +31,7 @@ STREAMED, BUFFERED = {"response_body_mode": 1}, {"response_body_mode": 2}
 
 def house() -> House:
     held = House({ext_proc_script.ONE: load(0, 0.0)})
-    held.fleet.decree(Policy(rules=(Rule(("big",), (Target("big-v2"),)),)))
+    held.fleet.set_policy(InferencePolicy(rules=(RewriteRule(("big",), (TargetModel("big-v2"),)),)))
     return held
 
 
@@ -155,13 +155,13 @@ def test_086_a_cut_buffer_keeps_the_length_of_the_whole():
 def test_086_equal_or_empty_names_leave_the_answer(asked: str, client: str):
     """Nothing is asked for and nothing changed."""
 
-    def decide(raw: RawRequest) -> Outcome:
+    def decide(raw: HttpRequest) -> Outcome:
         decision = house().decide(raw)
         assert isinstance(decision, Decision)
         return Decision(
             decision.request,
             decision.endpoints,
-            splice=decision.splice,
+            body_edit=decision.body_edit,
             model_rewrite=asked,
             client_model=client,
         )

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import pytest
 
 from extproc.decision import Decision
-from extproc.pool.inference_policy import Policy, Rule, Target
-from extproc.request import RawRequest
+from extproc.pool.inference_policy import InferencePolicy, RewriteRule, TargetModel
+from extproc.request import HttpRequest
 from tests.support import ext_proc_script
 from tests.support.peer import Said
 from tests.support.pool_fixture import House, load
@@ -20,14 +20,14 @@ REWRITE, OLD_REWRITE = "x-llm-d-model-name-rewrite", "x-gateway-model-name-rewri
 PATH = "/v1/completions"
 
 
-def rule(models: str, *targets: str | tuple[str, int | None]) -> Rule:
+def rule(models: str, *targets: str | tuple[str, int | None]) -> RewriteRule:
     pairs = [(one, None) if isinstance(one, str) else one for one in targets]
-    return Rule(tuple(models.split()), tuple(Target(*pair) for pair in pairs))
+    return RewriteRule(tuple(models.split()), tuple(TargetModel(*pair) for pair in pairs))
 
 
-def house(*rules: Rule, full: bool = False, **priorities: int) -> House:
+def house(*rules: RewriteRule, full: bool = False, **priorities: int) -> House:
     held = House({ext_proc_script.ONE: load(9, 0.95) if full else load(0, 0.1)})
-    held.fleet.decree(Policy(priorities, rules))
+    held.fleet.set_policy(InferencePolicy(priorities, rules))
     return held
 
 
@@ -120,7 +120,7 @@ def test_072_others_are_routed(priority: int, *, full: bool):
 def test_072_no_endpoints_stays_503():
     """Nobody ready is 503 whatever the priority, as the protocol says (the reference: 429)."""
     held = House({})
-    held.fleet.decree(Policy({"batch": -1}))
+    held.fleet.set_policy(InferencePolicy({"batch": -1}))
     (said,) = says(held, {"model": "m", "prompt": "x"}, {OBJECTIVE: "batch"})
     assert said.status == 503
 
@@ -152,7 +152,7 @@ def test_082_objectives_of_other_pools_are_unknown():
     ],
     ids=["exact beats generic", "older beats newer", "list order", "generic by age", "no match"],
 )
-def test_083_precedence_of_rules(rules: tuple[Rule, ...], model: str):
+def test_083_precedence_of_rules(rules: tuple[RewriteRule, ...], model: str):
     """Exact before generic, then the order of the policy: age of the object, place in its list."""
     assert model_sent(house(*rules), "m") == model
 
@@ -176,7 +176,7 @@ def test_084_a_missing_model_is_supplied():
 def drawn(*targets: str | tuple[str, int | None]) -> collections.Counter[str]:
     """How often each target was decided for in 1,000 tries."""
     held = house(rule("m", *targets))
-    raw = RawRequest({":path": PATH}, b'{"model": "m", "prompt": "x"}')
+    raw = HttpRequest({":path": PATH}, b'{"model": "m", "prompt": "x"}')
     outcomes = [held.decide(raw) for _ in range(1000)]
     return collections.Counter(each.request.model for each in outcomes)
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from extproc.decision import Decision, Outcome, Splice
-from extproc.endpoint import Endpoint, Models
-from extproc.request import RawRequest, Request
+from extproc.decision import BodyEdit, Decision, Outcome
+from extproc.endpoint import Endpoint, ServedModels
+from extproc.request import HttpRequest, InferenceRequest
 from tests.support import ext_proc_script
 from tests.support.pool_fixture import House, load
 
@@ -20,7 +20,7 @@ LENGTH = ("content-length", str(len(NEW)))
 def house() -> House:
     """One endpoint that lists a base model and its adapter."""
     held = House({ext_proc_script.ONE: load(0, 0.0)})
-    listed = Models(frozenset({"llama"}), frozenset({"sql"}))
+    listed = ServedModels(frozenset({"llama"}), frozenset({"sql"}))
     held.fleet.observe_models(held.fleet.pool.members[0].endpoint, listed)
     return held
 
@@ -129,12 +129,12 @@ def test_027_a_body_that_is_not_awaited_cannot_be_edited(mode: str):
 def test_027_a_piece_of_a_streamed_body_is_never_edited(mode: str):
     """A stream that starts with a body piece: its headers, and so its length, are gone already."""
 
-    def decide(_: RawRequest) -> Outcome:
+    def decide(_: HttpRequest) -> Outcome:
         return Decision(
-            Request("opaque"),
+            InferenceRequest("opaque"),
             [Endpoint(ext_proc_script.ONE)],
             model_rewrite="b",
-            splice=Splice(0, 1, b"b"),
+            body_edit=BodyEdit(0, 1, b"b"),
         )
 
     held = ext_proc_script.Talk(decide, modes=(mode, "NONE"))

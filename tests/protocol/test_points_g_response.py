@@ -10,7 +10,7 @@ from extproc.protocol.settings import ExchangeSettings
 from extproc.scheduling import sessions
 from extproc.scheduling.filters.session_affinity_filter import SessionAffinityFilter
 from extproc.scheduling.pickers.max_score import MaxScore
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.profile import SchedulerProfile
 from tests.support import ext_proc_script, peer
 from tests.support.ext_proc_script import JSON, ONE, SSE
 from tests.support.pool_fixture import House
@@ -77,7 +77,7 @@ def test_090_test_mode_reports_who_served(metadata: Any, value: str):
 
 def test_headers_of_plugins_go_on_the_answer():
     """What plugins tell the client stands on the response, such as the token of a session."""
-    keep = Profile("keep", (SessionAffinityFilter(),), (), MaxScore())
+    keep = SchedulerProfile("keep", (SessionAffinityFilter(),), (), MaxScore())
     house = House({ONE: None}, profile=keep)
     served = peer.metadata_of({"envoy.lb": {peer.SERVED_KEY: ONE}})
     token = ("x-session-token", sessions.token(house.fleet.pool.members[0].endpoint))

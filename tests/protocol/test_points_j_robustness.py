@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.protocol.body_buffer import Budget
-from extproc.protocol.messages import UNDECLARED
+from extproc.protocol.body_buffer import BufferBudget
+from extproc.protocol.messages import DEFAULT_BODY_MODES
 from extproc.protocol.settings import ExchangeSettings
 from tests.support import ext_proc_script, peer
 
@@ -36,7 +36,7 @@ def test_124_a_body_of_exactly_the_limit_passes():
 
 def test_124_all_bodies_together_are_bounded():
     """A piece beyond a quarter of what others leave is refused with 429; small bodies get in."""
-    budget = Budget(1_000_000)
+    budget = BufferBudget(1_000_000)
     first, second, third = (ext_proc_script.Talk(budget=budget) for _ in range(3))
     for held in (first, second, third):
         held.hear(ext_proc_script.request_headers())
@@ -58,7 +58,7 @@ def test_124_all_bodies_together_are_bounded():
 @pytest.mark.parametrize("mode", ["BUFFERED", "STREAMED", "BUFFERED_PARTIAL"])
 def test_124_a_body_that_envoy_keeps_is_given_back_once_decided(mode: str):
     """Where Envoy sends the body on, nothing of it counts while the answer runs."""
-    budget = Budget(1_000_000)
+    budget = BufferBudget(1_000_000)
     held = ext_proc_script.Talk(modes=(mode, "NONE"), budget=budget)
     held.hear(ext_proc_script.request_headers())
     held.hear(ext_proc_script.request_body(b"x" * 1000, ends=True))
@@ -106,4 +106,4 @@ def test_125_a_newer_body_mode_streams():
     """A body mode this version does not know is answered like full duplex."""
     event = ext_proc_script.codec.decode(b"\x12\x00\x5a\x02\x08\x63")
     assert event.modes is not None
-    assert event.modes.request is UNDECLARED.request
+    assert event.modes.request is DEFAULT_BODY_MODES.request

@@ -6,10 +6,10 @@ import grpc
 import pytest
 
 from extproc.decision import Outcome
-from extproc.protocol.messages import Kind
-from extproc.protocol.replies import Route
-from extproc.routing.director import Dispatcher
-from extproc.routing.request_preparer import Prepared
+from extproc.protocol.messages import MessageKind
+from extproc.protocol.replies import RouteResponse
+from extproc.routing.director import Director
+from extproc.routing.request_preparer import PreparedRequest
 from tests.support import ext_proc_script, peer, serving
 from tests.support.pool_fixture import House
 
@@ -20,15 +20,15 @@ PLAIN = {**ext_proc_script.PLAIN, ":path": "/v1/completions"}
 class Broken:
     """A dispatcher whose decisions have a bug."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Director) -> None:
         self._dispatcher = dispatcher
         self.prepare = dispatcher.prepare
-        self.rescue = dispatcher.rescue
-        self.commit = dispatcher.commit
-        self.complete = dispatcher.complete
+        self.rescue = dispatcher.route_fallback
+        self.commit = dispatcher.reserve
+        self.complete = dispatcher.release
         self.response_unwatched = dispatcher.response_unwatched
 
-    def decide(self, prepared: Prepared, now: float) -> Outcome:
+    def decide(self, prepared: PreparedRequest, now: float) -> Outcome:
         raise ZeroDivisionError(prepared.raw.body)
 
 
@@ -68,7 +68,7 @@ def test_075_a_refused_stream_ends_with_ok():
             assert (said.part, said.status) == ("immediate_response", 503)
             assert await stream.call.code() is grpc.StatusCode.OK
             await server.idle()
-            assert server.servicer.shared.tallies.of("").rejections == {
+            assert server.servicer.shared.tallies.for_pool("").rejections == {
                 (503, "rejected-no-endpoints"): 1
             }
 
@@ -93,7 +93,7 @@ def test_076_an_exception_still_routes(caplog: pytest.LogCaptureFixture):
             assert await stream.end() is grpc.StatusCode.OK
             await server.idle()
             assert one.in_flight == 0
-            assert server.servicer.shared.tallies.of("").degraded.total() == 1
+            assert server.servicer.shared.tallies.for_pool("").degraded.total() == 1
 
     serving.run(test())
     assert "ZeroDivisionError" in caplog.text
@@ -249,7 +249,10 @@ def test_105_the_end_is_accounted_exactly_once(messages: list[ext_proc_script.Me
             assert one.in_flight == 0
             assert tallies.exchange_s.counts[0] == 1
             assert sum(tallies.exchange_s.counts) == 1
-            assert tallies.of("").responses.total() + tallies.of("").unanswered.total() == 1
+            assert (
+                tallies.for_pool("").responses.total() + tallies.for_pool("").unanswered.total()
+                == 1
+            )
             assert tallies.streams.total() == 1
             assert set(tallies.streams) <= {"ok", "cancelled"}
 
@@ -268,7 +271,7 @@ def test_104_answers_are_counted_by_status():
             await stream.hear()
             await stream.end()
             await server.idle()
-            assert server.servicer.shared.tallies.of("").responses == {
+            assert server.servicer.shared.tallies.for_pool("").responses == {
                 (ext_proc_script.ONE, "503"): 1
             }
 
@@ -289,7 +292,10 @@ def test_102_usage_is_added_up():
             )
             await stream.end()
             await server.idle()
-            assert server.servicer.shared.tallies.of("").usage == {"prompt": 7, "completion": 10}
+            assert server.servicer.shared.tallies.for_pool("").usage == {
+                "prompt": 7,
+                "completion": 10,
+            }
 
     serving.run(test())
 
@@ -349,7 +355,9 @@ def test_123_a_thousand_slow_streams_do_not_wait_for_each_other():
     async def test() -> None:
         one = house()
         async with serving.serving(one) as server:
-            first = ext_proc_script.codec.encode(Route(Kind.REQUEST_HEADERS, ext_proc_script.ONE))
+            first = ext_proc_script.codec.encode(
+                RouteResponse(MessageKind.REQUEST_HEADERS, ext_proc_script.ONE)
+            )
             streams = [server.stream() for _ in range(1000)]
             for stream in streams:
                 await stream.say(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from extproc.protocol import response_handling
-from extproc.protocol.messages import BodyMode, Modes
+from extproc.protocol.messages import BodyMode, BodyModes
 
 NONE, STREAMED, BUFFERED = BodyMode.NONE, BodyMode.STREAMED, BodyMode.BUFFERED
 DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
 EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
 SHORT = {"content-type": "application/json", "content-length": "100"}
-LONG = {"content-length": str(response_handling.WHOLE_ANSWER_BYTES + 1)}
+LONG = {"content-length": str(response_handling.MAX_RESPONSE_BYTES + 1)}
 
 
 @pytest.mark.parametrize(
@@ -37,5 +37,8 @@ LONG = {"content-length": str(response_handling.WHOLE_ANSWER_BYTES + 1)}
 def test_feedback_mode_buffers_short_answers_and_never_events(modes, headers, watch_stream, mode):
     """A whole answer is shown where its length is declared; a stream only where it is watched."""
     assert (
-        response_handling.feedback_mode(Modes(*modes), headers, watch_stream=watch_stream) is mode
+        response_handling.response_body_mode_override(
+            BodyModes(*modes), headers, watch_stream=watch_stream
+        )
+        is mode
     )

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.protocol import body_buffer
-from extproc.protocol.body_buffer import Budget, Gathering
+from extproc.protocol.body_buffer import BodyBuffer, BufferBudget
 from extproc.protocol.upload_progress import SLOWEST_BYTES_PER_S, Uploads
 from tests.support.seeded import examples
 
@@ -100,20 +100,20 @@ def test_uploads_in_a_crowd_are_hurried(crowd):
 @settings(deadline=None, max_examples=examples(100))
 def test_gathering_takes_small_bodies_whatever_others_hold(hogs: list[int], size: int):
     """However much others send: a small body gets in, and large ones leave room for another."""
-    budget = Budget(512 * MIB)
+    budget = BufferBudget(512 * MIB)
     piece = memoryview(bytes(MIB))
     for total in hogs:
-        hog = Gathering(budget, 1 << 40)
+        hog = BodyBuffer(budget, 1 << 40)
         left = total
         while left > 0 and hog.add(piece[: min(left, MIB)]) is None:
             left -= MIB
     assert budget.held_bytes < budget.limit_bytes
-    assert Gathering(budget, 1 << 40).add(bytes(size)) is None
+    assert BodyBuffer(budget, 1 << 40).add(bytes(size)) is None
 
 
 def test_gathering_lets_in_the_largest_body_that_a_configuration_allows():
     """A body alone may take a quarter of the budget, which `max_body_bytes` cannot exceed."""
-    budget = Budget(4 * MIB)
-    body = Gathering(budget, MIB)
+    budget = BufferBudget(4 * MIB)
+    body = BodyBuffer(budget, MIB)
     assert body.add(bytes(MIB)) is None
     assert body.add(b"x").status == 413

@@ -5,12 +5,12 @@ import math
 import pytest
 
 from extproc import decision as outcomes
-from extproc.decision import Decision, Priced, Rejection
-from extproc.endpoint import Candidate, Endpoint, Rates
-from extproc.request import Request
+from extproc.decision import CostResult, Decision, Rejection
+from extproc.endpoint import Candidate, Endpoint, StepTimeModel
+from extproc.request import InferenceRequest
 from extproc.routing import admission
 
-RATES = Rates(step_s=0.03, prefill_s=1e-4, decode_s=0.0, context_s=0.0)
+RATES = StepTimeModel(step_s=0.03, prefill_s=1e-4, decode_s=0.0, context_s=0.0)
 
 
 def candidate(name, *, queued=0.0):
@@ -22,7 +22,7 @@ def choose(candidates, costs=None, *, patient=True, unit="s", wanted=""):
 
     def run(some):
         told = [] if costs is None else [costs[one.endpoint.address] for one in some]
-        priced = None if costs is None else Priced("cost", unit, told)
+        priced = None if costs is None else CostResult("cost", unit, told)
         chosen = min(
             some,
             key=lambda one: (
@@ -31,13 +31,13 @@ def choose(candidates, costs=None, *, patient=True, unit="s", wanted=""):
             ),
         )
         return Decision(
-            request=Request(api="completions"),
+            request=InferenceRequest(api="completions"),
             endpoints=(chosen.endpoint,),
-            finalists=some,
-            priced=priced,
+            scored_candidates=some,
+            cost=priced,
         )
 
-    return admission.decide(run, candidates, 0.1, priority=0, patient=patient)
+    return admission.admit(run, candidates, 0.1, priority=0, patient=patient)
 
 
 #: 1000 tokens at 0.1 ms and the iteration they are computed in: 0.13 s, of which 0.1 is priced.
@@ -81,7 +81,7 @@ def test_where_nobody_has_a_place_the_best_is_named():
 
 def test_a_refusal_stays_one():
     """What the profile refuses does not wait."""
-    refused = admission.decide(
+    refused = admission.admit(
         lambda _: outcomes.saturated(), [BUSY, FREE], 0.1, priority=0, patient=True
     )
     assert refused.waits_s is None

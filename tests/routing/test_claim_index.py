@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from extproc.routing import pool_match
 from extproc.routing.claim_index import ClaimIndex
-from extproc.routing.pool_match import Claim
+from extproc.routing.pool_match import PoolMatch
 from tests.support.seeded import examples
 
 hosts = st.text("ab.", max_size=5)
@@ -22,7 +22,7 @@ def some(of):
 
 
 claimed = st.builds(
-    Claim,
+    PoolMatch,
     hosts=some(patterns),
     paths=some(paths),
     headers=st.dictionaries(st.sampled_from("xyz"), values, max_size=2),
@@ -40,7 +40,7 @@ def test_index_finds_what_comparing_finds(listed, headers, model):
     """The same claims in the same order, for headers and for models."""
     index = ClaimIndex(listed)
     routes = index.find_routes(headers)
-    fitting = [at for at, claim in enumerate(listed) if pool_match.holds(claim, headers)]
+    fitting = [at for at, claim in enumerate(listed) if pool_match.matches(claim, headers)]
     assert list(index.positions(routes, headers)) == fitting
     named = [at for at in fitting if not listed[at].models or pool_match.names(listed[at], model)]
     assert list(index.positions(routes & index.find_models(model), headers)) == named
@@ -60,7 +60,7 @@ class Counting(dict):
 def test_headers_are_read_a_few_times_however_many_conditions_there_are():
     """A hundred pools of 64 conditions of every kind cost what one pool costs."""
     listed = [
-        Claim(
+        PoolMatch(
             hosts=tuple(f"*.h{at}.p{pool}" for at in range(64)),
             paths=tuple(f"/p{pool}/{at}" for at in range(64)),
             headers={f"x-{at}": "1" for at in range(63)} | {"x-pool": str(pool)},
@@ -79,7 +79,7 @@ def test_headers_are_read_a_few_times_however_many_conditions_there_are():
 def test_what_few_pools_ask_for_is_compared_first():
     """Pools that differ in one of 64 headers cost one comparison, and the one that fits 64."""
     listed = [
-        Claim(headers={f"x-{at}": "1" for at in range(63)} | {"x-pool": str(pool)})
+        PoolMatch(headers={f"x-{at}": "1" for at in range(63)} | {"x-pool": str(pool)})
         for pool in range(100)
     ]
     index = ClaimIndex(listed)
@@ -90,6 +90,6 @@ def test_what_few_pools_ask_for_is_compared_first():
 
 def test_long_hosts_and_paths_are_not_walked_to_their_ends():
     """A client that sends thousands of dots or slashes costs as many lookups as patterns are deep."""
-    index = ClaimIndex([Claim(hosts=("*.a.b",), paths=("/v1/x",))])
+    index = ClaimIndex([PoolMatch(hosts=("*.a.b",), paths=("/v1/x",))])
     headers = {":authority": "." * 60_000 + "a.b", ":path": "/v1/x" + "/" * 60_000}
     assert index.find_routes(headers) == 1

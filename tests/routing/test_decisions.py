@@ -34,7 +34,7 @@ def test_work_of_others_costs_the_same_on_engines_of_any_past(strategy):
     """What was sent to an engine before, however long, says nothing of whoever waits there now."""
     scene = Scene(strategy, 4, running=8, waiting=4)
     for at, (count, work) in enumerate([(1000, 20), (50, 400), (10, 9000), (0, 0)]):
-        account = scene.parts.fleet.pool.members[at].account
+        account = scene.parts.store.pool.members[at].account
         for _ in range(count):
             account.open("m", work, cached_tokens=0, now=1.0).close(1.5)
     account.open("m", 100_000, cached_tokens=0, now=1.0).close(1.5, answered=False)
@@ -47,7 +47,7 @@ def test_a_refused_prompt_leaves_no_price(strategy):
     """One that was refused costs nothing afterwards, however long it was."""
     scene = Scene(strategy, 4, running=8, waiting=3)
     scene.step()
-    ticket = scene.parts.fleet.pool.members[0].account.open(
+    ticket = scene.parts.store.pool.members[0].account.open(
         "m", 100_000, cached_tokens=0, now=scene.now
     )
     ticket.close(scene.now, answered=False)

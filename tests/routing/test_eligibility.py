@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from extproc.decision import Rejection
-from extproc.endpoint import Endpoint, Models
-from extproc.pool.condition import Settings, State, Verdict
-from extproc.pool.snapshot import Member
-from extproc.pool.store import Fleet
-from extproc.request import Request
+from extproc.endpoint import Endpoint, ServedModels
+from extproc.pool.condition import HealthState, OutlierDetectionSettings, RequestOutcome
+from extproc.pool.snapshot import EndpointSnapshot
+from extproc.pool.store import PoolStore
+from extproc.request import InferenceRequest
 from extproc.routing import eligibility
 
 ADDRESSES = [f"10.0.0.{n}:8000" for n in range(1, 5)]
@@ -23,31 +23,31 @@ ONE, TWO, THREE, FOUR = ADDRESSES
 class Yard:
     """Four endpoints, a clock by hand, and what is found."""
 
-    def __init__(self, settings: Settings = Settings()) -> None:  # noqa: B008 - a frozen value
-        self.fleet = Fleet(on_gone=lambda _: None)
-        self.fleet.health.settings = settings
-        self.fleet.replace([Endpoint(address) for address in ADDRESSES], 0.0)
+    def __init__(self, settings: OutlierDetectionSettings = OutlierDetectionSettings()) -> None:  # noqa: B008 - a frozen value
+        self.fleet = PoolStore(on_gone=lambda _: None)
+        self.fleet.outlier_detector.settings = settings
+        self.fleet.set_endpoints([Endpoint(address) for address in ADDRESSES], 0.0)
         self.now = 10.0
         self.rng = random.Random(7)
 
-    def member(self, address: str) -> Member:
+    def member(self, address: str) -> EndpointSnapshot:
         found = self.fleet.pool.find(address)
         assert found is not None
         return found
 
     def fail(self, address: str, times: int = 3) -> None:
         for _ in range(times):
-            self.fleet.told(
-                self.member(address).endpoint, Verdict.FAILED, sent_at=self.now, now=self.now
+            self.fleet.record_outcome(
+                self.member(address).endpoint, RequestOutcome.FAILED, sent_at=self.now, now=self.now
             )
 
-    def found(self, *subset: str, model: str = "") -> eligibility.Eligible:
-        found = eligibility.find(
+    def found(self, *subset: str, model: str = "") -> eligibility.EligibleEndpoints:
+        found = eligibility.find_eligible(
             self.fleet.pool,
-            Request(api="x", model=model, subset=subset or None),
+            InferenceRequest(api="x", model=model, subset=subset or None),
             honour_subset=True,
             reject_unlisted=False,
-            health=self.fleet.health.settings,
+            health=self.fleet.outlier_detector.settings,
             now=self.now,
             rng=self.rng,
         )
@@ -58,12 +58,12 @@ class Yard:
         return addresses(self.found(*subset).members)
 
 
-def addresses(members: Sequence[Member]) -> list[str]:
+def addresses(members: Sequence[EndpointSnapshot]) -> list[str]:
     return [member.endpoint.address for member in members]
 
 
-def aside(found: eligibility.Eligible) -> dict[str, list[str]]:
-    return {why: [one.address for one in left] for why, left in found.put_aside}
+def aside(found: eligibility.EligibleEndpoints) -> dict[str, list[str]]:
+    return {why: [one.address for one in left] for why, left in found.excluded_by_health}
 
 
 def test_nothing_is_copied_while_all_are_well():
@@ -71,7 +71,7 @@ def test_nothing_is_copied_while_all_are_well():
     yard = Yard()
     found = yard.found()
     assert found.members is yard.fleet.pool.members
-    assert found.whole
+    assert found.nothing_excluded
 
 
 def test_failing_endpoints_are_put_aside():
@@ -93,16 +93,16 @@ def test_the_least_bad_are_tried_where_nobody_is_well():
     for _ in range(2):
         mark = yard.fleet.begin_scrape(yard.member(TWO).endpoint)
         yard.fleet.scrape_failed(mark, "refused", yard.now)
-    assert yard.member(TWO).condition.state is State.DOWN
+    assert yard.member(TWO).condition.state is HealthState.DOWN
     assert yard.who(ONE, TWO) == [ONE]
     assert yard.who(TWO) == [TWO]
     assert aside(yard.found(ONE, TWO)) == {"failing": [TWO]}
     for address, model in ((ONE, "a"), (TWO, "b"), (THREE, "b"), (FOUR, "b")):
-        listed = Models(frozenset({model}), frozenset())
+        listed = ServedModels(frozenset({model}), frozenset())
         yard.fleet.observe_models(yard.member(address).endpoint, listed)
     found = yard.found(model="a")
     assert addresses(found.members) == [ONE]
-    assert len(found.left_out) == 3
+    assert len(found.excluded_by_model) == 3
 
 
 def test_one_that_is_due_is_a_candidate_and_then_the_only_one():
@@ -117,17 +117,17 @@ def test_one_that_is_due_is_a_candidate_and_then_the_only_one():
     assert addresses(found.members) == [ONE]
     assert aside(found) == {"probe": [TWO, THREE, FOUR]}
     assert yard.who(TWO) == [TWO]
-    yard.fleet.sent(yard.member(ONE).endpoint, yard.now)
-    assert yard.member(ONE).condition.state is State.PROBING
+    yard.fleet.record_sent(yard.member(ONE).endpoint, yard.now)
+    assert yard.member(ONE).condition.state is HealthState.PROBING
     assert yard.who() == [TWO, THREE, FOUR]
 
 
 @pytest.mark.parametrize(("age", "share"), [(0.0, 0.1), (5.0, 0.55), (9.99, 1.0), (10.0, 1.0)])
 def test_slow_start(age: float, share: float):
     """A newcomer is a candidate with probability f + (1 - f) t / T, here 0.1 + 0.9 t / 10."""
-    yard = Yard(Settings(slow_start_s=10.0))
+    yard = Yard(OutlierDetectionSettings(slow_start_s=10.0))
     newcomer = "10.0.0.9:8000"
-    yard.fleet.replace([Endpoint(one) for one in (*ADDRESSES, newcomer)], 100.0)
+    yard.fleet.set_endpoints([Endpoint(one) for one in (*ADDRESSES, newcomer)], 100.0)
     yard.now = 100.0 + age
     tries = 2000
     seen = 0
@@ -142,9 +142,9 @@ def test_slow_start(age: float, share: float):
 
 def test_slow_start_never_leaves_nobody():
     """The only choice is never lost, and those that were there from the start are not eased in."""
-    yard = Yard(Settings(slow_start_s=10.0, slow_start_floor=0.0))
+    yard = Yard(OutlierDetectionSettings(slow_start_s=10.0, slow_start_floor=0.0))
     newcomer = "10.0.0.9:8000"
-    yard.fleet.replace([Endpoint(one) for one in (*ADDRESSES, newcomer)], 100.0)
+    yard.fleet.set_endpoints([Endpoint(one) for one in (*ADDRESSES, newcomer)], 100.0)
     yard.now = 100.0
     for _ in range(50):
         assert yard.who(newcomer) == [newcomer]
@@ -153,15 +153,15 @@ def test_slow_start_never_leaves_nobody():
 
 def test_one_that_is_back_starts_slowly():
     """After an ejection as after coming."""
-    yard = Yard(Settings(slow_start_s=10.0, slow_start_floor=0.0))
+    yard = Yard(OutlierDetectionSettings(slow_start_s=10.0, slow_start_floor=0.0))
     yard.fail(ONE)
     yard.now = yard.member(ONE).condition.until
     endpoint = yard.member(ONE).endpoint
-    yard.fleet.sent(endpoint, yard.now)
-    yard.fleet.told(endpoint, Verdict.SERVED, sent_at=yard.now, now=yard.now)
-    assert not yard.member(ONE).out
+    yard.fleet.record_sent(endpoint, yard.now)
+    yard.fleet.record_outcome(endpoint, RequestOutcome.SERVED, sent_at=yard.now, now=yard.now)
+    assert not yard.member(ONE).ejected
     assert yard.who() == [TWO, THREE, FOUR]
-    yard.fleet.health.settings = msgspec.structs.replace(
-        yard.fleet.health.settings, slow_start_s=0.0
+    yard.fleet.outlier_detector.settings = msgspec.structs.replace(
+        yard.fleet.outlier_detector.settings, slow_start_s=0.0
     )
     assert yard.who() == ADDRESSES

@@ -8,28 +8,28 @@ import msgspec
 import pytest
 
 from extproc.decision import Decision, Rejection
-from extproc.endpoint import Models, Residency
-from extproc.request import RawRequest
-from extproc.routing.routing_config import DispatchSettings
+from extproc.endpoint import AdapterResidency, ServedModels
+from extproc.request import HttpRequest
+from extproc.routing.routing_config import RoutingSettings
 from extproc.scheduling import presets
 from tests.support.pool_fixture import House, load
 
 PATH = "/v1/chat/completions"
 
 
-def models(base: str, *adapters: str) -> Models:
-    return Models(frozenset({base}), frozenset(adapters))
+def models(base: str, *adapters: str) -> ServedModels:
+    return ServedModels(frozenset({base}), frozenset(adapters))
 
 
-def house(*listed: Models | None, strategy: str = "round-robin", **settings: bool) -> House:
+def house(*listed: ServedModels | None, strategy: str = "round-robin", **settings: bool) -> House:
     """Endpoints 10.0.0.0, 10.0.0.1, ... that listed these."""
     held = House({f"10.0.0.{at}:1": load(0, 0.0) for at in range(len(listed))}, profile=strategy)
     for member, one in zip(held.fleet.pool.members, listed, strict=True):
         if one is not None:
             held.fleet.observe_models(member.endpoint, one)
     routing = held.dispatcher.routing
-    wanted = DispatchSettings(stale_after_s=60.0, **settings)
-    held.dispatcher.adopt(msgspec.structs.replace(routing, settings=wanted))
+    wanted = RoutingSettings(stale_after_s=60.0, **settings)
+    held.dispatcher.reconfigure(msgspec.structs.replace(routing, settings=wanted))
     return held
 
 
@@ -38,10 +38,10 @@ def ask(model: str, *, path: str = PATH, subset: tuple[str, ...] | None = None, 
     headers = more.pop("headers", {})
     assert isinstance(headers, dict)
     body = {"model": model, "messages": [{"role": "user", "content": "hello"}], **more}
-    return RawRequest({":path": path, **headers}, json.dumps(body).encode(), subset=subset)
+    return HttpRequest({":path": path, **headers}, json.dumps(body).encode(), subset=subset)
 
 
-def decided(held: House, raw: RawRequest) -> Decision:
+def decided(held: House, raw: HttpRequest) -> Decision:
     outcome = held.decide(raw)
     assert isinstance(outcome, Decision), outcome
     return outcome
@@ -56,11 +56,11 @@ def test_a_model_is_routed_to_who_serves_it():
     held = house(models("a"), models("b", "lora"), None)
     decision = decided(held, ask("lora"))
     assert places(decision) == [1, 2]
-    assert [one.address for one in decision.left_out] == ["10.0.0.0:1"]
-    assert not decision.unlisted
+    assert [one.address for one in decision.excluded_by_model] == ["10.0.0.0:1"]
+    assert not decision.model_unlisted
     everybody = decided(house(models("a"), models("a")), ask("a"))
     assert places(everybody) == [0, 1]
-    assert not everybody.left_out
+    assert not everybody.excluded_by_model
 
 
 def test_what_nobody_lists_goes_to_the_unknown_or_to_all():
@@ -68,8 +68,8 @@ def test_what_nobody_lists_goes_to_the_unknown_or_to_all():
     assert places(decided(house(models("a"), None), ask("x"))) == [1]
     decision = decided(house(models("a"), models("b")), ask("x"))
     assert places(decision) == [0, 1]
-    assert decision.unlisted
-    assert not decision.left_out
+    assert decision.model_unlisted
+    assert not decision.excluded_by_model
 
 
 def test_reject_is_a_404_once_everybody_listed():
@@ -107,14 +107,14 @@ def test_a_hint_and_a_model_both_count():
     held = house(models("a"), models("a"), models("b"), models("b"))
     decision = decided(held, ask("a", subset=("10.0.0.1", "10.0.0.2")))
     assert places(decision) == [1]
-    assert [one.address for one in decision.left_out] == ["10.0.0.2:1"]
+    assert [one.address for one in decision.excluded_by_model] == ["10.0.0.2:1"]
     assert places(decided(held, ask("a", subset=("10.0.0.2",)))) == [2]
 
 
 def test_a_bodiless_request_goes_to_anybody():
     """Nothing is asked of a model."""
     held = house(models("a"), models("b"), reject_unlisted=True)
-    decision = decided(held, RawRequest({":method": "GET", ":path": "/v1/models"}))
+    decision = decided(held, HttpRequest({":method": "GET", ":path": "/v1/models"}))
     assert places(decision) == [0, 1]
 
 
@@ -127,8 +127,8 @@ def test_kubeai_names_become_what_the_engine_knows():
     assert (decision.request.model, decision.request.adapter) == ("llama", "sql")
     assert decision.request.target == "sql"
     assert decision.model_rewrite == "sql"
-    assert decision.splice is not None
-    assert decision.splice.apply(raw.body) == raw.body.replace(b'"llama_sql"', b'"sql"')
+    assert decision.body_edit is not None
+    assert decision.body_edit.apply(raw.body) == raw.body.replace(b'"llama_sql"', b'"sql"')
 
 
 @pytest.mark.parametrize("name", ["llama", "sql", "llama_other", "other_sql", "llama_sql_2", "_"])
@@ -137,7 +137,7 @@ def test_other_names_stay(name: str):
     held = house(models("llama", "sql", "llama_sql_2"), models("qwen"))
     decision = decided(held, ask(name))
     assert decision.request.model == name
-    assert (decision.model_rewrite, decision.splice) == ("", None)
+    assert (decision.model_rewrite, decision.body_edit) == ("", None)
 
 
 def test_sglang_names_stay_and_are_understood():
@@ -148,13 +148,13 @@ def test_sglang_names_stay_and_are_understood():
     decision = decided(held, ask("llama:sql", messages=text))
     assert places(decision) == [0]
     assert (decision.request.model, decision.request.adapter) == ("llama", "sql")
-    assert (decision.model_rewrite, decision.splice) == ("", None)
-    assert len(decision.blocks) > 0
+    assert (decision.model_rewrite, decision.body_edit) == ("", None)
+    assert len(decision.block_hashes) > 0
     same = decided(held, ask("llama", lora_path="sql", messages=text))
-    assert decision.blocks == same.blocks
+    assert decision.block_hashes == same.block_hashes
     unlisted = decided(held, ask("llama:other"))
     assert places(unlisted) == [0, 1]
-    assert not unlisted.unlisted
+    assert not unlisted.model_unlisted
     tagged = decided(house(models("llama:8b"), models("llama")), ask("llama:8b"))
     assert (places(tagged), tagged.request.model) == ([0], "llama:8b")
 
@@ -171,8 +171,8 @@ def test_both_names_of_an_adapter_share_blocks():
     prompt = [{"role": "user", "content": "x" * 5000}]
     first = decided(held, ask("sql", messages=prompt))
     second = decided(held, ask("llama_sql", messages=prompt))
-    assert first.blocks == second.blocks
-    assert len(first.blocks) > 0
+    assert first.block_hashes == second.block_hashes
+    assert len(first.block_hashes) > 0
 
 
 #: Bodies by the surface that takes them, around one text.
@@ -205,10 +205,10 @@ def test_equal_prompts_of_two_adapters_share_no_block(path: str, fields):
     body = SURFACES[path]("x" * 5000)
     named = [{"model": "llama"}, fields("sql"), fields("law")]
     raws = [
-        RawRequest({":path": path, ":method": "POST"}, json.dumps({**body, **one}).encode())
+        HttpRequest({":path": path, ":method": "POST"}, json.dumps({**body, **one}).encode())
         for one in named
     ]
-    base, sql, law = (decided(held, raw).blocks for raw in raws)
+    base, sql, law = (decided(held, raw).block_hashes for raw in raws)
     assert len(base) == len(sql) == len(law) > 0
     assert len({*base, *sql, *law}) == 3 * len(base)
 
@@ -216,8 +216,8 @@ def test_equal_prompts_of_two_adapters_share_no_block(path: str, fields):
 def test_an_adapter_somebody_lists_is_known_to_be_one():
     """Residency is told of a name that was never seen in a batch."""
     held = house(models("a", "lora"), strategy="adaptive")
-    assert decided(held, ask("lora")).candidates[0].residency is Residency.ROOM
-    assert decided(held, ask("a")).candidates[0].residency is Residency.RESIDENT
+    assert decided(held, ask("lora")).candidates[0].residency is AdapterResidency.ROOM
+    assert decided(held, ask("a")).candidates[0].residency is AdapterResidency.RESIDENT
 
 
 def test_027_a_gateway_names_the_model_by_header():
@@ -232,26 +232,26 @@ def test_027_a_gateway_names_the_model_by_header():
         decision = decided(held, raw)
         assert places(decision) == [1]
         assert decision.model_rewrite == "b"
-        assert decision.splice is not None
-        assert decision.splice.apply(raw.body) == raw.body.replace(b'"a"', b'"b"', 1)
+        assert decision.body_edit is not None
+        assert decision.body_edit.apply(raw.body) == raw.body.replace(b'"a"', b'"b"', 1)
 
 
 def test_a_header_that_says_the_same_edits_nothing():
     """The body is handed on as it came."""
     decision = decided(house(models("a")), ask("a", headers={"x-llm-d-model-name-rewrite": "a"}))
-    assert (decision.model_rewrite, decision.splice) == ("", None)
+    assert (decision.model_rewrite, decision.body_edit) == ("", None)
 
 
 def test_a_header_supplies_what_the_body_lacks():
     """On a surface that is known the name is put in; on others a body may be anything."""
     headers = {"x-llm-d-model-name-rewrite": "a"}
     held = house(models("a"))
-    raw = RawRequest({":path": "/v1/completions", **headers}, b'{"prompt": "x"}')
+    raw = HttpRequest({":path": "/v1/completions", **headers}, b'{"prompt": "x"}')
     decision = decided(held, raw)
-    assert decision.splice is not None
-    assert decision.splice.apply(raw.body) == b'{"model":"a","prompt": "x"}'
-    decision = decided(held, RawRequest({":path": "/upload", **headers}, b'{"prompt": "x"}'))
-    assert (decision.model_rewrite, decision.splice) == ("a", None)
+    assert decision.body_edit is not None
+    assert decision.body_edit.apply(raw.body) == b'{"model":"a","prompt": "x"}'
+    decision = decided(held, HttpRequest({":path": "/upload", **headers}, b'{"prompt": "x"}'))
+    assert (decision.model_rewrite, decision.body_edit) == ("a", None)
 
 
 def test_a_header_may_name_a_kubeai_adapter():
@@ -259,16 +259,16 @@ def test_a_header_may_name_a_kubeai_adapter():
     raw = ask("x", headers={"x-llm-d-model-name-rewrite": "llama_sql"})
     decision = decided(house(models("llama", "sql")), raw)
     assert decision.model_rewrite == "sql"
-    assert decision.splice is not None
-    assert json.loads(decision.splice.apply(raw.body))["model"] == "sql"
+    assert decision.body_edit is not None
+    assert json.loads(decision.body_edit.apply(raw.body))["model"] == "sql"
 
 
 def test_a_body_that_was_not_shown_is_not_edited():
     """Decided on headers: routed by the header's name, and it is said that nothing was edited."""
-    raw = RawRequest({":method": "POST", ":path": PATH, "x-llm-d-model-name-rewrite": "a"})
+    raw = HttpRequest({":method": "POST", ":path": PATH, "x-llm-d-model-name-rewrite": "a"})
     decision = decided(house(models("a"), models("b")), raw)
     assert places(decision) == [0]
-    assert (decision.model_rewrite, decision.splice) == ("a", None)
+    assert (decision.model_rewrite, decision.body_edit) == ("a", None)
 
 
 @pytest.mark.parametrize("strategy", sorted(presets.profiles()))
@@ -278,7 +278,7 @@ def test_no_strategy_leaves_the_servers_of_a_model(strategy: str):
     for _ in range(5):
         decision = decided(held, ask("b"))
         assert decision.endpoints[0].ip in {"10.0.0.1", "10.0.0.2"}
-        held.dispatcher.commit(decision, held.now)
+        held.dispatcher.reserve(decision, held.now)
 
 
 def test_prefix_hash_knows_an_adapter_by_either_name():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from extproc.decision import Decision
 from extproc.prefix_cache.blocks import HASH_MASK
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from extproc.routing import peer_sync
 from tests.support.pool_fixture import House
 from tests.support.seeded import examples
@@ -25,9 +25,9 @@ class Side:
 
     def __init__(self, name: str, *addresses: str) -> None:
         self.house = House(dict.fromkeys(addresses or (ONE, TWO)))
-        self.outbox = peer_sync.Outbox(name, lambda: None)
+        self.outbox = peer_sync.PeerEventLog(name, lambda: None)
         peer_sync.connect([("", self.house.dispatcher)], self.outbox)
-        self.mirror = peer_sync.Mirror(
+        self.mirror = peer_sync.PeerReplica(
             name, lambda pool: None if pool else self.house.dispatcher, silent_s=SILENT_S
         )
 
@@ -35,16 +35,16 @@ class Side:
         """Commit one request."""
         body = b'{"model": "m", "messages": [{"role": "user", "content": "%s"}]}'
         headers = {":path": "/v1/chat/completions", ":method": "POST"}
-        decision = self.house.decide(RawRequest(headers, body % (b"word " * words)))
+        decision = self.house.decide(HttpRequest(headers, body % (b"word " * words)))
         assert isinstance(decision, Decision)
-        return self.house.dispatcher.commit(decision, self.house.now)
+        return self.house.dispatcher.reserve(decision, self.house.now)
 
     def end(self, ticket, status: str = "200", served: str = ""):
         """Let one request be answered and end."""
-        self.house.dispatcher.told(ticket, status, self.house.now, served=served)
-        self.house.dispatcher.complete(ticket, self.house.now)
+        self.house.dispatcher.on_response_headers(ticket, status, self.house.now, served=served)
+        self.house.dispatcher.release(ticket, self.house.now)
 
-    def told(self) -> peer_sync.Message:
+    def told(self) -> peer_sync.PeerMessage:
         """All that waits, carried."""
         message = self.outbox.take()
         assert message is not None
@@ -61,15 +61,15 @@ class Side:
 
     @property
     def mirrored(self) -> int:
-        return sum(member.account.mirrored for member in self.house.fleet.pool.members)
+        return sum(member.account.from_peers for member in self.house.fleet.pool.members)
 
 
-def fact(number: int = 1, address: str = ONE, pool: str = "") -> peer_sync.Sent:
-    return peer_sync.Sent(number, pool, address, "m", 100, 400, (1, 2, 3))
+def fact(number: int = 1, address: str = ONE, pool: str = "") -> peer_sync.RequestStarted:
+    return peer_sync.RequestStarted(number, pool, address, "m", 100, 400, (1, 2, 3))
 
 
 def say(side: Side, *facts: peer_sync.Fact, picker: str = "b", now: float = 1.0) -> set[str]:
-    return side.mirror.take(peer_sync.Message(picker, facts), now)
+    return side.mirror.take(peer_sync.PeerMessage(picker, facts), now)
 
 
 def test_a_request_of_another_is_charged_and_believed_as_its_own():
@@ -79,13 +79,13 @@ def test_a_request_of_another_is_charged_and_believed_as_its_own():
     two.mirror.take(one.told(), 1.0)
     address = ticket.endpoint.address
     there, here = one.account(address), two.account(address)
-    assert (here.in_flight, here.mirrored, there.mirrored) == (1, 1, 0)
+    assert (here.in_flight, here.from_peers, there.from_peers) == (1, 1, 0)
     assert (here.own, there.own) == (0, 1)
     assert (here.prompt_tokens, here.sent) == (there.prompt_tokens, there.sent)
     assert two.house.index.blocks_total == one.house.index.blocks_total > 0
     one.end(ticket)
     assert two.mirror.take(one.told(), 2.0) == {""}
-    assert (here.in_flight, here.mirrored, here.answered) == (0, 0, 1)
+    assert (here.in_flight, here.from_peers, here.answered) == (0, 0, 1)
     assert two.house.index.blocks_total > 0
 
 
@@ -111,8 +111,8 @@ def test_what_is_cached_is_what_each_believes_itself():
 def test_a_prompt_cut_finer_than_ours_is_cut_off():
     """A picker with another schedule may tell of more blocks than there can be here."""
     side = Side("a")
-    deepest = side.house.dispatcher.deepest
-    say(side, peer_sync.Sent(1, "", ONE, "m", 100, 400, list(range(deepest + 9))))
+    deepest = side.house.dispatcher.max_blocks
+    say(side, peer_sync.RequestStarted(1, "", ONE, "m", 100, 400, list(range(deepest + 9))))
     assert (side.open, side.house.index.blocks_total) == (1, deepest)
 
 
@@ -141,7 +141,7 @@ def test_a_withdrawn_request_is_taken_back_everywhere():
     one, two = Side("a"), Side("b")
     ticket = one.send()
     two.mirror.take(one.told(), 1.0)
-    one.house.dispatcher.withdraw(ticket, 2.0)
+    one.house.dispatcher.unreserve(ticket, 2.0)
     two.mirror.take(one.told(), 2.0)
     assert two.open == two.house.index.blocks_total == 0
 
@@ -152,19 +152,19 @@ def test_another_endpoint_that_answers_is_charged_by_all():
     ticket = one.send()
     other = TWO if ticket.endpoint.address == ONE else ONE
     two.mirror.take(one.told(), 1.0)
-    one.house.dispatcher.told(ticket, "200", 1.5, served=other)
+    one.house.dispatcher.on_response_headers(ticket, "200", 1.5, served=other)
     two.mirror.take(one.told(), 2.0)
     assert (two.account(other).in_flight, two.open) == (1, 1)
-    one.house.dispatcher.complete(ticket, 3.0)
+    one.house.dispatcher.release(ticket, 3.0)
     two.mirror.take(one.told(), 3.0)
     assert two.open == 0
 
 
 @pytest.mark.parametrize("strange", [fact(address="10.9.9.9:1"), fact(pool="other")])
-def test_what_is_not_here_is_passed_over(strange: peer_sync.Sent):
+def test_what_is_not_here_is_passed_over(strange: peer_sync.RequestStarted):
     """Endpoints and pools that this picker does not have are nobody's error."""
     side = Side("a")
-    say(side, strange, peer_sync.Ended(1, answered=True))
+    say(side, strange, peer_sync.RequestEnded(1, answered=True))
     assert side.open == side.mirror.open == 0
 
 
@@ -179,7 +179,7 @@ def test_its_own_facts_are_passed_over():
 def test_an_end_that_overtakes_its_beginning_leaves_nothing():
     """Ended before Sent, and once more after."""
     side = Side("a")
-    say(side, peer_sync.Ended(1, answered=True), fact(), fact())
+    say(side, peer_sync.RequestEnded(1, answered=True), fact(), fact())
     assert side.open == 0
 
 
@@ -194,31 +194,36 @@ def test_a_lost_end_is_made_up_for_by_what_is_open():
     """What a picker does not name any more is over; an older list changes nothing."""
     side = Side("a")
     say(side, fact(1), fact(2), fact(3))
-    assert say(side, peer_sync.Open(2, [2])) == {""}
+    assert say(side, peer_sync.OpenRequests(2, [2])) == {""}
     assert side.open == 2
-    say(side, peer_sync.Open(1, []), fact(1))
+    say(side, peer_sync.OpenRequests(1, []), fact(1))
     assert side.open == 2
 
 
 def test_an_older_list_with_the_same_latest_number_is_passed_over():
     """A late list of a quiet picker does not reopen what a later one left out."""
     side = Side("a")
-    say(side, fact(1), peer_sync.Open(1, [], 2), peer_sync.Open(1, [1], 1), fact(1))
+    say(side, fact(1), peer_sync.OpenRequests(1, [], 2), peer_sync.OpenRequests(1, [1], 1), fact(1))
     assert side.open == 0
 
 
 def test_lists_are_numbered_in_the_order_they_are_written():
     """Two lists with nothing in between differ by their serial only."""
-    outbox = peer_sync.Outbox("a", lambda: None)
-    outbox.say_open()
-    outbox.say_open()
-    assert outbox.take().facts == [peer_sync.Open(0, [], 1), peer_sync.Open(0, [], 2)]
+    outbox = peer_sync.PeerEventLog("a", lambda: None)
+    outbox.publish_open()
+    outbox.publish_open()
+    assert outbox.take().facts == [
+        peer_sync.OpenRequests(0, [], 1),
+        peer_sync.OpenRequests(0, [], 2),
+    ]
 
 
 def test_a_list_without_serial_is_read_as_of_an_earlier_version():
     """Pickers of two versions talk while a rollout lasts."""
     carried = msgspec.msgpack.encode(["a", [["o", 3, [2]]]])
-    assert peer_sync.decode(carried) == peer_sync.Message("a", [peer_sync.Open(3, [2], 0)])
+    assert peer_sync.decode(carried) == peer_sync.PeerMessage(
+        "a", [peer_sync.OpenRequests(3, [2], 0)]
+    )
 
 
 @pytest.mark.parametrize("leaves", [True, False])
@@ -228,7 +233,7 @@ def test_a_picker_that_left_or_fell_silent_has_nothing_open(leaves):
     say(side, fact(1), fact(2), now=1.0)
     say(side, fact(1), picker="c", now=4.0)
     if leaves:
-        say(side, peer_sync.Left(), now=4.0)
+        say(side, peer_sync.PickerLeft(), now=4.0)
     assert side.mirror.drop_silent(1.0 + SILENT_S) == (set() if leaves else {""})
     assert (side.open, side.mirrored, side.mirror.pickers) == (1, 1, 1)
 
@@ -237,22 +242,22 @@ def test_an_endpoint_in_another_life_owes_nothing_to_the_one_before():
     """A mirrored request ends against the account it was charged to."""
     side = Side("a")
     say(side, fact())
-    side.house.fleet.replace([], 2.0)
-    side.house.fleet.replace([m.endpoint for m in House({ONE: None}).fleet.pool.members], 3.0)
-    say(side, peer_sync.Ended(1, answered=True))
+    side.house.fleet.set_endpoints([], 2.0)
+    side.house.fleet.set_endpoints([m.endpoint for m in House({ONE: None}).fleet.pool.members], 3.0)
+    say(side, peer_sync.RequestEnded(1, answered=True))
     assert side.open == side.mirrored == 0
 
 
 def test_every_fact_comes_out_as_it_was_put_in():
     """Encoding loses nothing, and a request of a hundred blocks takes about a kilobyte."""
-    sent = peer_sync.Sent(1, "p", ONE, "m", 100, 400, [HASH_MASK - n for n in range(100)])
+    sent = peer_sync.RequestStarted(1, "p", ONE, "m", 100, 400, [HASH_MASK - n for n in range(100)])
     facts = [
         sent,
-        peer_sync.Ended(1, answered=True, ran=False),
-        peer_sync.Open(2, [2], 3),
-        peer_sync.Left(),
+        peer_sync.RequestEnded(1, answered=True, ran=False),
+        peer_sync.OpenRequests(2, [2], 3),
+        peer_sync.PickerLeft(),
     ]
-    message = peer_sync.Message("a", facts)
+    message = peer_sync.PeerMessage("a", facts)
     assert peer_sync.decode(peer_sync.encode(message)) == message
     assert len(peer_sync.encode(message)) < 1_000
 
@@ -266,9 +271,9 @@ def test_facts_that_nobody_carries_are_bounded(monkeypatch):
     """The oldest go; what is open is said later."""
     monkeypatch.setattr(peer_sync, "MOST_WAITING", 10)
     woken = []
-    outbox = peer_sync.Outbox("a", lambda: woken.append(1))
+    outbox = peer_sync.PeerEventLog("a", lambda: woken.append(1))
     for _ in range(100):
-        outbox.say_open()
+        outbox.publish_open()
     assert len(outbox.take().facts) <= 10
     assert woken == [1]
 
@@ -292,19 +297,19 @@ def test_any_loss_and_any_order_end_with_nothing_open(seed, loss, doubles, far):
         while open_now and rng.random() < 0.5:
             ended = open_now.pop(rng.randrange(len(open_now)))
             carried.append(
-                peer_sync.Ended(ended, answered=rng.random() < 0.7, ran=rng.random() < 0.7)
+                peer_sync.RequestEnded(ended, answered=rng.random() < 0.7, ran=rng.random() < 0.7)
             )
         if rng.random() < 0.2:
             lists += 1
-            carried.append(peer_sync.Open(number, list(open_now), lists))
-    carried += [peer_sync.Ended(number, answered=True) for number in open_now]
+            carried.append(peer_sync.OpenRequests(number, list(open_now), lists))
+    carried += [peer_sync.RequestEnded(number, answered=True) for number in open_now]
     carried = [one for one in carried if rng.random() >= loss]
     carried += [one for one in carried if rng.random() < doubles]
     order = sorted(range(len(carried)), key=lambda at: at + rng.uniform(0, far))
     for at in order:
         say(side, carried[at])
         assert side.open == side.mirrored == side.mirror.open >= 0
-    say(side, peer_sync.Open(39, [], lists + 1))
+    say(side, peer_sync.OpenRequests(39, [], lists + 1))
     for one in rng.sample(carried, min(5, len(carried))):
         say(side, one)
     assert side.open == side.mirrored == side.mirror.open == 0
@@ -340,12 +345,20 @@ def test_no_values_in_a_message_make_taking_it_fail(facts, picker):
     [
         b"\x92\xa1\xff\x90",
         b"\x91" * 100_000,
-        peer_sync.encode(peer_sync.Message("o", [peer_sync.Sent(1, "", ONE, "m", 1, 4, [5, -6])])),
-        peer_sync.encode(peer_sync.Message("o", [peer_sync.Sent(1, "", ONE, "m", -5, 4, [])])),
-        peer_sync.encode(peer_sync.Message("o", [peer_sync.Sent(1, "", ONE, "m", 2**63, 4, [])])),
-        peer_sync.encode(peer_sync.Message("o", [peer_sync.Sent(1, "", ONE, "m" * 513, 1, 4, [])])),
-        peer_sync.encode(peer_sync.Message("o" * 257, [])),
-        peer_sync.encode(peer_sync.Message("o", [peer_sync.Open(2**64 - 1, [1])])),
+        peer_sync.encode(
+            peer_sync.PeerMessage("o", [peer_sync.RequestStarted(1, "", ONE, "m", 1, 4, [5, -6])])
+        ),
+        peer_sync.encode(
+            peer_sync.PeerMessage("o", [peer_sync.RequestStarted(1, "", ONE, "m", -5, 4, [])])
+        ),
+        peer_sync.encode(
+            peer_sync.PeerMessage("o", [peer_sync.RequestStarted(1, "", ONE, "m", 2**63, 4, [])])
+        ),
+        peer_sync.encode(
+            peer_sync.PeerMessage("o", [peer_sync.RequestStarted(1, "", ONE, "m" * 513, 1, 4, [])])
+        ),
+        peer_sync.encode(peer_sync.PeerMessage("o" * 257, [])),
+        peer_sync.encode(peer_sync.PeerMessage("o", [peer_sync.OpenRequests(2**64 - 1, [1])])),
         b"\xc1" * (peer_sync.MAX_MESSAGE_BYTES + 1),
     ],
 )

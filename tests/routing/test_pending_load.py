@@ -10,23 +10,23 @@ def test_a_promise_counts_as_open_until_it_is_taken_back():
     """Tokens of the prompt; nothing is in flight."""
     house = House({A: None})
     account = house.fleet.pool.find(A).account
-    made = house.dispatcher.promises
+    made = house.dispatcher.pending_load
     made.counted = True
-    promise = made.make(A, (1, 2, 3), prompt_tokens=200)
-    assert account.open_tokens > 0.0
+    promise = made.add(A, (1, 2, 3), prompt_tokens=200)
+    assert account.active_context_tokens > 0.0
     assert account.in_flight == 0
-    pending_load.take_back(promise)
-    assert account.open_tokens == 0.0
+    pending_load.remove(promise)
+    assert account.active_context_tokens == 0.0
 
 
 def test_nothing_is_promised_to_nobody():
     """No endpoint, no prompt, none of that name, or nobody who looks at it."""
     house = House({A: None})
-    made = house.dispatcher.promises
+    made = house.dispatcher.pending_load
     made.counted = True
-    assert made.make("", (1,), prompt_tokens=64) is None
-    assert made.make(A, (), prompt_tokens=64) is None
-    assert made.make("10.0.0.9:8000", (1,), prompt_tokens=64) is None
+    assert made.add("", (1,), prompt_tokens=64) is None
+    assert made.add(A, (), prompt_tokens=64) is None
+    assert made.add("10.0.0.9:8000", (1,), prompt_tokens=64) is None
     made.counted = False
-    assert made.make(A, (1,), prompt_tokens=64) is None
-    pending_load.take_back(None)
+    assert made.add(A, (1,), prompt_tokens=64) is None
+    pending_load.remove(None)

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from extproc.decision import Answer, Decision, Rejection
-from extproc.endpoint import Models
+from extproc.decision import Decision, DirectResponse, Rejection
+from extproc.endpoint import ServedModels
 from extproc.pool import inference_policy
-from extproc.pool.inference_policy import Policy, Rule, Target
-from extproc.request import RawRequest
+from extproc.pool.inference_policy import InferencePolicy, RewriteRule, TargetModel
+from extproc.request import HttpRequest
 from extproc.routing import policy_resolver
-from extproc.routing.pool_selector import Claimant, Switchboard
+from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.scheduling.filters.concurrency_detector import ConcurrencyDetector
 from extproc.scheduling.filters.utilization_detector import UtilizationDetector
 from extproc.scheduling.pickers.round_robin import RoundRobin
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.profile import SchedulerProfile
 from tests.support.pool_fixture import House, load
 
 PATH = "/v1/chat/completions"
@@ -29,15 +29,15 @@ NEW, OLD = "x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite"
 OBJECTIVE = "x-llm-d-inference-objective"
 
 
-def rule(models: str, *targets: str | tuple[str, int | None]) -> Rule:
+def rule(models: str, *targets: str | tuple[str, int | None]) -> RewriteRule:
     """A rule for models written with blanks between them; a target is a name or a weighted one."""
     pairs = [(one, None) if isinstance(one, str) else one for one in targets]
-    return Rule(tuple(models.split()), tuple(Target(*pair) for pair in pairs))
+    return RewriteRule(tuple(models.split()), tuple(TargetModel(*pair) for pair in pairs))
 
 
-def house(*rules: Rule, loads=None, profile="round-robin", **priorities: int) -> House:
+def house(*rules: RewriteRule, loads=None, profile="round-robin", **priorities: int) -> House:
     held = House(loads or {"10.0.0.1:1": load(0, 0.0)}, profile=profile)
-    held.fleet.decree(Policy(priorities, rules))
+    held.fleet.set_policy(InferencePolicy(priorities, rules))
     return held
 
 
@@ -45,18 +45,18 @@ def ask(model: str | None = "m", headers: dict[str, str] | None = None, **more: 
     body = {"messages": [{"role": "user", "content": "hello"}], **more}
     if model is not None:
         body = {"model": model, **body}
-    return RawRequest({":path": PATH, **(headers or {})}, json.dumps(body).encode())
+    return HttpRequest({":path": PATH, **(headers or {})}, json.dumps(body).encode())
 
 
-def decided(held: House, raw: RawRequest) -> Decision:
+def decided(held: House, raw: HttpRequest) -> Decision:
     outcome = held.decide(raw)
     assert isinstance(outcome, Decision), outcome
     return outcome
 
 
-def sent(held: House, raw: RawRequest) -> str | None:
+def sent(held: House, raw: HttpRequest) -> str | None:
     """The model in the body the engine gets."""
-    splice = decided(held, raw).splice
+    splice = decided(held, raw).body_edit
     body = raw.body if splice is None else splice.apply(raw.body)
     return json.loads(body).get("model")
 
@@ -74,12 +74,12 @@ def test_a_target_is_routed_and_hashed_under_its_own_name():
     held = house(rule("m", "n"), profile="balanced")
     text = [{"role": "user", "content": "x" * 9000}]
     renamed = decided(held, ask("m", messages=text))
-    assert renamed.blocks == decided(held, ask("n", messages=text)).blocks
+    assert renamed.block_hashes == decided(held, ask("n", messages=text)).block_hashes
     assert renamed.request.model == "n"
     assert (renamed.model_rewrite, renamed.client_model) == ("n", "m")
     raw = ask("m", messages=text)
-    assert renamed.splice is not None
-    assert renamed.splice.apply(raw.body) == raw.body.replace(b'"m"', b'"n"')
+    assert renamed.body_edit is not None
+    assert renamed.body_edit.apply(raw.body) == raw.body.replace(b'"m"', b'"n"')
 
 
 def test_a_target_may_be_an_adapter():
@@ -87,8 +87,10 @@ def test_a_target_may_be_an_adapter():
     loads = {"10.0.0.1:1": load(0, 0.0), "10.0.0.2:1": load(0, 0.0)}
     held = house(rule("m", "sql"), rule("k", "base_sql"), loads=loads)
     first, second = held.fleet.pool.members
-    held.fleet.observe_models(first.endpoint, Models(frozenset({"base"}), frozenset()))
-    held.fleet.observe_models(second.endpoint, Models(frozenset({"base"}), frozenset({"sql"})))
+    held.fleet.observe_models(first.endpoint, ServedModels(frozenset({"base"}), frozenset()))
+    held.fleet.observe_models(
+        second.endpoint, ServedModels(frozenset({"base"}), frozenset({"sql"}))
+    )
     for name in ("m", "k"):
         decision = decided(held, ask(name))
         assert decision.endpoints[0].address == "10.0.0.2:1"
@@ -98,7 +100,7 @@ def test_a_target_may_be_an_adapter():
 def test_a_target_that_is_the_name_already_changes_nothing():
     """The part of a canary that stays is routed as ever, and the answer is left alone."""
     decision = decided(house(rule("m", "m")), ask("m"))
-    assert (decision.model_rewrite, decision.splice, decision.client_model) == ("", None, "")
+    assert (decision.model_rewrite, decision.body_edit, decision.client_model) == ("", None, "")
 
 
 def test_rules_do_not_chain():
@@ -110,11 +112,11 @@ def test_what_names_no_model_is_left_alone():
     """A generic rule is for requests for models, not for GET /health or unknown bodies."""
     held = house(rule("", "n"))
     for raw in (
-        RawRequest({":method": "GET", ":path": "/health"}),
-        RawRequest({":path": "/other"}, b'{"prompt": "x"}'),
+        HttpRequest({":method": "GET", ":path": "/health"}),
+        HttpRequest({":path": "/other"}, b'{"prompt": "x"}'),
     ):
         decision = decided(held, raw)
-        assert (decision.model_rewrite, decision.splice) == ("", None)
+        assert (decision.model_rewrite, decision.body_edit) == ("", None)
 
 
 def test_a_generic_rule_supplies_what_a_body_lacks():
@@ -125,7 +127,7 @@ def test_a_generic_rule_supplies_what_a_body_lacks():
     assert decision.client_model == ""
     outcome = house(rule("a", "b")).decide(ask(None))
     assert outcome == Rejection(400, "model not found in request body")
-    outcome = held.decide(RawRequest({":path": PATH}, b"{}"))
+    outcome = held.decide(HttpRequest({":path": PATH}, b"{}"))
     assert isinstance(outcome, Rejection)
     assert outcome.status == 400
 
@@ -180,8 +182,8 @@ def test_sessions_without_weights_are_spread_alike():
 )
 def test_any_share_draws_a_target(weights, share):
     """Whatever the weights, somebody is drawn, and nobody without weight where others have one."""
-    targets = [Target(str(at), weight) for at, weight in enumerate(weights)]
-    drawn = policy_resolver.chosen(targets, share)
+    targets = [TargetModel(str(at), weight) for at, weight in enumerate(weights)]
+    drawn = policy_resolver.weighted_choice(targets, share)
     assert drawn in targets
     assert drawn.weight or not sum(weight or 0 for weight in weights)
 
@@ -190,23 +192,23 @@ def test_a_policy_is_followed_live():
     """What discovery decrees counts from the next request on."""
     held = house(rule("m", "a"))
     assert sent(held, ask()) == "a"
-    held.fleet.decree(Policy(rules=(rule("m", "b"),)))
+    held.fleet.set_policy(InferencePolicy(rules=(rule("m", "b"),)))
     assert sent(held, ask()) == "b"
-    held.fleet.decree(inference_policy.NONE)
+    held.fleet.set_policy(inference_policy.EMPTY_POLICY)
     assert sent(held, ask()) == "m"
 
 
 def test_discovery_counts_before_the_configuration():
     """The file's objectives and rules stand where no object says otherwise; exact beats generic."""
     held = house(rule("m", "object"), rule("", "object for all"), gold=5)
-    configured = Policy({"gold": 1, "lead": -3}, (rule("m", "file"), rule("n", "file")))
+    configured = InferencePolicy({"gold": 1, "lead": -3}, (rule("m", "file"), rule("n", "file")))
     routing = msgspec.structs.replace(held.dispatcher.routing, policy=configured)
-    held.dispatcher.adopt(routing)
+    held.dispatcher.reconfigure(routing)
     assert [sent(held, ask(name)) for name in "mno"] == ["object", "file", "object for all"]
     for name, priority in (("gold", 5), ("lead", -3)):
         assert decided(held, ask(headers={OBJECTIVE: name})).request.priority == priority
-    assert held.dispatcher.decreed_names == {"m", "n"}
-    held.fleet.decree(inference_policy.NONE)
+    assert held.dispatcher.rewritten_models == {"m", "n"}
+    held.fleet.set_policy(inference_policy.EMPTY_POLICY)
     assert sent(held, ask()) == "file"
 
 
@@ -215,14 +217,14 @@ def test_a_pool_is_found_by_the_names_of_its_rewrites():
     llama, qwen = house(), house(rule("alias", "qwen"))
     for held, name in ((llama, "llama"), (qwen, "qwen")):
         (member,) = held.fleet.pool.members
-        held.fleet.observe_models(member.endpoint, Models(frozenset({name}), frozenset()))
-    board = Switchboard([Claimant("llama", llama.dispatcher), Claimant("qwen", qwen.dispatcher)])
+        held.fleet.observe_models(member.endpoint, ServedModels(frozenset({name}), frozenset()))
+    board = PoolSelector([PoolRoute("llama", llama.dispatcher), PoolRoute("qwen", qwen.dispatcher)])
     routed = board.route(ask("alias"), 100.0)
     assert routed.pool == "qwen"
     assert isinstance(routed.outcome, Decision)
     assert routed.outcome.model_rewrite == "qwen"
-    told = board.route(RawRequest({":method": "GET", ":path": "/v1/models"}), 100.0).outcome
-    assert isinstance(told, Answer)
+    told = board.route(HttpRequest({":method": "GET", ":path": "/v1/models"}), 100.0).outcome
+    assert isinstance(told, DirectResponse)
     assert [one["id"] for one in json.loads(told.body)["data"]] == ["alias", "llama", "qwen"]
 
 
@@ -268,10 +270,10 @@ def test_what_counts_as_full(loads, dropped):
 def test_a_detector_of_the_profile_says_what_is_full():
     """Its thresholds count in place of the usual ones."""
     detector = UtilizationDetector(queue_depth_threshold=20)
-    profile = Profile("mine", (detector,), (), RoundRobin())
+    profile = SchedulerProfile("mine", (detector,), (), RoundRobin())
     assert not shed(profile, load(19, 0.0))
     assert shed(profile, load(20, 0.0))
-    profile = Profile("mine", (ConcurrencyDetector(),), (), RoundRobin())
+    profile = SchedulerProfile("mine", (ConcurrencyDetector(),), (), RoundRobin())
     assert not shed(profile, load(99, 1.0))
 
 
@@ -304,4 +306,6 @@ def test_a_seed_decides_the_draws():
         return [sent(held, ask()) for _ in range(20)]
 
     assert run() == run()
-    assert policy_resolver.chosen(rules.targets, random.Random(1).random()) in rules.targets
+    assert (
+        policy_resolver.weighted_choice(rules.targets, random.Random(1).random()) in rules.targets
+    )

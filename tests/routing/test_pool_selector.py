@@ -5,13 +5,13 @@ import json
 import msgspec
 import pytest
 
-from extproc.decision import Answer, Decision, Rejection
-from extproc.endpoint import Endpoint, Models
+from extproc.decision import Decision, DirectResponse, Rejection
+from extproc.endpoint import Endpoint, ServedModels
 from extproc.pool import inference_policy
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from extproc.routing import models_endpoint, pool_match
-from extproc.routing.pool_match import Claim
-from extproc.routing.pool_selector import Claimant, Switchboard
+from extproc.routing.pool_match import PoolMatch
+from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from tests.support.pool_fixture import House
 
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
@@ -20,13 +20,13 @@ A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
 def chat(model="m", *, host="x.example", path="/v1/chat/completions", subset=None, **headers):
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "hi"}]}).encode()
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return RawRequest(
+    return HttpRequest(
         {":method": "POST", ":path": path, ":authority": host, **named}, body, subset=subset
     )
 
 
 def get(path, host="x.example"):
-    return RawRequest({":method": "GET", ":path": path, ":authority": host})
+    return HttpRequest({":method": "GET", ":path": path, ":authority": host})
 
 
 def house(address, *bases, adapters=()):
@@ -34,13 +34,15 @@ def house(address, *bases, adapters=()):
     one = House({address: None} if address else {})
     if bases:
         member = one.fleet.pool.members[0]
-        one.fleet.observe_models(member.endpoint, Models(frozenset(bases), frozenset(adapters)))
+        one.fleet.observe_models(
+            member.endpoint, ServedModels(frozenset(bases), frozenset(adapters))
+        )
     return one
 
 
 def board(*pools, **settings):
-    return Switchboard(
-        [Claimant(name, one.dispatcher, claim) for name, one, claim in pools], **settings
+    return PoolSelector(
+        [PoolRoute(name, one.dispatcher, claim) for name, one, claim in pools], **settings
     )
 
 
@@ -52,58 +54,60 @@ def went(routed):
 @pytest.mark.parametrize(
     ("claim", "request_", "holds"),
     [
-        (Claim(hosts=("x.example",)), chat(), True),
-        (Claim(hosts=("x.example",)), chat(host="X.example:8080"), True),
-        (Claim(hosts=("*.example",)), chat(), True),
-        (Claim(hosts=("*.example",)), chat(host="example"), False),
-        (Claim(hosts=("y.example", "x.example")), chat(), True),
-        (Claim(hosts=("y.example",)), chat(), False),
-        (Claim(paths=("/v1",)), chat(), True),
-        (Claim(paths=("/v1/",)), chat(path="/v1?x=1"), True),
-        (Claim(paths=("/v",)), chat(), False),
-        (Claim(paths=("/",)), chat(), True),
-        (Claim(headers={"x-team": "a"}), chat(x_team="a"), True),
-        (Claim(headers={"x-team": "a"}), chat(x_team="b"), False),
-        (Claim(hosts=("x.example",), headers={"x-team": "a"}), chat(), False),
+        (PoolMatch(hosts=("x.example",)), chat(), True),
+        (PoolMatch(hosts=("x.example",)), chat(host="X.example:8080"), True),
+        (PoolMatch(hosts=("*.example",)), chat(), True),
+        (PoolMatch(hosts=("*.example",)), chat(host="example"), False),
+        (PoolMatch(hosts=("y.example", "x.example")), chat(), True),
+        (PoolMatch(hosts=("y.example",)), chat(), False),
+        (PoolMatch(paths=("/v1",)), chat(), True),
+        (PoolMatch(paths=("/v1/",)), chat(path="/v1?x=1"), True),
+        (PoolMatch(paths=("/v",)), chat(), False),
+        (PoolMatch(paths=("/",)), chat(), True),
+        (PoolMatch(headers={"x-team": "a"}), chat(x_team="a"), True),
+        (PoolMatch(headers={"x-team": "a"}), chat(x_team="b"), False),
+        (PoolMatch(hosts=("x.example",), headers={"x-team": "a"}), chat(), False),
     ],
 )
 def test_claims_hold(claim, request_, holds):
     """Every kind of condition must hold, and of one kind any."""
-    assert pool_match.holds(claim, request_.headers) is holds
+    assert pool_match.matches(claim, request_.headers) is holds
 
 
 def test_one_pool_takes_everything():
     """A single pool without a claim is not asked about models."""
-    only = board(("p", house(A, "other"), Claim()))
+    only = board(("p", house(A, "other"), PoolMatch()))
     assert went(only.route(chat(), 1.0)) == ("p", A)
-    assert only.usual == "p"
+    assert only.default_pool == "p"
 
 
 def test_claims_go_first_and_in_order():
     """The first claim that fits takes the request; pools without a claim come after."""
     two = board(
-        ("open", house(A), Claim()),
-        ("host", house(B), Claim(hosts=("x.example",))),
-        ("model", house(C), Claim(models=("m-*",))),
+        ("open", house(A), PoolMatch()),
+        ("host", house(B), PoolMatch(hosts=("x.example",))),
+        ("model", house(C), PoolMatch(models=("m-*",))),
     )
     assert went(two.route(chat("m-1"), 1.0)) == ("host", B)
     assert went(two.route(chat("m-1", host="y"), 1.0)) == ("model", C)
     assert went(two.route(chat("other", host="y"), 1.0)) == ("open", A)
-    assert two.usual == ""
+    assert two.default_pool == ""
     assert two.route(chat("m-1"), 1.0).outcome.pool == "host"
 
 
 def test_the_name_of_an_adapter_or_a_header_counts_as_the_model():
     """A claim on models sees the name the engine is to serve."""
-    two = board(("a", house(A), Claim(models=("m",))), ("b", house(B), Claim(models=("n",))))
+    two = board(
+        ("a", house(A), PoolMatch(models=("m",))), ("b", house(B), PoolMatch(models=("n",)))
+    )
     assert went(two.route(chat("m", x_llm_d_model_name_rewrite="n"), 1.0)) == ("b", B)
 
 
 def test_open_pools_are_told_apart_by_what_they_list():
     """A pool whose endpoints list the model is taken; an alias counts; nobody is a 404."""
     two = board(
-        ("llama", house(A, "llama", adapters=("sql",)), Claim()),
-        ("qwen", house(B, "qwen"), Claim()),
+        ("llama", house(A, "llama", adapters=("sql",)), PoolMatch()),
+        ("qwen", house(B, "qwen"), PoolMatch()),
     )
     assert went(two.route(chat("qwen"), 1.0)) == ("qwen", B)
     assert went(two.route(chat("sql"), 1.0)) == ("llama", A)
@@ -117,16 +121,16 @@ def test_open_pools_are_told_apart_by_what_they_list():
 def test_a_pool_that_did_not_list_may_serve_and_an_empty_one_waits():
     """Unknown beats none; only empty pools are a 503; a pool with endpoints and no list is tried."""
     listed, silent, empty = house(A, "llama"), house(B), house("")
-    three = board(("l", listed, Claim()), ("s", silent, Claim()), ("e", empty, Claim()))
+    three = board(("l", listed, PoolMatch()), ("s", silent, PoolMatch()), ("e", empty, PoolMatch()))
     assert went(three.route(chat("gpt"), 1.0)) == ("s", B)
-    two = board(("l", listed, Claim()), ("e", empty, Claim()))
+    two = board(("l", listed, PoolMatch()), ("e", empty, PoolMatch()))
     assert two.route(chat("gpt"), 1.0).outcome.status == 503
     assert went(two.route(chat("llama"), 1.0)) == ("l", A)
 
 
 def test_the_subset_hint_tells_open_pools_apart():
     """The gateway's own choice of endpoints names the pool."""
-    two = board(("a", house(A), Claim()), ("b", house(B), Claim()))
+    two = board(("a", house(A), PoolMatch()), ("b", house(B), PoolMatch()))
     assert went(two.route(chat(subset=(B,)), 1.0)) == ("b", B)
     assert went(two.route(chat(subset=("10.0.0.2",)), 1.0)) == ("b", B)
     assert two.route(chat(subset=(C,)), 1.0).outcome.status == 503
@@ -134,7 +138,7 @@ def test_the_subset_hint_tells_open_pools_apart():
 
 def test_a_request_that_cannot_be_parsed_is_refused_where_models_decide():
     """400 before any pool is looked for."""
-    two = board(("a", house(A), Claim(models=("m",))), ("b", house(B), Claim()))
+    two = board(("a", house(A), PoolMatch(models=("m",))), ("b", house(B), PoolMatch()))
     raw = msgspec.structs.replace(chat(), body=b"{")
     assert two.route(raw, 1.0).outcome.status == 400
 
@@ -143,11 +147,11 @@ def test_a_rewrite_for_every_request_names_the_model_that_is_missing():
     """The pool that has such a rule takes what names no model; without one it is 400."""
     raw = msgspec.structs.replace(chat(), body=b'{"messages": [{"role": "user", "content": "x"}]}')
     plain, ruled = house(A, "llama"), house(B, "qwen")
-    two = board(("a", plain, Claim()), ("b", ruled, Claim()))
+    two = board(("a", plain, PoolMatch()), ("b", ruled, PoolMatch()))
     assert two.route(raw, 1.0).outcome.status == 400
-    ruled.fleet.decree(
-        inference_policy.Policy(
-            {}, (inference_policy.Rule((), (inference_policy.Target("qwen"),)),)
+    ruled.fleet.set_policy(
+        inference_policy.InferencePolicy(
+            {}, (inference_policy.RewriteRule((), (inference_policy.TargetModel("qwen"),)),)
         )
     )
     assert went(two.route(raw, 1.0)) == ("b", B)
@@ -155,17 +159,17 @@ def test_a_rewrite_for_every_request_names_the_model_that_is_missing():
 
 def test_nobody_takes_it():
     """Claims that do not fit and no open pool: 404 that says where to look."""
-    one = board(("a", house(A), Claim(hosts=("y",))))
+    one = board(("a", house(A), PoolMatch(hosts=("y",))))
     routed = one.route(chat(), 1.0)
     assert routed.outcome.status == 404
     assert "`pools`" in routed.outcome.message
-    assert one.rescue(chat(), 1.0, why="Bug").outcome.status == 404
+    assert one.route_fallback(chat(), 1.0, why="Bug").outcome.status == 404
 
 
 def test_rescue_goes_to_the_pool_whose_headers_fit():
     """A bug in one pool's decision is not another pool's request."""
-    two = board(("a", house(A), Claim(hosts=("y",))), ("b", house(B), Claim()))
-    routed = two.rescue(chat(), 1.0, why="Bug")
+    two = board(("a", house(A), PoolMatch(hosts=("y",))), ("b", house(B), PoolMatch()))
+    routed = two.route_fallback(chat(), 1.0, why="Bug")
     assert went(routed) == ("b", B)
     assert routed.outcome.degraded
 
@@ -173,11 +177,11 @@ def test_rescue_goes_to_the_pool_whose_headers_fit():
 def test_models_of_all_pools_are_listed():
     """Several pools: the picker answers /v1/models, adapters with their base model."""
     two = board(
-        ("llama", house(A, "llama", adapters=("sql",)), Claim()),
-        ("qwen", house(B, "qwen"), Claim(hosts=("q.example",))),
+        ("llama", house(A, "llama", adapters=("sql",)), PoolMatch()),
+        ("qwen", house(B, "qwen"), PoolMatch(hosts=("q.example",))),
     )
     told = two.route(get("/v1/models?x=1", host="q.example"), 1.0).outcome
-    assert isinstance(told, Answer)
+    assert isinstance(told, DirectResponse)
     content = json.loads(told.body)
     assert content["object"] == "list"
     assert [(one["id"], one["parent"]) for one in content["data"]] == [
@@ -194,12 +198,12 @@ def test_models_of_all_pools_are_listed():
 def test_the_list_is_an_engine_s_own_for_one_pool_and_while_nothing_is_known():
     """GET /v1/models goes to an engine there, unless the setting says otherwise."""
     known, unknown = house(A, "m"), house(B)
-    assert went(board(("p", known, Claim())).route(get("/v1/models"), 1.0)) == ("p", A)
-    told = board(("p", known, Claim()), list_models=True).route(get("/v1/models"), 1.0)
-    assert isinstance(told.outcome, Answer)
-    both = board(("p", unknown, Claim()), ("q", house(""), Claim()))
+    assert went(board(("p", known, PoolMatch())).route(get("/v1/models"), 1.0)) == ("p", A)
+    told = board(("p", known, PoolMatch()), list_models=True).route(get("/v1/models"), 1.0)
+    assert isinstance(told.outcome, DirectResponse)
+    both = board(("p", unknown, PoolMatch()), ("q", house(""), PoolMatch()))
     assert went(both.route(get("/v1/models"), 1.0)) == ("p", B)
-    off = board(("p", known, Claim()), ("q", unknown, Claim()), list_models=False)
+    off = board(("p", known, PoolMatch()), ("q", unknown, PoolMatch()), list_models=False)
     assert isinstance(off.route(get("/v1/models"), 1.0).outcome, Decision)
 
 
@@ -215,13 +219,13 @@ def test_the_list_is_an_engine_s_own_for_one_pool_and_while_nothing_is_known():
 )
 def test_paths_of_the_list(path, asked):
     """The list, one of its entries, or something else."""
-    assert models_endpoint.asked(path) == asked
+    assert models_endpoint.requested_model(path) == asked
 
 
 def test_pools_can_be_replaced():
     """Requests go by the new pools from the next one on."""
-    switch = board(("a", house(A), Claim()))
-    switch.adopt([Claimant("b", house(B).dispatcher)])
+    switch = board(("a", house(A), PoolMatch()))
+    switch.adopt([PoolRoute("b", house(B).dispatcher)])
     assert went(switch.route(chat(), 1.0)) == ("b", B)
     switch.adopt([])
     assert switch.route(chat(), 1.0).outcome.status == 404
@@ -230,9 +234,9 @@ def test_pools_can_be_replaced():
 def test_an_endpoint_of_two_pools_has_an_account_in_each():
     """Pools do not see each other's requests but through scrapes."""
     one, other = house(A), house(A)
-    two = board(("a", one, Claim(hosts=("x.example",))), ("b", other, Claim()))
+    two = board(("a", one, PoolMatch(hosts=("x.example",))), ("b", other, PoolMatch()))
     routed = two.route(chat(), 1.0)
-    routed.dispatcher.commit(routed.outcome, 1.0)
+    routed.director.reserve(routed.outcome, 1.0)
     assert one.fleet.pool.members[0].account.in_flight == 1
     assert other.fleet.pool.members[0].account.in_flight == 0
     assert isinstance(one.fleet.pool.members[0].endpoint, Endpoint)
@@ -241,6 +245,6 @@ def test_an_endpoint_of_two_pools_has_an_account_in_each():
 def test_a_single_pool_without_a_claim_takes_models_that_its_endpoints_do_not_list():
     """Others' claims on models change nothing of what it does with an unknown one."""
     special, open_ = house(A, "special"), house(B, "llama")
-    switch = board(("s", special, Claim(models=("special",))), ("o", open_, Claim()))
+    switch = board(("s", special, PoolMatch(models=("special",))), ("o", open_, PoolMatch()))
     assert went(switch.route(chat("special"), 1.0)) == ("s", A)
     assert went(switch.route(chat("unheard-of"), 1.0)) == ("o", B)

@@ -5,20 +5,20 @@ from collections import Counter
 import msgspec
 import pytest
 
-from extproc.endpoint import UNKNOWN, Endpoint, Load, Rates
+from extproc.endpoint import NO_LOAD, Endpoint, Load, StepTimeModel
 from extproc.pool import snapshot
-from extproc.pool.foreign_traffic import Peers
-from extproc.pool.store import Fleet
-from extproc.request import RawRequest
+from extproc.pool.foreign_traffic import ForeignTraffic
+from extproc.pool.store import PoolStore
+from extproc.request import HttpRequest
 from extproc.routing import rendezvous_affinity
 from tests.support.pool_fixture import House
 
 
 def members(count: int, *, slow: int = 0, hits: float | None = 1.0):
     """Some members, the last of them half as fast as the others; all found prompts in their caches."""
-    fleet = Fleet(on_gone=lambda _: None)
-    fleet.replace([Endpoint(f"10.0.0.{n}:8000") for n in range(count)], 0.0)
-    usual = Rates()
+    fleet = PoolStore(on_gone=lambda _: None)
+    fleet.set_endpoints([Endpoint(f"10.0.0.{n}:8000") for n in range(count)], 0.0)
+    usual = StepTimeModel()
     half = msgspec.structs.replace(
         usual,
         step_s=2 * usual.step_s,
@@ -35,10 +35,10 @@ def members(count: int, *, slow: int = 0, hits: float | None = 1.0):
     ]
 
 
-def others(own: float = 1.0, foreign: float = 3.0, hit_ratio: float = 0.5) -> Peers:
+def others(own: float = 1.0, foreign: float = 3.0, hit_ratio: float = 0.5) -> ForeignTraffic:
     """Peers that send so much."""
-    peers = Peers()
-    peers.saw(own, foreign, before=UNKNOWN, after=UNKNOWN)
+    peers = ForeignTraffic()
+    peers.update(own, foreign, before=NO_LOAD, after=NO_LOAD)
     peers.hit_ratio = hit_ratio
     return peers
 
@@ -47,11 +47,15 @@ def test_alone_nothing_is_expected():
     """Where all requests are ours, the index stands as it is; so it does without a key."""
     known = [0, 0, 0]
     alone = others(foreign=0.0)
-    assert rendezvous_affinity.expected("a", 1000, members(3), matched=known, peers=alone) == (
+    assert rendezvous_affinity.with_expected_hits(
+        "a", 1000, members(3), matched=known, peers=alone
+    ) == (
         known,
         None,
     )
-    assert rendezvous_affinity.expected("", 1000, members(3), matched=known, peers=others()) == (
+    assert rendezvous_affinity.with_expected_hits(
+        "", 1000, members(3), matched=known, peers=others()
+    ) == (
         known,
         None,
     )
@@ -60,8 +64,10 @@ def test_alone_nothing_is_expected():
 def test_a_conversation_is_expected_at_home():
     """Beside others, nearly all of a prompt is believed at its home, and no more elsewhere."""
     fleet = members(4)
-    told, at = rendezvous_affinity.expected("a", 1000, fleet, matched=[100] * 4, peers=others())
-    assert at == rendezvous_affinity.home("a", fleet)
+    told, at = rendezvous_affinity.with_expected_hits(
+        "a", 1000, fleet, matched=[100] * 4, peers=others()
+    )
+    assert at == rendezvous_affinity.rendezvous_endpoint("a", fleet)
     assert told[at] == 950
     assert sorted(told) == [100, 100, 100, 950]
 
@@ -69,13 +75,13 @@ def test_a_conversation_is_expected_at_home():
 def test_less_where_little_is_found():
     """Twice what engines find on average is expected: nothing where prompts share nothing."""
     fleet = members(4)
-    little, _ = rendezvous_affinity.expected(
+    little, _ = rendezvous_affinity.with_expected_hits(
         "a", 1000, fleet, matched=[0] * 4, peers=others(hit_ratio=0.1)
     )
     assert max(little) == 200
     none = [0] * 4
     nobody = others(hit_ratio=0.0)
-    assert rendezvous_affinity.expected("a", 1000, fleet, matched=none, peers=nobody) == (
+    assert rendezvous_affinity.with_expected_hits("a", 1000, fleet, matched=none, peers=nobody) == (
         none,
         None,
     )
@@ -85,7 +91,9 @@ def test_less_where_little_is_found():
 def test_a_home_needs_evidence_of_hits(hits):
     """An engine that never found anything, or does not say, is nobody's home."""
     fleet, known = members(4, hits=hits), [0] * 4
-    assert rendezvous_affinity.expected("a", 1000, fleet, matched=known, peers=others()) == (
+    assert rendezvous_affinity.with_expected_hits(
+        "a", 1000, fleet, matched=known, peers=others()
+    ) == (
         known,
         None,
     )
@@ -98,23 +106,27 @@ def test_a_prompt_that_nobody_has_seen_is_not_at_home():
     )
     one = House({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
     body = b'{"model": "m", "prompt": "%b", "prompt_cache_key": "a"}' % (b"and then " * 40_000)
-    chosen = one.dispatcher.route(RawRequest({":path": "/v1/completions"}, body), one.now)
-    assert one.fleet.peers.share > rendezvous_affinity.LEAST_SHARE
+    chosen = one.dispatcher.route(HttpRequest({":path": "/v1/completions"}, body), one.now)
+    assert one.fleet.foreign_traffic.share > rendezvous_affinity.LEAST_SHARE
     assert chosen.matched_tokens == 0
-    assert len({round(cost, 6) for cost in chosen.priced.costs}) == 1
+    assert len({round(cost, 6) for cost in chosen.cost.costs}) == 1
 
 
 def test_what_many_hold_needs_no_home():
     """Where two endpoints are known to hold a prompt, or home holds it, nothing is added."""
     fleet = members(4)
     spread = [900, 900, 0, 0]
-    assert rendezvous_affinity.expected("a", 1000, fleet, matched=spread, peers=others()) == (
+    assert rendezvous_affinity.with_expected_hits(
+        "a", 1000, fleet, matched=spread, peers=others()
+    ) == (
         spread,
         None,
     )
-    at = rendezvous_affinity.home("a", fleet)
+    at = rendezvous_affinity.rendezvous_endpoint("a", fleet)
     held = [960 if n == at else 0 for n in range(4)]
-    assert rendezvous_affinity.expected("a", 1000, fleet, matched=held, peers=others()) == (
+    assert rendezvous_affinity.with_expected_hits(
+        "a", 1000, fleet, matched=held, peers=others()
+    ) == (
         held,
         at,
     )
@@ -126,36 +138,36 @@ def test_a_conversation_is_at_home_where_all_pickers_expect_it(monkeypatch, besi
     page = Load(at=100.0, prefix_queries=9.0, prefix_hits=9.0)
     one = House({f"10.0.0.{n}:8000": page for n in range(4)}, profile="adaptive")
     body = b'{"model": "m", "prompt": "%b", "prompt_cache_key": "a"}' % (b"and then " * 100)
-    raw = RawRequest(headers={":path": "/v1/completions"}, body=body)
+    raw = HttpRequest(headers={":path": "/v1/completions"}, body=body)
     chosen = one.dispatcher.route(raw, one.now)
     assert chosen.request.session == "a"
     fleet = one.fleet.pool.members
-    at = rendezvous_affinity.home("a", fleet)
+    at = rendezvous_affinity.rendezvous_endpoint("a", fleet)
     went = (at + 1) % 4
     there = msgspec.structs.replace(chosen, endpoints=(fleet[went].endpoint,))
-    one.dispatcher.commit(there, one.now)
+    one.dispatcher.reserve(there, one.now)
     if beside:
-        one.fleet.peers.saw(1.0, 3.0, before=UNKNOWN, after=UNKNOWN)
-        one.fleet.peers.hit_ratio = 0.5
+        one.fleet.foreign_traffic.update(1.0, 3.0, before=NO_LOAD, after=NO_LOAD)
+        one.fleet.foreign_traffic.hit_ratio = 0.5
     seen = []
 
-    def keep(*arguments, look=snapshot.candidates, **more):
+    def keep(*arguments, look=snapshot.build_candidates, **more):
         seen.append(look(*arguments, **more))
         return seen[-1]
 
-    monkeypatch.setattr(snapshot, "candidates", keep)
+    monkeypatch.setattr(snapshot, "build_candidates", keep)
     one.dispatcher.route(raw, one.now)
     ((*candidates,),) = seen
-    assert [n for n, c in enumerate(candidates) if c.at_home] == [at if beside else went]
+    assert [n for n, c in enumerate(candidates) if c.conversation_local] == [at if beside else went]
 
 
 def test_homes_follow_speed_and_stay():
     """Engines half as fast get half as many homes; one that leaves moves only its own."""
     fleet = members(4, slow=2)
     keys = [f"conversation {n}" for n in range(4000)]
-    before = [rendezvous_affinity.home(key, fleet) for key in keys]
+    before = [rendezvous_affinity.rendezvous_endpoint(key, fleet) for key in keys]
     found = Counter(before)
     fast, slow = found[0] + found[1], found[2] + found[3]
     assert 1.8 < fast / slow < 2.2
-    after = [rendezvous_affinity.home(key, fleet[:3]) for key in keys]
+    after = [rendezvous_affinity.rendezvous_endpoint(key, fleet[:3]) for key in keys]
     assert all(new == old for old, new in zip(before, after, strict=True) if old != 3)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from extproc.endpoint import Load
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from tests.support.pool_fixture import House
 
 HEADERS = {":path": "/v1/chat/completions", ":method": "POST"}
@@ -21,7 +21,7 @@ ALIKE = {
 def asked(text, **fields):
     """A chat that begins with a text."""
     body = {"model": "m", "messages": [{"role": "user", "content": text}], **fields}
-    return RawRequest(HEADERS, json.dumps(body).encode())
+    return HttpRequest(HEADERS, json.dumps(body).encode())
 
 
 @pytest.mark.parametrize("strategy", ["adaptive", "prefix-hash"])
@@ -31,9 +31,9 @@ def test_a_request_that_waits_lets_its_prompt_go_and_goes_where_it_would_have_go
     went = set()
     for n in range(40):
         prepared = house.dispatcher.prepare(asked(f"{n} is a number " * 20))
-        resting = prepared.resting()
-        assert resting.request.prompt == resting.asked.prompt == b""
-        assert resting.prompted() == prepared.request
+        resting = prepared.without_prompt()
+        assert resting.request.prompt == resting.parsed.prompt == b""
+        assert resting.with_prompt() == prepared.request
         assert (resting.chain, resting.raw) == (prepared.chain, prepared.raw)
         direct, waited = (house.dispatcher.decide(one, house.now) for one in (prepared, resting))
         assert direct.endpoints == waited.endpoints
@@ -46,9 +46,9 @@ def test_a_request_with_another_model_keeps_it_when_its_prompt_is_read_again():
     house = House(ALIKE)
     prepared = house.dispatcher.prepare(asked("a"))
     renamed = msgspec.structs.replace(prepared.request, model="other")
-    resting = msgspec.structs.replace(prepared, request=renamed).resting()
-    assert resting.prompted() == renamed
-    assert resting.asked == msgspec.structs.replace(prepared.request, prompt=b"")
+    resting = msgspec.structs.replace(prepared, request=renamed).without_prompt()
+    assert resting.with_prompt() == renamed
+    assert resting.parsed == msgspec.structs.replace(prepared.request, prompt=b"")
 
 
 def test_a_prompt_that_the_body_does_not_tell_is_kept():
@@ -56,8 +56,8 @@ def test_a_prompt_that_the_body_does_not_tell_is_kept():
     house = House(ALIKE)
     raw = asked("a")
     prepared = house.dispatcher.prepare_parsed(house.dispatcher.prepare(raw).request, raw)
-    assert prepared.resting() is prepared
-    assert prepared.prompted() is prepared.request
+    assert prepared.without_prompt() is prepared
+    assert prepared.with_prompt() is prepared.request
 
 
 def test_no_prompt_is_hashed_where_no_plugin_reads_hashes():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from extproc.config import factory
-from extproc.config.scheduling_schema import Scheduling
+from extproc.config.scheduling_schema import SchedulingSection
 from extproc.config.settings import Settings
 from extproc.endpoint import Endpoint
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from extproc.scheduling import plugin_guard
 
-CHAT = RawRequest(
+CHAT = HttpRequest(
     {":path": "/v1/chat/completions", ":method": "POST"},
     b'{"model": "m", "messages": [{"role": "user", "content": "%s"}]}' % (b"hello " * 100),
 )
@@ -26,7 +26,7 @@ class Forgetful:
     def pick(self, turn, candidates, totals, *, count):
         return [0]
 
-    def chosen(self, decision, now):
+    def on_committed(self, decision, now):
         raise KeyError(decision.endpoints[0].address)
 
 
@@ -42,42 +42,42 @@ class Attentive:
     def pick(self, turn, candidates, totals, *, count):
         return [0]
 
-    def chosen(self, decision, now):
+    def on_committed(self, decision, now):
         self.heard.append((decision, now))
 
 
 def test_an_observer_hears_every_decision_that_is_committed():
     """With its time, once, and no exception is counted."""
-    guards = plugin_guard.Guards(lambda: 0.0, plugin_guard.Counts())
+    guards = plugin_guard.GuardFactory(lambda: 0.0, plugin_guard.PluginCounters())
     parts = factory.build(
-        Settings(seed=1, scheduling=Scheduling(strategy="balanced")), guards=guards
+        Settings(seed=1, scheduling=SchedulingSection(strategy="balanced")), guards=guards
     )
-    parts.fleet.replace([Endpoint("10.0.0.1:8000")], 1.0)
+    parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 1.0)
     observer = Attentive()
     profile = msgspec.structs.replace(parts.profile, picker=observer)
-    parts.dispatcher.adopt(factory.routing(parts.settings, profile, {}))
-    decision = parts.dispatcher.route(CHAT, 2.0)
+    parts.director.reconfigure(factory.routing(parts.settings, profile, {}))
+    decision = parts.director.route(CHAT, 2.0)
     assert observer.heard == []
-    parts.dispatcher.commit(decision, 2.5)
+    parts.director.reserve(decision, 2.5)
     assert observer.heard == [(decision, 2.5)]
     assert not guards.counts.exceptions
 
 
 def test_an_observer_that_raises_costs_neither_the_request_nor_the_books():
     """The request is charged, believed cached and completed; the exception is counted."""
-    guards = plugin_guard.Guards(lambda: 0.0, plugin_guard.Counts())
+    guards = plugin_guard.GuardFactory(lambda: 0.0, plugin_guard.PluginCounters())
     parts = factory.build(
-        Settings(seed=1, scheduling=Scheduling(strategy="balanced")), guards=guards
+        Settings(seed=1, scheduling=SchedulingSection(strategy="balanced")), guards=guards
     )
-    parts.fleet.replace([Endpoint("10.0.0.1:8000")], 1.0)
+    parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 1.0)
     profile = msgspec.structs.replace(parts.profile, picker=Forgetful())
-    parts.dispatcher.adopt(factory.routing(parts.settings, profile, {}))
-    account = parts.fleet.pool.members[0].account
+    parts.director.reconfigure(factory.routing(parts.settings, profile, {}))
+    account = parts.store.pool.members[0].account
 
-    ticket = parts.dispatcher.commit(parts.dispatcher.route(CHAT, 2.0), 2.0)
+    ticket = parts.director.reserve(parts.director.route(CHAT, 2.0), 2.0)
 
     assert account.in_flight == 1
     assert parts.index.blocks_total > 0
     assert guards.counts.exceptions == {("observer", "forgetful"): 1}
-    parts.dispatcher.complete(ticket, 3.0)
+    parts.director.release(ticket, 3.0)
     assert account.in_flight == 0

@@ -8,45 +8,47 @@ import pytest
 
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
-from extproc.pool.condition import State
-from extproc.pool.inflight import Ticket
-from extproc.pool.snapshot import Member
-from extproc.request import RawRequest
+from extproc.pool.condition import HealthState
+from extproc.pool.inflight import Reservation
+from extproc.pool.snapshot import EndpointSnapshot
+from extproc.request import HttpRequest
 from tests.support.pool_fixture import House
 
 ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
 
 
-def chat(words: int = 400, first: str = "hello") -> RawRequest:
+def chat(words: int = 400, first: str = "hello") -> HttpRequest:
     """A prompt of some blocks."""
     content = f"{first} " + "word " * words
     body = {"model": "m", "messages": [{"role": "user", "content": content}]}
     headers = {":path": "/v1/chat/completions", ":method": "POST"}
-    return RawRequest(headers, json.dumps(body).encode())
+    return HttpRequest(headers, json.dumps(body).encode())
 
 
 class Sent:
     """One request that was committed in a house."""
 
-    def __init__(self, house: House, raw: RawRequest | None = None) -> None:
+    def __init__(self, house: House, raw: HttpRequest | None = None) -> None:
         self.house = house
         decision = house.decide(raw or chat())
         assert isinstance(decision, Decision)
         self.decision = decision
-        self.ticket: Ticket = house.dispatcher.commit(decision, house.now)
+        self.ticket: Reservation = house.dispatcher.reserve(decision, house.now)
 
     @property
     def address(self) -> str:
         return self.decision.endpoints[0].address
 
     def told(self, status: str, served: str = "") -> None:
-        self.house.dispatcher.told(self.ticket, status, self.house.now, served=served)
+        self.house.dispatcher.on_response_headers(
+            self.ticket, status, self.house.now, served=served
+        )
 
     def complete(self, *, answered: bool = True) -> None:
-        self.house.dispatcher.complete(self.ticket, self.house.now, answered=answered)
+        self.house.dispatcher.release(self.ticket, self.house.now, answered=answered)
 
 
-def member(house: House, address: str) -> Member:
+def member(house: House, address: str) -> EndpointSnapshot:
     found = house.fleet.pool.find(address)
     assert found is not None
     return found
@@ -100,11 +102,11 @@ def test_three_failures_leave_an_endpoint_out():
         for sent in sents:
             sent.told("503" if sent.address == ONE else "200")
             sent.complete()
-    assert member(house, ONE).condition.state is State.EJECTED
+    assert member(house, ONE).condition.state is HealthState.EJECTED
     outcome = house.decide(chat())
     assert isinstance(outcome, Decision)
     assert [one.endpoint.address for one in outcome.candidates] == [TWO]
-    ((why, left),) = outcome.put_aside
+    ((why, left),) = outcome.excluded_by_health
     assert (why, [endpoint.address for endpoint in left]) == ("failing", [ONE])
 
 
@@ -113,11 +115,11 @@ def test_who_served_is_charged():
     house = House({ONE: None, TWO: None}, fallbacks=1)
     sent = Sent(house)
     other = TWO if sent.address == ONE else ONE
-    blocks = sent.decision.blocks
+    blocks = sent.decision.block_hashes
     sent.told("200", served=other)
     named, served = member(house, sent.address), member(house, other)
     assert (named.account.in_flight, served.account.in_flight) == (0, 1)
-    assert named.condition.state is State.DOUBTED
+    assert named.condition.state is HealthState.SUSPECT
     assert sent.ticket.endpoint.address == other
     depths = house.index.match(blocks)
     held = {
@@ -138,7 +140,7 @@ def test_who_served_may_be_a_stranger():
     sent = Sent(house)
     sent.told("200", served="10.9.9.9:1")
     named = member(house, sent.address)
-    assert (named.account.in_flight, named.condition.state) == (1, State.IN)
+    assert (named.account.in_flight, named.condition.state) == (1, HealthState.HEALTHY)
     sent.complete()
     assert house.in_flight == 0
 
@@ -147,18 +149,20 @@ def test_an_endpoint_that_left_meanwhile_is_none_the_worse():
     """Evidence about a former life of an address is dropped."""
     house = House({ONE: None, TWO: None})
     sents = [Sent(house) for _ in range(6)]
-    house.fleet.replace([], house.now)
-    house.fleet.replace([one.endpoint for one in House({ONE: None}).fleet.pool.members], house.now)
+    house.fleet.set_endpoints([], house.now)
+    house.fleet.set_endpoints(
+        [one.endpoint for one in House({ONE: None}).fleet.pool.members], house.now
+    )
     for sent in sents:
         sent.told("503")
         sent.complete()
-    assert house.fleet.pool.unsure == 0
+    assert house.fleet.pool.unhealthy_or_doubtful == 0
 
 
 def test_usage_is_held_against_the_endpoint_that_served():
     """Whoever was chosen: all answers are of one endpoint, and the other one's belief stays."""
     house = House({ONE: None, TWO: None}, profile="adaptive")
-    one, two = (house.belief.of(member(house, name).endpoint) for name in (ONE, TWO))
+    one, two = (house.belief.state_of(member(house, name).endpoint) for name in (ONE, TWO))
     chosen = set()
     for number in range(16):
         sent = Sent(house, chat(first=f"talk {number}"))
@@ -166,7 +170,7 @@ def test_usage_is_held_against_the_endpoint_that_served():
         sent.told("200", served=ONE)
         served = sent.ticket.endpoint
         sent.complete()
-        house.dispatcher.learn(sent.decision, {"prompt": 400, "cached": 360}, served=served)
+        house.dispatcher.on_usage(sent.decision, {"prompt": 400, "cached": 360}, served=served)
     assert chosen == {ONE, TWO}
     assert one.calibration.error < -0.5
     assert (two.calibration.error, two.calibration.factor) == (0.0, 1.0)
@@ -178,12 +182,12 @@ def test_a_late_answer_makes_no_belief_of_an_endpoint_that_left(back: bool):  # 
     house = House({ONE: None}, profile="adaptive")
     sent = Sent(house)
     endpoint = sent.ticket.endpoint
-    known = house.belief.of(endpoint)
+    known = house.belief.state_of(endpoint)
     assert known.requests == 1
-    house.fleet.replace([Endpoint(ONE, uid="another")] if back else [], house.now)
+    house.fleet.set_endpoints([Endpoint(ONE, uid="another")] if back else [], house.now)
     sent.complete()
     for _ in range(8):
-        house.dispatcher.learn(sent.decision, {"prompt": 400, "cached": 360}, served=endpoint)
+        house.dispatcher.on_usage(sent.decision, {"prompt": 400, "cached": 360}, served=endpoint)
     if back:
-        assert house.belief.of(member(house, ONE).endpoint).calibration.error == 0.0
-    assert house.belief.of(endpoint).calibration.error == 0.0
+        assert house.belief.state_of(member(house, ONE).endpoint).calibration.error == 0.0
+    assert house.belief.state_of(endpoint).calibration.error == 0.0

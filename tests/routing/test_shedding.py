@@ -8,7 +8,7 @@ from extproc.endpoint import Candidate, Endpoint, Load
 from extproc.routing import shedding
 from extproc.scheduling.filters.utilization_detector import UtilizationDetector
 from extproc.scheduling.pickers.random import Random
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.profile import SchedulerProfile
 
 
 def candidates(*waiting: float | None) -> list[Candidate]:
@@ -34,5 +34,5 @@ def candidates(*waiting: float | None) -> list[Candidate]:
 def test_a_pool_is_full_where_one_detector_finds_every_endpoint_full(thresholds, waiting, is_full):
     """Upstream's defaults count where the profile has no detector."""
     detectors = tuple(UtilizationDetector(queue_depth_threshold=one) for one in thresholds)
-    profile = Profile("p", detectors, (), Random())
+    profile = SchedulerProfile("p", detectors, (), Random())
     assert shedding.saturated(profile, candidates(*waiting)) is is_full

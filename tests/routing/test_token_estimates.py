@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from extproc.endpoint import Load, Totals
-from extproc.request import RawRequest
+from extproc.endpoint import EngineCounters, Load
+from extproc.request import HttpRequest
 from tests.support.pool_fixture import House
 
 SPOT = "10.0.0.1:8000"
@@ -15,15 +15,15 @@ SPOT = "10.0.0.1:8000"
 def ask(house, text="", *, ids=None, model="m"):
     prompt = text if ids is None else ids
     body = msgspec.json.encode({"model": model, "prompt": prompt})
-    raw = RawRequest({":method": "POST", ":path": "/v1/completions"}, body)
+    raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body)
     return house.decide(raw)
 
 
 def answered(house, decision, tokens):
-    ticket = house.dispatcher.commit(decision, house.now)
+    ticket = house.dispatcher.reserve(decision, house.now)
     used = {"prompt": tokens, "completion": 1}
-    house.dispatcher.learn(decision, used, served=ticket.endpoint)
-    house.dispatcher.complete(ticket, house.now)
+    house.dispatcher.on_usage(decision, used, served=ticket.endpoint)
+    house.dispatcher.release(ticket, house.now)
 
 
 def test_prompts_are_counted_in_the_models_tokens():
@@ -43,7 +43,7 @@ def test_what_is_cached_is_counted_in_the_same_tokens():
     for _ in range(8):
         answered(house, ask(house, "x" * 4000), 2000)
     after = ask(house, "x" * 4000)
-    assert after.blocks == before.blocks
+    assert after.block_hashes == before.block_hashes
     assert before.matched_tokens == 0
     assert after.matched_tokens == 15 * 256 / 2
 
@@ -68,9 +68,9 @@ def test_counters_teach_what_answers_do_not_show():
         if finished:
             for _ in range(20):
                 decision = ask(house, "x" * 3000)
-                ticket = house.dispatcher.commit(decision, house.now)
-                house.dispatcher.complete(ticket, house.now)
-        totals = Totals(finished=float(finished), finished_prompt_tokens=1000.0 * finished)
+                ticket = house.dispatcher.reserve(decision, house.now)
+                house.dispatcher.release(ticket, house.now)
+        totals = EngineCounters(finished=float(finished), finished_prompt_tokens=1000.0 * finished)
         mark = house.fleet.begin_scrape(house.fleet.pool.members[0].endpoint)
-        house.fleet.observe(mark, Load(at=house.now, totals=totals), house.now)
+        house.fleet.observe(mark, Load(at=house.now, counters=totals), house.now)
     assert ask(house, "x" * 3000).request.prompt_tokens == pytest.approx(1000, abs=1)

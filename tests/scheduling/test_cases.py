@@ -56,19 +56,19 @@ def test_case(role, kind, case):
     assert set(case) <= {"name", "params", "request", "endpoints"} | KEYS[role]
     assert outcomes & set(case)
     candidates = builders.candidates(case["endpoints"])
-    turn = builders.turn(**case.get("request", {}))
+    turn = builders.context(**case.get("request", {}))
     if role == "profile":
         for fleet_ in (candidates, blind(candidates)):
             check_picks(case, lambda count, fleet_=fleet_: choose(kind, turn, fleet_, count))
         return
     plugin = made(TABLES[role], kind, case.get("params", {}))
     if role == "filter":
-        assert builders.names(plugin.keep(turn, candidates)) == case["keeps"]
+        assert builders.names(plugin.filter(turn, candidates)) == case["keeps"]
     elif role == "scorer":
         scores = dict(zip(builders.names(candidates), plugin.score(turn, candidates), strict=True))
         assert scores == pytest.approx(case["scores"], abs=1e-4)
     elif role == "cost":
-        check_costs(case, plugin.price(turn, candidates))
+        check_costs(case, plugin.cost(turn, candidates))
     else:
         totals = [float(case.get("totals", {}).get(name, 0)) for name in case["endpoints"]]
         check_picks(case, lambda count: pick(plugin, turn, candidates, totals, count))
@@ -77,7 +77,7 @@ def test_case(role, kind, case):
 def made(table, kind, params):
     """A plugin of its parameters; a tree has plugins of its own in them."""
     if kind == "tree":
-        params = filter_tree_syntax.grown(
+        params = filter_tree_syntax.build_tree_params(
             params,
             lambda node, _: made(table, node.kind, node.params),
             where="case",
@@ -102,22 +102,22 @@ PROFILES = presets.profiles()
 
 def blind(candidates):
     """The same candidates without dead reckoning."""
-    return [msgspec.structs.replace(c, requests=float(c.in_flight)) for c in candidates]
+    return [msgspec.structs.replace(c, estimated_requests=float(c.in_flight)) for c in candidates]
 
 
 def choose(name, turn, candidates, count):
     decision = PROFILES[name].run(turn, candidates, count=count)
     assert decision.degraded == ""
     for observer in PROFILES[name].observers:
-        observer.chosen(decision, turn.now)
+        observer.on_committed(decision, turn.now)
     return builders.names(decision.endpoints)
 
 
 def pick(plugin, turn, candidates, totals, count):
     chosen = [candidates[i].endpoint for i in plugin.pick(turn, candidates, totals, count=count)]
     # Not with isinstance: of a protocol that takes longer than thousands of picks should.
-    if hasattr(plugin, "chosen"):
-        plugin.chosen(Decision(turn.request, chosen), turn.now)
+    if hasattr(plugin, "on_committed"):
+        plugin.on_committed(Decision(turn.request, chosen), turn.now)
     return builders.names(chosen)
 
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from extproc.scheduling import presets, registry
-from extproc.scheduling.filter_tree import Node
+from extproc.scheduling.filter_tree import FilterTreeNode
 from extproc.scheduling.filters.kv_range import KvRange
 from extproc.scheduling.filters.top_k import TopK
 from extproc.testing import builders, contract, probes
@@ -27,7 +27,7 @@ REQUIRED = {
         "algorithm": {"type": "linear_lower_is_better"},
     },
     "header-label-affinity-scorer": {"headerName": "x-session", "labelKey": "zone"},
-    "tree": {"root": Node(filter=TopK(), on_success=Node(filter=KvRange()))},
+    "tree": {"root": FilterTreeNode(filter=TopK(), on_success=FilterTreeNode(filter=KvRange()))},
     "utilization-filter": {"conditions": [{"metric": "waiting-queue", "maxValue": 10}]},
 }
 PLUGINS = [
@@ -71,10 +71,10 @@ def test_plugin_refuses_an_unknown_parameter(cls, check):
 @pytest.mark.parametrize("name", list(presets.profiles()))
 def test_named_profiles_decide(name, size, known):
     """Every named profile picks without degrading, known or not, and repeats itself by seed."""
-    candidates = builders.crowd(size, known=known)
+    candidates = builders.loaded_candidates(size, known=known)
     profile = presets.profiles()[name]
-    first = profile.run(probes.asked(), candidates)
-    assert profile.run(probes.asked(), candidates) == first
-    assert presets.profiles()[name].run(probes.asked(), candidates) == first
+    first = profile.run(probes.probe_context(), candidates)
+    assert profile.run(probes.probe_context(), candidates) == first
+    assert presets.profiles()[name].run(probes.probe_context(), candidates) == first
     assert first.degraded == ""
     assert first.endpoints[0] in [c.endpoint for c in candidates]

@@ -6,7 +6,7 @@ import pytest
 from extproc.decision import Decision
 from extproc.scheduling import attributes, context_length, registry, topology
 from extproc.scheduling.pickers.max_score_picker import MaxScorePicker
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.scorers.no_hit_lru_scorer import NoHitLruScorer
 from tests.scheduling import builders
 
@@ -15,14 +15,14 @@ FLEET = builders.candidates({"a": {}, "b": {}, "c": {}})
 
 def scores(scorer, candidates=FLEET):
     return dict(
-        zip(builders.names(candidates), scorer.score(builders.turn(), candidates), strict=True)
+        zip(builders.names(candidates), scorer.score(builders.context(), candidates), strict=True)
     )
 
 
 def send(scorer, name, finalists=FLEET):
     (endpoint,) = [c.endpoint for c in finalists if c.endpoint.name == name]
-    request = builders.turn().request
-    scorer.chosen(Decision(request, [endpoint], finalists=finalists), 1.0)
+    request = builders.context().request
+    scorer.on_committed(Decision(request, [endpoint], scored_candidates=finalists), 1.0)
 
 
 def test_new_prompts_go_round():
@@ -64,10 +64,10 @@ def test_memory_of_new_prompts_is_bounded():
 def test_a_picker_names_as_many_as_it_is_told(kind):
     """The parameter maxNumOfEndpoints widens the answer and never narrows it."""
     picker = msgspec.convert({"maxNumOfEndpoints": 2}, registry.PICKERS[kind])
-    profile = Profile("p", (), (), picker)
-    assert len(profile.run(builders.turn(), FLEET).endpoints) == 2
-    assert len(profile.run(builders.turn(), FLEET, count=3).endpoints) == 3
-    assert len(profile.run(builders.turn(), FLEET[:1]).endpoints) == 1
+    profile = SchedulerProfile("p", (), (), picker)
+    assert len(profile.run(builders.context(), FLEET).endpoints) == 2
+    assert len(profile.run(builders.context(), FLEET, count=3).endpoints) == 3
+    assert len(profile.run(builders.context(), FLEET[:1]).endpoints) == 1
     assert MaxScorePicker().max_num_of_endpoints == 1
 
 

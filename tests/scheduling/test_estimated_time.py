@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.decision import Decision
-from extproc.request import Request
+from extproc.request import InferenceRequest
 from extproc.scheduling.costs.estimated_time import EstimatedTime
 from extproc.testing import builders
 from tests.scheduling.test_sweep import crowd, kinds_of_candidate, turns
@@ -30,8 +30,8 @@ NAMES = [
 )
 def test_terms_add_up_to_costs(kinds, facts, max_tokens):
     """The sum of the terms is the cost, whatever the candidates."""
-    there, turn = crowd(kinds, len(kinds)), builders.turn(**facts, max_tokens=max_tokens)
-    priced = EstimatedTime().price(turn, there)
+    there, turn = crowd(kinds, len(kinds)), builders.context(**facts, max_tokens=max_tokens)
+    priced = EstimatedTime().cost(turn, there)
     assert [name for name, _ in priced.terms] == NAMES
     columns = zip(*(values for _, values in priced.terms), strict=True)
     assert [sum(column) for column in columns] == pytest.approx(list(priced.costs), rel=1e-9)
@@ -41,7 +41,7 @@ def test_a_full_cache_costs_an_endpoint_more_and_is_told():
     """An endpoint whose cache is full has a term for memory, and an empty one has none."""
     load = {"kv_usage": 1.0, "kv_blocks": 100, "block_tokens": 16}
     there = builders.candidates({"full": load, "idle": load | {"kv_usage": 0.0}})
-    priced = EstimatedTime().price(builders.turn(100), there)
+    priced = EstimatedTime().cost(builders.context(100), there)
     memory = dict(priced.terms)["memory"]
     assert memory[0] > memory[1] == 0.0
     assert priced.costs[0] > priced.costs[1]
@@ -57,14 +57,14 @@ def test_those_who_wait_for_a_first_token_wait_for_this_prompt_too():
             "none": {"requests": 8},
         }
     )
-    unknown = cost.price(builders.turn(prompt_tokens=1000), there)
+    unknown = cost.cost(builders.context(prompt_tokens=1000), there)
     assert dict(unknown.terms)["waiting"] == [0.0, 0.0, 0.0]
-    request = Request(api="chat", prompt_tokens=1500)
+    request = InferenceRequest(api="chat", prompt_tokens=1500)
     chosen = Decision(
         request=request, endpoints=(there[0].endpoint,), picker="max-score", matched_tokens=500
     )
-    cost.chosen(chosen, 1.0)
-    priced = cost.price(builders.turn(prompt_tokens=1000), there)
+    cost.on_committed(chosen, 1.0)
+    priced = cost.cost(builders.context(prompt_tokens=1000), there)
     assert dict(priced.terms)["waiting"] == pytest.approx([0.5, 0.1, 0.0])
     columns = zip(*(values for _, values in priced.terms), strict=True)
     assert [sum(column) for column in columns] == pytest.approx(list(priced.costs))
@@ -83,8 +83,10 @@ def test_conversations_whose_users_read_need_room_as_well():
     )
 
     def crowding(away):
-        turn = builders.turn(prompt_tokens=1, returning=1.0, away=away)
-        return dict(cost.price(turn, there).terms)["crowding"]
+        turn = builders.context(
+            prompt_tokens=1, continuation_ratio=1.0, idle_conversations_per_open=away
+        )
+        return dict(cost.cost(turn, there).terms)["crowding"]
 
     alone, beside = crowding(0.0), crowding(0.5)
     assert alone[0] == alone[1] == beside[1] == 0.0
@@ -98,7 +100,9 @@ def test_conversations_of_other_pickers_need_room_as_well():
     load = {"kv_usage": 0.9, "kv_blocks": 100, "block_tokens": 16, "prefix_hits": 10.0}
     ours = load | {"open_tokens": 1600 * 0.3, "in_flight": 2, "requests": 2}
     there = builders.candidates({"ours": ours, "others' too": ours | {"requests": 6}})
-    priced = cost.price(builders.turn(prompt_tokens=1, returning=1.0, others=0.6), there)
+    priced = cost.cost(
+        builders.context(prompt_tokens=1, continuation_ratio=1.0, foreign_share=0.6), there
+    )
     alone, beside = dict(priced.terms)["crowding"]
     assert alone == 0.0 < beside
     columns = zip(*(values for _, values in priced.terms), strict=True)

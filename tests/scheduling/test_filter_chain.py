@@ -60,7 +60,7 @@ def test_the_chain_is_the_published_tree(longest, sheddable):
         target = rng.choice(("base", "x", "y"))
         there = [builders.candidate(**pod) for pod in pods]
         kept = builders.names(
-            FilterChain().keep(builders.turn(model=target, headers=headers), there)
+            FilterChain().filter(builders.context(model=target, headers=headers), there)
         )
         assert kept == [pod["name"] for pod in chain(pods, target, sheddable=sheddable)]
         left.add(len(kept))

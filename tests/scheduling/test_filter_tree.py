@@ -7,7 +7,7 @@ import pytest
 
 from extproc.decision import Decision
 from extproc.scheduling.filter_chain import FilterChain
-from extproc.scheduling.filter_tree import Node, Tree
+from extproc.scheduling.filter_tree import FilterTree, FilterTreeNode
 from extproc.scheduling.filters.adapter_active import AdapterActive
 from extproc.scheduling.filters.drop_request import DropRequest
 from extproc.scheduling.filters.kv_range import KvRange
@@ -21,7 +21,7 @@ class Broken(msgspec.Struct, frozen=True):
     kind: ClassVar[str] = "broken"
     needs: ClassVar[frozenset[Signal]] = frozenset()
 
-    def keep(self, turn, candidates):
+    def filter(self, turn, candidates):
         raise ValueError("broken")
 
 
@@ -31,10 +31,10 @@ class Memory(msgspec.Struct, frozen=True):
 
     seen: list
 
-    def keep(self, turn, candidates):
+    def filter(self, turn, candidates):
         return candidates
 
-    def chosen(self, decision, now):
+    def on_committed(self, decision, now):
         self.seen.append(decision.endpoints[0].name)
 
     def keys(self, turn):
@@ -50,28 +50,34 @@ POD = {"waiting": 1, "kv_usage": 0.5}
 def test_an_exception_is_a_failure():
     """The walk goes on with what came in, along the failure branch."""
     there = builders.candidates({"a": POD, "b": {**POD, "waiting": 9}})
-    drop, queue = Node(filter=DropRequest()), Node(filter=QueueRange())
-    tree = Tree(root=Node(filter=Broken(), on_success=drop, on_failure=queue))
-    assert builders.names(tree.keep(builders.turn(), there)) == ["a"]
+    drop, queue = FilterTreeNode(filter=DropRequest()), FilterTreeNode(filter=QueueRange())
+    tree = FilterTree(root=FilterTreeNode(filter=Broken(), on_success=drop, on_failure=queue))
+    assert builders.names(tree.filter(builders.context(), there)) == ["a"]
 
 
 def test_an_exception_at_the_end_of_the_walk_is_the_trees():
     """The profile then notes it and lets everybody pass, as with any filter."""
-    tree = Tree(root=Node(filter=LowLatency(), on_success=Node(filter=Broken())))
+    tree = FilterTree(
+        root=FilterTreeNode(filter=LowLatency(), on_success=FilterTreeNode(filter=Broken()))
+    )
     with pytest.raises(ValueError, match="broken"):
-        tree.keep(builders.turn(), builders.candidates({"a": POD}))
+        tree.filter(builders.context(), builders.candidates({"a": POD}))
 
 
 def test_the_walk_is_told():
     """Each filter on the way, who it left, which branch followed and what it raised."""
     there = builders.candidates({"a": POD, "b": {**POD, "waiting": 60}})
-    kv = Node(filter=KvRange())
-    low = Node(filter=LowLatency(), on_success=Node(filter=Broken(), on_failure=kv))
-    kept, branches = Tree(root=Node(filter=DropRequest(), on_either=low)).walk(
-        builders.turn(), there
+    kv = FilterTreeNode(filter=KvRange())
+    low = FilterTreeNode(
+        filter=LowLatency(), on_success=FilterTreeNode(filter=Broken(), on_failure=kv)
+    )
+    kept, branches = FilterTree(root=FilterTreeNode(filter=DropRequest(), on_either=low)).walk(
+        builders.context(), there
     )
     assert builders.names(kept) == ["a"]
-    told = [(one.name, builders.names(one.survivors), one.way, one.fault) for one in branches]
+    told = [
+        (one.name, builders.names(one.survivors), one.branch, one.error_type) for one in branches
+    ]
     assert told == [
         ("drop-request", [], "either", ""),
         ("low-latency", ["a"], "success", ""),
@@ -84,9 +90,11 @@ def test_filters_with_a_memory_are_told():
     """A tree passes on decisions, keys and headers for the answer."""
     seen = []
     memory = Memory(seen)
-    tree = Tree(root=Node(filter=KvRange(), on_either=Node(filter=memory)))
-    turn, pod = builders.turn(), builders.candidate("a", **POD)
-    tree.chosen(Decision(turn.request, [pod.endpoint]), 1.0)
+    tree = FilterTree(
+        root=FilterTreeNode(filter=KvRange(), on_either=FilterTreeNode(filter=memory))
+    )
+    turn, pod = builders.context(), builders.candidate("a", **POD)
+    tree.on_committed(Decision(turn.request, [pod.endpoint]), 1.0)
     assert seen == ["a"]
     assert tree.keys(turn) == {"memory": "m"}
     assert tree.answer_headers(turn, pod.endpoint) == [("x-memory", "a")]
@@ -94,8 +102,8 @@ def test_filters_with_a_memory_are_told():
 
 def test_a_tree_needs_what_its_filters_need():
     """Signals of every branch count, whichever is walked."""
-    kv = Node(filter=KvRange())
-    tree = Tree(root=Node(filter=AdapterActive(), on_success=kv, on_failure=kv))
+    kv = FilterTreeNode(filter=KvRange())
+    tree = FilterTree(root=FilterTreeNode(filter=AdapterActive(), on_success=kv, on_failure=kv))
     assert tree.needs == {Signal.ADAPTERS, Signal.KV_USAGE}
     assert len(tree.filters) == 2
 
@@ -116,6 +124,6 @@ def test_soft_affinity_lets_one_in_a_thousand_go():
             "roomy": {**POD, "adapters": [], "adapter_slots": 2},
         }
     )
-    turn = builders.turn(model="lora")
-    went = sum(builders.names(chain.keep(turn, there)) == ["roomy"] for _ in range(20_000))
+    turn = builders.context(model="lora")
+    went = sum(builders.names(chain.filter(turn, there)) == ["roomy"] for _ in range(20_000))
     assert 7 <= went <= 33

@@ -2,7 +2,7 @@
 
 import sys
 
-from extproc.decision import Late
+from extproc.decision import LazySequence
 from extproc.scheduling.costs.estimated_time import EstimatedTime
 from extproc.testing import builders
 
@@ -15,7 +15,7 @@ def test_it_is_made_once_and_only_when_looked_at():
         made.append(1)
         return ["a", "b", "c"]
 
-    late = Late(make)
+    late = LazySequence(make)
     assert not made
     assert (len(late), late[0], late[1:], list(late)) == (3, "a", ["b", "c"], ["a", "b", "c"])
     assert len(made) == 1
@@ -23,9 +23,9 @@ def test_it_is_made_once_and_only_when_looked_at():
 
 def test_it_equals_what_it_stands_for():
     """Two decisions with the same terms are the same, however the terms are kept."""
-    late = Late(lambda: ["a", "b"])
+    late = LazySequence(lambda: ["a", "b"])
     assert late == ["a", "b"] == late
-    assert late == Late(lambda: ("a", "b"))
+    assert late == LazySequence(lambda: ("a", "b"))
     assert late != ["a"]
     assert late != ["a", "c"]
     assert late != 2
@@ -36,8 +36,8 @@ def test_terms_do_not_keep_the_prompt():
     """What is held for explaining a cost later is numbers: the ring of decisions drops prompts."""
     prompt = bytes(1000)
     without = sys.getrefcount(prompt)
-    turn = builders.turn(prompt=prompt, prompt_tokens=250)
-    priced = EstimatedTime().price(turn, builders.candidates({"one": {}, "two": {}}))
+    turn = builders.context(prompt=prompt, prompt_tokens=250)
+    priced = EstimatedTime().cost(turn, builders.candidates({"one": {}, "two": {}}))
     del turn
     assert sys.getrefcount(prompt) == without
     assert len(priced.terms[0][1]) == 2

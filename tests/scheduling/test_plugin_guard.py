@@ -1,11 +1,11 @@
 import msgspec
 import pytest
 
-from extproc.decision import Decision, Priced
+from extproc.decision import CostResult, Decision
 from extproc.scheduling.framework import BypassedError, Observer
 from extproc.scheduling.pickers.max_score import MaxScore
-from extproc.scheduling.plugin_guard import Counts, Guarded, Guards, Limits
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, GuardLimits, PluginCounters
+from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.scorers.queue_depth import QueueDepth
 from tests.scheduling import builders
 
@@ -38,18 +38,18 @@ class Slow:
             raise self.raises
         return [1.0] * len(candidates)
 
-    def keep(self, turn, candidates):
+    def filter(self, turn, candidates):
         self.score(turn, candidates)
         return candidates
 
-    def price(self, turn, candidates):
-        return Priced("slow", "s", self.score(turn, candidates))
+    def cost(self, turn, candidates):
+        return CostResult("slow", "s", self.score(turn, candidates))
 
     def pick(self, turn, candidates, totals, *, count):
         self.score(turn, candidates)
         return (0,)
 
-    def chosen(self, decision, now):
+    def on_committed(self, decision, now):
         self.score(None, [])
         self.seen.append(decision)
 
@@ -59,9 +59,11 @@ class Bench:
 
     def __init__(self, **limits):
         self.slow = Slow()
-        self.counts = Counts()
-        limits = Limits(**{"budget_s": 2 * MS, **limits})
-        self.guarded = Guarded(self.slow, Guards(self.slow.stopwatch, self.counts, limits))
+        self.counts = PluginCounters()
+        limits = GuardLimits(**{"budget_s": 2 * MS, **limits})
+        self.guarded = GuardedPlugin(
+            self.slow, GuardFactory(self.slow.stopwatch, self.counts, limits)
+        )
         self.now = 100.0
 
     def call(self, takes=0.0):
@@ -75,7 +77,7 @@ class Bench:
 
     @property
     def turn(self):
-        return msgspec.structs.replace(builders.turn(), now=self.now)
+        return msgspec.structs.replace(builders.context(), now=self.now)
 
     def calls(self, *takes):
         return [self.call(each) for each in takes]
@@ -130,7 +132,7 @@ def test_a_bad_trial_bypasses_at_once():
 def test_two_instances_have_accounts_of_their_own():
     """One profile's slow instance does not take another's away."""
     bench = Bench()
-    other = Guarded(bench.slow, bench.guarded._guards)
+    other = GuardedPlugin(bench.slow, bench.guarded._guards)
     bench.calls(3 * MS, 3 * MS, 3 * MS)
     assert bench.calls(0) == [False]
     assert other.score(bench.turn, FLEET) == [1.0, 1.0]
@@ -139,9 +141,9 @@ def test_two_instances_have_accounts_of_their_own():
 @pytest.mark.parametrize("role", ["filter", "scorer", "cost", "picker"])
 def test_profile_goes_on_without_a_bypassed_plugin(role):
     """Every role: the decision stands, says so, and is the one without the plugin."""
-    bench = Bench(strikes=1)
+    bench = Bench(max_overruns=1)
     guarded = bench.guarded
-    profile = Profile(
+    profile = SchedulerProfile(
         "p",
         (guarded,) if role == "filter" else (),
         ((guarded, 9.0),) if role == "scorer" else ((QueueDepth(), 1.0),),
@@ -164,9 +166,9 @@ def test_exceptions_are_counted_and_never_leave(error):
     """Even an exit costs the plugin's own contribution only."""
     bench = Bench()
     bench.slow.raises = error
-    decision = Profile("p", (), ((bench.guarded, 1.0),), MaxScore()).run(bench.turn, FLEET)
+    decision = SchedulerProfile("p", (), ((bench.guarded, 1.0),), MaxScore()).run(bench.turn, FLEET)
     assert isinstance(decision, Decision)
-    name = "ZeroDivisionError" if isinstance(error, Exception) else "ExitError"
+    name = "ZeroDivisionError" if isinstance(error, Exception) else "PluginExitError"
     assert decision.degraded == f"scorer slow raised {name}"
     assert bench.counts.exceptions == {("scorer", "slow"): 1}
 
@@ -182,13 +184,13 @@ def test_ctrl_c_is_not_the_plugins():
 def test_memory_that_raises_is_swallowed_and_counted():
     """A committed decision stands whatever the plugin's memory does; slow memory is an overrun."""
     bench = Bench()
-    decision = Decision(builders.turn().request, [FLEET[0].endpoint])
+    decision = Decision(builders.context().request, [FLEET[0].endpoint])
     assert isinstance(bench.guarded, Observer)
-    bench.guarded.chosen(decision, 100.0)
+    bench.guarded.on_committed(decision, 100.0)
     bench.slow.raises = ValueError()
     bench.slow.takes = 3 * MS
     for _ in range(4):
-        bench.guarded.chosen(decision, 100.0)
+        bench.guarded.on_committed(decision, 100.0)
     assert bench.slow.seen == [decision]
     assert bench.slow.calls == 4
     assert bench.counts.exceptions == {("observer", "slow"): 3}
@@ -197,8 +199,8 @@ def test_memory_that_raises_is_swallowed_and_counted():
 
 def test_a_plugin_without_memory_needs_none():
     """What was chosen is not told to a plugin that does not ask."""
-    guards = Guards(lambda: 0.0, Counts())
-    Guarded(QueueDepth(), guards).chosen(Decision(builders.turn().request, []), 1.0)
+    guards = GuardFactory(lambda: 0.0, PluginCounters())
+    GuardedPlugin(QueueDepth(), guards).on_committed(Decision(builders.context().request, []), 1.0)
     assert not guards.counts.exceptions
 
 
@@ -218,23 +220,23 @@ def test_a_plugin_cannot_reorder_or_keep_what_others_read():
             assert isinstance(totals, tuple)
             return (1, 0)
 
-    guarded = Guarded(Keeps(), Guards(lambda: 0.0, Counts()))
-    assert guarded.score(builders.turn(), FLEET) == [0.5, 1.0]
-    assert guarded.pick(builders.turn(), FLEET, [0.0, 1.0], count=1) == [1, 0]
+    guarded = GuardedPlugin(Keeps(), GuardFactory(lambda: 0.0, PluginCounters()))
+    assert guarded.score(builders.context(), FLEET) == [0.5, 1.0]
+    assert guarded.pick(builders.context(), FLEET, [0.0, 1.0], count=1) == [1, 0]
 
 
 def answering(**methods):
     """A guarded plugin with the given answers, and its counters."""
     plugin = type("Answers", (), {"kind": "answers", "needs": frozenset(), **methods})()
-    guards = Guards(lambda: 0.0, Counts())
-    return Guarded(plugin, guards), guards.counts
+    guards = GuardFactory(lambda: 0.0, PluginCounters())
+    return GuardedPlugin(plugin, guards), guards.counts
 
 
 @pytest.mark.parametrize("order", [[1.0], ["0"], [None], None])
 def test_positions_are_whole_numbers(order):
     """A pick that would fail only when it is used is the picker's fault."""
     guarded, counts = answering(pick=lambda *_, count: order)
-    decision = Profile("p", (), (), guarded).run(builders.turn(), FLEET)
+    decision = SchedulerProfile("p", (), (), guarded).run(builders.context(), FLEET)
     assert builders.names(decision.endpoints) == ["a"]
     assert decision.degraded == "picker answers raised TypeError"
     assert counts.exceptions == {("picker", "answers"): 1}
@@ -243,17 +245,17 @@ def test_positions_are_whole_numbers(order):
 @pytest.mark.parametrize(
     "priced",
     [
-        Priced("c", "s", [1.0]),
-        Priced("c", "s", [1.0, 2.0], [("wait", [1.0])]),
-        Priced("c", "s", ["x", 2.0]),
+        CostResult("c", "s", [1.0]),
+        CostResult("c", "s", [1.0, 2.0], [("wait", [1.0])]),
+        CostResult("c", "s", ["x", 2.0]),
         None,
     ],
 )
 def test_costs_and_terms_are_numbers_as_many_as_candidates(priced):
     """A cost model that answers anything else is left out."""
     guarded, counts = answering(price=lambda *_: priced)
-    decision = Profile("p", (), (), MaxScore(), guarded).run(builders.turn(), FLEET)
-    assert decision.priced is None
+    decision = SchedulerProfile("p", (), (), MaxScore(), guarded).run(builders.context(), FLEET)
+    assert decision.cost is None
     assert decision.degraded.startswith("cost answers raised ")
     assert counts.exceptions == {("cost", "answers"): 1}
 
@@ -267,8 +269,10 @@ def test_answer_headers_can_be_sent(headers):
     guarded, counts = answering(
         score=lambda *_: [1.0, 0.0], answer_headers=lambda *_: headers, keys=lambda *_: {"k": 5}
     )
-    decision = Profile("p", (), ((guarded, 1.0),), MaxScore()).run(builders.turn(), FLEET)
-    assert (decision.answer_headers, decision.keys) == ((), {})
+    decision = SchedulerProfile("p", (), ((guarded, 1.0),), MaxScore()).run(
+        builders.context(), FLEET
+    )
+    assert (decision.answer_headers, decision.plugin_keys) == ((), {})
     assert "answer of answers raised" in decision.degraded
     assert counts.exceptions == {("answerer", "answers"): 1, ("observer", "answers"): 1}
 
@@ -282,7 +286,7 @@ def test_what_a_plugin_tells_passes():
         keys=lambda *_: {"k": "v"},
         max_num_of_endpoints=2,
     )
-    decision = Profile("p", (), ((guarded, 1.0),), guarded).run(builders.turn(), FLEET)
-    assert (decision.answer_headers, decision.keys) == ((("x-a", "b c"),), {"k": "v"})
+    decision = SchedulerProfile("p", (), ((guarded, 1.0),), guarded).run(builders.context(), FLEET)
+    assert (decision.answer_headers, decision.plugin_keys) == ((("x-a", "b c"),), {"k": "v"})
     assert len(decision.endpoints) == 2
     assert not counts.exceptions

@@ -131,7 +131,7 @@ def test_ten_thousand_choices_agree():
                 )
                 for name in there
             ]
-            turn = builders.turn(model=adapter or "base", opening=text)
+            turn = builders.context(model=adapter or "base", opening=text)
             chosen = picker.pick(turn, candidates, [0.0] * len(there), count=1)
             wanted = straightforward(ring, loads, held, adapter, text, floor)
             assert [there[i] for i in chosen] == [wanted]
@@ -146,7 +146,7 @@ def test_a_new_endpoint_takes_only_its_share():
     many = [*few, builders.candidate("pod-8")]
     moved = 0
     for i in range(2000):
-        turn = builders.turn(opening=f"question {i}")
+        turn = builders.context(opening=f"question {i}")
         before = picker.pick(turn, few, [0.0] * 8, count=1)
         after = picker.pick(turn, many, [0.0] * 9, count=1)
         if before != after:
@@ -159,9 +159,9 @@ def test_places_are_computed_once():
     """Loads, order and time do not matter."""
     picker = PrefixHash()
     there = [builders.candidate(f"pod-{i}", in_flight=i) for i in range(5)]
-    picker.pick(builders.turn(), there, [0.0] * 5, count=1)
+    picker.pick(builders.context(), there, [0.0] * 5, count=1)
     before = dict(picker._rings)
-    picker.pick(builders.turn(), there[::-1], [0.0] * 5, count=1)
+    picker.pick(builders.context(), there[::-1], [0.0] * 5, count=1)
     assert all(picker._rings[name] is ring for name, ring in before.items())
     assert len(picker._rings) == 5
 
@@ -171,7 +171,7 @@ def test_endpoints_that_are_gone_are_forgotten():
     picker = PrefixHash(replication=1)
     for start in range(0, 10_000, 500):
         there = [builders.candidate(f"pod-{i}") for i in range(start, start + 500)]
-        picker.pick(builders.turn(), there, [0.0] * 500, count=1)
+        picker.pick(builders.context(), there, [0.0] * 500, count=1)
         assert len(picker._rings) <= 4096 + 500
 
 
@@ -183,7 +183,7 @@ def test_endpoints_of_one_name_both_serve():
     )
     picker = PrefixHash()
     chosen = {
-        picker.pick(builders.turn(opening=str(i)), [one, other], [0.0, 0.0], count=1)[0]
+        picker.pick(builders.context(opening=str(i)), [one, other], [0.0, 0.0], count=1)[0]
         for i in range(50)
     }
     assert chosen == {0, 1}

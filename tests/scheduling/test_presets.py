@@ -8,9 +8,9 @@ import pytest
 from extproc.endpoint import Candidate, Endpoint
 from extproc.prefix_cache import blocks
 from extproc.prefix_cache.index import PrefixIndex
-from extproc.request import BYTES_PER_TOKEN, Request
+from extproc.request import BYTES_PER_TOKEN, InferenceRequest
 from extproc.scheduling import presets
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 
 
 class Fleet:
@@ -29,15 +29,21 @@ class Fleet:
 
     def send(self, prompt):
         """Route one request; the place of its endpoint."""
-        request = Request("chat", "m", prompt=prompt, prompt_tokens=len(prompt) // BYTES_PER_TOKEN)
+        request = InferenceRequest(
+            "chat", "m", prompt=prompt, prompt_tokens=len(prompt) // BYTES_PER_TOKEN
+        )
         chain = blocks.chain(prompt, b"m")
         depths = self.index.match(chain)
         tokens = blocks.DEFAULT.tokens
         candidates = [
-            Candidate(e, in_flight=n, requests=float(n), matched_tokens=tokens[depths[slot]])
+            Candidate(
+                e, in_flight=n, estimated_requests=float(n), matched_tokens=tokens[depths[slot]]
+            )
             for e, n, slot in zip(self.endpoints, self.in_flight, self.slots, strict=True)
         ]
-        decision = self.profile.run(Turn(request, 0.0, self.rng, blocks=chain), candidates)
+        decision = self.profile.run(
+            SchedulingContext(request, 0.0, self.rng, blocks=chain), candidates
+        )
         assert decision.degraded == ""
         place = self.endpoints.index(decision.endpoints[0])
         self.index.record((decision.endpoints[0].address, 0), chain)

@@ -6,7 +6,7 @@ from extproc.errors import ConfigError
 from extproc.scheduling import registry
 from extproc.scheduling.filters.max_waiting import MaxWaiting
 from extproc.scheduling.pickers.max_score import MaxScore
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.scorers.in_flight import InFlight
 from extproc.scheduling.scorers.queue_depth import QueueDepth
 from tests.scheduling import builders
@@ -30,7 +30,7 @@ class Says:
             raise self.answer
         return self.answer
 
-    def keep(self, turn, candidates):
+    def filter(self, turn, candidates):
         return self.score(turn, candidates)
 
     def pick(self, turn, candidates, totals, *, count):
@@ -41,30 +41,30 @@ QUEUE = ((QueueDepth(), 2.0),)
 
 
 def profile(*, filters=(), scorers=QUEUE, picker=None):
-    return Profile("p", tuple(filters), tuple(scorers), picker or MaxScore())
+    return SchedulerProfile("p", tuple(filters), tuple(scorers), picker or MaxScore())
 
 
 def run(**parts):
-    return profile(**parts).run(builders.turn(), FLEET)
+    return profile(**parts).run(builders.context(), FLEET)
 
 
 def test_decision_carries_every_step():
     """Who was in play, who survived, what each scorer said, the sums and the picker."""
     filters = (MaxWaiting(max_waiting_requests=50), MaxWaiting(max_waiting_requests=5))
     made = profile(filters=filters, scorers=((QueueDepth(), 2.0), (InFlight(), 1.0)))
-    decision = made.run(msgspec.structs.replace(builders.turn(), blocks=[1, 2]), FLEET)
+    decision = made.run(msgspec.structs.replace(builders.context(), blocks=[1, 2]), FLEET)
     assert decision.candidates == FLEET
     assert [(f.name, builders.names(f.survivors)) for f in decision.filters] == [
         ("max-waiting", ["a", "b"]),
         ("max-waiting", ["b"]),
     ]
-    assert builders.names(decision.finalists) == ["b"]
+    assert builders.names(decision.scored_candidates) == ["b"]
     assert [(s.name, s.weight, s.scores) for s in decision.scores] == [
         ("queue-depth", 2.0, [1.0]),
         ("in-flight", 1.0, [1.0]),
     ]
     assert decision.totals == [3.0]
-    assert (decision.profile, decision.picker, decision.blocks) == ("p", "max-score", [1, 2])
+    assert (decision.profile, decision.picker, decision.block_hashes) == ("p", "max-score", [1, 2])
     assert builders.names(decision.endpoints) == ["b"]
     assert decision.degraded == ""
 
@@ -72,17 +72,19 @@ def test_decision_carries_every_step():
 def test_matched_tokens_are_those_of_the_first_endpoint():
     """The decision says how much of the prompt its endpoint is believed to hold."""
     cached = builders.candidates({"a": {"matched_tokens": 64}, "b": {"in_flight": 3}})
-    assert profile(scorers=((InFlight(), 1.0),)).run(builders.turn(), cached).matched_tokens == 64
+    assert (
+        profile(scorers=((InFlight(), 1.0),)).run(builders.context(), cached).matched_tokens == 64
+    )
 
 
 def test_fallbacks_are_named_in_order():
     """Count asks for the best endpoint and those to try after it."""
-    assert builders.names(profile().run(builders.turn(), FLEET, count=5).endpoints) == ["b", "a"]
+    assert builders.names(profile().run(builders.context(), FLEET, count=5).endpoints) == ["b", "a"]
 
 
 def test_nobody_in_play_is_503():
     """Without candidates there is nothing to filter."""
-    assert profile().run(builders.turn(), []) == no_endpoints()
+    assert profile().run(builders.context(), []) == no_endpoints()
 
 
 def test_nobody_left_is_429():
@@ -190,16 +192,16 @@ class Wide(MaxScore):
 def test_plugins_leave_keys_and_answer_headers_in_the_decision():
     """What a plugin will remember the request by and tells the client stands in the decision."""
     made = profile(scorers=((Remembers([1.0, 0.0]), 1.0),))
-    turn = msgspec.structs.replace(builders.turn(), headers={"x-session-id": "s"})
+    turn = msgspec.structs.replace(builders.context(), headers={"x-session-id": "s"})
     decision = made.run(turn, FLEET)
-    assert decision.keys == {"session": "s"}
+    assert decision.plugin_keys == {"session": "s"}
     assert decision.answer_headers == (("x-served-by", "a"),)
 
 
 def test_broken_keys_and_answers_are_left_out():
     """A plugin that cannot say its keys costs only them."""
-    decision = profile(scorers=((Remembers([1.0, 0.0]), 1.0),)).run(builders.turn(), FLEET)
-    assert decision.keys == {}
+    decision = profile(scorers=((Remembers([1.0, 0.0]), 1.0),)).run(builders.context(), FLEET)
+    assert decision.plugin_keys == {}
     assert decision.answer_headers == (("x-served-by", "a"),)
     assert decision.degraded == "keys of says raised KeyError"
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from extproc.scheduling.pickers.rendezvous import Rendezvous
-from extproc.testing.builders import candidate, turn
+from extproc.testing.builders import candidate, context
 
 
 def picks(in_flight, *, others, matched=(0, 0, 0)):
@@ -16,7 +16,7 @@ def picks(in_flight, *, others, matched=(0, 0, 0)):
     ]
     found = Counter()
     for number in range(1000):
-        asked = turn(session=f"talk {number}", others=others)
+        asked = context(session=f"talk {number}", foreign_share=others)
         found[Rendezvous().pick(asked, fleet, [-1.0, -1.01, -1.02], count=1)[0]] += 1
     return [found[n] for n in range(3)]
 

@@ -4,10 +4,10 @@ from tests.scheduling import builders
 
 
 def walk(picker, candidates, steps, model="m"):
-    turn, names = builders.turn(model=model), ""
+    turn, names = builders.context(model=model), ""
     for _ in range(steps):
         chosen = candidates[picker.pick(turn, candidates, [], count=1)[0]].endpoint
-        picker.chosen(Decision(turn.request, [chosen]), turn.now)
+        picker.on_committed(Decision(turn.request, [chosen]), turn.now)
         names += chosen.name
     return names
 
@@ -40,9 +40,11 @@ def test_fallbacks_do_not_move_the_walk():
     """Naming two endpoints still advances by one."""
     picker, candidates = RoundRobin(), builders.candidates({"a": {}, "b": {}, "c": {}})
     picker._last["m"] = "a:8000"
-    turn = builders.turn(model="m")
+    turn = builders.context(model="m")
     assert picker.pick(turn, candidates, [], count=2) == [1, 2]
-    picker.chosen(Decision(turn.request, [candidates[1].endpoint, candidates[2].endpoint]), 0.0)
+    picker.on_committed(
+        Decision(turn.request, [candidates[1].endpoint, candidates[2].endpoint]), 0.0
+    )
     assert walk(picker, candidates, 1) == "c"
 
 
@@ -58,7 +60,7 @@ def test_a_dry_run_does_not_move_the_walk():
     """Only a request that was sent counts."""
     picker, candidates = RoundRobin(), builders.candidates({"a": {}, "b": {}})
     first = walk(picker, candidates, 1, model="x")
-    turn = builders.turn(model="x")
+    turn = builders.context(model="x")
     places = {picker.pick(turn, candidates, [], count=1)[0] for _ in range(5)}
     assert builders.names(candidates[place] for place in places) != [first]
     assert len(places) == 1

@@ -5,7 +5,7 @@ from extproc.decision import Decision
 from extproc.scheduling import sessions
 from extproc.scheduling.filters.session_affinity_filter import SessionAffinityFilter
 from extproc.scheduling.pickers.max_score_picker import MaxScorePicker
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.profile import SchedulerProfile
 from extproc.scheduling.scorers.header_label_affinity_scorer import HeaderLabelAffinityScorer
 from extproc.scheduling.scorers.session_affinity_scorer import SessionAffinityScorer
 from tests.scheduling import builders
@@ -19,18 +19,20 @@ def plugin(cls, **params):
 
 
 def profiles(**params):
-    filtering = Profile("f", (plugin(SessionAffinityFilter, **params),), (), MaxScorePicker())
+    filtering = SchedulerProfile(
+        "f", (plugin(SessionAffinityFilter, **params),), (), MaxScorePicker()
+    )
     scorer = plugin(SessionAffinityScorer, **params)
-    return [filtering, Profile("s", (), ((scorer, 1.0),), MaxScorePicker())]
+    return [filtering, SchedulerProfile("s", (), ((scorer, 1.0),), MaxScorePicker())]
 
 
 def decide(profile, now=100.0, seed=1, **facts):
-    return profile.run(builders.turn(seed, now=now, **facts), FLEET)
+    return profile.run(builders.context(seed, now=now, **facts), FLEET)
 
 
 def commit(profile, decision, now=100.0):
     for observer in profile.observers:
-        observer.chosen(decision, now)
+        observer.on_committed(decision, now)
 
 
 @pytest.mark.parametrize("profile", profiles(), ids=["filter", "scorer"])
@@ -43,7 +45,7 @@ def test_a_client_that_sends_its_token_back_stays(profile):
         again = decide(profile, seed=seed, headers={header: token})
         assert again.endpoints == first.endpoints
         assert again.answer_headers == first.answer_headers
-    assert first.keys == {}
+    assert first.plugin_keys == {}
 
 
 @pytest.mark.parametrize("profile", profiles(**BY_ID), ids=["filter", "scorer"])
@@ -75,22 +77,24 @@ def test_the_first_source_that_is_set_names_the_session():
     profile = profiles(**BY_ID, sessionIdConfig={"sources": sources})[1]
     by_header = decide(profile, headers={"x-chat": "one"}, session="two")
     by_parser = decide(profile, headers={}, session="two")
-    assert list(by_header.keys.values()) == ["one"]
-    assert list(by_parser.keys.values()) == ["two"]
-    assert decide(profile).keys == {}
+    assert list(by_header.plugin_keys.values()) == ["one"]
+    assert list(by_parser.plugin_keys.values()) == ["two"]
+    assert decide(profile).plugin_keys == {}
 
 
 def test_plugins_with_different_sources_remember_apart():
     """Two plugins of one profile do not take each other's sessions."""
     other = plugin(SessionAffinityFilter, **BY_ID, sessionIdConfig={"sources": [{"header": "x-b"}]})
-    profile = Profile("p", (plugin(SessionAffinityFilter, **BY_ID), other), (), MaxScorePicker())
+    profile = SchedulerProfile(
+        "p", (plugin(SessionAffinityFilter, **BY_ID), other), (), MaxScorePicker()
+    )
     decision = decide(profile, headers={"x-session-id": "one", "x-b": "two"})
-    assert sorted(decision.keys.values()) == ["one", "two"]
+    assert sorted(decision.plugin_keys.values()) == ["one", "two"]
 
 
 def test_memory_is_bounded_by_number():
     """Of too many sessions the longest unused is forgotten."""
-    memory = sessions.Memory(10.0)
+    memory = sessions.SessionTable(10.0)
     memory.bind("first", "x:1", 0.0)
     for i in range(sessions.MOST_SESSIONS - 1):
         memory.bind(str(i), "x:1", 1.0)
@@ -102,7 +106,7 @@ def test_memory_is_bounded_by_number():
 
 def test_memory_is_bounded_by_age():
     """Sessions nobody used for long go when something is added."""
-    memory = sessions.Memory(10.0)
+    memory = sessions.SessionTable(10.0)
     for now, session in enumerate("abca"):
         memory.bind(session, "x:1", float(now))
     memory.bind("d", "x:1", 12.5)
@@ -113,7 +117,7 @@ def test_memory_is_bounded_by_age():
 def test_tokens_that_are_none_name_nobody():
     """Whatever a client sends as a token, there is an answer."""
     for token in ("", "%%%", "YQ", "w6TDtsO8", "/w==", "é", "Lw=="):
-        assert sessions.named(token, FLEET) == ""
+        assert sessions.find_candidate(token, FLEET) == ""
 
 
 @pytest.mark.parametrize("source", [{}, {"header": "x", "attribute": "y"}])
@@ -127,14 +131,14 @@ def test_the_label_of_who_serves_is_told():
     """header-label-affinity stamps the answer unless told not to, and only where there is one."""
     labelled = builders.candidate("z", labels={"zone": "eu"}).endpoint
     scorer = HeaderLabelAffinityScorer(header_name="X-Zone", label_key="zone")
-    assert scorer.answer_headers(builders.turn(), labelled) == (("x-zone", "eu"),)
-    assert scorer.answer_headers(builders.turn(), FLEET[0].endpoint) == ()
+    assert scorer.answer_headers(builders.context(), labelled) == (("x-zone", "eu"),)
+    assert scorer.answer_headers(builders.context(), FLEET[0].endpoint) == ()
     silent = msgspec.structs.replace(scorer, stamp_response_header=False)
-    assert silent.answer_headers(builders.turn(), labelled) == ()
+    assert silent.answer_headers(builders.context(), labelled) == ()
 
 
 def test_a_decision_without_keys_binds_nobody():
     """A decision made without this plugin, such as a rescue, is no reason to fail."""
     scorer = plugin(SessionAffinityScorer, **BY_ID)
-    scorer.chosen(Decision(builders.turn().request, [FLEET[0].endpoint]), 1.0)
+    scorer.on_committed(Decision(builders.context().request, [FLEET[0].endpoint]), 1.0)
     assert len(scorer._affinity.memory) == 0

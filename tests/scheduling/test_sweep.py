@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.decision import Decision, Rejection
-from extproc.endpoint import UNKNOWN, Candidate, Endpoint, Load, Rates, Residency
+from extproc.endpoint import NO_LOAD, AdapterResidency, Candidate, Endpoint, Load, StepTimeModel
 from extproc.scheduling import presets
 from extproc.testing import builders
 from tests.support.seeded import examples
@@ -20,7 +20,7 @@ SIZES = (0, 1, 2, 3, 10, 100, 1000)
 
 maybe = st.none() | st.integers(0, 200)
 adapters = st.none() | st.frozensets(st.sampled_from(("lora", "x", "y", "")), max_size=3)
-loads = st.just(UNKNOWN) | st.builds(
+loads = st.just(NO_LOAD) | st.builds(
     Load,
     at=st.just(99.0),
     waiting=st.none() | st.floats(0, 1e6),
@@ -44,15 +44,15 @@ kinds_of_candidate = st.builds(
     labels=labels,
     age_s=st.sampled_from((0.0, 1.0, float("inf"))),
     in_flight=st.integers(0, 1000),
-    requests=st.floats(0, 1e6),
+    estimated_requests=st.floats(0, 1e6),
     prompt_tokens=st.integers(0, 10**6),
     matched_tokens=st.integers(0, 10**6),
     queued_tokens=st.floats(0, 1e9),
-    unseen_tokens=st.floats(0, 1e9),
-    open_tokens=st.floats(0, 1e4),
-    residency=st.sampled_from(list(Residency)),
+    unscraped_tokens=st.floats(0, 1e9),
+    active_context_tokens=st.floats(0, 1e4),
+    residency=st.sampled_from(list(AdapterResidency)),
     rates=st.builds(
-        Rates,
+        StepTimeModel,
         step_s=st.floats(0, 1),
         prefill_s=st.floats(0, 1),
         decode_s=st.floats(0, 1),
@@ -71,9 +71,9 @@ turns = st.builds(
     ),
     blocks=st.lists(st.integers(0, 2**64 - 1), max_size=20).map(tuple),
     opening=st.text(max_size=120),
-    returning=st.floats(0, 1),
-    growth_tokens=st.floats(0, 1e4),
-    away=st.floats(0, 0.5),
+    continuation_ratio=st.floats(0, 1),
+    expected_growth_tokens=st.floats(0, 1e4),
+    idle_conversations_per_open=st.floats(0, 0.5),
 )
 
 
@@ -98,7 +98,7 @@ def check(profile, outcome, there, count):
     known = {c.endpoint.address for c in there}
     chosen = [endpoint.address for endpoint in outcome.endpoints]
     assert known.issuperset(chosen)
-    assert 1 <= len(set(chosen)) == len(chosen) <= max(count, profile.width)
+    assert 1 <= len(set(chosen)) == len(chosen) <= max(count, profile.max_endpoints)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,13 +111,13 @@ def check(profile, outcome, there, count):
 )
 def test_any_pool_gets_a_decision_or_a_refusal(name, kinds, size, facts, count):
     """Never somebody who is no candidate, never an exception, never a degraded decision."""
-    there, turn = crowd(kinds, size), builders.turn(**facts)
+    there, turn = crowd(kinds, size), builders.context(**facts)
     profile = PROFILES[name]
     outcome = profile.run(turn, there, count=count)
     check(profile, outcome, there, count)
     if isinstance(outcome, Decision):
         for observer in profile.observers:
-            observer.chosen(outcome, turn.now)
+            observer.on_committed(outcome, turn.now)
 
 
 METRICS = [
@@ -138,9 +138,9 @@ def without(missing, size):
     gone = dict.fromkeys(METRICS if missing == "everything" else [missing])
     return [
         c
-        if c.load is UNKNOWN
+        if c.load is NO_LOAD
         else msgspec.structs.replace(c, load=msgspec.structs.replace(c.load, **gone))
-        for c in builders.crowd(size)
+        for c in builders.loaded_candidates(size)
     ]
 
 
@@ -151,6 +151,6 @@ def test_a_missing_metric_costs_nobody_a_request(name, missing):
     profile = PROFILES[name]
     for size in SIZES:
         there = without(missing, size)
-        outcome = profile.run(builders.turn(model="lora", opening="Which way?"), there)
+        outcome = profile.run(builders.context(model="lora", opening="Which way?"), there)
         check(profile, outcome, there, 1)
         assert isinstance(outcome, Decision if there else Rejection)

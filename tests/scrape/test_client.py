@@ -14,7 +14,7 @@ def run(request):
 
 
 def subject(**options):
-    return client.Client(**{"timeout_s": 60.0, "cap_bytes": 10_000, "idle_s": 60.0} | options)
+    return client.ScrapeClient(**{"timeout_s": 60.0, "cap_bytes": 10_000, "idle_s": 60.0} | options)
 
 
 def at(server, host="127.0.0.1"):
@@ -63,7 +63,7 @@ def test_a_fresh_connection_is_not_tried_twice(run, http):
         async with http.serving(http.Server(b"", close_after=True)) as server:
             return await subject().get(at(server)), server.connections
 
-    assert run(scene()) == (client.Failed("closed"), 1)
+    assert run(scene()) == (client.FetchFailed("closed"), 1)
 
 
 def test_an_idle_connection_is_not_used(run, http):
@@ -90,7 +90,7 @@ def test_116_a_status_other_than_200_is_a_failure(run, http):
             fetch.close()
             return pages
 
-    assert run(scene()) == [client.Failed("status 500"), http.PAGE]
+    assert run(scene()) == [client.FetchFailed("status 500"), http.PAGE]
 
 
 def test_116_a_hanging_server_times_out(run, http):
@@ -107,7 +107,7 @@ def test_116_a_hanging_server_times_out(run, http):
             return first, later, server.connections
 
     first, later, connections = run(scene())
-    assert (first, later) == (client.Failed("timeout"), http.PAGE)
+    assert (first, later) == (client.FetchFailed("timeout"), http.PAGE)
     assert connections >= 2
 
 
@@ -118,7 +118,7 @@ def test_a_body_that_stops_halfway_times_out(run, http):
         async with http.serving(http.Server(http.answer()[:-5])) as server:
             return await subject(timeout_s=0.05).get(at(server))
 
-    assert run(scene()) == client.Failed("timeout")
+    assert run(scene()) == client.FetchFailed("timeout")
 
 
 def test_nobody_listening_is_refused(run):
@@ -130,7 +130,7 @@ def test_nobody_listening_is_refused(run):
         async def scene():
             return await subject().get(where)
 
-        assert run(scene()) == client.Failed("refused")
+        assert run(scene()) == client.FetchFailed("refused")
 
 
 def test_a_page_over_the_cap_is_a_failure(run, http):
@@ -140,7 +140,7 @@ def test_a_page_over_the_cap_is_a_failure(run, http):
         async with http.serving(http.Server(http.answer(b"x" * 10_001))) as server:
             return await subject().get(at(server))
 
-    assert run(scene()) == client.Failed("too large")
+    assert run(scene()) == client.FetchFailed("too large")
 
 
 def test_bytes_nobody_asked_for_end_the_connection(run, http):

@@ -6,7 +6,7 @@ from extproc.scrape import http_response
 
 
 def fed(*pieces, cap_bytes=1000, end=False):
-    answer = http_response.Reply(cap_bytes=cap_bytes)
+    answer = http_response.HttpResponseParser(cap_bytes=cap_bytes)
     for piece in pieces:
         answer.feed(piece)
     if end:

@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from extproc.endpoint import Load, Totals
+from extproc.endpoint import EngineCounters, Load
 from extproc.scrape import engines, metrics_page
 from tests.support.seeded import examples
 
@@ -39,7 +39,7 @@ def test_a_real_page_is_read_whole():
         prefix_queries=254591.0,
         prefix_hits=46944.0,
         started_at=1.79518724195e09,
-        totals=Totals(
+        counters=EngineCounters(
             steps=2141.0,
             step_tokens=215327.0,
             prompt_tokens=254591.0,
@@ -203,7 +203,7 @@ def test_sglang_tells_its_work_by_mode():
         'sglang:realtime_tokens_total{mode="prefill_compute",tp_rank="0"} 700',
         'sglang:realtime_tokens_total{mode="prefill_cache",tp_rank="0"} 300',
         'sglang:realtime_tokens_total{mode="decode",tp_rank="0"} 50',
-    ).totals
+    ).counters
     assert (totals.finished, totals.finished_prompt_tokens) == (3.0, 900.0)
     assert (totals.computed_tokens, totals.decoded_tokens) == (700.0, 50.0)
 
@@ -297,7 +297,7 @@ def test_a_page_of_an_unknown_engine_says_nothing():
 def test_what_is_no_metrics_page_is_said_so(body):
     """Empty, HTML, JSON and binary bodies are a value with a reason."""
     found = metrics_page.read(body, 7.0)
-    assert isinstance(found, metrics_page.Unreadable)
+    assert isinstance(found, metrics_page.UnreadablePage)
     assert found.reason
 
 
@@ -326,7 +326,7 @@ def test_any_bytes_give_a_load_or_a_reason(body):
 def test_a_damaged_real_page_never_raises(at, noise, gap):
     """A real page cut, patched and spliced anywhere is read or refused."""
     damaged = LORA[:at] + noise + LORA[at + gap :]
-    assert isinstance(metrics_page.read(damaged, 7.0), Load | metrics_page.Unreadable)
+    assert isinstance(metrics_page.read(damaged, 7.0), Load | metrics_page.UnreadablePage)
 
 
 @hypothesis.given(
@@ -367,7 +367,7 @@ def test_the_table_names_each_engine_once():
 )
 def test_a_page_made_to_be_slow_is_not(body):
     """Time grows with the length of a page, not with its square: these would take minutes."""
-    assert isinstance(metrics_page.read(body, 7.0), Load | metrics_page.Unreadable)
+    assert isinstance(metrics_page.read(body, 7.0), Load | metrics_page.UnreadablePage)
 
 
 _NUMBERS = st.one_of(

@@ -3,12 +3,12 @@ import random
 
 import pytest
 
-from extproc.endpoint import Endpoint, Models
+from extproc.endpoint import Endpoint, ServedModels
 from extproc.pool import store
 from extproc.scrape import client, model_list_poller, models_page, schedule, scraper
 
 LIST = b'{"data": [{"id": "m"}, {"id": "lora", "parent": "m"}]}'
-LISTED = Models(frozenset({"m"}), frozenset({"lora"}))
+LISTED = ServedModels(frozenset({"m"}), frozenset({"lora"}))
 PAGE = b"vllm:num_requests_waiting 3\n"
 
 
@@ -23,11 +23,13 @@ class Engine:
         self.asked = []
         self.forgotten = []
         self.facts = []
-        self.fleet = store.Fleet(lambda _: None)
+        self.fleet = store.PoolStore(lambda _: None)
         endpoint = Endpoint("10.0.0.1:8000", labels=dict(labelled))
-        self.fleet.replace([endpoint], 0.0)
+        self.fleet.set_endpoints([endpoint], 0.0)
         self.scraper = scraper.Scraper(
-            scraper.Settings(models=model_list_poller.Settings(interval_s=interval_s, jitter=0.0)),
+            scraper.ScraperSettings(
+                models=model_list_poller.ModelListSettings(interval_s=interval_s, jitter=0.0)
+            ),
             self.fleet,
             client=self,
             clock=lambda: self.now,
@@ -35,7 +37,7 @@ class Engine:
             on_fact=self.facts.append,
             missed=lambda: self.missed,
         )
-        self.watch = scraper.Watch(self.scraper, self.fleet.pool.members[0])
+        self.watch = scraper.EndpointScraper(self.scraper, self.fleet.pool.members[0])
 
     async def get(self, where):
         path = where.request.split()[1].decode()
@@ -91,7 +93,8 @@ def test_never_means_never():
 
 
 @pytest.mark.parametrize(
-    "failure", [client.Failed("status 404"), client.Failed("timeout"), b"<html>", b'{"data": []}']
+    "failure",
+    [client.FetchFailed("status 404"), client.FetchFailed("timeout"), b"<html>", b'{"data": []}'],
 )
 def test_a_failed_list_leaves_what_is_known_and_is_tried_again_sooner(failure):
     """After 2, 4, 8 s and at last every interval; the names stay."""
@@ -118,7 +121,7 @@ def test_an_endpoint_that_never_listed_anything_stays_unknown():
 
     async def scene():
         engine = Engine()
-        engine.list = client.Failed("status 404")
+        engine.list = client.FetchFailed("status 404")
         await engine.at(0, 2, 6)
         assert engine.models is None
 
@@ -131,9 +134,9 @@ def test_who_cannot_be_reached_is_not_asked_for_more(reason):
 
     async def scene():
         engine = Engine()
-        engine.page = client.Failed(reason)
+        engine.page = client.FetchFailed(reason)
         assert await engine.at(0, 1) == 0
-        engine.page = client.Failed("status 404")
+        engine.page = client.FetchFailed("status 404")
         assert await engine.at(2) == 1
 
     asyncio.run(scene())
@@ -149,7 +152,7 @@ def test_a_restarted_engine_is_asked_at_once():
         engine.page = PAGE + b"process_start_time_seconds 2000\n"
         engine.list = b'{"data": [{"id": "other"}]}'
         assert await engine.at(2, 3) == 2
-        assert engine.models == Models(frozenset({"other"}))
+        assert engine.models == ServedModels(frozenset({"other"}))
 
     asyncio.run(scene())
 
@@ -181,7 +184,7 @@ def test_models_are_asked_for_on_the_port_that_serves():
         assert engine.asked == [(9100, "/metrics"), (8000, "/v1/models")]
         async with asyncio.TaskGroup() as tasks:
             await engine.scraper.step(tasks)
-            engine.fleet.replace([], 0.0)
+            engine.fleet.set_endpoints([], 0.0)
             await engine.scraper.step(tasks)
         assert engine.forgotten == [9100, 8000]
 
@@ -190,11 +193,11 @@ def test_models_are_asked_for_on_the_port_that_serves():
 
 def test_a_list_that_outlives_its_endpoint_is_dropped():
     """Names of an earlier life are not those of the new one."""
-    held = store.Fleet(lambda _: None)
-    held.replace([Endpoint("10.0.0.1:1")], 0.0)
+    held = store.PoolStore(lambda _: None)
+    held.set_endpoints([Endpoint("10.0.0.1:1")], 0.0)
     old = held.pool.members[0].endpoint
-    held.replace([], 0.0)
-    held.replace([Endpoint("10.0.0.1:1")], 0.0)
+    held.set_endpoints([], 0.0)
+    held.set_endpoints([Endpoint("10.0.0.1:1")], 0.0)
     held.observe_models(old, LISTED)
     assert held.pool.members[0].models is None
 
@@ -217,17 +220,19 @@ def test_both_pages_share_a_connection(http):
     async def scene():
         served = http.Server(http.answer(PAGE), http.answer(LIST))
         async with http.serving(served, "127.0.0.1"):
-            held = store.Fleet(lambda _: None)
-            held.replace([Endpoint(f"127.0.0.1:{served.port}")], 0.0)
-            fetch = client.Client(timeout_s=60.0, cap_bytes=10_000)
+            held = store.PoolStore(lambda _: None)
+            held.set_endpoints([Endpoint(f"127.0.0.1:{served.port}")], 0.0)
+            fetch = client.ScrapeClient(timeout_s=60.0, cap_bytes=10_000)
             subject = scraper.Scraper(
-                scraper.Settings(models=model_list_poller.Settings(interval_s=30.0)),
+                scraper.ScraperSettings(
+                    models=model_list_poller.ModelListSettings(interval_s=30.0)
+                ),
                 held,
                 client=fetch,
                 clock=asyncio.get_running_loop().time,
                 rng=random.Random(1),
             )
-            await scraper.Watch(subject, held.pool.members[0]).step()
+            await scraper.EndpointScraper(subject, held.pool.members[0]).step()
             fetch.close()
             assert served.connections == 1
             assert b"accept: application/json\r\n" in served.requests[1]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoint import Models
+from extproc.endpoint import ServedModels
 from extproc.request import MAX_NAME_BYTES
 from extproc.scrape import models_page
 
@@ -27,7 +27,7 @@ def test_vllm_lists_base_and_adapters():
             {**card, "id": "lora-a", "root": "/loras/a", "parent": "tiny", "max_model_len": None},
         )
     )
-    assert found == Models(frozenset({"tiny", "small"}), frozenset({"lora-a"}))
+    assert found == ServedModels(frozenset({"tiny", "small"}), frozenset({"lora-a"}))
     assert "tiny" in found
     assert "lora-a" in found
     assert "lora-b" not in found
@@ -36,7 +36,7 @@ def test_vllm_lists_base_and_adapters():
 @pytest.mark.parametrize("parent", ["", "m", 3, [], {}])
 def test_a_parent_that_is_none_of_another_model_makes_no_adapter(parent):
     """Engines put other things into `parent`, such as nothing, or the model itself."""
-    assert models_page.read(page({"id": "m", "parent": parent})) == Models(frozenset({"m"}))
+    assert models_page.read(page({"id": "m", "parent": parent})) == ServedModels(frozenset({"m"}))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from extproc.scrape import schedule
 
-STEADY = schedule.Pace(jitter=0.0)
+STEADY = schedule.ScrapeSchedule(jitter=0.0)
 
 
 def wait(
@@ -51,7 +51,7 @@ def test_failures_back_off_to_a_cap():
 @hypothesis.given(failures=st.integers(1, 10**9), idle=st.integers(1, 200), seed=st.integers())
 def test_a_refused_endpoint_is_scraped_again_within_two_seconds(failures, idle, seed):
     """However often nobody listened, the next look ends within 2 s, jitter and tick included."""
-    settings = schedule.Pace()
+    settings = schedule.ScrapeSchedule()
     wait_s = schedule.wait_s(
         settings,
         busy=False,
@@ -61,14 +61,14 @@ def test_a_refused_endpoint_is_scraped_again_within_two_seconds(failures, idle, 
         refused=True,
         rng=random.Random(seed),
     )
-    assert 0.0 < schedule.to_tick_s(0.0, wait_s, pace=settings) <= 2.0 + 1e-9
+    assert 0.0 < schedule.align_to_tick(0.0, wait_s, pace=settings) <= 2.0 + 1e-9
 
 
 def test_a_refused_endpoint_is_scraped_no_later_than_any_other_failing_one():
     """Shorter caps hold for refused endpoints too, and a large fleet stretches their wait."""
-    short = schedule.Pace(jitter=0.0, slow_s=1.0, backoff_cap_s=0.5)
+    short = schedule.ScrapeSchedule(jitter=0.0, slow_s=1.0, backoff_cap_s=0.5)
     assert wait(short, failures=9, refused=True) == 0.5
-    assert wait(schedule.Pace(jitter=0.0, slow_s=1.0), failures=9, refused=True) == 0.975
+    assert wait(schedule.ScrapeSchedule(jitter=0.0, slow_s=1.0), failures=9, refused=True) == 0.975
     assert wait(idle_endpoints=1000, failures=9, refused=True) == pytest.approx(1.975 * 5)
     assert wait(idle_endpoints=9000, failures=9, refused=True) == pytest.approx(10.0)
 
@@ -92,7 +92,7 @@ def test_the_jitter_stays_in_its_share(
         "failures": failures,
         "refused": refused,
     }
-    spread = schedule.wait_s(schedule.Pace(), rng=random.Random(seed), **facts)
+    spread = schedule.wait_s(schedule.ScrapeSchedule(), rng=random.Random(seed), **facts)
     # The cap of a refused one makes room for the jitter.
     steady = wait(**facts)
     if refused:
@@ -105,7 +105,7 @@ def test_the_jitter_stays_in_its_share(
 @hypothesis.given(now=st.floats(0, 1e7), wait_s=st.floats(0, 100))
 def test_waits_end_on_ticks(now, wait_s):
     """A wait is lengthened by less than one tick, to a multiple of it."""
-    longer = schedule.to_tick_s(now, wait_s, pace=STEADY)
+    longer = schedule.align_to_tick(now, wait_s, pace=STEADY)
     assert wait_s <= longer <= wait_s + STEADY.tick_s
     ticks = (now + longer) / STEADY.tick_s
     assert ticks == pytest.approx(round(ticks), abs=1e-3)

@@ -9,9 +9,9 @@ from extproc.pool import store
 from extproc.scrape import client, metrics_page, schedule, scraper
 from extproc.supervision import Supervisor
 
-QUICK = scraper.Settings(
+QUICK = scraper.ScraperSettings(
     follow_s=0.0,
-    pace=schedule.Pace(
+    pace=schedule.ScrapeSchedule(
         fast_s=0.001, slow_s=0.001, scrapes_per_s=1e9, tick_s=0.001, backoff_cap_s=0.001
     ),
 )
@@ -59,7 +59,7 @@ class Scene:
     def __init__(self, *endpoints, settings=QUICK, **answers):
         self.clock = Clock()
         self.fetcher = Fetcher(self.clock, **answers)
-        self.fleet = store.Fleet(lambda _: None)
+        self.fleet = store.PoolStore(lambda _: None)
         self.facts = []
         self.hold(*endpoints)
         self.subject = scraper.Scraper(
@@ -72,12 +72,12 @@ class Scene:
         )
 
     def hold(self, *endpoints):
-        self.fleet.replace(
+        self.fleet.set_endpoints(
             [one if isinstance(one, Endpoint) else Endpoint(one) for one in endpoints], 0.0
         )
 
     def watch(self, at=0):
-        return scraper.Watch(self.subject, self.fleet.pool.members[at])
+        return scraper.EndpointScraper(self.subject, self.fleet.pool.members[at])
 
     def load(self, at=0):
         return self.fleet.pool.members[at].load
@@ -90,7 +90,7 @@ def test_a_page_reaches_the_fleet_with_its_time():
         scene = Scene("10.0.0.1:1")
         await scene.watch().step()
         assert (scene.load().waiting, scene.load().at) == (3.0, 100.25)
-        assert scene.facts == [scraper.ScrapeFact("10.0.0.1:1", "ok", 0.25, "vllm")]
+        assert scene.facts == [scraper.ScrapeResult("10.0.0.1:1", "ok", 0.25, "vllm")]
 
     asyncio.run(scene())
 
@@ -118,9 +118,9 @@ def test_the_mark_is_taken_before_the_request():
 @pytest.mark.parametrize(
     ("answer", "outcome"),
     [
-        (client.Failed("timeout"), "timeout"),
-        (client.Failed("refused"), "refused"),
-        (client.Failed("status 500"), "status 500"),
+        (client.FetchFailed("timeout"), "timeout"),
+        (client.FetchFailed("refused"), "refused"),
+        (client.FetchFailed("status 500"), "status 500"),
         (b"<html>", "unreadable"),
         (12, "bug: TypeError"),
     ],
@@ -247,7 +247,7 @@ def test_the_loops_follow_the_endpoint_set():
             assert leaves.task.cancelled()
             scene.hold()
             await scene.subject.step(tasks)
-        assert scene.subject.census.busy == 0
+        assert scene.subject.endpoint_counts.busy == 0
 
     asyncio.run(scene())
 
@@ -298,17 +298,17 @@ def test_real_engines_are_scraped_over_sockets(http):
     async def scene():
         one, two = http.Server(), http.Server(http.answer(b"sglang:num_queue_reqs 9\n"))
         async with http.serving(one, "127.0.0.1"), http.serving(two, "127.0.0.2"):
-            fleet_ = store.Fleet(lambda _: None)
-            fleet_.replace(
+            fleet_ = store.PoolStore(lambda _: None)
+            fleet_.set_endpoints(
                 [Endpoint(f"127.0.0.1:{one.port}"), Endpoint(f"127.0.0.2:{two.port}")], 0.0
             )
-            fetch = client.Client(timeout_s=60.0, cap_bytes=10_000)
+            fetch = client.ScrapeClient(timeout_s=60.0, cap_bytes=10_000)
             clock = asyncio.get_running_loop().time
             subject = scraper.Scraper(
                 QUICK, fleet_, client=fetch, clock=clock, rng=random.Random(1)
             )
             for member in fleet_.pool.members:
-                await scraper.Watch(subject, member).step()
+                await scraper.EndpointScraper(subject, member).step()
             fetch.close()
             return [(member.load.engine, member.load.waiting) for member in fleet_.pool.members]
 
@@ -320,7 +320,9 @@ def test_whoever_refuses_is_scraped_again_within_two_seconds(reason, longest_s):
     """Back-off from refused connections ends at 2 s, from others at its own cap."""
 
     async def scene():
-        scene = Scene("10.0.0.1:1", settings=scraper.Settings(), p1=client.Failed(reason))
+        scene = Scene(
+            "10.0.0.1:1", settings=scraper.ScraperSettings(), p1=client.FetchFailed(reason)
+        )
         watch = scene.watch()
         for _ in range(9):
             await watch.step()

@@ -6,12 +6,12 @@ import asyncio
 import json
 from collections import Counter
 
-from extproc.config.flow_control import Holding
+from extproc.config.flow_control import FlowControlSection
 from extproc.decision import Rejection
 from extproc.endpoint import Endpoint, Load
-from extproc.request import RawRequest
-from extproc.server.bug_log import Bugs
-from extproc.server.flow_control_shell import Gate
+from extproc.request import HttpRequest
+from extproc.server.bug_log import BugLog
+from extproc.server.flow_control_shell import AsyncFlowController
 from tests.support.pool_fixture import House
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -25,13 +25,13 @@ class Place:
         self.house = House(dict.fromkeys(addresses), profile=profile)
         routing = self.house.dispatcher.routing
         settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
-        self.house.dispatcher.adopt(routing.__class__(routing.profile, {}, settings))
+        self.house.dispatcher.reconfigure(routing.__class__(routing.profile, {}, settings))
         self.bugs = Counter()
-        self.gate = Gate(
+        self.gate = AsyncFlowController(
             self.house.dispatcher,
-            Holding(enabled=True, **holding),
+            FlowControlSection(enabled=True, **holding),
             clock=lambda: self.now,
-            bugs=Bugs(self.bugs, lambda: self.now),
+            bugs=BugLog(self.bugs, lambda: self.now),
         )
 
     @property
@@ -43,7 +43,7 @@ class Place:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         self.asked += 1
         body = json.dumps({"model": model, "prompt": f"{self.asked} " + "word " * tokens}).encode()
-        raw = RawRequest({":method": "POST", ":path": "/v1/completions", **named}, body)
+        raw = HttpRequest({":method": "POST", ":path": "/v1/completions", **named}, body)
         prepared = self.house.dispatcher.prepare(raw)
         request = prepared.request.__class__(
             **{
@@ -56,20 +56,20 @@ class Place:
         prepared = prepared.__class__(request, prepared.chain, raw, request)
         outcome = self.house.dispatcher.decide(prepared, self.now)
         if isinstance(outcome, Rejection) and outcome.waits_s is not None:
-            return self.gate.hold(prepared, outcome, self.now)
+            return self.gate.enqueue(prepared, outcome, self.now)
         return outcome
 
     def come(self, *addresses):
         """These endpoints are all there are."""
-        self.house.fleet.replace([Endpoint(address) for address in addresses], self.now)
-        self.gate.changed()
+        self.house.fleet.set_endpoints([Endpoint(address) for address in addresses], self.now)
+        self.gate.notify_capacity()
 
     def load(self, address, **facts):
         """A scrape of an endpoint."""
         fleet = self.house.fleet
         mark = fleet.begin_scrape(fleet.pool.find(address).endpoint)
         fleet.observe(mark, Load(at=self.now, engine="vllm", **facts), self.now)
-        self.gate.changed()
+        self.gate.notify_capacity()
 
 
 async def answered(*held):

@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from extproc.protocol.messages import Kind
+from extproc.protocol.messages import MessageKind
 from extproc.server import stream_handler
 from extproc.wire import codec
 from tests.support import ext_proc_script, serving
@@ -51,7 +51,7 @@ async def test_an_answer_that_is_being_said_is_said_before_the_end():
         context = Writing()
         handler = asyncio.ensure_future(scene.servicer.process(None, context))
         await context.writes.wait()
-        released = asyncio.ensure_future(scene.servicer.release(5.0, apart_s=0.0))
+        released = asyncio.ensure_future(scene.servicer.drain_streams(5.0, apart_s=0.0))
         await asyncio.wait([handler, released], timeout=0.01)
         assert not context.written.cancelled()
         context.written.set_result(None)
@@ -92,7 +92,7 @@ async def test_one_stream_of_a_connection_is_served_until_the_others_ended():
     """After GOAWAY the connection ends with its last stream, and with it what nobody read."""
     async with serving.serving(House({ext_proc_script.ONE: None})) as scene:
         kept, *others = await open_streams(scene, 3)
-        released = asyncio.ensure_future(scene.servicer.release(5.0, apart_s=3600.0))
+        released = asyncio.ensure_future(scene.servicer.drain_streams(5.0, apart_s=3600.0))
         for one in others:
             assert await one.call.code() is grpc.StatusCode.OK
         await kept.say(ext_proc_script.response_headers())
@@ -106,7 +106,7 @@ async def test_one_stream_of_a_connection_is_served_until_the_others_ended():
 async def test_all_streams_are_released(count):
     async with serving.serving(House({ext_proc_script.ONE: None})) as scene:
         streams = await open_streams(scene, count)
-        await scene.servicer.release(5.0, apart_s=0.0 if count > 1 else 3600.0)
+        await scene.servicer.drain_streams(5.0, apart_s=0.0 if count > 1 else 3600.0)
         for one in streams:
             assert await one.call.code() is grpc.StatusCode.OK
         assert scene.servicer.shared.tallies.streams_open == 0
@@ -114,25 +114,27 @@ async def test_all_streams_are_released(count):
 
 def fail_at(monkeypatch, kind):
     """Let every stream run into a bug with messages of one kind."""
-    turn = stream_handler.Stream.turn
+    turn = stream_handler.StreamHandler.handle
 
     def broken(stream, event):
         if event.kind is kind:
             raise ZeroDivisionError
         return turn(stream, event)
 
-    monkeypatch.setattr(stream_handler.Stream, "turn", broken)
+    monkeypatch.setattr(stream_handler.StreamHandler, "handle", broken)
 
 
-@pytest.mark.parametrize("kind", [Kind.REQUEST_HEADERS, Kind.REQUEST_BODY, Kind.RESPONSE_HEADERS])
+@pytest.mark.parametrize(
+    "kind", [MessageKind.REQUEST_HEADERS, MessageKind.REQUEST_BODY, MessageKind.RESPONSE_HEADERS]
+)
 async def test_servicer_answers_a_bug_with_500(monkeypatch, kind):
     """Until the response began the client hears of it, and the stream ends with OK."""
     fail_at(monkeypatch, kind)
     house = House({ext_proc_script.ONE: None})
     script = {
-        Kind.REQUEST_HEADERS: ext_proc_script.request_headers(),
-        Kind.REQUEST_BODY: ext_proc_script.request_body(BODY, ends=True),
-        Kind.RESPONSE_HEADERS: ext_proc_script.response_headers(),
+        MessageKind.REQUEST_HEADERS: ext_proc_script.request_headers(),
+        MessageKind.REQUEST_BODY: ext_proc_script.request_body(BODY, ends=True),
+        MessageKind.RESPONSE_HEADERS: ext_proc_script.response_headers(),
     }
     # The stream ends with the answer, and gRPC refuses to send what comes later.
     messages = list(script.values())[: list(script).index(kind) + 1]
@@ -150,7 +152,7 @@ async def test_servicer_answers_a_bug_with_500(monkeypatch, kind):
 
 async def test_servicer_ends_a_stream_with_internal_once_the_response_began(monkeypatch):
     """A response that cannot be gone on with is broken off; its data plane decides what then."""
-    fail_at(monkeypatch, Kind.RESPONSE_BODY)
+    fail_at(monkeypatch, MessageKind.RESPONSE_BODY)
     house = House({ext_proc_script.ONE: None})
     async with serving.serving(house) as scene:
         stream = scene.stream()
@@ -175,7 +177,7 @@ async def test_servicer_turns_away_what_exceeds_max_streams_and_nothing_else():
         assert await crowded.call.code() is grpc.StatusCode.OK
         assert house.in_flight == 2
         tallies = scene.servicer.shared.tallies
-        assert tallies.of("").rejections == {(429, "rejected-saturated"): 1}
+        assert tallies.for_pool("").rejections == {(429, "rejected-saturated"): 1}
         assert await first.end() is grpc.StatusCode.OK
         while tallies.streams_open > 1:
             await asyncio.sleep(0)

@@ -7,11 +7,11 @@ import math
 
 import pytest
 
-from extproc.config.flow_control import Holding
+from extproc.config.flow_control import FlowControlSection
 from extproc.decision import Decision, Rejection
-from extproc.flow_control.rate_limit import Limit
-from extproc.request import RawRequest
-from extproc.server.flow_control_shell import Granted, Held, Reservation
+from extproc.flow_control.rate_limit import RateLimit
+from extproc.request import HttpRequest
+from extproc.server.flow_control_shell import Admission, QueuedRequest, RateReservation
 from tests.server.gate_scene import A, B, Place, answered
 
 
@@ -19,10 +19,10 @@ async def test_a_request_waits_for_the_first_endpoint():
     """Held while there is none, sent on when one comes, charged to it."""
     place = Place()
     held = place.ask()
-    assert isinstance(held, Held)
+    assert isinstance(held, QueuedRequest)
     place.come(A)
     (granted,) = await answered(held)
-    assert isinstance(granted, Granted)
+    assert isinstance(granted, Admission)
     assert granted.decision.endpoints[0].address == A
     assert place.house.fleet.pool.members[0].account.in_flight == 1
     assert place.gate.queue.count == 0
@@ -33,7 +33,7 @@ async def test_a_gateway_s_own_choice_does_not_wait():
     """A subset hint that nobody fits is 503 at once, as the protocol has it."""
     place = Place()
     body = b'{"model": "m", "prompt": "x"}'
-    raw = RawRequest({":method": "POST", ":path": "/v1/completions"}, body, subset=(A,))
+    raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body, subset=(A,))
     prepared = place.house.dispatcher.prepare(raw)
     assert place.house.dispatcher.decide(prepared, place.now).waits_s is None
 
@@ -61,11 +61,11 @@ async def test_busy_endpoints_are_waited_for():
     place = Place(A)
     place.load(A, waiting=20, running=8, kv_usage=0.9)
     held = place.ask()
-    assert isinstance(held, Held)
-    assert held.why.status == 429
+    assert isinstance(held, QueuedRequest)
+    assert held.rejection.status == 429
     place.load(A, waiting=0, running=4, kv_usage=0.5)
     (granted,) = await answered(held)
-    assert isinstance(granted, Granted)
+    assert isinstance(granted, Admission)
 
 
 async def test_without_a_scrape_nobody_is_busy():
@@ -110,11 +110,11 @@ async def test_a_client_that_leaves_is_gone_at_once():
     """Waiting or just granted: nothing stays charged or kept."""
     place = Place()
     one, other = place.ask(), place.ask()
-    place.gate.left(one, place.now)
+    place.gate.cancel(one, place.now)
     assert place.gate.queue.count == 1
     place.come(A)
     await answered(other)
-    place.gate.left(other, place.now)
+    place.gate.cancel(other, place.now)
     assert place.house.fleet.pool.members[0].account.in_flight == 0
     assert place.gate.outcomes == {"left": 1, "went": 1}
 
@@ -149,15 +149,15 @@ async def test_the_end_of_the_picker_ends_waits():
 
 async def test_tenants_are_limited():
     """Over the limit is 429; what an answer did not use is given back."""
-    place = Place(A, limit=Limit(tokens_per_s=10.0, burst_s=10.0))
+    place = Place(A, limit=RateLimit(tokens_per_s=10.0, burst_s=10.0))
     body = b'{"model": "m", "prompt": "abcd", "max_tokens": 90}'
     headers = {":method": "POST", ":path": "/v1/completions", "x-llm-d-inference-fairness-id": "t"}
-    prepared = place.house.dispatcher.prepare(RawRequest(headers, body))
+    prepared = place.house.dispatcher.prepare(HttpRequest(headers, body))
     assert place.gate.tenant(prepared) == "t"
     reserved = place.gate.reserve(prepared, place.now)
     assert place.gate.reserve(prepared, place.now).status == 429
-    place.gate.used(reserved, {"prompt": 1, "completion": 5}, place.now)
-    assert isinstance(place.gate.reserve(prepared, place.now), Reservation)
+    place.gate.record_usage(reserved, {"prompt": 1, "completion": 5}, place.now)
+    assert isinstance(place.gate.reserve(prepared, place.now), RateReservation)
     assert place.gate.queue.turns.attained("t", place.now) == pytest.approx(10.0)
 
 
@@ -175,8 +175,8 @@ async def test_promises_end_with_the_wait():
         place.load(address, waiting=20, running=8, kv_usage=0.5)
     accounts = [member.account for member in place.house.fleet.pool.members]
     held = [place.ask(tokens=400) for _ in range(3)]
-    assert sum(account.open_tokens for account in accounts) > 1000
-    place.gate.left(held[0], place.now)
+    assert sum(account.active_context_tokens for account in accounts) > 1000
+    place.gate.cancel(held[0], place.now)
     place.load(A, waiting=0, running=4, kv_usage=0.5)
     await answered(held[1])
     place.gate.pump()
@@ -184,9 +184,9 @@ async def test_promises_end_with_the_wait():
     place.gate.pump()
     await answered(*held[1:])
     for one in held[1:]:
-        if isinstance(one.answer.result(), Granted):
+        if isinstance(one.answer.result(), Admission):
             one.answer.result().ticket.close(place.now)
-    assert [account.open_tokens for account in accounts] == [0.0, 0.0]
+    assert [account.active_context_tokens for account in accounts] == [0.0, 0.0]
 
 
 async def test_the_timer_is_for_the_first_deadline():
@@ -229,28 +229,28 @@ async def test_promises_end_with_a_refusal():
         place.load(address, waiting=20, running=8, kv_usage=0.5)
     accounts = [member.account for member in place.house.fleet.pool.members]
     held = [place.ask(tokens=400) for _ in range(3)]
-    assert sum(account.open_tokens for account in accounts) > 1000
+    assert sum(account.active_context_tokens for account in accounts) > 1000
     place.house.now += 6.0
     place.gate.pump()
     assert all(one.status == 429 for one in await answered(*held))
-    assert [account.open_tokens for account in accounts] == [0.0, 0.0]
+    assert [account.active_context_tokens for account in accounts] == [0.0, 0.0]
 
 
 async def test_other_settings_are_gone_by():
     """Limits that stay keep what was taken; headers and half-life are the new ones."""
-    limited = {"limit": Limit(requests_per_s=0.1, burst_s=10.0)}
+    limited = {"limit": RateLimit(requests_per_s=0.1, burst_s=10.0)}
     place = Place(A, **limited)
     headers = {":method": "POST", ":path": "/v1/completions", "x-team": "t"}
-    raw = RawRequest(headers, b'{"model": "m", "prompt": "x"}')
+    raw = HttpRequest(headers, b'{"model": "m", "prompt": "x"}')
     prepared = place.house.dispatcher.prepare(raw)
-    assert isinstance(place.gate.reserve(prepared, place.now), Reservation)
-    place.gate.adopt(Holding(enabled=True, half_life_s=1.0, **limited))
+    assert isinstance(place.gate.reserve(prepared, place.now), RateReservation)
+    place.gate.adopt(FlowControlSection(enabled=True, half_life_s=1.0, **limited))
     assert place.gate.reserve(prepared, place.now).status == 429
     place.gate.queue.turns.charge("t", 64.0, place.now)
     assert place.gate.queue.turns.attained("t", place.now + 2.0) == pytest.approx(16.0)
-    place.gate.adopt(Holding(enabled=True, tenant_header="X-Team", **limited))
+    place.gate.adopt(FlowControlSection(enabled=True, tenant_header="X-Team", **limited))
     assert place.gate.tenant(prepared) == "t"
-    place.gate.adopt(Holding(enabled=True))
+    place.gate.adopt(FlowControlSection(enabled=True))
     assert place.gate.reserve(prepared, place.now).charge is None
 
 
@@ -258,8 +258,8 @@ async def test_what_an_answer_used_counts_in_place_of_the_estimate():
     """Turns follow the difference, so that the prompt counts once."""
     place = Place(A)
     body = b'{"model": "m", "prompt": "' + b"x" * 4000 + b'"}'
-    raw = RawRequest({":method": "POST", ":path": "/v1/completions"}, body)
+    raw = HttpRequest({":method": "POST", ":path": "/v1/completions"}, body)
     reserved = place.gate.reserve(place.house.dispatcher.prepare(raw), place.now)
     assert reserved.prompt_tokens == 1000
-    place.gate.used(reserved, {"prompt": 1010, "completion": 5}, place.now)
+    place.gate.record_usage(reserved, {"prompt": 1010, "completion": 5}, place.now)
     assert place.gate.queue.turns.attained("", place.now) == pytest.approx(20.0)

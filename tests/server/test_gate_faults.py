@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.server.flow_control_shell import Granted
+from extproc.server.flow_control_shell import Admission
 from tests.server.gate_scene import A, Place, answered
 
 
@@ -26,7 +26,7 @@ async def test_a_decision_that_fails_is_answered_and_stops_nobody(caplog):
     place.house.dispatcher.decide = broken
     place.come(A)
     granted = await answered(*held)
-    assert all(isinstance(one, Granted) for one in granted)
+    assert all(isinstance(one, Admission) for one in granted)
     assert [bool(one.decision.degraded) for one in granted] == [True, False, True, False]
     assert place.house.in_flight == 4
     assert list(place.bugs.values()) == [2]
@@ -37,7 +37,7 @@ async def test_a_grant_that_fails_is_answered_500():
     """Whatever raises between decision and answer; nothing stays charged, and the next one goes."""
     place = Place()
     first, second = place.ask(), place.ask()
-    commit, failed = place.house.dispatcher.commit, []
+    commit, failed = place.house.dispatcher.reserve, []
 
     def broken(decision, now):
         if not failed:
@@ -45,11 +45,11 @@ async def test_a_grant_that_fails_is_answered_500():
             raise BrokenError
         return commit(decision, now)
 
-    place.house.dispatcher.commit = broken
+    place.house.dispatcher.reserve = broken
     place.come(A)
     refused, granted = await answered(first, second)
     assert (refused.status, refused.message) == (500, "the decision failed (BrokenError)")
-    assert isinstance(granted, Granted)
+    assert isinstance(granted, Admission)
     assert place.house.in_flight == 1
     assert place.gate.outcomes == {"failed": 1, "went": 1}
     assert place.gate.queue.count == 0
@@ -104,7 +104,7 @@ async def test_a_request_that_was_cancelled_is_not_charged():
     place.gate.pump()
     assert place.house.in_flight == 0
     assert not place.bugs
-    place.gate.left(held, place.now)
+    place.gate.cancel(held, place.now)
     assert place.house.in_flight == 0
 
 
@@ -112,6 +112,6 @@ async def test_a_client_that_leaves_is_waited_for_by_nobody():
     """Whatever awaits its answer ends."""
     place = Place()
     held = place.ask()
-    place.gate.left(held, place.now)
+    place.gate.cancel(held, place.now)
     assert held.answer.cancelled()
     place.gate.close()

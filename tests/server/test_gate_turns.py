@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from extproc.server.flow_control_shell import Held
+from extproc.server.flow_control_shell import QueuedRequest
 from tests.server.gate_scene import A, B, Place, answered
 from tests.support.virtual_loop import VirtualLoop
 
@@ -46,7 +46,7 @@ async def test_many_names_take_one_decision_of_a_pump():
     for address in (A, B):
         place.load(address, waiting=20, running=8, kv_usage=0.9)
     held = [place.ask(f"made-up-{n}", x_llm_d_inference_fairness_id=f"t{n}") for n in range(300)]
-    assert all(isinstance(one, Held) for one in held)
+    assert all(isinstance(one, QueuedRequest) for one in held)
     place.gate.pump()
     decide, decided = place.house.dispatcher.decide, []
 
@@ -144,7 +144,7 @@ def test_a_sweep_of_many_turns_leaves_half_of_the_time_to_others():
 
     async def test(loop):
         place = Computing(loop, look_s=0.001, held=200)
-        place.gate.changed()
+        place.gate.notify_capacity()
         others_s = await place.compute(lambda: place.looks >= 200, turn_s=0.0001)
         # After the last slice of 5 ms nobody has rested yet.
         assert place.pumped_s - 0.006 <= others_s <= place.pumped_s + 0.001
@@ -160,7 +160,7 @@ def test_events_without_end_leave_half_of_the_time_to_others():
         place = Computing(loop, look_s=0.001, held=4)
 
         def is_over():
-            place.gate.changed()
+            place.gate.notify_capacity()
             return loop.time() > 101.0
 
         others_s = await place.compute(is_over, turn_s=0.0001)
@@ -176,8 +176,8 @@ def test_timers_leave_half_of_the_time_to_others():
 
     async def test(loop):
         place = Computing(loop, look_s=0.001, held=20)
-        place.gate._turnstile.next_s = lambda soonest_s, now: 0.002
-        place.gate.changed()
+        place.gate._controller.next_s = lambda soonest_s, now: 0.002
+        place.gate.notify_capacity()
         await asyncio.sleep(1.0)
         assert 0.3 < place.pumped_s < 0.52
         place.gate.close()
@@ -191,7 +191,7 @@ def test_a_short_pump_is_followed_at_once():
     async def test(loop):
         place = Computing(loop, look_s=0.0001, held=2)
         for sweeps in range(1, 5):
-            place.gate.changed()
+            place.gate.notify_capacity()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert place.looks == 2 * sweeps

@@ -18,7 +18,7 @@ class Calls:
         return await future
 
     def reads(self):
-        return grpc_workarounds.Reads(self.read, lambda: self.breaking)
+        return grpc_workarounds.UncancelledReads(self.read, lambda: self.breaking)
 
 
 @pytest.fixture

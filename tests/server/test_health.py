@@ -13,10 +13,15 @@ from grpc_health.v1 import health_pb2
 from extproc.config import factory
 from extproc.config.settings import Settings
 from extproc.endpoint import Endpoint, Load
-from extproc.pool.condition import Verdict
-from extproc.pool.store import Fleet, Mark
+from extproc.pool.condition import RequestOutcome
+from extproc.pool.store import PoolStore, ScrapeToken
 from extproc.server import health
-from extproc.server.health import SPOKEN, FirstLook, Health, Readiness
+from extproc.server.health import (
+    SUPPORTED_APP_PROTOCOLS,
+    HealthServicer,
+    InitialScrapeGate,
+    Readiness,
+)
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 WHOLE = ["", "readiness", EXT_PROC]
@@ -32,7 +37,9 @@ def asked(name: str, *, draining: bool = False, elected: bool | None = None, **f
         leader=None if elected is None else lambda: elected,
     )
     readiness.draining = draining
-    answer = asyncio.run(Health(readiness).check(health_pb2.HealthCheckRequest(service=name), None))
+    answer = asyncio.run(
+        HealthServicer(readiness).check(health_pb2.HealthCheckRequest(service=name), None)
+    )
     return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
 
@@ -99,7 +106,9 @@ def test_the_list_agrees_with_check(*, elected: bool | None):
     readiness = Readiness(
         lambda: True, measured=lambda: False, leader=None if elected is None else lambda: elected
     )
-    told = asyncio.run(Health(readiness).list(health_pb2.HealthListRequest(), None)).statuses
+    told = asyncio.run(
+        HealthServicer(readiness).list(health_pb2.HealthListRequest(), None)
+    ).statuses
     names = {"", "liveness", "readiness", EXT_PROC}
     assert set(told) == (names if elected else names | {"inference-extension"})
     for name, one in told.items():
@@ -109,9 +118,9 @@ def test_the_list_agrees_with_check(*, elected: bool | None):
 
 def test_what_is_spoken():
     """Plain HTTP and HTTP/2 in plain text, and nobody saying anything; nothing else."""
-    assert "kubernetes.io/h2c" in SPOKEN
-    assert "" in SPOKEN
-    assert "kubernetes.io/wss" not in SPOKEN
+    assert "kubernetes.io/h2c" in SUPPORTED_APP_PROTOCOLS
+    assert "" in SUPPORTED_APP_PROTOCOLS
+    assert "kubernetes.io/wss" not in SUPPORTED_APP_PROTOCOLS
 
 
 class Looking:
@@ -119,9 +128,9 @@ class Looking:
 
     def __init__(self, *addresses: str, most_s: float = 3.0) -> None:
         self.now = 100.0
-        self.fleet = Fleet(on_gone=lambda _: None)
-        self.fleet.replace([Endpoint(address) for address in addresses], 100.0)
-        self.done = FirstLook(lambda: {"": self.fleet.pool}, lambda: self.now, most_s)
+        self.fleet = PoolStore(on_gone=lambda _: None)
+        self.fleet.set_endpoints([Endpoint(address) for address in addresses], 100.0)
+        self.done = InitialScrapeGate(lambda: {"": self.fleet.pool}, lambda: self.now, most_s)
 
     def scraped(self, address: str) -> None:
         member = self.fleet.pool.find(address)
@@ -143,7 +152,7 @@ def test_every_endpoint_is_looked_at_once():
     assert not looking.done()
     looking.failed("10.0.0.2:1")
     assert looking.done()
-    looking.fleet.replace([Endpoint("10.0.0.3:1")], looking.now)
+    looking.fleet.set_endpoints([Endpoint("10.0.0.3:1")], looking.now)
     assert looking.done()
 
 
@@ -169,13 +178,13 @@ def test_no_wait():
 
 def test_a_pool_that_fails_as_a_whole_is_named():
     """A picker stays ready then, and its page says what is the matter."""
-    fleet = factory.build(Settings()).fleet
-    fleet.replace([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
+    fleet = factory.build(Settings()).store
+    fleet.set_endpoints([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
     assert list(health.lines({"llama": fleet.pool})) == []
     for member in fleet.pool.members:
         for _ in range(9):
-            fleet.scrape_failed(Mark(member.endpoint, 0), "refused", 1.0)
-            fleet.told(member.endpoint, Verdict.FAILED, sent_at=1.0, now=1.0)
+            fleet.scrape_failed(ScrapeToken(member.endpoint, 0), "refused", 1.0)
+            fleet.record_outcome(member.endpoint, RequestOutcome.FAILED, sent_at=1.0, now=1.0)
     assert list(health.lines({"llama": fleet.pool})) == [
         "0 of 2 endpoints of pool llama take part: all are failing"
     ]

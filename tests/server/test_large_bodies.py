@@ -18,15 +18,15 @@ import pytest
 from extproc.decision import Rejection
 from extproc.parsing import model_edit, parse_job, preparsed, surfaces
 from extproc.prefix_cache import blocks
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from extproc.server import large_bodies, parser_worker
-from extproc.telemetry.counters import Tallies
+from extproc.telemetry.counters import ProcessCounters
 from tests.support import ext_proc_script, serving
 from tests.support.pool_fixture import House
 
 LIMIT = blocks.DEFAULT.limit_bytes
 TEXT = json.dumps({"model": "m", "prompt": "some text, " * 120_000}).encode()
-RAW = RawRequest({":method": "POST", ":path": "/v1/completions"}, TEXT)
+RAW = HttpRequest({":method": "POST", ":path": "/v1/completions"}, TEXT)
 CHAT = json.dumps(
     {"model": "m", "messages": [{"role": "user", "content": "x" * 1_200_000}]}
 ).encode()
@@ -36,7 +36,7 @@ LIMIT_S = 60.0
 @contextlib.asynccontextmanager
 async def reading(process=None, tallies=None):
     """Large bodies, with their tallies."""
-    tallies = tallies or Tallies()
+    tallies = tallies or ProcessCounters()
     bodies = large_bodies.LargeBodies(tallies, max_prompt_bytes=lambda: LIMIT, process=process)
     try:
         yield bodies, tallies
@@ -87,12 +87,12 @@ def process_ended(pid):
 @pytest.mark.parametrize("body", [TEXT, CHAT, TEXT[:-1], b"\0" * 2_000_000], ids=len)
 async def test_another_process_reads_what_we_would(body):
     """A request, a refusal, and where the name of the model stands."""
-    raw = RawRequest({":method": "POST", ":path": "/v1/completions", "x-session-id": "s"}, body)
+    raw = HttpRequest({":method": "POST", ":path": "/v1/completions", "x-session-id": "s"}, body)
     async with reading() as (bodies, tallies):
         read = await bodies.read(raw)
         assert type(read) is preparsed.PreparsedRequest
         assert surfaces.parse(read) == surfaces.parse(raw)
-        assert model_edit.splice(read, "new") == model_edit.splice(raw, "new")
+        assert model_edit.locate_model(read, "new") == model_edit.locate_model(raw, "new")
         assert (tallies.large_bodies, bodies.waiting_bytes) == ({"read": 1}, 0)
 
 
@@ -170,7 +170,7 @@ async def test_bodies_are_read_in_order_and_given_up_with_their_client():
     """Who leaves while waiting is not read; who leaves while being read is waited for."""
     process = SlowProcess()
     async with reading(process) as (bodies, tallies):
-        raws = [RawRequest(RAW.headers, b'{"n":%d}' % at) for at in range(4)]
+        raws = [HttpRequest(RAW.headers, b'{"n":%d}' % at) for at in range(4)]
         tasks = [asyncio.ensure_future(bodies.read(raw)) for raw in raws]
         await process.begun()
         tasks[0].cancel()
@@ -200,7 +200,7 @@ async def test_bodies_that_wait_are_bounded(monkeypatch):
         await asyncio.wait(tasks)
         monkeypatch.setattr(large_bodies, "MAX_WAITING_BYTES", 1)
         process.go.release()
-        assert isinstance(await bodies.read(RAW), RawRequest)
+        assert isinstance(await bodies.read(RAW), HttpRequest)
         assert tallies.large_bodies == {"read": 3, "refused": 1}
 
 
@@ -315,7 +315,7 @@ async def test_stream_refuses_a_large_body_that_is_wrong():
         stream = await send_large(scene, body)
         (said,) = await stream.hear()
         assert said.status == 400
-        refused = surfaces.parse(RawRequest(RAW.headers, body))
+        refused = surfaces.parse(HttpRequest(RAW.headers, body))
         assert said.error["error"]["message"].endswith(refused.message)
 
 
@@ -359,7 +359,7 @@ async def test_stream_that_drains_waits_for_its_large_body():
     async with serving_large(process) as (scene, _):
         stream = await send_large(scene)
         await process.begun()
-        released = asyncio.ensure_future(scene.servicer.release(LIMIT_S, apart_s=0.0))
+        released = asyncio.ensure_future(scene.servicer.drain_streams(LIMIT_S, apart_s=0.0))
         process.go.release()
         _, body = await hear_body(stream)
         assert body == TEXT

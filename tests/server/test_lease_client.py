@@ -14,11 +14,11 @@ from extproc.config import election
 from extproc.demo import stack
 from extproc.discovery.kubernetes import settings as watching
 from extproc.election import leader_elector, lease_state
-from extproc.election.settings import Settings
+from extproc.election.settings import ElectionSettings
 from extproc.errors import ConfigError
 from extproc.server import lease_client
 
-FIRST = lease_state.Put("me", 15, 0, acquired=True, version="")
+FIRST = lease_state.LeaseWrite("me", 15, 0, acquired=True, version="")
 NAME, PLACE = "l", "n"
 ALL = f"/apis/coordination.k8s.io/v1/namespaces/{PLACE}/leases"
 
@@ -88,9 +88,9 @@ def refused(status, message):
 
 @contextlib.asynccontextmanager
 async def opened(kubeconfig, **times):
-    wanted = Settings(name=NAME, namespace=PLACE, **times)
-    reaching = watching.Settings(sources=(), kubeconfig=kubeconfig)
-    one = lease_client.Leases(election.Plan(wanted, reaching))
+    wanted = ElectionSettings(name=NAME, namespace=PLACE, **times)
+    reaching = watching.KubernetesSettings(sources=(), kubeconfig=kubeconfig)
+    one = lease_client.LeaseClient(election.ElectionPlan(wanted, reaching))
     await one.open()
     try:
         yield one
@@ -111,8 +111,8 @@ async def test_created_renewed_and_read(tmp_path):
     async with kept(tmp_path) as (api, one):
         assert await one.look() is None
         made = await one.put(FIRST)
-        assert made == lease_state.Record("me", 15, 0, "1")
-        renewed = await one.put(lease_state.Put("me", 15, 0, acquired=False, version="1"))
+        assert made == lease_state.LeaseRecord("me", 15, 0, "1")
+        renewed = await one.put(lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1"))
         assert renewed.version == "2"
         assert await one.look() == renewed
         path = f"{ALL}/{NAME}"
@@ -127,7 +127,7 @@ async def test_labels_of_others_stay(tmp_path):
         await one.put(FIRST)
         api.lease["metadata"]["labels"] = {"team": "a"}
         await one.look()
-        await one.put(lease_state.Put("me", 15, 0, acquired=False, version="1"))
+        await one.put(lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1"))
         assert api.lease["metadata"]["labels"] == {"team": "a"}
 
 
@@ -136,10 +136,10 @@ async def test_outrun(tmp_path):
     async with kept(tmp_path) as (api, one):
         await one.put(FIRST)
         late = await one.put(FIRST)
-        assert (late.outrun, "409" in late.message) == (True, True)
+        assert (late.conflict, "409" in late.message) == (True, True)
         api.lease = None
-        gone = await one.put(lease_state.Put("me", 15, 0, acquired=False, version="1"))
-        assert gone.outrun
+        gone = await one.put(lease_state.LeaseWrite("me", 15, 0, acquired=False, version="1"))
+        assert gone.conflict
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ async def test_refusals_are_told(tmp_path, answer, words):
     async with kept(tmp_path) as (api, one):
         api.next = refused(*answer)
         failed = await one.put(FIRST)
-        assert isinstance(failed, leader_elector.Failed)
-        assert not failed.outrun
+        assert isinstance(failed, leader_elector.LeaseRequestFailed)
+        assert not failed.conflict
         assert all(word in failed.message for word in words), failed.message
 
 
@@ -164,7 +164,7 @@ async def test_an_answer_that_is_no_lease(tmp_path):
     """Is a failure, not an error."""
     async with kept(tmp_path) as (api, one):
         api.next = web.Response(text="<html>")
-        assert isinstance(await one.look(), leader_elector.Failed)
+        assert isinstance(await one.look(), leader_elector.LeaseRequestFailed)
 
 
 async def test_a_server_that_does_not_answer(tmp_path):
@@ -183,8 +183,8 @@ async def test_a_token_that_was_rotated(tmp_path):
         await one.put(FIRST)
         api.token = "new"
         api.kubeconfig("new")
-        assert isinstance(await one.look(), leader_elector.Failed)
-        assert await one.look() == lease_state.Record("me", 15, 0, "1")
+        assert isinstance(await one.look(), leader_elector.LeaseRequestFailed)
+        assert await one.look() == lease_state.LeaseRecord("me", 15, 0, "1")
 
 
 async def test_a_kubeconfig_that_is_none(tmp_path):

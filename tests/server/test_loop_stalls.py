@@ -7,13 +7,13 @@ import asyncio
 import pytest
 
 from extproc.server import loop_stalls
-from extproc.telemetry.counters import Tallies
+from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
 
 
 class Scene:
     def __init__(self):
-        self.tallies = Tallies()
+        self.tallies = ProcessCounters()
         self.now = self.computed = 0.0
         self.subject = loop_stalls.StallMeter(
             self.tallies, clock=lambda: self.now, thread_time=lambda: self.computed
@@ -74,7 +74,7 @@ async def test_a_stream_that_opens_shortens_the_interval():
 
 async def test_a_held_loop_shows_on_the_page():
     """The real loop, held for a while by a callback, and the page that says so."""
-    tallies = Tallies()
+    tallies = ProcessCounters()
     tallies.streams_open = 1
     subject = loop_stalls.StallMeter(tallies)
     subject.start()
@@ -99,7 +99,9 @@ async def test_a_held_loop_shows_on_the_page():
 async def test_a_look_that_raises_is_not_the_last():
     """The supervisor hears of it, and the timer is set again."""
     times = iter([0.0])
-    subject = loop_stalls.StallMeter(Tallies(), clock=lambda: 0.0, thread_time=lambda: next(times))
+    subject = loop_stalls.StallMeter(
+        ProcessCounters(), clock=lambda: 0.0, thread_time=lambda: next(times)
+    )
     subject.start()
     before = subject._timer
     with pytest.raises(StopIteration):

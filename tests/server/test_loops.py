@@ -14,14 +14,14 @@ import msgspec
 import pytest
 
 from extproc import supervision
-from extproc.config.settings import Xds
+from extproc.config.settings import XdsSection
 from extproc.discovery import static_discovery
 from extproc.election import leader_elector
-from extproc.election.lease_state import Record
-from extproc.election.settings import Settings as ElectionSettings
+from extproc.election.lease_state import LeaseRecord
+from extproc.election.settings import ElectionSettings
 from extproc.errors import ConfigError
 from extproc.server import app, redis_peer_channel, reload
-from extproc.server.listeners import Addresses
+from extproc.server.listeners import ListenAddresses
 from extproc.supervision import Supervisor
 from tests.support import serving
 
@@ -35,7 +35,7 @@ class Serving:
         self.settings = settings
         self.ready = asyncio.Event()
         self.stop = self.hurry = self.addresses = self.picker = None
-        monkeypatch.setattr(app.signals, "follow", self.follow)
+        monkeypatch.setattr(app.signals, "listen", self.follow)
         collector = types.SimpleNamespace(
             collect=lambda: None, freeze=lambda: None, set_threshold=lambda *_: None
         )
@@ -54,7 +54,7 @@ class Serving:
 
     def announce(self, line):
         named = {what: int(port) for what, port in re.findall(r"(\w+) on (\d+)", line)}
-        self.addresses = Addresses(grpc=0, health=named["health"], pages=named["pages"])
+        self.addresses = ListenAddresses(grpc=0, health=named["health"], pages=named["pages"])
         if " is ready" in line:
             self.ready.set()
 
@@ -67,7 +67,7 @@ class Serving:
 
     @contextlib.asynccontextmanager
     async def running(self):
-        source = reload.Source(lambda _: [], lambda: self.settings)
+        source = reload.ConfigSource(lambda _: [], lambda: self.settings)
         task = asyncio.ensure_future(app.serve(self.settings, source, announce=self.announce))
         waiting = asyncio.ensure_future(self.ready.wait())
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -117,7 +117,7 @@ async def test_no_loop_ends_the_process(monkeypatch, caplog):
     monkeypatch.setattr(app.Picker, "loops", raising)
     monkeypatch.setattr(reload.Reloader, "run", reload_run)
     settings = msgspec.structs.replace(
-        serving.settings("127.0.0.11:9"), xds=Xds(enabled=True, port=0)
+        serving.settings("127.0.0.11:9"), xds=XdsSection(enabled=True, port=0)
     )
     scene = Serving(monkeypatch, settings)
     async with scene.running() as task:
@@ -174,7 +174,7 @@ async def test_a_mistake_at_the_start_ends_the_process(monkeypatch, stage):
         return picker
 
     monkeypatch.setattr(app, "Picker", broken)
-    source = reload.Source(lambda _: [], lambda: scene.settings)
+    source = reload.ConfigSource(lambda _: [], lambda: scene.settings)
     with pytest.raises(ConfigError):
         await app.serve(scene.settings, source, announce=scene.announce)
 
@@ -182,18 +182,18 @@ async def test_a_mistake_at_the_start_ends_the_process(monkeypatch, stage):
 async def test_an_exit_ends_the_process(monkeypatch):
     """What calls for the end of the process from within a loop gets it."""
 
-    class ExitError(BaseException):
+    class PluginExitError(BaseException):
         """As SystemExit, which asyncio would also raise out of the test's own loop."""
 
     async def leaving(_):
-        raise ExitError
+        raise PluginExitError
 
     monkeypatch.setattr(reload.Reloader, "run", leaving)
     scene = Serving(monkeypatch, serving.settings("127.0.0.11:9"))
-    source = reload.Source(lambda _: [], lambda: scene.settings)
+    source = reload.ConfigSource(lambda _: [], lambda: scene.settings)
     with pytest.raises(BaseExceptionGroup) as caught:
         await app.serve(scene.settings, source, announce=scene.announce)
-    assert caught.value.subgroup(ExitError) is not None
+    assert caught.value.subgroup(PluginExitError) is not None
 
 
 async def test_what_raises_in_the_drain_cuts_nothing_short(monkeypatch):
@@ -207,7 +207,7 @@ async def test_what_raises_in_the_drain_cuts_nothing_short(monkeypatch):
             raise OSError
 
         monkeypatch.setattr(picker._autoscaler, "hand_over", wrong)
-        monkeypatch.setattr(picker.servicer, "release", wrong)
+        monkeypatch.setattr(picker.servicer, "drain_streams", wrong)
         hurry = asyncio.Event()
         hurry.set()
         await picker.drain(hurry)
@@ -253,7 +253,7 @@ class Leases:
         return self.stored
 
     async def put(self, put):
-        self.stored = Record(put.holder, put.duration_s, put.transitions, "1")
+        self.stored = LeaseRecord(put.holder, put.duration_s, put.transitions, "1")
         return self.stored
 
 
@@ -262,7 +262,7 @@ async def test_a_candidate_that_raises_stands_again(caplog):
     leases = Leases(wrong=2)
     now = 0.0
     supervisor = Supervisor(clock=lambda: now, rng=random.Random(1))
-    subject = leader_elector.Elector(
+    subject = leader_elector.LeaderElector(
         "me",
         ElectionSettings(),
         leases,
@@ -272,17 +272,17 @@ async def test_a_candidate_that_raises_stands_again(caplog):
     )
     for _ in range(2):
         assert await subject._attempted() <= supervision.LONGEST_PAUSE_S
-        assert not subject.leads
+        assert not subject.is_leader
         assert supervisor.degraded == ["election"]
     await subject._attempted()
-    assert subject.leads
+    assert subject.is_leader
     assert supervisor.degraded == []
     assert supervisor.failures["election"] == 2
     assert SECRET not in caplog.text
     assert not leases.closed
 
 
-class Line(redis_peer_channel.Line):
+class Line(redis_peer_channel.RedisPeerChannel):
     """A line without a server."""
 
     def __init__(self, sites):
@@ -291,7 +291,7 @@ class Line(redis_peer_channel.Line):
         self._clock = lambda: 1.0
         self.heard = []
 
-    def _heard(self, carried):
+    def _on_messages(self, carried):
         if carried == b"poison":
             raise UnicodeDecodeError("utf-8", b"x", 0, 1, SECRET)
         self.heard.append(carried)
@@ -329,8 +329,8 @@ class Followed:
         self.wrong = 0
         self.told = []
         self.supervisor = Supervisor()
-        self.subject = static_discovery.Discovery(
-            static_discovery.Settings(file=str(path), poll_s=0.0, pool="p"),
+        self.subject = static_discovery.StaticDiscovery(
+            static_discovery.StaticDiscoverySettings(file=str(path), poll_s=0.0, pool="p"),
             self,
             listed=(),
             resolver=None,
@@ -339,7 +339,7 @@ class Followed:
             supervisor=self.supervisor,
         )
 
-    def replace(self, endpoints, now):
+    def set_endpoints(self, endpoints, now):
         if self.wrong:
             self.wrong -= 1
             raise OverflowError(SECRET)

@@ -7,17 +7,17 @@ import json
 import pytest
 
 from extproc.config import loader
-from extproc.discovery.discovered_pool import Found
+from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.errors import ConfigError
 from extproc.pool import inference_policy
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from extproc.routing import pool_match
-from extproc.scheduling.plugin_guard import Guards
+from extproc.scheduling.plugin_guard import GuardFactory
 from extproc.scrape import client, scraper
-from extproc.server.pool_registry import Sites
-from extproc.server.pool_runtime import Shared, Site
-from extproc.telemetry.counters import Tallies
+from extproc.server.pool_registry import PoolRegistry
+from extproc.server.pool_runtime import PoolRuntime, RuntimeContext
+from extproc.telemetry.counters import ProcessCounters
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
 A, B, C = "127.0.0.11:9", "127.0.0.12:9", "127.0.0.13:9"
@@ -28,25 +28,25 @@ def read(text):
 
 
 def sites(text, *, written=None, heard=True):
-    tallies = Tallies()
-    shared = Shared(
+    tallies = ProcessCounters()
+    shared = RuntimeContext(
         tallies,
-        Guards(lambda: 0.0, tallies.plugins),
-        client.Client(timeout_s=1.0, cap_bytes=1),
-        scraper.Census(),
+        GuardFactory(lambda: 0.0, tallies.plugins),
+        client.ScrapeClient(timeout_s=1.0, cap_bytes=1),
+        scraper.EndpointCounts(),
         lambda: 1.0,
     )
-    return Sites(read(text), shared, written=written or {}, heard=lambda: heard)
+    return PoolRegistry(read(text), shared, written=written or {}, heard=lambda: heard)
 
 
 def found(*addresses, **facts):
-    return Found(tuple(Endpoint(address) for address in addresses), **facts)
+    return DiscoveredPool(tuple(Endpoint(address) for address in addresses), **facts)
 
 
 def ask(subject, host="x", model="m"):
     body = json.dumps({"model": model, "prompt": "x"}).encode()
     headers = {":method": "POST", ":path": "/v1/completions", ":authority": host}
-    return subject.switchboard.route(RawRequest(headers, body), 1.0)
+    return subject.pool_selector.route(HttpRequest(headers, body), 1.0)
 
 
 def where(subject, **request):
@@ -84,12 +84,14 @@ pools:
     subject = sites(text, written={"n/p": "a"})
     await subject.sync()
     assert not subject.synced
-    rules = (inference_policy.Rule(("m",), (inference_policy.Target("n"),)),)
-    subject.take({"n/p": found(A, policy=inference_policy.Policy({}, rules))}, ())
+    rules = (inference_policy.RewriteRule(("m",), (inference_policy.TargetModel("n"),)),)
+    subject.on_pools_changed(
+        {"n/p": found(A, policy=inference_policy.InferencePolicy({}, rules))}, ()
+    )
     assert subject.synced
     routed = ask(subject, host="a")
     assert (routed.pool, routed.outcome.model_rewrite) == ("a", "n")
-    subject.take({"n/p": found(exists=False)}, ())
+    subject.on_pools_changed({"n/p": found(exists=False)}, ())
     assert subject.synced
     assert where(subject, host="a").status == 503
     assert where(subject, host="z").address == B
@@ -101,9 +103,9 @@ async def test_a_picker_whose_only_pool_is_gone_is_not_ready():
     Source: docs/reference/protocol-conformance.md#point-65.
     """
     subject = sites("pool: {kubernetes: {inference_pool: p, namespace: n}}", written={"n/p": ""})
-    subject.take({"n/p": found(A)}, ())
+    subject.on_pools_changed({"n/p": found(A)}, ())
     assert subject.synced
-    subject.take({"n/p": found(exists=False)}, ())
+    subject.on_pools_changed({"n/p": found(exists=False)}, ())
     assert not subject.synced
 
 
@@ -115,7 +117,7 @@ async def test_a_missing_pool_is_told_from_one_that_left(caplog, before, told):
     """Somebody who misspelled a name is not told that it was deleted."""
     subject = sites("pool: {kubernetes: {inference_pool: p, namespace: n}}", written={"n/p": ""})
     for one in (*before, found(exists=False)):
-        subject.take({"n/p": one}, ())
+        subject.on_pools_changed({"n/p": one}, ())
     assert [line for line in caplog.messages if line.startswith(told)]
     assert len(caplog.messages) == 1
 
@@ -133,10 +135,10 @@ async def test_annotations_claim_nothing_without_a_rule(caplog):
     """A tenant's pool called a-... takes no request that another pool serves, and is logged once."""
     subject = sites("cluster: {every_pool: cluster}")
     greedy = {"extproc/models": "*"}
-    subject.take({"b/prod": found(B, created="2026-01-01T00:00:00Z")}, ())
+    subject.on_pools_changed({"b/prod": found(B, created="2026-01-01T00:00:00Z")}, ())
     evil = found(A, annotations=greedy, created="2026-02-01T00:00:00Z")
-    subject.take({"a-evil/p": evil}, ())
-    subject.take({"a-evil/p": evil}, ())
+    subject.on_pools_changed({"a-evil/p": evil}, ())
+    subject.on_pools_changed({"a-evil/p": evil}, ())
     assert ask(subject).pool == "b/prod"
     refused = [line for line in caplog.messages if "claims nothing" in line]
     assert refused == [
@@ -151,16 +153,22 @@ async def test_the_older_pool_takes_what_two_claim(caplog):
     text = ANY_CLAIM + (f"pools: [{{name: own, endpoints: ['{C}'], match: {{hosts: [own]}}}}]\n")
     subject = sites(text)
     claim = {"extproc/hosts": "x,own"}
-    subject.take({"a/new": found(A, annotations=claim, created="2026-02-01T00:00:00Z")}, ())
+    subject.on_pools_changed(
+        {"a/new": found(A, annotations=claim, created="2026-02-01T00:00:00Z")}, ()
+    )
     assert ask(subject).pool == "a/new"
-    subject.take({"z/old": found(B, annotations=claim, created="2026-01-01T00:00:00Z")}, ())
+    subject.on_pools_changed(
+        {"z/old": found(B, annotations=claim, created="2026-01-01T00:00:00Z")}, ()
+    )
     assert ask(subject).pool == "z/old"
     assert ask(subject, host="own").pool == "own"
     states = {name: one.claim for name, one in subject.watched().items()}
     assert states == {"own": "in_force", "a/new": "overlapped", "z/old": "overlapped"}
     assert sum("claims requests of pool own" in line for line in caplog.messages) == 2
     # Made anew, it is the younger one.
-    subject.take({"z/old": found(B, annotations=claim, created="2026-03-01T00:00:00Z")}, ())
+    subject.on_pools_changed(
+        {"z/old": found(B, annotations=claim, created="2026-03-01T00:00:00Z")}, ()
+    )
     assert ask(subject).pool == "a/new"
 
 
@@ -182,7 +190,7 @@ async def test_claims_are_compared_in_bounded_work(monkeypatch):
         hosts[0] = {2: "h1.p0", 29: "h1.p1"}.get(number, hosts[0])
         brought[f"n/p{number:02}"] = found(A, annotations={"extproc/hosts": ",".join(hosts)})
     subject = sites(ANY_CLAIM)
-    subject.take(brought, ())
+    subject.on_pools_changed(brought, ())
     assert 0 < num_calls <= 20_000
     states = {name: one.claim for name, one in subject.watched().items()}
     assert states.pop("n/p02") == "overlapped"
@@ -195,16 +203,16 @@ async def test_pools_that_kubernetes_brings_come_and_go():
     """Each is a pool by its key, claimed by annotations, and forgotten when it is gone."""
     subject = sites(ANY_CLAIM + "scheduling: {strategy: random}")
     first = {"n/p": found(A, annotations={"extproc/hosts": "A"}), "n/q": found(B)}
-    subject.take(first, ())
+    subject.on_pools_changed(first, ())
     assert ask(subject, host="a").pool == "n/p"
     assert ask(subject, host="b").pool == "n/q"
-    subject.by_name["n/q"].parts.fleet.replace([], 2.0)
-    subject.take({"n/q": found(C)}, ())
+    subject.by_name["n/q"].parts.store.set_endpoints([], 2.0)
+    subject.on_pools_changed({"n/q": found(C)}, ())
     assert where(subject, host="b").address == C
-    subject.take({"n/p": found(A, annotations={"extproc/hosts": "c"})}, ())
+    subject.on_pools_changed({"n/p": found(A, annotations={"extproc/hosts": "c"})}, ())
     assert ask(subject, host="c").pool == "n/p"
     kept = subject.by_name["n/p"]
-    subject.take({}, frozenset({"n/q"}))
+    subject.on_pools_changed({}, frozenset({"n/q"}))
     assert list(subject.by_name) == ["n/p"]
     assert subject.by_name["n/p"] is kept
     assert "n/q" not in kept._shared.tallies.pools
@@ -235,11 +243,11 @@ async def test_loops_run_for_the_pools_there_are():
     """A pool that comes gets its loops, one that goes loses them, a change of endpoints none."""
     subject = sites("cluster: {every_pool: cluster}")
     async with running(subject):
-        subject.take({"n/p": found(A)}, ())
+        subject.on_pools_changed({"n/p": found(A)}, ())
         await loops("pool n/p")
-        subject.take({"n/q": found(B), "n/p": found(C)}, frozenset())
+        subject.on_pools_changed({"n/q": found(B), "n/p": found(C)}, frozenset())
         await loops("pool n/p", "pool n/q")
-        subject.take({}, {"n/p"})
+        subject.on_pools_changed({}, {"n/p"})
         await loops("pool n/q")
     await loops()
 
@@ -251,12 +259,12 @@ async def test_rules_and_claims_are_live():
     changed = TWO.replace("hosts: [a]", "hosts: [c]").replace(
         "strategy: random", "strategy: lmetric"
     )
-    subject.replanned(read(changed))()
+    subject.prepare_reload(read(changed))()
     assert ask(subject, host="c").pool == "a"
     assert ask(subject, host="a").pool == "b"
     assert subject.profile == "adaptive,lmetric"
     with pytest.raises(ConfigError):
-        subject.replanned(read(TWO.replace("strategy: random", "strategy: nonsense")))
+        subject.prepare_reload(read(TWO.replace("strategy: random", "strategy: nonsense")))
     assert ask(subject, host="c").pool == "a"
 
 
@@ -270,19 +278,19 @@ async def test_one_pool_that_raises_stops_no_other(monkeypatch):
         raise OSError
 
     subject.on_change = listener
-    real = Site.take
+    real = PoolRuntime.on_discovered
 
     def take(site, found):
         if site.name == "n/bad":
             raise OverflowError
         real(site, found)
 
-    monkeypatch.setattr(Site, "take", take)
-    subject.take({"n/a": found(A), "n/bad": found(B), "n/c": found(C)}, ())
+    monkeypatch.setattr(PoolRuntime, "on_discovered", take)
+    subject.on_pools_changed({"n/a": found(A), "n/bad": found(B), "n/c": found(C)}, ())
     assert [len(pool.members) for pool in subject.pools().values()] == [1, 0, 1]
     assert heard == [{"n/a", "n/bad", "n/c"}]
     assert subject.supervisor.failures["pools"] == 2
-    subject.take({}, {"n/a"})
+    subject.on_pools_changed({}, {"n/a"})
     assert set(subject.by_name) == {"n/bad", "n/c"}
 
 
@@ -297,7 +305,7 @@ async def test_the_loops_of_one_pool_stop_no_other(monkeypatch):
         ran.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Site, "run", run)
+    monkeypatch.setattr(PoolRuntime, "run", run)
     async with running(subject):
         await ran.wait()
         while not subject.supervisor.degraded:

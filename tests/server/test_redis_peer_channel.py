@@ -16,15 +16,15 @@ import pytest
 from redis import asyncio as redis
 
 from extproc.config import loader
-from extproc.config.peer_sync import Sharing
+from extproc.config.peer_sync import PeerSyncSection
 from extproc.errors import ConfigError
 from extproc.routing import peer_sync
-from extproc.scheduling.plugin_guard import Guards
+from extproc.scheduling.plugin_guard import GuardFactory
 from extproc.scrape import client, scraper
 from extproc.server import redis_peer_channel
-from extproc.server.pool_registry import Sites
-from extproc.server.pool_runtime import Shared
-from extproc.telemetry.counters import Tallies
+from extproc.server.pool_registry import PoolRegistry
+from extproc.server.pool_runtime import RuntimeContext
+from extproc.telemetry.counters import ProcessCounters
 from tests.routing.test_peer_sync import fact
 from tests.server.test_pool_registry import ask
 
@@ -84,11 +84,11 @@ def server():
 
 
 def sites():
-    tallies = Tallies()
-    guards = Guards(lambda: 0.0, tallies.plugins)
-    http = client.Client(timeout_s=1.0, cap_bytes=1)
-    shared = Shared(tallies, guards, http, scraper.Census(), time.monotonic)
-    return Sites(
+    tallies = ProcessCounters()
+    guards = GuardFactory(lambda: 0.0, tallies.plugins)
+    http = client.ScrapeClient(timeout_s=1.0, cap_bytes=1)
+    shared = RuntimeContext(tallies, guards, http, scraper.EndpointCounts(), time.monotonic)
+    return PoolRegistry(
         loader.settings(loader.parse(POOLS, where="f")), shared, written={}, heard=lambda: True
     )
 
@@ -98,15 +98,15 @@ class Replica:
 
     def __init__(self, url: str, **more: float) -> None:
         self.sites = sites()
-        settings = Sharing(url=url, beat_s=0.1, silent_s=1.0, **more)
-        self.line = redis_peer_channel.Line(settings, self.sites, time.monotonic)
+        settings = PeerSyncSection(url=url, beat_s=0.1, silent_s=1.0, **more)
+        self.line = redis_peer_channel.RedisPeerChannel(settings, self.sites, time.monotonic)
 
     def dispatcher(self, pool: str = "a"):
-        return self.sites.by_name[pool].parts.dispatcher
+        return self.sites.by_name[pool].parts.director
 
     def send(self, host: str = "a"):
         outcome = ask(self.sites, host=host).outcome
-        return self.dispatcher(host).commit(outcome, time.monotonic())
+        return self.dispatcher(host).reserve(outcome, time.monotonic())
 
     def in_flight(self, pool: str = "a") -> dict[str, int]:
         members = self.dispatcher(pool).pool.members
@@ -114,7 +114,7 @@ class Replica:
 
     @property
     def heard(self) -> int:
-        return self.line.mirror.pickers
+        return self.line.replica.pickers
 
 
 @contextlib.asynccontextmanager
@@ -151,7 +151,7 @@ async def test_two_pickers_see_each_others_requests_in_flight(server):
         assert gauges == {"extproc_sharing_pickers": 1.0, "extproc_sharing_open": 3.0}
         owners = [(one, "a"), (one, "a"), (one, "b"), (two, "a")]
         for ticket, (owner, pool) in zip(tickets, owners, strict=True):
-            owner.dispatcher(pool).complete(ticket, time.monotonic())
+            owner.dispatcher(pool).release(ticket, time.monotonic())
         await until(lambda: not any([*one.in_flight().values(), *two.in_flight().values()]))
         await until(lambda: not any(two.in_flight("b").values()))
 
@@ -222,7 +222,7 @@ async def test_a_fact_is_written_at_once_after_a_pause_and_gathered_under_load(s
         while not await reader.xlen("extproc"):
             await asyncio.sleep(0.005)
         one.send()
-        one.line._outbox.say_open()
+        one.line._outbox.publish_open()
         waiting = one.line._outbox.take()
         assert len(waiting.facts) >= 2
         assert await reader.xlen("extproc") == 1
@@ -234,7 +234,7 @@ async def test_strange_entries_are_passed_over(server):
     async with talking(one), redis.Redis.from_url(server.url) as strange:
         await until(Path(server.url.removeprefix("unix://")).exists)
         message = peer_sync.encode(
-            peer_sync.Message("other", [fact(address="127.0.0.13:9", pool="b")])
+            peer_sync.PeerMessage("other", [fact(address="127.0.0.13:9", pool="b")])
         )
         # The line reads from the end that it finds: say it until it listens.
         for _ in range(200):
@@ -249,13 +249,15 @@ async def test_strange_entries_are_passed_over(server):
 
 async def test_it_is_off_unless_a_server_is_named():
     """The default needs no store and tells nobody."""
-    assert redis_peer_channel.line(Sharing(), sites(), time.monotonic) is None
+    assert redis_peer_channel.build_peer_channel(PeerSyncSection(), sites(), time.monotonic) is None
 
 
 async def test_a_url_of_another_kind_is_refused():
     """The error does not repeat the URL, which may carry a password."""
     with pytest.raises(ConfigError, match=r"redis://") as raised:
-        redis_peer_channel.line(Sharing(url="http://:secret@x"), sites(), time.monotonic)
+        redis_peer_channel.build_peer_channel(
+            PeerSyncSection(url="http://:secret@x"), sites(), time.monotonic
+        )
     assert "secret" not in str(raised.value)
 
 
@@ -270,4 +272,6 @@ async def test_a_missing_client_is_named(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"pip install 'extproc-epp\[sharing\]'"):
-        redis_peer_channel.line(Sharing(url="redis://x"), sites(), time.monotonic)
+        redis_peer_channel.build_peer_channel(
+            PeerSyncSection(url="redis://x"), sites(), time.monotonic
+        )

@@ -9,16 +9,16 @@ import pytest
 
 from extproc.cli import flags
 from extproc.config import loader, reloading
-from extproc.config.pool_schema import Source
-from extproc.config.scheduling_schema import Scheduling
-from extproc.config.settings import Limits, Scrape, Server, Settings
+from extproc.config.pool_schema import PoolSource
+from extproc.config.scheduling_schema import SchedulingSection
+from extproc.config.settings import LimitsSection, ScrapeSection, ServerSection, Settings
 from extproc.decision import Decision
 from extproc.endpoint import Endpoint
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from extproc.server import app, reload
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\n"
-RAW = RawRequest({":method": "POST", ":path": "/v1/completions"}, b'{"model": "m", "prompt": "x"}')
+RAW = HttpRequest({":method": "POST", ":path": "/v1/completions"}, b'{"model": "m", "prompt": "x"}')
 
 
 class Scene:
@@ -29,8 +29,8 @@ class Scene:
         settings = self.read()
         self.picker = app.Picker(settings, clock=lambda: 1.0)
         self.parts = self.picker.sites.by_name[""].parts
-        self.parts.fleet.replace([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
-        source = reload.Source(lambda _: [str(path)], self.read)
+        self.parts.store.set_endpoints([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
+        source = reload.ConfigSource(lambda _: [str(path)], self.read)
         self.reloader = reload.Reloader(
             source, settings, adopt=self.picker.adopt, on_reload=self.picker.tell_of_reload
         )
@@ -39,7 +39,7 @@ class Scene:
         return loader.settings(loader.read(self.path))
 
     def routed(self):
-        outcome = self.parts.dispatcher.route(RAW, 1.0)
+        outcome = self.parts.director.route(RAW, 1.0)
         assert isinstance(outcome, Decision)
         return outcome.profile
 
@@ -54,14 +54,14 @@ def scene(tmp_path):
 def test_a_changed_file_routes_the_next_request(scene):
     """The new strategy is in force at once; pool and accounts stay."""
     assert scene.routed() == "random"
-    decision = scene.parts.dispatcher.route(RAW, 1.0)
-    ticket = scene.parts.dispatcher.commit(decision, 1.0)
+    decision = scene.parts.director.route(RAW, 1.0)
+    ticket = scene.parts.director.reserve(decision, 1.0)
     scene.path.write_text(HEAD + "scheduling: {strategy: round-robin}\nexplain: {header: true}\n")
     asyncio.run(scene.reloader.step())
     assert scene.routed() == "round-robin"
     assert scene.picker.servicer.shared.settings.explain_header
-    assert sum(m.account.in_flight for m in scene.parts.fleet.pool.members) == 1
-    scene.parts.dispatcher.complete(ticket, 2.0)
+    assert sum(m.account.in_flight for m in scene.parts.store.pool.members) == 1
+    scene.parts.director.release(ticket, 2.0)
     assert scene.picker.tallies.reloads == {"ok": 1}
 
 
@@ -109,12 +109,12 @@ def test_reloader_reads_again_what_changed_while_it_was_read(scene):
     read = scene.read
 
     def read_and_change():
-        scene.reloader._source = reload.Source(lambda _: [str(scene.path)], read)
+        scene.reloader._source = reload.ConfigSource(lambda _: [str(scene.path)], read)
         settings = read()
         scene.path.write_text(HEAD + "scheduling: {strategy: least-request}\n")
         return settings
 
-    scene.reloader._source = reload.Source(lambda _: [str(scene.path)], read_and_change)
+    scene.reloader._source = reload.ConfigSource(lambda _: [str(scene.path)], read_and_change)
     scene.path.write_text(HEAD + "scheduling: {strategy: round-robin}\n")
     asyncio.run(scene.reloader.step())
     assert scene.routed() == "round-robin"
@@ -149,11 +149,11 @@ def test_pending_names_fields_that_cannot_change():
     """Live fields of a section that also has fixed ones are not named."""
     old = Settings()
     new = Settings(
-        server=Server(metrics_port=1),
-        pool=Source(name="x"),
-        scrape=Scrape(stale_after_s=9.0, path="/m"),
-        limits=Limits(max_streams=5, max_message_bytes=1 << 30),
-        scheduling=Scheduling(strategy="random"),
+        server=ServerSection(metrics_port=1),
+        pool=PoolSource(name="x"),
+        scrape=ScrapeSection(stale_after_s=9.0, path="/m"),
+        limits=LimitsSection(max_streams=5, max_message_bytes=1 << 30),
+        scheduling=SchedulingSection(strategy="random"),
         seed=3,
     )
     assert list(reloading.pending(old, new)) == [
@@ -176,9 +176,9 @@ def test_no_request_sees_half_a_configuration(scene):
             step = asyncio.ensure_future(scene.reloader.step())
             outcomes = []
             while not step.done():
-                outcomes.append(scene.parts.dispatcher.route(RAW, 1.0))
+                outcomes.append(scene.parts.director.route(RAW, 1.0))
                 await asyncio.sleep(0)
-            outcomes.append(scene.parts.dispatcher.route(RAW, 1.0))
+            outcomes.append(scene.parts.director.route(RAW, 1.0))
             assert all(one.picker == wanted[one.profile] for one in outcomes)
             assert outcomes[-1].profile == strategy
 

@@ -9,9 +9,9 @@ import pytest
 
 from extproc.config import reloading
 from extproc.decision import Rejection
-from extproc.discovery.discovered_pool import Found
+from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.endpoint import Endpoint
-from extproc.request import RawRequest
+from extproc.request import HttpRequest
 from tests.support.reloading import PLUGIN, Scene, read
 
 #: Rules that split prefill from decode.
@@ -47,7 +47,9 @@ def kubeai(scene):
 
 def deadline(scene, status=429, **request):
     prepared = scene.prepared(**request)
-    held = scene.gate.hold(prepared, Rejection(status, "busy", reason="x", waits_s=1.0), scene.now)
+    held = scene.gate.enqueue(
+        prepared, Rejection(status, "busy", reason="x", waits_s=1.0), scene.now
+    )
     return held.waiter.deadline - scene.now
 
 
@@ -58,8 +60,8 @@ def holds(scene, count):
 
 def models_page(scene):
     scene.list_models("m")
-    raw = RawRequest({":method": "GET", ":path": "/v1/models"})
-    return type(scene.picker.sites.switchboard.route(raw, scene.now).outcome).__name__
+    raw = HttpRequest({":method": "GET", ":path": "/v1/models"})
+    return type(scene.picker.sites.pool_selector.route(raw, scene.now).outcome).__name__
 
 
 def picker_of(scene):
@@ -69,16 +71,16 @@ def picker_of(scene):
 
 def health(name):
     """The value itself: `Health` reads it at every use."""
-    return lambda scene: getattr(scene.fleet.health.settings, name)
+    return lambda scene: getattr(scene.fleet.outlier_detector.settings, name)
 
 
 def claim_of_brought(scene):
     """What a pool that Kubernetes brings, before or after, claims by its annotations."""
     sites = scene.picker.sites
-    pool = Found((Endpoint("10.0.0.1:1"),), annotations={"extproc/hosts": "a"})
+    pool = DiscoveredPool((Endpoint("10.0.0.1:1"),), annotations={"extproc/hosts": "a"})
     if "n/p" not in sites.by_name:
-        sites.take({"n/p": pool}, ())
-    return sites.by_name["n/p"].claim.hosts, sites.by_name["n/p"].claim_state
+        sites.on_pools_changed({"n/p": pool}, ())
+    return sites.by_name["n/p"].match.hosts, sites.by_name["n/p"].match_state
 
 
 HOLDING = "holding: {enabled: true, %s}\n"
@@ -210,7 +212,7 @@ LIVE = {
     "scheduling.plugin_budget_ms": (
         "scheduling: {plugin_files: [FILE], profile: {picker: {kind: first}}}",
         "scheduling: {plugin_files: [FILE], plugin_budget_ms: 9, profile: {picker: {kind: first}}}",
-        lambda scene: scene.site.parts.dispatcher.routing.profile.picker._guards.limits.budget_s,
+        lambda scene: scene.site.parts.director.routing.profile.picker._guards.limits.budget_s,
     ),
     "scheduling.allow_unsupported": (
         "scheduling: {profile: {picker: {kind: random}}}",
@@ -302,7 +304,7 @@ LIVE = {
     "answers.stream_share": (
         "answers: {stream_share: 0}",
         "answers: {stream_share: 1}",
-        lambda scene: scene.shared.settings.stream_share,
+        lambda scene: scene.shared.settings.stream_sample_ratio,
     ),
     "answers.restore_model": (
         "answers: {restore_model: true}",
@@ -390,7 +392,9 @@ def test_holding_is_switched_by_a_restart_alone():
             untouched, reloaded = (Scene(read(BUSY % started)) for _ in range(2))
             reloaded.read_again(read(BUSY % wanted))
             assert busy(reloaded) == busy(untouched)
-            assert list(reloaded.picker.sites.gates) == list(untouched.picker.sites.gates)
+            assert list(reloaded.picker.sites.flow_controllers) == list(
+                untouched.picker.sites.flow_controllers
+            )
 
     asyncio.run(scenario())
 
@@ -419,9 +423,9 @@ def test_pools_that_come_later_are_as_the_others():
                 "holding: {enabled: true}\nscheduling: {strategy: random}\n"
             )
         )
-        scene.picker.sites.take({"n/p": Found((Endpoint("10.0.0.1:1"),))}, ())
+        scene.picker.sites.on_pools_changed({"n/p": DiscoveredPool((Endpoint("10.0.0.1:1"),))}, ())
         site = scene.picker.sites.by_name["n/p"]
-        assert site.gate is None
+        assert site.flow_controller is None
         assert site.profile == "random"
         assert site.parts.settings.prefix.capacity_blocks == 7
 

@@ -32,7 +32,7 @@ class Following:
         self.path = path
         self.adopted, self.told = [], []
         self.subject = reload.Reloader(
-            reload.Source(lambda _: [str(path)], lambda: loader.settings(loader.read(path))),
+            reload.ConfigSource(lambda _: [str(path)], lambda: loader.settings(loader.read(path))),
             loader.settings(loader.read(path)),
             adopt=self.adopt,
             on_reload=self.told.append,
@@ -55,7 +55,7 @@ def test_what_needs_a_restart_is_not_adopted(tmp_path):
     assert told.restart == ("server.grpc_port", "holding.enabled")
     (adopted,) = scene.adopted
     assert (adopted.log.level, adopted.server.grpc_port) == ("debug", 9002)
-    assert not adopted.holding.enabled
+    assert not adopted.flow_control.enabled
     told = scene.write("log: {level: debug}\nserver: {grpc_port: 5}\n\n")
     assert (told.changed, told.restart) == ((), ("server.grpc_port",))
     told = scene.write("log: {level: info}\n\n\n")
@@ -141,14 +141,14 @@ def test_memory_survives_a_reload_whose_rules_are_equal(tmp_path):
         return read((SESSIONS % (level, picker)).replace("FILE", str(file)))
 
     scene = Scene(settings("info", "random"))
-    dispatcher = scene.site.parts.dispatcher
+    dispatcher = scene.site.parts.director
 
     def asks():
         chosen = []
         for name in range(40):
             made = scene.decision(x_session_id=f"s{name}")
             assert isinstance(made, Decision)
-            dispatcher.complete(dispatcher.commit(made, scene.now), scene.now)
+            dispatcher.release(dispatcher.reserve(made, scene.now), scene.now)
             chosen.append(made.endpoints[0].address)
         return chosen
 
@@ -174,12 +174,12 @@ def test_an_edited_plugin_begins_anew(tmp_path):
         f"scheduling: {{plugin_files: ['{file}'], profile: {{picker: {{kind: first}}}}}}"
     )
     scene = Scene(settings)
-    before = scene.site.parts.dispatcher.routing.profile
+    before = scene.site.parts.director.routing.profile
     scene.read_again(settings)
-    assert scene.site.parts.dispatcher.routing.profile is before
+    assert scene.site.parts.director.routing.profile is before
     file.write_text(PLUGIN.replace("[0]", "[1]"))
     scene.read_again(settings)
-    assert scene.site.parts.dispatcher.routing.profile is not before
+    assert scene.site.parts.director.routing.profile is not before
     assert scene.decision().endpoints[0].address == ADDRESSES[1]
 
 

@@ -21,7 +21,7 @@ def test_the_environment_has_the_last_word(monkeypatch, given, then):
     monkeypatch.delenv("GRPC_EXPERIMENTS", raising=False)
     if given:
         monkeypatch.setenv("GRPC_EXPERIMENTS", given)
-    runtime.choose()
+    runtime.configure_grpc_core()
     told = os.environ["GRPC_EXPERIMENTS"]
     monkeypatch.delenv("GRPC_EXPERIMENTS")
     assert told == then
@@ -31,7 +31,7 @@ def test_too_late_is_told(monkeypatch):
     """A choice after gRPC was loaded says that it came too late."""
     monkeypatch.setenv("GRPC_EXPERIMENTS", "")
     monkeypatch.setitem(sys.modules, "grpc", sys)
-    assert not runtime.choose()
+    assert not runtime.configure_grpc_core()
 
 
 def test_the_command_chooses_in_time():

@@ -12,22 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.config.flow_control import Holding
+from extproc.config.flow_control import FlowControlSection
 from extproc.endpoint import Endpoint, Load
-from extproc.flow_control.rate_limit import Limit
+from extproc.flow_control.rate_limit import RateLimit
 from extproc.protocol import replies
-from extproc.protocol.body_buffer import Budget
-from extproc.protocol.messages import BodyMode, Event, Kind, Modes
+from extproc.protocol.body_buffer import BufferBudget
+from extproc.protocol.messages import BodyMode, BodyModes, MessageKind, ProcessingRequest
 from extproc.protocol.settings import ExchangeSettings
-from extproc.routing.pool_selector import Claimant, Switchboard
+from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import stream_handler
-from extproc.server.flow_control_shell import Gate
-from extproc.telemetry.counters import Tallies
-from extproc.telemetry.decision_log import Ring
+from extproc.server.flow_control_shell import AsyncFlowController
+from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog
 from tests.support.pool_fixture import House
 
 A = "10.0.0.1:8000"
-MODES = Modes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE)
+MODES = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE)
 
 
 class StreamFixture:
@@ -37,20 +37,20 @@ class StreamFixture:
         self.house = House(dict.fromkeys(addresses))
         routing = self.house.dispatcher.routing
         settings = routing.settings.__class__(stale_after_s=60.0, busy_s=0.5)
-        self.house.dispatcher.adopt(routing.__class__(routing.profile, {}, settings))
-        self.shared = stream_handler.Shared(
-            switchboard=Switchboard([Claimant("", self.house.dispatcher)]),
+        self.house.dispatcher.reconfigure(routing.__class__(routing.profile, {}, settings))
+        self.shared = stream_handler.StreamContext(
+            switchboard=PoolSelector([PoolRoute("", self.house.dispatcher)]),
             exchange_settings=ExchangeSettings(max_body_bytes=64 << 20),
-            budget=Budget(512 << 20),
-            tallies=Tallies(),
+            budget=BufferBudget(512 << 20),
+            tallies=ProcessCounters(),
             clock=lambda: self.house.now,
             rng=random.Random(0),
-            ring=Ring(10),
+            ring=DecisionLog(10),
             settings=stream_handler.StreamSettings(max_streams=100),
         )
-        self.gate = Gate(
+        self.gate = AsyncFlowController(
             self.house.dispatcher,
-            Holding(enabled=True, **holding),
+            FlowControlSection(enabled=True, **holding),
             clock=lambda: self.house.now,
             bugs=self.shared.bugs,
         )
@@ -58,15 +58,19 @@ class StreamFixture:
 
     def send(self, *, prompt="x", tenant="t", **fields):
         """A stream whose request was read, and the answers to it."""
-        stream = stream_handler.opened(self.shared)
+        stream = stream_handler.open_stream(self.shared)
         headers = {
             ":method": "POST",
             ":path": "/v1/completions",
             "x-llm-d-inference-fairness-id": tenant,
         }
         body = json.dumps({"model": "m", "prompt": prompt, **fields}).encode()
-        answers = list(stream.turn(Event(Kind.REQUEST_HEADERS, headers, modes=MODES)))
-        answers += stream.turn(Event(Kind.REQUEST_BODY, body=body, end_of_stream=True))
+        answers = list(
+            stream.handle(ProcessingRequest(MessageKind.REQUEST_HEADERS, headers, modes=MODES))
+        )
+        answers += stream.handle(
+            ProcessingRequest(MessageKind.REQUEST_BODY, body=body, end_of_stream=True)
+        )
         return stream, answers
 
     def busy(self, address):
@@ -78,13 +82,13 @@ class StreamFixture:
 
     def list_endpoints(self, *addresses):
         """These are all endpoints."""
-        self.house.fleet.replace([Endpoint(address) for address in addresses], self.house.now)
-        self.gate.changed()
+        self.house.fleet.set_endpoints([Endpoint(address) for address in addresses], self.house.now)
+        self.gate.notify_capacity()
 
 
 def refusals(answers):
     """Status codes of immediate responses."""
-    return [one.status for one in answers if isinstance(one, replies.Refuse)]
+    return [one.status for one in answers if isinstance(one, replies.ImmediateResponse)]
 
 
 async def turned(stream):
@@ -114,7 +118,7 @@ async def test_an_answer_that_ended_lets_a_waiting_request_go_on():
 
 async def test_streams_ask_the_tenant_s_limit():
     """What is over the limit is answered 429, and nothing is charged to an endpoint for it."""
-    place = StreamFixture(A, limit=Limit(requests_per_s=0.1, burst_s=10.0))
+    place = StreamFixture(A, limit=RateLimit(requests_per_s=0.1, burst_s=10.0))
     first, answers = place.send()
     assert refusals(answers) == []
     second, answers = place.send()
@@ -132,7 +136,7 @@ async def test_streams_ask_the_tenant_s_limit():
 @pytest.mark.parametrize("limited", [False, True])
 async def test_a_picked_request_leaves_nothing_of_its_prompt(limited):
     """While its answer runs a stream keeps tenant and tokens, whether the request waited or not."""
-    limit = Limit(tokens_per_s=1e9) if limited else None
+    limit = RateLimit(tokens_per_s=1e9) if limited else None
     place = StreamFixture(limit=limit, timeout_s=300.0)
     mib = 1 << 20
     tracemalloc.start()
@@ -153,7 +157,7 @@ async def test_a_picked_request_leaves_nothing_of_its_prompt(limited):
                 place.gate.pump()
                 list(stream.resume(stream.held.answer.result()))
         gc.collect()
-        assert all(stream.picked for stream in (*held, *served))
+        assert all(stream.on_routed for stream in (*held, *served))
         assert tracemalloc.get_traced_memory()[0] < mib / 2
     finally:
         tracemalloc.stop()
@@ -163,7 +167,7 @@ async def test_a_picked_request_leaves_nothing_of_its_prompt(limited):
 
 async def test_what_was_not_served_is_given_back():
     """Refused at once, expired, displaced or left: the tenant may take all of it again."""
-    limit = Limit(requests_per_s=0.001, tokens_per_s=0.001, burst_s=1000.0)
+    limit = RateLimit(requests_per_s=0.001, tokens_per_s=0.001, burst_s=1000.0)
     place = StreamFixture(limit=limit, max_requests=1, empty_timeout_s=5.0)
     waiting, _ = place.send(max_tokens=100)
     for _ in range(20):
@@ -200,11 +204,11 @@ def test_allowance_is_conserved(steps, seed):
 
 
 async def _conserved(steps, rng):
-    limit = Limit(requests_per_s=0.0, tokens_per_s=0.0)
+    limit = RateLimit(requests_per_s=0.0, tokens_per_s=0.0)
     place = StreamFixture(A, limit=limit, max_requests=3, timeout_s=5.0)
     open_, served = [], 0
     # A rate of nothing fills nothing up, so that levels are exact.
-    account = place.gate.allowance._account("t", place.house.now)
+    account = place.gate.rate_limiter._account("t", place.house.now)
     account.requests.level = account.requests.full = 1e6
     account.tokens.level = account.tokens.full = 1e6
     for step in steps:
@@ -213,7 +217,7 @@ async def _conserved(steps, rng):
             open_.append(stream)
         elif step == "leave" and open_:
             stream = open_.pop(rng.randrange(len(open_)))
-            served += stream.picked
+            served += stream.on_routed
             stream.finish()
         elif step == "expire":
             place.house.now += 6.0
@@ -226,12 +230,12 @@ async def _conserved(steps, rng):
         for stream in open_:
             if stream.held is not None and stream.held.answer.done() and rng.random() < 0.5:
                 list(stream.resume(stream.held.answer.result()))
-        charged = [s for s in open_ if s.picked or s.held is not None]
+        charged = [s for s in open_ if s.on_routed or s.held is not None]
         assert account.requests.level == 1e6 - len(charged) - served
         if not charged and not served:
             assert account.tokens.level == 1e6
     for stream in open_:
-        served += stream.picked
+        served += stream.on_routed
         stream.finish()
     assert account.requests.level == 1e6 - served
     place.gate.close()

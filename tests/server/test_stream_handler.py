@@ -10,24 +10,32 @@ from types import SimpleNamespace
 import pytest
 
 from extproc.endpoint import Endpoint
-from extproc.protocol.body_buffer import Budget
-from extproc.protocol.messages import BodyMode, Event, Hints, Kind, Modes
-from extproc.protocol.replies import Continue, Refuse
+from extproc.protocol.body_buffer import BufferBudget
+from extproc.protocol.messages import (
+    BodyMode,
+    BodyModes,
+    LbMetadata,
+    MessageKind,
+    ProcessingRequest,
+)
+from extproc.protocol.replies import ContinueResponse, ImmediateResponse
 from extproc.protocol.settings import ExchangeSettings
-from extproc.routing.pool_selector import Claimant, Switchboard
+from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import listeners, stream_handler
-from extproc.server.bug_log import Bugs
-from extproc.telemetry.counters import Tallies
-from extproc.telemetry.decision_log import Ring
+from extproc.server.bug_log import BugLog
+from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog
 from extproc.telemetry.pool_counters import LEFT
 from tests.support.pool_fixture import House
 
 ONE, TWO = "10.0.0.1:8000", "10.0.0.2:8000"
-MODES = Modes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
-HEADERS = Event(Kind.REQUEST_HEADERS, {":method": "POST", ":path": "/v1/completions"}, modes=MODES)
+MODES = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
+HEADERS = ProcessingRequest(
+    MessageKind.REQUEST_HEADERS, {":method": "POST", ":path": "/v1/completions"}, modes=MODES
+)
 TEXT = "some text " * 100
-BODY = Event(
-    Kind.REQUEST_BODY,
+BODY = ProcessingRequest(
+    MessageKind.REQUEST_BODY,
     body=json.dumps({"model": "m", "prompt": TEXT}).encode(),
     end_of_stream=True,
 )
@@ -39,8 +47,8 @@ def answer(prompt_tokens):
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": 1}
     body = json.dumps({"choices": [], "usage": usage}).encode()
     return (
-        Event(Kind.RESPONSE_HEADERS, ANSWERED),
-        Event(Kind.RESPONSE_BODY, body=body, end_of_stream=True),
+        ProcessingRequest(MessageKind.RESPONSE_HEADERS, ANSWERED),
+        ProcessingRequest(MessageKind.RESPONSE_BODY, body=body, end_of_stream=True),
     )
 
 
@@ -49,25 +57,25 @@ class StreamFixture:
 
     def __init__(self, *addresses, max_streams=100):
         self.house = House(dict.fromkeys(addresses or (ONE,)))
-        self.budget = Budget(1 << 30)
-        self.tallies = Tallies()
-        self.shared = stream_handler.Shared(
-            switchboard=Switchboard([Claimant("", self.house.dispatcher)]),
+        self.budget = BufferBudget(1 << 30)
+        self.tallies = ProcessCounters()
+        self.shared = stream_handler.StreamContext(
+            switchboard=PoolSelector([PoolRoute("", self.house.dispatcher)]),
             exchange_settings=ExchangeSettings(max_body_bytes=1 << 20),
             budget=self.budget,
             tallies=self.tallies,
             clock=lambda: self.house.now,
             rng=random.Random(1),
-            ring=Ring(10),
+            ring=DecisionLog(10),
             settings=stream_handler.StreamSettings(max_streams=max_streams),
         )
 
     def begin(self, *events):
         """A stream that took these events, and the replies to the last of them."""
-        stream = stream_handler.opened(self.shared)
+        stream = stream_handler.open_stream(self.shared)
         replies = []
         for event in events:
-            replies = list(stream.turn(event))
+            replies = list(stream.handle(event))
         return stream, replies
 
     @property
@@ -91,8 +99,8 @@ def test_stream_learns_from_the_usage_of_answers():
     for _ in range(10):
         stream, _ = scene.begin(HEADERS, BODY, *answer(len(TEXT) // 2))
         stream.finish()
-    assert scene.house.fleet.tokenisers.bytes_per_token("m") == pytest.approx(2.0, rel=0.05)
-    assert scene.tallies.of("").usage["prompt"] == 10 * len(TEXT) // 2
+    assert scene.house.fleet.bytes_per_token.bytes_per_token("m") == pytest.approx(2.0, rel=0.05)
+    assert scene.tallies.for_pool("").usage["prompt"] == 10 * len(TEXT) // 2
 
 
 def test_stream_charges_the_endpoint_that_served():
@@ -100,24 +108,24 @@ def test_stream_charges_the_endpoint_that_served():
     scene = StreamFixture(ONE, TWO)
     stream, _ = scene.begin(HEADERS, BODY)
     other = ({ONE, TWO} - {stream.address}).pop()
-    hints = Hints(None, False, other)
-    list(stream.turn(Event(Kind.RESPONSE_HEADERS, ANSWERED, hints=hints)))
+    hints = LbMetadata(None, False, other)
+    list(stream.handle(ProcessingRequest(MessageKind.RESPONSE_HEADERS, ANSWERED, hints=hints)))
     assert stream.address == other
     members = {member.endpoint.address: member for member in scene.house.fleet.pool.members}
     assert members[other].account.in_flight == 1
     stream.finish()
-    assert scene.tallies.of("").responses == {(other, "200"): 1}
+    assert scene.tallies.for_pool("").responses == {(other, "200"): 1}
     assert scene.accounts == (0, 0)
 
 
 def test_stream_that_is_turned_away_leaves_nothing():
     """Above `max_streams` a request is refused with 429, whatever its first event is."""
     scene = StreamFixture(max_streams=0)
-    stream = stream_handler.opened(scene.shared)
-    (said,) = stream.turn_away(HEADERS)
-    assert (said.status, stream.over) == (429, True)
+    stream = stream_handler.open_stream(scene.shared)
+    (said,) = stream.reject_overload(HEADERS)
+    assert (said.status, stream.is_over) == (429, True)
     stream.finish()
-    assert scene.tallies.of("").rejections == {(429, "rejected-saturated"): 1}
+    assert scene.tallies.for_pool("").rejections == {(429, "rejected-saturated"): 1}
 
 
 @pytest.mark.parametrize("step", ["told", "complete", "learn"])
@@ -132,10 +140,10 @@ def test_stream_gives_back_everything_around_a_bug(monkeypatch, step):
 
     monkeypatch.setattr(scene.house.dispatcher, step, half)
     stream, replies = scene.begin(HEADERS, BODY, *answer(10))
-    assert replies == [Continue(Kind.RESPONSE_BODY)]
+    assert replies == [ContinueResponse(MessageKind.RESPONSE_BODY)]
     stream.finish()
     assert scene.accounts == (0, 0)
-    counted = scene.tallies.of("")
+    counted = scene.tallies.for_pool("")
     assert (counted.responses, counted.usage["prompt"]) == ({(ONE, "200"): 1}, 10)
     assert {kind: count for (kind, _), count in scene.tallies.bugs.items()} == {"BrokenError": 1}
 
@@ -147,9 +155,9 @@ def test_stream_whose_decision_cannot_be_committed_is_answered_with_500(monkeypa
     monkeypatch.setattr(getattr(scene.house, part), name, broken)
     stream, _ = scene.begin(HEADERS)
     with pytest.raises(BrokenError):
-        list(stream.turn(BODY))
+        list(stream.handle(BODY))
     (said,) = stream.fail()
-    assert (said.status, stream.over) == (500, True)
+    assert (said.status, stream.is_over) == (500, True)
     stream.finish()
     assert scene.accounts == (0, 0)
 
@@ -158,11 +166,11 @@ def test_stream_that_fails_behind_the_pick_takes_its_request_back(monkeypatch):
     """A request that never left is no answer that an endpoint failed to give."""
     scene = StreamFixture()
     stream, _ = scene.begin(HEADERS)
-    monkeypatch.setattr(type(stream.exchange), "resolve", broken)
+    monkeypatch.setattr(type(stream.exchange), "apply_outcome", broken)
     with pytest.raises(BrokenError):
-        list(stream.turn(BODY))
+        list(stream.handle(BODY))
     (said,) = stream.fail()
-    assert isinstance(said, Refuse)
+    assert isinstance(said, ImmediateResponse)
     stream.finish()
     assert scene.accounts == (0, 0)
     (member,) = scene.house.fleet.pool.members
@@ -172,18 +180,20 @@ def test_stream_that_fails_behind_the_pick_takes_its_request_back(monkeypatch):
 def test_stream_that_fails_after_the_response_began_says_nothing():
     """Envoy passes the response on by then: no other status can be put in its place."""
     scene = StreamFixture()
-    stream, _ = scene.begin(HEADERS, BODY, Event(Kind.RESPONSE_HEADERS, ANSWERED))
+    stream, _ = scene.begin(
+        HEADERS, BODY, ProcessingRequest(MessageKind.RESPONSE_HEADERS, ANSWERED)
+    )
     assert list(stream.fail()) == []
     stream.finish()
     assert scene.accounts == (0, 0)
-    assert scene.tallies.of("").responses == {(ONE, "200"): 1}
+    assert scene.tallies.for_pool("").responses == {(ONE, "200"): 1}
 
 
 def test_bugs_are_logged_once_a_minute_without_their_message(caplog):
     """A client that runs into a bug with every request fills no disk, and its text is not told."""
     times = iter((0.0, 1.0, 59.0, 61.0))
     counts: Counter[tuple[str, str]] = Counter()
-    bugs = Bugs(counts, lambda: next(times))
+    bugs = BugLog(counts, lambda: next(times))
     for _ in range(4):
         try:
             broken()
@@ -199,7 +209,7 @@ def test_bugs_count_by_the_line_of_ours_that_led_there():
     counts: Counter[tuple[str, str]] = Counter()
     with pytest.raises(BrokenError) as caught:
         listeners.bind(SimpleNamespace(add_insecure_port=broken), "127.0.0.1:0", flag="--grpc-port")
-    Bugs(counts, lambda: 0.0).note(caught.value)
+    BugLog(counts, lambda: 0.0).note(caught.value)
     ((kind, place),) = counts
     assert kind == "BrokenError"
     assert place.startswith("extproc/server/listeners.py:")
@@ -208,7 +218,7 @@ def test_bugs_count_by_the_line_of_ours_that_led_there():
 def test_bugs_bound_the_places_they_tell_apart():
     """Plugins may raise types without end."""
     counts: Counter[tuple[str, str]] = Counter()
-    bugs = Bugs(counts, lambda: 0.0)
+    bugs = BugLog(counts, lambda: 0.0)
     for number in range(300):
         bugs.note(type(f"Bug{number}", (Exception,), {})())
     assert len(counts) == 101
@@ -220,14 +230,14 @@ def test_stream_that_outlives_its_endpoint_leaves_no_series():
     scene = StreamFixture()
     for number in range(50):
         address = f"10.0.1.{number}:8000"
-        scene.house.fleet.replace([Endpoint(address)], scene.house.now)
+        scene.house.fleet.set_endpoints([Endpoint(address)], scene.house.now)
         answered, _ = scene.begin(HEADERS, BODY, *answer(10))
         silent, _ = scene.begin(HEADERS, BODY)
-        scene.house.fleet.replace([], scene.house.now)
-        scene.tallies.of("").forget(address)
+        scene.house.fleet.set_endpoints([], scene.house.now)
+        scene.tallies.for_pool("").forget(address)
         answered.finish()
         silent.finish()
-    counted = scene.tallies.of("")
+    counted = scene.tallies.for_pool("")
     assert counted.responses == {(LEFT, "200"): 50}
     assert counted.unanswered == {LEFT: 50}
-    assert not counted.picks
+    assert not counted.requests_routed

@@ -52,7 +52,7 @@ async def test_servicer_answers_a_body_that_stands_still_with_408(messages, size
         assert await stream.end() is grpc.StatusCode.OK
         await scene.idle()
         shared = scene.servicer.shared
-        assert shared.tallies.of("").rejections == {(408, ""): 1}
+        assert shared.tallies.for_pool("").rejections == {(408, ""): 1}
         assert (shared.budget.held_bytes, shared.tallies.streams_open) == (0, 0)
 
 

@@ -14,9 +14,9 @@ from extproc import supervision
 from extproc.endpoint import Endpoint, Load
 from extproc.errors import ConfigError
 from extproc.server import listeners, xds_servicer
-from extproc.telemetry.xds_metrics import XdsTallies
+from extproc.telemetry.xds_metrics import XdsCounters
 from extproc.xds import encoder, messages  # noqa: F401  the types warn where they are imported
-from extproc.xds.cluster_options import Traits
+from extproc.xds.cluster_options import ClusterOptions
 from extproc.xds.resources import ASSIGNMENT, CLUSTER
 from tests.support.pool_fixture import House
 from tests.support.serving import LOCAL, run
@@ -39,13 +39,13 @@ class Scene:
 
     def __init__(self):
         self.house = House({ONE: None, TWO: None})
-        self.tallies = XdsTallies()
+        self.tallies = XdsCounters()
         self.synced = True
-        self.discovery = xds_servicer.Discovery(
+        self.discovery = xds_servicer.AggregatedDiscoveryServicer(
             lambda: {"": self.house.fleet.pool},
             h2c=frozenset,
             synced=lambda: self.synced,
-            traits=Traits(),
+            traits=ClusterOptions(),
             tallies=self.tallies,
         )
 
@@ -55,8 +55,8 @@ class Scene:
     def differences(self):
         return Differences(self.channel)
 
-    def replace(self, *addresses):
-        self.house.fleet.replace([Endpoint(address) for address in addresses], 1.0)
+    def set_endpoints(self, *addresses):
+        self.house.fleet.set_endpoints([Endpoint(address) for address in addresses], 1.0)
 
 
 @contextlib.asynccontextmanager
@@ -84,7 +84,7 @@ class Whole:
     """A stream of whole states, from Envoy's end."""
 
     method, request, response = (
-        xds_servicer.WHOLE,
+        xds_servicer.SOTW,
         discovery.DiscoveryRequest,
         discovery.DiscoveryResponse,
     )
@@ -124,7 +124,7 @@ class Differences(Whole):
     """A stream of differences."""
 
     method, request, response = (
-        xds_servicer.DIFFERENCES,
+        xds_servicer.DELTA,
         discovery.DeltaDiscoveryRequest,
         discovery.DeltaDiscoveryResponse,
     )
@@ -159,9 +159,9 @@ def test_envoy_is_told_of_every_change():
     async def test():
         async with serving() as scene:
             stream = await listening(scene)
-            scene.replace(ONE)
+            scene.set_endpoints(ONE)
             assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [ONE]
-            scene.replace()
+            scene.set_endpoints()
             assert addresses(*await stream.take(ASSIGNMENT, "engines")) == []
             assert scene.tallies.responses == {"clusters": 1, "endpoints": 3}
             assert scene.tallies.streams_open == 1
@@ -182,7 +182,7 @@ def test_scrapes_are_not_told():
             mark = fleet.begin_scrape(fleet.pool.find(ONE).endpoint)
             fleet.observe(mark, Load(at=1.0, waiting=7.0), 1.0)
             scene.discovery.step()
-            scene.replace(TWO)
+            scene.set_endpoints(TWO)
             assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [TWO]
             assert scene.tallies.responses["endpoints"] == 2
 
@@ -215,7 +215,7 @@ def test_an_envoy_that_comes_later_is_told_what_is_then():
             stream = await listening(scene)
             await stream.call.done_writing()
             await stream.ended()
-            scene.replace(TWO)
+            scene.set_endpoints(TWO)
             late = scene.whole()
             await late.say(ASSIGNMENT, resource_names=["engines"], response_nonce="9")
             assert addresses(*await late.take(ASSIGNMENT, "engines")) == [TWO]
@@ -256,7 +256,7 @@ def test_garbage_ends_its_stream_and_no_other(kind):
             broken = kind(scene.channel)
             await broken.call.write(b"\x0a\xff\xff")
             assert await broken.ended() is grpc.StatusCode.INVALID_ARGUMENT
-            scene.replace(TWO)
+            scene.set_endpoints(TWO)
             assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [TWO]
 
     run(test())
@@ -312,7 +312,7 @@ def test_an_answer_that_is_being_said_is_said_before_the_end():
     async def test():
         async with serving() as scene:
             call = Writing()
-            handler = asyncio.ensure_future(scene.discovery.whole(None, call))
+            handler = asyncio.ensure_future(scene.discovery.stream_sotw(None, call))
             await call.writes.wait()
             released = asyncio.ensure_future(scene.discovery.release())
             await asyncio.wait([handler, released], timeout=0.01)
@@ -334,7 +334,7 @@ def test_an_envoy_that_is_killed_leaves_nothing():
             killed.call.cancel()
             while scene.tallies.streams_open == 2:
                 await asyncio.sleep(0)
-            scene.replace(ONE)
+            scene.set_endpoints(ONE)
             assert addresses(*await stream.take(ASSIGNMENT, "engines")) == [ONE]
 
     run(test())
@@ -354,7 +354,7 @@ def test_differences():
             assert addresses(answer.resources[0].resource.value) == [ONE, TWO]
             assert answer.removed_resources == ["gone"]
             await stream.say(ASSIGNMENT, response_nonce=answer.nonce)
-            scene.replace(TWO)
+            scene.set_endpoints(TWO)
             changed = await stream.hear()
             assert addresses(changed.resources[0].resource.value) == [TWO]
             assert changed.resources[0].version != answer.resources[0].version
@@ -375,18 +375,18 @@ def test_a_stream_that_makes_us_raise_ends_alone(monkeypatch, caplog):
     async def test():
         async with serving() as scene:
             well = await listening(scene)
-            real = messages.WholeSpeaker.hear
+            real = messages.SotwCodec.hear
 
             def raising(speaker, data):
                 if b"poison" in data:
                     raise OverflowError("what an Envoy said")
                 return real(speaker, data)
 
-            monkeypatch.setattr(messages.WholeSpeaker, "hear", raising)
+            monkeypatch.setattr(messages.SotwCodec, "hear", raising)
             bad = scene.whole()
             await bad.say(CLUSTER, node=core.Node(id="poison"))
             assert await bad.call.code() is grpc.StatusCode.INTERNAL
-            scene.replace(ONE)
+            scene.set_endpoints(ONE)
             assert addresses(*await well.take(ASSIGNMENT, "engines")) == [ONE]
             assert scene.discovery._supervisor.failures["xds"] == 1
             assert scene.tallies.streams_open == 1

@@ -8,7 +8,7 @@ from extproc.simulator import core, engine_request, profiles
 A, B, C, D = 2**-6, 2**-12, 2**-10, 2**-20
 
 
-def profile(**facts) -> profiles.Profile:
+def profile(**facts) -> profiles.EngineProfile:
     """A small machine: 64 blocks of 4 tokens, 32 tokens per step, 8 sequences, 2 slots."""
     defaults = {
         "name": "test",
@@ -22,21 +22,21 @@ def profile(**facts) -> profiles.Profile:
         "max_num_seqs": 8,
         "max_loras": 2,
     }
-    return profiles.Profile(**(defaults | facts))
+    return profiles.EngineProfile(**(defaults | facts))
 
 
-def engine(**facts) -> core.Engine:
+def engine(**facts) -> core.SimulatedEngine:
     """An engine on that machine."""
-    return core.Engine(profile(**facts))
+    return core.SimulatedEngine(profile(**facts))
 
 
-def a_job(name="r", prompt=8, output=1, *, base=None, adapter="") -> engine_request.Job:
+def a_job(name="r", prompt=8, output=1, *, base=None, adapter="") -> engine_request.EngineRequest:
     """A job; jobs with the same `base` share their hashes, and without one have none."""
     hashes = () if base is None else range(base, base + prompt // 4)
-    return engine_request.Job(name, prompt, output, hashes, adapter)
+    return engine_request.EngineRequest(name, prompt, output, hashes, adapter)
 
 
-def drain(the_engine: core.Engine, now: float = 0.0) -> list[engine_request.StepResult]:
+def drain(the_engine: core.SimulatedEngine, now: float = 0.0) -> list[engine_request.StepResult]:
     """Run until nothing is left; returns every result."""
     results = []
     while (result := the_engine.step(now)) is not None:

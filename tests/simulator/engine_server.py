@@ -34,7 +34,7 @@ def run(test):
 async def engine(*, speed=10_000.0, profile=DEMO, machine=None, **facts):
     """A server on a free port and a session with its base URL; `machine` changes the profile."""
     profile = msgspec.structs.replace(profile, **(machine or {}))
-    settings = server.Settings(profile=profile, speed=speed, **facts)
+    settings = server.EngineServerSettings(profile=profile, speed=speed, **facts)
     async with server.serving(settings) as engine_server:
         base = f"http://127.0.0.1:{engine_server.port}"
         async with aiohttp.ClientSession(base) as client:

@@ -87,18 +87,18 @@ def test_two_jobs_of_one_step_share_the_blocks_planned_for_the_first():
 def test_a_cached_block_behind_a_missing_one_is_no_hit():
     """Only an unbroken run from the start counts."""
     it = engine()
-    it.submit(engine_request.Job("one", 13, 1, (1, 2, 3)), 0.0)
+    it.submit(engine_request.EngineRequest("one", 13, 1, (1, 2, 3)), 0.0)
     it.step(0.0)
-    it.submit(engine_request.Job("two", 13, 1, (9, 2, 3)), 1.0)
+    it.submit(engine_request.EngineRequest("two", 13, 1, (9, 2, 3)), 1.0)
     assert it.step(1.0).started[0].cached_tokens == 0
 
 
 def test_generated_blocks_with_hashes_are_hit_by_the_next_turn():
     """A caller that knows the answer passes its hashes, and the follow-up finds them."""
     it = engine()
-    it.submit(engine_request.Job("turn1", 8, 9, (1, 2, 3, 4)), 0.0)
+    it.submit(engine_request.EngineRequest("turn1", 8, 9, (1, 2, 3, 4)), 0.0)
     drain(it)
-    it.submit(engine_request.Job("turn2", 25, 1, (1, 2, 3, 4, 5, 6)), 9.0)
+    it.submit(engine_request.EngineRequest("turn2", 25, 1, (1, 2, 3, 4, 5, 6)), 9.0)
     assert it.step(9.0).started[0].cached_tokens == 16
 
 
@@ -124,7 +124,7 @@ def test_usage_counts_live_blocks_only():
 def test_the_tail_of_a_prefix_is_evicted_before_its_root():
     """Blocks are freed in reverse order."""
     it = engine(kv_tokens=64)
-    it.submit(engine_request.Job("one", 32, 1, range(1, 9)), 0.0)
+    it.submit(engine_request.EngineRequest("one", 32, 1, range(1, 9)), 0.0)
     drain(it)
     it.submit(a_job("filler", prompt=48), 1.0)
     drain(it, 1.0)
@@ -176,9 +176,13 @@ def test_a_resident_adapter_takes_kv_blocks():
 @pytest.mark.parametrize(
     ("new", "facts", "refusal"),
     [
-        (a_job(prompt=250, output=7), {}, engine_request.Refusal.TOO_LONG),
-        (a_job(prompt=30, output=3), {"max_model_len": 32}, engine_request.Refusal.TOO_LONG),
-        (a_job(adapter="a"), {"max_loras": 0}, engine_request.Refusal.NO_LORA),
+        (a_job(prompt=250, output=7), {}, engine_request.EngineRejection.TOO_LONG),
+        (
+            a_job(prompt=30, output=3),
+            {"max_model_len": 32},
+            engine_request.EngineRejection.TOO_LONG,
+        ),
+        (a_job(adapter="a"), {"max_loras": 0}, engine_request.EngineRejection.NO_LORA),
         (a_job(prompt=250, output=6), {}, None),
     ],
 )
@@ -193,7 +197,7 @@ def test_max_queued_counts_waiting_and_running_jobs():
     it.submit(a_job("r0", output=9), 0.0)
     it.submit(a_job("r1", output=9), 0.0)
     it.step(0.0)
-    assert it.submit(a_job("r2"), 1.0) is engine_request.Refusal.BUSY
+    assert it.submit(a_job("r2"), 1.0) is engine_request.EngineRejection.BUSY
 
 
 def test_decoding_alone_is_one_plan_as_long_as_the_steps_one_by_one():
@@ -273,14 +277,14 @@ def test_times_of_a_finished_job_are_those_of_its_steps():
 @pytest.mark.parametrize("name", sorted(profiles.PROFILES))
 def test_every_profile_runs_a_job(name):
     """Each row of the table is a machine the engine accepts."""
-    it = core.Engine(profiles.named(name))
+    it = core.SimulatedEngine(profiles.find(name))
     it.submit(a_job(prompt=1000, output=50), 0.0)
     assert drain(it)[-1].finished
 
 
 def test_a_faster_profile_divides_every_time():
     """Speed changes nothing but times."""
-    it = core.Engine(builders.profile().faster(4))
+    it = core.SimulatedEngine(builders.profile().faster(4))
     it.submit(a_job(prompt=8), 0.0)
     assert it.begin(0.0) == (A + 8 * B) / 4
 
@@ -297,4 +301,4 @@ def test_numbers_an_engine_cannot_run_with_are_refused(facts):
 def test_an_unknown_profile_is_named_with_the_known_ones():
     """The error lists what there is."""
     with pytest.raises(errors.ConfigError, match="demo"):
-        profiles.named("nope")
+        profiles.find("nope")

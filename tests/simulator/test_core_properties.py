@@ -48,7 +48,10 @@ def play(script, *, horizon_s):
             n, (prompt, output, family, adapter, _, patience) = arrivals.pop(0)
             hashes = range(family * 1000, family * 1000 + (prompt + output) // 4)
             assert (
-                it.submit(engine_request.Job(f"r{n}", prompt, output, hashes, adapter), now) is None
+                it.submit(
+                    engine_request.EngineRequest(f"r{n}", prompt, output, hashes, adapter), now
+                )
+                is None
             )
             if patience is not None:
                 leave_at[f"r{n}"] = plan + patience

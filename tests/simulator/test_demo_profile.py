@@ -19,13 +19,13 @@ def conversation(number, *, turns=TURNS):
 
 def hit_ratio(route, *, engines, conversations=40):
     """Cached share of all prompt tokens when turn t of conversation c goes to route(c, t, n)."""
-    fleet = [core.Engine(profiles.PROFILES["demo"]) for _ in range(engines)]
+    fleet = [core.SimulatedEngine(profiles.PROFILES["demo"]) for _ in range(engines)]
     order = [(turn, c) for turn in range(TURNS) for c in range(conversations)]
     for n, (turn, c) in enumerate(order):
         prompt = conversation(c)[turn]
         hashes = range(c * 10_000, c * 10_000 + prompt // 16)
         it = fleet[route(c, turn, n)]
-        it.submit(engine_request.Job(f"r{n}", prompt, 32, hashes), float(n))
+        it.submit(engine_request.EngineRequest(f"r{n}", prompt, 32, hashes), float(n))
         while it.step(float(n)) is not None:
             pass
     return sum(it.prefix_hits for it in fleet) / sum(it.prefix_queries for it in fleet)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from extproc.endpoint import Totals
+from extproc.endpoint import EngineCounters
 from extproc.scrape import metrics_page
 from extproc.simulator import core, engine_request, stats
 from extproc.simulator.fleet import engine_node, event_queue, sim_request
@@ -17,7 +17,7 @@ COUNTED = ("steps", "step_tokens", "generated_tokens", "finished")
 def works():
     """Prompts that share beginnings, more than fit at once, of two adapters and the base."""
     return [
-        sim_request.Work(
+        sim_request.RequestSpec(
             20 + 7 * (n % 4),
             5 + n % 9,
             range(100 * (n % 3), 100 * (n % 3) + 12),
@@ -29,10 +29,10 @@ def works():
 
 def served(machine, *, until):
     """The load that a scraper reads from the page of an engine that serves them by HTTP."""
-    engine = core.Engine(machine)
+    engine = core.SimulatedEngine(machine)
     counts = stats.Stats(engine)
     for n, work in enumerate(works()):
-        new = engine_request.Job(
+        new = engine_request.EngineRequest(
             f"r{n}", work.prompt_tokens, work.output_tokens, work.keys, work.adapter
         )
         assert engine.submit(new, 0.0) is None
@@ -44,7 +44,7 @@ def served(machine, *, until):
         for _ in result.finished:
             counts.ended("length")
         engine.begin(due)
-    shown = exposition.Page(
+    shown = exposition.ExpositionPage(
         counts, exposition.HttpCounts(1e9), model="base", profile=machine, created=1e9
     )
     return metrics_page.read(shown.render(), until)
@@ -52,11 +52,11 @@ def served(machine, *, until):
 
 def simulated(machine, *, until):
     """The load of an engine of the virtual world that serves the same."""
-    clock = event_queue.Timeline()
-    one = engine_node.Site(clock, machine, finished=lambda _: None, gaps=lambda *_: None)
+    clock = event_queue.EventQueue()
+    one = engine_node.EngineNode(clock, machine, finished=lambda _: None, gaps=lambda *_: None)
     one.start()
     for n, work in enumerate(works()):
-        one.submit(sim_request.Trip(f"r{n}", work, 0.0))
+        one.submit(sim_request.SimRequest(f"r{n}", work, 0.0))
     clock.at(until, lambda: None)
     while clock.now < until and clock.step():
         pass
@@ -69,5 +69,5 @@ def test_the_virtual_engine_shows_what_the_served_one_shows(until):
     machine = profile(kv_tokens=160, lora_load_s=2**-5)
     real, virtual = served(machine, until=until), simulated(machine, until=until)
     counted = msgspec.structs.asdict(real.totals)
-    counted = Totals(**{name: counted[name] for name in COUNTED})
+    counted = EngineCounters(**{name: counted[name] for name in COUNTED})
     assert virtual == msgspec.structs.replace(real, totals=counted, started_at=None)

@@ -15,10 +15,10 @@ import msgspec
 
 from extproc.decision import Decision, Outcome
 from extproc.endpoint import Endpoint
-from extproc.protocol.body_buffer import Budget
+from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.exchange import Exchange
 from extproc.protocol.settings import ExchangeSettings
-from extproc.request import RawRequest, Request
+from extproc.request import HttpRequest, InferenceRequest
 from extproc.wire import codec
 from tests.support import peer
 from tests.support.peer import Said
@@ -30,7 +30,7 @@ PLAIN = {":method": "POST", ":path": "/v1/chat/completions", "x-request-id": "r"
 SSE = {":status": "200", "content-type": "text/event-stream"}
 JSON = {":status": "200", "content-type": "application/json"}
 
-Decide = Callable[[RawRequest], Outcome]
+Decide = Callable[[HttpRequest], Outcome]
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -179,7 +179,7 @@ def refuse(
 def always(*addresses: str) -> Decide:
     """Decide for the same endpoints whatever is asked."""
     endpoints = [Endpoint(address) for address in addresses or (ONE,)]
-    return lambda raw: Decision(Request("opaque", subset=raw.subset), endpoints)
+    return lambda raw: Decision(InferenceRequest("opaque", subset=raw.subset), endpoints)
 
 
 class Talk:
@@ -203,12 +203,12 @@ class Talk:
         *,
         modes: tuple[str, str] | None = DUPLEX,
         settings: ExchangeSettings | None = None,
-        budget: Budget | None = None,
+        budget: BufferBudget | None = None,
         request_id: str = "",
     ) -> None:
-        self.budget = budget or Budget(1 << 30)
+        self.budget = budget or BufferBudget(1 << 30)
         self.exchange = Exchange(settings or ExchangeSettings(1 << 26), self.budget)
-        self.asked: list[RawRequest] = []
+        self.asked: list[HttpRequest] = []
         self.transcript: list[str] = []
         self._decide = decide or always()
         self._modes = modes
@@ -224,7 +224,7 @@ class Talk:
         if pending is not None:
             self.asked.append(pending)
             outcome = self._decide(pending)
-            answers = self.exchange.resolve(outcome, request_id=self._request_id)
+            answers = self.exchange.apply_outcome(outcome, request_id=self._request_id)
             replies += [codec.encode(reply) for reply in answers]
         said = [peer.read(reply) for reply in replies]
         self.transcript += [f"we:    {answer}" for answer in said]

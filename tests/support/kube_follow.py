@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from extproc.discovery.discovered_pool import Found
+from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.discovery.kubernetes import controller, settings
-from extproc.discovery.static_discovery import DiscoveryFact
+from extproc.discovery.static_discovery import DiscoveryEvent
 
 #: Seconds a change may take to arrive.
 _SEEN_S = 60.0
@@ -30,8 +30,8 @@ class Following:
     """
 
     def __init__(self) -> None:
-        self.pools: dict[str, Found] = {}
-        self.facts: list[DiscoveryFact] = []
+        self.pools: dict[str, DiscoveredPool] = {}
+        self.facts: list[DiscoveryEvent] = []
         self._news = asyncio.Event()
 
     def told(self, found: Any, removed: frozenset[str]) -> None:
@@ -44,7 +44,7 @@ class Following:
             assert len(set(addresses)) == len(addresses), "an address was told of twice"
         self._news.set()
 
-    def noted(self, fact: DiscoveryFact) -> None:
+    def noted(self, fact: DiscoveryEvent) -> None:
         """Something happened."""
         self.facts.append(fact)
         self._news.set()
@@ -75,11 +75,13 @@ class Following:
 
 
 @contextlib.asynccontextmanager
-async def following(kubeconfig: Path, *sources: settings.Source, **wanted: Any):
+async def following(kubeconfig: Path, *sources: settings.KubernetesSource, **wanted: Any):
     """Follow sources for as long as the block runs; it begins when `start` has returned."""
     told = Following()
-    follower = controller.Follower(
-        settings.Settings(sources=sources, kubeconfig=str(kubeconfig), **{**_PATIENCE, **wanted}),
+    follower = controller.KubernetesDiscovery(
+        settings.KubernetesSettings(
+            sources=sources, kubeconfig=str(kubeconfig), **{**_PATIENCE, **wanted}
+        ),
         clock=time.monotonic,
         rng=random.Random(5),
         on_pools=told.told,

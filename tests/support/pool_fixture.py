@@ -7,15 +7,15 @@ from collections.abc import Mapping
 
 from extproc.decision import Outcome
 from extproc.endpoint import Endpoint, Load
-from extproc.pool.store import Fleet
+from extproc.pool.store import PoolStore
 from extproc.prefix_cache import blocks
-from extproc.prefix_cache.cache_model import Beliefs
+from extproc.prefix_cache.cache_model import CacheModel
 from extproc.prefix_cache.index import PrefixIndex
-from extproc.request import RawRequest
-from extproc.routing.director import Dispatcher
-from extproc.routing.routing_config import DispatchSettings, Routing
+from extproc.request import HttpRequest
+from extproc.routing.director import Director
+from extproc.routing.routing_config import RoutingConfig, RoutingSettings
 from extproc.scheduling import presets
-from extproc.scheduling.profile import Profile
+from extproc.scheduling.profile import SchedulerProfile
 
 
 class House:
@@ -35,26 +35,26 @@ class House:
         self,
         loads: Mapping[str, Load | None],
         *,
-        profile: str | Profile = "balanced",
+        profile: str | SchedulerProfile = "balanced",
         fallbacks: int = 0,
         seed: int = 1,
     ) -> None:
         self.now = 100.0
         self.index = PrefixIndex(1 << 16)
-        self.belief = Beliefs(self.index, blocks.DEFAULT.tokens, most_blocks=10_000)
-        self.fleet = Fleet(on_gone=self.belief.forget)
-        self.fleet.replace([Endpoint(address) for address in loads], self.now)
+        self.belief = CacheModel(self.index, blocks.DEFAULT.tokens, most_blocks=10_000)
+        self.fleet = PoolStore(on_gone=self.belief.forget)
+        self.fleet.set_endpoints([Endpoint(address) for address in loads], self.now)
         for member in self.fleet.pool.members:
             load = loads[member.endpoint.address]
             if load is not None:
                 self.fleet.observe(self.fleet.begin_scrape(member.endpoint), load, self.now)
         chosen = presets.profiles()[profile] if isinstance(profile, str) else profile
-        self.dispatcher = Dispatcher(
+        self.dispatcher = Director(
             fleet=self.fleet,
-            routing=Routing(
+            routing=RoutingConfig(
                 profile=chosen,
                 by_model={},
-                settings=DispatchSettings(stale_after_s=60.0, fallbacks=fallbacks),
+                settings=RoutingSettings(stale_after_s=60.0, fallbacks=fallbacks),
             ),
             index=self.index,
             belief=self.belief,
@@ -62,7 +62,7 @@ class House:
             rng=random.Random(seed),
         )
 
-    def decide(self, raw: RawRequest) -> Outcome:
+    def decide(self, raw: HttpRequest) -> Outcome:
         """Route without charging anybody."""
         return self.dispatcher.route(raw, self.now)
 

@@ -6,10 +6,10 @@ import json
 
 from extproc.config import loader, reloading
 from extproc.decision import Rejection
-from extproc.endpoint import Endpoint, Load, Models
-from extproc.pool.condition import Verdict
-from extproc.protocol.messages import BodyMode, Event, Kind, Modes
-from extproc.request import RawRequest
+from extproc.endpoint import Endpoint, Load, ServedModels
+from extproc.pool.condition import RequestOutcome
+from extproc.protocol.messages import BodyMode, BodyModes, MessageKind, ProcessingRequest
+from extproc.request import HttpRequest
 from extproc.server import app, stream_handler
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\nseed: 1\n"
@@ -38,7 +38,7 @@ class Scene:
         self.started = settings
         self.picker = app.Picker(settings, clock=lambda: self.now)
         for site in self.picker.sites.by_name.values():
-            site.parts.fleet.replace([Endpoint(one) for one in ADDRESSES], self.now)
+            site.parts.store.set_endpoints([Endpoint(one) for one in ADDRESSES], self.now)
 
     def read_again(self, settings):
         self.picker.adopt(reloading.in_force(self.started, settings))
@@ -49,7 +49,7 @@ class Scene:
 
     @property
     def fleet(self):
-        return self.site.parts.fleet
+        return self.site.parts.store
 
     @property
     def shared(self):
@@ -57,26 +57,26 @@ class Scene:
 
     @property
     def gate(self):
-        return self.picker.sites.gates[""]
+        return self.picker.sites.flow_controllers[""]
 
     def raw(self, model="m", subset=None, **headers):
         body = json.dumps({"model": model, "prompt": "x"}).encode()
         named = {name.replace("_", "-"): text for name, text in headers.items()}
         all_headers = {":method": "POST", ":path": "/v1/completions", **named}
-        return RawRequest(all_headers, body, subset=subset)
+        return HttpRequest(all_headers, body, subset=subset)
 
     def route(self, **request):
-        return self.picker.sites.switchboard.route(self.raw(**request), self.now)
+        return self.picker.sites.pool_selector.route(self.raw(**request), self.now)
 
     def decision(self, **request):
         return self.route(**request).outcome
 
     def prepared(self, **request):
-        return self.site.parts.dispatcher.prepare(self.raw(**request))
+        return self.site.parts.director.prepare(self.raw(**request))
 
     def list_models(self, *models, adapters=()):
         for member in self.fleet.pool.members:
-            listed = Models(bases=frozenset(models), adapters=frozenset(adapters))
+            listed = ServedModels(bases=frozenset(models), adapters=frozenset(adapters))
             self.fleet.observe_models(member.endpoint, listed)
 
     def observe(self, waiting):
@@ -86,11 +86,15 @@ class Scene:
 
     def answers(self, body=b'{"model":"m","prompt":"x"}'):
         """What a stream answers to a request."""
-        stream = stream_handler.opened(self.shared)
+        stream = stream_handler.open_stream(self.shared)
         headers = {":method": "POST", ":path": "/v1/completions"}
-        modes = Modes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE)
-        list(stream.turn(Event(Kind.REQUEST_HEADERS, headers, modes=modes)))
-        replies = list(stream.turn(Event(Kind.REQUEST_BODY, body=body, end_of_stream=True)))
+        modes = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE)
+        list(stream.handle(ProcessingRequest(MessageKind.REQUEST_HEADERS, headers, modes=modes)))
+        replies = list(
+            stream.handle(
+                ProcessingRequest(MessageKind.REQUEST_BODY, body=body, end_of_stream=True)
+            )
+        )
         stream.finish()
         return [(type(one).__name__, getattr(one, "status", None)) for one in replies]
 
@@ -98,10 +102,14 @@ class Scene:
         """Whether one endpoint is left out after so many failures in a row."""
         endpoint = self.fleet.pool.members[0].endpoint
         for _ in range(times):
-            self.fleet.told(endpoint, Verdict.FAILED, sent_at=self.now, now=self.now)
+            self.fleet.record_outcome(
+                endpoint, RequestOutcome.FAILED, sent_at=self.now, now=self.now
+            )
         return self.fleet.pool.members[0].condition.state.name
 
     def held(self, **request):
         """A request that waits, or why it may not."""
         prepared = self.prepared(**request)
-        return self.gate.hold(prepared, Rejection(429, "busy", reason="x", waits_s=1.0), self.now)
+        return self.gate.enqueue(
+            prepared, Rejection(429, "busy", reason="x", waits_s=1.0), self.now
+        )

@@ -12,19 +12,19 @@ import grpc
 import msgspec
 from grpc_health.v1 import health_pb2
 
-from extproc.config.pool_schema import Source
-from extproc.config.scheduling_schema import Scheduling
-from extproc.config.settings import Scrape, Server, Settings
+from extproc.config.pool_schema import PoolSource
+from extproc.config.scheduling_schema import SchedulingSection
+from extproc.config.settings import ScrapeSection, ServerSection, Settings
 from extproc.parsing import usage
-from extproc.protocol.body_buffer import Budget
+from extproc.protocol.body_buffer import BufferBudget
 from extproc.protocol.settings import ExchangeSettings
-from extproc.routing.director import Dispatcher
-from extproc.routing.pool_selector import Claimant, Switchboard
+from extproc.routing.director import Director
+from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import ext_proc_servicer, stream_handler
 from extproc.server.app import Picker
-from extproc.server.listeners import Addresses
-from extproc.telemetry.counters import Tallies
-from extproc.telemetry.decision_log import Ring
+from extproc.server.listeners import ListenAddresses
+from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.decision_log import DecisionLog
 from tests.support import peer
 from tests.support.ext_proc_script import DUPLEX, Message
 from tests.support.pool_fixture import House
@@ -94,7 +94,9 @@ class Serving:
         channel: A client's channel to it.
     """
 
-    def __init__(self, servicer: ext_proc_servicer.Servicer, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, servicer: ext_proc_servicer.ExternalProcessorServicer, channel: grpc.aio.Channel
+    ) -> None:
         self.servicer = servicer
         self.channel = channel
 
@@ -112,26 +114,26 @@ class Serving:
 async def serving(
     house: House,
     *,
-    dispatcher: Dispatcher | None = None,
+    dispatcher: Director | None = None,
     max_body_bytes: int = 1 << 20,
     max_streams: int = 10_000,
     explain_header: bool = False,
-    request_cost: Mapping[usage.Kind, float] = {},
+    request_cost: Mapping[usage.UsageKind, float] = {},
 ) -> AsyncIterator[Serving]:
     """Serve a house."""
-    shared = stream_handler.Shared(
-        switchboard=Switchboard([Claimant("", dispatcher or house.dispatcher)]),
+    shared = stream_handler.StreamContext(
+        switchboard=PoolSelector([PoolRoute("", dispatcher or house.dispatcher)]),
         exchange_settings=ExchangeSettings(max_body_bytes),
-        budget=Budget(1 << 28),
-        tallies=Tallies(),
+        budget=BufferBudget(1 << 28),
+        tallies=ProcessCounters(),
         clock=lambda: house.now,
         rng=random.Random(1),
-        ring=Ring(100),
+        ring=DecisionLog(100),
         settings=stream_handler.StreamSettings(
             max_streams=max_streams, explain_header=explain_header, request_cost=request_cost
         ),
     )
-    servicer = ext_proc_servicer.Servicer(shared)
+    servicer = ext_proc_servicer.ExternalProcessorServicer(shared)
     server = grpc.aio.server()
     ext_proc_servicer.register(server, servicer)
     port = server.add_insecure_port(f"{LOCAL}:0")
@@ -147,10 +149,10 @@ def settings(*endpoints: str, **server: Any) -> Settings:
     """A configuration on free loopback ports, over a static list that nobody scrapes."""
     ports = {"grpc_port": 0, "grpc_health_port": 0, "metrics_port": 0}
     return Settings(
-        server=Server(**{"host": LOCAL, "secure_serving": False, **ports, **server}),
-        pool=Source(endpoints=endpoints),
-        scrape=Scrape(enabled=False),
-        scheduling=Scheduling(strategy="least-request"),
+        server=ServerSection(**{"host": LOCAL, "secure_serving": False, **ports, **server}),
+        pool=PoolSource(endpoints=endpoints),
+        scrape=ScrapeSection(enabled=False),
+        scheduling=SchedulingSection(strategy="least-request"),
     )
 
 
@@ -162,7 +164,7 @@ class Running:
         ports: Where it listens.
     """
 
-    def __init__(self, picker: Picker, ports: Addresses) -> None:
+    def __init__(self, picker: Picker, ports: ListenAddresses) -> None:
         self.picker = picker
         self.ports = ports
         self._loops: list[asyncio.Task[None]] = []

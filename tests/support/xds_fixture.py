@@ -10,9 +10,9 @@ import msgspec
 
 from extproc.config import factory
 from extproc.config.settings import Settings
-from extproc.endpoint import Endpoint, Load, Totals
-from extproc.pool.inflight import Ticket
-from extproc.request import Request
+from extproc.endpoint import Endpoint, EngineCounters, Load
+from extproc.pool.inflight import Reservation
+from extproc.request import InferenceRequest
 
 #: What becomes of an engine's page: it is true; it stands as it was; it claims nothing to do; its
 #: numbers are below zero, so that none is read; it claims more than there is; it cannot be read.
@@ -32,7 +32,7 @@ class Engine:
     def __init__(self, address: str, *, running: int, waiting: int) -> None:
         self.address = address
         self.foreign = running, waiting
-        self.open: dict[Ticket, int] = {}
+        self.open: dict[Reservation, int] = {}
         self.generated = 0.0
 
     def page(self, now: float) -> Load:
@@ -47,7 +47,7 @@ class Engine:
             kv_usage=min(1.0, tokens / (_KV_BLOCKS * _BLOCK_TOKENS)),
             kv_blocks=_KV_BLOCKS,
             block_tokens=_BLOCK_TOKENS,
-            totals=Totals(generated_tokens=self.generated),
+            counters=EngineCounters(generated_tokens=self.generated),
         )
 
 
@@ -86,7 +86,7 @@ class Scene:
         self.rng = random.Random(seed)
         self.now = 100.0
         addresses = [f"10.0.0.{n}:8000" for n in range(size)]
-        self.parts.fleet.replace([Endpoint(address) for address in addresses], self.now)
+        self.parts.store.set_endpoints([Endpoint(address) for address in addresses], self.now)
         self.engines = [Engine(address, running=running, waiting=waiting) for address in addresses]
         self._of = {engine.address: engine for engine in self.engines}
         self._pages: dict[int, Page] = {}
@@ -95,7 +95,7 @@ class Scene:
         self._due = [self.now] * size
         self._last: list[Load | None] = [None] * size
         self._sent = 0
-        self._ending: deque[tuple[float, Engine, Ticket]] = deque()
+        self._ending: deque[tuple[float, Engine, Reservation]] = deque()
         self.picks: Counter[str] = Counter()
 
     def turn_bad(self) -> None:
@@ -123,13 +123,13 @@ class Scene:
             for_s: Seconds until it is answered; None to hold it open.
         """
         self._sent += 1
-        dispatcher = self.parts.dispatcher
-        request = Request(
+        dispatcher = self.parts.director
+        request = InferenceRequest(
             api="completions", model="m", prompt_tokens=tokens, session=f"talk {self._sent}"
         )
         chain = [1_000_000 * self._sent + depth for depth in range(1, 1 + tokens // 64)]
         decision = dispatcher.choose(request, self.now, chain=chain[:8], headers={})
-        ticket = dispatcher.commit(decision, self.now)  # type: ignore[arg-type]
+        ticket = dispatcher.reserve(decision, self.now)  # type: ignore[arg-type]
         engine = self._of[ticket.endpoint.address]
         engine.open[ticket] = tokens
         self.picks[engine.address] += 1
@@ -154,14 +154,14 @@ class Scene:
                 self.step()
         return [self.picks[engine.address] for engine in self.engines]
 
-    def _end(self, engine: Engine, ticket: Ticket) -> None:
+    def _end(self, engine: Engine, ticket: Reservation) -> None:
         del engine.open[ticket]
-        dispatcher = self.parts.dispatcher
-        dispatcher.told(ticket, "200", self.now)
-        dispatcher.complete(ticket, self.now)
+        dispatcher = self.parts.director
+        dispatcher.on_response_headers(ticket, "200", self.now)
+        dispatcher.release(ticket, self.now)
 
     def _scrape(self, at: int) -> None:
-        fleet, engine = self.parts.fleet, self.engines[at]
+        fleet, engine = self.parts.store, self.engines[at]
         member = fleet.pool.find(engine.address)
         assert member is not None
         mark = fleet.begin_scrape(member.endpoint)

@@ -6,21 +6,23 @@ from hypothesis import strategies as st
 
 from extproc.decision import Decision
 from extproc.endpoint import Candidate, Endpoint
-from extproc.request import Request
-from extproc.telemetry.decision_log import Ring
+from extproc.request import InferenceRequest
+from extproc.telemetry.decision_log import DecisionLog
 
 SPOT = Endpoint("10.0.0.1:8000")
 
 
 def decided(candidates=1):
     return Decision(
-        request=Request(api="chat"), endpoints=[SPOT], candidates=[Candidate(SPOT)] * candidates
+        request=InferenceRequest(api="chat"),
+        endpoints=[SPOT],
+        candidates=[Candidate(SPOT)] * candidates,
     )
 
 
 def test_the_oldest_leave_first():
     """The ring keeps the last ones, newest first in its list."""
-    ring = Ring(2)
+    ring = DecisionLog(2)
     for name in "abc":
         ring.add(name, decided(), 0.0)
     assert [one.id for one in ring.latest(9)] == ["c", "b"]
@@ -30,7 +32,7 @@ def test_the_oldest_leave_first():
 
 def test_of_one_id_the_last_decision_counts():
     """A request that is retried is decided again."""
-    ring = Ring(2)
+    ring = DecisionLog(2)
     ring.add("a", decided(), 0.0)
     ring.add("a", decided(), 1.0)
     assert len(ring) == 1
@@ -39,14 +41,14 @@ def test_of_one_id_the_last_decision_counts():
 
 def test_a_long_id_is_cut():
     """A client cannot fill memory with its request id, and still finds its request."""
-    ring = Ring(2)
+    ring = DecisionLog(2)
     assert len(ring.add("x" * 100_000, decided(), 0.0).id) == 256
     assert ring.find("x" * 100_000) is not None
 
 
 def test_no_capacity_keeps_nothing():
     """With room for none, adding still hands out an entry that may be written to."""
-    ring = Ring(0)
+    ring = DecisionLog(0)
     assert ring.add("a", decided(), 0.0).id == "a"
     assert len(ring) == 0
 
@@ -54,7 +56,7 @@ def test_no_capacity_keeps_nothing():
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 9)), max_size=40))
 def test_the_ring_never_exceeds_its_bounds(added):
     """At most so many decisions, and so many candidates unless the last one alone has more."""
-    ring = Ring(4, most_candidates=12)
+    ring = DecisionLog(4, most_candidates=12)
     for name, candidates in added:
         ring.add(name, decided(candidates), 0.0)
         kept = [len(one.decision.candidates) for one in ring.latest(9)]

@@ -5,11 +5,18 @@ import msgspec
 
 from extproc.cli import offline_explain
 from extproc.config import settings as sections
-from extproc.decision import Branch, Decision, Filtered, Priced, Rejection, Scored
+from extproc.decision import (
+    CostResult,
+    Decision,
+    FilterResult,
+    FilterTreeStep,
+    Rejection,
+    ScorerResult,
+)
 from extproc.endpoint import Candidate, Endpoint, Load
-from extproc.pool.condition import Verdict
-from extproc.pool.store import Fleet
-from extproc.request import RawRequest, Request
+from extproc.pool.condition import RequestOutcome
+from extproc.pool.store import PoolStore
+from extproc.request import HttpRequest, InferenceRequest
 from extproc.telemetry import decision_log, explanation, explanation_text, pool_state
 
 A, B, C = (Candidate(Endpoint(f"10.0.0.{n}:8000")) for n in (1, 2, 3))
@@ -20,12 +27,14 @@ def decision(**more):
         B, load=Load(at=1.0, waiting=2.0, adapters=frozenset({"y", "x"})), age_s=0.25, in_flight=4
     )
     facts = {
-        "request": Request(api="chat", model="m", prompt=b"PROMPT", prompt_tokens=2, session="S"),
+        "request": InferenceRequest(
+            api="chat", model="m", prompt=b"PROMPT", prompt_tokens=2, session="S"
+        ),
         "endpoints": [known.endpoint],
         "candidates": [A, known, C],
-        "filters": [Filtered("first", [A, known]), Filtered("second", [A, known])],
+        "filters": [FilterResult("first", [A, known]), FilterResult("second", [A, known])],
         "finalists": [A, known],
-        "scores": [Scored("one", 2.0, [0.25, 1.0]), Scored("two", 1.0, [0.5, 0.0])],
+        "scores": [ScorerResult("one", 2.0, [0.25, 1.0]), ScorerResult("two", 1.0, [0.5, 0.0])],
         "totals": [1.0, 2.0],
         "picker": "max-score",
         **more,
@@ -62,12 +71,12 @@ def test_decision_is_told_whole():
 def test_branches_of_a_tree_are_told():
     """The way through a tree of filters stands below it, in JSON and in the table."""
     branches = [
-        Branch("drop-request", [], "either"),
-        Branch("low-latency", [A, B], "success"),
-        Branch("mine", [], "failure", "KeyError"),
-        Branch("kv-range", [A]),
+        FilterTreeStep("drop-request", [], "either"),
+        FilterTreeStep("low-latency", [A, B], "success"),
+        FilterTreeStep("mine", [], "failure", "KeyError"),
+        FilterTreeStep("kv-range", [A]),
     ]
-    told = explanation.explain(decision(filters=[Filtered("tree", [A], branches)]))
+    told = explanation.explain(decision(filters=[FilterResult("tree", [A], branches)]))
     (step,) = told["filters"]
     assert step["dropped"] == ["10.0.0.2:8000", "10.0.0.3:8000"]
     assert [(one["name"], one["way"], one["fault"]) for one in step["branches"]] == [
@@ -130,13 +139,13 @@ def test_table_survives_json():
 
 def test_table_without_steps():
     """A rescued decision has no steps and is told all the same."""
-    bare = Decision(request=Request(api="opaque"), endpoints=[A.endpoint], picker="rescue")
+    bare = Decision(request=InferenceRequest(api="opaque"), endpoints=[A.endpoint], picker="rescue")
     assert "chosen by rescue: 10.0.0.1:8000" in explanation_text.render_table(
         explanation.explain(bare)
     )
 
 
-PRICED = Priced(
+PRICED = CostResult(
     "estimated-time", "s", [0.5, 0.0123], [("queue", [0.4, 0.0]), ("prefill", [0.1, 0.0123])]
 )
 
@@ -166,9 +175,9 @@ def test_short_form_fits_a_header():
 
 def test_past_decision_is_told_with_what_came_of_it():
     """The ring keeps no prompt; status, duration and usage are added when the stream ends."""
-    kept = decision_log.Ring(10)
+    kept = decision_log.DecisionLog(10)
     one = kept.add("id-1", decision(blocks=[1, 2]), 5.0)
-    assert (one.decision.request.prompt, one.decision.blocks) == (b"", ())
+    assert (one.decision.request.prompt, one.decision.block_hashes) == (b"", ())
     one.status, one.seconds, one.usage = "200", 1.5, {"cached": 7}
     told = explanation.recorded(one, 8.0)
     assert (told["seconds_ago"], told["status"], told["usage"]) == (3.0, "200", {"cached": 7})
@@ -179,8 +188,8 @@ def test_past_decision_is_told_with_what_came_of_it():
 
 
 def fleet():
-    pool = Fleet(on_gone=lambda _: None)
-    pool.replace([Endpoint("a:1", name="one", labels={"zone": "east"}), Endpoint("b:2")], 0.0)
+    pool = PoolStore(on_gone=lambda _: None)
+    pool.set_endpoints([Endpoint("a:1", name="one", labels={"zone": "east"}), Endpoint("b:2")], 0.0)
     mark = pool.begin_scrape(pool.pool.members[0].endpoint)
     pool.observe(mark, Load(at=10.0, running=4.0, waiting=1.0, adapters=frozenset("x")), 10.0)
     for _ in range(3):
@@ -241,10 +250,10 @@ def test_state_comes_back_to_life():
     told = json.loads(json.dumps(explanation.describe_pool(pool.pool, 12.5)))
     read = msgspec.convert(told, pool_state.PoolState)
     outcome = offline_explain.decide(
-        sections.Settings(), read, RawRequest({":path": "/x"}, b""), where="state"
+        sections.Settings(), read, HttpRequest({":path": "/x"}, b""), where="state"
     )
     first, second = outcome.candidates
-    assert (first.in_flight, first.requests, first.prompt_tokens) == (3, 8.0, 21)
+    assert (first.in_flight, first.estimated_requests, first.prompt_tokens) == (3, 8.0, 21)
     assert (first.age_s, first.load.running) == (2.5, 4.0)
     assert second.age_s == math.inf
 
@@ -256,7 +265,7 @@ def test_who_is_put_aside_is_told_with_the_reason():
     for _ in range(3):
         member = pool.pool.find("b:2")
         assert member is not None
-        pool.told(member.endpoint, Verdict.FAILED, sent_at=12.0, now=12.0)
+        pool.record_outcome(member.endpoint, RequestOutcome.FAILED, sent_at=12.0, now=12.0)
     told = explanation.describe_pool(pool.pool, 13.0)["endpoints"][1]
     assert (told["health"], told["cause"], told["out_s"], told["ejections"]) == (
         ("ejected", "errors", 1.0, 1)
@@ -264,7 +273,7 @@ def test_who_is_put_aside_is_told_with_the_reason():
     assert 3.0 <= told["again_s"] <= 4.0
     read = msgspec.convert(explanation.describe_pool(pool.pool, 13.0), pool_state.PoolState)
     outcome = offline_explain.decide(
-        sections.Settings(), read, RawRequest({":path": "/x"}, b""), where="state"
+        sections.Settings(), read, HttpRequest({":path": "/x"}, b""), where="state"
     )
     shown = explanation.explain(outcome)
     assert shown["put_aside"] == {"failing": ["b:2"]}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families as families
 
-from extproc.pool.condition import Verdict
-from extproc.telemetry.counters import Tallies
+from extproc.pool.condition import RequestOutcome
+from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_metrics import Cache, Watched
+from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
 from tests.support.pool_fixture import House
 
 ONE, TWO, THREE = (f"10.0.0.{n}:8000" for n in (1, 2, 3))
@@ -16,15 +16,15 @@ ONE, TWO, THREE = (f"10.0.0.{n}:8000" for n in (1, 2, 3))
 def page(house: House) -> dict[tuple[str, str], float]:
     """Samples of health by name and by the label that tells them apart."""
     fleet = house.fleet
-    watched = Watched(
+    watched = PoolView(
         fleet.pool,
-        lambda _: Cache(0.0, 0.0, None),
+        lambda _: PrefixCacheStats(0.0, 0.0, None),
         {},
-        fleet.health.ejections,
-        fleet.health.probes,
+        fleet.outlier_detector.ejections,
+        fleet.outlier_detector.probes,
     )
     exposition = Exposition(
-        Tallies(), lambda: {"p": watched}, clock=lambda: house.now, gauges={}, about={}
+        ProcessCounters(), lambda: {"p": watched}, clock=lambda: house.now, gauges={}, about={}
     )
     return {
         (sample.name, labels.get("endpoint") or labels.get("cause") or labels.get("result", "")): (
@@ -42,15 +42,19 @@ def test_who_is_out_and_how_often():
     found = house.fleet.pool.find(ONE)
     assert found is not None
     for _ in range(3):
-        house.fleet.told(found.endpoint, Verdict.FAILED, sent_at=house.now, now=house.now)
+        house.fleet.record_outcome(
+            found.endpoint, RequestOutcome.FAILED, sent_at=house.now, now=house.now
+        )
     shown = page(house)
     assert shown["extproc_endpoint_ejected", ONE] == 1.0
     assert shown["extproc_endpoint_ejected", TWO] == 0.0
     assert shown["extproc_endpoint_up", ONE] == 1.0
     assert shown["extproc_ejections_total", "errors"] == 1.0
     house.now += 10.0
-    house.fleet.sent(found.endpoint, house.now)
-    house.fleet.told(found.endpoint, Verdict.SERVED, sent_at=house.now, now=house.now)
+    house.fleet.record_sent(found.endpoint, house.now)
+    house.fleet.record_outcome(
+        found.endpoint, RequestOutcome.SERVED, sent_at=house.now, now=house.now
+    )
     shown = page(house)
     assert shown["extproc_endpoint_ejected", ONE] == 0.0
     assert shown["extproc_probes_total", "ok"] == 1.0
@@ -59,8 +63,10 @@ def test_who_is_out_and_how_often():
 def test_addresses_left_out_are_shown():
     """A pool that is cut at the bound of its size can be alerted on."""
     house = House({ONE: None})
-    watched = Watched(house.fleet.pool, lambda _: Cache(0.0, 0.0, None), addresses_left_out=3616)
+    watched = PoolView(
+        house.fleet.pool, lambda _: PrefixCacheStats(0.0, 0.0, None), addresses_left_out=3616
+    )
     exposition = Exposition(
-        Tallies(), lambda: {"p": watched}, clock=lambda: house.now, gauges={}, about={}
+        ProcessCounters(), lambda: {"p": watched}, clock=lambda: house.now, gauges={}, about={}
     )
     assert b'extproc_discovery_addresses_left_out{pool="p"} 3616.0' in exposition.render()

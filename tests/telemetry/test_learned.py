@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from extproc.telemetry.counters import Tallies
+from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_metrics import Cache, Watched
+from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
 from tests.support.pool_fixture import House
 
 
@@ -10,15 +10,15 @@ def test_what_was_learnt_is_on_the_page():
     """Rates by endpoint, bytes per token by model, pauses of conversations by pool."""
     house = House({"10.0.0.1:8000": None}, profile="adaptive")
     for _ in range(8):
-        house.fleet.tokenisers.told("m", prompt_bytes=300, tokens=100)
+        house.fleet.bytes_per_token.observe_usage("m", prompt_bytes=300, tokens=100)
     page = Exposition(
-        Tallies(),
+        ProcessCounters(),
         lambda: {
-            "": Watched(
+            "": PoolView(
                 house.fleet.pool,
-                lambda _: Cache(5.0, 4.0, 100),
-                house.fleet.tokenisers.learnt,
-                returning=house.dispatcher.returning,
+                lambda _: PrefixCacheStats(5.0, 4.0, 100),
+                house.fleet.bytes_per_token.learned,
+                continuation_ratio=house.dispatcher.conversation_stats,
             )
         },
         clock=lambda: 1.0,

@@ -6,17 +6,17 @@ import msgspec
 
 from extproc.cli import offline_explain
 from extproc.config import settings as sections
-from extproc.decision import Decision, Splice, model_not_found
-from extproc.endpoint import Candidate, Endpoint, Models
-from extproc.request import RawRequest, Request
+from extproc.decision import BodyEdit, Decision, model_not_found
+from extproc.endpoint import Candidate, Endpoint, ServedModels
+from extproc.request import HttpRequest, InferenceRequest
 from extproc.telemetry import decision_log, explanation, explanation_text, pool_state
-from extproc.telemetry.counters import Tallies
+from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_metrics import Cache, Watched
+from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
 from tests.support.pool_fixture import House
 
 A, B = (Candidate(Endpoint(f"10.0.0.{n}:8000")) for n in (1, 2))
-REQUEST = Request(api="chat", model="llama", adapter="sql")
+REQUEST = InferenceRequest(api="chat", model="llama", adapter="sql")
 
 
 def decision(**more):
@@ -33,13 +33,15 @@ def listed(*models):
 
 
 TWO = listed(
-    Models(frozenset({"llama"}), frozenset({"sql", "math"})), Models(frozenset({"qwen"})), None
+    ServedModels(frozenset({"llama"}), frozenset({"sql", "math"})),
+    ServedModels(frozenset({"qwen"})),
+    None,
 )
 
 
 def test_the_choice_by_model_is_the_first_step():
     """Who does not serve the model is dropped before the first filter."""
-    told = explanation.explain(decision(left_out=[B.endpoint]))
+    told = explanation.explain(decision(excluded_by_model=[B.endpoint]))
     assert told["filters"][0] == {
         "name": "serves-model",
         "survivors": ["10.0.0.1:8000"],
@@ -51,7 +53,7 @@ def test_the_choice_by_model_is_the_first_step():
 
 def test_a_rewrite_is_told():
     """The name the engine is given, the client's, and whether the body has a place for it."""
-    edited = decision(model_rewrite="sql", splice=Splice(0, 1, b"x"), client_model="llama")
+    edited = decision(model_rewrite="sql", body_edit=BodyEdit(0, 1, b"x"), client_model="llama")
     told = explanation.explain(edited)
     assert told["model_rewrite"] == {"name": "sql", "client": "llama", "editable": True}
     shown = explanation_text.render_table(told)
@@ -63,7 +65,7 @@ def test_a_rewrite_is_told():
 
 def test_a_priority_is_told():
     """The objective and its priority, where the pool has it."""
-    request = Request("chat", objective="batch", priority=-1)
+    request = InferenceRequest("chat", objective="batch", priority=-1)
     told = explanation.explain(msgspec.structs.replace(decision(), request=request))
     assert (told["request"]["objective"], told["request"]["priority"]) == ("batch", -1)
     assert ", priority -1 by objective batch" in explanation_text.render_table(told)
@@ -72,15 +74,15 @@ def test_a_priority_is_told():
 
 def test_a_model_nobody_lists_is_told():
     """A decision that passed it on says so."""
-    told = explanation.explain(decision(unlisted=True))
+    told = explanation.explain(decision(model_unlisted=True))
     assert told["unlisted"] is True
     assert "no endpoint lists it" in explanation_text.render_table(told)
 
 
 def test_the_ring_keeps_the_rewrite():
     """A decision of the past tells the same."""
-    kept = decision_log.Ring(10)
-    kept.add("id", decision(model_rewrite="sql", left_out=[B.endpoint]), 1.0)
+    kept = decision_log.DecisionLog(10)
+    kept.add("id", decision(model_rewrite="sql", excluded_by_model=[B.endpoint]), 1.0)
     found = kept.find("id")
     assert found is not None
     told = explanation.recorded(found, 2.0)
@@ -97,27 +99,27 @@ def test_models_of_a_state_come_back_to_life():
     assert "models" not in third
     read = msgspec.convert(told, pool_state.PoolState)
     body = b'{"model": "llama_sql", "prompt": "x"}'
-    raw = RawRequest({":path": "/v1/completions"}, body)
+    raw = HttpRequest({":path": "/v1/completions"}, body)
     outcome = offline_explain.decide(sections.Settings(), read, raw, where="state")
     assert [one.endpoint.address for one in outcome.candidates] == [
         "10.0.0.1:8000",
         "10.0.0.3:8000",
     ]
-    assert outcome.splice.apply(body) == body.replace(b"llama_sql", b"sql")
+    assert outcome.body_edit.apply(body) == body.replace(b"llama_sql", b"sql")
 
 
 def test_metrics_of_models():
     """How many names an endpoint listed, how often it was asked, and what became of requests."""
-    tallies = Tallies()
-    counts = tallies.of("")
+    tallies = ProcessCounters()
+    counts = tallies.for_pool("")
     counts.listings["10.0.0.1:8000", "ok"] += 2
-    counts.routed(decision(unlisted=True))
+    counts.routed(decision(model_unlisted=True))
     counts.rejected(model_not_found("x", ["y"]))
     counts.rewritten(edited=True)
     counts.rewritten(edited=False)
     page = Exposition(
         tallies,
-        lambda: {"": Watched(TWO.fleet.pool, lambda _: Cache(0.0, 0.0, None))},
+        lambda: {"": PoolView(TWO.fleet.pool, lambda _: PrefixCacheStats(0.0, 0.0, None))},
         clock=lambda: 1.0,
         gauges={},
         about={},

@@ -1,9 +1,9 @@
 import pytest
 
-from extproc.scheduling.plugin_guard import Guarded, Guards, Limits
-from extproc.telemetry.counters import Tallies
+from extproc.scheduling.plugin_guard import GuardedPlugin, GuardFactory, GuardLimits
+from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.exposition import Exposition
-from extproc.telemetry.pool_metrics import Cache, Watched
+from extproc.telemetry.pool_metrics import PoolView, PrefixCacheStats
 from tests.scheduling import builders
 from tests.support.pool_fixture import House
 
@@ -18,14 +18,14 @@ class Broken:
 
 def test_plugins_of_others_are_counted_by_role_and_kind():
     """What guards count is on the metrics page."""
-    tallies, house = Tallies(), House({"10.0.0.1:8000": None})
+    tallies, house = ProcessCounters(), House({"10.0.0.1:8000": None})
     ticks = iter(range(9))
-    guards = Guards(lambda: float(next(ticks)), tallies.plugins, Limits(strikes=1))
+    guards = GuardFactory(lambda: float(next(ticks)), tallies.plugins, GuardLimits(max_overruns=1))
     with pytest.raises(ValueError, match="bug"):
-        Guarded(Broken(), guards).score(builders.turn(), [])
+        GuardedPlugin(Broken(), guards).score(builders.context(), [])
     page = Exposition(
         tallies,
-        lambda: {"": Watched(house.fleet.pool, lambda _: Cache(5.0, 4.0, 100))},
+        lambda: {"": PoolView(house.fleet.pool, lambda _: PrefixCacheStats(5.0, 4.0, 100))},
         clock=lambda: 1.0,
         gauges={},
         about={},

@@ -10,8 +10,8 @@ STATES = ("synced", "forbidden")
 def test_watch_series_show_the_state_and_the_age_of_every_watch():
     """One state is 1, and two watches of a kind differ in namespace or selector."""
     watches = [
-        watch_metrics.WatchFigures("pods", "a", "", "synced", STATES, 0.0),
-        watch_metrics.WatchFigures("pods", "b", "app=vllm", "forbidden", STATES, 12.0),
+        watch_metrics.WatchMetrics("pods", "a", "", "synced", STATES, 0.0),
+        watch_metrics.WatchMetrics("pods", "b", "app=vllm", "forbidden", STATES, 12.0),
     ]
     state, unsynced = watch_metrics.series(watches)
     first = {"collection": "pods", "namespace": "a", "selector": ""}

@@ -6,7 +6,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from extproc.decision import Priced
+from extproc.decision import CostResult
 from extproc.scheduling.framework import Signal
 from extproc.testing import contract
 
@@ -173,12 +173,12 @@ def pricing(answer):
 
 def test_costs():
     """A cost model gives finite costs and as many terms, whatever the order."""
-    contract.check_cost(pricing(lambda them: Priced("odd", "s", [c.in_flight for c in them])))
+    contract.check_cost(pricing(lambda them: CostResult("odd", "s", [c.in_flight for c in them])))
     for answer, wanted in (
         (lambda them: [1.0] * len(them), "a Priced, got list"),
-        (lambda them: Priced("odd", "s", [float("inf")] * len(them)), "costs that are finite"),
-        (lambda them: Priced("odd", "s", [1.0] * len(them), [("wait", [])]), "1 wait"),
-        (lambda them: Priced("odd", "s", list(range(len(them)))), "in whatever order"),
+        (lambda them: CostResult("odd", "s", [float("inf")] * len(them)), "costs that are finite"),
+        (lambda them: CostResult("odd", "s", [1.0] * len(them), [("wait", [])]), "1 wait"),
+        (lambda them: CostResult("odd", "s", list(range(len(them)))), "in whatever order"),
     ):
         assert wanted in complaint(contract.check_cost, pricing(answer))
 
@@ -229,7 +229,7 @@ class Remembers(Plugin, frozen=True):
     def score(self, turn, candidates):
         return [0.0 if c.endpoint.address in self.seen else 1.0 for c in candidates]
 
-    def chosen(self, decision, now):
+    def on_committed(self, decision, now):
         self.seen.add(decision.endpoints[0].address)
 
 
@@ -261,7 +261,7 @@ def test_keys_and_answer_headers_are_text():
             return {"session": turn.headers["x-session"]}
 
         def chosen(self, decision, now):
-            assert decision.keys == {"session": "s-1"}
+            assert decision.plugin_keys == {"session": "s-1"}
 
     said = complaint(contract.check_scorer, Numbers)
     assert "answer_headers: expected pairs of text, got [('x-place', 5)]" in said

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from extproc.endpoint import UNKNOWN, Rates, Residency
+from extproc.endpoint import NO_LOAD, AdapterResidency, StepTimeModel
 from extproc.testing import builders
 
 
@@ -10,8 +10,8 @@ def test_a_candidate_nobody_knows():
     """Without facts it was never scraped and has nothing to do."""
     made = builders.candidate("a")
     assert (made.endpoint.address, made.endpoint.name) == ("a:8000", "a")
-    assert made.load is UNKNOWN
-    assert (made.age_s, made.requests) == (math.inf, 0.0)
+    assert made.load is NO_LOAD
+    assert (made.age_s, made.estimated_requests) == (math.inf, 0.0)
 
 
 def test_facts_go_where_they_belong():
@@ -19,17 +19,21 @@ def test_facts_go_where_they_belong():
     made = builders.candidate("a", waiting=3, running=4, adapters=["x"], in_flight=2)
     assert (made.load.waiting, made.load.adapters) == (3, frozenset({"x"}))
     assert (made.load.at, made.age_s) == (99.0, 1.0)
-    assert (made.in_flight, made.requests) == (2, 7.0)
-    own = builders.candidate("a", matched_tokens=5, labels={"zone": "z"}, requests=1)
-    assert own.load is UNKNOWN
-    assert (own.matched_tokens, own.endpoint.labels, own.requests) == (5, {"zone": "z"}, 1.0)
+    assert (made.in_flight, made.estimated_requests) == (2, 7.0)
+    own = builders.candidate("a", matched_tokens=5, labels={"zone": "z"}, estimated_requests=1)
+    assert own.load is NO_LOAD
+    assert (own.matched_tokens, own.endpoint.labels, own.estimated_requests) == (
+        5,
+        {"zone": "z"},
+        1.0,
+    )
     assert builders.candidate("a", waiting=1, age_s=4.0).load.at == 96.0
 
 
 def test_facts_can_be_data():
     """What a YAML file can say is enough for every fact."""
     made = builders.candidate("a", residency="idle", rates={"prefill_s": 0.5})
-    assert (made.residency, made.rates) == (Residency.IDLE, Rates(prefill_s=0.5))
+    assert (made.residency, made.rates) == (AdapterResidency.IDLE, StepTimeModel(prefill_s=0.5))
 
 
 def test_a_misspelt_fact():
@@ -40,25 +44,25 @@ def test_a_misspelt_fact():
 
 def test_a_turn():
     """Facts of the turn and of the request; chance by seed."""
-    made = builders.turn(5, model="m", headers={"x": "y"}, opening="o", now=7.0)
+    made = builders.context(5, model="m", headers={"x": "y"}, opening="o", now=7.0)
     assert (made.request.model, made.request.api, made.headers) == ("m", "chat", {"x": "y"})
-    assert (made.opening, made.now) == ("o", 7.0)
-    assert made.rng.random() == builders.turn(5).rng.random()
+    assert (made.first_user_message, made.now) == ("o", 7.0)
+    assert made.rng.random() == builders.context(5).rng.random()
 
 
 def test_crowds_are_different_and_repeat():
     """A crowd has something of everything, is the same each time, and can be unknown."""
-    crowd = builders.crowd(1000)
-    assert crowd == builders.crowd(1000)
+    crowd = builders.loaded_candidates(1000)
+    assert crowd == builders.loaded_candidates(1000)
     assert len({c.endpoint.address for c in crowd}) == 1000
-    assert {c.residency for c in crowd} == set(Residency)
-    assert sum(c.load is UNKNOWN for c in crowd) == 200
-    assert all(c.load is UNKNOWN for c in builders.crowd(20, known=False))
+    assert {c.residency for c in crowd} == set(AdapterResidency)
+    assert sum(c.load is NO_LOAD for c in crowd) == 200
+    assert all(c.load is NO_LOAD for c in builders.loaded_candidates(20, known=False))
 
 
 def test_alike_differ_in_scrapes_only():
     """Own accounts and dead reckoning say the same of everybody."""
-    alike = builders.alike(50)
-    assert {(c.in_flight, c.requests, c.matched_tokens) for c in alike} == {(0, 4.0, 0)}
+    alike = builders.identical_candidates(50)
+    assert {(c.in_flight, c.estimated_requests, c.matched_tokens) for c in alike} == {(0, 4.0, 0)}
     assert len({c.load for c in alike}) > 20
-    assert {c.load for c in builders.alike(5, known=False)} == {UNKNOWN}
+    assert {c.load for c in builders.identical_candidates(5, known=False)} == {NO_LOAD}

@@ -7,8 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.protocol.messages import BodyMode, Event, Hints, Kind, Modes
-from extproc.protocol.replies import Answered, Chunk, Continue, Refuse, Reply, Route
+from extproc.protocol.messages import (
+    BodyMode,
+    BodyModes,
+    LbMetadata,
+    MessageKind,
+    ProcessingRequest,
+)
+from extproc.protocol.replies import (
+    ContinueResponse,
+    ImmediateResponse,
+    ProcessingResponse,
+    ResponseHeadersMutation,
+    RouteResponse,
+    StreamedBodyResponse,
+)
 from extproc.wire import codec
 from tests.support import ext_proc_script, peer
 from tests.support.peer import Said
@@ -17,12 +30,12 @@ from tests.support.peer import Said
 calm = settings(deadline=None)
 
 PARTS = {
-    Kind.REQUEST_HEADERS: "request_headers",
-    Kind.REQUEST_BODY: "request_body",
-    Kind.REQUEST_TRAILERS: "request_trailers",
-    Kind.RESPONSE_HEADERS: "response_headers",
-    Kind.RESPONSE_BODY: "response_body",
-    Kind.RESPONSE_TRAILERS: "response_trailers",
+    MessageKind.REQUEST_HEADERS: "request_headers",
+    MessageKind.REQUEST_BODY: "request_body",
+    MessageKind.REQUEST_TRAILERS: "request_trailers",
+    MessageKind.RESPONSE_HEADERS: "response_headers",
+    MessageKind.RESPONSE_BODY: "response_body",
+    MessageKind.RESPONSE_TRAILERS: "response_trailers",
 }
 addresses = st.one_of(
     st.just(""), st.just("10.0.0.1:8000"), st.just("[fd00::1]:1,a:2"), st.text("a.:,", max_size=300)
@@ -30,14 +43,14 @@ addresses = st.one_of(
 names = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=30)
 values = st.text(st.characters(max_codepoint=255), max_size=60)
 headers = st.lists(st.tuples(names, values), max_size=5).map(tuple)
-body_kinds = st.sampled_from([Kind.REQUEST_BODY, Kind.RESPONSE_BODY])
+body_kinds = st.sampled_from([MessageKind.REQUEST_BODY, MessageKind.RESPONSE_BODY])
 
 
 def told(destination: str) -> dict[str, object]:
     return ext_proc_script.told(destination) if destination else {}
 
 
-def said(reply: Reply) -> Said:
+def said(reply: ProcessingResponse) -> Said:
     data = codec.encode(reply)
     assert isinstance(data, bytes)
     return peer.read(data)
@@ -55,25 +68,25 @@ def said(reply: Reply) -> Said:
 )
 @calm
 def test_hand_framed_pieces_are_what_the_peer_reads(
-    kind: Kind, size: int, *, ends: bool, destination: str, view: bool
+    kind: MessageKind, size: int, *, ends: bool, destination: str, view: bool
 ):
     """A body piece framed by hand parses as that piece, whatever its size, end and destination."""
     body = b"\x0a\x1a\x00\xff"[: size % 5] + b"x" * (size - min(size, size % 5, 4))
     piece = memoryview(body) if view else body
-    assert said(Chunk(kind, piece, ends, destination)) == Said(
+    assert said(StreamedBodyResponse(kind, piece, ends, destination)) == Said(
         PARTS[kind], body=body, ends=ends, told=told(destination)
     )
 
 
 @given(kind=st.sampled_from(sorted(PARTS)), destination=addresses)
 @calm
-def test_go_on_is_what_the_peer_reads(kind: Kind, destination: str):
+def test_go_on_is_what_the_peer_reads(kind: MessageKind, destination: str):
     """Every kind can be let pass, with or without a destination in the metadata."""
-    assert said(Continue(kind, destination)) == Said(PARTS[kind], told=told(destination))
+    assert said(ContinueResponse(kind, destination)) == Said(PARTS[kind], told=told(destination))
 
 
 @given(
-    kind=st.sampled_from([Kind.REQUEST_HEADERS, Kind.REQUEST_BODY]),
+    kind=st.sampled_from([MessageKind.REQUEST_HEADERS, MessageKind.REQUEST_BODY]),
     destination=addresses.filter(bool),
     sets=headers,
     removes=st.lists(names, max_size=4).map(tuple),
@@ -82,7 +95,7 @@ def test_go_on_is_what_the_peer_reads(kind: Kind, destination: str):
 def test_picks_are_what_the_peer_reads(kind, destination, sets, removes):
     """A pick parses as its header, its metadata and its other mutations, in order."""
     for _ in range(2):  # the second time from the cache, if there is one
-        assert said(Route(kind, destination, sets, removes)) == ext_proc_script.route(
+        assert said(RouteResponse(kind, destination, sets, removes)) == ext_proc_script.route(
             destination, part=PARTS[kind], sets=sets, removes=removes
         )
 
@@ -92,7 +105,7 @@ def test_picks_are_what_the_peer_reads(kind, destination, sets, removes):
 def test_response_headers_answers_are_what_the_peer_reads(sets, mode):
     """The answer to response headers parses as its headers and its mode override."""
     override = {"response_header_mode": 1, "response_body_mode": mode, "response_trailer_mode": 1}
-    assert said(Answered(sets, mode)) == Said(
+    assert said(ResponseHeadersMutation(sets, mode)) == Said(
         "response_headers", sets=sets, override={} if mode is None else override
     )
 
@@ -107,7 +120,7 @@ def test_response_headers_answers_are_what_the_peer_reads(sets, mode):
 def test_refusals_are_what_the_peer_reads(status, sets, error, grpc_status):
     """An immediate response parses as its status, headers, body and gRPC status."""
     body = json.dumps(error).encode()
-    assert said(Refuse(status, sets, body, grpc_status)) == Said(
+    assert said(ImmediateResponse(status, sets, body, grpc_status)) == Said(
         "immediate_response",
         sets=sets,
         status=status,
@@ -120,7 +133,7 @@ def test_refusals_are_what_the_peer_reads(status, sets, error, grpc_status):
 @calm
 def test_decode_is_total(data: bytes):
     """Whatever the bytes, an event comes out."""
-    assert isinstance(codec.decode(data), Event)
+    assert isinstance(codec.decode(data), ProcessingRequest)
 
 
 @given(
@@ -140,23 +153,27 @@ def test_decode_is_total_on_damaged_messages(data, message):
     good = bytearray(message.encode(ext_proc_script.DUPLEX))
     for _ in range(data.draw(st.integers(1, 4))):
         good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
-    assert isinstance(codec.decode(bytes(good[: data.draw(st.integers(0, len(good)))])), Event)
+    assert isinstance(
+        codec.decode(bytes(good[: data.draw(st.integers(0, len(good)))])), ProcessingRequest
+    )
 
 
 def test_bytes_that_are_no_message_are_garbage():
     """What cannot be parsed is GARBAGE; nothing at all is UNKNOWN."""
-    assert codec.decode(b"\xff\xff\xff").kind is Kind.GARBAGE
-    assert codec.decode(b"").kind is Kind.UNKNOWN
+    assert codec.decode(b"\xff\xff\xff").kind is MessageKind.GARBAGE
+    assert codec.decode(b"").kind is MessageKind.UNKNOWN
 
 
 @given(body=st.binary(max_size=300), ends=st.booleans(), kind=body_kinds)
 @calm
-def test_bodies_decode_to_what_the_peer_wrote(body: bytes, ends: bool, kind: Kind):  # noqa: FBT001
+def test_bodies_decode_to_what_the_peer_wrote(body: bytes, ends: bool, kind: MessageKind):  # noqa: FBT001
     """A body message decodes to its bytes and its end."""
     say = (
-        ext_proc_script.request_body if kind is Kind.REQUEST_BODY else ext_proc_script.response_body
+        ext_proc_script.request_body
+        if kind is MessageKind.REQUEST_BODY
+        else ext_proc_script.response_body
     )
-    assert codec.decode(say(body, ends=ends).encode(None)) == Event(
+    assert codec.decode(say(body, ends=ends).encode(None)) == ProcessingRequest(
         kind, body=body, end_of_stream=ends
     )
 
@@ -171,11 +188,11 @@ def test_bodies_decode_to_what_the_peer_wrote(body: bytes, ends: bool, kind: Kin
 def test_headers_decode_in_lower_case_the_last_one_wins(pairs, ends):
     """Header names are read in lower case, and of duplicates the last value."""
     for say, kind in (
-        (ext_proc_script.request_headers, Kind.REQUEST_HEADERS),
-        (ext_proc_script.response_headers, Kind.RESPONSE_HEADERS),
+        (ext_proc_script.request_headers, MessageKind.REQUEST_HEADERS),
+        (ext_proc_script.response_headers, MessageKind.RESPONSE_HEADERS),
     ):
         event = codec.decode(say(pairs, ends=ends).encode(None))
-        assert event == Event(
+        assert event == ProcessingRequest(
             kind, {name.lower(): value for name, value in pairs}, end_of_stream=ends
         )
 
@@ -185,7 +202,7 @@ def test_headers_decode_in_lower_case_the_last_one_wins(pairs, ends):
 def test_declared_modes_are_read(request_mode: str, response_mode: str):
     """Every pair of body modes is read from protocol_config."""
     event = codec.decode(ext_proc_script.request_trailers().encode((request_mode, response_mode)))
-    assert event.modes == Modes(
+    assert event.modes == BodyModes(
         BodyMode(peer.MODES[request_mode]), BodyMode(peer.MODES[response_mode])
     )
 
@@ -196,7 +213,7 @@ def test_metadata_is_read():
         {peer.HINT: {peer.HINT_KEY: ["a:1, b:2"]}, peer.BALANCER: {peer.SERVED_KEY: "c:3"}}
     )
     event = codec.decode(ext_proc_script.response_headers(metadata=metadata).encode(None))
-    assert event.hints == Hints(("a:1", "b:2"), balancer=True, served="c:3")
+    assert event.hints == LbMetadata(("a:1", "b:2"), balancer=True, served="c:3")
     assert event.modes is None
 
 
@@ -209,12 +226,12 @@ def test_the_service_has_envoys_name():
 
 def test_every_reply_has_a_writer():
     """Whatever the protocol says can be written."""
-    assert set(codec._WRITERS) == set(get_args(Reply))
+    assert set(codec._WRITERS) == set(get_args(ProcessingResponse))
 
 
 @pytest.mark.parametrize("size", [0, 127, 128, 16369, 16370, 16384])
 @pytest.mark.parametrize("ends", [False, True])
 def test_pieces_at_the_bounds_of_two_byte_lengths(size: int, *, ends: bool):
     """A piece whose lengths all take two bytes reads like its shorter and longer neighbours."""
-    piece = said(Chunk(Kind.REQUEST_BODY, b"x" * size, ends))
+    piece = said(StreamedBodyResponse(MessageKind.REQUEST_BODY, b"x" * size, ends))
     assert piece == ext_proc_script.hand_on(b"x" * size, ends=ends)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from extproc.protocol.messages import Kind
+from extproc.protocol.messages import MessageKind
 from extproc.wire import fast_decoder, protobuf_decoder
 from tests.support import ext_proc_script, peer
 from tests.support.seeded import examples
@@ -75,7 +75,7 @@ def test_fields_behind_the_part_count():
     agree(first)
     agree(first + second)
     agree(second + first)
-    assert fast_decoder.read(first + second).kind is Kind.REQUEST_HEADERS
+    assert fast_decoder.read(first + second).kind is MessageKind.REQUEST_HEADERS
 
 
 @pytest.mark.parametrize("length", [1, 600])

@@ -33,7 +33,7 @@ def test_bytes_that_are_no_message_are_none():
         assert keda.reference(strange) is None
     for strange in (b"\xff", b"\x0a\x05x", b"\x0a\x02\x0a\x05"):
         assert keda.metrics_request(strange) is None
-    assert keda.reference(b"") == keda.Asked("", "", {})
+    assert keda.reference(b"") == keda.ScaledObjectRef("", "", {})
 
 
 def test_older_readers_get_whole_numbers():

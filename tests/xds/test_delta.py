@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.xds import delta
-from extproc.xds.delta import Request, Response
-from extproc.xds.resources import ASSIGNMENT, CLUSTER, Resource
-from extproc.xds.sotw import Refusal
+from extproc.xds.delta import DeltaRequest, DeltaResponse
+from extproc.xds.resources import ASSIGNMENT, CLUSTER, XdsResource
+from extproc.xds.sotw import Nack
 from tests.support.seeded import examples
 
 
@@ -17,8 +17,10 @@ def snapshot(clusters=None, **assignments):
     """A snapshot with a version for each name."""
     clusters = dict.fromkeys(assignments, "1") if clusters is None else clusters
     return {
-        CLUSTER: {name: Resource(name, version, b"") for name, version in clusters.items()},
-        ASSIGNMENT: {name: Resource(name, version, b"") for name, version in assignments.items()},
+        CLUSTER: {name: XdsResource(name, version, b"") for name, version in clusters.items()},
+        ASSIGNMENT: {
+            name: XdsResource(name, version, b"") for name, version in assignments.items()
+        },
     }
 
 
@@ -31,7 +33,7 @@ def told(said):
             {each.name: each.version for each in one.resources},
             set(one.removed),
         )
-        if isinstance(one, Response)
+        if isinstance(one, DeltaResponse)
         else one
         for one in said
     ]
@@ -41,12 +43,12 @@ class Script:
     """One stream; the snapshot is there from the start."""
 
     def __init__(self, first=None):
-        self.conversation = delta.Conversation()
+        self.conversation = delta.DeltaSession()
         if first is not None:
             self.conversation.publish(first)
 
     def envoy(self, type_url, *subscribe, **said):
-        return told(self.conversation.request(Request(type_url, subscribe, **said)))
+        return told(self.conversation.request(DeltaRequest(type_url, subscribe, **said)))
 
     def pool(self, *args, **assignments):
         return told(self.conversation.publish(snapshot(*args, **assignments)))
@@ -89,7 +91,7 @@ def test_what_is_gone_is_said(script):
 def test_a_refusal_is_told_and_not_provoked_again(script):
     """What was refused is not sent again; another version of it is."""
     script.pool(a="bad", b="1")
-    assert script.envoy(ASSIGNMENT, nonce="3", error="no") == [Refusal(ASSIGNMENT, "3", "no")]
+    assert script.envoy(ASSIGNMENT, nonce="3", error="no") == [Nack(ASSIGNMENT, "3", "no")]
     assert script.pool(a="bad", b="2") == [(ASSIGNMENT, "4", {"b": "2"}, set())]
     assert script.envoy(ASSIGNMENT, nonce="4") == []
     assert script.pool(a="2", b="2") == [(ASSIGNMENT, "5", {"a": "2"}, set())]
@@ -98,13 +100,13 @@ def test_a_refusal_is_told_and_not_provoked_again(script):
 def test_one_bad_resource_does_not_keep_others_away(script):
     """After a refusal of several, each is sent alone; only the bad one stays away."""
     script.pool(a="bad", b="2")
-    refused = Refusal(ASSIGNMENT, "3", "no")
+    refused = Nack(ASSIGNMENT, "3", "no")
     assert script.envoy(ASSIGNMENT, nonce="3", error="no") == [
         refused,
         (ASSIGNMENT, "4", {"a": "bad"}, set()),
     ]
     assert script.envoy(ASSIGNMENT, nonce="4", error="no") == [
-        Refusal(ASSIGNMENT, "4", "no"),
+        Nack(ASSIGNMENT, "4", "no"),
         (ASSIGNMENT, "5", {"b": "2"}, set()),
     ]
     assert script.envoy(ASSIGNMENT, nonce="5") == []
@@ -160,7 +162,7 @@ class Envoy:
     def __init__(self, held=None):
         self.clusters, self.assignments, self.waiting = {}, {}, set()
         self.watched = set()
-        self.out, self.inbox = [Request(CLUSTER)], []
+        self.out, self.inbox = [DeltaRequest(CLUSTER)], []
 
     def take(self):
         answer = self.inbox.pop(0)
@@ -172,7 +174,9 @@ class Envoy:
             mine.update(versions)
             for name in answer.removed:
                 mine.pop(name, None)
-        self.out.append(Request(answer.type_url, nonce=answer.nonce, error="bad" if bad else ""))
+        self.out.append(
+            DeltaRequest(answer.type_url, nonce=answer.nonce, error="bad" if bad else "")
+        )
         if answer.type_url == CLUSTER:
             changed = {n for n, one in self.clusters.items() if before.get(n) != one}
             gone = self.watched - self.clusters.keys()
@@ -181,7 +185,7 @@ class Envoy:
             for name in gone:
                 self.assignments.pop(name, None)
             if changed or gone:
-                self.out.append(Request(ASSIGNMENT, tuple(changed), tuple(gone)))
+                self.out.append(DeltaRequest(ASSIGNMENT, tuple(changed), tuple(gone)))
         else:
             self.waiting -= versions.keys() if not bad else set()
 
@@ -198,7 +202,7 @@ class Line:
 
     def __init__(self):
         self.envoy = Envoy()
-        self.conversation = delta.Conversation()
+        self.conversation = delta.DeltaSession()
 
     def publish(self, pools):
         clusters = {name: version for name, (version, _) in pools.items()}
@@ -210,7 +214,7 @@ class Line:
         envoy = self.envoy
         if step == "hear" and envoy.out:
             said = self.conversation.request(envoy.out.pop(0))
-            envoy.inbox.extend(one for one in said if isinstance(one, Response))
+            envoy.inbox.extend(one for one in said if isinstance(one, DeltaResponse))
         elif step == "take" and envoy.inbox:
             envoy.take()
 

@@ -6,9 +6,9 @@ import datetime as dt
 
 import pytest
 
-from extproc.xds.cluster_options import HealthCheck, Outliers, Traits
-from extproc.xds.encoder import Renderer
-from extproc.xds.resources import Health, Place
+from extproc.xds.cluster_options import ClusterOptions, HealthCheck, OutlierDetection
+from extproc.xds.encoder import ResourceEncoder
+from extproc.xds.resources import LbEndpoint, LbHealth
 
 # isort: split
 from envoy_data_plane.envoy.config.cluster import v3 as clusters
@@ -25,11 +25,13 @@ HTTP = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 
 
 def cluster(traits=None):
-    return clusters.Cluster.parse(Renderer(traits or Traits()).cluster("engines", h2c=False))
+    return clusters.Cluster.parse(
+        ResourceEncoder(traits or ClusterOptions()).cluster("engines", h2c=False)
+    )
 
 
 def assigned(*places, renderer=None):
-    data = (renderer or Renderer(Traits())).assignment("engines", places)
+    data = (renderer or ResourceEncoder(ClusterOptions())).assignment("engines", places)
     return endpoints.ClusterLoadAssignment.parse(data)
 
 
@@ -73,7 +75,7 @@ def test_connections_are_left_before_engines_close_them():
 
 def test_engines_that_speak_http2_are_spoken_to_so():
     """Nobody knows what they answer health checks, so there are none; the rest is the same."""
-    found = clusters.Cluster.parse(Renderer(Traits()).cluster("engines", h2c=True))
+    found = clusters.Cluster.parse(ResourceEncoder(ClusterOptions()).cluster("engines", h2c=True))
     options = upstreams.HttpProtocolOptions.parse(
         found.typed_extension_protocol_options[HTTP].value
     )
@@ -91,8 +93,8 @@ def test_retries_are_not_rationed():
 
 def test_health_checks_are_as_configured():
     """Path, pace and patience come from the settings, with or without traffic."""
-    check = HealthCheck(path="/live", interval_s=0.5, timeout_s=1.5, unhealthy_after=4)
-    (found,) = cluster(Traits(health_check=check)).health_checks
+    check = HealthCheck(path="/live", interval_s=0.5, timeout_s=1.5, unhealthy_threshold=4)
+    (found,) = cluster(ClusterOptions(health_check=check)).health_checks
     assert found.http_health_check.path == "/live"
     assert found.interval == found.no_traffic_interval == dt.timedelta(seconds=0.5)
     assert found.timeout == dt.timedelta(seconds=1.5)
@@ -101,13 +103,13 @@ def test_health_checks_are_as_configured():
 
 def test_health_checks_can_be_off():
     """Without a path nobody asks."""
-    assert cluster(Traits(health_check=HealthCheck(path=""))).health_checks == []
+    assert cluster(ClusterOptions(health_check=HealthCheck(path=""))).health_checks == []
 
 
 def test_outliers_are_engines_that_are_gone_or_refuse():
     """Connections and 502 to 504 count; 500, which bad requests cause, does not."""
-    outliers = Outliers(connection_failures=2, gateway_failures=7, most_ejected=0.25)
-    found = cluster(Traits(outliers=outliers)).outlier_detection
+    outliers = OutlierDetection(connection_failures=2, gateway_failures=7, most_ejected=0.25)
+    found = cluster(ClusterOptions(outliers=outliers)).outlier_detection
     assert found.split_external_local_origin_errors
     assert found.consecutive_local_origin_failure == 2
     assert found.consecutive_gateway_failure == 7
@@ -119,18 +121,22 @@ def test_outliers_are_engines_that_are_gone_or_refuse():
 
 def test_the_longest_ejection_is_not_shorter_than_the_first():
     """Envoy refuses a cluster where it is."""
-    found = cluster(Traits(outliers=Outliers(ejection_s=90, longest_s=60))).outlier_detection
+    found = cluster(
+        ClusterOptions(outliers=OutlierDetection(ejection_s=90, max_ejection_time_s=60))
+    ).outlier_detection
     assert found.max_ejection_time >= found.base_ejection_time == dt.timedelta(seconds=90)
 
 
 def test_outlier_detection_can_be_off():
     """Nothing is left out then."""
-    assert cluster(Traits(outliers=Outliers(enabled=False))).outlier_detection is None
+    assert (
+        cluster(ClusterOptions(outliers=OutlierDetection(enabled=False))).outlier_detection is None
+    )
 
 
 def test_every_endpoint_has_its_address_and_health():
     """IPv6 loses its brackets; an endpoint that is down is told as such."""
-    found = assigned(Place("10.0.0.1:8000"), Place("[fd00::1]:8001", Health.UNHEALTHY))
+    found = assigned(LbEndpoint("10.0.0.1:8000"), LbEndpoint("[fd00::1]:8001", LbHealth.UNHEALTHY))
     assert found.cluster_name == "engines"
     (group,) = found.endpoints
     assert group.locality is None
@@ -148,10 +154,10 @@ def test_every_endpoint_has_its_address_and_health():
 def test_endpoints_of_a_zone_stand_together():
     """Each zone is one group, and those without a label are one of their own."""
     found = assigned(
-        Place("10.0.0.1:8000", zone="a", region="r"),
-        Place("10.0.0.2:8000"),
-        Place("10.0.0.3:8000", zone="b", region="r"),
-        Place("10.0.0.4:8000", zone="a", region="r"),
+        LbEndpoint("10.0.0.1:8000", zone="a", region="r"),
+        LbEndpoint("10.0.0.2:8000"),
+        LbEndpoint("10.0.0.3:8000", zone="b", region="r"),
+        LbEndpoint("10.0.0.4:8000", zone="a", region="r"),
     )
     groups = {
         (one.locality.region, one.locality.zone) if one.locality else None: len(one.lb_endpoints)
@@ -163,8 +169,10 @@ def test_endpoints_of_a_zone_stand_together():
 @pytest.mark.parametrize("count", [0, 1, 300])
 def test_what_is_put_together_by_hand_is_what_the_types_write(count):
     """Assignments are joined from remembered parts; the bytes are those of one message."""
-    renderer = Renderer(Traits())
-    places = [Place(f"10.0.{at // 250}.{at % 250}:8000", zone=f"z{at % 3}") for at in range(count)]
+    renderer = ResourceEncoder(ClusterOptions())
+    places = [
+        LbEndpoint(f"10.0.{at // 250}.{at % 250}:8000", zone=f"z{at % 3}") for at in range(count)
+    ]
     data = renderer.assignment("engines", places)
     read = endpoints.ClusterLoadAssignment.parse(data)
     assert bytes(read) == data
@@ -174,8 +182,8 @@ def test_what_is_put_together_by_hand_is_what_the_types_write(count):
 
 def test_endpoints_that_left_are_forgotten():
     """What is remembered is bounded by what is there."""
-    renderer = Renderer(Traits())
-    stays, leaves = Place("10.0.0.1:8000"), Place("10.0.0.2:8000")
+    renderer = ResourceEncoder(ClusterOptions())
+    stays, leaves = LbEndpoint("10.0.0.1:8000"), LbEndpoint("10.0.0.2:8000")
     renderer.assignment("engines", [stays, leaves])
     renderer.keep({stays})
     assert renderer._known.keys() == {stays}

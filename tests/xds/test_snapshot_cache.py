@@ -5,31 +5,31 @@ from __future__ import annotations
 import pytest
 
 from extproc.endpoint import Endpoint, Load
-from extproc.pool.store import Fleet
+from extproc.pool.store import PoolStore
 from extproc.xds import resources
-from extproc.xds.cluster_options import HealthCheck, Traits
-from extproc.xds.resources import ASSIGNMENT, CLUSTER, Health, Place
-from extproc.xds.snapshot_cache import Board
+from extproc.xds.cluster_options import ClusterOptions, HealthCheck
+from extproc.xds.resources import ASSIGNMENT, CLUSTER, LbEndpoint, LbHealth
+from extproc.xds.snapshot_cache import SnapshotCache
 
 ONE, TWO = Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")
 
 
 @pytest.fixture
 def fleet():
-    one = Fleet(on_gone=lambda _: None)
-    one.replace([ONE, TWO], 0.0)
+    one = PoolStore(on_gone=lambda _: None)
+    one.set_endpoints([ONE, TWO], 0.0)
     return one
 
 
 @pytest.fixture
 def board():
-    return Board(Traits())
+    return SnapshotCache(ClusterOptions())
 
 
 @pytest.fixture
 def telling():
     """Envoys do not ask engines themselves."""
-    return Board(Traits(health_check=HealthCheck(path="")))
+    return SnapshotCache(ClusterOptions(health_check=HealthCheck(path="")))
 
 
 def mark(fleet, endpoint):
@@ -45,30 +45,30 @@ def fail(fleet, endpoint, times=2):
 
 def test_a_pool_is_a_cluster_and_an_assignment(board, fleet):
     """The cluster has the pool's name; one without is called `engines`."""
-    assert board.post({"": fleet.pool, "llama": Fleet(on_gone=lambda _: None).pool})
+    assert board.update({"": fleet.pool, "llama": PoolStore(on_gone=lambda _: None).pool})
     for kind in (CLUSTER, ASSIGNMENT):
         assert board.snapshot[kind].keys() == {"engines", "llama"}
 
 
 def test_scrapes_change_nothing(board, fleet):
     """A pool with other loads needs no look and no other snapshot."""
-    board.post({"": fleet.pool})
+    board.update({"": fleet.pool})
     before = board.snapshot
     fleet.observe(mark(fleet, ONE), Load(at=1.0, waiting=3.0, running=1.0), 1.0)
-    assert not board.behind({"": fleet.pool})
-    assert not board.post({"": fleet.pool})
+    assert not board.is_stale({"": fleet.pool})
+    assert not board.update({"": fleet.pool})
     assert board.snapshot is before
 
 
 def test_an_endpoint_that_joins_is_another_version(board, fleet):
     """The assignment changes, the cluster does not, nor does another pool."""
-    other = Fleet(on_gone=lambda _: None).pool
-    board.post({"a": fleet.pool, "b": other})
+    other = PoolStore(on_gone=lambda _: None).pool
+    board.update({"a": fleet.pool, "b": other})
     before = board.snapshot
-    fleet.replace([ONE, TWO, Endpoint("10.0.0.3:8000")], 1.0)
+    fleet.set_endpoints([ONE, TWO, Endpoint("10.0.0.3:8000")], 1.0)
     pools = {"a": fleet.pool, "b": other}
-    assert board.behind(pools)
-    assert board.post(pools)
+    assert board.is_stale(pools)
+    assert board.update(pools)
     assert board.snapshot[CLUSTER] == before[CLUSTER]
     assert board.snapshot[ASSIGNMENT]["b"] is before[ASSIGNMENT]["b"]
     assert board.snapshot[ASSIGNMENT]["a"].version != before[ASSIGNMENT]["a"].version
@@ -76,20 +76,20 @@ def test_an_endpoint_that_joins_is_another_version(board, fleet):
 
 def test_the_order_of_endpoints_does_not_matter(board, fleet):
     """Replicas that were told in another order say the same version."""
-    board.post({"": fleet.pool})
+    board.update({"": fleet.pool})
     before = board.snapshot
-    fleet.replace([TWO, ONE], 1.0)
-    assert board.behind({"": fleet.pool})
-    assert not board.post({"": fleet.pool})
+    fleet.set_endpoints([TWO, ONE], 1.0)
+    assert board.is_stale({"": fleet.pool})
+    assert not board.update({"": fleet.pool})
     assert board.snapshot is before
-    assert not board.behind({"": fleet.pool})
+    assert not board.is_stale({"": fleet.pool})
 
 
 def test_a_pool_that_leaves_is_gone(board, fleet):
     """Its cluster and its endpoints are no longer there."""
-    board.post({"a": fleet.pool, "b": fleet.pool})
-    assert board.behind({"a": fleet.pool})
-    assert board.post({"a": fleet.pool})
+    board.update({"a": fleet.pool, "b": fleet.pool})
+    assert board.is_stale({"a": fleet.pool})
+    assert board.update({"a": fleet.pool})
     assert board.snapshot[CLUSTER].keys() == board.snapshot[ASSIGNMENT].keys() == {"a"}
 
 
@@ -98,11 +98,11 @@ def test_an_endpoint_that_is_down_is_unhealthy(telling, fleet):
     telling.post({"": fleet.pool})
     before = telling.snapshot[ASSIGNMENT]["engines"]
     fail(fleet, TWO)
-    assert telling.behind({"": fleet.pool})
+    assert telling.is_stale({"": fleet.pool})
     assert telling.post({"": fleet.pool})
-    assert [one.health for one in resources.places(fleet.pool, with_health=True)] == [
-        Health.HEALTHY,
-        Health.UNHEALTHY,
+    assert [one.health for one in resources.lb_endpoints(fleet.pool, with_health=True)] == [
+        LbHealth.HEALTHY,
+        LbHealth.UNHEALTHY,
     ]
     fleet.observe(mark(fleet, TWO), Load(at=1.0), 1.0)
     assert telling.post({"": fleet.pool})
@@ -111,11 +111,11 @@ def test_an_endpoint_that_is_down_is_unhealthy(telling, fleet):
 
 def test_envoys_that_ask_themselves_are_not_told_who_is_down(board, fleet):
     """Nothing that a picker believed stays with an Envoy whose pickers are gone."""
-    board.post({"": fleet.pool})
+    board.update({"": fleet.pool})
     fail(fleet, TWO)
     assert fleet.pool.down
-    assert not board.behind({"": fleet.pool})
-    assert not board.post({"": fleet.pool})
+    assert not board.is_stale({"": fleet.pool})
+    assert not board.update({"": fleet.pool})
 
 
 def test_who_is_down_may_change_hands(telling, fleet):
@@ -124,18 +124,18 @@ def test_who_is_down_may_change_hands(telling, fleet):
     telling.post({"": fleet.pool})
     fleet.observe(mark(fleet, ONE), Load(at=1.0), 1.0)
     fail(fleet, TWO)
-    assert telling.behind({"": fleet.pool})
+    assert telling.is_stale({"": fleet.pool})
     assert telling.post({"": fleet.pool})
 
 
 def test_a_pool_whose_engines_speak_otherwise_is_another_cluster(board, fleet):
     """Its endpoints are the same; the other pool is left alone."""
     pools = {"a": fleet.pool, "b": fleet.pool}
-    board.post(pools)
+    board.update(pools)
     before = board.snapshot
-    assert board.behind(pools, {"a"})
-    assert board.post(pools, {"a"})
-    assert not board.behind(pools, {"a"})
+    assert board.is_stale(pools, {"a"})
+    assert board.update(pools, {"a"})
+    assert not board.is_stale(pools, {"a"})
     assert board.snapshot[ASSIGNMENT] == before[ASSIGNMENT]
     assert board.snapshot[CLUSTER]["a"].version != before[CLUSTER]["a"].version
     assert board.snapshot[CLUSTER]["b"] == before[CLUSTER]["b"]
@@ -145,26 +145,26 @@ def test_when_all_are_down_all_are_healthy(fleet):
     """Then it is rather the scraper that is cut off, and Envoy sees for itself."""
     fail(fleet, ONE)
     fail(fleet, TWO)
-    assert {one.health for one in resources.places(fleet.pool, with_health=True)} == {
-        Health.HEALTHY
+    assert {one.health for one in resources.lb_endpoints(fleet.pool, with_health=True)} == {
+        LbHealth.HEALTHY
     }
 
 
 def test_labels_tell_where_an_endpoint_is(fleet):
     """Kubernetes' labels and the short ones give region and zone."""
     labels = {"topology.kubernetes.io/region": "north", "zone": "n1"}
-    fleet.replace([Endpoint("10.0.0.9:8000", labels=labels)], 1.0)
-    assert resources.places(fleet.pool, with_health=True) == (
-        Place("10.0.0.9:8000", Health.HEALTHY, "north", "n1"),
+    fleet.set_endpoints([Endpoint("10.0.0.9:8000", labels=labels)], 1.0)
+    assert resources.lb_endpoints(fleet.pool, with_health=True) == (
+        LbEndpoint("10.0.0.9:8000", LbHealth.HEALTHY, "north", "n1"),
     )
 
 
 def test_a_pool_that_makes_us_raise_hides_no_other(board, fleet, monkeypatch):
     """The others are posted, it stays as it was, and is posted once that ends."""
-    other = Fleet(on_gone=lambda _: None)
-    other.replace([ONE], 0.0)
-    board.post({"a": fleet.pool, "b": other.pool})
-    real = resources.places
+    other = PoolStore(on_gone=lambda _: None)
+    other.set_endpoints([ONE], 0.0)
+    board.update({"a": fleet.pool, "b": other.pool})
+    real = resources.lb_endpoints
 
     def raising(pool, **more):
         if pool is fleet.pool:
@@ -172,14 +172,14 @@ def test_a_pool_that_makes_us_raise_hides_no_other(board, fleet, monkeypatch):
         return real(pool, **more)
 
     before = board.snapshot[ASSIGNMENT]["a"]
-    fleet.replace([ONE], 1.0)
-    other.replace([TWO], 1.0)
+    fleet.set_endpoints([ONE], 1.0)
+    other.set_endpoints([TWO], 1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(resources, "places", raising)
-        assert board.post({"a": fleet.pool, "b": other.pool})
+        patch.setattr(resources, "lb_endpoints", raising)
+        assert board.update({"a": fleet.pool, "b": other.pool})
         assert list(board.faults) == ["a"]
         assert board.snapshot[ASSIGNMENT]["a"] is before
-    assert board.behind({"a": fleet.pool, "b": other.pool})
-    assert board.post({"a": fleet.pool, "b": other.pool})
+    assert board.is_stale({"a": fleet.pool, "b": other.pool})
+    assert board.update({"a": fleet.pool, "b": other.pool})
     assert board.faults == {}
     assert board.snapshot[ASSIGNMENT]["a"] != before

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.xds import resources, sotw
-from extproc.xds.resources import ASSIGNMENT, CLUSTER, Resource
-from extproc.xds.sotw import Refusal, Request, Response
+from extproc.xds.resources import ASSIGNMENT, CLUSTER, XdsResource
+from extproc.xds.sotw import Nack, SotwRequest, SotwResponse
 from tests.support.seeded import examples
 
 
@@ -17,8 +17,10 @@ def snapshot(clusters=None, **assignments):
     """A snapshot with a version for each name."""
     clusters = dict.fromkeys(assignments, "1") if clusters is None else clusters
     return {
-        CLUSTER: {name: Resource(name, version, b"") for name, version in clusters.items()},
-        ASSIGNMENT: {name: Resource(name, version, b"") for name, version in assignments.items()},
+        CLUSTER: {name: XdsResource(name, version, b"") for name, version in clusters.items()},
+        ASSIGNMENT: {
+            name: XdsResource(name, version, b"") for name, version in assignments.items()
+        },
     }
 
 
@@ -26,7 +28,7 @@ def told(said):
     """What we say, in short: type, nonce and versions by name; refusals as they are."""
     return [
         (one.type_url, one.nonce, {each.name: each.version for each in one.resources})
-        if isinstance(one, Response)
+        if isinstance(one, SotwResponse)
         else one
         for one in said
     ]
@@ -36,12 +38,12 @@ class Script:
     """One stream; the snapshot is there from the start."""
 
     def __init__(self, first=None):
-        self.conversation = sotw.Conversation()
+        self.conversation = sotw.SotwSession()
         if first is not None:
             self.conversation.publish(first)
 
     def envoy(self, type_url, *names, nonce="", error=""):
-        return told(self.conversation.request(Request(type_url, names, nonce, error)))
+        return told(self.conversation.request(SotwRequest(type_url, names, nonce, error)))
 
     def pool(self, *args, **assignments):
         return told(self.conversation.publish(snapshot(*args, **assignments)))
@@ -92,7 +94,7 @@ def test_a_refusal_is_told_and_not_provoked_again(script):
     assert script.pool(a="bad") == [(ASSIGNMENT, "3", {"a": "bad"})]
     refused = script.envoy(ASSIGNMENT, "a", nonce="3", error="port_value must be positive")
     version = sotw._digest({"a": "bad"})
-    assert refused == [Refusal(ASSIGNMENT, version, "port_value must be positive")]
+    assert refused == [Nack(ASSIGNMENT, version, "port_value must be positive")]
     assert script.pool(a="bad") == []
     assert script.envoy(ASSIGNMENT, "a", nonce="3") == []
     assert script.pool(a="2") == [(ASSIGNMENT, "4", {"a": "2"})]
@@ -197,9 +199,9 @@ def test_a_version_is_what_is_in_it():
     """Two replicas with the same resources say the same version, in whatever order they have them."""
     versions = set()
     for order in (("a", "b"), ("b", "a")):
-        conversation = sotw.Conversation()
+        conversation = sotw.SotwSession()
         conversation.publish(snapshot(**dict.fromkeys(order, "7")))
-        (response,) = conversation.request(Request(CLUSTER))
+        (response,) = conversation.request(SotwRequest(CLUSTER))
         versions.add(response.version)
     assert len(versions) == 1
 
@@ -216,7 +218,7 @@ class Envoy:
         self.bad = bad
         self.clusters, self.assignments, self.warming = {}, {}, set()
         self.nonces = {CLUSTER: "", ASSIGNMENT: ""}
-        self.out, self.inbox = [Request(CLUSTER)], []
+        self.out, self.inbox = [SotwRequest(CLUSTER)], []
         self.watched = set()
 
     def take(self):
@@ -246,7 +248,7 @@ class Envoy:
 
     def say(self, type_url, error=""):
         names = tuple(sorted(self.watched)) if type_url == ASSIGNMENT else ()
-        self.out.append(Request(type_url, names, self.nonces[type_url], error))
+        self.out.append(SotwRequest(type_url, names, self.nonces[type_url], error))
 
 
 class Line:
@@ -254,7 +256,7 @@ class Line:
 
     def __init__(self, envoy):
         self.envoy = envoy
-        self.conversation = sotw.Conversation()
+        self.conversation = sotw.SotwSession()
 
     def publish(self, pools):
         clusters = {name: version for name, (version, _) in pools.items()}
@@ -266,7 +268,7 @@ class Line:
         envoy = self.envoy
         if step == "hear" and envoy.out:
             said = self.conversation.request(envoy.out.pop(0))
-            envoy.inbox.extend(one for one in said if isinstance(one, Response))
+            envoy.inbox.extend(one for one in said if isinstance(one, SotwResponse))
         elif step == "take" and envoy.inbox:
             envoy.take()
         elif step == "again" and envoy.watched:
@@ -307,7 +309,7 @@ def test_envoy_comes_to_hold_the_latest(steps, last):
 
 def test_values_are_values():
     """What is said compares by content."""
-    one = Request(CLUSTER, ("a",), "1", "")
+    one = SotwRequest(CLUSTER, ("a",), "1", "")
     assert one == msgspec.structs.replace(one)
     assert resources.cluster_name("") == "engines"
     assert resources.cluster_name("llama") == "llama"

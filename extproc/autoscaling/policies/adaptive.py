@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from extproc.autoscaling.demand import Bounds, Demand
-from extproc.autoscaling.interface import Desired, Why
-from extproc.autoscaling.time_window import Window, later
+from extproc.autoscaling.demand import Demand, ReplicaBounds
+from extproc.autoscaling.interface import ScalingDecision, ScalingReason
+from extproc.autoscaling.time_window import TimeWindow, shift_time
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -19,7 +19,7 @@ _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 _ALWAYS_MORE = 4
 
 
-class Memory(msgspec.Struct, frozen=True):
+class AdaptiveState(msgspec.Struct, frozen=True):
     """What it remembers.
 
     Attributes:
@@ -30,24 +30,24 @@ class Memory(msgspec.Struct, frozen=True):
         raised_at: When the last of them began to; None for never.
     """
 
-    arriving: Window = Window()
-    enough: Window = Window()
+    arriving: TimeWindow = TimeWindow()
+    enough: TimeWindow = TimeWindow()
     busy_at: float | None = None
     starting: int = 0
     raised_at: float | None = None
 
-    def shifted(self, by_s: float) -> Memory:
+    def shift_time(self, by_s: float) -> AdaptiveState:
         """The same on a clock that shows so many seconds more."""
-        return Memory(
-            self.arriving.shifted(by_s),
-            self.enough.shifted(by_s),
-            later(self.busy_at, by_s),
+        return AdaptiveState(
+            self.arriving.shift_time(by_s),
+            self.enough.shift_time(by_s),
+            shift_time(self.busy_at, by_s),
             self.starting,
-            later(self.raised_at, by_s),
+            shift_time(self.raised_at, by_s),
         )
 
 
-class Adaptive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AdaptivePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """As many replicas as the work needs until others could be there.
 
     With work in token seconds (see `demand`):
@@ -78,7 +78,7 @@ class Adaptive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         wait_s: Seconds a request may wait before another replica is worth it. 30: half of a usual
             cold start; with 20, Wallaroo's profile C has 1.50 replicas in place of 1.39, and
             answers come 2 s sooner.
-        utilisation: Share of what replicas can do that is planned with. 0.8: queues grow without
+        utilization: Share of what replicas can do that is planned with. 0.8: queues grow without
             bound towards 1, and a fleet of ten has two replicas of headroom.
         rise_s: Seconds a step of the load is seen over. 15: three looks.
         window_s: Seconds the rate is taken over. 60: a usual cold start, the time it must foretell.
@@ -90,10 +90,10 @@ class Adaptive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """
 
     kind: ClassVar[str] = "adaptive"
-    memory: ClassVar[type[Memory]] = Memory
+    memory: ClassVar[type[AdaptiveState]] = AdaptiveState
 
     wait_s: _Positive = 30.0
-    utilisation: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
+    utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
     rise_s: _Positive = 15.0
     window_s: _Positive = 60.0
     down_s: _NotNegative = 30.0
@@ -105,16 +105,18 @@ class Adaptive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """As long as the longer of what fewer replicas are derived from."""
         return max(self.window_s, self.down_s)
 
-    def step(self, state: Memory, demand: Demand, bounds: Bounds) -> tuple[Memory, Desired]:
+    def step(
+        self, state: AdaptiveState, demand: Demand, bounds: ReplicaBounds
+    ) -> tuple[AdaptiveState, ScalingDecision]:
         """See `policy.Policy`."""
         now, spec = demand.now, demand.spec
-        arriving = state.arriving.seen(now, demand.arriving, span_s=self.window_s)
+        arriving = state.arriving.add(now, demand.arriving, span_s=self.window_s)
         busy_at = now if demand.requests or state.busy_at is None else state.busy_at
         grew = demand.starting > state.starting
         raised_at = now if grew else state.raised_at
         due_s = demand.cold_start_s - (now - raised_at if raised_at is not None else 0.0)
         rate = self._rate(arriving, demand)
-        floor = math.floor(_shared(rate, self.utilisation * demand.throughput))
+        floor = math.floor(_shared(rate, self.utilization * demand.throughput))
         backlog = demand.request_work * max(
             0.0, demand.requests - demand.concurrency * max(spec, 1)
         )
@@ -122,8 +124,8 @@ class Adaptive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         enough = max(1 if spec else 0, floor, self._enough(rate, demand))
         # Where more are wanted, the spec at least was needed.
         needed = max(up, spec) if up > spec else min(enough, spec)
-        wants = state.enough.seen(now, float(needed), span_s=self.down_s)
-        memory = Memory(arriving, wants, busy_at, demand.starting, raised_at)
+        wants = state.enough.add(now, float(needed), span_s=self.down_s)
+        memory = AdaptiveState(arriving, wants, busy_at, demand.starting, raised_at)
         told = (
             f"{rate:.3g} token seconds arrive per second, {backlog:.3g} wait, "
             f"a replica does {demand.throughput:.3g}"
@@ -131,15 +133,19 @@ class Adaptive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if up > spec or (demand.held and not spec):
             most = max(2 * spec, spec + _ALWAYS_MORE)
             wanted = bounds.clamp(min(max(1, up), most))
-            return memory, Desired(wanted, Why.UP if spec else Why.WAKE, told)
+            return memory, ScalingDecision(
+                wanted, ScalingReason.UP if spec else ScalingReason.WAKE, told
+            )
         if spec and not demand.requests and now - busy_at >= self.idle_s:
-            return memory, Desired(0, Why.IDLE, f"no request for {now - busy_at:.0f} s")
-        fewer = int(max(wants.most(now, self.down_s), needed))
+            return memory, ScalingDecision(
+                0, ScalingReason.IDLE, f"no request for {now - busy_at:.0f} s"
+            )
+        fewer = int(max(wants.max(now, self.down_s), needed))
         if fewer < spec:
-            return memory, Desired(fewer, Why.DOWN, told)
-        return memory, Desired(spec, Why.STEADY, told)
+            return memory, ScalingDecision(fewer, ScalingReason.DOWN, told)
+        return memory, ScalingDecision(spec, ScalingReason.STEADY, told)
 
-    def _rate(self, arriving: Window, demand: Demand) -> float:
+    def _rate(self, arriving: TimeWindow, demand: Demand) -> float:
         """L: work that arrives per second."""
         now, window_s = demand.now, self.window_s
         watched_s = arriving.watched_s(now)

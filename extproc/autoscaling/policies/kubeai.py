@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from extproc.autoscaling.demand import Bounds, Demand
-from extproc.autoscaling.interface import Desired, Why
-from extproc.autoscaling.time_window import later
+from extproc.autoscaling.demand import Demand, ReplicaBounds
+from extproc.autoscaling.interface import ScalingDecision, ScalingReason
+from extproc.autoscaling.time_window import shift_time
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -17,7 +17,7 @@ _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _EARLY_S = 1e-6
 
 
-class Memory(msgspec.Struct, frozen=True):
+class KubeAIState(msgspec.Struct, frozen=True):
     """What it remembers.
 
     Attributes:
@@ -30,12 +30,12 @@ class Memory(msgspec.Struct, frozen=True):
     next_at: float | None = None
     lower: int = 0
 
-    def shifted(self, by_s: float) -> Memory:
+    def shift_time(self, by_s: float) -> KubeAIState:
         """The same on a clock that shows so many seconds more."""
-        return msgspec.structs.replace(self, next_at=later(self.next_at, by_s))
+        return msgspec.structs.replace(self, next_at=shift_time(self.next_at, by_s))
 
 
-class KubeAI(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KubeAIPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`ceil(average / target_requests)`; up at once, down after some ticks.
 
     Source: docs/spec/prior-systems.md#autoscaler.
@@ -55,7 +55,7 @@ class KubeAI(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """
 
     kind: ClassVar[str] = "kubeai"
-    memory: ClassVar[type[Memory]] = Memory
+    memory: ClassVar[type[KubeAIState]] = KubeAIState
 
     target_requests: _Positive = 100.0
     interval_s: _Positive = 10.0
@@ -67,11 +67,13 @@ class KubeAI(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """A whole ring."""
         return self.window_s
 
-    def step(self, state: Memory, demand: Demand, bounds: Bounds) -> tuple[Memory, Desired]:
+    def step(
+        self, state: KubeAIState, demand: Demand, bounds: ReplicaBounds
+    ) -> tuple[KubeAIState, ScalingDecision]:
         """See `policy.Policy`; between ticks the spec stays."""
         now, spec = demand.now, demand.spec
         if state.next_at is not None and now < state.next_at - _EARLY_S:
-            return state, Desired(spec, Why.STEADY)
+            return state, ScalingDecision(spec, ScalingReason.STEADY)
         ring = self._ring(state, demand.requests)
         average = math.fsum(ring) / len(ring)
         wanted = bounds.clamp(math.ceil(average / self.target_requests))
@@ -80,14 +82,16 @@ class KubeAI(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         due = (now if state.next_at is None else state.next_at) + self.interval_s
         next_at = due if due > now else now + self.interval_s
         if wanted >= spec:
-            why = Why.UP if wanted > spec else Why.STEADY
-            return Memory(ring, next_at, 0), Desired(wanted, why, because)
+            why = ScalingReason.UP if wanted > spec else ScalingReason.STEADY
+            return KubeAIState(ring, next_at, 0), ScalingDecision(wanted, why, because)
         if state.lower < math.ceil(self.down_delay_s / self.interval_s):
-            return Memory(ring, next_at, state.lower + 1), Desired(spec, Why.STEADY, because)
-        why = Why.DOWN if wanted else Why.IDLE
-        return Memory(ring, next_at, state.lower), Desired(wanted, why, because)
+            return KubeAIState(ring, next_at, state.lower + 1), ScalingDecision(
+                spec, ScalingReason.STEADY, because
+            )
+        why = ScalingReason.DOWN if wanted else ScalingReason.IDLE
+        return KubeAIState(ring, next_at, state.lower), ScalingDecision(wanted, why, because)
 
-    def _ring(self, state: Memory, requests: float) -> tuple[float, ...]:
+    def _ring(self, state: KubeAIState, requests: float) -> tuple[float, ...]:
         size = max(1, math.ceil(self.window_s / self.interval_s))
         ring = (*(0.0,) * (size - len(state.ring)), *state.ring, requests)
         return ring[-size:]

@@ -7,15 +7,15 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from extproc.autoscaling.demand import Bounds, Demand
-from extproc.autoscaling.interface import Desired, Why
-from extproc.autoscaling.time_window import Window, later
+from extproc.autoscaling.demand import Demand, ReplicaBounds
+from extproc.autoscaling.interface import ScalingDecision, ScalingReason
+from extproc.autoscaling.time_window import TimeWindow, shift_time
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class Memory(msgspec.Struct, frozen=True):
+class QueueDepthState(msgspec.Struct, frozen=True):
     """What it remembers.
 
     Attributes:
@@ -24,16 +24,18 @@ class Memory(msgspec.Struct, frozen=True):
         changed_at: When that was last another number; None for never.
     """
 
-    depths: Window = Window()
+    depths: TimeWindow = TimeWindow()
     spec: int | None = None
     changed_at: float | None = None
 
-    def shifted(self, by_s: float) -> Memory:
+    def shift_time(self, by_s: float) -> QueueDepthState:
         """The same on a clock that shows so many seconds more."""
-        return Memory(self.depths.shifted(by_s), self.spec, later(self.changed_at, by_s))
+        return QueueDepthState(
+            self.depths.shift_time(by_s), self.spec, shift_time(self.changed_at, by_s)
+        )
 
 
-class QueueDepth(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class QueueDepthPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """More replicas while `depth > up`, fewer while `depth < down`.
 
     Source: docs/spec/prior-systems.md#queue-depth-trigger.
@@ -60,7 +62,7 @@ class QueueDepth(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """
 
     kind: ClassVar[str] = "queue-depth"
-    memory: ClassVar[type[Memory]] = Memory
+    memory: ClassVar[type[QueueDepthState]] = QueueDepthState
 
     up: _Positive = 5.0
     down: _NotNegative = 1.0
@@ -75,41 +77,43 @@ class QueueDepth(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """One window."""
         return self.window_s
 
-    def step(self, state: Memory, demand: Demand, bounds: Bounds) -> tuple[Memory, Desired]:
+    def step(
+        self, state: QueueDepthState, demand: Demand, bounds: ReplicaBounds
+    ) -> tuple[QueueDepthState, ScalingDecision]:
         """See `policy.Policy`."""
         now, spec, window_s = demand.now, demand.spec, self.window_s
         replicas = max(1, demand.available + demand.starting)
-        depths = state.depths.seen(now, demand.requests / replicas, span_s=window_s)
+        depths = state.depths.add(now, demand.requests / replicas, span_s=window_s)
         changed_at = state.changed_at
         if state.spec is not None and spec != state.spec:
             # What the last step asked for; or somebody else since, which is as good a reason.
             changed_at = state.depths.samples[-1][0]
-        memory = Memory(depths, spec, changed_at)
+        memory = QueueDepthState(depths, spec, changed_at)
         told = (
             f"depth {depths.mean(now, window_s):.3g} over {window_s:g} s, "
             f"up above {self.up:g}, down below {self.down:g}"
         )
         if not spec:
-            wake = Desired(bounds.clamp(1), Why.WAKE, told)
-            return memory, wake if demand.held else Desired(0, Why.STEADY, told)
+            wake = ScalingDecision(bounds.clamp(1), ScalingReason.WAKE, told)
+            return memory, wake if demand.held else ScalingDecision(0, ScalingReason.STEADY, told)
         young = changed_at is not None and now - changed_at < window_s
         if young or depths.watched_s(now) < window_s:
-            return memory, Desired(spec, Why.STEADY, told)
+            return memory, ScalingDecision(spec, ScalingReason.STEADY, told)
         wanted, why = self._wanted(depths, now, spec)
-        return memory, Desired(bounds.clamp(wanted), why, told)
+        return memory, ScalingDecision(bounds.clamp(wanted), why, told)
 
-    def _wanted(self, depths: Window, now: float, spec: int) -> tuple[int, Why]:
+    def _wanted(self, depths: TimeWindow, now: float, spec: int) -> tuple[int, ScalingReason]:
         window_s = self.window_s
         mean = depths.mean(now, window_s)
         low = high = mean
         if self.over == "sustained":
-            low, high = depths.least(now, window_s), depths.most(now, window_s)
+            low, high = depths.min(now, window_s), depths.max(now, window_s)
         # Replicas that bring the mean depth to `up`.
         enough = math.ceil(mean * spec / self.up) if self.change == "proportional" else spec
         if low > self.up:
-            return max(spec + self.step_size, enough), Why.UP
-        if not depths.most(now, window_s):
-            return max(0, spec - self.step_size), Why.IDLE
+            return max(spec + self.step_size, enough), ScalingReason.UP
+        if not depths.max(now, window_s):
+            return max(0, spec - self.step_size), ScalingReason.IDLE
         if high < self.down and spec > 1:
-            return max(1, min(spec - self.step_size, enough)), Why.DOWN
-        return spec, Why.STEADY
+            return max(1, min(spec - self.step_size, enough)), ScalingReason.DOWN
+        return spec, ScalingReason.STEADY

@@ -6,16 +6,16 @@ from typing import Protocol
 
 import msgspec
 
-from extproc.autoscaling.interface import Desired
+from extproc.autoscaling.interface import ScalingDecision
 
 
-class Failed(msgspec.Struct, frozen=True):
+class ActuatorError(msgspec.Struct, frozen=True):
     """It could not be done; the text says why, for people."""
 
     message: str
 
 
-class Hands(Protocol):
+class Actuator(Protocol):
     """Who reads and changes how many replicas are asked for.
 
     Attributes:
@@ -28,14 +28,14 @@ class Hands(Protocol):
     def acts(self) -> bool:
         """Whether this process, and nobody else, may change the number now."""
 
-    async def look(self, available: int) -> int | Failed:
+    async def current_replicas(self, available: int) -> int | ActuatorError:
         """Replicas that are asked for.
 
         Args:
             available: Replicas that answer.
         """
 
-    async def scale(self, desired: Desired, spec: int) -> Failed | None:
+    async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
         """Ask for another number.
 
         Args:
@@ -43,7 +43,7 @@ class Hands(Protocol):
             spec: Replicas asked for until now.
         """
 
-    def recall(self, replicas: int) -> None:
+    def restore(self, replicas: int) -> None:
         """Another process asked for so many before; only where nobody else can tell.
 
         Args:
@@ -54,7 +54,7 @@ class Hands(Protocol):
         """Whatever has to go on beside; until cancelled."""
 
 
-class Told:
+class AdvisoryActuator:
     """Others act on what is told, so what was told is what is asked for.
 
     At first that is what is there: of a target nobody here may read, nothing else is known.
@@ -70,18 +70,18 @@ class Told:
         """Telling is acting, for everybody who is asked."""
         return True
 
-    async def look(self, available: int) -> int | Failed:
-        """See `Hands`."""
+    async def current_replicas(self, available: int) -> int | ActuatorError:
+        """See `Actuator`."""
         return available if self._told is None else self._told
 
-    async def scale(self, desired: Desired, spec: int) -> Failed | None:
-        """See `Hands`."""
+    async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
+        """See `Actuator`."""
         del spec
         self._told = desired.replicas
         return None
 
-    def recall(self, replicas: int) -> None:
-        """See `Hands`."""
+    def restore(self, replicas: int) -> None:
+        """See `Actuator`."""
         self._told = replicas
 
     async def run(self) -> None:

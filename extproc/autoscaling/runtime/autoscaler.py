@@ -16,20 +16,20 @@ from pathlib import Path
 
 import msgspec
 
-from extproc.autoscaling.demand_estimator import Counters
+from extproc.autoscaling.demand_estimator import PickerCounters
 from extproc.autoscaling.runtime import scale_subresource, state_store
-from extproc.autoscaling.runtime.control_loop import Loop, State
-from extproc.autoscaling.runtime.peer_counters import Peers
-from extproc.autoscaling.runtime.scaled_pool import Around, Scaled
+from extproc.autoscaling.runtime.control_loop import ControlLoop, LoopState
+from extproc.autoscaling.runtime.peer_counters import PeerCounterClient
+from extproc.autoscaling.runtime.scaled_pool import AutoscalerContext, ScaledPool
 from extproc.config import discovered_scaling, kubernetes_plan, pools
-from extproc.config.autoscaling import Autoscaling, Target
+from extproc.config.autoscaling import AutoscalingSection, ScaleTarget
 from extproc.config.settings import Settings
 from extproc.discovery.kubernetes import settings as watching
 from extproc.errors import ConfigError
-from extproc.server.pool_registry import Sites
-from extproc.server.pool_runtime import Site
-from extproc.telemetry.counters import Tallies
-from extproc.telemetry.scaling_metrics import Figures
+from extproc.server.pool_registry import PoolRegistry
+from extproc.server.pool_runtime import PoolRuntime
+from extproc.telemetry.counters import ProcessCounters
+from extproc.telemetry.scaling_metrics import ScalingMetrics
 
 _log = logging.getLogger("extproc.server")
 
@@ -70,24 +70,24 @@ class Autoscaler:
     def __init__(
         self,
         settings: Settings,
-        sites: Sites,
-        tallies: Tallies,
+        sites: PoolRegistry,
+        tallies: ProcessCounters,
         *,
         leads: Callable[[], bool],
         clock: Callable[[], float],
         token: Callable[[], str],
     ) -> None:
         shared = settings.autoscaling
-        self._rules = shared.found if settings.cluster.every_pool != "none" else ()
+        self._rules = shared.discovered_pools if settings.cluster.discover_pools != "none" else ()
         self._save_s = shared.save_s
         self._supervisor = tallies.supervisor
         self._changed = asyncio.Event()
         self._others = asyncio.Event()
         self._numbers: dict[str, int] = {}
-        self.on_change: Callable[[Loop], None] = lambda _: None
-        self.on_gone: Callable[[Loop], None] = lambda _: None
+        self.on_change: Callable[[ControlLoop], None] = lambda _: None
+        self.on_gone: Callable[[ControlLoop], None] = lambda _: None
         identity = _identity()
-        self.peers = Peers(
+        self.peers = PeerCounterClient(
             identity,
             shared.peers,
             timeout_s=shared.peer_timeout_s,
@@ -95,25 +95,27 @@ class Autoscaler:
             token=token,
         )
         self.peers.woken = self._woken
-        self.loops: dict[str, Loop] = {}
-        self._scaled: dict[str, Scaled] = {}
+        self.loops: dict[str, ControlLoop] = {}
+        self._scaled: dict[str, ScaledPool] = {}
         #: What found pools said of themselves when they were looked at; None to look again.
-        self._said: dict[str, tuple[Site, Mapping[str, str] | None]] = {}
+        self._logged: dict[str, tuple[PoolRuntime, Mapping[str, str] | None]] = {}
         self._faults: dict[str, str] = {}
         #: Annotations of found pools that were refused (count), and why until an Event says it.
         self._refusals: Counter[str] = Counter()
         self._unreported: dict[str, str] = {}
         #: States of pools that were not found yet, and seconds our clock is ahead of theirs.
-        self._kept: dict[str, State] = {}
+        self._kept: dict[str, LoopState] = {}
         self._shift_s = 0.0
         self._sites = sites
         here = kubernetes_plan.namespace(os.environ)
         self._cluster = _build_cluster(settings, identity)
-        self._around = Around(tallies, self.peers, self._cluster, here, leads, clock, self._looked)
-        for one in pools.planned(settings):
+        self._around = AutoscalerContext(
+            tallies, self.peers, self._cluster, here, leads, clock, self._looked
+        )
+        for one in pools.pool_plans(settings):
             wanted = one.settings.pool.autoscaling
             if wanted is not None:
-                self._add(Scaled(sites.by_name[one.name], wanted, self._around))
+                self._add(ScaledPool(sites.by_name[one.name], wanted, self._around))
         # A file is this replica's own.
         self._writes: Callable[[], bool] = _always if shared.state_file else leads
         self._memory = _build_memory(
@@ -121,13 +123,13 @@ class Autoscaler:
         )
         tallies.scaling = self.figures
         if self._rules:
-            sites.on_change = self.follow
+            sites.on_change = self.sync_pools
 
-    def figures(self) -> Mapping[str, Figures]:
+    def figures(self) -> Mapping[str, ScalingMetrics]:
         """What is shown, by pool."""
         shown = {name: one.charts.figures() for name, one in self._scaled.items()}
         for name, count in self._refusals.items():
-            shown[name] = msgspec.structs.replace(shown.get(name, Figures()), refusals=count)
+            shown[name] = msgspec.structs.replace(shown.get(name, ScalingMetrics()), refusals=count)
         return shown
 
     async def start(self) -> None:
@@ -146,13 +148,13 @@ class Autoscaler:
             remind = functools.partial(self._remind, one.loop)
             self._supervisor.call("autoscaling", remind, of=one.site.name)
 
-    def follow(self) -> None:
+    def sync_pools(self) -> None:
         """Scale the pools that Kubernetes brought, and only those that are still there."""
-        brought = self._sites.brought
-        for name in [one for one in self._said if one not in brought]:
+        brought = self._sites.discovered
+        for name in [one for one in self._logged if one not in brought]:
             self._forget(name)
         for name, site in sorted(brought.items()):
-            if self._said.get(name) != (site, site.annotations):
+            if self._logged.get(name) != (site, site.annotations):
                 rescale = functools.partial(self._rescale, name, site)
                 self._supervisor.call("autoscaling", rescale, of=name)
         self._others.set()
@@ -167,7 +169,7 @@ class Autoscaler:
             if self._cluster is not None and self._rules:
                 reporting = functools.partial(self._report, self._cluster)
                 tasks.create_task(keep("autoscaling", reporting, of=_EVENTS), name=_EVENTS)
-            running: dict[Scaled, asyncio.Task[None]] = {}
+            running: dict[ScaledPool, asyncio.Task[None]] = {}
             while True:
                 self._others.clear()
                 for one in [one for one in running if one not in self._scaled.values()]:
@@ -197,17 +199,17 @@ class Autoscaler:
         if self._kept:
             _log.info("autoscaling: going on with what was kept of %d pools", len(self._kept))
 
-    def _add(self, one: Scaled) -> None:
+    def _add(self, one: ScaledPool) -> None:
         self._scaled[one.site.name] = one
         self.loops[one.site.name] = one.loop
 
-    def _rescale(self, name: str, site: Site) -> None:
+    def _rescale(self, name: str, site: PoolRuntime) -> None:
         """Scale a found pool as it wants to be now."""
         try:
             wanted = discovered_scaling.scaling(self._rules, name, site.annotations)
-            self._said[name] = site, site.annotations
+            self._logged[name] = site, site.annotations
         except ConfigError as error:
-            self._said[name] = site, site.annotations
+            self._logged[name] = site, site.annotations
             self._drop(name)
             self._fault(name, str(error))
             self._refusals[name] += 1
@@ -220,10 +222,10 @@ class Autoscaler:
         state = self._drop(name)
         if wanted is None:
             return
-        one = Scaled(site, wanted, self._around)
+        one = ScaledPool(site, wanted, self._around)
         other = self._other(one)
         if other is not None:
-            self._said[name] = site, None  # it is looked at again: the other one may go
+            self._logged[name] = site, None  # it is looked at again: the other one may go
             self._fault(name, f"what it names is scaled for pool {other or 'of the configuration'}")
             return
         self._faults.pop(name, None)
@@ -234,7 +236,7 @@ class Autoscaler:
         else:
             self._remind(one.loop)
 
-    def _other(self, one: Scaled) -> str | None:
+    def _other(self, one: ScaledPool) -> str | None:
         """The pool for which the same object is scaled already."""
         if one.target is None:
             return None
@@ -246,7 +248,7 @@ class Autoscaler:
         )
         return next(taken, None)
 
-    def _drop(self, name: str) -> State | None:
+    def _drop(self, name: str) -> LoopState | None:
         """Scale it no longer; returns what was learnt."""
         one = self._scaled.pop(name, None)
         if one is None:
@@ -259,14 +261,14 @@ class Autoscaler:
     def _forget(self, name: str) -> None:
         """The pool is gone: another one of its name is another one."""
         self._drop(name)
-        del self._said[name]
+        del self._logged[name]
         self._numbers.pop(name, None)
         self._faults.pop(name, None)
         self._refusals.pop(name, None)
         self._unreported.pop(name, None)
         self._changed.set()
 
-    def _remind(self, loop: Loop) -> None:
+    def _remind(self, loop: ControlLoop) -> None:
         state = self._kept.pop(loop.name, None)
         if state is not None:
             loop.restore(state, shift_s=self._shift_s)
@@ -276,19 +278,19 @@ class Autoscaler:
             self._faults[name] = why
             _log.error("pool %s is not scaled: %s", name, why)
 
-    async def _report(self, cluster: scale_subresource.Cluster) -> None:
+    async def _report(self, cluster: scale_subresource.ScaleClient) -> None:
         """Write refused annotations into Events on their pools, while this replica leads."""
         while True:
             await asyncio.sleep(_REPORT_S)
             await self.report(cluster)
             self._supervisor.works("autoscaling", _EVENTS)
 
-    async def report(self, cluster: scale_subresource.Cluster) -> None:
+    async def report(self, cluster: scale_subresource.ScaleClient) -> None:
         """Write those that were not written yet."""
         while self._unreported and self._around.leads():
             name, why = self._unreported.popitem()
             namespace, _, pool = name.rpartition("/")
-            about = Target(
+            about = ScaleTarget(
                 kind="InferencePool",
                 name=pool,
                 namespace=namespace,
@@ -298,7 +300,7 @@ class Autoscaler:
             note = f"extproc does not scale it: {why}"
             await cluster.write_event(about, "InvalidAnnotation", note, warning=True)
 
-    async def _keep(self, kept: state_store.Keeping) -> None:
+    async def _keep(self, kept: state_store.StateStore) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), self._save_s)
@@ -307,20 +309,20 @@ class Autoscaler:
                 await self._save(kept)
             self._supervisor.works("autoscaling", _MEMORY)
 
-    async def _save(self, kept: state_store.Keeping) -> None:
+    async def _save(self, kept: state_store.StateStore) -> None:
         if self._sites.listed:
             # All pools there are were told of: what is left belongs to none.
             self._kept.clear()
         await kept.save(self._kept | {name: loop.state() for name, loop in self.loops.items()})
 
-    def _looked(self, loop: Loop) -> None:
+    def _looked(self, loop: ControlLoop) -> None:
         if loop.desired is not None and self._numbers.get(loop.name) != loop.desired.replicas:
             self._numbers[loop.name] = loop.desired.replicas
             self._changed.set()
         self._supervisor.works("autoscaling", loop.name)
         self._supervisor.call("autoscaling", functools.partial(self.on_change, loop), of=loop.name)
 
-    def _own(self) -> dict[str, Counters]:
+    def _own(self) -> dict[str, PickerCounters]:
         return {name: one.counts.read() for name, one in self._scaled.items()}
 
     def _woken(self, pools: Iterable[str]) -> None:
@@ -338,32 +340,34 @@ def _identity() -> str:
     return f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}"
 
 
-def _build_cluster(settings: Settings, identity: str) -> scale_subresource.Cluster | None:
+def _build_cluster(settings: Settings, identity: str) -> scale_subresource.ScaleClient | None:
     """What scales objects; None where nothing that is scaled is in Kubernetes."""
-    if not pools.scaled(settings):
+    if not pools.scales_kubernetes_objects(settings):
         return None
     cluster = settings.cluster
-    reaching = watching.Settings(sources=(), kubeconfig=cluster.kubeconfig, context=cluster.context)
-    return scale_subresource.Cluster(reaching, identity)
+    reaching = watching.KubernetesSettings(
+        sources=(), kubeconfig=cluster.kubeconfig, context=cluster.context
+    )
+    return scale_subresource.ScaleClient(reaching, identity)
 
 
 def _build_memory(
-    shared: Autoscaling,
-    cluster: scale_subresource.Cluster | None,
+    shared: AutoscalingSection,
+    cluster: scale_subresource.ScaleClient | None,
     namespace: str,
     clock: Callable[[], float],
-) -> state_store.Keeping | None:
+) -> state_store.StateStore | None:
     """Where what was learnt outlives this replica; None where nothing does."""
     if shared.state_file:
-        return state_store.File(Path(shared.state_file), clock=clock, time=_time)
+        return state_store.FileStateStore(Path(shared.state_file), clock=clock, time=_time)
     if cluster is not None and shared.state:
-        return state_store.Memory(
+        return state_store.ConfigMapStateStore(
             cluster, namespace=namespace, name=shared.state, clock=clock, time=_time
         )
     return None
 
 
-def _place(target: Target) -> tuple[str, str, str, str]:
+def _place(target: ScaleTarget) -> tuple[str, str, str, str]:
     """What an object is, whichever version of its API a target names."""
     return target.group, target.resource, target.namespace, target.name
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from extproc.autoscaling.runtime import scale_objects
-from extproc.config.autoscaling import Target
+from extproc.config.autoscaling import ScaleTarget
 from extproc.discovery.kubernetes import api_errors
 
 _log = logging.getLogger("extproc.server")
@@ -43,12 +43,12 @@ KINDS = (
 )
 
 
-class Api(Protocol):
+class ScaleApi(Protocol):
     """The API server; such as `kubernetes.Cluster`."""
 
     async def send(
         self, method: str, path: str, body: scale_objects.Object | None = None
-    ) -> bytes | api_errors.Refused:
+    ) -> bytes | api_errors.ApiError:
         """Send a request."""
 
 
@@ -62,7 +62,7 @@ class _Known:
         self.warned = False
 
 
-class Rivals:
+class CompetingAutoscalers:
     """Lists other autoscalers of a target.
 
     Args:
@@ -70,7 +70,7 @@ class Rivals:
         api: The API server.
     """
 
-    def __init__(self, target: Target, api: Api) -> None:
+    def __init__(self, target: ScaleTarget, api: ScaleApi) -> None:
         self._target = target
         self._api = api
         self._known = {kind: _Known() for kind in KINDS}
@@ -102,12 +102,12 @@ class Rivals:
             kind.group, kind.version, self._target.namespace, kind.plural
         )
         answer = await self._api.send("GET", path)
-        if not isinstance(answer, api_errors.Refused):
+        if not isinstance(answer, api_errors.ApiError):
             names = scale_objects.rivals(answer, self._target)
             if names is not None:
                 known.names, known.refused, known.warned = names, 0, False
                 return True
-            answer = api_errors.Refused(0, "the list cannot be read")
+            answer = api_errors.ApiError(0, "the list cannot be read")
         known.refused = known.refused + 1 if known.status == answer.status else 1
         known.status = answer.status
         final = known.refused >= _FINAL_REFUSALS

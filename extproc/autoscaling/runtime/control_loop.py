@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from extproc.autoscaling.demand import Demand
-from extproc.autoscaling.demand_estimator import Counters, Learnt, Meter
-from extproc.autoscaling.interface import Desired
-from extproc.autoscaling.policy_runner import Kept, Scaler
+from extproc.autoscaling.demand_estimator import DemandEstimator, EstimatorState, PickerCounters
+from extproc.autoscaling.interface import ScalingDecision
+from extproc.autoscaling.policy_runner import PolicyRunner, RunnerState
 from extproc.autoscaling.runtime import actuator, demand_counters
-from extproc.autoscaling.runtime.peer_counters import Peers
-from extproc.autoscaling.runtime.scaling_history import Charts
-from extproc.config.autoscaling import Scaling
-from extproc.server.pool_runtime import Site
+from extproc.autoscaling.runtime.peer_counters import PeerCounterClient
+from extproc.autoscaling.runtime.scaling_history import ScalingHistory
+from extproc.config.autoscaling import ScalingSection
+from extproc.server.pool_runtime import PoolRuntime
 
 _log = logging.getLogger("extproc.server")
 
@@ -29,21 +29,21 @@ _AGAIN_S = 1.0
 _UNKNOWN_S = 0.2
 
 
-class State(msgspec.Struct, frozen=True):
+class LoopState(msgspec.Struct, frozen=True):
     """What a loop remembers; JSON.
 
     Attributes:
         scaler: Of the policy.
         learnt: Of the meter.
-        asked: Replicas asked for; None while nobody looked.
+        requested: Replicas asked for; None while nobody looked.
     """
 
-    scaler: Kept
-    learnt: Learnt
-    asked: int | None = None
+    scaler: RunnerState
+    learnt: EstimatorState
+    requested: int | None = None
 
 
-class Loop:
+class ControlLoop:
     """Scales one pool.
 
     Args:
@@ -67,29 +67,29 @@ class Loop:
 
     def __init__(
         self,
-        site: Site,
-        scaling: Scaling,
+        site: PoolRuntime,
+        scaling: ScalingSection,
         *,
-        acting: actuator.Hands,
-        counters: demand_counters.Counting,
-        peers: Peers,
-        charts: Charts,
+        acting: actuator.Actuator,
+        counters: demand_counters.DemandCounters,
+        peers: PeerCounterClient,
+        charts: ScalingHistory,
         clock: Callable[[], float],
-        on_change: Callable[[Loop], None],
+        on_change: Callable[[ControlLoop], None],
     ) -> None:
         self.name = site.name
-        self.desired: Desired | None = None
+        self.desired: ScalingDecision | None = None
         self.demand: Demand | None = None
-        self.hands = acting
+        self.actuator = acting
         self._site = site
         self._counters = counters
         self._peers = peers
         self._charts = charts
         self._clock = clock
         self._on_change = on_change
-        self._meter = Meter(scaling.meter)
-        self._scaler = Scaler(
-            scaling.made(f"autoscaling of {site.name or 'the pool'}"), scaling.bounds
+        self._meter = DemandEstimator(scaling.meter)
+        self._scaler = PolicyRunner(
+            scaling.policy_instance(f"autoscaling of {site.name or 'the pool'}"), scaling.bounds
         )
         charts.window_s = float(getattr(self._scaler.policy, "window_s", charts.window_s))
         self._woken = asyncio.Event()
@@ -115,12 +115,12 @@ class Loop:
         if self._asleep:
             self._woken.set()
 
-    def state(self) -> State:
+    def state(self) -> LoopState:
         """What it remembers."""
-        return State(self._scaler.state(), self._meter.learnt, self._asked)
+        return LoopState(self._scaler.state(), self._meter.state, self._asked)
 
-    def restore(self, state: State, *, shift_s: float) -> bool:
-        """Go on where another loop stopped; `shift_s` as in `Scaler.restore`.
+    def restore(self, state: LoopState, *, shift_s: float) -> bool:
+        """Go on where another loop stopped; `shift_s` as in `PolicyRunner.restore`.
 
         Returns:
             Whether it could be read; another policy's is not.
@@ -128,9 +128,9 @@ class Loop:
         if not self._scaler.restore(state.scaler, shift_s=shift_s):
             return False
         self._meter.restore(state.learnt, shift_s=shift_s)
-        if state.asked is not None:
-            self._asked = state.asked
-            self.hands.recall(state.asked)
+        if state.requested is not None:
+            self._asked = state.requested
+            self.actuator.restore(state.requested)
         return True
 
     async def run(self) -> None:
@@ -151,12 +151,12 @@ class Loop:
         if not self._site.synced:
             return _UNKNOWN_S
         own = self._counters.read()
-        looking = self.hands.look(self._counters.available)
+        looking = self.actuator.current_replicas(self._counters.available)
         if hurry:
             told, spec = self._peers.last(self.name), await looking
         else:
             told, spec = await asyncio.gather(self._peers.read(self.name), looking)
-        if isinstance(spec, actuator.Failed):
+        if isinstance(spec, actuator.ActuatorError):
             self._failed(spec)
             if hurry:
                 await self._peers.push()
@@ -170,13 +170,15 @@ class Loop:
             await self._peers.push()
         return _AGAIN_S if failed or (own.held and self._asleep) else self._scaler.policy.interval_s
 
-    def _decide(self, own: Counters, told: Mapping[str, Counters | None], spec: int) -> None:
+    def _decide(
+        self, own: PickerCounters, told: Mapping[str, PickerCounters | None], spec: int
+    ) -> None:
         now = self._clock()
-        seen = self._counters.seen(spec, now)
+        seen = self._counters.observe_target(spec, now)
         pickers = {**told, self._peers.identity: own}
         demand = self._meter.read(now, pickers, seen)
         self.demand, self.desired = demand, self._scaler.step(demand)
-        self._charts.take(demand, self.desired, pickers)
+        self._charts.record(demand, self.desired, pickers)
         self._asleep, self._asked = not spec, spec
         if spec:
             self._waits_since = None
@@ -184,13 +186,13 @@ class Loop:
     async def _act(self, spec: int) -> bool:
         """Ask for the number that is wanted; whether that failed."""
         desired = self.desired
-        failed: actuator.Failed | None = None
-        acted = desired is not None and desired.replicas != spec and self.hands.acts
+        failed: actuator.ActuatorError | None = None
+        acted = desired is not None and desired.replicas != spec and self.actuator.acts
         if desired is not None and acted:
-            failed = await self.hands.scale(desired, spec)
+            failed = await self.actuator.scale(desired, spec)
             if failed is None:
                 self._asleep, self._asked = not desired.replicas, desired.replicas
-                self._charts.changed(desired.why)
+                self._charts.changed(desired.reason)
                 if self._waits_since is not None:
                     self._charts.wake_s = self._clock() - self._waits_since
                     self._waits_since = None
@@ -203,17 +205,17 @@ class Loop:
         self._on_change(self)
         return failed is not None
 
-    def _tell(self, desired: Desired, spec: int) -> None:
+    def _tell(self, desired: ScalingDecision, spec: int) -> None:
         change = f"from {spec} to {desired.replicas} replicas"
-        if not self.hands.scales:
+        if not self.actuator.scales:
             change = (
                 f"nothing is scaled, as there is no target; the number for others on /metrics goes "
                 f"{change}"
             )
-        because = f": {desired.because}" if desired.because else ""
-        _log.info("%s: %s, %s%s", self._named, change, desired.why, because)
+        because = f": {desired.explanation}" if desired.explanation else ""
+        _log.info("%s: %s, %s%s", self._named, change, desired.reason, because)
 
-    def _failed(self, failed: actuator.Failed) -> None:
+    def _failed(self, failed: actuator.ActuatorError) -> None:
         self._charts.failures += 1
         if failed.message != self._failing:
             self._failing = failed.message

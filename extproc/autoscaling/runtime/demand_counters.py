@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 
-from extproc.autoscaling.demand_estimator import Counters, Seen
+from extproc.autoscaling.demand_estimator import PickerCounters, TargetObservation
 from extproc.pool import step_time_estimator
 from extproc.pool.snapshot import Pool
-from extproc.server.pool_runtime import Site
-from extproc.telemetry.pool_counters import PoolTallies
+from extproc.server.pool_runtime import PoolRuntime
+from extproc.telemetry.pool_counters import PoolCounters
 
 #: Refusals of requests that wanted capacity, and will come again.
 _WANTED = frozenset({429, 503})
 
 
-class Counting:
+class DemandCounters:
     """Reads counters of one site. Totals never go down, whatever moves between their parts.
 
     Args:
@@ -22,7 +22,7 @@ class Counting:
         tallies: What is counted of it.
     """
 
-    def __init__(self, site: Site, tallies: PoolTallies) -> None:
+    def __init__(self, site: PoolRuntime, tallies: PoolCounters) -> None:
         self._site = site
         self._tallies = tallies
         self._arrived = 0.0
@@ -35,37 +35,37 @@ class Counting:
     @property
     def held(self) -> int:
         """Requests that wait."""
-        return 0 if self._site.gate is None else self._site.gate.queue.count
+        return 0 if self._site.flow_controller is None else self._site.flow_controller.queue.count
 
     @property
     def available(self) -> int:
         """Replicas that answer."""
-        return available(self._site.parts.fleet.pool)
+        return available(self._site.parts.store.pool)
 
-    def seen(self, spec: int, now: float) -> Seen:
+    def observe_target(self, spec: int, now: float) -> TargetObservation:
         """What is seen of the target itself.
 
         Args:
             spec: Replicas asked for.
             now: Monotonic seconds.
         """
-        pool = self._site.parts.fleet.pool
-        stale_after_s = self._site.parts.dispatcher.routing.settings.stale_after_s
+        pool = self._site.parts.store.pool
+        stale_after_s = self._site.parts.director.routing.settings.stale_after_s
         fresh = [one.load for one in pool.members if now - one.load.at < stale_after_s]
-        return Seen(
+        return TargetObservation(
             spec=spec,
             available=available(pool),
             waiting=math.fsum(load.waiting or 0.0 for load in fresh),
             running=math.fsum(load.running or 0.0 for load in fresh),
-            rates=step_time_estimator.pooled([one.rates for one in pool.members])
+            rates=step_time_estimator.pool_mean([one.rates for one in pool.members])
             if pool.members
             else None,
         )
 
-    def read(self) -> Counters:
+    def read(self) -> PickerCounters:
         """What it is now."""
-        tallies, pool = self._tallies, self._site.parts.fleet.pool
-        gate = self._site.gate
+        tallies, pool = self._tallies, self._site.parts.store.pool
+        gate = self._site.flow_controller
         held, held_tokens = (0, 0) if gate is None else (gate.queue.count, gate.queue.tokens)
         refused = sum(
             count for (status, _), count in tallies.rejections.items() if status in _WANTED
@@ -76,7 +76,7 @@ class Counting:
         tokens += held_tokens
         self._prompt_tokens = max(self._prompt_tokens, float(tokens))
         self._read_answers(pool)
-        return Counters(
+        return PickerCounters(
             held=held,
             in_flight=sum(member.account.own for member in pool.members),
             arrived=self._arrived,
@@ -93,7 +93,9 @@ class Counting:
         told = tallies.usage["completion"] - self._reported_tokens
         self._answered, self._reports = tallies.answered_total, tallies.reported_total
         self._reported_tokens = tallies.usage["completion"]
-        usual = step_time_estimator.pooled([member.rates for member in pool.members]).output_tokens
+        usual = step_time_estimator.pool_mean(
+            [member.rates for member in pool.members]
+        ).output_tokens
         self._answer_tokens += told + max(0, answered - reports) * usual
 
 

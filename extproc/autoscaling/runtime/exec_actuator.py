@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from extproc.autoscaling.interface import Desired
-from extproc.autoscaling.runtime.actuator import Failed
+from extproc.autoscaling.interface import ScalingDecision
+from extproc.autoscaling.runtime.actuator import ActuatorError
 from extproc.config.autoscaling import REPLICAS
 
 #: Longest piece of what a program that failed said (bytes).
 _MOST_SAID = 400
 
 
-class Hook:
+class ExecActuator:
     """The hands of a machine without Kubernetes: whoever keeps the engines is told the number.
 
     Args:
@@ -34,11 +34,11 @@ class Hook:
         """Always: there is no Lease without Kubernetes."""
         return True
 
-    async def look(self, available: int) -> int | Failed:
+    async def current_replicas(self, available: int) -> int | ActuatorError:
         """See `Hands`: what was told, or at first what is there."""
         return available if self._told is None else self._told
 
-    async def scale(self, desired: Desired, spec: int) -> Failed | None:
+    async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
         """See `Hands`: run the program."""
         del spec
         argv = [word.replace(REPLICAS, str(desired.replicas)) for word in self._command]
@@ -50,11 +50,11 @@ class Hook:
                 stderr=asyncio.subprocess.STDOUT,
             )
         except OSError as error:
-            return Failed(f"{argv[0]} cannot be run: {error.strerror}")
+            return ActuatorError(f"{argv[0]} cannot be run: {error.strerror}")
         try:
             said, _ = await asyncio.wait_for(process.communicate(), self._timeout_s)
         except TimeoutError:
-            return Failed(f"{argv[0]} did not end within {self._timeout_s:g} s")
+            return ActuatorError(f"{argv[0]} did not end within {self._timeout_s:g} s")
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -62,11 +62,11 @@ class Hook:
                 await process.wait()
         if process.returncode:
             last = said[-_MOST_SAID:].decode("utf-8", "replace").strip()
-            return Failed(f"{argv[0]} ended with {process.returncode}: {last}")
+            return ActuatorError(f"{argv[0]} ended with {process.returncode}: {last}")
         self._told = desired.replicas
         return None
 
-    def recall(self, replicas: int) -> None:
+    def restore(self, replicas: int) -> None:
         """See `Hands`: engines that outlive a picker are still starting, or still there."""
         self._told = replicas
 

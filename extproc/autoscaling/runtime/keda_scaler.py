@@ -19,7 +19,7 @@ from typing import NoReturn, TypeAlias
 
 import grpc
 
-from extproc.autoscaling.runtime.control_loop import Loop
+from extproc.autoscaling.runtime.control_loop import ControlLoop
 from extproc.supervision import Supervisor
 from extproc.wire import keda
 
@@ -34,25 +34,25 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 Served: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 
 
-class Scaler:
+class KedaExternalScaler:
     """Serves the protocol.
 
     Args:
         loops: By name of the pool.
     """
 
-    def __init__(self, loops: Mapping[str, Loop]) -> None:
+    def __init__(self, loops: Mapping[str, ControlLoop]) -> None:
         self._loops = loops
-        self._listening: dict[asyncio.Event, Loop] = {}
+        self._listening: dict[asyncio.Event, ControlLoop] = {}
         self._closing = False
 
-    def told(self, loop: Loop) -> None:
+    def notify(self, loop: ControlLoop) -> None:
         """A loop has looked: whoever listens hears of it if it is another answer."""
         for event, heard in self._listening.items():
             if heard is loop:
                 event.set()
 
-    def gone(self, loop: Loop) -> None:
+    def gone(self, loop: ControlLoop) -> None:
         """Whoever listens to a loop that is no more has to ask again."""
         for event in [one for one, heard in self._listening.items() if heard is loop]:
             del self._listening[event]
@@ -102,8 +102,8 @@ class Scaler:
         return keda.metric_value(asked.metric if asked and asked.metric else name, value)
 
     async def _loop(
-        self, asked: keda.Asked | None, context: Context, *, known: bool = True
-    ) -> Loop:
+        self, asked: keda.ScaledObjectRef | None, context: Context, *, known: bool = True
+    ) -> ControlLoop:
         """Whose pool is meant, which must have been looked at where it has to be `known`."""
         if asked is None:
             await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be read")
@@ -120,7 +120,7 @@ class Scaler:
         return loop
 
 
-async def _metric(asked: keda.Asked | None, context: Context) -> tuple[str, float]:
+async def _metric(asked: keda.ScaledObjectRef | None, context: Context) -> tuple[str, float]:
     """Which metric is meant, and its target."""
     metadata = asked.metadata if asked is not None else {}
     name = metadata.get("metric", _USUAL)
@@ -145,7 +145,7 @@ async def _refuse(context: Context, code: grpc.StatusCode, told: str) -> NoRetur
     raise RuntimeError("unreachable: abort raises")
 
 
-def register(server: grpc.aio.Server, scaler: Scaler, supervisor: Supervisor) -> None:
+def register(server: grpc.aio.Server, scaler: KedaExternalScaler, supervisor: Supervisor) -> None:
     """Serve the protocol on a server, in bytes: reading and writing is the wire's."""
 
     async def failed(error: Exception, context: Context) -> NoReturn:

@@ -16,7 +16,7 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-def leashed(argv: Sequence[str]) -> Sequence[str]:
+def with_parent_death_signal(argv: Sequence[str]) -> Sequence[str]:
     """A command line that dies with this process, where the system can do that."""
     if sys.platform != "linux":
         return argv

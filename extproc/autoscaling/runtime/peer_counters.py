@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from aiohttp import web
 
-from extproc.autoscaling.demand_estimator import Counters
+from extproc.autoscaling.demand_estimator import PickerCounters
 from extproc.errors import ConfigError
 from extproc.scrape import client
 from extproc.server.admin_access import normalize_address
@@ -41,7 +41,7 @@ _MOST_ADDRESSES = 256
 _BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-class Told(msgspec.Struct, frozen=True):
+class PeerReport(msgspec.Struct, frozen=True):
     """What one picker counts; JSON.
 
     Attributes:
@@ -51,15 +51,15 @@ class Told(msgspec.Struct, frozen=True):
 
     picker: Annotated[str, msgspec.Meta(max_length=256)]
     pools: Annotated[
-        Mapping[Annotated[str, msgspec.Meta(max_length=512)], Counters],
+        Mapping[Annotated[str, msgspec.Meta(max_length=512)], PickerCounters],
         msgspec.Meta(max_length=4096),
     ]
 
 
-_TOLD = msgspec.json.Decoder(Told)
+_TOLD = msgspec.json.Decoder(PeerReport)
 
 
-def read_told(page: bytes) -> Told | None:
+def read_report(page: bytes) -> PeerReport | None:
     """What another picker counts; None for any other bytes, or with a number out of its range."""
     try:
         return _TOLD.decode(page)
@@ -72,15 +72,15 @@ class _Peer:
 
     Attributes:
         name: Of the picker there, once it answered.
-        told: What it told last; None when it could not be read the last time.
+        report: What it told last; None when it could not be read the last time.
     """
 
     def __init__(self, address: str) -> None:
         self.name = address
-        self.told: Told | None = None
+        self.report: PeerReport | None = None
 
 
-class Peers:
+class PeerCounterClient:
     """All other pickers of the same pools.
 
     Args:
@@ -103,7 +103,7 @@ class Peers:
         written: Sequence[str],
         *,
         timeout_s: float,
-        own: Callable[[], Mapping[str, Counters]],
+        own: Callable[[], Mapping[str, PickerCounters]],
         token: Callable[[], str] = str,
     ) -> None:
         self.identity = identity
@@ -111,8 +111,8 @@ class Peers:
         self.woken: Callable[[Iterable[str]], None] = lambda _: None
         self._written = [_split(one) for one in written]
         self._own = own
-        self._asking = client.Client(timeout_s=timeout_s, cap_bytes=_MOST_BYTES)
-        self._pushing = client.Client(timeout_s=timeout_s, cap_bytes=_MOST_BYTES)
+        self._asking = client.ScrapeClient(timeout_s=timeout_s, cap_bytes=_MOST_BYTES)
+        self._pushing = client.ScrapeClient(timeout_s=timeout_s, cap_bytes=_MOST_BYTES)
         self._peers: dict[str, _Peer] = {}
         self._ourselves: set[str] = set()
         self._unresolved: frozenset[str] = frozenset()
@@ -120,14 +120,14 @@ class Peers:
         self._hosts = [frozenset[str]() for _ in written]
         self._hosts_at = -math.inf
 
-    def last(self, pool: str) -> dict[str, Counters | None]:
+    def last(self, pool: str) -> dict[str, PickerCounters | None]:
         """What was read last, without asking."""
-        found: dict[str, Counters | None] = dict.fromkeys(self._unresolved)
+        found: dict[str, PickerCounters | None] = dict.fromkeys(self._unresolved)
         for peer in self._peers.values():
-            found[peer.name] = None if peer.told is None else peer.told.pools.get(pool)
+            found[peer.name] = None if peer.report is None else peer.report.pools.get(pool)
         return found
 
-    async def read(self, pool: str) -> dict[str, Counters | None]:
+    async def read(self, pool: str) -> dict[str, PickerCounters | None]:
         """Ask all of them at once; None for one that cannot be read."""
         if self._written:
             await self._resolve()
@@ -152,7 +152,7 @@ class Peers:
         addresses = list(self._peers)
         if not addresses:
             return
-        body = msgspec.json.encode(Told(self.identity, self._own()))
+        body = msgspec.json.encode(PeerReport(self.identity, self._own()))
         authorization = self._authorization
         await asyncio.gather(
             *(self._pushing.get(_posting(address, body, authorization)) for address in addresses),
@@ -168,16 +168,16 @@ class Peers:
         return (web.get(PATH, self._tell), web.post(PATH, self._hear))
 
     async def _tell(self, _: web.Request) -> web.Response:
-        body = msgspec.json.encode(Told(self.identity, self._own()))
+        body = msgspec.json.encode(PeerReport(self.identity, self._own()))
         return web.Response(body=body, content_type="application/json")
 
     async def _hear(self, request: web.Request) -> web.Response:
-        told = read_told(await request.read())
+        told = read_report(await request.read())
         if told is None:
             return web.Response(status=400, text="not what pickers tell each other\n")
         known = [peer for peer in self._peers.values() if peer.name == told.picker]
         for peer in known:
-            peer.told = told
+            peer.report = told
         # Of somebody unknown nothing is believed but that it is time to look.
         self.woken([name for name, counters in told.pools.items() if counters.held])
         return web.Response(text="ok\n")
@@ -224,34 +224,34 @@ class Peers:
         peer = self._peers.get(address)
         if peer is None:
             return
-        why = answer.reason if isinstance(answer, client.Failed) else ""
-        told: Told | None = None
+        why = answer.reason if isinstance(answer, client.FetchFailed) else ""
+        told: PeerReport | None = None
         if isinstance(answer, bytes):
-            told = read_told(answer)
+            told = read_report(answer)
             why = "" if told else "unreadable"
         if told is not None and told.picker == self.identity:
             self._ourselves.add(address)
             del self._peers[address]
             return
-        if why and (peer.told is not None or peer.name == address):
+        if why and (peer.report is not None or peer.name == address):
             _log.warning("autoscaling: peer %s: %s: nothing is scaled down", address, why)
-        peer.told = told
+        peer.report = told
         if told is not None:
             peer.name = told.picker
 
 
-def _asking(address: str, authorization: str) -> client.Target:
+def _asking(address: str, authorization: str) -> client.ScrapeTarget:
     host, port = _split(address)
     return client.target(host, port, path=PATH, accept="application/json", more=authorization)
 
 
-def _posting(address: str, body: bytes, authorization: str) -> client.Target:
+def _posting(address: str, body: bytes, authorization: str) -> client.ScrapeTarget:
     host, port = _split(address)
     head = (
         f"POST {PATH} HTTP/1.1\r\nhost: {address}\r\nuser-agent: extproc\r\n{authorization}"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )
-    return client.Target(host, port, head.encode() + body)
+    return client.ScrapeTarget(host, port, head.encode() + body)
 
 
 def _split(written: str) -> tuple[str, int]:

@@ -12,14 +12,14 @@ import shutil
 import socket
 from collections.abc import Callable
 
-from extproc.autoscaling.interface import Desired
-from extproc.autoscaling.runtime.actuator import Failed
-from extproc.autoscaling.runtime.parent_death_signal import leashed
-from extproc.config.autoscaling import PORT, Launch
-from extproc.discovery.discovered_pool import Found
+from extproc.autoscaling.interface import ScalingDecision
+from extproc.autoscaling.runtime.actuator import ActuatorError
+from extproc.autoscaling.runtime.parent_death_signal import with_parent_death_signal
+from extproc.config.autoscaling import PORT, LaunchSection
+from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.endpoint import Endpoint
 from extproc.scrape import client
-from extproc.server.pool_runtime import Site
+from extproc.server.pool_runtime import PoolRuntime
 from extproc.supervision import Supervisor, place_of
 
 _log = logging.getLogger("extproc.server")
@@ -46,7 +46,7 @@ _MOST_PORT_DIGITS = 5
 _LAST_LINES = 5
 
 
-class Engine:
+class EngineProcess:
     """One child.
 
     Attributes:
@@ -64,7 +64,7 @@ class Engine:
         self.lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
 
 
-class Engines:
+class ProcessActuator:
     """Starts and ends engines, and is the discovery of their pool.
 
     Args:
@@ -78,8 +78,8 @@ class Engines:
 
     def __init__(
         self,
-        wanted: Launch,
-        site: Site,
+        wanted: LaunchSection,
+        site: PoolRuntime,
         *,
         clock: Callable[[], float],
         supervisor: Supervisor | None = None,
@@ -88,8 +88,8 @@ class Engines:
         self._site = site
         self._clock = clock
         self._supervisor = supervisor or Supervisor(clock=clock)
-        self._http = client.Client(timeout_s=_HEALTH_S, cap_bytes=_HEALTH_BYTES)
-        self._engines: dict[Engine, asyncio.Task[bool]] = {}
+        self._http = client.ScrapeClient(timeout_s=_HEALTH_S, cap_bytes=_HEALTH_BYTES)
+        self._engines: dict[EngineProcess, asyncio.Task[bool]] = {}
         self._numbers = 0
         self._spec = 0
         self._changed = asyncio.Event()
@@ -104,19 +104,19 @@ class Engines:
         """There is no engine yet, which is knowledge: the pool is empty."""
         self._publish()
 
-    async def look(self, available: int) -> int | Failed:
+    async def current_replicas(self, available: int) -> int | ActuatorError:
         """See `Hands`."""
         del available
         return self._spec
 
-    async def scale(self, desired: Desired, spec: int) -> Failed | None:
+    async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
         """See `Hands`: the rest happens in `run`."""
         del spec
         self._spec = desired.replicas
         self._changed.set()
         return None
 
-    def recall(self, replicas: int) -> None:
+    def restore(self, replicas: int) -> None:
         """See `Hands`: engines of another process ended with it."""
 
     async def run(self) -> None:
@@ -147,7 +147,7 @@ class Engines:
             return
         for _ in range(self._spec - len(staying)):
             self._numbers += 1
-            engine = Engine(self._numbers, "")
+            engine = EngineProcess(self._numbers, "")
             kept = self._supervisor.attempt(
                 "autoscaling", self._keep(engine), of=f"engine {engine.number}"
             )
@@ -161,9 +161,9 @@ class Engines:
         endpoints = [
             Endpoint(one.address, name=f"engine-{one.number}", uid=str(one.number)) for one in ready
         ]
-        self._site.take(Found(tuple(endpoints)))
+        self._site.on_discovered(DiscoveredPool(tuple(endpoints)))
 
-    async def _keep(self, engine: Engine) -> None:
+    async def _keep(self, engine: EngineProcess) -> None:
         """One engine from its start to its end."""
         argv = list(self._wanted.command)
         if any(PORT in word for word in argv):
@@ -176,7 +176,7 @@ class Engines:
             return
         try:
             process = await asyncio.create_subprocess_exec(
-                *leashed(argv),
+                *with_parent_death_signal(argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
@@ -195,7 +195,7 @@ class Engines:
             finally:
                 self._ended(engine)
 
-    async def _serve(self, engine: Engine, process: asyncio.subprocess.Process) -> None:
+    async def _serve(self, engine: EngineProcess, process: asyncio.subprocess.Process) -> None:
         ended = asyncio.ensure_future(process.wait())
         leaves = asyncio.ensure_future(engine.leaves.wait())
         starting = asyncio.ensure_future(self._answers(engine))
@@ -231,12 +231,12 @@ class Engines:
             for task in (ended, leaves, starting):
                 task.cancel()
 
-    def _in_flight(self, engine: Engine) -> Callable[[], int]:
+    def _in_flight(self, engine: EngineProcess) -> Callable[[], int]:
         """Our open requests on an engine, also once it is no endpoint any longer."""
-        member = self._site.parts.fleet.pool.find(engine.address)
+        member = self._site.parts.store.pool.find(engine.address)
         return (lambda: 0) if member is None else (lambda: member.account.in_flight)
 
-    async def _answers(self, engine: Engine) -> None:
+    async def _answers(self, engine: EngineProcess) -> None:
         """Until it does."""
         while True:
             if engine.address:
@@ -247,7 +247,7 @@ class Engines:
                     return
             await asyncio.sleep(_LOOK_S)
 
-    async def _read(self, engine: Engine, process: asyncio.subprocess.Process) -> None:
+    async def _read(self, engine: EngineProcess, process: asyncio.subprocess.Process) -> None:
         """Take in what an engine prints, and where it listens if it says so."""
         if process.stdout is None:
             return
@@ -272,7 +272,7 @@ class Engines:
                 process.kill()
             await process.wait()
 
-    def _ended(self, engine: Engine) -> None:
+    def _ended(self, engine: EngineProcess) -> None:
         """Forget it; where it was wanted, another one follows after a while."""
         self._engines.pop(engine, None)
         if engine.wanted:

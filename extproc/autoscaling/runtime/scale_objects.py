@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from extproc.config.autoscaling import Target
+from extproc.config.autoscaling import ScaleTarget
 
 #: What decoding raises on what is no such object: no JSON or another type, text that is no UTF-8, and
 #: nesting without end.
@@ -33,13 +33,13 @@ class _Scale(msgspec.Struct, frozen=True):
     spec: _ScaleSpec = _ScaleSpec()
 
 
-class _Reference(msgspec.Struct, frozen=True):
+class _ScaleTargetRef(msgspec.Struct, frozen=True):
     kind: str = "Deployment"
     name: str = ""
 
 
 class _RivalSpec(msgspec.Struct, frozen=True):
-    scaleTargetRef: _Reference = _Reference()  # noqa: N815 - Kubernetes' spelling
+    scaleTargetRef: _ScaleTargetRef = _ScaleTargetRef()  # noqa: N815 - Kubernetes' spelling
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -72,7 +72,7 @@ def api_path(group: str, version: str, *segments: str) -> str:
     return "".join(f"/{quote(segment, safe='')}" for segment in (*root, version, *segments))
 
 
-def target_path(target: Target) -> str:
+def target_path(target: ScaleTarget) -> str:
     """Where the target is, itself."""
     return namespaced_path(
         target.group, target.version, target.namespace, target.resource, target.name
@@ -84,7 +84,7 @@ def namespaced_path(group: str, version: str, namespace: str, *segments: str) ->
     return api_path(group, version, "namespaces", namespace, *segments)
 
 
-def title(target: Target) -> str:
+def title(target: ScaleTarget) -> str:
     """The target in messages."""
     return f"{target.kind} {target.namespace}/{target.name}"
 
@@ -102,7 +102,7 @@ def scale(replicas: int) -> Object:
     return {"spec": {"replicas": replicas}}
 
 
-def rivals(answer: bytes, target: Target) -> tuple[str, ...] | None:
+def rivals(answer: bytes, target: ScaleTarget) -> tuple[str, ...] | None:
     """Names of the autoscalers in a list that scale the target; None where it is no list."""
     try:
         listed = msgspec.json.decode(answer, type=_Rivals).items or ()
@@ -117,7 +117,14 @@ def rivals(answer: bytes, target: Target) -> tuple[str, ...] | None:
 
 
 def event(
-    target: Target, *, uid: str, reason: str, note: str, warning: bool, at: dt.datetime, by: str
+    target: ScaleTarget,
+    *,
+    uid: str,
+    reason: str,
+    note: str,
+    warning: bool,
+    at: dt.datetime,
+    by: str,
 ) -> Object:
     """An Event about the target.
 

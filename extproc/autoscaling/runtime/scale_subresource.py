@@ -8,10 +8,10 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from extproc.autoscaling.interface import Desired
+from extproc.autoscaling.interface import ScalingDecision
 from extproc.autoscaling.runtime import competing_autoscalers, scale_objects
-from extproc.autoscaling.runtime.actuator import Failed
-from extproc.config.autoscaling import Target
+from extproc.autoscaling.runtime.actuator import ActuatorError
+from extproc.config.autoscaling import ScaleTarget
 from extproc.discovery.kubernetes import api_errors
 from extproc.discovery.kubernetes import settings as watching
 from extproc.errors import ConfigError
@@ -30,7 +30,7 @@ _LIMIT_S = 4.0
 _MOST_EVENTS = 16
 
 
-class Cluster:
+class ScaleClient:
     """The way to the API server, for all targets of this process.
 
     Args:
@@ -38,10 +38,10 @@ class Cluster:
         identity: Of this replica.
     """
 
-    def __init__(self, reaching: watching.Settings, identity: str) -> None:
+    def __init__(self, reaching: watching.KubernetesSettings, identity: str) -> None:
         self.identity = identity
         self._reaching = reaching
-        self._server: api_client.Server | None = None
+        self._server: api_client.KubernetesApiClient | None = None
         self._warned = False
 
     async def open(self) -> None:
@@ -52,7 +52,7 @@ class Cluster:
         """
         from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy, not for everybody
 
-        self._server = api_client.Server(self._reaching)
+        self._server = api_client.KubernetesApiClient(self._reaching)
         await self._server.open()
 
     async def close(self) -> None:
@@ -62,27 +62,27 @@ class Cluster:
 
     async def send(
         self, method: str, path: str, body: scale_objects.Object | None = None
-    ) -> bytes | api_errors.Refused:
+    ) -> bytes | api_errors.ApiError:
         """One request; a second time with fresh credentials where the first ones were too old."""
         if self._server is None:
-            return api_errors.Refused(0, "not connected")
+            return api_errors.ApiError(0, "not connected")
         kind = scale_objects.MERGE if method == "PATCH" else "application/json"
-        found: bytes | api_errors.Refused = api_errors.Refused(0, "not asked")
+        found: bytes | api_errors.ApiError = api_errors.ApiError(0, "not asked")
         for _ in range(2):
             generation = self._server.generation
             found = await self._server.send(
                 method, path, body=body, seconds=_LIMIT_S / 2.0, kind=kind
             )
-            if not isinstance(found, api_errors.Refused) or not found.stale:
+            if not isinstance(found, api_errors.ApiError) or not found.credentials_expired:
                 return found
             try:
                 await self._server.renew(generation)
             except ConfigError as error:
-                return api_errors.Refused(0, str(error))
+                return api_errors.ApiError(0, str(error))
         return found
 
     async def write_event(
-        self, about: Target, reason: str, note: str, *, warning: bool = False
+        self, about: ScaleTarget, reason: str, note: str, *, warning: bool = False
     ) -> None:
         """Write an Event; the first that cannot be written is logged, and none is tried again.
 
@@ -103,12 +103,12 @@ class Cluster:
         )
         path = scale_objects.namespaced_path("", "v1", about.namespace, "events")
         refused = await self.send("POST", path, body)
-        if isinstance(refused, api_errors.Refused) and not self._warned:
+        if isinstance(refused, api_errors.ApiError) and not self._warned:
             self._warned = True
             _log.warning("autoscaling: no Event can be written: %s", refused.message)
 
 
-class Scale:
+class ScaleSubresourceActuator:
     """The hands of one target.
 
     Args:
@@ -122,8 +122,8 @@ class Scale:
 
     def __init__(
         self,
-        target: Target,
-        cluster: Cluster,
+        target: ScaleTarget,
+        cluster: ScaleClient,
         leads: Callable[[], bool],
         supervisor: Supervisor | None = None,
     ) -> None:
@@ -132,7 +132,7 @@ class Scale:
         self._leads = leads
         self._supervisor = supervisor or Supervisor()
         self._path = scale_objects.target_path(target)
-        self._rivals = competing_autoscalers.Rivals(target, cluster)
+        self._rivals = competing_autoscalers.CompetingAutoscalers(target, cluster)
         #: Why we stand down, until the leader wrote it into an Event.
         self._unsaid = ""
         self._denials = api_errors.Denials()
@@ -143,7 +143,7 @@ class Scale:
         """Whether this replica leads, and others were looked for and not found."""
         return self._leads() and self._rivals.names == ()
 
-    async def look(self, available: int) -> int | Failed:
+    async def current_replicas(self, available: int) -> int | ActuatorError:
         """See `Hands`."""
         del available
         if self._unsaid and self._leads():
@@ -151,25 +151,25 @@ class Scale:
             self._unsaid = ""
         found = await self._cluster.send("GET", f"{self._path}/scale")
         missing = self._denials.is_missing("get", found)
-        if isinstance(found, api_errors.Refused):
-            return Failed(self._refusal("read", found, "get" if missing else ""))
+        if isinstance(found, api_errors.ApiError):
+            return ActuatorError(self._refusal("read", found, "get" if missing else ""))
         spec = scale_objects.replicas(found)
-        return Failed(f"the scale of {self._named} cannot be read") if spec is None else spec
+        return ActuatorError(f"the scale of {self._named} cannot be read") if spec is None else spec
 
-    async def scale(self, desired: Desired, spec: int) -> Failed | None:
+    async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
         """See `Hands`."""
         found = await self._cluster.send(
             "PATCH", f"{self._path}/scale", scale_objects.scale(desired.replicas)
         )
         missing = self._denials.is_missing("patch", found)
-        if isinstance(found, api_errors.Refused):
-            return Failed(self._refusal("changed", found, "patch" if missing else ""))
-        told = f"from {spec} to {desired.replicas} replicas, {desired.why}"
-        told += f": {desired.because}" if desired.because else ""
+        if isinstance(found, api_errors.ApiError):
+            return ActuatorError(self._refusal("changed", found, "patch" if missing else ""))
+        told = f"from {spec} to {desired.replicas} replicas, {desired.reason}"
+        told += f": {desired.explanation}" if desired.explanation else ""
         self._record("Scaled", told)
         return None
 
-    def recall(self, replicas: int) -> None:
+    def restore(self, replicas: int) -> None:
         """See `Hands`: the object itself says it."""
 
     async def run(self) -> None:
@@ -210,7 +210,7 @@ class Scale:
     def _named(self) -> str:
         return scale_objects.title(self._target)
 
-    def _refusal(self, what: str, refused: api_errors.Refused, verb: str) -> str:
+    def _refusal(self, what: str, refused: api_errors.ApiError, verb: str) -> str:
         """A refusal for people; with the right that is missing where `verb` names it."""
         text = f"the scale of {self._named} cannot be {what}: {refused.status or 'no answer'} "
         text += refused.message

@@ -14,16 +14,16 @@ from extproc.autoscaling.runtime import (
     process_actuator,
     scale_subresource,
 )
-from extproc.autoscaling.runtime.control_loop import Loop
-from extproc.autoscaling.runtime.peer_counters import Peers
-from extproc.autoscaling.runtime.scaling_history import Charts
-from extproc.config.autoscaling import Scaling, Target
-from extproc.server.pool_runtime import Site
+from extproc.autoscaling.runtime.control_loop import ControlLoop
+from extproc.autoscaling.runtime.peer_counters import PeerCounterClient
+from extproc.autoscaling.runtime.scaling_history import ScalingHistory
+from extproc.config.autoscaling import ScaleTarget, ScalingSection
+from extproc.server.pool_runtime import PoolRuntime
 from extproc.supervision import Supervisor
-from extproc.telemetry.counters import Tallies
+from extproc.telemetry.counters import ProcessCounters
 
 
-class Around(msgspec.Struct, frozen=True):
+class AutoscalerContext(msgspec.Struct, frozen=True):
     """What all scaled pools have in common.
 
     Attributes:
@@ -36,13 +36,13 @@ class Around(msgspec.Struct, frozen=True):
         looked: Called when a loop has looked.
     """
 
-    tallies: Tallies
-    peers: Peers
-    cluster: scale_subresource.Cluster | None
+    tallies: ProcessCounters
+    peers: PeerCounterClient
+    cluster: scale_subresource.ScaleClient | None
     here: str
     leads: Callable[[], bool]
     clock: Callable[[], float]
-    looked: Callable[[Loop], None]
+    looked: Callable[[ControlLoop], None]
 
     @property
     def supervisor(self) -> Supervisor:
@@ -50,7 +50,7 @@ class Around(msgspec.Struct, frozen=True):
         return self.tallies.supervisor
 
 
-class Scaled:
+class ScaledPool:
     """Scales one pool from `attach` to `detach`.
 
     Args:
@@ -70,17 +70,19 @@ class Scaled:
         loop: Looks, decides, acts.
     """
 
-    def __init__(self, site: Site, scaling: Scaling, around: Around) -> None:
+    def __init__(
+        self, site: PoolRuntime, scaling: ScalingSection, around: AutoscalerContext
+    ) -> None:
         self.site = site
         self.scaling = scaling
         self.target = _placed(scaling.target, around.here)
-        tallies = around.tallies.of(site.name)
-        self.counts = demand_counters.Counting(site, tallies)
-        self.charts = Charts()
-        self.loop = Loop(
+        tallies = around.tallies.for_pool(site.name)
+        self.counts = demand_counters.DemandCounters(site, tallies)
+        self.charts = ScalingHistory()
+        self.loop = ControlLoop(
             site,
             scaling,
-            acting=self._hands(scaling, around),
+            acting=self._actuator(scaling, around),
             counters=self.counts,
             peers=around.peers,
             charts=self.charts,
@@ -92,17 +94,17 @@ class Scaled:
 
     def attach(self) -> None:
         """Hear of requests that begin to wait; whoever was told of them still is."""
-        gate = self.site.gate
+        gate = self.site.flow_controller
         if gate is not None:
             self._before = gate.arrivals
             gate.arrivals = _both(gate.arrivals, self.loop.arrived)
-        if isinstance(self.loop.hands, process_actuator.Engines):
-            self.loop.hands.begin()
+        if isinstance(self.loop.actuator, process_actuator.ProcessActuator):
+            self.loop.actuator.begin()
 
     def detach(self) -> None:
         """Hear of nothing any longer; replicas stay as they are."""
-        if self.site.gate is not None and self._before is not None:
-            self.site.gate.arrivals = self._before
+        if self.site.flow_controller is not None and self._before is not None:
+            self.site.flow_controller.arrivals = self._before
 
     async def run(self) -> None:
         """Look and act until cancelled."""
@@ -111,26 +113,26 @@ class Scaled:
             keep = self._supervisor.keep
             looking = keep("autoscaling", self.loop.run, of=name)
             tasks.create_task(looking, name=f"autoscaling {name}")
-            acting = keep("autoscaling", self.loop.hands.run, of=f"{name}, acting")
+            acting = keep("autoscaling", self.loop.actuator.run, of=f"{name}, acting")
             tasks.create_task(acting, name=f"autoscaling {name}, acting")
             # Hands may have nothing to do beside, and a group without tasks would end.
             await asyncio.Event().wait()
 
-    def _hands(self, scaling: Scaling, around: Around) -> actuator.Hands:
+    def _actuator(self, scaling: ScalingSection, around: AutoscalerContext) -> actuator.Actuator:
         if self.target is not None and around.cluster is not None:
-            return scale_subresource.Scale(
+            return scale_subresource.ScaleSubresourceActuator(
                 self.target, around.cluster, around.leads, around.supervisor
             )
         if scaling.launch is not None:
-            return process_actuator.Engines(
+            return process_actuator.ProcessActuator(
                 scaling.launch, self.site, clock=around.clock, supervisor=around.supervisor
             )
         if scaling.exec:
-            return exec_actuator.Hook(scaling.exec, timeout_s=scaling.exec_s)
-        return actuator.Told()
+            return exec_actuator.ExecActuator(scaling.exec, timeout_s=scaling.exec_s)
+        return actuator.AdvisoryActuator()
 
 
-def _placed(target: Target | None, here: str) -> Target | None:
+def _placed(target: ScaleTarget | None, here: str) -> ScaleTarget | None:
     if target is None:
         return None
     filled = target.filled

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 from extproc.autoscaling.demand import Demand
-from extproc.autoscaling.demand_estimator import Counters
-from extproc.autoscaling.interface import Desired
-from extproc.autoscaling.time_window import Window
-from extproc.telemetry.scaling_metrics import Figures
+from extproc.autoscaling.demand_estimator import PickerCounters
+from extproc.autoscaling.interface import ScalingDecision
+from extproc.autoscaling.time_window import TimeWindow
+from extproc.telemetry.scaling_metrics import ScalingMetrics
 
 #: Seconds that the rate of requests is taken over, as in the charts of the queue-depth policy's
 #: origin (docs/spec/prior-systems.md#wallaroo).
@@ -22,7 +22,7 @@ _FEW_S = 10.0
 _WINDOW_S = 60.0
 
 
-class Charts:
+class ScalingHistory:
     """What was seen of one pool, over time. Mutable; its loop owns it.
 
     Attributes:
@@ -38,16 +38,16 @@ class Charts:
     def __init__(self) -> None:
         self.window_s = _WINDOW_S
         self.demand: Demand | None = None
-        self.desired: Desired | None = None
+        self.desired: ScalingDecision | None = None
         self.changes: Counter[str] = Counter()
         self.failures = 0
         self.wake_s: float | None = None
-        self._depths = Window()
-        self._rates = Window()
+        self._depths = TimeWindow()
+        self._rates = TimeWindow()
         self._arrived: dict[str, float] = {}
 
-    def take(
-        self, demand: Demand, desired: Desired, pickers: Mapping[str, Counters | None]
+    def record(
+        self, demand: Demand, desired: ScalingDecision, pickers: Mapping[str, PickerCounters | None]
     ) -> None:
         """One look.
 
@@ -64,19 +64,19 @@ class Charts:
                 before = self._arrived.get(name, told.arrived)
                 came += max(0.0, told.arrived - before)
                 self._arrived[name] = told.arrived
-        self._rates = self._rates.seen(now, came / since if since > 0 else 0.0, span_s=RATE_S)
-        self._depths = self._depths.seen(now, depth(demand), span_s=self.window_s)
+        self._rates = self._rates.add(now, came / since if since > 0 else 0.0, span_s=RATE_S)
+        self._depths = self._depths.add(now, depth(demand), span_s=self.window_s)
         self.demand, self.desired = demand, desired
 
     def changed(self, why: str) -> None:
         """Another number was asked for."""
         self.changes[str(why)] += 1
 
-    def figures(self) -> Figures:
+    def figures(self) -> ScalingMetrics:
         """What is shown of it."""
         demand = self.demand
         if demand is None or self.desired is None:
-            return Figures(failures=self.failures)
+            return ScalingMetrics(failures=self.failures)
         gauges = {
             "desired_replicas": float(self.desired.replicas),
             "queue_depth": depth(demand),
@@ -94,7 +94,7 @@ class Charts:
             "available": demand.available,
             "starting": demand.starting,
         }
-        return Figures(gauges, replicas, self.changes, self.failures)
+        return ScalingMetrics(gauges, replicas, self.changes, self.failures)
 
     def _rate(self, now: float) -> float:
         """Of a few seconds one request would be many per second."""

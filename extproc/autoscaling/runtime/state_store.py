@@ -10,8 +10,8 @@ from typing import Annotated, Protocol
 import msgspec
 
 from extproc.autoscaling.runtime import scale_objects
-from extproc.autoscaling.runtime.control_loop import State
-from extproc.autoscaling.runtime.scale_subresource import Cluster
+from extproc.autoscaling.runtime.control_loop import LoopState
+from extproc.autoscaling.runtime.scale_subresource import ScaleClient
 from extproc.discovery.kubernetes import api_errors
 
 _log = logging.getLogger("extproc.server")
@@ -24,7 +24,7 @@ _KEY = "pools.json"
 _Moment = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StoredState(msgspec.Struct, frozen=True):
     """What stands in the ConfigMap; JSON.
 
     Attributes:
@@ -39,17 +39,17 @@ class Stored(msgspec.Struct, frozen=True):
     pools: Mapping[str, msgspec.Raw]
 
 
-class Keeping(Protocol):
+class StateStore(Protocol):
     """Where states are kept."""
 
-    async def load(self) -> tuple[dict[str, State], float] | None:
+    async def load(self) -> tuple[dict[str, LoopState], float] | None:
         """States by pool, and seconds our clock shows more than theirs; None where it fails."""
 
-    async def save(self, pools: Mapping[str, State]) -> None:
+    async def save(self, pools: Mapping[str, LoopState]) -> None:
         """Write; what cannot be written now is written later."""
 
 
-class File:
+class FileStateStore:
     """One file, of one picker.
 
     Args:
@@ -64,10 +64,10 @@ class File:
         self._path = path
         self._clock = clock
         self._time = time
-        self._said = ""
+        self._logged = ""
 
-    async def load(self) -> tuple[dict[str, State], float] | None:
-        """See `Keeping`."""
+    async def load(self) -> tuple[dict[str, LoopState], float] | None:
+        """See `StateStore`."""
         try:
             text = self._path.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
@@ -77,8 +77,8 @@ class File:
             return None
         return read(text, self._clock(), self._time())
 
-    async def save(self, pools: Mapping[str, State]) -> None:
-        """See `Keeping`: whoever is killed meanwhile leaves the one before."""
+    async def save(self, pools: Mapping[str, LoopState]) -> None:
+        """See `StateStore`: whoever is killed meanwhile leaves the one before."""
         text = write(pools, self._clock(), self._time())
         beside = self._path.with_name(f"{self._path.name}.new")
         try:
@@ -87,16 +87,16 @@ class File:
         except OSError as error:
             self._say("written", error)
         else:
-            self._said = ""
+            self._logged = ""
 
     def _say(self, what: str, error: OSError) -> None:
         told = f"autoscaling: {self._path} cannot be {what}: {error.strerror}"
-        if told != self._said:
-            self._said = told
+        if told != self._logged:
+            self._logged = told
             _log.warning("%s", told)
 
 
-class Memory:
+class ConfigMapStateStore:
     """One ConfigMap.
 
     Args:
@@ -109,7 +109,7 @@ class Memory:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ScaleClient,
         *,
         namespace: str,
         name: str,
@@ -121,39 +121,39 @@ class Memory:
         self._name = name
         self._clock = clock
         self._time = time
-        self._said = ""
+        self._logged = ""
         self._denials = api_errors.Denials()
         self._root = scale_objects.namespaced_path("", "v1", namespace, "configmaps")
         self._path = scale_objects.namespaced_path("", "v1", namespace, "configmaps", name)
 
-    async def load(self) -> tuple[dict[str, State], float] | None:
-        """See `Keeping`."""
+    async def load(self) -> tuple[dict[str, LoopState], float] | None:
+        """See `StateStore`."""
         found = await self._cluster.send("GET", self._path)
         missing = self._denials.is_missing("get", found)
-        if isinstance(found, api_errors.Refused):
+        if isinstance(found, api_errors.ApiError):
             if found.status == 404:
                 return {}, 0.0
             self._say("read", found, "get" if missing else "")
             return None
-        self._said = ""
+        self._logged = ""
         return read(scale_objects.data(found).get(_KEY, ""), self._clock(), self._time())
 
-    async def save(self, pools: Mapping[str, State]) -> None:
-        """See `Keeping`."""
+    async def save(self, pools: Mapping[str, LoopState]) -> None:
+        """See `StateStore`."""
         text = write(pools, self._clock(), self._time())
         found = await self._cluster.send("PATCH", self._path, {"data": {_KEY: text}})
         verb = "patch"
-        if isinstance(found, api_errors.Refused) and found.status == 404:
+        if isinstance(found, api_errors.ApiError) and found.status == 404:
             verb = "create"
             body = scale_objects.config_map(self._namespace, self._name, {_KEY: text})
             found = await self._cluster.send("POST", self._root, body)
         missing = self._denials.is_missing(verb, found)
-        if isinstance(found, api_errors.Refused):
+        if isinstance(found, api_errors.ApiError):
             self._say("written", found, verb if missing else "")
         else:
-            self._said = ""
+            self._logged = ""
 
-    def _say(self, what: str, refused: api_errors.Refused, verb: str) -> None:
+    def _say(self, what: str, refused: api_errors.ApiError, verb: str) -> None:
         told = (
             f"autoscaling: ConfigMap {self._namespace}/{self._name} cannot be {what}: "
             f"{refused.status or 'no answer'} {refused.message}"
@@ -163,27 +163,27 @@ class Memory:
                 "; add to a Role of the service account there: "
                 f'apiGroups: [""], resources: ["configmaps"], verbs: ["{verb}"]'
             )
-        if told != self._said:
-            self._said = told
+        if told != self._logged:
+            self._logged = told
             _log.warning("%s", told)
 
 
-def write(pools: Mapping[str, State], now: float, time: float) -> str:
+def write(pools: Mapping[str, LoopState], now: float, time: float) -> str:
     """States as they are kept."""
     raw = {name: msgspec.Raw(msgspec.json.encode(state)) for name, state in pools.items()}
-    return msgspec.json.encode(Stored(now, time, raw)).decode()
+    return msgspec.json.encode(StoredState(now, time, raw)).decode()
 
 
-def read(text: str, now: float, time: float) -> tuple[dict[str, State], float]:
+def read(text: str, now: float, time: float) -> tuple[dict[str, LoopState], float]:
     """States from what was kept, and how much our clock is ahead; what is unreadable is nothing."""
-    found: dict[str, State] = {}
+    found: dict[str, LoopState] = {}
     try:
-        stored = msgspec.json.decode(text or "{}", type=Stored)
+        stored = msgspec.json.decode(text or "{}", type=StoredState)
     except scale_objects.DECODE_FAILURES:
         return found, 0.0
     for name, raw in stored.pools.items():
         try:
-            found[name] = msgspec.json.decode(raw, type=State)
+            found[name] = msgspec.json.decode(raw, type=LoopState)
         except scale_objects.DECODE_FAILURES:
             continue
     # A clock that was set back must not make what was seen lie in the future.

@@ -20,7 +20,7 @@ from kubernetes.aio import client, config
 from kubernetes.aio.config import incluster_config
 
 from extproc.discovery.kubernetes import api_errors, settings, watch_events
-from extproc.discovery.kubernetes.watch_plan import Collection
+from extproc.discovery.kubernetes.watch_plan import WatchedCollection
 from extproc.errors import ConfigError
 
 #: What a connection may end with, besides an answer.
@@ -80,7 +80,7 @@ class _Session:
             await self.client.close()
 
 
-class Server:
+class KubernetesApiClient:
     """Asks one API server.
 
     Args:
@@ -90,7 +90,7 @@ class Server:
         name: Its address, for people.
     """
 
-    def __init__(self, wanted: settings.Settings) -> None:
+    def __init__(self, wanted: settings.KubernetesSettings) -> None:
         self._wanted = wanted
         self._session: _Session | None = None
         self._generation = 0
@@ -133,7 +133,7 @@ class Server:
         """Of the credentials in use."""
         return self._generation
 
-    async def page(self, collection: Collection, more: str) -> bytes | api_errors.Refused:
+    async def page(self, collection: WatchedCollection, more: str) -> bytes | api_errors.ApiError:
         """One page of a list.
 
         Args:
@@ -143,17 +143,17 @@ class Server:
         query = {"limit": str(self._wanted.page)} | ({"continue": more} if more else {})
         wanted = self._wanted
         timeout = aiohttp.ClientTimeout(total=wanted.request_s, sock_connect=wanted.connect_s)
-        async with self._asked(collection, query, timeout) as answer:
-            if isinstance(answer, api_errors.Refused):
+        async with self._request(collection, query, timeout) as answer:
+            if isinstance(answer, api_errors.ApiError):
                 return answer
             try:
                 return await answer.read()
             except _LOST as error:
-                return api_errors.Refused(0, _why(error))
+                return api_errors.ApiError(0, _why(error))
 
     async def send(
         self, method: str, path: str, *, body: object = None, seconds: float, kind: str = _JSON
-    ) -> bytes | api_errors.Refused:
+    ) -> bytes | api_errors.ApiError:
         """Any other request, for those who share the way to the server.
 
         Args:
@@ -164,22 +164,22 @@ class Server:
             kind: Content type of the body, which says how a PATCH is meant.
         """
         if self._session is None:
-            return api_errors.Refused(0, "not connected")
+            return api_errors.ApiError(0, "not connected")
         limits = aiohttp.ClientTimeout(total=seconds)
         async with self._session.used() as opened:
             answer = await _ask(opened, path, {}, limits, method=method, body=body, kind=kind)
-            if isinstance(answer, api_errors.Refused):
+            if isinstance(answer, api_errors.ApiError):
                 return answer
             async with answer:
                 try:
                     return await answer.read()
                 except _LOST as error:
-                    return api_errors.Refused(0, _why(error))
+                    return api_errors.ApiError(0, _why(error))
 
     @contextlib.asynccontextmanager
     async def watch(
-        self, collection: Collection, version: str, seconds: int
-    ) -> AsyncIterator[AsyncIterator[bytes] | api_errors.Refused]:
+        self, collection: WatchedCollection, version: str, seconds: int
+    ) -> AsyncIterator[AsyncIterator[bytes] | api_errors.ApiError]:
         """The bytes of a watch, as they come.
 
         Args:
@@ -196,8 +196,8 @@ class Server:
         timeout = aiohttp.ClientTimeout(
             total=seconds + self._wanted.request_s, sock_connect=self._wanted.connect_s
         )
-        async with self._asked(collection, query, timeout) as answer:
-            if isinstance(answer, api_errors.Refused):
+        async with self._request(collection, query, timeout) as answer:
+            if isinstance(answer, api_errors.ApiError):
                 yield answer
                 return
             _keep_alive(answer)
@@ -205,22 +205,22 @@ class Server:
                 yield chunks
 
     @contextlib.asynccontextmanager
-    async def _asked(
-        self, collection: Collection, query: Mapping[str, str], limits: aiohttp.ClientTimeout
-    ) -> AsyncIterator[aiohttp.ClientResponse | api_errors.Refused]:
+    async def _request(
+        self, collection: WatchedCollection, query: Mapping[str, str], limits: aiohttp.ClientTimeout
+    ) -> AsyncIterator[aiohttp.ClientResponse | api_errors.ApiError]:
         selectors = {"labelSelector": collection.labels, "fieldSelector": collection.fields}
         query = {**query, **{key: text for key, text in selectors.items() if text}}
         if self._session is None:
-            yield api_errors.Refused(0, "not connected")
+            yield api_errors.ApiError(0, "not connected")
             return
         async with self._session.used() as opened:
-            answer: aiohttp.ClientResponse | api_errors.Refused
+            answer: aiohttp.ClientResponse | api_errors.ApiError
             try:
                 # A watch may last for minutes, but it begins at once.
                 async with asyncio.timeout(self._wanted.request_s):
                     answer = await _ask(opened, collection.path, query, limits)
             except TimeoutError:
-                answer = api_errors.Refused(0, "no answer in time")
+                answer = api_errors.ApiError(0, "no answer in time")
             try:
                 yield answer
             finally:
@@ -237,7 +237,7 @@ async def _ask(
     method: str = "GET",
     body: object = None,
     kind: str = _JSON,
-) -> aiohttp.ClientResponse | api_errors.Refused:
+) -> aiohttp.ClientResponse | api_errors.ApiError:
     try:
         method, url, headers, *_ = await opened.param_serialize(
             method,
@@ -253,14 +253,16 @@ async def _ask(
         async with response:
             said = await response.content.read(_MOST_ERROR_BYTES)
     except config.ConfigException as error:
-        return api_errors.Refused(0, _why(error), stale=True)
+        return api_errors.ApiError(0, _why(error), credentials_expired=True)
     except _LOST as error:
-        return api_errors.Refused(0, _why(error), stale=isinstance(error, aiohttp.ClientSSLError))
-    return api_errors.Refused(
+        return api_errors.ApiError(
+            0, _why(error), credentials_expired=isinstance(error, aiohttp.ClientSSLError)
+        )
+    return api_errors.ApiError(
         response.status,
         watch_events.status(said).message or response.reason or "",
         _seconds(response.headers.get("Retry-After", "")),
-        stale=response.status == 401,
+        credentials_expired=response.status == 401,
     )
 
 
@@ -286,7 +288,7 @@ def _keep_alive(response: aiohttp.ClientResponse) -> None:
                 link.setsockopt(socket.IPPROTO_TCP, option, number)
 
 
-async def _load(wanted: settings.Settings) -> client.ApiClient:
+async def _load(wanted: settings.KubernetesSettings) -> client.ApiClient:
     configuration = client.Configuration()
     # Every watch holds a connection; the default of 100 would leave the last ones waiting.
     configuration.connection_pool_maxsize = 0

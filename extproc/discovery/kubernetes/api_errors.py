@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from extproc.discovery.kubernetes.watch_plan import Collection
+from extproc.discovery.kubernetes.watch_plan import WatchedCollection
 
 #: Answers 403 in a row (count) after which a right that was there before is missing.
 FINAL_DENIALS = 4
@@ -18,20 +18,20 @@ FINAL_DENIALS = 4
 _AUTHORIZED = frozenset({404, 409})
 
 
-class Refused(msgspec.Struct, frozen=True):
+class ApiError(msgspec.Struct, frozen=True):
     """No answer, or not the one asked for.
 
     Attributes:
         status: HTTP status; 0 when there was no answer at all.
         message: For people.
         retry_after_s: How long the server asks to be left alone.
-        stale: Whether fresh credentials may help.
+        credentials_expired: Whether fresh credentials may help.
     """
 
     status: int
     message: str
     retry_after_s: float = 0.0
-    stale: bool = False
+    credentials_expired: bool = False
 
 
 class Denials:
@@ -45,9 +45,9 @@ class Denials:
         self._allowed: set[str] = set()
         self._refused: Counter[str] = Counter()
 
-    def is_missing(self, verb: str, answer: bytes | Refused) -> bool:
+    def is_missing(self, verb: str, answer: bytes | ApiError) -> bool:
         """Take in an answer; whether it means that the right to `verb` is missing."""
-        if not isinstance(answer, Refused) or answer.status in _AUTHORIZED:
+        if not isinstance(answer, ApiError) or answer.status in _AUTHORIZED:
             self._allowed.add(verb)
             self._refused[verb] = 0
             return False
@@ -58,7 +58,7 @@ class Denials:
         return verb not in self._allowed or self._refused[verb] >= FINAL_DENIALS
 
 
-class Server(Protocol):
+class KubernetesApi(Protocol):
     """Who is asked; `api.Server` is one."""
 
     @property
@@ -79,7 +79,7 @@ class Server(Protocol):
             ConfigError: If the configuration is broken now.
         """
 
-    async def page(self, collection: Collection, more: str) -> bytes | Refused:
+    async def page(self, collection: WatchedCollection, more: str) -> bytes | ApiError:
         """One page of a list.
 
         Args:
@@ -88,8 +88,8 @@ class Server(Protocol):
         """
 
     def watch(
-        self, collection: Collection, version: str, seconds: int
-    ) -> AbstractAsyncContextManager[AsyncIterator[bytes] | Refused]:
+        self, collection: WatchedCollection, version: str, seconds: int
+    ) -> AbstractAsyncContextManager[AsyncIterator[bytes] | ApiError]:
         """The bytes of a watch, as they come, until it ends in whatever way.
 
         Args:

@@ -6,20 +6,20 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
 
-from extproc.discovery.discovered_pool import Found
+from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.discovery.kubernetes import api_errors, reflector, settings, store, watch_status
-from extproc.discovery.kubernetes.watch_plan import Collection
-from extproc.discovery.static_discovery import DiscoveryFact
+from extproc.discovery.kubernetes.watch_plan import WatchedCollection
+from extproc.discovery.static_discovery import DiscoveryEvent
 from extproc.supervision import Supervisor
 
 #: Name of the loop that tells of pools, for the supervisor.
 _REPORTS = "reports"
 
 #: Whoever is told of pools: those that are new or different by key, and keys that are gone.
-OnPools = Callable[[Mapping[str, Found], frozenset[str]], None]
+OnPools = Callable[[Mapping[str, DiscoveredPool], frozenset[str]], None]
 
 
-async def connect(wanted: settings.Settings) -> api_errors.Server:
+async def connect(wanted: settings.KubernetesSettings) -> api_errors.KubernetesApi:
     """The API server, through the official client.
 
     Raises:
@@ -27,12 +27,12 @@ async def connect(wanted: settings.Settings) -> api_errors.Server:
     """
     from extproc.discovery.kubernetes import api_client  # noqa: PLC0415 - heavy, and not for everybody
 
-    server = api_client.Server(wanted)
+    server = api_client.KubernetesApiClient(wanted)
     await server.open()
     return server
 
 
-class Follower:
+class KubernetesDiscovery:
     """Tells of pools at the start and whenever they change.
 
     `start` comes first, then `run`. While the server is away the last pools stand.
@@ -53,13 +53,15 @@ class Follower:
 
     def __init__(
         self,
-        wanted: settings.Settings,
+        wanted: settings.KubernetesSettings,
         *,
-        connect: Callable[[settings.Settings], Awaitable[api_errors.Server]] = connect,
+        connect: Callable[
+            [settings.KubernetesSettings], Awaitable[api_errors.KubernetesApi]
+        ] = connect,
         clock: Callable[[], float],
         rng: random.Random,
         on_pools: OnPools,
-        on_fact: Callable[[DiscoveryFact], None] = lambda _: None,
+        on_fact: Callable[[DiscoveryEvent], None] = lambda _: None,
         supervisor: Supervisor | None = None,
     ) -> None:
         self._wanted = wanted
@@ -69,13 +71,13 @@ class Follower:
         self._on_pools = on_pools
         self._on_fact = on_fact
         self._supervisor = supervisor or Supervisor(clock=clock)
-        self._cluster = store.Cluster(wanted)
-        self._server: api_errors.Server | None = None
-        self._feeds: tuple[reflector.Feed, ...] = ()
+        self._cluster = store.ObjectStore(wanted)
+        self._server: api_errors.KubernetesApi | None = None
+        self._feeds: tuple[reflector.Reflector, ...] = ()
         self._wake = asyncio.Event()
-        self._watches = watch_status.Watches(self._cluster.collections, clock())
+        self._watches = watch_status.WatchStatuses(self._cluster.collections, clock())
         #: What `on_pools` has not taken yet.
-        self._found: dict[str, Found] = {}
+        self._found: dict[str, DiscoveredPool] = {}
         self._removed: set[str] = set()
         self._told_synced = False
 
@@ -97,7 +99,7 @@ class Follower:
         """
         self._server = server = await self._connect(self._wanted)
         self._feeds = tuple(
-            reflector.Feed(
+            reflector.Reflector(
                 one,
                 server,
                 self._cluster,
@@ -117,7 +119,7 @@ class Follower:
                     tasks.create_task(kept, name=f"list {title}")
         except TimeoutError:
             missing = [
-                one.title for one in self._cluster.collections if not self._cluster.answered(one)
+                one.title for one in self._cluster.collections if not self._cluster.is_synced(one)
             ]
             self.happened(
                 "unsynced",
@@ -153,7 +155,7 @@ class Follower:
         if self._cluster.dirty or (not self._told_synced and self._cluster.synced):
             self._wake.set()
 
-    def state(self, collection: Collection, kind: str, detail: str) -> None:
+    def state(self, collection: WatchedCollection, kind: str, detail: str) -> None:
         """Take in the state of a feed; what is about the server is logged once for all feeds."""
         facts = self._watches.update(
             collection, kind, detail, server=self._name(), now=self._clock()
@@ -163,7 +165,7 @@ class Follower:
 
     def happened(self, kind: str, detail: str) -> None:
         """Something worth a log line."""
-        self._on_fact(DiscoveryFact(kind, detail, self._cluster.endpoints))
+        self._on_fact(DiscoveryEvent(kind, detail, self._cluster.endpoints))
 
     def _name(self) -> str:
         return self._server.name if self._server is not None else ""
@@ -182,8 +184,8 @@ class Follower:
             self._supervisor.note("kubernetes", fault, of=key)
         for key in changes.removed:
             self._found.pop(key, None)
-        self._removed = (self._removed - changes.found.keys()) | changes.removed
-        self._found |= changes.found
+        self._removed = (self._removed - changes.discovered.keys()) | changes.removed
+        self._found |= changes.discovered
         if self._found or self._removed:
             self._on_pools(self._found, frozenset(self._removed))
             self._found, self._removed = {}, set()

@@ -266,8 +266,8 @@ def _ref(raw: _Ref) -> objects.PoolRef | None:
     return objects.PoolRef(raw.group, raw.name) if raw.kind == "InferencePool" else None
 
 
-def _objective(raw: _Objective) -> objects.Objective:
-    return objects.Objective(
+def _objective(raw: _Objective) -> objects.ObjectiveObject:
+    return objects.ObjectiveObject(
         namespace=raw.metadata.namespace,
         name=raw.metadata.name,
         pool=_ref(raw.spec.pool_ref),
@@ -275,8 +275,8 @@ def _objective(raw: _Objective) -> objects.Objective:
     )
 
 
-def _rewrite(raw: _Rewrite) -> objects.Rewrite:
-    return objects.Rewrite(
+def _rewrite(raw: _Rewrite) -> objects.RewriteObject:
+    return objects.RewriteObject(
         namespace=raw.metadata.namespace,
         name=raw.metadata.name,
         pool=_ref(raw.spec.pool_ref),
@@ -285,30 +285,30 @@ def _rewrite(raw: _Rewrite) -> objects.Rewrite:
     )
 
 
-def _rule(raw: _Rule) -> inference_policy.Rule | None:
+def _rule(raw: _Rule) -> inference_policy.RewriteRule | None:
     """A rule; None for one that only matches in ways we do not know, lest it match everything."""
     matches = raw.matches or []
     generic = not matches or any(one.model is None for one in matches)
     models = [one.model.value for one in matches if one.model and one.model.type == "Exact"]
     if not generic and not models:
         return None
-    return inference_policy.Rule(
+    return inference_policy.RewriteRule(
         models=() if generic else tuple(dict.fromkeys(models)),
         targets=tuple(
-            inference_policy.Target(one.model_rewrite, one.weight) for one in raw.targets
+            inference_policy.TargetModel(one.model_rewrite, one.weight) for one in raw.targets
         ),
     )
 
 
-def _slice(raw: _Slice) -> objects.Slice:
+def _slice(raw: _Slice) -> objects.EndpointSlice:
     labels = raw.metadata.labels or NO_LABELS
-    return objects.Slice(
+    return objects.EndpointSlice(
         namespace=raw.metadata.namespace,
         name=raw.metadata.name,
         service=labels.get("kubernetes.io/service-name", ""),
         family=raw.address_type,
         ports=tuple(
-            objects.Port(one.name or "", one.port, one.app_protocol or "")
+            objects.SlicePort(one.name or "", one.port, one.app_protocol or "")
             for one in raw.ports or ()
             if one.port is not None and one.protocol in {None, "TCP"}
         ),
@@ -316,10 +316,10 @@ def _slice(raw: _Slice) -> objects.Slice:
     )
 
 
-def _backend(raw: _Backend) -> objects.Backend:
+def _backend(raw: _Backend) -> objects.SliceBackend:
     """Several addresses mean the same, says the API; kube-proxy takes the first as well."""
     target = raw.target_ref if raw.target_ref and raw.target_ref.kind == "Pod" else _TargetRef()
-    return objects.Backend(
+    return objects.SliceBackend(
         ip=address(raw.addresses[0]) if raw.addresses else "",
         # Nobody knows is ready, says the API.
         ready=raw.conditions.ready is not False and raw.conditions.terminating is not True,
@@ -341,7 +341,7 @@ def address(text: str) -> str:
         return ""
 
 
-class Form(msgspec.Struct, frozen=True):
+class DecodedForm(msgspec.Struct, frozen=True):
     """How a resource is read.
 
     Attributes:
@@ -353,13 +353,13 @@ class Form(msgspec.Struct, frozen=True):
     value: Callable[[Any], objects.Value]
 
 
-FORMS: Mapping[resources.Resource, Form] = {
-    resources.PODS: Form(_Pod, pod),
-    resources.SLICES: Form(_Slice, _slice),
-    resources.POOLS: Form(_Pool, _pool),
-    resources.OLD_POOLS: Form(_OldPool, _old_pool),
-    resources.OBJECTIVES: Form(_Objective, _objective),
-    resources.OLD_OBJECTIVES: Form(_Objective, _objective),
-    resources.REWRITES: Form(_Rewrite, _rewrite),
-    resources.OLD_REWRITES: Form(_Rewrite, _rewrite),
+FORMS: Mapping[resources.ResourceType, DecodedForm] = {
+    resources.PODS: DecodedForm(_Pod, pod),
+    resources.SLICES: DecodedForm(_Slice, _slice),
+    resources.POOLS: DecodedForm(_Pool, _pool),
+    resources.OLD_POOLS: DecodedForm(_OldPool, _old_pool),
+    resources.OBJECTIVES: DecodedForm(_Objective, _objective),
+    resources.OLD_OBJECTIVES: DecodedForm(_Objective, _objective),
+    resources.REWRITES: DecodedForm(_Rewrite, _rewrite),
+    resources.OLD_REWRITES: DecodedForm(_Rewrite, _rewrite),
 }

@@ -10,9 +10,9 @@ from extproc.pool import inference_policy
 
 def policy_of(
     pool: objects.PoolRef,
-    objectives: Iterable[objects.Objective],
-    rewrites: Iterable[objects.Rewrite],
-) -> inference_policy.Policy:
+    objectives: Iterable[objects.ObjectiveObject],
+    rewrites: Iterable[objects.RewriteObject],
+) -> inference_policy.InferencePolicy:
     """What is decreed for one pool (docs/spec/protocol.md#inferenceobjective).
 
     Args:
@@ -24,6 +24,6 @@ def policy_of(
         (one for one in rewrites if one.pool == pool), key=lambda one: (one.created, one.name)
     )
     named = sorted((one.name, one.priority) for one in objectives if one.pool == pool)
-    return inference_policy.Policy(
+    return inference_policy.InferencePolicy(
         priorities=dict(named), rules=tuple(rule for one in aged for rule in one.rules)
     )

@@ -71,7 +71,7 @@ class PoolRef(msgspec.Struct, frozen=True):
     name: str
 
 
-class Objective(msgspec.Struct, frozen=True, kw_only=True):
+class ObjectiveObject(msgspec.Struct, frozen=True, kw_only=True):
     """An InferenceObjective.
 
     Attributes:
@@ -87,7 +87,7 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
 
 
-class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
+class RewriteObject(msgspec.Struct, frozen=True, kw_only=True):
     """An InferenceModelRewrite.
 
     Attributes:
@@ -102,10 +102,10 @@ class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     pool: PoolRef | None
     created: str = ""
-    rules: tuple[inference_policy.Rule, ...] = ()
+    rules: tuple[inference_policy.RewriteRule, ...] = ()
 
 
-class Backend(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+class SliceBackend(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One endpoint of an EndpointSlice.
 
     Attributes:
@@ -125,7 +125,7 @@ class Backend(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     zone: str = ""
 
 
-class Port(msgspec.Struct, frozen=True):
+class SlicePort(msgspec.Struct, frozen=True):
     """A port of an EndpointSlice, on the pods."""
 
     name: str
@@ -133,7 +133,7 @@ class Port(msgspec.Struct, frozen=True):
     app_protocol: str = ""
 
 
-class Slice(msgspec.Struct, frozen=True, kw_only=True):
+class EndpointSlice(msgspec.Struct, frozen=True, kw_only=True):
     """An EndpointSlice.
 
     Attributes:
@@ -149,8 +149,8 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     service: str
     family: str
-    ports: tuple[Port, ...] = ()
-    backends: tuple[Backend, ...] = ()
+    ports: tuple[SlicePort, ...] = ()
+    backends: tuple[SliceBackend, ...] = ()
 
 
-Value = Pod | InferencePool | Objective | Rewrite | Slice
+Value = Pod | InferencePool | ObjectiveObject | RewriteObject | EndpointSlice

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from extproc.discovery.kubernetes import objects
-from extproc.endpoint import Endpoint, Models
+from extproc.endpoint import Endpoint, ServedModels
 
 #: KubeAI's labels: the model a pod serves, and one per adapter it has loaded.
 MODEL_LABEL = "model"
@@ -21,7 +21,7 @@ def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
     return selector.items() <= labels.items()
 
 
-def of_pod(
+def pod_endpoints(
     pod: objects.Pod, ports: Sequence[int], *, override_ip: bool = False
 ) -> tuple[Endpoint, ...]:
     """The endpoints of a pod; none while it is not ready.
@@ -73,7 +73,7 @@ def _number(text: str) -> int:
     return port if port <= MAX_PORT else 0
 
 
-def _models(pod: objects.Pod) -> Models | None:
+def _models(pod: objects.Pod) -> ServedModels | None:
     """What KubeAI says a pod serves.
 
     `model` alone is a label anybody may use; KubeAI's pods all carry the port as well.
@@ -86,7 +86,7 @@ def _models(pod: objects.Pod) -> Models | None:
     )
     if not adapters and not pod.model_port:
         return None
-    return Models(frozenset({model}), adapters)
+    return ServedModels(frozenset({model}), adapters)
 
 
 def _joined(ip: str, port: int) -> str:
@@ -122,12 +122,12 @@ def _claim(pod: objects.Pod) -> tuple[str, str, str]:
     return pod.created, pod.uid, pod.name
 
 
-def of_slices(slices: Iterable[objects.Slice], port: str) -> tuple[Endpoint, ...]:
+def slice_endpoints(slices: Iterable[objects.EndpointSlice], port: str) -> tuple[Endpoint, ...]:
     """The endpoints of a Service, by name, each pod once.
 
     Args:
         slices: All of it.
-        port: Name or number; see `settings.Service`.
+        port: Name or number; see `settings.ServiceRef`.
     """
     found: dict[tuple[str, int], Endpoint] = {}
     # A Service of two families has every pod twice; IPv4 comes first in text order.
@@ -141,7 +141,7 @@ def of_slices(slices: Iterable[objects.Slice], port: str) -> tuple[Endpoint, ...
     return tuple(sorted(by_address.values(), key=lambda one: (one.name, one.address)))
 
 
-def app_protocol(slices: Iterable[objects.Slice], port: str) -> str:
+def app_protocol(slices: Iterable[objects.EndpointSlice], port: str) -> str:
     """What the Service says its port speaks; empty when it does not."""
     return next(
         (
@@ -154,14 +154,14 @@ def app_protocol(slices: Iterable[objects.Slice], port: str) -> str:
     )
 
 
-def _chosen(ports: Sequence[objects.Port], port: str) -> int:
+def _chosen(ports: Sequence[objects.SlicePort], port: str) -> int:
     """Number of the port asked for; 0 when it is not there or nobody can tell which it is."""
     if not port:
         return ports[0].number if len(ports) == 1 else 0
     return next((one.number for one in ports if port in (one.name, str(one.number))), 0)
 
 
-def _of_backend(one: objects.Slice, backend: objects.Backend, port: int) -> Endpoint:
+def _of_backend(one: objects.EndpointSlice, backend: objects.SliceBackend, port: int) -> Endpoint:
     labels = {"namespace": one.namespace}
     if backend.node:
         labels["kubernetes.io/hostname"] = backend.node

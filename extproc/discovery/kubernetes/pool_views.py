@@ -12,7 +12,7 @@ from extproc.endpoint import NO_LABELS, Endpoint
 from extproc.pool import inference_policy
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True):
+class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What makes a pool of pods.
 
     Attributes:
@@ -32,9 +32,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     created: str = ""
 
 
-def spec_of(pool: objects.InferencePool) -> Spec:
+def spec_of(pool: objects.InferencePool) -> PoolSpec:
     """The spec of an InferencePool."""
-    return Spec(
+    return PoolSpec(
         selector=pool.selector,
         ports=pool.ports,
         ref=objects.PoolRef(pool.group, pool.name),
@@ -58,14 +58,14 @@ class PodView:
         policy: What is decreed for it.
     """
 
-    def __init__(self, namespace: str, spec: Spec | None, *, override_ip: bool) -> None:
+    def __init__(self, namespace: str, spec: PoolSpec | None, *, override_ip: bool) -> None:
         self.namespace = namespace
         self.spec = spec
-        self.policy = inference_policy.NONE
+        self.policy = inference_policy.EMPTY_POLICY
         self._override_ip = override_ip
         self._members: dict[str, tuple[objects.Pod, tuple[Endpoint, ...]]] = {}
 
-    def respecify(self, spec: Spec | None, pods: Iterable[objects.Pod]) -> None:
+    def respecify(self, spec: PoolSpec | None, pods: Iterable[objects.Pod]) -> None:
         """The pool is defined anew.
 
         Args:
@@ -88,7 +88,7 @@ class PodView:
         if pod is None or spec is None or not pod_endpoints.selects(spec.selector, pod.labels):
             self._members.pop(name, None)
             return before is not None and bool(before[1])
-        endpoints = pod_endpoints.of_pod(pod, spec.ports, override_ip=self._override_ip)
+        endpoints = pod_endpoints.pod_endpoints(pod, spec.ports, override_ip=self._override_ip)
         if before is not None and before[1] == endpoints:
             # The endpoints known are kept, so that most comparisons of pools end at identity.
             self._members[name] = (pod, before[1])
@@ -96,11 +96,11 @@ class PodView:
         self._members[name] = (pod, endpoints)
         return before is not None or bool(endpoints)
 
-    def found(self) -> discovered_pool.Found:
+    def to_discovered_pool(self) -> discovered_pool.DiscoveredPool:
         """What to say of the pool."""
         if self.spec is None:
-            return discovered_pool.Found(exists=False)
-        return discovered_pool.Found(
+            return discovered_pool.DiscoveredPool(exists=False)
+        return discovered_pool.DiscoveredPool(
             pod_endpoints.merge(self._members.values()),
             policy=self.policy,
             app_protocol=self.spec.app_protocol,
@@ -114,7 +114,7 @@ class SliceView:
 
     Args:
         namespace: Of the Service.
-        port: See `settings.Service`.
+        port: See `settings.ServiceRef`.
 
     Attributes:
         namespace: The same.
@@ -123,14 +123,14 @@ class SliceView:
 
     def __init__(self, namespace: str, port: str) -> None:
         self.namespace = namespace
-        self.slices: dict[str, objects.Slice] = {}
+        self.slices: dict[str, objects.EndpointSlice] = {}
         self._port = port
 
-    def found(self) -> discovered_pool.Found:
+    def to_discovered_pool(self) -> discovered_pool.DiscoveredPool:
         """What to say of the pool. A Service without pods has a slice all the same."""
         slices = self.slices.values()
-        return discovered_pool.Found(
-            pod_endpoints.of_slices(slices, self._port),
+        return discovered_pool.DiscoveredPool(
+            pod_endpoints.slice_endpoints(slices, self._port),
             exists=bool(slices),
             app_protocol=pod_endpoints.app_protocol(slices, self._port),
         )

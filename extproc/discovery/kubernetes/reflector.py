@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from extproc.discovery.kubernetes import api_errors, objects, settings, store, watch_events
-from extproc.discovery.kubernetes.watch_plan import Collection
+from extproc.discovery.kubernetes.watch_plan import WatchedCollection
 from extproc.errors import ConfigError
 from extproc.supervision import Supervisor
 
@@ -36,20 +36,20 @@ _SHORT_S = 1.0
 _MOST_LINE_BYTES = 32 * 1024 * 1024
 
 
-class Listener(Protocol):
+class ReflectorListener(Protocol):
     """Who is told."""
 
     def changed(self) -> None:
         """Something in the cluster may have changed."""
 
-    def state(self, collection: Collection, kind: str, detail: str) -> None:
+    def state(self, collection: WatchedCollection, kind: str, detail: str) -> None:
         """A collection is in this state, see `watches.STATES`; the same may come again."""
 
     def happened(self, kind: str, detail: str) -> None:
         """Something worth a log line, once."""
 
 
-class Feed:
+class Reflector:
     """Keeps one collection of a cluster true.
 
     Args:
@@ -65,12 +65,12 @@ class Feed:
 
     def __init__(
         self,
-        collection: Collection,
-        server: api_errors.Server,
-        known: store.Cluster,
+        collection: WatchedCollection,
+        server: api_errors.KubernetesApi,
+        known: store.ObjectStore,
         *,
-        listener: Listener,
-        wanted: settings.Settings,
+        listener: ReflectorListener,
+        wanted: settings.KubernetesSettings,
         clock: Callable[[], float],
         rng: random.Random,
         supervisor: Supervisor,
@@ -83,10 +83,10 @@ class Feed:
         self._clock = clock
         self._rng = rng
         self._supervisor = supervisor
-        self._reader = watch_events.Reader(collection.resource)
+        self._reader = watch_events.WatchReader(collection.resource)
         self._version = ""
         self._failures = 0
-        self._stumbles = 0
+        self._consecutive_failures = 0
         self._forgot = 0
         self._looks = 0
         self._missing_since: float | None = None
@@ -97,7 +97,7 @@ class Feed:
 
     async def sync(self) -> None:
         """Asks until the server has answered for the collection."""
-        while not self._cluster.answered(self.collection):
+        while not self._cluster.is_synced(self.collection):
             pause_s = await self.step()
             await asyncio.sleep(pause_s)
 
@@ -118,15 +118,15 @@ class Feed:
 
     async def _list(self) -> float:
         values: list[objects.Value] = []
-        broken: list[watch_events.Broken] = []
+        broken: list[watch_events.InvalidObject] = []
         more = ""
         while True:
             generation = self._server.generation
             answer = await self._server.page(self.collection, more)
-            if isinstance(answer, api_errors.Refused):
+            if isinstance(answer, api_errors.ApiError):
                 return await self._refused(answer, generation)
             page = self._reader.page(answer)
-            if isinstance(page, watch_events.Unreadable) or not page.version:
+            if isinstance(page, watch_events.UndecodableMessage) or not page.version:
                 self._listener.state(
                     self.collection, "unreadable", f"list of {self.collection.title}"
                 )
@@ -137,7 +137,7 @@ class Feed:
             if not more:
                 break
         self._version, self._listed = page.version, True
-        self._stumbles = self._looks = 0
+        self._consecutive_failures = self._looks = 0
         self._missing_since = self._forbidden_since = None
         self._broken &= {(one.namespace, one.name) for one in broken}
         for one in broken:
@@ -154,7 +154,7 @@ class Feed:
         seconds = round(self._rng.uniform(1.0, 2.0) * self._wanted.watch_s)
         generation = self._server.generation
         async with self._server.watch(self.collection, self._version, seconds) as stream:
-            if isinstance(stream, api_errors.Refused):
+            if isinstance(stream, api_errors.ApiError):
                 return await self._refused(stream, generation)
             self._forbidden_since = None
             self._listener.state(self.collection, "connected", "")
@@ -168,7 +168,7 @@ class Feed:
                         return pause
                 if lines:
                     brought = True
-                    self._failures = self._stumbles = self._forgot = 0
+                    self._failures = self._consecutive_failures = self._forgot = 0
                     self._listener.changed()
                 if len(rest) > _MOST_LINE_BYTES:
                     return self._again("unreadable", "a line without end")
@@ -191,37 +191,37 @@ class Feed:
         """One line; seconds to wait if it ends the watch."""
         put = self._cluster.put
         match self._reader.line(line):
-            case watch_events.Set(value, version):
+            case watch_events.Applied(value, version):
                 key = (value.namespace, value.name)
                 put(self.collection, key, value)
                 self._broken.discard(key)
                 self._version = version or self._version
-            case watch_events.Gone(namespace, name, version):
+            case watch_events.Deleted(namespace, name, version):
                 put(self.collection, (namespace, name), None)
                 self._broken.discard((namespace, name))
                 self._version = version or self._version
-            case watch_events.Broken() as broken:
+            case watch_events.InvalidObject() as broken:
                 put(self.collection, (broken.namespace, broken.name), None)
                 self._note_broken(broken)
                 self._version = broken.version or self._version
-            case watch_events.Mark(version):
+            case watch_events.Bookmark(version):
                 self._version = version or self._version
-            case watch_events.Failure(410, _):
+            case watch_events.WatchError(410, _):
                 return self._forgotten()
-            case watch_events.Failure(code, message):
-                return self._stumble(f"watch ended with {code} {message}")
-            case watch_events.Unreadable(reason):
+            case watch_events.WatchError(code, message):
+                return self._count_failure(f"watch ended with {code} {message}")
+            case watch_events.UndecodableMessage(reason):
                 return self._again("unreadable", reason)
         return None
 
-    async def _refused(self, answer: api_errors.Refused, generation: int) -> float:
+    async def _refused(self, answer: api_errors.ApiError, generation: int) -> float:
         if answer.status and not self._reached:
             # It is back: what it lacks yet it has in a moment.
             self._failures = 0
         self._reached = answer.status != 0
         if answer.status != 403:
             self._forbidden_since = None
-        if answer.stale:
+        if answer.credentials_expired:
             return await self._stale(answer, generation)
         match answer.status:
             case 0:
@@ -237,10 +237,10 @@ class Feed:
                 detail = f"{answer.status} {answer.message}"
                 self._listener.state(self.collection, "disconnected", detail)
                 stumbles = answer.status != 429 and bool(self._version)
-                pause_s = self._stumble(detail) if stumbles else self._pause()
+                pause_s = self._count_failure(detail) if stumbles else self._pause()
                 return max(pause_s, answer.retry_after_s)
 
-    async def _stale(self, answer: api_errors.Refused, generation: int) -> float:
+    async def _stale(self, answer: api_errors.ApiError, generation: int) -> float:
         """The token is rotated under our feet, and the certificates now and then."""
         detail = f"{answer.status} {answer.message}" if answer.status else answer.message
         try:
@@ -253,7 +253,7 @@ class Feed:
         pause_s = self._pause()
         return 0.0 if first else pause_s
 
-    def _forbidden(self, answer: api_errors.Refused) -> float:
+    def _forbidden(self, answer: api_errors.ApiError) -> float:
         one, now = self.collection, self._clock()
         if self._forbidden_since is None:
             self._forbidden_since = now
@@ -263,7 +263,7 @@ class Feed:
         self._version = ""
         self._listener.state(one, "forbidden", _rights(one, answer.message))
         if not self._listed:
-            self._cluster.settle(one, store.Presence.FORBIDDEN)
+            self._cluster.settle(one, store.CollectionStatus.FORBIDDEN)
         self._listener.changed()
         return self._look()
 
@@ -277,7 +277,7 @@ class Feed:
             return self._pause()
         self._listed = False
         self._listener.state(self.collection, "not-installed", self.collection.title)
-        self._cluster.settle(self.collection, store.Presence.ABSENT)
+        self._cluster.settle(self.collection, store.CollectionStatus.ABSENT)
         self._listener.changed()
         return self._look()
 
@@ -288,9 +288,9 @@ class Feed:
         self._forgot += 1
         return 0.0 if self._forgot == 1 else self._pause()
 
-    def _stumble(self, detail: str) -> float:
-        self._stumbles += 1
-        if self._stumbles >= _MOST_STUMBLES:
+    def _count_failure(self, detail: str) -> float:
+        self._consecutive_failures += 1
+        if self._consecutive_failures >= _MOST_STUMBLES:
             self._listener.happened("relisted", f"{self.collection.title}: {detail}")
             self._version = ""
         return self._pause()
@@ -303,18 +303,18 @@ class Feed:
     def _pause(self) -> float:
         """Doubling from failure to failure."""
         wanted = self._wanted
-        most = min(wanted.retry_most_s, wanted.retry_s * 2.0 ** min(self._failures, 16))
+        most = min(wanted.max_retry_s, wanted.retry_s * 2.0 ** min(self._failures, 16))
         self._failures += 1
         return most * self._rng.uniform(0.5, 1.0)
 
     def _look(self) -> float:
         """Until the next look for something that needs a person to change."""
         wanted = self._wanted
-        most = min(wanted.absent_s, wanted.retry_most_s * 2.0 ** min(self._looks, 16))
+        most = min(wanted.absent_s, wanted.max_retry_s * 2.0 ** min(self._looks, 16))
         self._looks += 1
         return most * self._rng.uniform(0.5, 1.0)
 
-    def _note_broken(self, one: watch_events.Broken) -> None:
+    def _note_broken(self, one: watch_events.InvalidObject) -> None:
         """Says so once per object, not at each of its events."""
         key = (one.namespace, one.name)
         if key not in self._broken:
@@ -324,7 +324,7 @@ class Feed:
             )
 
 
-def _rights(one: Collection, message: str) -> str:
+def _rights(one: WatchedCollection, message: str) -> str:
     """What is missing, and how to give it."""
     kind = "Role" if one.namespace else "ClusterRole"
     return (

@@ -7,7 +7,7 @@ import msgspec
 from extproc.discovery.kubernetes import settings
 
 
-class Resource(msgspec.Struct, frozen=True):
+class ResourceType(msgspec.Struct, frozen=True):
     """A resource in one version.
 
     Attributes:
@@ -28,21 +28,21 @@ class Resource(msgspec.Struct, frozen=True):
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
 
-PODS = Resource("", "v1", "pods")
-SLICES = Resource("discovery.k8s.io", "v1", "endpointslices")
-POOLS = Resource(settings.POOL_GROUP, "v1", "inferencepools")
-OLD_POOLS = Resource(settings.OLD_POOL_GROUP, "v1alpha2", "inferencepools")
+PODS = ResourceType("", "v1", "pods")
+SLICES = ResourceType("discovery.k8s.io", "v1", "endpointslices")
+POOLS = ResourceType(settings.POOL_GROUP, "v1", "inferencepools")
+OLD_POOLS = ResourceType(settings.OLD_POOL_GROUP, "v1alpha2", "inferencepools")
 
 _NEW = "llm-d.ai"
 _OLD = settings.OLD_POOL_GROUP
-OBJECTIVES = Resource(_NEW, "v1alpha2", "inferenceobjectives", optional=True)
-OLD_OBJECTIVES = Resource(_OLD, "v1alpha2", "inferenceobjectives", optional=True)
-REWRITES = Resource(_NEW, "v1alpha2", "inferencemodelrewrites", optional=True)
-OLD_REWRITES = Resource(_OLD, "v1alpha2", "inferencemodelrewrites", optional=True)
+OBJECTIVES = ResourceType(_NEW, "v1alpha2", "inferenceobjectives", optional=True)
+OLD_OBJECTIVES = ResourceType(_OLD, "v1alpha2", "inferenceobjectives", optional=True)
+REWRITES = ResourceType(_NEW, "v1alpha2", "inferencemodelrewrites", optional=True)
+OLD_REWRITES = ResourceType(_OLD, "v1alpha2", "inferencemodelrewrites", optional=True)
 
 #: Those that make a policy; the first of a kind that is installed counts, alone
 #: (docs/spec/protocol.md#inferenceobjective).
-DECREES = ((OBJECTIVES, OLD_OBJECTIVES), (REWRITES, OLD_REWRITES))
+POLICY_RESOURCES = ((OBJECTIVES, OLD_OBJECTIVES), (REWRITES, OLD_REWRITES))
 
 #: By API group of an InferencePool.
 POOLS_OF = {settings.POOL_GROUP: POOLS, settings.OLD_POOL_GROUP: OLD_POOLS}

@@ -29,11 +29,11 @@ class InferencePoolRef(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """What the pool is called in `Follower`."""
+        """What the pool is called in `KubernetesDiscovery`."""
         return f"{self.namespace}/{self.name}"
 
 
-class Selector(msgspec.Struct, frozen=True):
+class PodSelector(msgspec.Struct, frozen=True):
     """Pods by their labels, without any CRD. It becomes the pool `namespace/name`.
 
     Attributes:
@@ -52,11 +52,11 @@ class Selector(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """What the pool is called in `Follower`."""
+        """What the pool is called in `KubernetesDiscovery`."""
         return f"{self.namespace}/{self.name}"
 
 
-class Everything(msgspec.Struct, frozen=True):
+class AllPools(msgspec.Struct, frozen=True):
     """All InferencePools there are. Each becomes the pool `namespace/name`, as long as it exists.
 
     Attributes:
@@ -68,7 +68,7 @@ class Everything(msgspec.Struct, frozen=True):
     group: str = POOL_GROUP
 
 
-class Service(msgspec.Struct, frozen=True):
+class ServiceRef(msgspec.Struct, frozen=True):
     """The EndpointSlices of a Service. They become the pool `namespace/name`.
 
     Labels of pods are unknown then, but for `namespace`, the host and the zone.
@@ -86,14 +86,14 @@ class Service(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """What the pool is called in `Follower`."""
+        """What the pool is called in `KubernetesDiscovery`."""
         return f"{self.namespace}/{self.name}"
 
 
-Source = InferencePoolRef | Selector | Everything | Service
+KubernetesSource = InferencePoolRef | PodSelector | AllPools | ServiceRef
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How an API server is followed.
 
     Attributes:
@@ -117,14 +117,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         page: Objects per list page (count), as client-go asks for.
         coalesce_s: Pause between two reports of changes, so that a burst makes few pools. The
             first change after a quiet time is reported at once.
-        retry_s: First pause after a failure; it doubles up to `retry_most_s`. Each is spread
+        retry_s: First pause after a failure; it doubles up to `max_retry_s`. Each is spread
             between half and all of it.
-        retry_most_s: Longest pause: how soon pools move again after an outage of the API server.
+        max_retry_s: Longest pause: how soon pools move again after an outage of the API server.
         absent_s: Longest pause between looks for a CRD that is not installed, and for rights that
             are missing: tools apply a Role and a Deployment in any order.
     """
 
-    sources: Sequence[Source]
+    sources: Sequence[KubernetesSource]
     kubeconfig: str = ""
     context: str = ""
     policies: bool = True
@@ -136,5 +136,5 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     page: int = 500
     coalesce_s: float = 0.015
     retry_s: float = 0.25
-    retry_most_s: float = 5.0
+    max_retry_s: float = 5.0
     absent_s: float = 10.0

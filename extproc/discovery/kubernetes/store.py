@@ -21,11 +21,11 @@ from extproc.discovery.kubernetes import (
     settings,
     watch_plan,
 )
-from extproc.discovery.kubernetes.watch_plan import Collection
+from extproc.discovery.kubernetes.watch_plan import WatchedCollection
 from extproc.pool import inference_policy
 
 
-class Presence(enum.Enum):
+class CollectionStatus(enum.Enum):
     """What the server says of a collection."""
 
     #: Nothing yet.
@@ -38,21 +38,21 @@ class Presence(enum.Enum):
     FORBIDDEN = "forbidden"
 
 
-class Changes(msgspec.Struct, frozen=True):
+class PoolChanges(msgspec.Struct, frozen=True):
     """Pools that are not what they were.
 
     Attributes:
-        found: New or different, by key.
+        discovered: New or different, by key.
         removed: Keys of those that are no pools of ours any more.
         faults: What making a pool raised, by key; it is tried again at the next call.
     """
 
-    found: Mapping[str, discovered_pool.Found]
+    discovered: Mapping[str, discovered_pool.DiscoveredPool]
     removed: frozenset[str]
     faults: Mapping[str, Exception] = {}
 
 
-class Cluster:
+class ObjectStore:
     """Caches of API objects, and the pools over them.
 
     Args:
@@ -62,22 +62,22 @@ class Cluster:
         ConfigError: If the sources contradict themselves.
     """
 
-    def __init__(self, wanted: settings.Settings) -> None:
+    def __init__(self, wanted: settings.KubernetesSettings) -> None:
         watch_plan.check(wanted.sources)
         self._wanted = wanted
-        self.collections = watch_plan.of(wanted.sources, policies=wanted.policies)
-        self._presence = dict.fromkeys(self.collections, Presence.UNKNOWN)
-        self._objects: dict[Collection, dict[tuple[str, str], objects.Value]] = {
+        self.collections = watch_plan.plan_watches(wanted.sources, policies=wanted.policies)
+        self._presence = dict.fromkeys(self.collections, CollectionStatus.UNKNOWN)
+        self._objects: dict[WatchedCollection, dict[tuple[str, str], objects.Value]] = {
             one: {} for one in self.collections
         }
         self._pods: dict[str, dict[str, objects.Pod]] = defaultdict(dict)
         self._pools: dict[str, dict[str, objects.InferencePool]] = defaultdict(dict)
-        self._decrees: dict[tuple[resources.Resource, str], dict[str, objects.Value]]
+        self._decrees: dict[tuple[resources.ResourceType, str], dict[str, objects.Value]]
         self._decrees = defaultdict(dict)
         self._services = {
             (one.namespace, one.name): one.key
             for one in wanted.sources
-            if isinstance(one, settings.Service)
+            if isinstance(one, settings.ServiceRef)
         }
         self._groups = {
             one.key: one.group
@@ -88,7 +88,7 @@ class Cluster:
         #: One label of every selector, to find the pools a pod may belong to.
         self._anchors: dict[tuple[str, str, str], dict[str, pool_views.PodView]] = defaultdict(dict)
         self._settled: set[str] = set()
-        self._told: dict[str, discovered_pool.Found] = {}
+        self._told: dict[str, discovered_pool.DiscoveredPool] = {}
         self._dirty: set[str] = set()
         self._redecreed: set[str] = set()
         for source in wanted.sources:
@@ -103,7 +103,7 @@ class Cluster:
     @property
     def synced(self) -> bool:
         """Whether the server has answered for every collection."""
-        return all(self.answered(one) for one in self.collections)
+        return all(self.is_synced(one) for one in self.collections)
 
     @property
     def endpoints(self) -> int:
@@ -111,7 +111,7 @@ class Cluster:
         return sum(len(one.endpoints) for one in self._told.values())
 
     def replace(
-        self, collection: Collection, values: Iterable[objects.Value]
+        self, collection: WatchedCollection, values: Iterable[objects.Value]
     ) -> Mapping[tuple[str, str], Exception]:
         """A list: these are all objects of a collection; what taking one of them in raised."""
         faults: dict[tuple[str, str], Exception] = {}
@@ -123,11 +123,11 @@ class Cluster:
                 self.put(collection, key, value)
             except Exception as error:  # noqa: BLE001 - the other objects count
                 faults[key] = error
-        self.settle(collection, Presence.LISTED)
+        self.settle(collection, CollectionStatus.LISTED)
         return faults
 
     def put(
-        self, collection: Collection, key: tuple[str, str], value: objects.Value | None
+        self, collection: WatchedCollection, key: tuple[str, str], value: objects.Value | None
     ) -> None:
         """An event: an object is like this now, or gone.
 
@@ -151,17 +151,17 @@ class Cluster:
                 self._pod(key, old, value)
             case objects.InferencePool() as pool:
                 self._pool(pool, value)
-            case objects.Slice():
+            case objects.EndpointSlice():
                 self._slice(old, value)
             case _:
                 self._decree(collection.resource, key, old, value)
 
-    def settle(self, collection: Collection, presence: Presence) -> None:
+    def settle(self, collection: WatchedCollection, presence: CollectionStatus) -> None:
         """What the server says of a collection as a whole. What is absent is empty."""
         if self._presence[collection] is presence:
             return
         self._presence[collection] = presence
-        if presence is Presence.ABSENT:
+        if presence is CollectionStatus.ABSENT:
             for name in list(self._objects[collection]):
                 self.put(collection, name, None)
         for key, view in self._views.items():
@@ -169,16 +169,16 @@ class Cluster:
                 self._redecree(key)
                 self._dirty.add(key)
 
-    def answered(self, collection: Collection) -> bool:
+    def is_synced(self, collection: WatchedCollection) -> bool:
         """Whether the server has said what pools need to know of a collection."""
         presence = self._presence[collection]
         if collection.resource.optional:
-            return presence is not Presence.UNKNOWN
-        return presence in {Presence.LISTED, Presence.ABSENT}
+            return presence is not CollectionStatus.UNKNOWN
+        return presence in {CollectionStatus.LISTED, CollectionStatus.ABSENT}
 
-    def collect(self) -> Changes:
+    def collect(self) -> PoolChanges:
         """The pools that changed since the last call; those not known in full are left for later."""
-        changed: dict[str, discovered_pool.Found] = {}
+        changed: dict[str, discovered_pool.DiscoveredPool] = {}
         removed: set[str] = set()
         waiting: set[str] = set()
         faults: dict[str, Exception] = {}
@@ -200,17 +200,17 @@ class Cluster:
                 if self._told.get(key) != now:
                     self._told[key] = changed[key] = now
         self._dirty = waiting
-        return Changes(changed, frozenset(removed), faults)
+        return PoolChanges(changed, frozenset(removed), faults)
 
-    def _found(self, key: str, view: pool_views.View) -> discovered_pool.Found:
+    def _found(self, key: str, view: pool_views.View) -> discovered_pool.DiscoveredPool:
         """A pool as it is now."""
         if key in self._redecreed and isinstance(view, pool_views.PodView):
             view.policy = self._policy(view)
-        now = view.found()
+        now = view.to_discovered_pool()
         self._redecreed.discard(key)
         return now
 
-    def _begin(self, source: settings.Source) -> None:
+    def _begin(self, source: settings.KubernetesSource) -> None:
         """The pools there are whether or not anything is found."""
         override = self._wanted.override_ip
         match source:
@@ -218,14 +218,14 @@ class Cluster:
                 self._views[source.key] = pool_views.PodView(
                     source.namespace, None, override_ip=override
                 )
-            case settings.Selector():
-                spec = pool_views.Spec(selector=source.labels, ports=source.ports)
+            case settings.PodSelector():
+                spec = pool_views.PoolSpec(selector=source.labels, ports=source.ports)
                 view = pool_views.PodView(source.namespace, spec, override_ip=override)
                 self._views[source.key] = view
                 self._anchor(source.key, view)
-            case settings.Service():
+            case settings.ServiceRef():
                 self._views[source.key] = pool_views.SliceView(source.namespace, source.port)
-            case settings.Everything():
+            case settings.AllPools():
                 return
         self._dirty.add(source.key)
 
@@ -243,7 +243,7 @@ class Cluster:
             if isinstance(one, objects.Pod):
                 labels.update(one.labels.items())
         for label, text in labels:
-            for at, view in self._anchors.get((namespace, label, text), _NOBODY).items():
+            for at, view in self._anchors.get((namespace, label, text), _NO_POOLS).items():
                 if view.consider(name, pod):
                     self._dirty.add(at)
 
@@ -278,7 +278,7 @@ class Cluster:
         if key in self._fixed:
             return self._groups.get(key) == pool.group
         return any(
-            isinstance(one, settings.Everything)
+            isinstance(one, settings.AllPools)
             and one.group == pool.group
             and one.namespace in {"", pool.namespace}
             for one in self._wanted.sources
@@ -293,17 +293,17 @@ class Cluster:
             return
         for label, text in view.spec.selector.items():
             at = (view.namespace, label, text)
-            if self._anchors.get(at, _NOBODY).pop(key, None) and not self._anchors[at]:
+            if self._anchors.get(at, _NO_POOLS).pop(key, None) and not self._anchors[at]:
                 del self._anchors[at]
 
     def _rarest(self, namespace: str, selector: Mapping[str, str]) -> tuple[str, str, str]:
         """The label fewest pools share: with `app=vllm` on all of them, that one says little."""
         places = [(namespace, label, text) for label, text in sorted(selector.items())]
-        return min(places, key=lambda place: len(self._anchors.get(place, _NOBODY)))
+        return min(places, key=lambda place: len(self._anchors.get(place, _NO_POOLS)))
 
     def _slice(self, old: objects.Value | None, new: objects.Value | None) -> None:
         for one in (old, new):
-            if not isinstance(one, objects.Slice):
+            if not isinstance(one, objects.EndpointSlice):
                 continue
             key = self._services.get((one.namespace, one.service), "")
             view = self._views.get(key)
@@ -316,7 +316,7 @@ class Cluster:
 
     def _decree(
         self,
-        resource: resources.Resource,
+        resource: resources.ResourceType,
         key: tuple[str, str],
         old: objects.Value | None,
         new: objects.Value | None,
@@ -328,7 +328,10 @@ class Cluster:
         else:
             kept[name] = new
         for one in (old, new):
-            if isinstance(one, objects.Objective | objects.Rewrite) and one.pool is not None:
+            if (
+                isinstance(one, objects.ObjectiveObject | objects.RewriteObject)
+                and one.pool is not None
+            ):
                 self._redecree(f"{namespace}/{one.pool.name}")
 
     def _redecree(self, key: str) -> None:
@@ -336,27 +339,27 @@ class Cluster:
         self._redecreed.add(key)
         self._dirty.add(key)
 
-    def _policy(self, view: pool_views.PodView) -> inference_policy.Policy:
+    def _policy(self, view: pool_views.PodView) -> inference_policy.InferencePolicy:
         if view.spec is None or view.spec.ref is None:
-            return inference_policy.NONE
+            return inference_policy.EMPTY_POLICY
         in_force = [
             one
-            for kind in resources.DECREES
+            for kind in resources.POLICY_RESOURCES
             for one in self._decrees[self._valid(kind, view.namespace), view.namespace].values()
         ]
         return decrees.policy_of(
             view.spec.ref,
-            [one for one in in_force if isinstance(one, objects.Objective)],
-            [one for one in in_force if isinstance(one, objects.Rewrite)],
+            [one for one in in_force if isinstance(one, objects.ObjectiveObject)],
+            [one for one in in_force if isinstance(one, objects.RewriteObject)],
         )
 
     def _valid(
-        self, kind: tuple[resources.Resource, resources.Resource], namespace: str
-    ) -> resources.Resource:
+        self, kind: tuple[resources.ResourceType, resources.ResourceType], namespace: str
+    ) -> resources.ResourceType:
         """The new group, as a whole, where it is installed; the old one otherwise."""
         new, old = kind
         listed = any(
-            one.covers(new, namespace) and presence is Presence.LISTED
+            one.covers(new, namespace) and presence is CollectionStatus.LISTED
             for one, presence in self._presence.items()
         )
         return new if listed else old
@@ -379,10 +382,10 @@ class Cluster:
                 for one in self.collections
                 if one.resource != resources.SLICES and one.namespace in {"", view.namespace}
             ]
-        if not all(self.answered(one) for one in needed):
+        if not all(self.is_synced(one) for one in needed):
             return False
         self._settled.add(key)
         return True
 
 
-_NOBODY: dict[str, pool_views.PodView] = {}
+_NO_POOLS: dict[str, pool_views.PodView] = {}

@@ -11,7 +11,7 @@ from extproc.discovery.kubernetes import decode, objects, resources
 _Raw = TypeVar("_Raw")
 
 
-class Set(msgspec.Struct, frozen=True):
+class Applied(msgspec.Struct, frozen=True):
     """An object is there, and looks like this.
 
     Attributes:
@@ -23,7 +23,7 @@ class Set(msgspec.Struct, frozen=True):
     version: str
 
 
-class Gone(msgspec.Struct, frozen=True):
+class Deleted(msgspec.Struct, frozen=True):
     """An object is not there any more."""
 
     namespace: str
@@ -31,7 +31,7 @@ class Gone(msgspec.Struct, frozen=True):
     version: str
 
 
-class Broken(msgspec.Struct, frozen=True):
+class InvalidObject(msgspec.Struct, frozen=True):
     """An object is there, and cannot be read: it counts as gone.
 
     Attributes:
@@ -47,13 +47,13 @@ class Broken(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Mark(msgspec.Struct, frozen=True):
+class Bookmark(msgspec.Struct, frozen=True):
     """A bookmark: nothing else happened up to this version."""
 
     version: str
 
 
-class Failure(msgspec.Struct, frozen=True):
+class WatchError(msgspec.Struct, frozen=True):
     """The server gives up a watch. 410: what came after our version is forgotten.
 
     Attributes:
@@ -65,16 +65,16 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
 
 
-class Unreadable(msgspec.Struct, frozen=True):
+class UndecodableMessage(msgspec.Struct, frozen=True):
     """No event at all: something was missed, and nobody can say what."""
 
     reason: str
 
 
-Event = Set | Gone | Broken | Mark | Failure | Unreadable
+WatchEvent = Applied | Deleted | InvalidObject | Bookmark | WatchError | UndecodableMessage
 
 
-class Page(msgspec.Struct, frozen=True):
+class ListPage(msgspec.Struct, frozen=True):
     """Part of a list.
 
     Attributes:
@@ -85,12 +85,12 @@ class Page(msgspec.Struct, frozen=True):
     """
 
     values: tuple[objects.Value, ...]
-    broken: tuple[Broken, ...]
+    broken: tuple[InvalidObject, ...]
     version: str
     more: str = ""
 
 
-class Status(msgspec.Struct, frozen=True):
+class ApiStatus(msgspec.Struct, frozen=True):
     """The server's words for an error.
 
     Attributes:
@@ -132,26 +132,26 @@ class _Keyed(msgspec.Struct):
 
 
 _KEYED = msgspec.json.Decoder(_Keyed)
-_STATUS = msgspec.json.Decoder(Status)
+_STATUS = msgspec.json.Decoder(ApiStatus)
 _LIST = msgspec.json.Decoder(_List)
 _ANY_LINE = msgspec.json.Decoder(_Line[msgspec.Raw])
 
 
-class Reader:
+class WatchReader:
     """Reads the pages and lines of one resource.
 
     Args:
         resource: Which one.
     """
 
-    def __init__(self, resource: resources.Resource) -> None:
+    def __init__(self, resource: resources.ResourceType) -> None:
         form = decode.FORMS[resource]
         self._value = form.value
         self._object: msgspec.json.Decoder[Any] = msgspec.json.Decoder(form.raw)
         generic: Any = _Line
         self._line: msgspec.json.Decoder[_Line[Any]] = msgspec.json.Decoder(generic[form.raw])
 
-    def line(self, text: bytes) -> Event:
+    def line(self, text: bytes) -> WatchEvent:
         """One line of a watch."""
         try:
             line = self._line.decode(text)
@@ -163,81 +163,81 @@ class Reader:
             case "ADDED" | "MODIFIED":
                 if not raw.metadata.name:
                     return _NAMELESS
-                value = self._made(raw)
-                return value if isinstance(value, Broken) else Set(value, version)
+                value = self._decoded(raw)
+                return value if isinstance(value, InvalidObject) else Applied(value, version)
             case "DELETED":
-                return Gone(raw.metadata.namespace, raw.metadata.name, version)
+                return Deleted(raw.metadata.namespace, raw.metadata.name, version)
             case "BOOKMARK":
-                return Mark(version)
+                return Bookmark(version)
             case _:
                 return self._other(text)
 
-    def page(self, text: bytes) -> Page | Unreadable:
+    def page(self, text: bytes) -> ListPage | UndecodableMessage:
         """One page of a list."""
         try:
             page = _LIST.decode(text)
         except decode.BROKEN as error:
-            return Unreadable(_why(error))
+            return UndecodableMessage(_why(error))
         values: list[objects.Value] = []
-        broken: list[Broken] = []
+        broken: list[InvalidObject] = []
         for item in page.items or ():
             found = self._read(item)
-            if isinstance(found, Broken):
+            if isinstance(found, InvalidObject):
                 broken.append(found)
             else:
                 values.append(found)
-        return Page(tuple(values), tuple(broken), page.metadata.version, page.metadata.more)
+        return ListPage(tuple(values), tuple(broken), page.metadata.version, page.metadata.more)
 
-    def _read(self, text: msgspec.Raw) -> objects.Value | Broken:
+    def _read(self, text: msgspec.Raw) -> objects.Value | InvalidObject:
         try:
             raw = self._object.decode(text)
         except decode.BROKEN as error:
             key = _key(text)
-            return Broken(key.namespace, key.name, key.version, _why(error))
+            return InvalidObject(key.namespace, key.name, key.version, _why(error))
         if not raw.metadata.name:
-            return Broken(raw.metadata.namespace, "", "", "it has no name")
-        return self._made(raw)
+            return InvalidObject(raw.metadata.namespace, "", "", "it has no name")
+        return self._decoded(raw)
 
-    def _made(self, raw: Any) -> objects.Value | Broken:
+    def _decoded(self, raw: Any) -> objects.Value | InvalidObject:
         """The value of an object; what makes the reader raise is broken, and alone."""
         try:
             return self._value(raw)
         except Exception as error:  # noqa: BLE001 - one object must not hide all others
             named = raw.metadata
             reason = f"reading it raised {type(error).__name__}"
-            return Broken(named.namespace, named.name, named.resource_version, reason)
+            return InvalidObject(named.namespace, named.name, named.resource_version, reason)
 
-    def _other(self, text: bytes) -> Event:
+    def _other(self, text: bytes) -> WatchEvent:
         """A line that is no object of ours: an error, a bare bookmark or a broken object."""
         try:
             line = _ANY_LINE.decode(text)
         except decode.BROKEN as error:
-            return Unreadable(_why(error))
+            return UndecodableMessage(_why(error))
         key = _key(line.object)
         match line.type:
             case "ERROR":
                 failed = status(line.object)
-                return Failure(failed.code, failed.message or failed.reason)
+                return WatchError(failed.code, failed.message or failed.reason)
             case "BOOKMARK" if key.version:
-                return Mark(key.version)
+                return Bookmark(key.version)
             case "DELETED" if key.name:
-                return Gone(key.namespace, key.name, key.version)
+                return Deleted(key.namespace, key.name, key.version)
             case "ADDED" | "MODIFIED" if key.name:
                 found = self._read(line.object)
-                if isinstance(found, Broken):
+                if isinstance(found, InvalidObject):
                     return found
-        return Unreadable(f"an event of type {line.type[:40]!r} that says nothing")
+        return UndecodableMessage(f"an event of type {line.type[:40]!r} that says nothing")
 
 
-_NAMELESS = Unreadable("an object without a name")
+_NAMELESS = UndecodableMessage("an object without a name")
 
 
-def status(text: bytes | msgspec.Raw) -> Status:
+def status(text: bytes | msgspec.Raw) -> ApiStatus:
     """The server's words, as far as they are any."""
     try:
         return _STATUS.decode(text)
     except decode.BROKEN:
-        return Status(message=bytes(text)[:200].decode("utf-8", "replace"))
+        return ApiStatus(message=bytes(text)[:200].decode("utf-8", "replace"))
 
 
 def _key(text: msgspec.Raw) -> _Key:

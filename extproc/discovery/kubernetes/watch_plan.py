@@ -14,7 +14,7 @@ from extproc.errors import ConfigError
 _T = TypeVar("_T")
 
 
-class Collection(msgspec.Struct, frozen=True):
+class WatchedCollection(msgspec.Struct, frozen=True):
     """One thing to list and watch.
 
     Attributes:
@@ -24,7 +24,7 @@ class Collection(msgspec.Struct, frozen=True):
         fields: Field selector in the API's form; empty for all.
     """
 
-    resource: resources.Resource
+    resource: resources.ResourceType
     namespace: str = ""
     labels: str = ""
     fields: str = ""
@@ -43,12 +43,12 @@ class Collection(msgspec.Struct, frozen=True):
         where = f"in namespace {self.namespace}" if self.namespace else "in all namespaces"
         return f"{self.resource.title} {where}"
 
-    def covers(self, resource: resources.Resource, namespace: str) -> bool:
+    def covers(self, resource: resources.ResourceType, namespace: str) -> bool:
         """Whether it holds the objects of a resource in a namespace, as far as we need them."""
         return self.resource == resource and self.namespace in {"", namespace}
 
 
-def check(sources: Sequence[settings.Source]) -> None:
+def check(sources: Sequence[settings.KubernetesSource]) -> None:
     """Refuses sources that contradict themselves.
 
     Raises:
@@ -58,16 +58,16 @@ def check(sources: Sequence[settings.Source]) -> None:
     keys: set[str] = set()
     for at, source in enumerate(sources):
         where = f"kubernetes.sources[{at}]"
-        if isinstance(source, settings.Selector):
+        if isinstance(source, settings.PodSelector):
             _check_selector(source, where)
-        elif not isinstance(source, settings.Service) and source.group not in resources.POOLS_OF:
+        elif not isinstance(source, settings.ServiceRef) and source.group not in resources.POOLS_OF:
             raise ConfigError(
                 where,
                 wanted="an InferencePool of " + " or ".join(resources.POOLS_OF),
                 found=source.group,
                 fix="correct the group",
             )
-        if isinstance(source, settings.Everything):
+        if isinstance(source, settings.AllPools):
             continue
         if source.key in keys:
             raise ConfigError(
@@ -76,7 +76,7 @@ def check(sources: Sequence[settings.Source]) -> None:
         keys.add(source.key)
 
 
-def _check_selector(source: settings.Selector, where: str) -> None:
+def _check_selector(source: settings.PodSelector, where: str) -> None:
     if not source.labels:
         raise ConfigError(
             where,
@@ -94,7 +94,9 @@ def _check_selector(source: settings.Selector, where: str) -> None:
         )
 
 
-def of(sources: Sequence[settings.Source], *, policies: bool) -> tuple[Collection, ...]:
+def plan_watches(
+    sources: Sequence[settings.KubernetesSource], *, policies: bool
+) -> tuple[WatchedCollection, ...]:
     """What has to be watched; no two collections hold the same object.
 
     Args:
@@ -102,31 +104,32 @@ def of(sources: Sequence[settings.Source], *, policies: bool) -> tuple[Collectio
         policies: Whether objectives and rewrites are wanted.
     """
     pools = [one for one in sources if isinstance(one, settings.InferencePoolRef)]
-    wide = [one for one in sources if isinstance(one, settings.Everything)]
-    selectors = [one for one in sources if isinstance(one, settings.Selector)]
-    services = [one for one in sources if isinstance(one, settings.Service)]
-    found: list[Collection] = []
+    wide = [one for one in sources if isinstance(one, settings.AllPools)]
+    selectors = [one for one in sources if isinstance(one, settings.PodSelector)]
+    services = [one for one in sources if isinstance(one, settings.ServiceRef)]
+    found: list[WatchedCollection] = []
     for group, resource in resources.POOLS_OF.items():
         names: dict[str, set[str]] = {one.namespace: set() for one in wide if one.group == group}
         for ref in pools:
             if ref.group == group and ref.namespace not in names:
                 names[ref.namespace] = {one.name for one in pools if _beside(one, ref)}
         found += [
-            Collection(resource, namespace, fields=_named(only))
+            WatchedCollection(resource, namespace, fields=_named(only))
             for namespace, only in _widest(names).items()
         ]
     homes = dict.fromkeys([one.namespace for one in wide] + [one.namespace for one in pools], "")
     if policies:
-        decrees = [resource for kind in resources.DECREES for resource in kind]
-        found += [Collection(one, home) for one in decrees for home in _widest(homes)]
+        decrees = [resource for kind in resources.POLICY_RESOURCES for resource in kind]
+        found += [WatchedCollection(one, home) for one in decrees for home in _widest(homes)]
     for selector in selectors:
         alone = sum(one.namespace == selector.namespace for one in selectors) == 1
         homes.setdefault(selector.namespace, _selecting(selector.labels) if alone else "")
     found += [
-        Collection(resources.PODS, home, labels=labels) for home, labels in _widest(homes).items()
+        WatchedCollection(resources.PODS, home, labels=labels)
+        for home, labels in _widest(homes).items()
     ]
     found += [
-        Collection(
+        WatchedCollection(
             resources.SLICES,
             one.namespace,
             labels=_selecting({"kubernetes.io/service-name": one.name}),

@@ -1,6 +1,6 @@
 """State of every watched collection, its age, and the changes of it that are worth a log line.
 
-Pure: a feed reports what it met, `Watches` says what is new about it.
+Pure: a feed reports what it met, `WatchStatuses` says what is new about it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from extproc.discovery.kubernetes.watch_plan import Collection
+from extproc.discovery.kubernetes.watch_plan import WatchedCollection
 
 #: States of a watch. `connected`: listed, and its changes arrive. The next three are about the
 #: server itself, the others about a single collection.
@@ -29,7 +29,7 @@ class WatchStatus(msgspec.Struct, frozen=True):
             start where there was none; None while it is in step.
     """
 
-    collection: Collection
+    collection: WatchedCollection
     state: str
     detail: str
     unsynced_since: float | None
@@ -41,7 +41,7 @@ class WatchStatus(msgspec.Struct, frozen=True):
         return self.state != CONNECTED and not missing
 
 
-class Watches:
+class WatchStatuses:
     """The status of every watch.
 
     Args:
@@ -49,7 +49,7 @@ class Watches:
         now: Monotonic seconds.
     """
 
-    def __init__(self, collections: Iterable[Collection], now: float) -> None:
+    def __init__(self, collections: Iterable[WatchedCollection], now: float) -> None:
         self._statuses = {
             collection: WatchStatus(collection, "unknown", "", now) for collection in collections
         }
@@ -64,7 +64,7 @@ class Watches:
         return tuple(self._statuses.values())
 
     def update(
-        self, collection: Collection, state: str, detail: str, *, server: str, now: float
+        self, collection: WatchedCollection, state: str, detail: str, *, server: str, now: float
     ) -> Iterator[tuple[str, str]]:
         """Take in what a feed met.
 

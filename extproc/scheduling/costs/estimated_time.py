@@ -8,9 +8,9 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 
-from extproc.decision import Decision, Late, Priced
-from extproc.endpoint import Candidate, Residency
-from extproc.scheduling.context import Turn
+from extproc.decision import CostResult, Decision, LazySequence
+from extproc.endpoint import AdapterResidency, Candidate
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 #: What costs are made of, in the order they are added up.
@@ -29,7 +29,7 @@ _TERMS = (
 #: Iterations until a first token: half of the one under way, and the one that computes the prompt.
 _ITERATIONS = 1.5
 
-#: Shares of an adapter's load time by residency, in the order of `Residency`: loading is due
+#: Shares of an adapter's load time by residency, in the order of `AdapterResidency`: loading is due
 #: unless it is there; nobody knows is half.
 _TO_LOAD = (1.0, 1.0, 0.5, 1.0, 0.0, 0.0)
 
@@ -38,10 +38,10 @@ _TO_LOAD = (1.0, 1.0, 0.5, 1.0, 0.0, 0.0)
 _ALPHA = 0.01
 
 # Looking a member up in its enum takes as long as all the rest of a comparison.
-_RESIDENT, _IDLE, _FULL = Residency.RESIDENT, Residency.IDLE, Residency.FULL
+_RESIDENT, _IDLE, _FULL = AdapterResidency.RESIDENT, AdapterResidency.IDLE, AdapterResidency.FULL
 
 
-class _Asked(NamedTuple):
+class _RequestTerms(NamedTuple):
     """What terms depend on besides the candidate.
 
     Tokens, the answer's limit, r, growth, 1 + w, m*, waste and 1/v.
@@ -51,13 +51,13 @@ class _Asked(NamedTuple):
     most: int | None
     returning: float
     growth: float
-    each: float
+    per_endpoint: float
     best: int
     wasted: float
     per_request: float
 
 
-class _Works:
+class _MeanUncachedTokens:
     """Uncached tokens of requests.
 
     Attributes:
@@ -70,7 +70,7 @@ class _Works:
         self._mean = 0.0
         self.per_request = 0.0
 
-    def saw(self, tokens: int) -> None:
+    def update(self, tokens: int) -> None:
         """Take in a request."""
         before = self._mean
         self._mean = before + _ALPHA * (tokens - before) if before else float(tokens)
@@ -89,7 +89,7 @@ class EstimatedTime(
 
     - queue = Q p: work that is there already.
     - prefill = u p with u = L - m, at least one token.
-    - iteration = 1.5 s with s = `Rates.iteration_s(n)`, the seconds between tokens: the half that
+    - iteration = 1.5 s with s = `StepTimeModel.iteration_s(n)`, the seconds between tokens: the half that
       is left, on average, of the iteration under way, and the one that computes the prompt.
     - adapter: the load time where the adapter is not resident; where every slot is in use also the
       wait for one, half an answer at the present speed.
@@ -111,8 +111,8 @@ class EstimatedTime(
       from, or beside other pickers where all of them expect it. A is the prompt tokens of the open
       requests there, those of others taken to be like ours, and what they will grow by, as this one
       will by g: young conversations grow to the size of the others. r is the share of requests that
-      go on from an earlier one. v rises from 0 at `roomy` to 1 at `full` and
-      falls to 0 at `lost`: as long as the prefixes of all fit, one more costs nothing; the one that
+      go on from an earlier one. v rises from 0 at `crowding_start` to 1 at `crowding_full` and
+      falls to 0 at `crowding_end`: as long as the prefixes of all fit, one more costs nothing; the one that
       no longer fits makes the others miss in turn, since what was used longest ago is evicted first;
       where they miss anyway, or the engine never found anything, one more is no loss. So
       conversations that do not fit gather on few endpoints, and the other endpoints keep their
@@ -140,11 +140,11 @@ class EstimatedTime(
         crowding: Times a whole cache is computed again because of one conversation too many. It
             must outweigh what those wait who gather in one place (`waiting`): in simulated chats whose
             prefixes just do not fit, answers come a fifth later with 1.15 than with 3.
-        roomy: Share of the cache up to which there is room for sure. Answers and the ends of prompts
+        crowding_start: Share of the cache up to which there is room for sure. Answers and the ends of prompts
             take the rest. Simulated chats have shorter tails the
             smaller it is; below 0.8 those whose conversations hardly grow lose throughput.
-        full: Share from which there is none.
-        lost: Share from which nothing is found again.
+        crowding_full: Share from which there is none.
+        crowding_end: Share from which nothing is found again.
     """
 
     kind: ClassVar[str] = "estimated-time"
@@ -156,7 +156,7 @@ class EstimatedTime(
             Signal.PREFIX,
             Signal.KV_USAGE,
             Signal.IN_FLIGHT,
-            Signal.HOMES,
+            Signal.CONVERSATIONS,
         }
     )
 
@@ -166,20 +166,20 @@ class EstimatedTime(
     waste_share: float = 0.4
     kv_ceiling: float = 0.97
     crowding: float = 2.5
-    roomy: float = 0.8
-    full: float = 0.96
-    lost: float = 1.5
+    crowding_start: float = 0.8
+    crowding_full: float = 0.96
+    crowding_end: float = 1.5
 
-    def price(  # noqa: C901, PLR0915 - one loop, written out
-        self, turn: Turn, candidates: Sequence[Candidate]
-    ) -> Priced:
+    def cost(  # noqa: C901, PLR0915 - one loop, written out
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> CostResult:
         """See the class."""
         tokens, most = turn.request.prompt_tokens, turn.request.max_tokens
         own, others, ceiling = self.own_share, self.others_share, self.kv_ceiling
         both = own + others
-        returning, roomy = turn.returning, self.roomy
-        wasted = self.waste_share * (1.0 - turn.others)
-        growth, each = turn.growth_tokens, 1.0 + turn.away
+        returning, roomy = turn.continuation_ratio, self.crowding_start
+        wasted = self.waste_share * (1.0 - turn.foreign_share)
+        growth, each = turn.expected_growth_tokens, 1.0 + turn.idle_conversations_per_open
         waiting, per_request = self.waiting_share, self._works.per_request
         best = _most_matched(turn, candidates)
         costs: list[float] = []
@@ -198,7 +198,7 @@ class EstimatedTime(
             if matched:
                 uncached = float(tokens - matched) if matched < tokens else 1.0
             work = uncached * per_token
-            batch = c.requests
+            batch = c.estimated_requests
             per_sequence = rates.decode_s + rates.context_s * rates.context_tokens
             iteration = rates.step_s + per_sequence * batch
             cost = work + _ITERATIONS * iteration
@@ -221,27 +221,29 @@ class EstimatedTime(
                 if blocks and size:
                     capacity = blocks * size
                     wanted = uncached + 0.5 * answer * (1.0 + batch)
-                    if usage * capacity + c.unseen_tokens + wanted > ceiling * capacity:
+                    if usage * capacity + c.unscraped_tokens + wanted > ceiling * capacity:
                         cost += self._stall(c, wanted, answer)
-                    held = each * c.open_tokens
+                    held = each * c.active_context_tokens
                     if batch > c.in_flight:
                         held *= batch / (c.in_flight or 1)
                     if returning and held + uncached + growth > roomy * capacity:
                         cost += self._crowding(returning, tokens + growth, each, c)
             add(cost)
         # Not the turn: whoever keeps the decision would keep the prompt.
-        asked = _Asked(tokens, most, returning, growth, each, best, wasted, per_request)
-        return Priced(self.kind, "s", costs, Late(partial(self._terms, asked, candidates)))
+        asked = _RequestTerms(tokens, most, returning, growth, each, best, wasted, per_request)
+        return CostResult(
+            self.kind, "s", costs, LazySequence(partial(self._terms, asked, candidates))
+        )
 
-    def chosen(self, decision: Decision, now: float) -> None:
+    def on_committed(self, decision: Decision, now: float) -> None:
         """Learn how much of a prompt is computed."""
         del now
         if decision.request.prompt_tokens:
-            self._works.saw(max(1, decision.request.prompt_tokens - decision.matched_tokens))
+            self._works.update(max(1, decision.request.prompt_tokens - decision.matched_tokens))
 
     @cached_property
-    def _works(self) -> _Works:
-        return _Works()
+    def _works(self) -> _MeanUncachedTokens:
+        return _MeanUncachedTokens()
 
     def _loading(self, c: Candidate, answer_s: float) -> float:
         """Seconds an adapter costs that is not there, to this request and to those beside it.
@@ -252,16 +254,16 @@ class EstimatedTime(
         """
         load = _TO_LOAD[c.residency] * c.rates.adapter_load_s
         wait = 0.5 * answer_s if c.residency is _FULL else 0.0
-        return load + wait + c.requests * self.others_share * load
+        return load + wait + c.estimated_requests * self.others_share * load
 
     def _terms(
-        self, asked: _Asked, candidates: Sequence[Candidate]
+        self, asked: _RequestTerms, candidates: Sequence[Candidate]
     ) -> Sequence[tuple[str, Sequence[float]]]:
         """What costs are made of; only computed when somebody asks why."""
         parts = [self._parts(asked, c) for c in candidates]
         return [(name, [each[i] for each in parts]) for i, name in enumerate(_TERMS)]
 
-    def _parts(self, asked: _Asked, c: Candidate) -> tuple[float, ...]:
+    def _parts(self, asked: _RequestTerms, c: Candidate) -> tuple[float, ...]:
         """The terms of one candidate, in the order of `_TERMS`."""
         tokens, most, returning, growth, each, best, wasted, per_request = asked
         rates = c.rates
@@ -269,23 +271,23 @@ class EstimatedTime(
         uncached = max(1, tokens - c.matched_tokens)
         prefill = uncached * rates.prefill_s
         decode = answer * (rates.decode_s + rates.context_s * rates.context_tokens)
-        iteration = rates.iteration_s(c.requests)
+        iteration = rates.iteration_s(c.estimated_requests)
         adapter = _TO_LOAD[c.residency] * rates.adapter_load_s
-        slowdown = c.requests * (
+        slowdown = c.estimated_requests * (
             self.own_share * decode + self.others_share * (prefill + decode + adapter)
         )
         if c.residency is _FULL:
             adapter += 0.5 * answer * iteration
-        delayed = c.requests + (c.load.waiting or 0.0)
+        delayed = c.estimated_requests + (c.load.waiting or 0.0)
         waste = delayed * max(0, best - c.matched_tokens) * rates.prefill_s
         return (
             c.queued_tokens * rates.prefill_s,
             prefill,
             _ITERATIONS * iteration,
             adapter,
-            self._stall(c, uncached + 0.5 * answer * (1.0 + c.requests), answer),
+            self._stall(c, uncached + 0.5 * answer * (1.0 + c.estimated_requests), answer),
             slowdown,
-            self.waiting_share * min(c.requests, c.queued_tokens * per_request) * prefill,
+            self.waiting_share * min(c.estimated_requests, c.queued_tokens * per_request) * prefill,
             wasted * waste,
             self._crowding(returning, tokens + growth, each, c),
         )
@@ -293,24 +295,24 @@ class EstimatedTime(
     def _crowding(self, returning: float, tokens: float, each: float, c: Candidate) -> float:
         """Seconds others lose when this conversation moves in; see the class."""
         capacity = c.load.kv_tokens
-        if c.at_home or not capacity or c.load.kv_usage is None:
+        if c.conversation_local or not capacity or c.load.kv_usage is None:
             return 0.0
         if not c.load.prefix_hits:
             return 0.0  # it does not cache prefixes, or nobody knows
         uncached = max(1.0, tokens - c.matched_tokens)
         # Requests of other pickers hold as much each as ours do, but what many begin with once: so
         # no more than the page says.
-        held = c.open_tokens * c.requests / c.in_flight if c.in_flight else 0.0
-        if c.requests > c.in_flight:
-            shown = c.load.kv_usage * capacity + c.unseen_tokens
-            held = max(c.open_tokens, min(held, shown))
+        held = c.active_context_tokens * c.estimated_requests / c.in_flight if c.in_flight else 0.0
+        if c.estimated_requests > c.in_flight:
+            shown = c.load.kv_usage * capacity + c.unscraped_tokens
+            held = max(c.active_context_tokens, min(held, shown))
         share = (held + uncached) / capacity
         # Where requests wait for the batch, the cache is full of those who run.
         wanted = share if c.load.waiting else (each * held + uncached) / capacity
-        if wanted <= self.roomy or share >= self.lost:
+        if wanted <= self.crowding_start or share >= self.crowding_end:
             return 0.0
-        rises = (wanted - self.roomy) / (self.full - self.roomy)
-        falls = (self.lost - share) / (self.lost - self.full)
+        rises = (wanted - self.crowding_start) / (self.crowding_full - self.crowding_start)
+        falls = (self.crowding_end - share) / (self.crowding_end - self.crowding_full)
         value = min(1.0, rises, falls)
         return self.crowding * returning * capacity * c.rates.prefill_s * value
 
@@ -319,20 +321,20 @@ class EstimatedTime(
         usage, capacity = c.load.kv_usage, c.load.kv_tokens
         if usage is None or not capacity:
             return 0.0
-        held = usage * capacity + c.unseen_tokens
+        held = usage * capacity + c.unscraped_tokens
         if held + wanted <= self.kv_ceiling * capacity:
             return 0.0
         if c.in_flight:
             mean = c.prompt_tokens / c.in_flight + 0.5 * answer
-            held = min(held, c.requests * mean)
+            held = min(held, c.estimated_requests * mean)
         excess = (held + wanted) / capacity - self.kv_ceiling
         if excess <= 0.0:
             return 0.0
         rates = c.rates
-        return answer * rates.iteration_s(c.requests) * excess
+        return answer * rates.iteration_s(c.estimated_requests) * excess
 
 
-def _most_matched(turn: Turn, candidates: Sequence[Candidate]) -> int:
+def _most_matched(turn: SchedulingContext, candidates: Sequence[Candidate]) -> int:
     """Prompt tokens cached where most of them are; 0 where several endpoints have as many."""
     if not turn.blocks:
         return 0

@@ -9,13 +9,13 @@ from typing import ClassVar
 
 import msgspec
 
-from extproc.decision import Decision, Priced
+from extproc.decision import CostResult, Decision
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
-class _Heat:
+class _HotPrefixes:
     """What the detector remembers: recent traffic by class, and who is shut out of which class."""
 
     def __init__(self) -> None:
@@ -59,10 +59,10 @@ class LMetric(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True
                 raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
 
     @cached_property
-    def _heat(self) -> _Heat:
-        return _Heat()
+    def _heat(self) -> _HotPrefixes:
+        return _HotPrefixes()
 
-    def price(self, turn: Turn, candidates: Sequence[Candidate]) -> Priced:
+    def cost(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
         """See the class."""
         tokens = turn.request.prompt_tokens
         # A call to `max` for every candidate would double the time this takes.
@@ -70,7 +70,7 @@ class LMetric(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True
             c.queued_tokens + (tokens - c.matched_tokens if c.matched_tokens < tokens else 1)
             for c in candidates
         ]
-        batch = [c.requests + 1.0 for c in candidates]
+        batch = [c.estimated_requests + 1.0 for c in candidates]
         costs = [w * b for w, b in zip(work, batch, strict=True)]
         shut = self._heat.shut.get(self._class_of(turn.blocks))
         if shut and not shut.issuperset(c.endpoint.address for c in candidates):
@@ -79,18 +79,18 @@ class LMetric(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True
                 cost + worst if c.endpoint.address in shut else cost
                 for c, cost in zip(candidates, costs, strict=True)
             ]
-        return Priced(self.kind, "", costs, (("work tokens", work), ("batch", batch)))
+        return CostResult(self.kind, "", costs, (("work tokens", work), ("batch", batch)))
 
-    def chosen(self, decision: Decision, now: float) -> None:
+    def on_committed(self, decision: Decision, now: float) -> None:
         """Watch the traffic of the class."""
         del now
-        group = self._class_of(decision.blocks)
+        group = self._class_of(decision.block_hashes)
         if not group:
             return
         heat = self._heat
         self._count(heat, group)
-        holders = {c.endpoint.address for c in decision.finalists if c.matched_tokens}
-        others = len(decision.finalists) - len(holders)
+        holders = {c.endpoint.address for c in decision.scored_candidates if c.matched_tokens}
+        others = len(decision.scored_candidates) - len(holders)
         rest = len(heat.recent) - heat.counts[group]
         hot = others and heat.counts[group] * others > len(holders) * rest
         if not hot or decision.endpoints[0].address not in holders:
@@ -109,7 +109,7 @@ class LMetric(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True
         """The class of a prompt; 0 for one too short to have a class."""
         return blocks[self.class_blocks - 1] if len(blocks) >= self.class_blocks else 0
 
-    def _count(self, heat: _Heat, group: int) -> None:
+    def _count(self, heat: _HotPrefixes, group: int) -> None:
         heat.recent.append(group)
         heat.counts[group] += 1
         if len(heat.recent) > self.window_requests:

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import lora_slots
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -25,8 +25,10 @@ class AdapterActive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     kind: ClassVar[str] = "adapter-active"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.ADAPTERS})
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
-        if lora_slots.silent(candidates):
+        if lora_slots.none_reported(candidates):
             return candidates
-        return [c for c in candidates if lora_slots.holds(c, turn.request.target)]
+        return [c for c in candidates if lora_slots.is_loaded(c, turn.request.target)]

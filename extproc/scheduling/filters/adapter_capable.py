@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import labels
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -24,7 +24,9 @@ class AdapterCapable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     kind: ClassVar[str] = "adapter-capable"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.LABELS})
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         wanted = labels.adapter(turn, candidates)
         return labels.capable(wanted, candidates)

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import lora_slots
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -32,17 +32,19 @@ class AdapterSoftAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.999
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
-        if lora_slots.silent(candidates):
+        if lora_slots.none_reported(candidates):
             return candidates
         target = turn.request.target
         free = lora_slots.free(candidates) or [0.0] * len(candidates)
-        holders = [c for c in candidates if lora_slots.holds(c, target)]
+        holders = [c for c in candidates if lora_slots.is_loaded(c, target)]
         roomy = [
             c
             for c, room in zip(candidates, free, strict=True)
-            if room > 0 and not lora_slots.holds(c, target)
+            if room > 0 and not lora_slots.is_loaded(c, target)
         ]
         if holders and roomy:
             return holders if turn.rng.random() < self.share else roomy

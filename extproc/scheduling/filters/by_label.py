@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -41,7 +41,9 @@ class ByLabel(
         if not self.valid_values and not self.allows_no_label:
             raise ValueError("expected validValues or allowsNoLabel, got neither")
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         values, missing = self.valid_values, self.allows_no_label
         return [

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import lora_slots
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -24,7 +24,9 @@ class CanAcceptAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     kind: ClassVar[str] = "can-accept-adapter"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.ADAPTERS})
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         free = lora_slots.free(candidates)
         if free is None:

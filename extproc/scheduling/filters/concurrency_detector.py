@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -36,11 +36,13 @@ class ConcurrencyDetector(
     max_token_concurrency: Annotated[int, msgspec.Meta(gt=0)] = 1_000_000
     headroom: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
-        return [c for c in candidates if not self.full(c)]
+        return [c for c in candidates if not self.is_saturated(c)]
 
-    def full(self, candidate: Candidate) -> bool:
+    def is_saturated(self, candidate: Candidate) -> bool:
         """See `plugins.Detector`."""
         mode = self.concurrency_mode
         if mode != "tokens":

@@ -9,11 +9,11 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import context_length
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
-class ContextLengthAware(
+class ContextLengthAwareFilter(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
 ):
     """Keeps candidates whose range holds the prompt's tokens, and those without the label.
@@ -32,7 +32,9 @@ class ContextLengthAware(
     label: str = context_length.LABEL
     enable_filtering: bool = False
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         if not self.enable_filtering:
             return candidates

@@ -8,11 +8,11 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
-class PrefixHome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ConversationAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Keeps the candidates that hold at least `share` of the prompt and are within the budget.
 
     The estimate is `(Q + u) p`: queued tokens and uncached ones of this request at the learnt
@@ -35,7 +35,9 @@ class PrefixHome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     base_s: float = 1.0
     per_token_s: float = 62.5e-6
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         tokens = turn.request.prompt_tokens
         enough = self.share * tokens

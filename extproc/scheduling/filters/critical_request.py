@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -31,7 +31,9 @@ class CriticalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     header: str = "x-llm-d-inference-objective"
     sheddable: str = "sheddable"
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         if turn.request.objective:
             return () if turn.request.priority < 0 else candidates

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -21,6 +21,8 @@ class DropRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     kind: ClassVar[str] = "drop-request"
     needs: ClassVar[frozenset[Signal]] = frozenset()
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         return ()

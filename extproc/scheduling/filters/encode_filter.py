@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 #: Values of the label for engines that do this stage.
@@ -21,6 +21,8 @@ class EncodeFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kind: ClassVar[str] = "encode-filter"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.LABELS})
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         return [c for c in candidates if c.endpoint.labels.get("llm-d.ai/role") in ROLES]

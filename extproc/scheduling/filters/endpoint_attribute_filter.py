@@ -10,7 +10,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import attributes
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
@@ -39,7 +39,7 @@ class Threshold(
     value: float
 
 
-class Algorithm(
+class AttributeFilterAlgorithm(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
 ):
     """How candidates are chosen.
@@ -72,7 +72,7 @@ class EndpointAttributeFilter(
     kind: ClassVar[str] = "endpoint-attribute-filter"
 
     attribute: str
-    algorithm: Algorithm
+    algorithm: AttributeFilterAlgorithm
     on_missing: Literal["Pass", "Fail"] = "Pass"
     fallback_on_empty: bool = False
 
@@ -89,7 +89,9 @@ class EndpointAttributeFilter(
         """What the number is made of."""
         return frozenset({attributes.find(self.attribute).signal})
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         read = attributes.find(self.attribute).read
         threshold, unknown_passes = self.algorithm.threshold, self.on_missing == "Pass"

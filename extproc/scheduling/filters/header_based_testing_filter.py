@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -25,7 +25,9 @@ class HeaderBasedTestingFilter(
     kind: ClassVar[str] = "header-based-testing-filter"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.HEADERS})
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         tokens = turn.headers.get("test-epp-endpoint-selection", "").split(",")
         named = {token.strip() for token in tokens} - {""}

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import unknown
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -24,9 +24,11 @@ class KvRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     kind: ClassVar[str] = "kv-range"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.KV_USAGE})
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
-        usage = unknown.filled([c.load.kv_usage for c in candidates])
+        usage = unknown.impute_mean([c.load.kv_usage for c in candidates])
         if not usage:
             return candidates
         low = min(usage)

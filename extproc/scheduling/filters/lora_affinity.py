@@ -8,11 +8,11 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
-class LoraAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LoraAffinityFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Keeps the candidates whose batch holds the requested adapter; all of them when none does.
 
     The hard form of the scorer of the same name, for engines where loading an adapter costs
@@ -29,7 +29,9 @@ class LoraAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     max_waiting_requests: float = 50.0
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         target = turn.request.target
         bound = self.max_waiting_requests

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import lora_slots
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -23,7 +23,9 @@ class LowCostAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     kind: ClassVar[str] = "low-cost-adapter"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.ADAPTERS})
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         free = lora_slots.free(candidates)
         if free is None:
@@ -32,5 +34,5 @@ class LowCostAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return [
             c
             for c, room in zip(candidates, free, strict=True)
-            if room > 0 or lora_slots.holds(c, target)
+            if room > 0 or lora_slots.is_loaded(c, target)
         ]

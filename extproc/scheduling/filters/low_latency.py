@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import unknown
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -30,9 +30,11 @@ class LowLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     below_waiting_requests: float = 50.0
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
-        waiting = unknown.filled([c.load.waiting for c in candidates])
+        waiting = unknown.impute_mean([c.load.waiting for c in candidates])
         if waiting is None:
             return candidates
         bound = self.below_waiting_requests

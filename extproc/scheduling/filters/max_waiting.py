@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -29,7 +29,9 @@ class MaxWaiting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     max_waiting_requests: float = 50.0
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         bound = self.max_waiting_requests
         return [c for c in candidates if c.load.waiting is None or c.load.waiting <= bound]

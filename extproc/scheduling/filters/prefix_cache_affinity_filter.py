@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+ShareT = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class PrefixCacheAffinityFilter(
@@ -37,15 +37,17 @@ class PrefixCacheAffinityFilter(
     kind: ClassVar[str] = "prefix-cache-affinity-filter"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.PREFIX, Signal.QUEUED})
 
-    affinity_threshold: Share = 0.80
-    exploration_probability: Share = 0.0
+    affinity_threshold: ShareT = 0.80
+    exploration_probability: ShareT = 0.0
     max_ttft_penalty_ms: Annotated[float, msgspec.Meta(ge=0)] = msgspec.field(
         default=18_000.0, name="maxTTFTPenaltyMs"
     )
     peak_prefill_throughput: Annotated[float, msgspec.Meta(gt=0)] = 15_928.0
     ttft_source: Literal["prefillThroughput", "latencyPredictor"] = "prefillThroughput"
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         explore, prompt = self.exploration_probability, turn.request.prompt_tokens
         if prompt <= 0 or (explore and turn.rng.random() < explore):

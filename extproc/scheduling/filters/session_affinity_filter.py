@@ -11,7 +11,7 @@ import msgspec
 from extproc.decision import Decision
 from extproc.endpoint import Candidate, Endpoint
 from extproc.scheduling import sessions
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -36,32 +36,36 @@ class SessionAffinityFilter(
     kind: ClassVar[str] = "session-affinity-filter"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.HEADERS})
 
-    strategy: sessions.Strategy = "encoded_endpoint_header"
+    strategy: sessions.SessionStrategy = "encoded_endpoint_header"
     encoded_endpoint_header_config: sessions.EncodedEndpointHeader = (
         sessions.EncodedEndpointHeader()
     )
     session_id_config: sessions.SessionId = sessions.SessionId()
 
     @cached_property
-    def _affinity(self) -> sessions.Affinity:
+    def _affinity(self) -> sessions.SessionAffinity:
         """The memory, and what to read."""
-        return sessions.Affinity(
+        return sessions.SessionAffinity(
             self.strategy, self.encoded_endpoint_header_config.header, self.session_id_config
         )
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         bound = self._affinity.bound(turn, candidates)
         return [c for c in candidates if c.endpoint.address == bound] or candidates
 
-    def keys(self, turn: Turn) -> Mapping[str, str]:
+    def keys(self, turn: SchedulingContext) -> Mapping[str, str]:
         """The session, where it is remembered here."""
         return self._affinity.keys(turn)
 
-    def chosen(self, decision: Decision, now: float) -> None:
+    def on_committed(self, decision: Decision, now: float) -> None:
         """Remember where the session went."""
-        self._affinity.chosen(decision, now)
+        self._affinity.on_committed(decision, now)
 
-    def answer_headers(self, turn: Turn, chosen: Endpoint) -> Sequence[tuple[str, str]]:
+    def answer_headers(
+        self, turn: SchedulingContext, chosen: Endpoint
+    ) -> Sequence[tuple[str, str]]:
         """The token, where the client carries it."""
         return self._affinity.answer_headers(chosen)

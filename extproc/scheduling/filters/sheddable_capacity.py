@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import unknown
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -32,11 +32,13 @@ class SheddableCapacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     max_waiting_requests: float = 5.0
     max_kv_usage: float = 0.8
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         nothing = [0.0] * len(candidates)
-        waiting = unknown.filled([c.load.waiting for c in candidates]) or nothing
-        usage = unknown.filled([c.load.kv_usage for c in candidates]) or nothing
+        waiting = unknown.impute_mean([c.load.waiting for c in candidates]) or nothing
+        usage = unknown.impute_mean([c.load.kv_usage for c in candidates]) or nothing
         return [
             c
             for c, w, u in zip(candidates, waiting, usage, strict=True)

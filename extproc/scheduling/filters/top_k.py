@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import unknown
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -36,12 +36,14 @@ class TopK(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """The value it goes by."""
         return frozenset({Signal(self.by)})
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         if self.by == "waiting":
-            values = unknown.filled([c.load.waiting for c in candidates])
+            values = unknown.impute_mean([c.load.waiting for c in candidates])
         else:
-            values = unknown.filled([c.load.kv_usage for c in candidates])
+            values = unknown.impute_mean([c.load.kv_usage for c in candidates])
         if not values or len(values) <= self.k:
             return candidates
         limit = min(values) if self.k == 1 else sorted(values)[self.k - 1]

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import topology
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -34,12 +34,16 @@ class TopologyAffinityFilter(
     min_affinity: Literal["host", "rack", "zone", "region"] = "host"
     peer_topology_header: str = ""
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         header = self.peer_topology_header.lower() or topology.PEER_HEADER
         peer = topology.parse(turn.headers.get(header, ""))
         furthest = topology.DISTANCES[self.min_affinity]
         near = [
-            c for c in candidates if topology.distance(peer, topology.of(c.endpoint)) <= furthest
+            c
+            for c in candidates
+            if topology.distance(peer, topology.location_of(c.endpoint)) <= furthest
         ]
         return near or candidates

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -33,11 +33,13 @@ class UtilizationDetector(
     kv_cache_util_threshold: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
     headroom: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
-        return [c for c in candidates if not self.full(c)] or candidates
+        return [c for c in candidates if not self.is_saturated(c)] or candidates
 
-    def full(self, candidate: Candidate) -> bool:
+    def is_saturated(self, candidate: Candidate) -> bool:
         """See `plugins.Detector`."""
         load = candidate.load
         if load.waiting is not None:

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import attributes
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 _READ: Mapping[str, attributes.Attribute] = {
@@ -20,7 +20,7 @@ _READ: Mapping[str, attributes.Attribute] = {
 }
 
 
-class Condition(
+class UtilizationCondition(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
 ):
     """One bound.
@@ -61,7 +61,7 @@ class UtilizationFilter(
 
     kind: ClassVar[str] = "utilization-filter"
 
-    conditions: Annotated[tuple[Condition, ...], msgspec.Meta(min_length=1)]
+    conditions: Annotated[tuple[UtilizationCondition, ...], msgspec.Meta(min_length=1)]
     fallback_on_empty: bool = False
 
     @property
@@ -69,7 +69,9 @@ class UtilizationFilter(
         """What the conditions are about."""
         return frozenset(_READ[each.metric].signal for each in self.conditions)
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """See the class."""
         bounds = [(_READ[each.metric].read, each.max_value) for each in self.conditions]
         kept = [

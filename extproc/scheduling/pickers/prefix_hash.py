@@ -14,7 +14,7 @@ import xxhash
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import labels
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 #: One full turn of the ring.
@@ -55,7 +55,7 @@ class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     kind: ClassVar[str] = "prefix-hash"
     needs: ClassVar[frozenset[Signal]] = frozenset(
-        {Signal.IN_FLIGHT, Signal.OPENING, Signal.LABELS}
+        {Signal.IN_FLIGHT, Signal.FIRST_USER_MESSAGE, Signal.LABELS}
     )
 
     replication: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 256
@@ -74,7 +74,7 @@ class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def pick(
         self,
-        turn: Turn,
+        turn: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,
@@ -86,7 +86,9 @@ class PrefixHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         able = {id(c) for c in labels.capable(adapter, candidates)}
         in_flight = [c.in_flight for c in candidates]
         bound = self._bound(sum(in_flight), len(candidates))
-        key = xxhash.xxh64_intdigest((adapter + turn.opening[: self.prefix_chars]).encode())
+        key = xxhash.xxh64_intdigest(
+            (adapter + turn.first_user_message[: self.prefix_chars]).encode()
+        )
         within: list[int] = []
         beyond: list[int] = []
         foreign: list[int] = []

@@ -9,7 +9,7 @@ import mmh3
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 #: Open requests of an endpoint that still counts as equal, as a share of the mean: as KubeAI's
@@ -37,13 +37,13 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """
 
     kind: ClassVar[str] = "rendezvous"
-    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.OPENING})
+    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.FIRST_USER_MESSAGE})
 
     tie_share: float = 0.05
 
     def pick(
         self,
-        turn: Turn,
+        turn: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,
@@ -53,7 +53,7 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         best = max(totals)
         least = best - self.tie_share * abs(best)
         ties = [i for i, total in enumerate(totals) if total >= least]
-        if turn.others and len(ties) > 1:
+        if turn.foreign_share and len(ties) > 1:
             ties = _in_proportion(candidates, ties, best=totals.index(best))
         if len(ties) > 1:
             ties = self._ordered(turn, candidates, ties, count=count)
@@ -65,11 +65,16 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return [*ties, *rest][:count]
 
     def _ordered(
-        self, turn: Turn, candidates: Sequence[Candidate], ties: Sequence[int], *, count: int
+        self,
+        turn: SchedulingContext,
+        candidates: Sequence[Candidate],
+        ties: Sequence[int],
+        *,
+        count: int,
     ) -> list[int]:
         """The first `count` of `ties` by hash, or all if they are fewer."""
         request = turn.request
-        key = request.session or turn.opening
+        key = request.session or turn.first_user_message
         if key:
             seed = mmh3.hash(key, 0, signed=False)
         elif turn.blocks:

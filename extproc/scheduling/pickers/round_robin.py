@@ -11,7 +11,7 @@ import msgspec
 
 from extproc.decision import Decision
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -40,7 +40,7 @@ class RoundRobin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def pick(
         self,
-        turn: Turn,
+        turn: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,
@@ -57,7 +57,7 @@ class RoundRobin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         order = order[start:] + order[:start]
         return order[:count]
 
-    def chosen(self, decision: Decision, now: float) -> None:
+    def on_committed(self, decision: Decision, now: float) -> None:
         """The walk goes on from who got the request."""
         target = decision.request.target
         self._last[target] = decision.endpoints[0].address

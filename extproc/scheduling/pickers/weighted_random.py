@@ -9,7 +9,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -26,7 +26,7 @@ class WeightedRandom(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def pick(
         self,
-        turn: Turn,
+        turn: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,

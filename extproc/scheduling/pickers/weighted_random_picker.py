@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -34,7 +34,7 @@ class WeightedRandomPicker(
 
     def pick(
         self,
-        turn: Turn,
+        turn: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -33,7 +33,7 @@ class ActiveRequestScorer(
     idle_threshold: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_busy_score: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         counts = [c.in_flight for c in candidates]
         high = max(counts, default=0)

@@ -9,11 +9,11 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import context_length
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
-class ContextLengthAware(
+class ContextLengthAwareScorer(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
 ):
     """Inside a candidate's range `0.3 + 0.7 * (0.7 / (1 + width/10000) + 0.3 * headroom / width)`.
@@ -33,7 +33,7 @@ class ContextLengthAware(
     label: str = context_length.LABEL
     enable_filtering: bool = False
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         length = turn.request.prompt_tokens
         return [_fit(length, c.endpoint.labels.get(self.label)) for c in candidates]

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import attributes, normalization, unknown
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -63,7 +63,7 @@ class Normalization(
             raise ValueError("expected at most one of adaptiveRange and fixedRange, got both")
 
 
-class Algorithm(
+class AttributeScorerAlgorithm(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"
 ):
     """How a value becomes a score.
@@ -96,7 +96,7 @@ class EndpointAttributeScorer(
     kind: ClassVar[str] = "endpoint-attribute-scorer"
 
     attribute_key: str
-    algorithm: Algorithm
+    algorithm: AttributeScorerAlgorithm
 
     def __post_init__(self) -> None:
         """Refuse a number nobody knows.
@@ -111,10 +111,10 @@ class EndpointAttributeScorer(
         """What the number is made of."""
         return frozenset({attributes.find(self.attribute_key).signal})
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         attribute = attributes.find(self.attribute_key)
-        values = unknown.filled([attribute.read(c) for c in candidates])
+        values = unknown.impute_mean([attribute.read(c) for c in candidates])
         if not values:
             return [unknown.NEUTRAL] * len(candidates)
         fixed = self.algorithm.normalization.fixed_range

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate, Endpoint
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -31,7 +31,7 @@ class HeaderLabelAffinityScorer(
     label_key: Annotated[str, msgspec.Meta(min_length=1)]
     stamp_response_header: bool = True
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         asked = turn.headers.get(self.header_name.lower(), "")
         return [
@@ -39,7 +39,9 @@ class HeaderLabelAffinityScorer(
             for c in candidates
         ]
 
-    def answer_headers(self, turn: Turn, chosen: Endpoint) -> Sequence[tuple[str, str]]:
+    def answer_headers(
+        self, turn: SchedulingContext, chosen: Endpoint
+    ) -> Sequence[tuple[str, str]]:
         """The label of the endpoint that serves."""
         label = chosen.labels.get(self.label_key, "")
         return ((self.header_name.lower(), label),) if label and self.stamp_response_header else ()

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -41,11 +41,11 @@ class InFlight(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if not self.soft_requests > 0:
             raise ValueError(f"expected soft_requests above 0, got {self.soft_requests}")
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         if not candidates:
             return []
         soft = self.soft_requests
-        loads = [c.requests for c in candidates]
+        loads = [c.estimated_requests for c in candidates]
         best = soft + min(loads)
         return [best / (soft + r) for r in loads]

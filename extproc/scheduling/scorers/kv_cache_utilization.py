@@ -9,11 +9,11 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import unknown
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
-class KvUtilisation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KvCacheUtilization(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`score = 1 - u`, with u the share of KV blocks held by live requests, cut to 0..1.
 
     Unknown u counts as the mean of the known ones; nobody known scores 0.5.
@@ -22,9 +22,9 @@ class KvUtilisation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     kind: ClassVar[str] = "kv-utilisation"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.KV_USAGE})
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
-        usage = unknown.filled([c.load.kv_usage for c in candidates])
+        usage = unknown.impute_mean([c.load.kv_usage for c in candidates])
         if usage is None:
             return [unknown.NEUTRAL] * len(candidates)
         return [1.0 - u if 0.0 <= u <= 1.0 else float(u < 0.0) for u in usage]

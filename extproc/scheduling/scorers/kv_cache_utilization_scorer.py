@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import unknown
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -25,9 +25,9 @@ class KvCacheUtilizationScorer(
     kind: ClassVar[str] = "kv-cache-utilization-scorer"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.KV_USAGE})
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
-        usage = unknown.filled([c.load.kv_usage for c in candidates])
+        usage = unknown.impute_mean([c.load.kv_usage for c in candidates])
         if usage is None:
             return [unknown.NEUTRAL] * len(candidates)
         return [1.0 - u if 0.0 <= u <= 1.0 else float(u < 0.0) for u in usage]

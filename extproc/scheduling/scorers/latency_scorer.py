@@ -10,7 +10,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import normalization, unknown
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 Weight = Annotated[float, msgspec.Meta(ge=0)]
@@ -46,7 +46,7 @@ class LatencyScorer(
     tpot_weight: Weight = 0.2
     headroom_selection_strategy: Literal["least", "most"] = "least"
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         a, b, c = (
             self.composite_kv_weight,
@@ -56,8 +56,8 @@ class LatencyScorer(
         if not a + b + c:
             a = 1.0
         size, t = len(candidates), turn.request.prompt_tokens
-        usage = unknown.filled([one.load.kv_usage for one in candidates]) or [0.5] * size
-        waiting = unknown.filled([one.load.waiting for one in candidates]) or [0.0] * size
+        usage = unknown.impute_mean([one.load.kv_usage for one in candidates]) or [0.5] * size
+        waiting = unknown.impute_mean([one.load.waiting for one in candidates]) or [0.0] * size
         high = max(waiting, default=0.0)
         return [
             _hundredths(

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import normalization, unknown
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -31,9 +31,9 @@ class LoadAwareScorer(
 
     threshold: Annotated[int, msgspec.Meta(gt=0)] = 128
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
-        waiting = unknown.filled([c.load.waiting for c in candidates])
+        waiting = unknown.impute_mean([c.load.waiting for c in candidates])
         if waiting is None:
             return [unknown.NEUTRAL] * len(candidates)
         return [0.5 * (1.0 - normalization.share(w, self.threshold)) for w in waiting]

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate, Load
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 ACTIVE = 1.0
@@ -20,7 +20,7 @@ FULL = 0.0
 NONE: frozenset[str] = frozenset()
 
 
-class LoraAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LoraAffinityTiers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Tiers: adapter active 1, room for it 0.8, adapter waiting 0.6, unknown 0.5, no room 0.
 
     There is room when |active + waiting| < slots. An endpoint that names no adapters, or no slots
@@ -34,7 +34,7 @@ class LoraAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kind: ClassVar[str] = "lora-affinity"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.ADAPTERS})
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         target = turn.request.target
         if not (turn.request.adapter or _listed(target, candidates)):

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate, Load
 from extproc.scheduling import unknown
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -25,10 +25,10 @@ class LoraAffinityScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     kind: ClassVar[str] = "lora-affinity-scorer"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.ADAPTERS})
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         target = turn.request.target
-        tiers = unknown.filled([_tier(target, c.load) for c in candidates])
+        tiers = unknown.impute_mean([_tier(target, c.load) for c in candidates])
         return [unknown.NEUTRAL] * len(candidates) if tiers is None else list(tiers)
 
 

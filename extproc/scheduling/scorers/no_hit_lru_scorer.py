@@ -11,7 +11,7 @@ import msgspec
 
 from extproc.decision import Decision
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -43,7 +43,7 @@ class NoHitLruScorer(
         """Addresses that got a new prompt, longest ago first."""
         return OrderedDict()
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         if any(c.matched_tokens for c in candidates):
             return [0.5] * len(candidates)
@@ -55,9 +55,9 @@ class NoHitLruScorer(
         ranks = {address: rank for rank, address in enumerate(order)}
         return [1.0 - ranks[address] / (len(addresses) - 1) for address in addresses]
 
-    def chosen(self, decision: Decision, now: float) -> None:
+    def on_committed(self, decision: Decision, now: float) -> None:
         """Remember who got a prompt that was new to everybody."""
-        if any(c.matched_tokens for c in decision.finalists):
+        if any(c.matched_tokens for c in decision.scored_candidates):
             return
         self._last[decision.endpoints[0].address] = None
         self._last.move_to_end(decision.endpoints[0].address)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -22,7 +22,7 @@ class PrefixCache(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     kind: ClassVar[str] = "prefix-cache"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.PREFIX})
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         t = turn.request.prompt_tokens
         if t <= 0:

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import normalization
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -33,7 +33,7 @@ class PrefixCacheScorer(
     match_length_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     match_length_scale_tokens: Annotated[int, msgspec.Meta(gt=0)] = 8192
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         t, w, scale = (
             turn.request.prompt_tokens,

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import unknown
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -39,9 +39,9 @@ class QueueDepth(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if not self.min_span_requests > 0:
             raise ValueError(f"expected min_span_requests above 0, got {self.min_span_requests}")
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
-        waiting = unknown.filled([c.load.waiting for c in candidates])
+        waiting = unknown.impute_mean([c.load.waiting for c in candidates])
         if not waiting:
             return [unknown.NEUTRAL] * len(candidates)
         low = min(waiting)

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import normalization
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -23,6 +23,6 @@ class QueueScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     kind: ClassVar[str] = "queue-scorer"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.WAITING})
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
-        return normalization.falling([c.load.waiting for c in candidates])
+        return normalization.min_max_inverted([c.load.waiting for c in candidates])

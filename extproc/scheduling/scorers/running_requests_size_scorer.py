@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import normalization
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -25,6 +25,6 @@ class RunningRequestsSizeScorer(
     kind: ClassVar[str] = "running-requests-size-scorer"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.RUNNING})
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
-        return normalization.falling([c.load.running for c in candidates])
+        return normalization.min_max_inverted([c.load.running for c in candidates])

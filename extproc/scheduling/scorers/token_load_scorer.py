@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import normalization
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -32,7 +32,7 @@ class TokenLoadScorer(
 
     queue_threshold_tokens: Annotated[int, msgspec.Meta(gt=0)] = 4_194_304
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         prompt, threshold = turn.request.prompt_tokens, self.queue_threshold_tokens
         return [

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc.endpoint import Candidate
 from extproc.scheduling import topology
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 #: Scores by nearest level in common, after the speed at which KV blocks move: one machine, one
@@ -30,9 +30,11 @@ class TopologyAffinityScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=
     kind: ClassVar[str] = "topology-affinity-scorer"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.HEADERS, Signal.LABELS})
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
         peer = topology.parse(turn.headers.get(topology.PEER_HEADER, ""))
         if not peer:
             return [0.0] * len(candidates)
-        return [SCORES[topology.distance(peer, topology.of(c.endpoint))] for c in candidates]
+        return [
+            SCORES[topology.distance(peer, topology.location_of(c.endpoint))] for c in candidates
+        ]

@@ -10,18 +10,18 @@ import msgspec
 
 from extproc import decision as outcomes
 from extproc.autoscaling import demand_estimator, registry
-from extproc.autoscaling.demand import Bounds, Demand
-from extproc.autoscaling.policy_runner import Kept, Scaler
-from extproc.config.flow_control import Holding
+from extproc.autoscaling.demand import Demand, ReplicaBounds
+from extproc.autoscaling.policy_runner import PolicyRunner, RunnerState
+from extproc.config.flow_control import FlowControlSection
 from extproc.decision import Rejection
-from extproc.endpoint import Rates
+from extproc.endpoint import StepTimeModel
 from extproc.flow_control import controller
 from extproc.simulator.fleet import flow_control
-from extproc.simulator.fleet.engine_node import Site
-from extproc.simulator.fleet.event_queue import Timeline
-from extproc.simulator.fleet.scaling_history import Charts, Scaling
-from extproc.simulator.fleet.scenario import Autoscaling, Hold
-from extproc.simulator.fleet.sim_request import Trip
+from extproc.simulator.fleet.engine_node import EngineNode
+from extproc.simulator.fleet.event_queue import EventQueue
+from extproc.simulator.fleet.scaling_history import FleetScalingHistory, ScalingSummary
+from extproc.simulator.fleet.scenario import HoldSpec, ScenarioAutoscaling
+from extproc.simulator.fleet.sim_request import SimRequest
 
 #: Longer than anything that is simulated (seconds).
 _FOREVER_S = 1e9
@@ -51,12 +51,12 @@ class Acts(msgspec.Struct, frozen=True):
     """
 
     listed: Callable[[Sequence[int]], None]
-    go: Callable[[Trip], None]
-    over: Callable[[Trip], None]
-    rates: Callable[[], Rates | None]
+    go: Callable[[SimRequest], None]
+    over: Callable[[SimRequest], None]
+    rates: Callable[[], StepTimeModel | None]
 
 
-class Replicas:
+class AutoscaledFleet:
     """The replicas of one target. Mutable; the world owns it.
 
     Args:
@@ -67,7 +67,12 @@ class Replicas:
     """
 
     def __init__(
-        self, asked: Autoscaling, sites: Sequence[Site], *, timeline: Timeline, acts: Acts
+        self,
+        asked: ScenarioAutoscaling,
+        sites: Sequence[EngineNode],
+        *,
+        timeline: EventQueue,
+        acts: Acts,
     ) -> None:
         self._asked = asked
         self._sites = sites
@@ -77,16 +82,18 @@ class Replicas:
         #: When each site was asked for.
         self._born = [0.0] * len(sites)
         self._loads = [0] * len(sites)
-        acts_ = controller.Acts(
+        acts_ = controller.FlowCallbacks(
             decide=lambda trip, _: self._room(trip),
             waits=lambda _, __: None,
             go=self._go,
             refuse=self._refuse,
         )
-        self._gate = flow_control.Gate(_holding(asked.hold), timeline=timeline, acts=acts_)
+        self._gate = flow_control.SimFlowController(
+            _holding(asked.hold), timeline=timeline, acts=acts_
+        )
         self._spec = min(asked.start, len(sites))
-        self._counters = demand_estimator.Counters()
-        self._charts = Charts(asked.window_s)
+        self._counters = demand_estimator.PickerCounters()
+        self._charts = FleetScalingHistory(asked.window_s)
         self._fresh()
 
     def begin(self) -> None:
@@ -94,7 +101,7 @@ class Replicas:
         for n in range(self._spec):
             self._is[n] = _Is.UP
             self._sites[n].start()
-            self._charts.asked(n, 0.0)
+            self._charts.replica_requested(n, 0.0)
             self._charts.up(n, 0.0)
         self._list()
         self._tick()
@@ -107,7 +114,7 @@ class Replicas:
         here = sum(kind is not _Is.DOWN for kind in self._is)
         return not self._gate.queue.count and here <= self._asked.min
 
-    def arrived(self, trip: Trip) -> None:
+    def arrived(self, trip: SimRequest) -> None:
         """A request came: it goes on, waits or is refused."""
         self._charts.arrived(self._timeline.now)
         self._count(arrived=1, prompt_tokens=trip.work.prompt_tokens)
@@ -115,18 +122,18 @@ class Replicas:
         refused = gate.admit(trip, room)
         if refused is not None:
             self._refuse(trip, refused)
-        elif not gate.holds(trip):
+        elif not gate.is_queued(trip):
             self._go(trip, _Room())
         elif not self._spec:
             self._look()
 
-    def left(self, trip: Trip) -> bool:
+    def left(self, trip: SimRequest) -> bool:
         """The client of a trip has gone; returns whether the trip was still waiting."""
-        return self._gate.left(trip)
+        return self._gate.cancel(trip)
 
-    def ended(self, trip: Trip) -> None:
+    def ended(self, trip: SimRequest) -> None:
         """A trip that went on has ended."""
-        n = trip.site
+        n = trip.node
         self._loads[n] -= 1
         tokens = 0 if trip.failure else trip.work.output_tokens
         self._count(in_flight=-1, answered=0 if trip.failure else 1, answer_tokens=tokens)
@@ -136,7 +143,7 @@ class Replicas:
             self._gate.charge(trip)
         self._gate.pump()
 
-    def close(self, over_at: float) -> Scaling:
+    def close(self, over_at: float) -> ScalingSummary:
         """What came of it; the last request had ended at `over_at`."""
         now = self._timeline.now
         self._charts.row(
@@ -149,7 +156,7 @@ class Replicas:
 
     # Requests.
 
-    def _room(self, _trip: Trip) -> _Room | Rejection:
+    def _room(self, _trip: SimRequest) -> _Room | Rejection:
         """A place on a replica, or why there is none."""
         most = self._asked.hold.per_replica
         up = [load for load, kind in zip(self._loads, self._is, strict=True) if kind is _Is.UP]
@@ -157,15 +164,15 @@ class Replicas:
             return outcomes.no_endpoints(waits_s=math.inf)
         if most is None or min(up) < most:
             return _Room()
-        return outcomes.busy(math.inf)
+        return outcomes.all_busy(math.inf)
 
-    def _go(self, trip: Trip, _room: _Room) -> None:
+    def _go(self, trip: SimRequest, _room: _Room) -> None:
         self._acts.go(trip)
-        if trip.site >= 0:
-            self._loads[trip.site] += 1
+        if trip.node >= 0:
+            self._loads[trip.node] += 1
             self._count(in_flight=1)
 
-    def _refuse(self, trip: Trip, why: Rejection) -> None:
+    def _refuse(self, trip: SimRequest, why: Rejection) -> None:
         trip.refused(why, self._timeline.now)
         self._acts.over(trip)
 
@@ -179,16 +186,16 @@ class Replicas:
     def _fresh(self) -> None:
         asked = self._asked
         policy = registry.make(asked.policy, asked.params, where="autoscaling")
-        self._scaler = Scaler(policy, Bounds(min=asked.min, max=len(self._sites)))
-        self._meter = demand_estimator.Meter(asked.meter)
+        self._scaler = PolicyRunner(policy, ReplicaBounds(min=asked.min, max=len(self._sites)))
+        self._meter = demand_estimator.DemandEstimator(asked.meter)
 
     def _restart(self) -> None:
         """Another picker, which reads what this one wrote."""
         kept = msgspec.json.encode(self._scaler.state())
-        learnt = msgspec.json.encode(self._meter.learnt)
+        learnt = msgspec.json.encode(self._meter.state)
         self._fresh()
-        self._scaler.restore(msgspec.json.decode(kept, type=Kept))
-        self._meter.restore(msgspec.json.decode(learnt, type=demand_estimator.Learnt))
+        self._scaler.restore(msgspec.json.decode(kept, type=RunnerState))
+        self._meter.restore(msgspec.json.decode(learnt, type=demand_estimator.EstimatorState))
 
     def _tick(self) -> None:
         self._look()
@@ -208,7 +215,7 @@ class Replicas:
     def _demand(self) -> Demand:
         now = self._timeline.now
         pages = [site.page(now) for site, kind in self._pairs() if kind is _Is.UP]
-        seen = demand_estimator.Seen(
+        seen = demand_estimator.TargetObservation(
             spec=self._spec,
             available=len(pages),
             waiting=sum(page.waiting or 0.0 for page in pages),
@@ -220,7 +227,7 @@ class Replicas:
 
     # Replicas.
 
-    def _pairs(self) -> list[tuple[Site, _Is]]:
+    def _pairs(self) -> list[tuple[EngineNode, _Is]]:
         return list(zip(self._sites, self._is, strict=True))
 
     def _list(self) -> None:
@@ -242,7 +249,7 @@ class Replicas:
         now = self._timeline.now
         self._is[n] = _Is.STARTING
         self._born[n] = now
-        self._charts.asked(n, now)
+        self._charts.replica_requested(n, now)
         self._timeline.after(self._asked.cold_start_s, lambda: self._up(n, now))
 
     def _up(self, n: int, born: float) -> None:
@@ -280,13 +287,13 @@ class Replicas:
             self._match()  # one that is wanted may have found no room
 
 
-def _holding(hold: Hold) -> Holding:
+def _holding(hold: HoldSpec) -> FlowControlSection:
     """How requests wait for a replica, as pickers are told."""
     budget_s = _FOREVER_S if hold.budget_s is None else hold.budget_s
-    return Holding(
+    return FlowControlSection(
         enabled=True,
         timeout_s=budget_s,
         empty_timeout_s=budget_s,
-        most_timeout_s=budget_s,
+        max_timeout_s=budget_s,
         max_requests=hold.requests,
     )

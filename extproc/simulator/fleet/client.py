@@ -10,8 +10,8 @@ from typing import Annotated
 import msgspec
 
 from extproc.simulator.fleet import workloads
-from extproc.simulator.fleet.event_queue import Timeline
-from extproc.simulator.fleet.sim_request import Session, Trip, Work
+from extproc.simulator.fleet.event_queue import EventQueue
+from extproc.simulator.fleet.sim_request import RequestSpec, SimRequest, SimSession
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -58,11 +58,11 @@ class _Run:
 
     __slots__ = ("done", "next", "session", "user", "works")
 
-    def __init__(self, session: Session, user: int, adapters: int) -> None:
+    def __init__(self, session: SimSession, user: int, adapters: int) -> None:
         self.session = session
         self.user = user
         self.next = 0
-        works = session.works
+        works = session.specs
         self.works = workloads.adapted(works, user % adapters) if adapters else works
 
 
@@ -81,12 +81,12 @@ class Sender:
     def __init__(
         self,
         client: Client,
-        sessions: Iterator[Session],
+        sessions: Iterator[SimSession],
         *,
         adapters: int,
-        timeline: Timeline,
+        timeline: EventQueue,
         rng: random.Random,
-        send: Callable[[Work], Trip],
+        send: Callable[[RequestSpec], SimRequest],
     ) -> None:
         self._client = client
         self._sessions = sessions
@@ -103,7 +103,7 @@ class Sender:
         self._arrival_s = 0.0
 
     @property
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether everything was sent and has ended."""
         return self._exhausted and not self._active
 
@@ -117,7 +117,7 @@ class Sender:
             when = self._client.ramp_s * user / users
             self._timeline.at(when, lambda user=user: self._begin(user))  # type: ignore[misc]
 
-    def finished(self, trip: Trip) -> None:
+    def finished(self, trip: SimRequest) -> None:
         """A request of ours ended."""
         run = self._runs.pop(trip.id)
         self._open -= 1

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from extproc.endpoint import Load, Totals
+from extproc.endpoint import EngineCounters, Load
 from extproc.simulator import core, engine_request, profiles
-from extproc.simulator.fleet.event_queue import Timeline
-from extproc.simulator.fleet.sim_request import Trip
+from extproc.simulator.fleet.event_queue import EventQueue
+from extproc.simulator.fleet.sim_request import SimRequest
 
 #: Called when a trip's first token came, and when it ended.
-Told = Callable[[Trip], None]
+OnFinished = Callable[[SimRequest], None]
 #: Called with seconds between tokens and how many tokens came so.
-Gaps = Callable[[float, int], None]
+OnGaps = Callable[[float, int], None]
 
 
-class Site:
+class EngineNode:
     """An engine, its queue of trips and its metrics page. Mutable; the world owns it.
 
     Args:
@@ -30,7 +30,12 @@ class Site:
     """
 
     def __init__(
-        self, timeline: Timeline, profile: profiles.Profile, *, finished: Told, gaps: Gaps
+        self,
+        timeline: EventQueue,
+        profile: profiles.EngineProfile,
+        *,
+        finished: OnFinished,
+        gaps: OnGaps,
     ) -> None:
         self.profile = profile
         self.up = False
@@ -39,18 +44,18 @@ class Site:
         self._timeline = timeline
         self._finished = finished
         self._gaps = gaps
-        self.trips: dict[str, Trip] = {}
+        self.trips: dict[str, SimRequest] = {}
         self.start()
         self.up = False
 
     @property
-    def well(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether it serves."""
         return self.up and not self.refusing and not self._hung
 
     def start(self) -> None:
         """A new process with an empty cache."""
-        self.engine = core.Engine(self.profile)
+        self.engine = core.SimulatedEngine(self.profile)
         self.up = True
         self.refusing = self._hung = False
         self._steps = self._computed = self._generated = self._ended = 0
@@ -75,7 +80,7 @@ class Site:
             trip.failure = "engine died"
             self._finished(trip)
 
-    def submit(self, trip: Trip) -> None:
+    def submit(self, trip: SimRequest) -> None:
         """Take a trip in, or end it with a failure."""
         if not self.up:
             trip.failure = "connection refused"
@@ -84,7 +89,7 @@ class Site:
         else:
             work = trip.work
             refusal = self.engine.submit(
-                engine_request.Job(
+                engine_request.EngineRequest(
                     trip.id, work.prompt_tokens, work.output_tokens, work.keys, work.adapter
                 ),
                 self._timeline.now,
@@ -98,7 +103,7 @@ class Site:
         self.trips[trip.id] = trip
         self._kick()
 
-    def cancel(self, trip: Trip, why: str) -> None:
+    def cancel(self, trip: SimRequest, why: str) -> None:
         """The client of a trip has gone."""
         if self.trips.pop(trip.id, None) is None:
             return
@@ -125,7 +130,7 @@ class Site:
             adapter_slots=None if self._active is None else self.profile.max_loras,
             prefix_queries=float(engine.prefix_queries),
             prefix_hits=float(engine.prefix_hits),
-            totals=Totals(
+            counters=EngineCounters(
                 steps=float(self._steps),
                 step_tokens=float(self._computed + self._generated),
                 generated_tokens=float(self._generated),
@@ -145,7 +150,7 @@ class Site:
             self._due = due
             timeline.at(due, lambda: self._step(engine, due))
 
-    def _step(self, engine: core.Engine, due: float) -> None:
+    def _step(self, engine: core.SimulatedEngine, due: float) -> None:
         if engine is not self.engine or self._due != due or engine.due != due:
             return  # another process, or the plan was cut short since
         self._due = None

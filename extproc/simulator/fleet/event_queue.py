@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-Act = Callable[[], None]
+EventCallback = Callable[[], None]
 
 
-class Timeline:
+class EventQueue:
     """A clock that jumps from one event to the next. Mutable; one owner.
 
     Attributes:
@@ -19,10 +19,10 @@ class Timeline:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._events: list[tuple[float, int, Act]] = []
+        self._events: list[tuple[float, int, EventCallback]] = []
         self._serial = 0
 
-    def at(self, when: float, act: Act) -> None:
+    def at(self, when: float, act: EventCallback) -> None:
         """Plan something. What is planned for one moment happens in the order it was planned.
 
         Args:
@@ -32,7 +32,7 @@ class Timeline:
         self._serial += 1
         heapq.heappush(self._events, (max(when, self.now), self._serial, act))
 
-    def after(self, seconds: float, act: Act) -> None:
+    def after(self, seconds: float, act: EventCallback) -> None:
         """Plan something for so many seconds from now."""
         self.at(self.now + seconds, act)
 

@@ -8,17 +8,17 @@ from typing import Generic
 
 import msgspec
 
-from extproc.config.flow_control import Holding
+from extproc.config.flow_control import FlowControlSection
 from extproc.decision import Rejection
-from extproc.flow_control.controller import Acts, Turnstile, Way
+from extproc.flow_control.controller import FlowCallbacks, FlowController, GrantT
 from extproc.flow_control.queue import Queue
-from extproc.flow_control.queued_item import Waiter
-from extproc.flow_control.request_headers import Want
-from extproc.simulator.fleet.event_queue import Timeline
-from extproc.simulator.fleet.sim_request import Trip
+from extproc.flow_control.queued_item import QueuedItem
+from extproc.flow_control.request_headers import EnqueueRequest
+from extproc.simulator.fleet.event_queue import EventQueue
+from extproc.simulator.fleet.sim_request import SimRequest
 
 
-class Gate(Generic[Way]):
+class SimFlowController(Generic[GrantT]):
     """Holds trips until they can be served, or refused. Mutable; whoever holds trips owns it.
 
     Args:
@@ -27,13 +27,19 @@ class Gate(Generic[Way]):
         acts: What is done to trips.
     """
 
-    def __init__(self, holding: Holding, *, timeline: Timeline, acts: Acts[Trip, Way]) -> None:
+    def __init__(
+        self,
+        holding: FlowControlSection,
+        *,
+        timeline: EventQueue,
+        acts: FlowCallbacks[SimRequest, GrantT],
+    ) -> None:
         self._manners = holding.manners
         self._timeline = timeline
         self._acts = acts
         own = msgspec.structs.replace(acts, go=self._go, refuse=self._refuse)
-        self._turnstile = Turnstile(holding.queue, own)
-        self._waiters: dict[str, Waiter] = {}
+        self._turnstile = FlowController(holding.queue, own)
+        self._waiters: dict[str, QueuedItem] = {}
         self._soon = False
         self._due_at = math.inf
 
@@ -44,10 +50,12 @@ class Gate(Generic[Way]):
 
     @property
     def outcomes(self) -> Counter[str]:
-        """What came of trips that waited; see `Turnstile`."""
+        """What came of trips that waited; see `FlowController`."""
         return self._turnstile.outcomes
 
-    def admit(self, trip: Trip, outcome: Way | Rejection, *, toward: str = "") -> Rejection | None:
+    def admit(
+        self, trip: SimRequest, outcome: GrantT | Rejection, *, toward: str = ""
+    ) -> Rejection | None:
         """Let a trip that has just come go on, wait, or be refused.
 
         Args:
@@ -58,14 +66,14 @@ class Gate(Generic[Way]):
         Returns:
             Why it is refused. None where it waits, or may go where `outcome` says.
         """
-        why = self._turnstile.why(outcome, priority=trip.work.priority, toward=toward)
-        return None if why is None else self.hold(trip, why)
+        why = self._turnstile.check(outcome, priority=trip.work.priority, toward=toward)
+        return None if why is None else self.enqueue(trip, why)
 
-    def holds(self, trip: Trip) -> bool:
+    def is_queued(self, trip: SimRequest) -> bool:
         """Whether a trip waits."""
         return trip.id in self._waiters
 
-    def hold(self, trip: Trip, why: Rejection) -> Rejection | None:
+    def enqueue(self, trip: SimRequest, why: Rejection) -> Rejection | None:
         """Begin to wait.
 
         Args:
@@ -76,32 +84,32 @@ class Gate(Generic[Way]):
             Why not, where that changes nothing, or there is no room or no time.
         """
         now, work = self._timeline.now, trip.work
-        want = Want(
+        want = EnqueueRequest(
             tenant=self._tenant(trip),
             priority=work.priority,
             target=work.adapter,
             tokens=work.prompt_tokens,
         )
-        waiter = self._turnstile.hold(trip, want, why, now)
+        waiter = self._turnstile.enqueue(trip, want, why, now)
         if isinstance(waiter, Rejection):
             return waiter
         self._waiters[trip.id] = waiter
         self._wake(self._turnstile.next_s(why.waits_s or 0.0, now))
         return None
 
-    def left(self, trip: Trip) -> bool:
+    def cancel(self, trip: SimRequest) -> bool:
         """The client of a trip has gone; returns whether the trip was still waiting."""
         waiter = self._waiters.pop(trip.id, None)
-        return waiter is not None and self._turnstile.left(waiter)
+        return waiter is not None and self._turnstile.cancel(waiter)
 
-    def changed(self) -> None:
+    def notify_capacity(self) -> None:
         """Something happened that may be capacity."""
         self._turnstile.changed()
         if self.queue.count and not self._soon:
             self._soon = True
             self._timeline.after(0.0, self.pump)
 
-    def charge(self, trip: Trip) -> None:
+    def charge(self, trip: SimRequest) -> None:
         """A trip has ended with an answer, and its tenant's turns follow."""
         tokens = self.queue.settings.output_weight * trip.work.output_tokens
         self.queue.charge(self._tenant(trip), tokens, self._timeline.now)
@@ -109,21 +117,21 @@ class Gate(Generic[Way]):
     def pump(self) -> None:
         """Let trips go on, and end those that waited too long."""
         self._soon = False
-        wait_s = self._turnstile.pump(self._timeline.now)
+        wait_s = self._turnstile.dispatch(self._timeline.now)
         if wait_s == 0.0:
-            self.changed()
+            self.notify_capacity()
         else:
             self._wake(wait_s)
 
-    def _go(self, trip: Trip, way: Way) -> None:
+    def _go(self, trip: SimRequest, way: GrantT) -> None:
         del self._waiters[trip.id]
         self._acts.go(trip, way)
 
-    def _refuse(self, trip: Trip, why: Rejection) -> None:
+    def _refuse(self, trip: SimRequest, why: Rejection) -> None:
         del self._waiters[trip.id]
         self._acts.refuse(trip, why)
 
-    def _tenant(self, trip: Trip) -> str:
+    def _tenant(self, trip: SimRequest) -> str:
         work = trip.work
         return work.tenant or self._manners.tenant({}, work.adapter)
 

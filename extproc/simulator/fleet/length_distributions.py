@@ -45,6 +45,6 @@ class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         value = max(value, self.lowest)
         return value if self.highest is None else min(value, self.highest)
 
-    def whole(self, rng: random.Random) -> int:
+    def integer(self, rng: random.Random) -> int:
         """One value, rounded; at least 1."""
         return max(1, round(self.draw(rng)))

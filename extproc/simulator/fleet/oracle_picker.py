@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import msgspec
 
 from extproc.endpoint import Endpoint
-from extproc.pool.conversations import Recurrence
-from extproc.pool.inflight import Account, Ticket
+from extproc.pool.conversations import ConversationTracker
+from extproc.pool.inflight import InflightLoad, Reservation
 from extproc.scheduling.costs.estimated_time import EstimatedTime
 from extproc.simulator import engine_request, lora
-from extproc.simulator.fleet.engine_node import Site
-from extproc.simulator.fleet.event_queue import Timeline
-from extproc.simulator.fleet.sim_request import KEY_TOKENS, Trip, Work
+from extproc.simulator.fleet.engine_node import EngineNode
+from extproc.simulator.fleet.event_queue import EventQueue
+from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec, SimRequest
 
 #: What the adaptive strategy weighs its terms with.
 _WEIGHTS = EstimatedTime()
@@ -39,15 +39,15 @@ class _Seen(msgspec.Struct):
         held: Tokens that the open prompts there will hold.
     """
 
-    site: Site
-    work: Work
+    site: EngineNode
+    work: RequestSpec
     others: Sequence[engine_request.Outstanding]
     cached: int
     home: bool
     held: float
 
 
-class Clairvoyant:
+class OraclePicker:
     """See the module.
 
     Args:
@@ -55,30 +55,30 @@ class Clairvoyant:
         timeline: The clock; not used, as nothing it knows ages.
     """
 
-    def __init__(self, sites: Sequence[Site], timeline: Timeline) -> None:
+    def __init__(self, sites: Sequence[EngineNode], timeline: EventQueue) -> None:
         del timeline
         self._sites = sites
         self._listed: Sequence[int] = ()
         self._uncached: dict[str, int] = {}
-        self._recurrence = Recurrence()
-        self._accounts = [Account(Endpoint(f"engine-{n}")) for n in range(len(sites))]
-        self._tickets: dict[str, Ticket] = {}
+        self._recurrence = ConversationTracker()
+        self._accounts = [InflightLoad(Endpoint(f"engine-{n}")) for n in range(len(sites))]
+        self._tickets: dict[str, Reservation] = {}
 
     def listed(self, up: Sequence[int]) -> None:
         """See `Picker`; it is not told of anything it does not know."""
         self._listed = up
 
-    def pick(self, trip: Trip) -> int:
+    def pick(self, trip: SimRequest) -> int:
         """See `Picker`."""
         work = trip.work
         chain = work.keys[_CHAIN - 1 : work.prompt_tokens // KEY_TOKENS : _CHAIN]
-        home = self._recurrence.home(chain)
+        home = self._recurrence.last_endpoint(chain)
         seen = [self._look(n, work, home=home) for n in self._listed if self._sites[n].up]
         if not seen:
             trip.failure = "rejected 503"
             return -1
         most = max(one.cached for one in seen)
-        growth = self._recurrence.growth(work.prompt_tokens)
+        growth = self._recurrence.expected_growth_tokens(work.prompt_tokens)
         best = min(seen, key=lambda one: self._price(one, most, growth))
         where = next(n for n in self._listed if self._sites[n] is best.site)
         trip.predicted_tokens = best.cached
@@ -87,18 +87,20 @@ class Clairvoyant:
         ticket = self._tickets[trip.id] = account.open(
             "", work.prompt_tokens, cached_tokens=best.cached, now=0.0
         )
-        self._recurrence.sent(chain, account, prompt_tokens=work.prompt_tokens, now=0.0)
+        self._recurrence.record_sent(chain, account, prompt_tokens=work.prompt_tokens, now=0.0)
         if chain:
             size = _CHAIN * KEY_TOKENS
-            account.hold(ticket, chain, range(0, (len(chain) + 1) * size, size), growth=growth)
+            account.track_context(
+                ticket, chain, range(0, (len(chain) + 1) * size, size), growth=growth
+            )
         return where
 
-    def left(self, trip: Trip) -> bool:
+    def cancel(self, trip: SimRequest) -> bool:
         """See `Picker`; nobody waits."""
         del trip
         return False
 
-    def ended(self, trip: Trip) -> None:
+    def ended(self, trip: SimRequest) -> None:
         """See `Picker`."""
         del self._uncached[trip.id]
         self._tickets.pop(trip.id).close(0.0)
@@ -106,12 +108,14 @@ class Clairvoyant:
     def rates(self) -> None:
         """See `Picker`; it needs no estimate."""
 
-    def _look(self, n: int, work: Work, *, home: Account | None) -> _Seen:
+    def _look(self, n: int, work: RequestSpec, *, home: InflightLoad | None) -> _Seen:
         engine = self._sites[n].engine
         size = engine.profile.block_tokens
         cached = engine.pool.match(work.keys, (work.prompt_tokens - 1) // size) * size
         others, account = list(engine.outstanding()), self._accounts[n]
-        return _Seen(self._sites[n], work, others, cached, account is home, account.open_tokens)
+        return _Seen(
+            self._sites[n], work, others, cached, account is home, account.active_context_tokens
+        )
 
     def _price(self, seen: _Seen, most: int, growth: float) -> float:
         """Seconds; `most` is the tokens cached where most of them are."""
@@ -123,7 +127,7 @@ class Clairvoyant:
         own = per_seq + machine.context_s_per_token * (work.prompt_tokens + work.output_tokens / 2)
         step_s = machine.base_s
         for other in seen.others:
-            queued += self._left(other)
+            queued += self._remaining_tokens(other)
             waiting += other.waiting
             first += other.prompt_left > 0
             each = per_seq + machine.context_s_per_token * other.context
@@ -146,7 +150,7 @@ class Clairvoyant:
             + self._crowding_s(seen, growth)
         )
 
-    def _left(self, other: engine_request.Outstanding) -> int:
+    def _remaining_tokens(self, other: engine_request.Outstanding) -> int:
         """Prompt tokens a job has still to compute."""
         if not other.waiting:
             return other.prompt_left
@@ -159,10 +163,10 @@ class Clairvoyant:
         machine = seen.site.engine.profile
         wanted = seen.work.prompt_tokens - seen.cached + growth
         share = (seen.held + wanted) / machine.kv_tokens
-        low, full, lost = _WEIGHTS.roomy, _WEIGHTS.full, _WEIGHTS.lost
+        low, full, lost = _WEIGHTS.crowding_start, _WEIGHTS.crowding_full, _WEIGHTS.crowding_end
         value = min((share - low) / (full - low), (lost - share) / (lost - full), 1.0)
         cache_s = machine.kv_tokens * machine.prefill_s_per_token
-        return _WEIGHTS.crowding * self._recurrence.share * cache_s * max(0.0, value)
+        return _WEIGHTS.crowding * self._recurrence.continuation_ratio * cache_s * max(0.0, value)
 
     def _stall_s(self, seen: _Seen) -> float:
         """Seconds until all those ahead and this request find room in the cache."""
@@ -171,7 +175,7 @@ class Clairvoyant:
         wanted = work.prompt_tokens - seen.cached + work.output_tokens // 2
         for other in seen.others:
             if other.waiting:
-                wanted += self._left(other) + other.output_left // 2
+                wanted += self._remaining_tokens(other) + other.output_left // 2
         missing = wanted - engine.pool.available * machine.block_tokens
         if missing <= 0:
             return 0.0
@@ -193,7 +197,7 @@ class Clairvoyant:
         if not adapter or adapter in slots.resident:
             return 0.0
         ahead = {o.adapter for o in seen.others if o.waiting and o.adapter} - set(slots.resident)
-        if slots.fit(adapter) is not lora.Fit.NONE and not ahead:
+        if slots.fit(adapter) is not lora.SlotFit.NONE and not ahead:
             return machine.lora_load_s
         # A slot is free when the last sequence of some adapter ends.
         ends: dict[str, int] = {}

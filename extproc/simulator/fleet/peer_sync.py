@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 
 from extproc.routing import peer_sync
-from extproc.routing.director import Dispatcher
-from extproc.simulator.fleet.event_queue import Timeline
+from extproc.routing.director import Director
+from extproc.simulator.fleet.event_queue import EventQueue
 
 
-class Talk:
+class PeerSyncBus:
     """Carries facts from each picker to all others, none of them lost.
 
     Args:
@@ -20,21 +20,21 @@ class Talk:
     """
 
     def __init__(
-        self, dispatchers: Sequence[Dispatcher], *, timeline: Timeline, delay_s: float
+        self, dispatchers: Sequence[Director], *, timeline: EventQueue, delay_s: float
     ) -> None:
         self._timeline = timeline
-        self._mirrors: list[peer_sync.Mirror] = []
+        self._mirrors: list[peer_sync.PeerReplica] = []
         for n, dispatcher in enumerate(dispatchers):
             self._join(str(n), dispatcher, delay_s)
 
-    def _join(self, name: str, dispatcher: Dispatcher, delay_s: float) -> None:
+    def _join(self, name: str, dispatcher: Director, delay_s: float) -> None:
         def told() -> None:
             message = outbox.take()
             if message is not None:
                 for mirror in self._mirrors:
                     mirror.take(message, self._timeline.now)
 
-        outbox = peer_sync.Outbox(name, lambda: self._timeline.after(delay_s, told))
+        outbox = peer_sync.PeerEventLog(name, lambda: self._timeline.after(delay_s, told))
         peer_sync.connect([("", dispatcher)], outbox)
         # Nobody here is ever gone: an outage of a picker is not simulated.
-        self._mirrors.append(peer_sync.Mirror(name, lambda _: dispatcher, silent_s=math.inf))
+        self._mirrors.append(peer_sync.PeerReplica(name, lambda _: dispatcher, silent_s=math.inf))

@@ -12,19 +12,19 @@ import msgspec
 from extproc.config import factory
 from extproc.config import settings as sections
 from extproc.decision import Decision, Outcome, Rejection
-from extproc.endpoint import Endpoint, Load, Models, Rates
+from extproc.endpoint import Endpoint, Load, ServedModels, StepTimeModel
 from extproc.flow_control import controller
 from extproc.flow_control.endpoint_sets import EndpointBits
-from extproc.pool.inflight import Ticket
-from extproc.pool.store import Mark
-from extproc.request import Request
+from extproc.pool.inflight import Reservation
+from extproc.pool.store import ScrapeToken
+from extproc.request import InferenceRequest
 from extproc.routing import pending_load
 from extproc.scheduling.framework import Signal
 from extproc.scrape import schedule
 from extproc.simulator.fleet import flow_control
-from extproc.simulator.fleet.engine_node import Site
-from extproc.simulator.fleet.event_queue import Timeline
-from extproc.simulator.fleet.sim_request import KEY_TOKENS, Trip, Work
+from extproc.simulator.fleet.engine_node import EngineNode
+from extproc.simulator.fleet.event_queue import EventQueue
+from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec, SimRequest
 
 #: Failures that a data plane, or the engine itself, answers with 503.
 _LOST = frozenset({"connection refused", "engine died", "answered 503"})
@@ -35,29 +35,29 @@ MODEL = "base"
 _NO_HEADERS: Mapping[str, str] = {}
 
 
-class Picker(Protocol):
+class SimPicker(Protocol):
     """Whoever says where a trip goes."""
 
     def listed(self, up: Sequence[int]) -> None:
         """Discovery names the endpoints: indices of sites."""
 
-    def pick(self, trip: Trip) -> int:
+    def pick(self, trip: SimRequest) -> int:
         """The site a trip goes to; -1 and a `failure` in the trip when it is refused, -1 when it waits.
 
         Of one that waits the world is told what came of it.
         """
 
-    def left(self, trip: Trip) -> bool:
+    def cancel(self, trip: SimRequest) -> bool:
         """The client of a trip has gone; returns whether the trip was still waiting."""
 
-    def ended(self, trip: Trip) -> None:
+    def ended(self, trip: SimRequest) -> None:
         """A picked trip ended."""
 
-    def rates(self) -> Rates | None:
+    def rates(self) -> StepTimeModel | None:
         """How fast engines are, as far as it has learnt; None for not at all."""
 
 
-class Dispatching:
+class ExtprocPicker:
     """The real dispatcher, scraped for by the timeline as the real scraper would.
 
     Args:
@@ -74,17 +74,17 @@ class Dispatching:
     def __init__(
         self,
         settings: sections.Settings,
-        sites: Sequence[Site],
+        sites: Sequence[EngineNode],
         *,
-        timeline: Timeline,
+        timeline: EventQueue,
         delay_s: float,
-        models: Models,
+        models: ServedModels,
         told_max_tokens: bool = False,
-        went: Callable[[Trip], None] | None = None,
+        went: Callable[[SimRequest], None] | None = None,
     ) -> None:
-        if went is None and settings.holding.enabled:
-            off = msgspec.structs.replace(settings.holding, enabled=False)
-            settings = msgspec.structs.replace(settings, holding=off)
+        if went is None and settings.flow_control.enabled:
+            off = msgspec.structs.replace(settings.flow_control, enabled=False)
+            settings = msgspec.structs.replace(settings, flow_control=off)
         self.parts = factory.build(settings, where="scenario")
         self._sites = sites
         self._timeline = timeline
@@ -94,10 +94,10 @@ class Dispatching:
         scrape = settings.scrape
         self._scraping = scrape.enabled
         self._pace = self.parts.scraping.pace
-        self._needs = self.parts.dispatcher.routing.needs
+        self._needs = self.parts.director.routing.needs
         self._cuts = [tokens for tokens in settings.prefix.schedule.tokens if tokens]
-        self._tickets: dict[str, Ticket] = {}
-        self._promises: dict[str, pending_load.Promise] = {}
+        self._tickets: dict[str, Reservation] = {}
+        self._promises: dict[str, pending_load.PendingShare] = {}
         self._endpoints = [
             Endpoint(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000", name=f"engine-{n}")
             for n in range(len(sites))
@@ -109,20 +109,22 @@ class Dispatching:
         self._busy: dict[int, int] = {}
         self._touched: set[int] = set()
         self._bits: EndpointBits | None = None
-        self.gate: flow_control.Gate[Decision] | None = None
-        if went is not None and settings.holding.enabled:
-            acts = controller.Acts(
+        self.gate: flow_control.SimFlowController[Decision] | None = None
+        if went is not None and settings.flow_control.enabled:
+            acts = controller.FlowCallbacks(
                 decide=self._decide_again,
                 waits=self._promise,
                 go=lambda trip, outcome: self._grant(trip, outcome, went),
                 refuse=lambda trip, why: self._refuse(trip, why, went),
                 bits=self._endpoint_bits,
             )
-            self.gate = flow_control.Gate(settings.holding, timeline=timeline, acts=acts)
+            self.gate = flow_control.SimFlowController(
+                settings.flow_control, timeline=timeline, acts=acts
+            )
 
     def listed(self, up: Sequence[int]) -> None:
-        """See `Picker`."""
-        self.parts.fleet.replace([self._endpoints[n] for n in up], self._timeline.now)
+        """See `SimPicker`."""
+        self.parts.store.set_endpoints([self._endpoints[n] for n in up], self._timeline.now)
         self._changed()
         fresh = set(up) - self._watched
         self._watched = set(up)
@@ -136,13 +138,13 @@ class Dispatching:
             watch = self._watches[n]
             self._timeline.after(spread, lambda n=n, watch=watch: self._scrape(n, watch))  # type: ignore[misc]
 
-    def pick(self, trip: Trip) -> int:
-        """See `Picker`."""
+    def pick(self, trip: SimRequest) -> int:
+        """See `SimPicker`."""
         outcome, gate = self._decide(trip), self.gate
         if gate is not None:
             toward = "" if isinstance(outcome, Rejection) else outcome.endpoints[0].address
             refused = gate.admit(trip, outcome, toward=toward)
-            if gate.holds(trip):
+            if gate.is_queued(trip):
                 return -1
             outcome = refused or outcome
         if isinstance(outcome, Decision):
@@ -150,39 +152,39 @@ class Dispatching:
         trip.refused(outcome, self._timeline.now)
         return -1
 
-    def left(self, trip: Trip) -> bool:
-        """See `Picker`."""
+    def cancel(self, trip: SimRequest) -> bool:
+        """See `SimPicker`."""
         self._take_back(trip)
-        return self.gate is not None and self.gate.left(trip)
+        return self.gate is not None and self.gate.cancel(trip)
 
-    def _decide_again(self, trip: Trip, patient: bool) -> Outcome:  # noqa: FBT001 - as `Acts` calls it
+    def _decide_again(self, trip: SimRequest, patient: bool) -> Outcome:  # noqa: FBT001 - as `Acts` calls it
         self._take_back(trip)  # nobody waits behind itself
         return self._decide(trip, patient=patient)
 
     def _endpoint_bits(self) -> EndpointBits:
         """As `Acts` takes it; targets are adapters."""
-        serving = self.parts.dispatcher.serving_bits
+        serving = self.parts.director.serving_bits
         if self._bits is None or self._bits.version is not serving:
             self._bits = EndpointBits(
-                of=lambda adapter: serving.of(adapter or MODEL),
-                named=serving.named,
+                of=lambda adapter: serving.bits_for(adapter or MODEL),
+                named=serving.bits_of_addresses,
                 version=serving,
             )
         return self._bits
 
-    def _promise(self, trip: Trip, address: str) -> None:
-        made = self.parts.dispatcher.promises.make(
+    def _promise(self, trip: SimRequest, address: str) -> None:
+        made = self.parts.director.pending_load.add(
             address, self._chain(trip.work), prompt_tokens=trip.work.prompt_tokens
         )
         if made is not None:
             self._promises[trip.id] = made
 
-    def _take_back(self, trip: Trip) -> None:
-        pending_load.take_back(self._promises.pop(trip.id, None))
+    def _take_back(self, trip: SimRequest) -> None:
+        pending_load.remove(self._promises.pop(trip.id, None))
 
-    def _decide(self, trip: Trip, *, patient: bool = True) -> Outcome:
+    def _decide(self, trip: SimRequest, *, patient: bool = True) -> Outcome:
         work = trip.work
-        request = Request(
+        request = InferenceRequest(
             api="completions",
             model=work.adapter or MODEL,
             prompt=work.opening.encode(),
@@ -191,7 +193,7 @@ class Dispatching:
             session=work.session,
             priority=work.priority,
         )
-        return self.parts.dispatcher.choose(
+        return self.parts.director.choose(
             request,
             self._timeline.now,
             chain=self._chain(work),
@@ -199,26 +201,28 @@ class Dispatching:
             patient=patient,
         )
 
-    def _grant(self, trip: Trip, outcome: Decision, went: Callable[[Trip], None]) -> None:
-        trip.site = self._commit(trip, outcome)
+    def _grant(
+        self, trip: SimRequest, outcome: Decision, went: Callable[[SimRequest], None]
+    ) -> None:
+        trip.node = self._commit(trip, outcome)
         went(trip)
 
-    def _refuse(self, trip: Trip, why: Rejection, went: Callable[[Trip], None]) -> None:
+    def _refuse(self, trip: SimRequest, why: Rejection, went: Callable[[SimRequest], None]) -> None:
         self._take_back(trip)
         trip.refused(why, self._timeline.now)
         went(trip)
 
-    def _commit(self, trip: Trip, outcome: Decision) -> int:
+    def _commit(self, trip: SimRequest, outcome: Decision) -> int:
         """Charge a decision; returns the site."""
         work = trip.work
-        self._tickets[trip.id] = self.parts.dispatcher.commit(outcome, self._timeline.now)
+        self._tickets[trip.id] = self.parts.director.reserve(outcome, self._timeline.now)
         trip.predicted_tokens = min(outcome.matched_tokens, work.prompt_tokens)
         n = self._sites_of[outcome.endpoints[0].address]
         self._busy[n] = self._busy.get(n, 0) + 1
         self._touched.add(n)
         return n
 
-    def _chain(self, work: Work) -> Sequence[int]:
+    def _chain(self, work: RequestSpec) -> Sequence[int]:
         """The prompt's block hashes; like a real picker, none where no profile reads them."""
         if Signal.PREFIX not in self._needs:
             return ()
@@ -226,32 +230,32 @@ class Dispatching:
         full = bisect.bisect_right(cuts, min(work.prompt_tokens, len(keys) * KEY_TOKENS))
         return [keys[tokens // KEY_TOKENS - 1] for tokens in cuts[:full]]
 
-    def ended(self, trip: Trip) -> None:
-        """See `Picker`."""
+    def ended(self, trip: SimRequest) -> None:
+        """See `SimPicker`."""
         ticket = self._tickets.pop(trip.id)
-        dispatcher, now = self.parts.dispatcher, self._timeline.now
+        dispatcher, now = self.parts.director, self._timeline.now
         status = _status(trip)
         if status:
-            dispatcher.told(ticket, status, now)
-        dispatcher.complete(ticket, now, answered=bool(status))
+            dispatcher.on_response_headers(ticket, status, now)
+        dispatcher.release(ticket, now, answered=bool(status))
         if self.gate is not None and not trip.failure:
             self.gate.charge(trip)
         self._changed()
-        left = self._busy[trip.site] - 1
+        left = self._busy[trip.node] - 1
         if left:
-            self._busy[trip.site] = left
+            self._busy[trip.node] = left
         else:
-            del self._busy[trip.site]
+            del self._busy[trip.node]
 
-    def rates(self) -> Rates | None:
-        """See `Picker`."""
-        members = self.parts.fleet.pool.members
+    def rates(self) -> StepTimeModel | None:
+        """See `SimPicker`."""
+        members = self.parts.store.pool.members
         return max((m.rates for m in members), key=lambda r: r.evidence, default=None)
 
     def _scrape(self, n: int, watch: int) -> None:
         if n not in self._watched or self._watches[n] != watch:
             return  # dropped since; when it was listed again, that began a watch of its own
-        timeline, fleet = self._timeline, self.parts.fleet
+        timeline, fleet = self._timeline, self.parts.store
         mark = fleet.begin_scrape(self._endpoint(n))
         site = self._sites[n]
         page = site.page(timeline.now) if site.up else None
@@ -266,8 +270,8 @@ class Dispatching:
 
         timeline.after(self._delay_s, taken)
 
-    def _taken(self, n: int, mark: Mark, page: Load | None) -> None:
-        fleet, now = self.parts.fleet, self._timeline.now
+    def _taken(self, n: int, mark: ScrapeToken, page: Load | None) -> None:
+        fleet, now = self.parts.store, self._timeline.now
         if page is None:
             self._failures[n] += 1
             fleet.scrape_failed(mark, "refused", now)
@@ -283,7 +287,7 @@ class Dispatching:
     def _changed(self) -> None:
         """Something happened that those who wait may have waited for."""
         if self.gate is not None:
-            self.gate.changed()
+            self.gate.notify_capacity()
 
     def _wait_s(self, n: int, *, busy: bool) -> float:
         all_, active = len(self._watched), len(self._busy)
@@ -298,11 +302,11 @@ class Dispatching:
         )
 
     def _endpoint(self, n: int) -> Endpoint:
-        member = self.parts.fleet.pool.find(self._endpoints[n].address)
+        member = self.parts.store.pool.find(self._endpoints[n].address)
         return self._endpoints[n] if member is None else member.endpoint
 
 
-def _status(trip: Trip) -> str:
+def _status(trip: SimRequest) -> str:
     """The status a data plane would have shown; empty when the client left before there was one."""
     if not trip.failure or not math.isnan(trip.first_s):
         return "200"

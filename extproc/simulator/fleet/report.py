@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from extproc.errors import ConfigError
-from extproc.simulator.fleet.run_metrics import Spread, Summary
+from extproc.simulator.fleet.run_metrics import DistributionSummary, RunSummary
 from extproc.simulator.fleet.scenario import Scenario
 
 #: 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook of
@@ -52,7 +52,7 @@ class Run(msgspec.Struct, frozen=True):
 
     strategy: str
     seed: int
-    summary: Summary
+    summary: RunSummary
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -105,8 +105,8 @@ class Report(msgspec.Struct, frozen=True):
     runs: Sequence[Run]
 
 
-def _figures() -> dict[str, Callable[[Summary], float]]:
-    found: dict[str, Callable[[Summary], float]] = {
+def _figures() -> dict[str, Callable[[RunSummary], float]]:
+    found: dict[str, Callable[[RunSummary], float]] = {
         "requests": lambda s: float(s.requests),
         "failed": lambda s: float(sum(s.failed.values())),
         "duration_s": lambda s: s.duration_s,
@@ -132,9 +132,9 @@ def _figures() -> dict[str, Callable[[Summary], float]]:
     }
 
 
-def _moment(what: str, moment: str) -> Callable[[Summary], float]:
-    def of(summary: Summary) -> float:
-        spread: Spread = getattr(summary, what)
+def _moment(what: str, moment: str) -> Callable[[RunSummary], float]:
+    def of(summary: RunSummary) -> float:
+        spread: DistributionSummary = getattr(summary, what)
         value: float = getattr(spread, moment)
         return value
 
@@ -142,7 +142,7 @@ def _moment(what: str, moment: str) -> Callable[[Summary], float]:
 
 
 #: Every figure of a column, and where a summary has it. Names end in their unit.
-FIGURES: Mapping[str, Callable[[Summary], float]] = _figures()
+FIGURES: Mapping[str, Callable[[RunSummary], float]] = _figures()
 
 
 def interval(values: Iterable[float]) -> Interval:
@@ -177,7 +177,7 @@ def report(scenario: Scenario, runs: Sequence[Run], *, baseline: str = "") -> Re
             found=baseline,
             fix="name a strategy that is run",
         )
-    by_name: dict[str, dict[int, Summary]] = {name: {} for name in names}
+    by_name: dict[str, dict[int, RunSummary]] = {name: {} for name in names}
     for run in runs:
         by_name[run.strategy][run.seed] = run.summary
     base = by_name.get(baseline, {})
@@ -191,7 +191,7 @@ def encoded(whole: Report) -> bytes:
     return msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
 
 
-def _column(name: str, mine: Mapping[int, Summary], base: Mapping[int, Summary]) -> Column:
+def _column(name: str, mine: Mapping[int, RunSummary], base: Mapping[int, RunSummary]) -> Column:
     summaries = list(mine.values())
     ratios = {
         figure: interval(
@@ -212,7 +212,7 @@ def _column(name: str, mine: Mapping[int, Summary], base: Mapping[int, Summary])
     )
 
 
-def _endpoints(summaries: Sequence[Summary]) -> list[Endpoint]:
+def _endpoints(summaries: Sequence[RunSummary]) -> list[Endpoint]:
     found = []
     for same in zip(*(one.endpoints for one in summaries), strict=True):
         tokens = sum(one.prompt_tokens for one in same)

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from extproc.simulator.fleet.engine_node import Site
-from extproc.simulator.fleet.scaling_history import Scaling
-from extproc.simulator.fleet.sim_request import Trip
+from extproc.simulator.fleet.engine_node import EngineNode
+from extproc.simulator.fleet.scaling_history import ScalingSummary
+from extproc.simulator.fleet.sim_request import SimRequest
 
 #: Gaps between tokens are counted in bins this much apart (ratio); percentiles are as exact.
 _BIN = math.log(1.01)
 
 
-class Spread(msgspec.Struct, frozen=True):
+class DistributionSummary(msgspec.Struct, frozen=True):
     """A distribution in a few numbers; NaN where there is nothing.
 
     Attributes:
@@ -50,23 +50,23 @@ class PerEndpoint(msgspec.Struct, frozen=True):
     preemptions: int
 
 
-class Refusals(msgspec.Struct, frozen=True):
+class RejectionSummary(msgspec.Struct, frozen=True):
     """What refused requests were told.
 
     Attributes:
-        told: Those with a Retry-After (count).
+        rejected: Those with a Retry-After (count).
         latest_s: Seconds until the last of them was refused; 0 where none was.
         retry_after_s: What they were told.
         retry_after_most_s: The longest of it; 0 where there is none.
     """
 
-    told: int
+    rejected: int
     latest_s: float
-    retry_after_s: Spread
+    retry_after_s: DistributionSummary
     retry_after_most_s: int
 
 
-class Summary(msgspec.Struct, frozen=True):
+class RunSummary(msgspec.Struct, frozen=True):
     """One run. Times in seconds, throughput per second from the first sending to the last answer.
 
     Attributes:
@@ -100,11 +100,11 @@ class Summary(msgspec.Struct, frozen=True):
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
-    ttft_s: Spread
-    tpot_s: Spread
-    itl_s: Spread
-    e2e_s: Spread
-    token_s: Spread
+    ttft_s: DistributionSummary
+    tpot_s: DistributionSummary
+    itl_s: DistributionSummary
+    e2e_s: DistributionSummary
+    token_s: DistributionSummary
     hit_ratio: float
     predicted_ratio: float
     requests_max_over_mean: float
@@ -112,11 +112,11 @@ class Summary(msgspec.Struct, frozen=True):
     endpoints: Sequence[PerEndpoint]
     held_s: float = math.nan
     ttft_quantiles_s: Sequence[float] = ()
-    scaling: Scaling | None = None
-    refusals: Refusals | None = None
+    scaling: ScalingSummary | None = None
+    refusals: RejectionSummary | None = None
 
 
-class Tally:
+class RunMetrics:
     """Collects trips. Mutable; one owner.
 
     Args:
@@ -125,14 +125,14 @@ class Tally:
 
     def __init__(self, since_s: float = 0.0) -> None:
         self._since_s = since_s
-        self.trips: list[Trip] = []
+        self.trips: list[SimRequest] = []
         self._bins: Counter[int] = Counter()
         self._gap_sum = 0.0
         self._gaps = 0
         self._preemptions: list[int] = []
-        self._scaling: Scaling | None = None
+        self._scaling: ScalingSummary | None = None
 
-    def add(self, trip: Trip) -> None:
+    def add(self, trip: SimRequest) -> None:
         """A trip ended."""
         if trip.sent_at >= self._since_s:
             self.trips.append(trip)
@@ -149,12 +149,12 @@ class Tally:
         self._gap_sum = 0.0
         self._gaps = 0
 
-    def close(self, sites: Sequence[Site], scaling: Scaling | None = None) -> None:
+    def close(self, sites: Sequence[EngineNode], scaling: ScalingSummary | None = None) -> None:
         """The run is over."""
         self._scaling = scaling
         self._preemptions = [site.preemptions + site.engine.preemptions for site in sites]
 
-    def summary(self) -> Summary:
+    def summary(self) -> RunSummary:
         """The run in numbers; `close` comes first."""
         done = [trip for trip in self.trips if not trip.failure]
         failed = Counter(trip.failure for trip in self.trips if trip.failure)
@@ -164,7 +164,7 @@ class Tally:
         outputs = sum(trip.work.output_tokens for trip in done)
         prompts = sum(trip.work.prompt_tokens for trip in done)
         endpoints = self._endpoints()
-        return Summary(
+        return RunSummary(
             duration_s=duration,
             requests=len(done),
             failed=dict(failed),
@@ -197,16 +197,16 @@ class Tally:
         size = len(self._preemptions)
         requests, prompts, cached = [0] * size, [0] * size, [0] * size
         for trip in self.trips:
-            if trip.site >= 0:
-                requests[trip.site] += 1
-                prompts[trip.site] += trip.work.prompt_tokens
-                cached[trip.site] += trip.cached_tokens
+            if trip.node >= 0:
+                requests[trip.node] += 1
+                prompts[trip.node] += trip.work.prompt_tokens
+                cached[trip.node] += trip.cached_tokens
         return [
             PerEndpoint(requests[n], prompts[n], _share(cached[n], prompts[n]), again)
             for n, again in enumerate(self._preemptions)
         ]
 
-    def _between(self) -> Spread:
+    def _between(self) -> DistributionSummary:
         wanted = [share * self._gaps for share in (0.5, 0.9, 0.95, 0.99)]
         found: list[float] = []
         seen = 0
@@ -216,29 +216,29 @@ class Tally:
                 found.append(math.exp(place * _BIN))
         if not self._gaps:
             return spread([])
-        return Spread(self._gap_sum / self._gaps, *found)
+        return DistributionSummary(self._gap_sum / self._gaps, *found)
 
 
-def _refusals(trips: Sequence[Trip]) -> Refusals | None:
+def _refusals(trips: Sequence[SimRequest]) -> RejectionSummary | None:
     refused = [trip for trip in trips if not math.isnan(trip.refused_s)]
     if not refused:
         return None
     told = [trip.retry_after_s for trip in refused if trip.retry_after_s]
-    return Refusals(
-        told=len(told),
+    return RejectionSummary(
+        rejected=len(told),
         latest_s=max(trip.refused_s for trip in refused),
         retry_after_s=spread([float(seconds) for seconds in told]),
         retry_after_most_s=max(told, default=0),
     )
 
 
-def spread(values: list[float]) -> Spread:
+def spread(values: list[float]) -> DistributionSummary:
     """Mean and percentiles (nearest rank) of values in any order."""
     if not values:
-        return Spread(math.nan, math.nan, math.nan, math.nan, math.nan)
+        return DistributionSummary(math.nan, math.nan, math.nan, math.nan, math.nan)
     ordered = sorted(values)
     at = [_rank(ordered, percent) for percent in (50, 90, 95, 99)]
-    return Spread(sum(ordered) / len(ordered), *at)
+    return DistributionSummary(sum(ordered) / len(ordered), *at)
 
 
 def quantiles(values: list[float]) -> list[float]:

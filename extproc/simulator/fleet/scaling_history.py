@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from extproc.autoscaling.time_window import Window
+from extproc.autoscaling.time_window import TimeWindow
 
 #: Seconds over which requests per second are charted, as the published page does.
 _RATE_S = 180.0
 
 
-class Scaling(msgspec.Struct, frozen=True):
+class ScalingSummary(msgspec.Struct, frozen=True):
     """What became of replicas in one run. Sequences are rows of the charts, by time.
 
     Attributes:
@@ -46,7 +46,7 @@ class Scaling(msgspec.Struct, frozen=True):
     spec: Sequence[int] = ()
 
 
-class Charts:
+class FleetScalingHistory:
     """Collects rows and lives. Mutable; one owner.
 
     Args:
@@ -55,7 +55,7 @@ class Charts:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._depths = Window()
+        self._depths = TimeWindow()
         self._arrivals: deque[float] = deque()
         self._rows: list[tuple[float, float, float, float, int, int]] = []
         self._begun: dict[int, float] = {}
@@ -73,12 +73,12 @@ class Charts:
         while self._arrivals and self._arrivals[0] <= now - _RATE_S:
             self._arrivals.popleft()
         depth = requests / max(1, available)
-        self._depths = self._depths.seen(now, depth, span_s=self._window_s)
+        self._depths = self._depths.add(now, depth, span_s=self._window_s)
         mean = self._depths.mean(now, self._window_s)
         rate = len(self._arrivals) / _RATE_S
         self._rows.append((now, depth, mean, rate, available, spec))
 
-    def asked(self, site: int, now: float) -> None:
+    def replica_requested(self, site: int, now: float) -> None:
         """A replica was asked for."""
         self._begun[site] = now
         self._most = max(self._most, len(self._begun))
@@ -97,7 +97,7 @@ class Charts:
         self.leaves(site, now)
         self._lives.append((self._begun.pop(site), now))
 
-    def closed(self, now: float, *, over_at: float) -> Scaling:
+    def closed(self, now: float, *, over_at: float) -> ScalingSummary:
         """The run in numbers.
 
         Args:
@@ -108,7 +108,7 @@ class Charts:
         answering = [*self._answering, *((begun, now) for begun in self._answered.values())]
         columns = [list(column) for column in zip(*self._rows, strict=True)] or [[]] * 6
         at_s, depth, mean, rate, available, spec = columns
-        return Scaling(
+        return ScalingSummary(
             replica_s=sum(end - begun for begun, end in lives),
             mean_replicas=_mean(lives, over_at),
             mean_available=_mean(answering, over_at),

@@ -23,7 +23,7 @@ Factor = Annotated[float, msgspec.Meta(gt=0)]
 CLAIRVOYANT = "clairvoyant"
 
 
-class Engines(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EngineGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Some engines that are alike.
 
     Attributes:
@@ -44,14 +44,14 @@ class Engines(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     ready_s: Seconds = 0.0
     set: Mapping[str, float] = {}
 
-    def resolved(self) -> profiles.Profile:
+    def resolved(self) -> profiles.EngineProfile:
         """The machine.
 
         Raises:
             ConfigError: There is no such profile or field, or the numbers do not go together.
         """
-        base = profiles.named(self.profile)
-        whole = {field.name: field.type for field in msgspec.structs.fields(profiles.Profile)}
+        base = profiles.find(self.profile)
+        whole = {field.name: field.type for field in msgspec.structs.fields(profiles.EngineProfile)}
         changed: dict[str, float] = {}
         for name, value in self.set.items():
             kind = whole.get(name)
@@ -112,7 +112,7 @@ class Picking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     told_max_tokens: bool = False
 
 
-class Hold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class HoldSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How requests wait for a replica, by the rules of pickers' `holding`.
 
     Attributes:
@@ -128,7 +128,7 @@ class Hold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     budget_s: Seconds | None = None
 
 
-class Autoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ScenarioAutoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How many engines of the fleet are up. The fleet names those there may be.
 
     Attributes:
@@ -148,12 +148,12 @@ class Autoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     policy: str = registry.DEFAULT
     params: dict[str, object] = {}
-    meter: demand_estimator.Settings = demand_estimator.Settings()
+    meter: demand_estimator.EstimatorSettings = demand_estimator.EstimatorSettings()
     min: NotNegative = 0
     start: NotNegative = 0
     cold_start_s: Seconds = 60.0
     grace_s: Seconds | None = None
-    hold: Hold = Hold()
+    hold: HoldSpec = HoldSpec()
     restarts_s: Sequence[float] = ()
     window_s: Seconds = 60.0
 
@@ -175,7 +175,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     settings: Mapping[str, object] = {}
     strategy: str = ""
     client: Client | None = None
-    autoscaling: Autoscaling | None = None
+    autoscaling: ScenarioAutoscaling | None = None
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -197,12 +197,12 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """
 
     title: str = ""
-    fleet: Sequence[Engines] = (Engines(),)
+    fleet: Sequence[EngineGroup] = (EngineGroup(),)
     workload: Workload
     client: Client = Client()
     picking: Picking = Picking()
     outages: Sequence[Outage] = ()
-    autoscaling: Autoscaling | None = None
+    autoscaling: ScenarioAutoscaling | None = None
     strategies: Sequence[str | Variant] = ("adaptive",)
     seeds: Annotated[Sequence[int], msgspec.Meta(min_length=1)] = (1, 2, 3, 4, 5)
     measure_from_s: Seconds = 0.0
@@ -252,7 +252,7 @@ def check(scenario: Scenario, *, where: str) -> None:
         )
 
 
-def _check_engines(engines: Engines, *, where: str) -> None:
+def _check_engines(engines: EngineGroup, *, where: str) -> None:
     try:
         profile = engines.resolved()
     except ConfigError as error:

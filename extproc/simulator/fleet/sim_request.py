@@ -13,7 +13,7 @@ from extproc.decision import Rejection
 KEY_TOKENS = 16
 
 
-class Work(msgspec.Struct, frozen=True, gc=False):
+class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     """What one request truly is.
 
     Attributes:
@@ -38,22 +38,22 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     priority: int = 0
 
 
-class Session(msgspec.Struct, frozen=True, gc=False):
+class SimSession(msgspec.Struct, frozen=True, gc=False):
     """Requests of which each waits for the answer before it.
 
     Attributes:
-        works: In order.
+        specs: In order.
         think_s: Seconds between an answer and the next request, one less than works; empty for
             none.
         at: When it begins, virtual seconds; None where the client says.
     """
 
-    works: Sequence[Work]
+    specs: Sequence[RequestSpec]
     think_s: Sequence[float] = ()
     at: float | None = None
 
 
-class Trip:
+class SimRequest:
     """A request that was sent. Mutable; the world owns it.
 
     Attributes:
@@ -61,7 +61,7 @@ class Trip:
         work: What it is.
         held_s: Seconds it waited in the client for its turn.
         sent_at: When it left the client, virtual seconds.
-        site: Index of the engine it went to; -1 for none.
+        node: Index of the engine it went to; -1 for none.
         first_s: Seconds to the first token.
         took_s: Seconds to the last token.
         cached_tokens: Prompt tokens the engine found cached.
@@ -78,22 +78,22 @@ class Trip:
         "first_s",
         "held_s",
         "id",
+        "node",
         "predicted_tokens",
         "preemptions",
         "refused_s",
         "retry_after_s",
         "sent_at",
-        "site",
         "took_s",
         "work",
     )
 
-    def __init__(self, name: str, work: Work, now: float) -> None:
+    def __init__(self, name: str, work: RequestSpec, now: float) -> None:
         self.id = name
         self.work = work
         self.held_s = 0.0
         self.sent_at = now
-        self.site = -1
+        self.node = -1
         self.first_s = math.nan
         self.took_s = math.nan
         self.cached_tokens = 0

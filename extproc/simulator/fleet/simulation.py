@@ -8,21 +8,21 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from extproc.config import settings as sections
-from extproc.endpoint import Models, Rates
+from extproc.endpoint import ServedModels, StepTimeModel
 from extproc.simulator.fleet import workloads
-from extproc.simulator.fleet.autoscaled_fleet import Acts, Replicas
+from extproc.simulator.fleet.autoscaled_fleet import Acts, AutoscaledFleet
 from extproc.simulator.fleet.client import Client, Sender
-from extproc.simulator.fleet.engine_node import Site
-from extproc.simulator.fleet.event_queue import Timeline
-from extproc.simulator.fleet.oracle_picker import Clairvoyant
-from extproc.simulator.fleet.peer_sync import Talk
-from extproc.simulator.fleet.picker import MODEL, Dispatching, Picker
-from extproc.simulator.fleet.run_metrics import Summary, Tally
-from extproc.simulator.fleet.scenario import Autoscaling, Outage, Scenario
-from extproc.simulator.fleet.sim_request import Trip, Work
+from extproc.simulator.fleet.engine_node import EngineNode
+from extproc.simulator.fleet.event_queue import EventQueue
+from extproc.simulator.fleet.oracle_picker import OraclePicker
+from extproc.simulator.fleet.peer_sync import PeerSyncBus
+from extproc.simulator.fleet.picker import MODEL, ExtprocPicker, SimPicker
+from extproc.simulator.fleet.run_metrics import RunMetrics, RunSummary
+from extproc.simulator.fleet.scenario import Outage, Scenario, ScenarioAutoscaling
+from extproc.simulator.fleet.sim_request import RequestSpec, SimRequest
 
 
-class World:
+class Simulation:
     """One run of one strategy. Mutable; run it once.
 
     Args:
@@ -42,16 +42,16 @@ class World:
         seed: int,
         rows: Iterable[str] = (),
         client: Client | None = None,
-        autoscaling: Autoscaling | None = None,
+        autoscaling: ScenarioAutoscaling | None = None,
     ) -> None:
-        self.timeline = Timeline()
-        self.tally = Tally(scenario.measure_from_s)
+        self.timeline = EventQueue()
+        self.tally = RunMetrics(scenario.measure_from_s)
         self._scenario = scenario
         self._chance = random.Random(seed)
         self._served = 0
-        self.sites: list[Site] = []
+        self.nodes: list[EngineNode] = []
         self._listed: list[bool] = []
-        self._picker_of: dict[str, Picker] = {}
+        self._picker_of: dict[str, SimPicker] = {}
         self._client = client or scenario.client
         scaled = autoscaling or scenario.autoscaling
         #: Trips their clients left, and engines go on with.
@@ -60,7 +60,7 @@ class World:
             profile = engines.resolved()
             for _ in range(engines.count):
                 self._engine(
-                    Site(self.timeline, profile, finished=self._ended, gaps=self.tally.gaps),
+                    EngineNode(self.timeline, profile, finished=self._ended, gaps=self.tally.gaps),
                     engines.ready_s if scaled is None else None,
                 )
         self.pickers = [
@@ -69,8 +69,8 @@ class World:
         ]
         share_delay_s = scenario.picking.share_delay_s
         if share_delay_s is not None:
-            told = [one.parts.dispatcher for one in self.pickers if isinstance(one, Dispatching)]
-            Talk(told, timeline=self.timeline, delay_s=share_delay_s)
+            told = [one.parts.director for one in self.pickers if isinstance(one, ExtprocPicker)]
+            PeerSyncBus(told, timeline=self.timeline, delay_s=share_delay_s)
         self._replicas = None if scaled is None else self._scaled(scaled)
         self._sender = Sender(
             self._client,
@@ -81,7 +81,7 @@ class World:
             send=self._send,
         )
 
-    def run(self) -> Tally:
+    def run(self) -> RunMetrics:
         """Run to the end.
 
         Returns:
@@ -98,18 +98,18 @@ class World:
         else:
             replicas.begin()
         sender.start()
-        while not sender.over and timeline.now < until and timeline.step():
+        while not sender.is_done and timeline.now < until and timeline.step():
             pass
         over_at = timeline.now
         while replicas and not replicas.settled and timeline.now < until and timeline.step():
             pass
-        self.tally.close(self.sites, replicas.close(over_at) if replicas else None)
+        self.tally.close(self.nodes, replicas.close(over_at) if replicas else None)
         return self.tally
 
-    def _engine(self, site: Site, ready_s: float | None) -> None:
+    def _engine(self, site: EngineNode, ready_s: float | None) -> None:
         """One engine; `ready_s` of None: the policy says when."""
-        n = len(self.sites)
-        self.sites.append(site)
+        n = len(self.nodes)
+        self.nodes.append(site)
         self._listed.append(ready_s == 0)
         if ready_s is None:
             return
@@ -118,30 +118,30 @@ class World:
         else:
             site.start()
 
-    def _picker(self, settings: sections.Settings | None, *, seed: int, waits: bool) -> Picker:
+    def _picker(self, settings: sections.Settings | None, *, seed: int, waits: bool) -> SimPicker:
         """One picker; requests wait in it, or where replicas come and go."""
         if settings is None:
-            return Clairvoyant(self.sites, self.timeline)
-        return Dispatching(
+            return OraclePicker(self.nodes, self.timeline)
+        return ExtprocPicker(
             adjusted(settings, self._scenario, seed=seed),
-            self.sites,
+            self.nodes,
             timeline=self.timeline,
             delay_s=self._scenario.picking.delay_s,
-            models=Models(frozenset({MODEL}), workloads.named(self._scenario.workload)),
+            models=ServedModels(frozenset({MODEL}), workloads.named(self._scenario.workload)),
             told_max_tokens=self._scenario.picking.told_max_tokens,
             went=self._went if waits else None,
         )
 
-    def _scaled(self, asked: Autoscaling) -> Replicas:
+    def _scaled(self, asked: ScenarioAutoscaling) -> AutoscaledFleet:
         def listed(up: Sequence[int]) -> None:
-            self._listed = [n in up for n in range(len(self.sites))]
+            self._listed = [n in up for n in range(len(self.nodes))]
             self._list()
 
-        def rates() -> Rates | None:
+        def rates() -> StepTimeModel | None:
             return self.pickers[0].rates()
 
         acts = Acts(listed=listed, go=self._go, over=self._over, rates=rates)
-        return Replicas(asked, self.sites, timeline=self.timeline, acts=acts)
+        return AutoscaledFleet(asked, self.nodes, timeline=self.timeline, acts=acts)
 
     def _list(self) -> None:
         up = [n for n, listed in enumerate(self._listed) if listed]
@@ -149,7 +149,7 @@ class World:
             picker.listed(up)
 
     def _back(self, n: int) -> None:
-        site = self.sites[n]
+        site = self.nodes[n]
         if site.refusing:
             site.refusing = False
         else:
@@ -160,13 +160,13 @@ class World:
         self._list()
 
     def _gone(self, n: int) -> None:
-        if not self.sites[n].well:
+        if not self.nodes[n].is_serving:
             self._listed[n] = False
             self._list()
 
     def _fail(self, outage: Outage) -> None:
         n = outage.engine
-        site = self.sites[n]
+        site = self.nodes[n]
         match outage.how:
             case "dies":
                 site.stop()
@@ -179,9 +179,9 @@ class World:
         if outage.back_s is not None:
             self.timeline.after(outage.back_s, lambda: self._back(n))
 
-    def _send(self, work: Work) -> Trip:
+    def _send(self, work: RequestSpec) -> SimRequest:
         self._served += 1
-        trip = Trip(f"r{self._served}", work, self.timeline.now)
+        trip = SimRequest(f"r{self._served}", work, self.timeline.now)
         replicas = self._replicas
         if replicas is None:
             self._go(trip)
@@ -192,29 +192,29 @@ class World:
             self.timeline.after(self._client.timeout_s, lambda: self._give_up(trip))
         return trip
 
-    def _go(self, trip: Trip) -> None:
+    def _go(self, trip: SimRequest) -> None:
         """A picker says where to."""
         pickers = self.pickers
         picker = pickers[0] if len(pickers) == 1 else self._chance.choice(pickers)
         self._picker_of[trip.id] = picker
-        trip.site = picker.pick(trip)
-        if trip.site >= 0 or trip.failure:
+        trip.node = picker.pick(trip)
+        if trip.node >= 0 or trip.failure:
             self._went(trip)
 
-    def _went(self, trip: Trip) -> None:
+    def _went(self, trip: SimRequest) -> None:
         """A picker has said where to, or that it goes nowhere."""
-        if trip.site >= 0:
-            self.sites[trip.site].submit(trip)
+        if trip.node >= 0:
+            self.nodes[trip.node].submit(trip)
             return
         del self._picker_of[trip.id]
         # On the next event, as above.
         self.timeline.after(0.0, lambda: self._over(trip))
 
-    def _give_up(self, trip: Trip) -> None:
+    def _give_up(self, trip: SimRequest) -> None:
         """The client has waited long enough."""
-        if trip.site < 0:
+        if trip.node < 0:
             picker = self._picker_of.get(trip.id)
-            if picker is not None and picker.left(trip):
+            if picker is not None and picker.cancel(trip):
                 del self._picker_of[trip.id]
                 trip.failure = "timeout"
                 self._over(trip)
@@ -222,13 +222,13 @@ class World:
                 trip.failure = "timeout"
                 self._over(trip)
         elif not self._client.abandons:
-            self.sites[trip.site].cancel(trip, "timeout")
+            self.nodes[trip.node].cancel(trip, "timeout")
         elif trip.id in self._picker_of:
             self._left.add(trip.id)
             trip.failure = "timeout"
             self._over(trip)
 
-    def _ended(self, trip: Trip) -> None:
+    def _ended(self, trip: SimRequest) -> None:
         self._picker_of.pop(trip.id).ended(trip)
         if self._replicas:
             self._replicas.ended(trip)
@@ -237,7 +237,7 @@ class World:
         else:
             self._over(trip)
 
-    def _over(self, trip: Trip) -> None:
+    def _over(self, trip: SimRequest) -> None:
         self.tally.add(trip)
         self._sender.finished(trip)
 
@@ -249,10 +249,12 @@ def run(
     seed: int,
     rows: Iterable[str] = (),
     client: Client | None = None,
-    autoscaling: Autoscaling | None = None,
-) -> Summary:
-    """Simulate once, from the first request to the last answer; arguments as in `World`."""
-    whole = World(scenario, settings, seed=seed, rows=rows, client=client, autoscaling=autoscaling)
+    autoscaling: ScenarioAutoscaling | None = None,
+) -> RunSummary:
+    """Simulate once, from the first request to the last answer; arguments as in `Simulation`."""
+    whole = Simulation(
+        scenario, settings, seed=seed, rows=rows, client=client, autoscaling=autoscaling
+    )
     return whole.run().summary()
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from extproc.errors import ConfigError
 from extproc.simulator.fleet.prompt_blocks import Streams
-from extproc.simulator.fleet.sim_request import KEY_TOKENS, Work
+from extproc.simulator.fleet.sim_request import KEY_TOKENS, RequestSpec
 
 Format = Literal["mooncake", "azure"]
 
@@ -30,7 +30,7 @@ class _Row(msgspec.Struct, frozen=True):
 
 def read(
     format_: Format, rows: Iterable[str], *, where: str, spread_s: float = 0.0
-) -> Iterator[tuple[float, Work]]:
+) -> Iterator[tuple[float, RequestSpec]]:
     """Requests with their times in seconds, in the order of the file.
 
     Args:
@@ -46,8 +46,10 @@ def read(
     return _spread(made, spread_s) if spread_s else made
 
 
-def _spread(made: Iterator[tuple[float, Work]], spread_s: float) -> Iterator[tuple[float, Work]]:
-    together: list[Work] = []
+def _spread(
+    made: Iterator[tuple[float, RequestSpec]], spread_s: float
+) -> Iterator[tuple[float, RequestSpec]]:
+    together: list[RequestSpec] = []
     stamp = 0.0
     for at, work in made:
         if together and at != stamp:
@@ -58,12 +60,14 @@ def _spread(made: Iterator[tuple[float, Work]], spread_s: float) -> Iterator[tup
     yield from _apart(stamp, together, spread_s)
 
 
-def _apart(at: float, works: list[Work], spread_s: float) -> Iterator[tuple[float, Work]]:
+def _apart(
+    at: float, works: list[RequestSpec], spread_s: float
+) -> Iterator[tuple[float, RequestSpec]]:
     for place, work in enumerate(works):
         yield at + spread_s * place / len(works), work
 
 
-def _mooncake(rows: Iterable[str], where: str) -> Iterator[tuple[float, Work]]:
+def _mooncake(rows: Iterable[str], where: str) -> Iterator[tuple[float, RequestSpec]]:
     decoder = msgspec.json.Decoder(_Row)
     for number, line in enumerate(rows, 1):
         if not line.strip():
@@ -81,11 +85,11 @@ def _mooncake(rows: Iterable[str], where: str) -> Iterator[tuple[float, Work]]:
         opening = str(ids[1] if len(ids) > 1 else ids[0] if ids else number)
         yield (
             row.timestamp / 1000,
-            Work(tokens, max(1, row.output_length), keys, opening=f"block {opening}"),
+            RequestSpec(tokens, max(1, row.output_length), keys, opening=f"block {opening}"),
         )
 
 
-def _azure(rows: Iterable[str], where: str) -> Iterator[tuple[float, Work]]:
+def _azure(rows: Iterable[str], where: str) -> Iterator[tuple[float, RequestSpec]]:
     streams = Streams()
     begin: dt.datetime | None = None
     for number, line in enumerate(rows, 1):
@@ -100,7 +104,7 @@ def _azure(rows: Iterable[str], where: str) -> Iterator[tuple[float, Work]]:
         except ValueError as error:
             raise _unreadable(where, number, _AZURE_HEAD, str(error)) from None
         begin = at if begin is None else begin
-        work = Work(tokens, answer, streams.keys(number, tokens), opening=f"row {number}")
+        work = RequestSpec(tokens, answer, streams.keys(number, tokens), opening=f"row {number}")
         yield (at - begin).total_seconds(), work
 
 

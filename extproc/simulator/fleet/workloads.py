@@ -16,7 +16,7 @@ import msgspec
 from extproc.simulator.fleet import traces
 from extproc.simulator.fleet.length_distributions import Lengths
 from extproc.simulator.fleet.prompt_blocks import Streams
-from extproc.simulator.fleet.sim_request import Session, Work
+from extproc.simulator.fleet.sim_request import RequestSpec, SimSession
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -45,18 +45,18 @@ class Independent(_Kind, frozen=True, kw_only=True, tag="independent"):
     output: Lengths
     adapters: NotNegative = 0
 
-    def source(self, rng: random.Random) -> Iterator[Session]:
+    def source(self, rng: random.Random) -> Iterator[SimSession]:
         """Its sessions."""
         salt = rng.getrandbits(32)  # other seeds, other texts: hashes of them fall elsewhere
         streams = Streams()
         for n in range(self.requests):
-            tokens = self.prompt.whole(rng)
+            tokens = self.prompt.integer(rng)
             keys = streams.keys(n, tokens)
-            output = self.output.whole(rng)
-            yield Session((Work(tokens, output, keys, opening=f"{salt} prompt {n}"),))
+            output = self.output.integer(rng)
+            yield SimSession((RequestSpec(tokens, output, keys, opening=f"{salt} prompt {n}"),))
 
 
-class Shared(_Kind, frozen=True, kw_only=True, tag="shared-prefixes"):
+class SharedPrefix(_Kind, frozen=True, kw_only=True, tag="shared-prefixes"):
     """Prompts that begin with one of a few long texts.
 
     Attributes:
@@ -78,21 +78,21 @@ class Shared(_Kind, frozen=True, kw_only=True, tag="shared-prefixes"):
     hot_share: Share = 0.0
     adapters: NotNegative = 0
 
-    def source(self, rng: random.Random) -> Iterator[Session]:
+    def source(self, rng: random.Random) -> Iterator[SimSession]:
         """Its sessions."""
         salt = rng.getrandbits(32)  # other seeds, other texts: hashes of them fall elsewhere
         streams = Streams()
-        prefixes = [self.prefix.whole(rng) for _ in range(self.groups)]
+        prefixes = [self.prefix.integer(rng) for _ in range(self.groups)]
         for n in range(self.requests):
             group = 0 if rng.random() < self.hot_share else rng.randrange(self.groups)
             first = prefixes[group]
-            tokens = first + self.prompt.whole(rng)
+            tokens = first + self.prompt.integer(rng)
             keys = streams.joined(("group", group), n, first=first, tokens=tokens)
-            output = self.output.whole(rng)
-            yield Session((Work(tokens, output, keys, opening=f"{salt} group {group}"),))
+            output = self.output.integer(rng)
+            yield SimSession((RequestSpec(tokens, output, keys, opening=f"{salt} group {group}"),))
 
 
-class Conversations(_Kind, frozen=True, kw_only=True, tag="conversations"):
+class ConversationWorkload(_Kind, frozen=True, kw_only=True, tag="conversations"):
     """Turns that repeat all that was said before.
 
     Attributes:
@@ -117,28 +117,30 @@ class Conversations(_Kind, frozen=True, kw_only=True, tag="conversations"):
     longest_tokens: Positive = 8192
     adapters: NotNegative = 0
 
-    def source(self, rng: random.Random) -> Iterator[Session]:
+    def source(self, rng: random.Random) -> Iterator[SimSession]:
         """Its sessions."""
         salt = rng.getrandbits(32)  # other seeds, other texts: hashes of them fall elsewhere
         streams = Streams()
         openings = [round(self.system.draw(rng)) for _ in range(self.systems)]
         for n in range(self.conversations):
             kind = rng.randrange(self.systems)
-            works: list[Work] = []
+            works: list[RequestSpec] = []
             tokens = openings[kind]
-            for _ in range(self.turns.whole(rng)):
-                tokens += self.prompt.whole(rng)
-                output = self.output.whole(rng)
+            for _ in range(self.turns.integer(rng)):
+                tokens += self.prompt.integer(rng)
+                output = self.output.integer(rng)
                 if works and tokens + output > self.longest_tokens:
                     break
                 keys = streams.joined(
                     ("system", kind), n, first=openings[kind], tokens=tokens + output
                 )
                 works.append(
-                    Work(tokens, output, keys, session=str(n), opening=f"{salt} conversation {n}")
+                    RequestSpec(
+                        tokens, output, keys, session=str(n), opening=f"{salt} conversation {n}"
+                    )
                 )
                 tokens += output
-            yield Session(works, [self.think_s.draw(rng) for _ in works[1:]])
+            yield SimSession(works, [self.think_s.draw(rng) for _ in works[1:]])
 
 
 class Repeated(_Kind, frozen=True, kw_only=True, tag="repeated-prompts"):
@@ -160,7 +162,7 @@ class Repeated(_Kind, frozen=True, kw_only=True, tag="repeated-prompts"):
     mean_prompt_tokens: Positive
     output: Lengths
 
-    def source(self, rng: random.Random) -> Iterator[Session]:
+    def source(self, rng: random.Random) -> Iterator[SimSession]:
         """Its sessions."""
         salt = rng.getrandbits(32)  # other seeds, other texts: hashes of them fall elsewhere
         lengths: list[tuple[int, float]] = []
@@ -175,14 +177,18 @@ class Repeated(_Kind, frozen=True, kw_only=True, tag="repeated-prompts"):
         streams = Streams()
         for k in range(self.requests):
             n, tokens = prompts[k % len(prompts)]
-            output = self.output.whole(rng)
+            output = self.output.integer(rng)
             keys = streams.keys(n, tokens)
-            yield Session(
-                (Work(tokens, output, keys, session=str(n), opening=f"{salt} conversation {n}"),)
+            yield SimSession(
+                (
+                    RequestSpec(
+                        tokens, output, keys, session=str(n), opening=f"{salt} conversation {n}"
+                    ),
+                )
             )
 
 
-class Trace(_Kind, frozen=True, kw_only=True, tag="trace"):
+class TraceWorkload(_Kind, frozen=True, kw_only=True, tag="trace"):
     """Requests that were recorded.
 
     Attributes:
@@ -206,7 +212,7 @@ class Trace(_Kind, frozen=True, kw_only=True, tag="trace"):
     longest_tokens: Positive | None = None
     spread_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
-    def replay(self, rows: Iterable[str]) -> Iterator[Session]:
+    def replay(self, rows: Iterable[str]) -> Iterator[SimSession]:
         """Its sessions, at their own times.
 
         Args:
@@ -229,7 +235,7 @@ class Trace(_Kind, frozen=True, kw_only=True, tag="trace"):
             if self.requests is not None and sent > self.first + self.requests:
                 return
             begin = at if begin is None else begin
-            yield Session((work,), at=(at - begin) / self.rate_scale)
+            yield SimSession((work,), at=(at - begin) / self.rate_scale)
 
 
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -249,9 +255,9 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     rate_per_s: Annotated[float, msgspec.Meta(gt=0)]
     from_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     until_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    workload: Independent | Shared | Conversations | Repeated
+    workload: Independent | SharedPrefix | ConversationWorkload | Repeated
 
-    def source(self, rng: random.Random, number: int) -> Iterator[Session]:
+    def source(self, rng: random.Random, number: int) -> Iterator[SimSession]:
         """Its sessions at their times.
 
         Args:
@@ -271,9 +277,9 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                     tenant=self.tenant,
                     priority=self.priority,
                 )
-                for work in session.works
+                for work in session.specs
             ]
-            yield Session(works, session.think_s, at)
+            yield SimSession(works, session.think_s, at)
 
 
 class Groups(_Kind, frozen=True, kw_only=True, tag="groups"):
@@ -285,7 +291,7 @@ class Groups(_Kind, frozen=True, kw_only=True, tag="groups"):
 
     groups: Annotated[Sequence[Group], msgspec.Meta(min_length=1)]
 
-    def source(self, rng: random.Random) -> Iterator[Session]:
+    def source(self, rng: random.Random) -> Iterator[SimSession]:
         """Its sessions."""
         base = rng.getrandbits(64)
         sources = [
@@ -295,13 +301,15 @@ class Groups(_Kind, frozen=True, kw_only=True, tag="groups"):
         return heapq.merge(*sources, key=lambda session: session.at or 0.0)
 
 
-Workload = Independent | Shared | Conversations | Repeated | Trace | Groups
+Workload = Independent | SharedPrefix | ConversationWorkload | Repeated | TraceWorkload | Groups
 
 #: Kinds that say themselves when sessions begin.
-TIMED = (Trace, Groups)
+TIMED = (TraceWorkload, Groups)
 
 
-def sessions(workload: Workload, rng: random.Random, rows: Iterable[str] = ()) -> Iterator[Session]:
+def sessions(
+    workload: Workload, rng: random.Random, rows: Iterable[str] = ()
+) -> Iterator[SimSession]:
     """The sessions of a workload.
 
     Args:
@@ -312,12 +320,12 @@ def sessions(workload: Workload, rng: random.Random, rows: Iterable[str] = ()) -
     Raises:
         errors.ConfigError: A line of the trace is not what its format says.
     """
-    return workload.replay(rows) if isinstance(workload, Trace) else workload.source(rng)
+    return workload.replay(rows) if isinstance(workload, TraceWorkload) else workload.source(rng)
 
 
 def adapters(workload: Workload) -> int:
     """How many LoRA adapters it asks for; 0 for the base model only."""
-    return 0 if isinstance(workload, Trace | Repeated | Groups) else workload.adapters
+    return 0 if isinstance(workload, TraceWorkload | Repeated | Groups) else workload.adapters
 
 
 def named(workload: Workload) -> frozenset[str]:
@@ -325,7 +333,7 @@ def named(workload: Workload) -> frozenset[str]:
     return frozenset(_name(number) for number in range(adapters(workload)))
 
 
-def adapted(works: Sequence[Work], number: int) -> list[Work]:
+def adapted(works: Sequence[RequestSpec], number: int) -> list[RequestSpec]:
     """The same requests for the adapter of that number; adapters share no blocks."""
     salt = (number + 1) << 44
     name = _name(number)

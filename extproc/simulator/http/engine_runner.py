@@ -69,7 +69,12 @@ class Runner:
     """
 
     def __init__(
-        self, engine: core.Engine, counts: stats.Stats, trouble: faults.Faults, *, coalesce_s: float
+        self,
+        engine: core.SimulatedEngine,
+        counts: stats.Stats,
+        trouble: faults.Faults,
+        *,
+        coalesce_s: float,
     ) -> None:
         self.engine = engine
         self.stats = counts
@@ -86,15 +91,15 @@ class Runner:
         return str(next(self._ids))
 
     def submit(
-        self, new: engine_request.Job, *, stream: bool
-    ) -> Generation | engine_request.Refusal:
+        self, new: engine_request.EngineRequest, *, stream: bool
+    ) -> Generation | engine_request.EngineRejection:
         """Put a job into the engine."""
         now, due = time.monotonic(), self.engine.due
         if due is not None and due < now:
             now = due  # the loop is late: on its schedule the job came before the next step
         refusal = self.engine.submit(new, now)
         if refusal is not None:
-            if refusal is engine_request.Refusal.BUSY:
+            if refusal is engine_request.EngineRejection.BUSY:
                 self.stats.rejected()
             return refusal
         generation = Generation(new.id, new.output_tokens, stream=stream)

@@ -192,7 +192,7 @@ class HttpCounts:
             yield from (f"{name}_created{labels(pairs)} {born}\n" for pairs, _ in keyed)
 
 
-class Page:
+class ExpositionPage:
     """Renders the page. Everything that does not change is written once.
 
     Args:
@@ -209,7 +209,7 @@ class Page:
         http: HttpCounts,
         *,
         model: str,
-        profile: profiles.Profile,
+        profile: profiles.EngineProfile,
         created: float,
     ) -> None:
         self._stats = counts

@@ -25,7 +25,7 @@ _BUSY = (
 )
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationExchange(msgspec.Struct, frozen=True, kw_only=True):
     """One inference request that can be answered.
 
     Attributes:
@@ -39,8 +39,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         fault: `reset-after` or `stall-after`, if it is to end that way.
     """
 
-    ask: api_requests.Ask
-    writer: api_responses.Writer
+    ask: api_requests.GenerationRequest
+    writer: api_responses.ResponseWriter
     id: str
     name: str
     adapter: str
@@ -48,9 +48,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     show_cached: bool
     fault: faults.Fault | None = None
 
-    def answer(self, text: str, *, cached_tokens: int) -> api_responses.Answer:
+    def answer(self, text: str, *, cached_tokens: int) -> api_responses.GenerationAnswer:
         """The answer with this text."""
-        return api_responses.Answer(
+        return api_responses.GenerationAnswer(
             id=self.id,
             model=self.name,
             created=int(time.time()),
@@ -85,7 +85,7 @@ def detail(status: int, reason: str) -> web.Response:
 
 
 async def generate(
-    request: web.Request, runner: engine_runner.Runner, turn: Turn
+    request: web.Request, runner: engine_runner.Runner, turn: GenerationExchange
 ) -> web.StreamResponse:
     """Run a turn through the engine and answer it."""
     profile, asked = runner.engine.profile, turn.ask.prompt
@@ -97,7 +97,7 @@ async def generate(
     text = prompt.answer(asked, turn.tokens)
     salt = f"{turn.adapter}\n{turn.ask.salt}"
     whole = asked + text.encode()
-    new = engine_request.Job(
+    new = engine_request.EngineRequest(
         runner.next_id(),
         prompt.count(asked),
         turn.tokens,
@@ -106,11 +106,11 @@ async def generate(
     )
     generation = runner.submit(new, stream=turn.ask.stream)
     match generation:
-        case engine_request.Refusal.BUSY:
+        case engine_request.EngineRejection.BUSY:
             return failure(_BUSY, "ServiceUnavailableError", 503)
-        case engine_request.Refusal.NO_LORA:
+        case engine_request.EngineRejection.NO_LORA:
             return bad_request("LoRA is not enabled")
-        case engine_request.Refusal.TOO_LONG:
+        case engine_request.EngineRejection.TOO_LONG:
             raise AssertionError(new)  # checked above
     try:
         if turn.ask.stream:
@@ -120,13 +120,13 @@ async def generate(
             await cut(request, turn.fault)
         answer = turn.answer(text, cached_tokens=generation.cached_tokens)
         headers = _JSON | _load_headers(request, runner)
-        return web.Response(body=turn.writer.whole(answer), headers=headers)
+        return web.Response(body=turn.writer.body(answer), headers=headers)
     finally:
         runner.close(generation, turn.finish)
 
 
 async def _stream(
-    request: web.Request, generation: engine_runner.Generation, turn: Turn, text: str
+    request: web.Request, generation: engine_runner.Generation, turn: GenerationExchange, text: str
 ) -> web.StreamResponse:
     """Server-sent events as tokens come. The headers go out at once, as with a real server."""
     response = web.StreamResponse(headers=_EVENTS)
@@ -172,7 +172,7 @@ def _load_headers(request: web.Request, runner: engine_runner.Runner) -> dict[st
     return {"endpoint-load-metrics": value}
 
 
-async def troubled(request: web.Request, fault: faults.Fault) -> web.StreamResponse | None:
+async def apply_fault(request: web.Request, fault: faults.Fault) -> web.StreamResponse | None:
     """What a request fault answers before the request is looked at; None goes on with it."""
     match fault.kind:
         case "status":

@@ -22,7 +22,7 @@ _VERSION = "0.32.0"
 _SHUTDOWN_S = 0.01
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class EngineServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One simulated engine.
 
     Attributes:
@@ -40,7 +40,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         faults: Faults armed from the start, in the grammar of `faults`.
     """
 
-    profile: profiles.Profile
+    profile: profiles.EngineProfile
     model: str = "demo"
     loras: tuple[str, ...] = ()
     speed: float = 1.0
@@ -53,14 +53,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[str, ...] = ()
 
 
-class Server:
+class EngineServer:
     """Routes and answers. One per process or test; `serving` gives it a port.
 
     Args:
         settings: What it simulates.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: EngineServerSettings) -> None:
         self.settings = settings
         self.port = 0
         self.adapters = adapters.Adapters(
@@ -72,14 +72,14 @@ class Server:
         self._rng = random.Random(settings.seed)
         self.faults = faults.Faults(self._rng)
         self.faults.arm([faults.parse(text) for text in settings.faults], time.monotonic())
-        self.engine = core.Engine(settings.profile.faster(settings.speed))
+        self.engine = core.SimulatedEngine(settings.profile.faster(settings.speed))
         self.stats = stats.Stats(self.engine)
         self.runner = engine_runner.Runner(
             self.engine, self.stats, self.faults, coalesce_s=settings.coalesce_s
         )
         born = time.time()
         self._http = exposition.HttpCounts(born)
-        self._page = exposition.Page(
+        self._page = exposition.ExpositionPage(
             self.stats,
             self._http,
             model=settings.model,
@@ -91,7 +91,7 @@ class Server:
     def app(self) -> web.Application:
         """The routes."""
         app = web.Application(middlewares=[self._around], client_max_size=_MAX_BODY_BYTES)
-        app.on_response_prepare.append(self._sign)
+        app.on_response_prepare.append(self._add_headers)
         for path in api_responses.SURFACES:
             app.router.add_post(path, self._infer)
         for path, handler in {
@@ -114,7 +114,7 @@ class Server:
 
     # Around every request.
 
-    async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Say which engine answers."""
         del request
         response.headers["x-inference-port"] = str(self.port)
@@ -132,7 +132,7 @@ class Server:
         self.in_flight += inference
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
-            response = await self._troubled(request, handler, inference=inference)
+            response = await self._apply_fault(request, handler, inference=inference)
         except web.HTTPException as error:
             response = responses.detail(error.status, error.reason)
         finally:
@@ -147,7 +147,7 @@ class Server:
             )
         return response
 
-    async def _troubled(
+    async def _apply_fault(
         self, request: web.Request, handler: responses.Handler, *, inference: bool
     ) -> web.StreamResponse:
         """The answer, or what a fault makes of it. A header hits any path, armed faults inference."""
@@ -162,7 +162,7 @@ class Server:
         elif inference:
             fault = self.faults.hit(faults.REQUEST_KINDS, time.monotonic())
         if fault is not None:
-            answered = await responses.troubled(request, fault)
+            answered = await responses.apply_fault(request, fault)
             if answered is not None:
                 return answered
         if "x-engine-echo" in request.headers:
@@ -193,7 +193,7 @@ class Server:
         tokens = self.settings.output_tokens if ask.max_tokens is None else ask.max_tokens
         if tokens < 1:
             return responses.bad_request(f"max_tokens must be at least 1, got {tokens}.")
-        turn = responses.Turn(
+        turn = responses.GenerationExchange(
             ask=ask,
             writer=surface.writer,
             id=request.headers.get("x-request-id") or f"{self._rng.getrandbits(128):032x}",
@@ -308,16 +308,16 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def serving(
-    settings: Settings, *, host: str = "127.0.0.1", port: int = 0
-) -> AsyncIterator[Server]:
+    settings: EngineServerSettings, *, host: str = "127.0.0.1", port: int = 0
+) -> AsyncIterator[EngineServer]:
     """A running server; leaving stops it at once, whatever is in flight.
 
     Args:
         settings: What it simulates.
         host: Address to listen on.
-        port: Port; 0 picks a free one, which is then `Server.port`.
+        port: Port; 0 picks a free one, which is then `EngineServer.port`.
     """
-    server = Server(settings)
+    server = EngineServer(settings)
     runner = web.AppRunner(
         server.app(),
         access_log=None,

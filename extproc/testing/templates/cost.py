@@ -16,9 +16,9 @@ from typing import ClassVar
 
 import msgspec
 
-from extproc.decision import Priced
+from extproc.decision import CostResult
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -36,13 +36,13 @@ class MyCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     slot_s: float = 0.01
 
-    def price(self, turn: Turn, candidates: Sequence[Candidate]) -> Priced:
+    def cost(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
         """A cost for each candidate, in their order, and what it is made of."""
         prompt = turn.request.prompt_tokens
         prefill = [
             c.rates.prefill_s * (c.queued_tokens + max(0, prompt - c.matched_tokens))
             for c in candidates
         ]
-        slots = [self.slot_s * c.requests for c in candidates]
+        slots = [self.slot_s * c.estimated_requests for c in candidates]
         costs = [p + s for p, s in zip(prefill, slots, strict=True)]
-        return Priced(self.kind, "s", costs, [("prefill", prefill), ("slots", slots)])
+        return CostResult(self.kind, "s", costs, [("prefill", prefill), ("slots", slots)])

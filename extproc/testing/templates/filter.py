@@ -19,7 +19,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -37,7 +37,9 @@ class MyFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     max_kv_usage: float = 0.95
 
-    def keep(self, turn: Turn, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def filter(
+        self, turn: SchedulingContext, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """Some of the candidates, in their order."""
         bound = self.max_kv_usage
         return [c for c in candidates if c.load.kv_usage is None or c.load.kv_usage <= bound]

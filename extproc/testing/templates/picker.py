@@ -20,7 +20,7 @@ import msgspec
 
 from extproc.decision import Decision
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -43,7 +43,7 @@ class MyPicker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def pick(
         self,
-        turn: Turn,
+        turn: SchedulingContext,
         candidates: Sequence[Candidate],
         totals: Sequence[float],
         *,
@@ -58,6 +58,6 @@ class MyPicker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
         return sorted(range(len(candidates)), key=rank)[:count]
 
-    def chosen(self, decision: Decision, now: float) -> None:
+    def on_committed(self, decision: Decision, now: float) -> None:
         """The only place where memory changes: dry runs ask `pick` too."""
         self._memory["last"] = decision.endpoints[0].address

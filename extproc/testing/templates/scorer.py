@@ -18,7 +18,7 @@ from typing import ClassVar
 import msgspec
 
 from extproc.endpoint import Candidate
-from extproc.scheduling.context import Turn
+from extproc.scheduling.context import SchedulingContext
 from extproc.scheduling.framework import Signal
 
 
@@ -34,7 +34,7 @@ class MyScorer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     soft_requests: float = 8.0
 
-    def score(self, turn: Turn, candidates: Sequence[Candidate]) -> list[float]:
+    def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """One score for each candidate, in their order; unknown values must be neutral."""
         soft = self.soft_requests
-        return [soft / (soft + c.requests) for c in candidates]
+        return [soft / (soft + c.estimated_requests) for c in candidates]

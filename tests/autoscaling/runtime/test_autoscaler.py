@@ -6,16 +6,16 @@ import contextlib
 import pytest
 
 from extproc.autoscaling.runtime.autoscaler import Autoscaler
-from extproc.autoscaling.runtime.control_loop import Loop
-from extproc.autoscaling.runtime.state_store import Memory
+from extproc.autoscaling.runtime.control_loop import ControlLoop
+from extproc.autoscaling.runtime.state_store import ConfigMapStateStore
 from extproc.config import loader
-from extproc.discovery.discovered_pool import Found
+from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.endpoint import Endpoint
-from extproc.scheduling.plugin_guard import Guards
+from extproc.scheduling.plugin_guard import GuardFactory
 from extproc.scrape import client, scraper
-from extproc.server.pool_registry import Sites
-from extproc.server.pool_runtime import Shared
-from extproc.telemetry.counters import Tallies
+from extproc.server.pool_registry import PoolRegistry
+from extproc.server.pool_runtime import RuntimeContext
+from extproc.telemetry.counters import ProcessCounters
 from tests.autoscaling import demands
 
 HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\ncluster: {every_pool: cluster}\n"
@@ -30,11 +30,11 @@ class Place:
         settings = loader.settings(loader.parse(text, where="f.yaml"))
         self.now = 0.0
         self.listed = True
-        tallies = Tallies()
-        http = client.Client(timeout_s=1.0, cap_bytes=1)
-        guards = Guards(lambda: 0.0, tallies.plugins)
-        shared = Shared(tallies, guards, http, scraper.Census(), lambda: self.now)
-        self.sites = Sites(settings, shared, written={}, heard=lambda: self.listed)
+        tallies = ProcessCounters()
+        http = client.ScrapeClient(timeout_s=1.0, cap_bytes=1)
+        guards = GuardFactory(lambda: 0.0, tallies.plugins)
+        shared = RuntimeContext(tallies, guards, http, scraper.EndpointCounts(), lambda: self.now)
+        self.sites = PoolRegistry(settings, shared, written={}, heard=lambda: self.listed)
         self.subject = Autoscaler(
             settings,
             self.sites,
@@ -48,11 +48,11 @@ class Place:
 
     def bring(self, *keys, **said):
         annotations = {f"extproc/scale-{name}": text for name, text in said.items()}
-        found = Found((Endpoint("127.0.0.1:9"),), annotations=annotations)
-        self.sites.take(dict.fromkeys(keys, found), ())
+        found = DiscoveredPool((Endpoint("127.0.0.1:9"),), annotations=annotations)
+        self.sites.on_pools_changed(dict.fromkeys(keys, found), ())
 
     def take_away(self, *keys):
-        self.sites.take({}, keys)
+        self.sites.on_pools_changed({}, keys)
 
     @property
     def scaled(self):
@@ -75,7 +75,7 @@ def test_a_request_that_waits_wakes_the_loop_of_its_pool():
     """And no longer once the pool is left alone."""
     place = Place()
     place.bring("a/x")
-    gate, loop = place.sites.by_name["a/x"].gate, place.subject.loops["a/x"]
+    gate, loop = place.sites.by_name["a/x"].flow_controller, place.subject.loops["a/x"]
     gate.arrivals()
     assert loop._woken.is_set()
     loop._woken.clear()
@@ -179,8 +179,8 @@ def remembered(monkeypatch):
     async def saved(_, pools):
         state["saved"] = dict(pools)
 
-    monkeypatch.setattr(Memory, "load", loaded)
-    monkeypatch.setattr(Memory, "save", saved)
+    monkeypatch.setattr(ConfigMapStateStore, "load", loaded)
+    monkeypatch.setattr(ConfigMapStateStore, "save", saved)
     return state
 
 
@@ -188,7 +188,7 @@ async def test_a_found_pool_goes_on_where_another_replica_stopped(remembered):
     """Also when it is found later, and until then nothing of it is forgotten."""
     other = Place()
     other.bring("a/x")
-    loop: Loop = other.subject.loops["a/x"]
+    loop: ControlLoop = other.subject.loops["a/x"]
     loop._scaler.step(demands.demand(now=1.0, spec=1))
     remembered["load"] = ({"a/x": loop.state(), "a/none": loop.state()}, 0.0)
     place = Place()
@@ -248,7 +248,7 @@ async def test_one_pool_that_makes_us_raise_stops_no_other(monkeypatch):
     place = Place()
     place.subject._memory = Kept()
     place.subject._save_s = 0.001
-    real, looked = Loop.step, asyncio.Event()
+    real, looked = ControlLoop.step, asyncio.Event()
 
     async def step(loop, *, hurry=False):
         if loop.name == "a/x":
@@ -256,7 +256,7 @@ async def test_one_pool_that_makes_us_raise_stops_no_other(monkeypatch):
         looked.set()
         return await real(loop, hurry=hurry)
 
-    monkeypatch.setattr(Loop, "step", step)
+    monkeypatch.setattr(ControlLoop, "step", step)
     place.bring("a/x", "b/y")
     task = asyncio.ensure_future(place.subject.run())
     supervisor = place.subject._supervisor

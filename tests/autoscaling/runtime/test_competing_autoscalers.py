@@ -5,14 +5,14 @@ import json
 
 import pytest
 
-from extproc.autoscaling.interface import Desired
+from extproc.autoscaling.interface import ScalingDecision
 from extproc.autoscaling.runtime import competing_autoscalers, scale_subresource
-from extproc.config.autoscaling import Target
-from extproc.discovery.kubernetes.api_errors import Refused
+from extproc.config.autoscaling import ScaleTarget
+from extproc.discovery.kubernetes.api_errors import ApiError
 from extproc.supervision import Supervisor
 
 HPA, SCALED_OBJECT = competing_autoscalers.KINDS
-TARGET = Target(name="vllm", namespace="n").filled
+TARGET = ScaleTarget(name="vllm", namespace="n").filled
 
 
 def listed(*names, target="vllm", kind="Deployment"):
@@ -27,7 +27,7 @@ class ApiFixture:
     identity = "me"
 
     def __init__(self, **answers):
-        self.answers = {HPA.plural: listed(), SCALED_OBJECT.plural: Refused(404, "none")} | answers
+        self.answers = {HPA.plural: listed(), SCALED_OBJECT.plural: ApiError(404, "none")} | answers
         self.paths = []
 
     async def send(self, method, path, body=None):
@@ -36,13 +36,13 @@ class ApiFixture:
 
 
 def scale(api):
-    return scale_subresource.Scale(TARGET, api, lambda: True)
+    return scale_subresource.ScaleSubresourceActuator(TARGET, api, lambda: True)
 
 
 async def test_rivals_are_listed_in_the_namespace_of_the_target():
     """Of both kinds, and only those that name the target."""
     api = ApiFixture(scaledobjects=listed("s"))
-    subject = competing_autoscalers.Rivals(TARGET, api)
+    subject = competing_autoscalers.CompetingAutoscalers(TARGET, api)
     assert subject.names is None
     await subject.update()
     assert subject.names == ("ScaledObject s",)
@@ -57,7 +57,13 @@ async def test_rivals_are_listed_in_the_namespace_of_the_target():
 
 @pytest.mark.parametrize(
     "failure",
-    [Refused(0, "no answer"), Refused(403, "no"), Refused(429, "busy"), Refused(500, "no"), b"<"],
+    [
+        ApiError(0, "no answer"),
+        ApiError(403, "no"),
+        ApiError(429, "busy"),
+        ApiError(500, "no"),
+        b"<",
+    ],
 )
 async def test_scale_stands_down_while_lists_of_rivals_fail(failure, caplog):
     """Beside an HPA nothing is scaled in an outage, however long it lasts and however it ends."""
@@ -82,7 +88,7 @@ async def test_scale_goes_on_while_lists_of_rivals_fail():
     subject = scale(api)
     await subject.look_for_others()
     assert subject.acts
-    for failure in (Refused(0, "no answer"), Refused(403, "no"), Refused(503, "busy")):
+    for failure in (ApiError(0, "no answer"), ApiError(403, "no"), ApiError(503, "busy")):
         api.answers[HPA.plural] = failure
         await subject.look_for_others()
         assert subject.acts
@@ -90,7 +96,7 @@ async def test_scale_goes_on_while_lists_of_rivals_fail():
 
 async def test_scale_waits_until_every_kind_was_listed(caplog):
     """A first list that fails says nothing of other autoscalers; the log names it once."""
-    api = ApiFixture(horizontalpodautoscalers=Refused(503, "starting"))
+    api = ApiFixture(horizontalpodautoscalers=ApiError(503, "starting"))
     subject = scale(api)
     pauses = [await subject.look_for_others() for _ in range(6)]
     assert not subject.acts
@@ -103,19 +109,19 @@ async def test_scale_waits_until_every_kind_was_listed(caplog):
 
 async def test_scale_names_a_right_that_was_there_before_after_several_refusals():
     """The first look of all names it at once."""
-    subject = scale(ApiFixture(scale=Refused(403, "no")))
-    assert 'resources: ["deployments/scale"]' in (await subject.look(1)).message
+    subject = scale(ApiFixture(scale=ApiError(403, "no")))
+    assert 'resources: ["deployments/scale"]' in (await subject.current_replicas(1)).message
     api = ApiFixture(scale=b'{"spec": {"replicas": 2}}')
     subject = scale(api)
-    assert await subject.look(1) == 2
-    api.answers["scale"] = Refused(403, "no")
-    advised = ["add to a Role" in (await subject.look(1)).message for _ in range(4)]
+    assert await subject.current_replicas(1) == 2
+    api.answers["scale"] = ApiError(403, "no")
+    advised = ["add to a Role" in (await subject.current_replicas(1)).message for _ in range(4)]
     assert advised == [False, False, False, True]
 
 
 async def test_rivals_count_a_missing_right_after_several_refusals(caplog):
     """An API server that has just started answers 403 for a moment."""
-    api = ApiFixture(scaledobjects=Refused(403, "no"))
+    api = ApiFixture(scaledobjects=ApiError(403, "no"))
     subject = scale(api)
     for _ in range(3):
         await subject.look_for_others()
@@ -132,7 +138,7 @@ async def test_rivals_count_an_uninstalled_kind_after_several_refusals():
     api = ApiFixture(scaledobjects=listed("s"))
     subject = scale(api)
     await subject.look_for_others()
-    api.answers[SCALED_OBJECT.plural] = Refused(404, "no such resource")
+    api.answers[SCALED_OBJECT.plural] = ApiError(404, "no such resource")
     for _ in range(3):
         await subject.look_for_others()
         assert not subject.acts
@@ -152,11 +158,11 @@ async def test_scale_writes_events_after_one_that_raised():
             written.set()
 
     api, supervisor = Broken(scale=b"{}"), Supervisor()
-    subject = scale_subresource.Scale(TARGET, api, lambda: True, supervisor)
+    subject = scale_subresource.ScaleSubresourceActuator(TARGET, api, lambda: True, supervisor)
     async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(subject.run())
         for replicas in (2, 3):
-            assert await subject.scale(Desired(replicas, "load"), 1) is None
+            assert await subject.scale(ScalingDecision(replicas, "load"), 1) is None
         await written.wait()
         running.cancel()
     assert reasons == ["Scaled", "Scaled"]

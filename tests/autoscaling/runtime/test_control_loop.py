@@ -5,21 +5,21 @@ import contextlib
 
 import pytest
 
-from extproc.autoscaling.demand_estimator import Counters
-from extproc.autoscaling.interface import Why
-from extproc.autoscaling.runtime.actuator import Failed
-from extproc.autoscaling.runtime.control_loop import Loop
-from extproc.autoscaling.runtime.demand_counters import Counting
-from extproc.autoscaling.runtime.scaling_history import Charts
-from extproc.config.autoscaling import Scaling
-from extproc.discovery.discovered_pool import Found
+from extproc.autoscaling.demand_estimator import PickerCounters
+from extproc.autoscaling.interface import ScalingReason
+from extproc.autoscaling.runtime.actuator import ActuatorError
+from extproc.autoscaling.runtime.control_loop import ControlLoop
+from extproc.autoscaling.runtime.demand_counters import DemandCounters
+from extproc.autoscaling.runtime.scaling_history import ScalingHistory
+from extproc.config.autoscaling import ScalingSection
+from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.endpoint import Endpoint
-from extproc.request import RawRequest
-from extproc.scheduling.plugin_guard import Guards
+from extproc.request import HttpRequest
+from extproc.scheduling.plugin_guard import GuardFactory
 from extproc.scrape import client, scraper
-from extproc.server.pool_registry import Sites
-from extproc.server.pool_runtime import Shared
-from extproc.telemetry.counters import Tallies
+from extproc.server.pool_registry import PoolRegistry
+from extproc.server.pool_runtime import RuntimeContext
+from extproc.telemetry.counters import ProcessCounters
 from tests.support.scaling import configured
 
 POLICY = {"window_s": 60.0, "interval_s": 5.0, "up": 2.0, "down": 1.0}
@@ -41,12 +41,12 @@ class Hands:
         self.recalled = replicas
 
     async def look(self, available):
-        return Failed(self.fails) if self.fails == "look" else self.spec
+        return ActuatorError(self.fails) if self.fails == "look" else self.spec
 
     async def scale(self, desired, spec):
-        self.asked.append((desired.replicas, desired.why))
+        self.asked.append((desired.replicas, desired.reason))
         if self.fails:
-            return Failed(self.fails)
+            return ActuatorError(self.fails)
         self.spec = desired.replicas
         return None
 
@@ -77,45 +77,45 @@ class Place:
 
     def __init__(self, *, spec=0, policy="queue-depth", **scaling):
         self.now = 0.0
-        tallies = Tallies()
-        shared = Shared(
+        tallies = ProcessCounters()
+        shared = RuntimeContext(
             tallies,
-            Guards(lambda: 0.0, tallies.plugins),
-            client.Client(timeout_s=1.0, cap_bytes=1),
-            scraper.Census(),
+            GuardFactory(lambda: 0.0, tallies.plugins),
+            client.ScrapeClient(timeout_s=1.0, cap_bytes=1),
+            scraper.EndpointCounts(),
             lambda: self.now,
         )
         pool = {"kubernetes": {"inference_pool": "p", "namespace": "n"}}
         settings = configured(scaling={}, pool=pool, holding={"enabled": True})
-        self.sites = Sites(settings, shared, written={"n/p": ""}, heard=lambda: True)
+        self.sites = PoolRegistry(settings, shared, written={"n/p": ""}, heard=lambda: True)
         self.site = self.sites.by_name[""]
         self.hands, self.others = Hands(spec), Others()
         self.changes = []
-        self.charts = Charts()
+        self.charts = ScalingHistory()
         params = POLICY if policy == "queue-depth" else {}
-        self.loop = Loop(
+        self.loop = ControlLoop(
             self.site,
-            Scaling(policy=policy, params=params, **{"max": 3, **scaling}),
+            ScalingSection(policy=policy, params=params, **{"max": 3, **scaling}),
             acting=self.hands,
-            counters=Counting(self.site, tallies.of("")),
+            counters=DemandCounters(self.site, tallies.for_pool("")),
             peers=self.others,
             charts=self.charts,
             clock=lambda: self.now,
             on_change=self.changes.append,
         )
-        self.site.gate.arrivals = self.loop.arrived
+        self.site.flow_controller.arrivals = self.loop.arrived
 
     def come(self, *addresses):
-        self.sites.take({"n/p": Found(tuple(map(Endpoint, addresses)))}, ())
+        self.sites.on_pools_changed({"n/p": DiscoveredPool(tuple(map(Endpoint, addresses)))}, ())
 
     def ask(self):
         """A request comes; it waits where there is nothing."""
         headers = {":method": "POST", ":path": "/v1/completions"}
-        prepared = self.site.parts.dispatcher.prepare(
-            RawRequest(headers, b'{"model": "m", "prompt": "x"}')
+        prepared = self.site.parts.director.prepare(
+            HttpRequest(headers, b'{"model": "m", "prompt": "x"}')
         )
-        why = self.site.parts.dispatcher.decide(prepared, self.now)
-        return self.site.gate.hold(prepared, why, self.now)
+        why = self.site.parts.director.decide(prepared, self.now)
+        return self.site.flow_controller.enqueue(prepared, why, self.now)
 
     async def pass_s(self, seconds):
         """Looks, as often as they are due."""
@@ -142,7 +142,7 @@ async def test_a_waiting_request_wakes_the_loop():
     place.ask()
     while not place.hands.asked:
         await asyncio.sleep(0)
-    assert place.hands.asked == [(1, Why.WAKE)]
+    assert place.hands.asked == [(1, ScalingReason.WAKE)]
     while not place.others.pushed:
         await asyncio.sleep(0)
     assert place.others.reads == reads
@@ -176,15 +176,15 @@ async def test_a_peer_that_cannot_be_read_keeps_replicas():
     place.others.told = {"other": None}
     await place.pass_s(300.0)
     assert place.hands.asked == []
-    assert place.loop.desired.why == Why.UNREAD
-    place.others.told = {"other": Counters(in_flight=0)}
+    assert place.loop.desired.reason == ScalingReason.INCOMPLETE_DATA
+    place.others.told = {"other": PickerCounters(in_flight=0)}
     await place.pass_s(70.0)
     assert place.hands.asked[0][0] == 2
     busy = Place(spec=1)
     busy.come("127.0.0.1:1")
-    busy.others.told = {"other": None, "third": Counters(in_flight=9)}
+    busy.others.told = {"other": None, "third": PickerCounters(in_flight=9)}
     await busy.pass_s(120.0)
-    assert (2, Why.UP) in busy.hands.asked
+    assert (2, ScalingReason.UP) in busy.hands.asked
 
 
 @pytest.mark.parametrize("policy", ["queue-depth", "adaptive", "kubeai"])
@@ -236,7 +236,7 @@ async def test_a_loop_goes_on_where_another_stopped():
     other.now = 1000.0
     assert other.loop.restore(place.loop.state(), shift_s=1000.0 - place.now)
     await other.loop.step()
-    assert other.loop.desired.why != Why.WATCHING
+    assert other.loop.desired.reason != ScalingReason.STABILIZING
     assert other.hands.recalled == 2
     assert not Place(policy="kubeai").loop.restore(place.loop.state(), shift_s=0.0)
 

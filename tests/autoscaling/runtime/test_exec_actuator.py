@@ -2,55 +2,55 @@ from __future__ import annotations
 
 import sys
 
-from extproc.autoscaling.interface import Desired, Why
-from extproc.autoscaling.runtime.actuator import Failed, Told
-from extproc.autoscaling.runtime.exec_actuator import Hook
+from extproc.autoscaling.interface import ScalingDecision, ScalingReason
+from extproc.autoscaling.runtime.actuator import ActuatorError, AdvisoryActuator
+from extproc.autoscaling.runtime.exec_actuator import ExecActuator
 
-UP = Desired(3, Why.UP)
+UP = ScalingDecision(3, ScalingReason.UP)
 
 
 async def test_the_program_is_told_the_number(tmp_path):
     """It is run with the number in its place, which is then what is asked for."""
     note = tmp_path / "note"
-    hook = Hook(["sh", "-c", f"echo replicas={{replicas}} > {note}"], timeout_s=60.0)
+    hook = ExecActuator(["sh", "-c", f"echo replicas={{replicas}} > {note}"], timeout_s=60.0)
     assert hook.acts
-    assert await hook.look(1) == 1
+    assert await hook.current_replicas(1) == 1
     assert await hook.scale(UP, 1) is None
     assert note.read_text() == "replicas=3\n"
-    assert await hook.look(1) == 3
+    assert await hook.current_replicas(1) == 3
 
 
 async def test_who_comes_after_asks_for_what_was_asked_for():
     """Engines that are still starting were asked for, though nobody sees them."""
-    for one in (Hook(["true", "{replicas}"], timeout_s=60.0), Told()):
-        one.recall(3)
-        assert await one.look(1) == 3
+    for one in (ExecActuator(["true", "{replicas}"], timeout_s=60.0), AdvisoryActuator()):
+        one.restore(3)
+        assert await one.current_replicas(1) == 3
 
 
 async def test_a_program_that_fails_changes_nothing():
     """Its status and last words are told, and the number is asked for again."""
-    hook = Hook(["sh", "-c", "echo no quota {replicas}; exit 4"], timeout_s=60.0)
+    hook = ExecActuator(["sh", "-c", "echo no quota {replicas}; exit 4"], timeout_s=60.0)
     failed = await hook.scale(UP, 1)
-    assert failed == Failed("sh ended with 4: no quota 3")
-    assert await hook.look(1) == 1
+    assert failed == ActuatorError("sh ended with 4: no quota 3")
+    assert await hook.current_replicas(1) == 1
 
 
 async def test_a_program_that_hangs_is_ended():
     """After its time."""
     wait = "import signal; signal.pause()  # {replicas}"
-    failed = await Hook([sys.executable, "-c", wait], timeout_s=0.2).scale(UP, 1)
+    failed = await ExecActuator([sys.executable, "-c", wait], timeout_s=0.2).scale(UP, 1)
     assert "did not end within 0.2 s" in failed.message
 
 
 async def test_a_program_that_is_missing_is_told():
     """With what the system says."""
-    failed = await Hook(["/no/such/program", "{replicas}"], timeout_s=60.0).scale(UP, 1)
+    failed = await ExecActuator(["/no/such/program", "{replicas}"], timeout_s=60.0).scale(UP, 1)
     assert "No such file" in failed.message
 
 
 async def test_what_was_told_is_what_is_asked_for():
     """Where others act; before anything was told, that is what is there."""
-    told = Told()
-    assert (told.acts, await told.look(2)) == (True, 2)
+    told = AdvisoryActuator()
+    assert (told.acts, await told.current_replicas(2)) == (True, 2)
     await told.scale(UP, 2)
-    assert await told.look(2) == 3
+    assert await told.current_replicas(2) == 3

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from extproc.discovery.discovered_pool import Found
+from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.endpoint import Endpoint
 from tests.support import ext_proc_script, serving
 from tests.support.scaling import configured
@@ -112,7 +112,7 @@ async def picker():
     async with serving.running(settings) as running:
         picker = running.picker
         # Not `sync`: there is no API server; what it would say is said here.
-        picker.sites.take({"n/p": Found()}, ())
+        picker.sites.on_pools_changed({"n/p": DiscoveredPool()}, ())
         await picker._autoscaler.start()
         loop = asyncio.ensure_future(picker._autoscaler.run())
         async with grpc.aio.insecure_channel(f"127.0.0.1:{running.ports.keda}") as channel:
@@ -142,7 +142,9 @@ async def test_a_waiting_request_is_pushed():
             name, *target = await depth.spec()
             assert (name, target) == ("queue-depth", [3, 2.5])
             assert await depth.value(name) == (1, 1.0)
-            running.picker.sites.take({"n/p": Found((Endpoint("127.0.0.1:9"),))}, ())
+            running.picker.sites.on_pools_changed(
+                {"n/p": DiscoveredPool((Endpoint("127.0.0.1:9"),))}, ()
+            )
             await stream.hear()
             stream.call.cancel()
         running.picker._keda.release()

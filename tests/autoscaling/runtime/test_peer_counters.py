@@ -8,9 +8,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from extproc.autoscaling.demand_estimator import Counters
+from extproc.autoscaling.demand_estimator import PickerCounters
 from extproc.autoscaling.runtime import peer_counters
-from extproc.autoscaling.runtime.peer_counters import PATH, Peers, Told, read_told
+from extproc.autoscaling.runtime.peer_counters import (
+    PATH,
+    PeerCounterClient,
+    PeerReport,
+    read_report,
+)
 from extproc.demo import stack
 from extproc.errors import ConfigError
 
@@ -18,8 +23,8 @@ from extproc.errors import ConfigError
 @contextlib.asynccontextmanager
 async def picker(name, *written, held=0, port=0):
     """The part of a picker that talks to others, behind a port."""
-    counters = {"p": Counters(held=held, arrived=float(held))}
-    peers = Peers(name, written, timeout_s=60.0, own=lambda: counters)
+    counters = {"p": PickerCounters(held=held, arrived=float(held))}
+    peers = PeerCounterClient(name, written, timeout_s=60.0, own=lambda: counters)
     peers.heard = []
     peers.woken = peers.heard.extend
     application = web.Application()
@@ -44,17 +49,17 @@ async def test_pickers_tell_each_other_what_they_count():
         picker("a", *written, held=1, port=ports[0]) as one,
         picker("b", *written, held=2, port=ports[1]) as other,
     ):
-        assert await one.read("p") == {"b": Counters(held=2, arrived=2.0)}
-        assert await other.read("p") == {"a": Counters(held=1, arrived=1.0)}
-        assert one.last("p") == {"b": Counters(held=2, arrived=2.0)}
+        assert await one.read("p") == {"b": PickerCounters(held=2, arrived=2.0)}
+        assert await other.read("p") == {"a": PickerCounters(held=1, arrived=1.0)}
+        assert one.last("p") == {"b": PickerCounters(held=2, arrived=2.0)}
         assert one.last("other pool") == {"b": None}
 
 
 async def test_a_peer_that_cannot_be_read_is_unknown():
     """It stays in the picture under its name, as somebody of whom nothing is known."""
     async with picker("b", held=1) as other:
-        one = Peers("a", [f"127.0.0.1:{other.port}"], timeout_s=60.0, own=dict)
-        assert await one.read("p") == {"b": Counters(held=1, arrived=1.0)}
+        one = PeerCounterClient("a", [f"127.0.0.1:{other.port}"], timeout_s=60.0, own=dict)
+        assert await one.read("p") == {"b": PickerCounters(held=1, arrived=1.0)}
         await other.stop()
         assert await one.read("p") == {"b": None}
         one.close()
@@ -62,7 +67,7 @@ async def test_a_peer_that_cannot_be_read_is_unknown():
 
 async def test_a_name_that_cannot_be_resolved_is_unknown():
     """So is who may be behind it."""
-    one = Peers("a", ["no-such-name.invalid:9090"], timeout_s=60.0, own=dict)
+    one = PeerCounterClient("a", ["no-such-name.invalid:9090"], timeout_s=60.0, own=dict)
     assert await one.read("p") == {"no-such-name.invalid:9090": None}
 
 
@@ -76,21 +81,21 @@ async def test_others_are_told_when_a_request_waits():
     ):
         await one.read("p")
         await other.read("p")
-        other._own = lambda: {"p": Counters(held=9), "q": Counters()}
+        other._own = lambda: {"p": PickerCounters(held=9), "q": PickerCounters()}
         await other.push()
         assert one.heard == ["p"]
-        assert one.last("p") == {"b": Counters(held=9)}
+        assert one.last("p") == {"b": PickerCounters(held=9)}
         assert other.heard == []
 
 
 async def test_what_strangers_push_is_not_believed():
     """It is reason to look, and no number."""
     async with picker("a") as one:
-        other = Peers(
+        other = PeerCounterClient(
             "stranger",
             [f"127.0.0.1:{one.port}"],
             timeout_s=60.0,
-            own=lambda: {"p": Counters(held=5)},
+            own=lambda: {"p": PickerCounters(held=5)},
         )
         await other.read("p")
         await other.push()
@@ -104,7 +109,7 @@ async def test_strange_bodies_are_refused():
         async with http.post(f"http://127.0.0.1:{one.port}{PATH}", data=b"[1]") as answer:
             assert answer.status == 400
         async with http.get(f"http://127.0.0.1:{one.port}{PATH}") as answer:
-            told = msgspec.json.decode(await answer.read(), type=Told)
+            told = msgspec.json.decode(await answer.read(), type=PeerReport)
         assert told.picker == "a"
 
 
@@ -112,7 +117,7 @@ async def test_strange_bodies_are_refused():
 def test_addresses_need_a_port(written):
     """Anything else is refused at start."""
     with pytest.raises(ConfigError, match=r"autoscaling\.peers"):
-        Peers("a", [written], timeout_s=60.0, own=dict)
+        PeerCounterClient("a", [written], timeout_s=60.0, own=dict)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +136,7 @@ def test_addresses_need_a_port(written):
 )
 def test_what_no_picker_counts_is_unreadable(page):
     """Other bytes, endless nesting, wrong types and numbers beyond their ranges."""
-    assert read_told(page) is None
+    assert read_report(page) is None
 
 
 async def test_a_name_whose_servers_never_answer_is_unresolved(monkeypatch):
@@ -142,7 +147,7 @@ async def test_a_name_whose_servers_never_answer_is_unresolved(monkeypatch):
 
     monkeypatch.setattr(peer_counters, "_RESOLVE_TIMEOUT_S", 0.0)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
-    one = Peers("a", ["extproc-peers:9090"], timeout_s=60.0, own=dict)
+    one = PeerCounterClient("a", ["extproc-peers:9090"], timeout_s=60.0, own=dict)
     async with asyncio.timeout(60.0):
         assert await one.read("p") == {"extproc-peers:9090": None}
         assert not await one.is_peer("127.0.0.1")
@@ -150,7 +155,7 @@ async def test_a_name_whose_servers_never_answer_is_unresolved(monkeypatch):
 
 async def test_an_address_that_is_no_name_is_unresolved():
     """A name that cannot be written for a resolver is one that does not resolve."""
-    one = Peers("a", ["a..b:9090"], timeout_s=60.0, own=dict)
+    one = PeerCounterClient("a", ["a..b:9090"], timeout_s=60.0, own=dict)
     assert await one.read("p") == {"a..b:9090": None}
 
 
@@ -163,7 +168,7 @@ async def test_connections_to_peers_that_left_are_closed(monkeypatch):
             return list(addresses)
 
         monkeypatch.setattr(peer_counters, "_addresses", resolved)
-        one = Peers("a", ["others:9090"], timeout_s=60.0, own=dict)
+        one = PeerCounterClient("a", ["others:9090"], timeout_s=60.0, own=dict)
         await one.read("p")
         assert len(one._asking._kept) == 1
         addresses.clear()
@@ -182,7 +187,7 @@ async def test_addresses_of_peers_are_looked_up_for_a_new_one(monkeypatch):
         return answers[0]
 
     monkeypatch.setattr(peer_counters, "_addresses", addresses)
-    one = Peers("a", ["others:9090"], timeout_s=60.0, own=dict)
+    one = PeerCounterClient("a", ["others:9090"], timeout_s=60.0, own=dict)
     assert await one.is_peer("10.0.0.1")
     assert await one.is_peer("fd00::2")
     for _ in range(100):
@@ -196,4 +201,4 @@ async def test_addresses_of_peers_are_looked_up_for_a_new_one(monkeypatch):
     assert await one.is_peer("10.0.0.9")
     assert not await one.is_peer("10.0.0.1")
     one.close()
-    assert not await Peers("b", [], timeout_s=60.0, own=dict).is_peer("10.0.0.1")
+    assert not await PeerCounterClient("b", [], timeout_s=60.0, own=dict).is_peer("10.0.0.1")

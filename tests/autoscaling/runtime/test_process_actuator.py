@@ -7,7 +7,7 @@ import sys
 import aiohttp
 import pytest
 
-from extproc.autoscaling.interface import Desired, Why
+from extproc.autoscaling.interface import ScalingDecision, ScalingReason
 from extproc.autoscaling.runtime import process_actuator
 from tests.support import ext_proc_script, peer, serving
 from tests.support.scaling import configured
@@ -107,14 +107,14 @@ async def test_launch_starts_another_engine_where_looking_at_its_health_raises(m
     """Such an engine gets no request, and the log says why it was ended."""
     monkeypatch.setattr(process_actuator, "_AGAIN_S", 0.1)
     caplog.set_level("INFO", "extproc.server")
-    before = process_actuator.Engines._answers
+    before = process_actuator.ProcessActuator._answers
 
     async def broken(self, engine):
         if engine.number == 1:
             raise ValueError("a port that is none")
         await before(self, engine)
 
-    monkeypatch.setattr(process_actuator.Engines, "_answers", broken)
+    monkeypatch.setattr(process_actuator.ProcessActuator, "_answers", broken)
     async with picker([sys.executable, "-c", ENGINE, "{port}"]) as running:
         await pick(running)
         (member,) = running.picker.sites.pools()[""].members
@@ -149,13 +149,13 @@ async def test_an_engine_that_goes_finishes_first(caplog):
     """It gets nothing new, and ends when what it does is done."""
     caplog.set_level("INFO", "extproc.server")
     async with picker([sys.executable, "-c", ENGINE, "{port}"], min=1) as running:
-        engines = running.picker._autoscaler.loops[""].hands
+        engines = running.picker._autoscaler.loops[""].actuator
         async with running.channel() as channel:
             stream = serving.Stream(channel)
             await stream.say(ext_proc_script.request_headers(REQUEST, ends=True))
             (said,) = await stream.hear()
             address = dict(said.sets)[peer.DESTINATION]
-            await engines.scale(Desired(0, Why.IDLE), 1)
+            await engines.scale(ScalingDecision(0, ScalingReason.IDLE), 1)
             async with asyncio.timeout(serving.LIMIT_S):
                 while running.picker.sites.pools()[""].members:
                     await asyncio.sleep(0.01)
@@ -172,7 +172,7 @@ async def test_an_engine_that_goes_finishes_first(caplog):
 
 async def test_a_bug_about_one_engine_ends_no_other(monkeypatch):
     """What looking after one of them raises is counted; the others serve, and another follows."""
-    real, wrong = process_actuator.Engines._serve, [1]
+    real, wrong = process_actuator.ProcessActuator._serve, [1]
 
     async def serve(engines, engine, process):
         if engine.number > 1 and wrong[0]:
@@ -180,13 +180,13 @@ async def test_a_bug_about_one_engine_ends_no_other(monkeypatch):
             raise OverflowError
         await real(engines, engine, process)
 
-    monkeypatch.setattr(process_actuator.Engines, "_serve", serve)
+    monkeypatch.setattr(process_actuator.ProcessActuator, "_serve", serve)
     monkeypatch.setattr(process_actuator, "_AGAIN_S", 0.0)
     async with picker([sys.executable, "-c", ENGINE, "{port}"], min=1) as running:
         first = await pick(running)
         supervisor = running.picker.tallies.supervisor
-        engines = running.picker._autoscaler.loops[""].hands
-        await engines.scale(Desired(2, Why.UP), 1)
+        engines = running.picker._autoscaler.loops[""].actuator
+        await engines.scale(ScalingDecision(2, ScalingReason.UP), 1)
         async with asyncio.timeout(60):
             while len(running.picker.sites.pools()[""].members) < 2:
                 await asyncio.sleep(0.02)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.autoscaling.runtime import scale_objects, state_store
-from extproc.config.autoscaling import Target
+from extproc.config.autoscaling import ScaleTarget
 from extproc.discovery.kubernetes import resources, watch_plan
 from extproc.election import lease
 
@@ -24,7 +24,9 @@ def split(path):
 @given(group=SEGMENTS, version=SEGMENTS, namespace=SEGMENTS, resource=SEGMENTS, name=SEGMENTS)
 def test_target_path_keeps_every_field_in_its_segment(group, version, namespace, resource, name):
     """Whatever the fields hold: also where no check came before."""
-    target = Target(name=name, namespace=namespace, group=group, version=version, resource=resource)
+    target = ScaleTarget(
+        name=name, namespace=namespace, group=group, version=version, resource=resource
+    )
     wanted = ["apis", group, version, "namespaces", namespace, resource, name]
     assert split(scale_objects.target_path(target)) == (wanted, "")
 
@@ -34,7 +36,7 @@ def test_paths_of_leases_and_collections_keep_every_field_in_its_segment(namespa
     """Wherever a path of the API consists of names."""
     leases = ["apis", "coordination.k8s.io", "v1", "namespaces", namespace, "leases", name]
     assert split(lease.path(namespace, name)) == (leases, "")
-    pods = watch_plan.Collection(resources.PODS, namespace)
+    pods = watch_plan.WatchedCollection(resources.PODS, namespace)
     assert split(pods.path) == (["api", "v1", "namespaces", namespace, "pods"], "")
 
 
@@ -48,7 +50,7 @@ def test_memory_asks_for_one_config_map(namespace, name):
             paths.append(path)
             return b"{}"
 
-    subject = state_store.Memory(
+    subject = state_store.ConfigMapStateStore(
         Cluster(), namespace=namespace, name=name, clock=lambda: 0.0, time=lambda: 0.0
     )
     asyncio.run(subject.load())
@@ -58,7 +60,7 @@ def test_memory_asks_for_one_config_map(namespace, name):
 
 def test_rivals_of_what_is_no_list_are_unknown():
     """An empty list says that there are none."""
-    target = Target(name="vllm", namespace="n").filled
+    target = ScaleTarget(name="vllm", namespace="n").filled
     assert scale_objects.rivals(b'{"items": []}', target) == ()
     assert scale_objects.rivals(b'{"items": null}', target) == ()
     assert scale_objects.rivals(b'{"kind": "Status"}', target) is None
@@ -70,6 +72,6 @@ def test_rivals_of_what_is_no_list_are_unknown():
 )
 def test_answers_that_cannot_be_decoded_hold_nothing(answer):
     """Nesting without end and text that is no UTF-8 are no list, no Scale and no ConfigMap."""
-    assert scale_objects.rivals(answer, Target(name="vllm", namespace="n").filled) is None
+    assert scale_objects.rivals(answer, ScaleTarget(name="vllm", namespace="n").filled) is None
     assert scale_objects.replicas(answer.replace(b"items", b"spec")) is None
     assert scale_objects.data(b'{"data": {"a": "\xff"}}') == scale_objects.data(answer) == {}

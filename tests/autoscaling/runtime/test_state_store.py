@@ -1,11 +1,16 @@
 from __future__ import annotations
 
-from extproc.autoscaling.demand import Bounds
-from extproc.autoscaling.demand_estimator import Counters, Meter, Seen, Settings
-from extproc.autoscaling.policies.queue_depth import QueueDepth
-from extproc.autoscaling.policy_runner import Scaler
+from extproc.autoscaling.demand import ReplicaBounds
+from extproc.autoscaling.demand_estimator import (
+    DemandEstimator,
+    EstimatorSettings,
+    PickerCounters,
+    TargetObservation,
+)
+from extproc.autoscaling.policies.queue_depth import QueueDepthPolicy
+from extproc.autoscaling.policy_runner import PolicyRunner
 from extproc.autoscaling.runtime import state_store
-from extproc.autoscaling.runtime.control_loop import State
+from extproc.autoscaling.runtime.control_loop import LoopState
 from extproc.discovery.kubernetes import api_errors
 
 
@@ -13,19 +18,19 @@ class Watched:
     """A loop's two halves after a minute."""
 
     def __init__(self, *, until=60):
-        self.scaler = Scaler(QueueDepth(), Bounds(max=3))
-        self.meter = Meter(Settings())
+        self.scaler = PolicyRunner(QueueDepthPolicy(), ReplicaBounds(max=3))
+        self.meter = DemandEstimator(EstimatorSettings())
         for now in range(0, until + 1, 5):
             self.look(float(now))
 
     def look(self, now):
-        counters = {"a": Counters(in_flight=2, arrived=now, answered=now)}
-        demand = self.meter.read(now, counters, Seen(spec=2, available=2))
+        counters = {"a": PickerCounters(in_flight=2, arrived=now, answered=now)}
+        demand = self.meter.read(now, counters, TargetObservation(spec=2, available=2))
         return self.scaler.step(demand)
 
     @property
     def state(self):
-        return State(self.scaler.state(), self.meter.learnt)
+        return LoopState(self.scaler.state(), self.meter.state)
 
 
 def test_states_come_back_on_another_clock():
@@ -68,19 +73,19 @@ class Cluster:
     async def send(self, method, path, body=None):
         self.asked.append(method)
         if method in self._refusals:
-            return api_errors.Refused(self._refusals[method], "no")
+            return api_errors.ApiError(self._refusals[method], "no")
         if method == "GET":
             if self.data is None:
-                return api_errors.Refused(404, "not there")
+                return api_errors.ApiError(404, "not there")
             return state_store.msgspec.json.encode({"data": self.data})
         if method == "PATCH" and self.data is None:
-            return api_errors.Refused(404, "not there")
+            return api_errors.ApiError(404, "not there")
         self.data = {**(self.data or {}), **body["data"]}
         return b"{}"
 
 
 def kept(cluster):
-    return state_store.Memory(
+    return state_store.ConfigMapStateStore(
         cluster, namespace="n", name="m", clock=lambda: 60.0, time=lambda: 1000.0
     )
 
@@ -111,7 +116,7 @@ async def test_a_file_keeps_it_where_there_is_no_cluster(tmp_path):
     """Written whole or not at all; nothing is there at first."""
     clock = [60.0, 1000.0]
     path = tmp_path / "state.json"
-    kept = state_store.File(path, clock=lambda: clock[0], time=lambda: clock[1])
+    kept = state_store.FileStateStore(path, clock=lambda: clock[0], time=lambda: clock[1])
     assert await kept.load() == ({}, 0.0)
     state = Watched().state
     await kept.save({"p": state})
@@ -123,10 +128,12 @@ async def test_a_file_keeps_it_where_there_is_no_cluster(tmp_path):
 
 async def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
     """Scaling goes on without it."""
-    kept = state_store.File(tmp_path / "none" / "state.json", clock=lambda: 0.0, time=lambda: 0.0)
+    kept = state_store.FileStateStore(
+        tmp_path / "none" / "state.json", clock=lambda: 0.0, time=lambda: 0.0
+    )
     for _ in range(2):
         await kept.save({})
     assert caplog.text.count("cannot be written: No such file or directory") == 1
-    kept = state_store.File(tmp_path, clock=lambda: 0.0, time=lambda: 0.0)
+    kept = state_store.FileStateStore(tmp_path, clock=lambda: 0.0, time=lambda: 0.0)
     assert await kept.load() is None
     assert "cannot be read: Is a directory" in caplog.text

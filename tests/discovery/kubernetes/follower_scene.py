@@ -29,8 +29,8 @@ class Scene:
         self.moved = asyncio.Condition()
         self.folder = folder
         patience = {"retry_s": 0.01, "retry_most_s": 0.05, "absent_s": 0.05, "coalesce_s": 0.001}
-        self.subject = controller.Follower(
-            settings.Settings(
+        self.subject = controller.KubernetesDiscovery(
+            settings.KubernetesSettings(
                 sources=sources or (REF,),
                 kubeconfig=server.kubeconfig(folder),
                 **(patience | wanted),

@@ -17,7 +17,7 @@ from extproc.discovery.kubernetes import api_client, api_errors, resources, sett
 from extproc.errors import ConfigError
 from tests.discovery.kubernetes import builders, fake
 
-PODS = watch_plan.Collection(resources.PODS, "default")
+PODS = watch_plan.WatchedCollection(resources.PODS, "default")
 REF = settings.InferencePoolRef("default", "pool")
 
 
@@ -98,7 +98,7 @@ def account(tmp_path, monkeypatch):
 
 @contextlib.asynccontextmanager
 async def connected(**wanted):
-    server = api_client.Server(settings.Settings(sources=(REF,), **wanted))
+    server = api_client.KubernetesApiClient(settings.KubernetesSettings(sources=(REF,), **wanted))
     await server.open()
     try:
         yield server
@@ -150,7 +150,9 @@ def test_a_service_account_without_a_token_is_refused(account, monkeypatch):
     (account / "token").write_text("")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "1")
     with pytest.raises(ConfigError, match="service account"):
-        asyncio.run(api_client.Server(settings.Settings(sources=(REF,))).open())
+        asyncio.run(
+            api_client.KubernetesApiClient(settings.KubernetesSettings(sources=(REF,))).open()
+        )
 
 
 def test_a_token_that_vanishes_is_a_refusal(account, monkeypatch):
@@ -224,7 +226,7 @@ def test_what_the_server_asks_for_is_read(tmp_path, header, seconds):
         async with connected(kubeconfig=fakes.kubeconfig(tmp_path)) as server:
             found = await server.page(PODS, "")
         await fakes.close()
-        assert found == api_errors.Refused(429, "slow down", seconds)
+        assert found == api_errors.ApiError(429, "slow down", seconds)
 
     asyncio.run(scene())
 

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.discovery.kubernetes.api_errors import Denials, Refused
+from extproc.discovery.kubernetes.api_errors import ApiError, Denials
 
-NO, AWAY = Refused(403, "no"), Refused(0, "no answer")
+NO, AWAY = ApiError(403, "no"), ApiError(0, "no answer")
 
 
-@pytest.mark.parametrize("before", [b"{}", Refused(404, "none"), Refused(409, "conflict")])
+@pytest.mark.parametrize("before", [b"{}", ApiError(404, "none"), ApiError(409, "conflict")])
 def test_denials_of_what_was_allowed_count_from_the_fourth_in_a_row(before):
     """An API server that has just started knows no Roles; a failure in between begins anew."""
     denials = Denials()

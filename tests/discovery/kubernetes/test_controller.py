@@ -138,7 +138,7 @@ def test_everything_in_a_cluster_is_many_pools(tmp_path):
             builders.pool("p", "two"),
             builders.pod("b", "two", ip="10.0.0.2"),
         ]
-        async with following(tmp_path, *objects, sources=(settings.Everything(),)) as one:
+        async with following(tmp_path, *objects, sources=(settings.AllPools(),)) as one:
             assert (one.names("one/p"), one.names("two/p")) == (["a"], ["b"])
             one.told.clear()
             one.server.put(builders.pod("c", "two", ip="10.0.0.3"))
@@ -159,7 +159,7 @@ def test_a_service_is_a_pool_of_its_slices(tmp_path):
 
     async def scene():
         backends = [builders.backend(), builders.backend("10.0.0.2", "b", ready=False)]
-        sources = (settings.Service("default", "engines", "http"),)
+        sources = (settings.ServiceRef("default", "engines", "http"),)
         objects = [builders.slice_of(backends=backends)]
         async with following(tmp_path, *objects, sources=sources) as one:
             assert one.names("default/engines") == ["a"]
@@ -178,7 +178,7 @@ def test_pods_by_label_need_no_crd(tmp_path):
     """The selector is applied by the server; a pod that loses the label is gone."""
 
     async def scene():
-        sources = (settings.Selector("default", {"app": "vllm"}, (8000,), "sel"),)
+        sources = (settings.PodSelector("default", {"app": "vllm"}, (8000,), "sel"),)
         objects = [builders.pod("a"), builders.pod("b", app="other", ip="10.0.0.2")]
         async with following(tmp_path, *objects, sources=sources) as one:
             assert one.names("default/sel") == ["a"]

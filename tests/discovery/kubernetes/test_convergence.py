@@ -11,10 +11,10 @@ SERVICE = "kubernetes.io/service-name"
 
 SOURCES = (
     settings.InferencePoolRef("one", "p"),
-    settings.Everything(),
-    settings.Everything(group=builders.OLD_GROUP),
-    settings.Selector("two", {"app": "y"}, (9000,), "sel"),
-    settings.Service("one", "engines", "http"),
+    settings.AllPools(),
+    settings.AllPools(group=builders.OLD_GROUP),
+    settings.PodSelector("two", {"app": "y"}, (9000,), "sel"),
+    settings.ServiceRef("one", "engines", "http"),
 )
 
 namespaces = st.sampled_from(["one", "two"])
@@ -80,9 +80,11 @@ class Play:
 
     def __init__(self):
         self.truth = {}
-        self.subject = store.Cluster(settings.Settings(sources=SOURCES))
+        self.subject = store.ObjectStore(settings.KubernetesSettings(sources=SOURCES))
         self.queues = {one: [] for one in self.subject.collections}
-        self.readers = {one: watch_events.Reader(one.resource) for one in self.subject.collections}
+        self.readers = {
+            one: watch_events.WatchReader(one.resource) for one in self.subject.collections
+        }
         self.pools = {}
 
     def holders(self, value):
@@ -119,9 +121,11 @@ class Play:
 
     def take(self, one, event):
         match event:
-            case watch_events.Set(value, _):
+            case watch_events.Applied(value, _):
                 self.subject.put(one, (value.namespace, value.name), value)
-            case watch_events.Gone(namespace, name, _) | watch_events.Broken(namespace, name):
+            case watch_events.Deleted(namespace, name, _) | watch_events.InvalidObject(
+                namespace, name
+            ):
                 self.subject.put(one, (namespace, name), None)
             case _:
                 raise AssertionError(event)
@@ -134,17 +138,17 @@ class Play:
 
     def collect(self, _=None):
         changes = self.subject.collect()
-        assert not changes.removed & set(changes.found)
-        for key, found in changes.found.items():
+        assert not changes.removed & set(changes.discovered)
+        for key, found in changes.discovered.items():
             assert self.pools.get(key) != found
         self.pools = {
             key: one for key, one in self.pools.items() if key not in changes.removed
-        } | dict(changes.found)
+        } | dict(changes.discovered)
 
     def settle(self):
         """Lists what never was, and delivers the rest."""
         for at, one in enumerate(self.subject.collections):
-            if self.subject._presence[one] is store.Presence.UNKNOWN:
+            if self.subject._presence[one] is store.CollectionStatus.UNKNOWN:
                 self.relist(at)
         while any(self.queues.values()):
             self.deliver(0)

@@ -202,7 +202,7 @@ def test_a_broken_kubeconfig_is_refused(tmp_path, text):
     """The error names the file and says what to do."""
     path = tmp_path / "kubeconfig"
     path.write_text(text)
-    wanted = settings.Settings(sources=(REF,), kubeconfig=str(path))
+    wanted = settings.KubernetesSettings(sources=(REF,), kubeconfig=str(path))
     with pytest.raises(ConfigError) as error:
         asyncio.run(controller.connect(wanted))
     assert str(path) in str(error.value)
@@ -211,7 +211,7 @@ def test_a_broken_kubeconfig_is_refused(tmp_path, text):
 
 def test_a_kubeconfig_that_is_not_there_is_refused(tmp_path):
     """So is one that cannot be read."""
-    wanted = settings.Settings(sources=(REF,), kubeconfig=str(tmp_path / "none"))
+    wanted = settings.KubernetesSettings(sources=(REF,), kubeconfig=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="none"):
         asyncio.run(controller.connect(wanted))
 

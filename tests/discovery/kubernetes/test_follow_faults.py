@@ -105,7 +105,7 @@ def test_an_object_that_makes_us_raise_hides_no_other(tmp_path, monkeypatch, cap
     """Listed at the start or brought by an event, it is counted, and what follows is told of."""
     poison(
         monkeypatch,
-        store.Cluster,
+        store.ObjectStore,
         "put",
         lambda _, __, key, ___: key[1] == "bad",
     )
@@ -180,7 +180,7 @@ def test_a_feed_that_raises_stops_no_other(tmp_path, monkeypatch):
     async def scene():
         monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
         wrong = [3]
-        real = reflector.Feed.step
+        real = reflector.Reflector.step
 
         async def raising(self):
             if self.collection.resource.plural == "pods" and wrong[0]:
@@ -188,7 +188,7 @@ def test_a_feed_that_raises_stops_no_other(tmp_path, monkeypatch):
                 raise OverflowError(SECRET)
             return await real(self)
 
-        monkeypatch.setattr(reflector.Feed, "step", raising)
+        monkeypatch.setattr(reflector.Reflector, "step", raising)
         async with following(tmp_path, builders.pool(), builders.pod("a")) as one:
             await one.until_names("a")
             assert one.subject._supervisor.failures["kubernetes"] == 3

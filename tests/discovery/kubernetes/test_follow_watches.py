@@ -106,7 +106,7 @@ def test_long_lists_come_in_pages(tmp_path):
 
             server.answers.append(pages)
 
-        sources = (settings.Selector("default", {"app": "vllm"}, (8000,), "sel"),)
+        sources = (settings.PodSelector("default", {"app": "vllm"}, (8000,), "sel"),)
         async with following(tmp_path, *pods, sources=sources, prepare=prepare, page=10) as one:
             assert one.names("default/sel") == [f"p{at:02}" for at in range(25)]
             assert "relisted" in one.kinds()
@@ -151,7 +151,7 @@ def test_a_watch_that_does_not_begin_is_given_up(tmp_path):
         async def hang(_):
             await silent.wait()
 
-        sources = (settings.Selector("default", {"app": "vllm"}, (8000,), "sel"),)
+        sources = (settings.PodSelector("default", {"app": "vllm"}, (8000,), "sel"),)
         async with following(tmp_path, builders.pod("a"), sources=sources, request_s=0.5) as one:
             await one.server.until_watched(1)
             one.server.answers.append(hang)
@@ -168,7 +168,7 @@ def test_watches_that_fail_again_and_again_end_in_a_list(tmp_path):
     """A store that was restored from a copy may not know our version, and not say 410."""
 
     async def scene():
-        sources = (settings.Selector("default", {"app": "vllm"}, (8000,), "sel"),)
+        sources = (settings.PodSelector("default", {"app": "vllm"}, (8000,), "sel"),)
         async with following(tmp_path, builders.pod("a"), sources=sources) as one:
             await one.server.until_watched(1)
 

@@ -6,12 +6,12 @@ from tests.discovery.kubernetes import builders
 
 def pod(**facts):
     line = builders.line("ADDED", builders.pod(**facts))
-    return watch_events.Reader(resources.PODS).line(line).value
+    return watch_events.WatchReader(resources.PODS).line(line).value
 
 
 def slice_of(**facts):
     line = builders.line("ADDED", builders.slice_of(**facts))
-    return watch_events.Reader(resources.SLICES).line(line).value
+    return watch_events.WatchReader(resources.SLICES).line(line).value
 
 
 def addresses(found):
@@ -20,7 +20,7 @@ def addresses(found):
 
 def test_one_port_is_called_like_the_pod():
     """Its labels are the pod's, and where it runs."""
-    (found,) = pod_endpoints.of_pod(pod(name="a", node="n1"), (8000,))
+    (found,) = pod_endpoints.pod_endpoints(pod(name="a", node="n1"), (8000,))
     assert (found.address, found.name, found.uid) == ("10.0.0.1:8000", "a", "uid-a")
     assert found.labels == {"namespace": "default", "app": "vllm", "kubernetes.io/hostname": "n1"}
 
@@ -30,7 +30,7 @@ def test_every_port_is_a_rank():
 
     Source: docs/reference/protocol-conformance.md#point-61.
     """
-    found = pod_endpoints.of_pod(pod(name="a"), (8001, 8000))
+    found = pod_endpoints.pod_endpoints(pod(name="a"), (8001, 8000))
     assert [(one.name, one.address) for one in found] == [
         ("a-rank-0", "10.0.0.1:8001"),
         ("a-rank-1", "10.0.0.1:8000"),
@@ -56,20 +56,22 @@ def test_062_active_ports_limit_ranks(annotation, ports):
     Source: docs/reference/protocol-conformance.md#point-62.
     """
     one = pod(name="a", annotations={"llm-d.ai/active-ports": annotation})
-    found = pod_endpoints.of_pod(one, (8000, 8001, 8002))
+    found = pod_endpoints.pod_endpoints(one, (8000, 8001, 8002))
     assert addresses(found) == [f"10.0.0.1:{port}" for port in ports]
     assert [one.name for one in found] == [f"a-rank-{port - 8000}" for port in ports]
 
 
 def test_ipv6_stands_in_brackets():
     """As EPP protocol 004 writes it."""
-    assert addresses(pod_endpoints.of_pod(pod(ip="FD00::0:1"), (8000,))) == ["[fd00::1]:8000"]
+    assert addresses(pod_endpoints.pod_endpoints(pod(ip="FD00::0:1"), (8000,))) == [
+        "[fd00::1]:8000"
+    ]
 
 
 @pytest.mark.parametrize("ip", ["", "localhost", "10.0.0", "10.0.0.1:80"])
 def test_a_pod_without_an_address_is_no_endpoint(ip):
     """Neither is one whose address is none."""
-    assert pod_endpoints.of_pod(pod(ip=ip), (8000,)) == ()
+    assert pod_endpoints.pod_endpoints(pod(ip=ip), (8000,)) == ()
 
 
 def test_a_pod_of_kubeai_names_its_port_and_models():
@@ -79,35 +81,35 @@ def test_a_pod_of_kubeai_names_its_port_and_models():
     """
     labels = {"model": "llama", "adapter.kubeai.org/sql": "hash", "adapter.kubeai.org/wiki": "h"}
     one = pod(labels=labels, annotations={"model-pod-port": "8000"})
-    (found,) = pod_endpoints.of_pod(one, ())
+    (found,) = pod_endpoints.pod_endpoints(one, ())
     assert found.address == "10.0.0.1:8000"
     assert (found.models.bases, found.models.adapters) == ({"llama"}, {"sql", "wiki"})
 
 
 def test_a_label_called_model_alone_says_nothing():
     """Anybody may use that name; KubeAI's pods carry their port as well."""
-    (found,) = pod_endpoints.of_pod(pod(labels={"model": "llama"}), (8000,))
+    (found,) = pod_endpoints.pod_endpoints(pod(labels={"model": "llama"}), (8000,))
     assert found.models is None
 
 
 def test_a_pod_without_a_port_is_no_endpoint_where_pods_name_theirs():
     """So is one whose port is none."""
-    assert pod_endpoints.of_pod(pod(), ()) == ()
+    assert pod_endpoints.pod_endpoints(pod(), ()) == ()
     for text in ("x", "0", "99999999"):
-        assert pod_endpoints.of_pod(pod(annotations={"model-pod-port": text}), ()) == ()
+        assert pod_endpoints.pod_endpoints(pod(annotations={"model-pod-port": text}), ()) == ()
 
 
 def test_the_ip_is_overridden_only_where_that_is_allowed():
     """Whoever may annotate a pod could otherwise draw traffic anywhere."""
     one = pod(annotations={"model-pod-ip": "127.0.0.1", "model-pod-port": "7000"})
-    assert addresses(pod_endpoints.of_pod(one, ())) == ["10.0.0.1:7000"]
-    assert addresses(pod_endpoints.of_pod(one, (), override_ip=True)) == ["127.0.0.1:7000"]
+    assert addresses(pod_endpoints.pod_endpoints(one, ())) == ["10.0.0.1:7000"]
+    assert addresses(pod_endpoints.pod_endpoints(one, (), override_ip=True)) == ["127.0.0.1:7000"]
 
 
 def test_endpoints_come_in_the_order_of_pod_names():
     """So that replicas of the picker agree, whatever the order of events."""
     pods = [pod(name=name, ip=f"10.0.0.{at}") for at, name in enumerate("cab")]
-    found = pod_endpoints.merge([(one, pod_endpoints.of_pod(one, (8000,))) for one in pods])
+    found = pod_endpoints.merge([(one, pod_endpoints.pod_endpoints(one, (8000,))) for one in pods])
     assert [one.name for one in found] == ["a", "b", "c"]
 
 
@@ -115,7 +117,9 @@ def test_of_two_pods_with_one_address_the_younger_has_it():
     """The IP went on before the last word of the older was heard."""
     old = pod(name="z", created="2026-01-01T00:00:00Z")
     new = pod(name="a", created="2026-01-01T00:00:01Z")
-    found = pod_endpoints.merge([(one, pod_endpoints.of_pod(one, (8000,))) for one in (old, new)])
+    found = pod_endpoints.merge(
+        [(one, pod_endpoints.pod_endpoints(one, (8000,))) for one in (old, new)]
+    )
     assert [one.name for one in found] == ["a"]
 
 
@@ -129,7 +133,7 @@ def test_endpoints_of_slices():
         {"addresses": ["10.0.0.5"]},
         {"addresses": []},
     ]
-    found = pod_endpoints.of_slices([slice_of(backends=backends)], "http")
+    found = pod_endpoints.slice_endpoints([slice_of(backends=backends)], "http")
     assert [(one.name, one.address) for one in found] == [
         ("10.0.0.5:8000", "10.0.0.5:8000"),
         ("a", "10.0.0.1:8000"),
@@ -150,14 +154,14 @@ def test_endpoints_of_slices():
 def test_the_port_of_a_service_goes_by_name_or_number(port, number):
     """With several ports, none named is none."""
     one = slice_of(ports={"http": 8000, "metrics": 9090}, backends=[builders.backend()])
-    found = pod_endpoints.of_slices([one], port)
+    found = pod_endpoints.slice_endpoints([one], port)
     assert addresses(found) == ([f"10.0.0.1:{number}"] if number else [])
 
 
 def test_the_only_port_of_a_service_need_not_be_named():
     """Without a port that is the one."""
     one = slice_of(backends=[builders.backend()])
-    assert addresses(pod_endpoints.of_slices([one], "")) == ["10.0.0.1:8000"]
+    assert addresses(pod_endpoints.slice_endpoints([one], "")) == ["10.0.0.1:8000"]
 
 
 def test_a_pod_in_several_slices_is_one_endpoint():
@@ -165,14 +169,14 @@ def test_a_pod_in_several_slices_is_one_endpoint():
     four = slice_of(name="four", backends=[builders.backend()])
     again = slice_of(name="again", backends=[builders.backend()])
     six = slice_of(name="six", family="IPv6", backends=[builders.backend("fd00::1")])
-    assert addresses(pod_endpoints.of_slices([six, four, again], "http")) == ["10.0.0.1:8000"]
-    assert addresses(pod_endpoints.of_slices([six], "http")) == ["[fd00::1]:8000"]
+    assert addresses(pod_endpoints.slice_endpoints([six, four, again], "http")) == ["10.0.0.1:8000"]
+    assert addresses(pod_endpoints.slice_endpoints([six], "http")) == ["[fd00::1]:8000"]
 
 
 def test_what_a_service_says_of_its_protocol_is_passed_on():
     """The port's appProtocol."""
-    port = objects.Port("http", 8000, "kubernetes.io/h2c")
-    one = objects.Slice(namespace="d", name="s", service="e", family="IPv4", ports=(port,))
+    port = objects.SlicePort("http", 8000, "kubernetes.io/h2c")
+    one = objects.EndpointSlice(namespace="d", name="s", service="e", family="IPv4", ports=(port,))
     assert pod_endpoints.app_protocol([one], "http") == "kubernetes.io/h2c"
     assert pod_endpoints.app_protocol([one], "other") == ""
 
@@ -184,4 +188,6 @@ def test_what_a_service_says_of_its_protocol_is_passed_on():
 def test_a_port_that_is_none_makes_no_endpoint(port, found):
     """KubeAI's annotation is free text: only 1 to 65535 is a port."""
     one = objects.Pod(namespace="n", name="p", uid="u", ip="127.0.0.1", ready=True, model_port=port)
-    assert addresses(pod_endpoints.of_pod(one, ())) == ([f"127.0.0.1:{found}"] if found else [])
+    assert addresses(pod_endpoints.pod_endpoints(one, ())) == (
+        [f"127.0.0.1:{found}"] if found else []
+    )

@@ -10,7 +10,7 @@ from extproc.discovery.kubernetes import api_errors, reflector, settings, store
 from extproc.supervision import Supervisor
 
 REF = settings.InferencePoolRef("n", "pool")
-AWAY, BUSY, FORBIDDEN = (api_errors.Refused(status, "no") for status in (0, 503, 403))
+AWAY, BUSY, FORBIDDEN = (api_errors.ApiError(status, "no") for status in (0, 503, 403))
 LIST = b'{"metadata": {"resourceVersion": "7"}, "items": []}'
 
 
@@ -40,11 +40,11 @@ class FeedFixture:
         self.now = 0.0
         self.states = []
         self.server = ServerFixture()
-        wanted = settings.Settings(sources=(REF,))
-        known = store.Cluster(wanted)
+        wanted = settings.KubernetesSettings(sources=(REF,))
+        known = store.ObjectStore(wanted)
         chance = random.Random(1)
         chance.uniform = lambda low, high: high
-        self.subject = reflector.Feed(
+        self.subject = reflector.Reflector(
             known.collections[0],
             self.server,
             known,
@@ -100,5 +100,5 @@ def test_feed_keeps_its_version_through_refusals_after_a_restart():
 def test_feed_looks_for_what_was_never_there_every_10_s_at_most(status):
     """A Role or a definition that is applied after the picker is noticed soon."""
     feeding = FeedFixture()
-    assert feeding.pauses(api_errors.Refused(status, "no"), 4) == [5.0, 10.0, 10.0, 10.0]
+    assert feeding.pauses(api_errors.ApiError(status, "no"), 4) == [5.0, 10.0, 10.0, 10.0]
     assert feeding.states[0] in {"forbidden", "not-installed"}

@@ -1,19 +1,21 @@
 import pytest
 
-from extproc.discovery.discovered_pool import Found
+from extproc.discovery.discovered_pool import DiscoveredPool
 from extproc.discovery.kubernetes import resources, settings, store, watch_events, watch_plan
 from extproc.errors import ConfigError
 from tests.discovery.kubernetes import builders, fake
 
 REF = settings.InferencePoolRef("default", "pool")
-SEL = settings.Selector("default", {"app": "vllm"}, (8000,), "sel")
+SEL = settings.PodSelector("default", {"app": "vllm"}, (8000,), "sel")
 
 
 class World:
     """A cluster that is told of objects as the server writes them."""
 
     def __init__(self, *sources, listed=True, **wanted):
-        self.subject = store.Cluster(settings.Settings(sources=sources or (REF,), **wanted))
+        self.subject = store.ObjectStore(
+            settings.KubernetesSettings(sources=sources or (REF,), **wanted)
+        )
         self.pools = {}
         if listed:
             self.list()
@@ -30,7 +32,7 @@ class World:
         """Lists all collections, in which these are all objects there are."""
         for one in self.subject.collections:
             mine = [value for value in values if one in self.collections(value)]
-            page = watch_events.Reader(one.resource).page(builders.page(*mine))
+            page = watch_events.WatchReader(one.resource).page(builders.page(*mine))
             assert page.broken == ()
             self.subject.replace(one, page.values)
         return self.collect()
@@ -39,7 +41,9 @@ class World:
         for value in values:
             for one in self.collections(value):
                 found = (
-                    watch_events.Reader(one.resource).line(builders.line("MODIFIED", value)).value
+                    watch_events.WatchReader(one.resource)
+                    .line(builders.line("MODIFIED", value))
+                    .value
                 )
                 self.subject.put(one, (found.namespace, found.name), found)
         return self.collect()
@@ -53,10 +57,10 @@ class World:
 
     def collect(self):
         changes = self.subject.collect()
-        self.pools.update(changes.found)
+        self.pools.update(changes.discovered)
         for key in changes.removed:
             del self.pools[key]
-        return set(changes.found) | changes.removed
+        return set(changes.discovered) | changes.removed
 
     def addresses(self, key="default/pool"):
         return [one.address for one in self.pools[key].endpoints]
@@ -65,9 +69,9 @@ class World:
 def test_a_pool_asked_for_that_is_not_there_is_told_of():
     """It does not exist, which is another thing than having no endpoints."""
     world = World()
-    assert world.pools == {"default/pool": Found(exists=False)}
+    assert world.pools == {"default/pool": DiscoveredPool(exists=False)}
     world.put(builders.pool())
-    assert world.pools == {"default/pool": Found()}
+    assert world.pools == {"default/pool": DiscoveredPool()}
 
 
 def test_nothing_is_told_before_everything_is_listed():
@@ -84,10 +88,10 @@ def test_nothing_is_told_before_everything_is_listed():
 @pytest.mark.parametrize(
     ("presence", "optional", "synced"),
     [
-        (store.Presence.ABSENT, True, True),
-        (store.Presence.FORBIDDEN, True, True),
-        (store.Presence.ABSENT, False, True),
-        (store.Presence.FORBIDDEN, False, False),
+        (store.CollectionStatus.ABSENT, True, True),
+        (store.CollectionStatus.FORBIDDEN, True, True),
+        (store.CollectionStatus.ABSENT, False, True),
+        (store.CollectionStatus.FORBIDDEN, False, False),
     ],
 )
 def test_what_counts_as_an_answer(presence, optional, synced):
@@ -116,7 +120,7 @@ def test_only_pools_that_changed_are_told_of():
 
 def test_a_pod_of_another_namespace_is_not_a_member():
     """Selectors look at their own namespace (docs/reference/protocol-conformance.md#point-60)."""
-    world = World(settings.Everything())
+    world = World(settings.AllPools())
     world.put(builders.pool(), builders.pod("a", "elsewhere"))
     assert world.addresses() == []
 
@@ -150,7 +154,7 @@ def test_a_pod_that_takes_over_an_address_is_another_endpoint():
 
 def test_a_deleted_pool_of_many_is_removed_and_may_come_back():
     """A shared picker forgets it."""
-    world = World(settings.Everything())
+    world = World(settings.AllPools())
     world.put(builders.pool(), builders.pod("a"))
     assert world.delete(builders.pool()) == {"default/pool"}
     assert world.pools == {}
@@ -161,7 +165,7 @@ def test_a_deleted_pool_of_many_is_removed_and_may_come_back():
 
 def test_a_pool_deleted_and_made_again_at_once_is_not_removed():
     """Between two reports only the last state counts."""
-    world = World(settings.Everything())
+    world = World(settings.AllPools())
     world.put(builders.pool(), builders.pod("a"))
     for one in world.collections(builders.pool()):
         world.subject.put(one, ("default", "pool"), None)
@@ -171,8 +175,8 @@ def test_a_pool_deleted_and_made_again_at_once_is_not_removed():
 
 def test_a_pool_of_both_groups_is_that_of_the_new_one():
     """While both are there, as in a migration."""
-    old = settings.Everything(group=builders.OLD_GROUP)
-    world = World(settings.Everything(), old)
+    old = settings.AllPools(group=builders.OLD_GROUP)
+    world = World(settings.AllPools(), old)
     world.put(builders.old_pool(port=1), builders.pod("a"))
     assert world.addresses() == ["10.0.0.1:1"]
     world.put(builders.pool())
@@ -253,7 +257,7 @@ def test_where_both_groups_are_installed_the_new_one_counts_alone():
     world = World(listed=False)
     for one in world.subject.collections:
         if one.resource == resources.OBJECTIVES:
-            world.subject.settle(one, store.Presence.ABSENT)
+            world.subject.settle(one, store.CollectionStatus.ABSENT)
         else:
             world.subject.replace(one, ())
     world.put(builders.pool(), builders.objective(priority=7, group=builders.OLD_GROUP))
@@ -262,7 +266,7 @@ def test_where_both_groups_are_installed_the_new_one_counts_alone():
     world.subject.replace(new, ())
     assert world.collect() == {"default/pool"}
     assert world.pools["default/pool"].policy.priorities == {}
-    world.subject.settle(new, store.Presence.ABSENT)
+    world.subject.settle(new, store.CollectionStatus.ABSENT)
     assert world.collect() == {"default/pool"}
     assert world.pools["default/pool"].policy.priorities == {"high": 7}
 
@@ -297,7 +301,7 @@ def test_without_policies_nothing_of_them_is_watched():
             },
         ),
         (
-            [settings.Everything(group=builders.OLD_GROUP), REF],
+            [settings.AllPools(group=builders.OLD_GROUP), REF],
             {
                 "/apis/inference.networking.x-k8s.io/v1alpha2/inferencepools?",
                 (
@@ -309,7 +313,7 @@ def test_without_policies_nothing_of_them_is_watched():
         ),
         ([SEL], {"/api/v1/namespaces/default/pods?app=vllm"}),
         (
-            [settings.Service("a/../b", "s")],
+            [settings.ServiceRef("a/../b", "s")],
             {
                 (
                     "/apis/discovery.k8s.io/v1/namespaces/a%2F..%2Fb/endpointslices"
@@ -321,7 +325,7 @@ def test_without_policies_nothing_of_them_is_watched():
 )
 def test_no_more_is_watched_than_needed(sources, paths):
     """As narrow as the sources allow, and no object twice."""
-    found = watch_plan.of(sources, policies=False)
+    found = watch_plan.plan_watches(sources, policies=False)
     assert {f"{one.path}?{one.labels}{one.fields}" for one in found} == paths
     assert len(found) == len(paths)
 
@@ -330,16 +334,16 @@ def test_no_more_is_watched_than_needed(sources, paths):
     "sources",
     [
         [REF, REF],
-        [REF, settings.Service("default", "pool")],
+        [REF, settings.ServiceRef("default", "pool")],
         [settings.InferencePoolRef("default", "pool", "group")],
-        [settings.Everything(group="group")],
-        [settings.Selector("default", {}, (8000,), "sel")],
-        [settings.Selector("default", {"a": "b"}, (0,), "sel")],
-        [settings.Selector("default", {"a": "b"}, (1, 1), "sel")],
-        [settings.Selector("default", {"a": "b"}, tuple(range(1, 10)), "sel")],
+        [settings.AllPools(group="group")],
+        [settings.PodSelector("default", {}, (8000,), "sel")],
+        [settings.PodSelector("default", {"a": "b"}, (0,), "sel")],
+        [settings.PodSelector("default", {"a": "b"}, (1, 1), "sel")],
+        [settings.PodSelector("default", {"a": "b"}, tuple(range(1, 10)), "sel")],
     ],
 )
 def test_sources_that_contradict_themselves_are_refused(sources):
     """Before anything is asked of a server."""
     with pytest.raises(ConfigError, match=r"kubernetes\.sources\[[01]\]"):
-        store.Cluster(settings.Settings(sources=sources))
+        store.ObjectStore(settings.KubernetesSettings(sources=sources))

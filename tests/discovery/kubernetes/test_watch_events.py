@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from extproc.discovery.kubernetes import objects, resources, watch_events
 from tests.discovery.kubernetes import builders
 
-PODS = watch_events.Reader(resources.PODS)
-READERS = [watch_events.Reader(one) for one in watch_events.reading.FORMS]
+PODS = watch_events.WatchReader(resources.PODS)
+READERS = [watch_events.WatchReader(one) for one in watch_events.reading.FORMS]
 
 KEYS = (
     *("metadata", "name", "namespace", "labels", "annotations", "spec", "status", "items"),
@@ -39,7 +39,7 @@ def test_a_pod_is_read():
         node="n1",
         annotations={"llm-d.ai/active-ports": "8000", "model-pod-port": "8001", "x": "y"},
     )
-    assert PODS.line(builders.line("ADDED", value, "7")) == watch_events.Set(
+    assert PODS.line(builders.line("ADDED", value, "7")) == watch_events.Applied(
         objects.Pod(
             namespace="default",
             name="a",
@@ -87,19 +87,19 @@ def test_062_the_older_annotation_of_active_ports_counts_without_the_newer():
 def test_the_other_kinds_of_lines():
     """Deletions, bookmarks and errors carry what is needed to go on."""
     gone = {"kind": "Status", "status": "Failure", "metadata": {}, "code": 410, "message": "old"}
-    assert PODS.line(builders.line("DELETED", builders.pod("a"), "8")) == watch_events.Gone(
+    assert PODS.line(builders.line("DELETED", builders.pod("a"), "8")) == watch_events.Deleted(
         "default", "a", "8"
     )
     mark = {"kind": "Pod", "metadata": {}, "spec": {"containers": None}, "status": {}}
-    assert PODS.line(builders.line("BOOKMARK", mark, "9")) == watch_events.Mark("9")
-    assert PODS.line(builders.line("ERROR", gone)) == watch_events.Failure(410, "old")
+    assert PODS.line(builders.line("BOOKMARK", mark, "9")) == watch_events.Bookmark("9")
+    assert PODS.line(builders.line("ERROR", gone)) == watch_events.WatchError(410, "old")
 
 
 def test_a_bookmark_of_a_resource_with_required_fields():
     """Bookmarks of pools have an empty spec, which no pool may have."""
     mark = {"kind": "InferencePool", "metadata": {}, "spec": {}}
-    reader = watch_events.Reader(resources.POOLS)
-    assert reader.line(builders.line("BOOKMARK", mark, "9")) == watch_events.Mark("9")
+    reader = watch_events.WatchReader(resources.POOLS)
+    assert reader.line(builders.line("BOOKMARK", mark, "9")) == watch_events.Bookmark("9")
 
 
 def test_a_broken_object_is_known_by_name():
@@ -113,7 +113,9 @@ def test_a_broken_object_is_known_by_name():
 def test_a_broken_object_is_deleted_like_any_other():
     """Its deletion names it."""
     value = builders.pod("a") | {"status": 5}
-    assert PODS.line(builders.line("DELETED", value, "7")) == watch_events.Gone("default", "a", "7")
+    assert PODS.line(builders.line("DELETED", value, "7")) == watch_events.Deleted(
+        "default", "a", "7"
+    )
 
 
 def test_one_broken_object_does_not_hide_the_others_of_a_list():
@@ -138,17 +140,21 @@ def test_one_broken_object_does_not_hide_the_others_of_a_list():
 )
 def test_a_pool_the_schema_forbids_is_broken(spec):
     """A selector of nothing would take every pod of the namespace."""
-    reader = watch_events.Reader(resources.POOLS)
+    reader = watch_events.WatchReader(resources.POOLS)
     assert isinstance(
-        reader.line(builders.line("ADDED", builders.pool(**spec))), watch_events.Broken
+        reader.line(builders.line("ADDED", builders.pool(**spec))), watch_events.InvalidObject
     )
 
 
 def test_both_groups_of_pools_are_read():
     """The old one has a plain map and one port."""
-    new = watch_events.Reader(resources.POOLS).line(builders.line("ADDED", builders.pool())).value
+    new = (
+        watch_events.WatchReader(resources.POOLS)
+        .line(builders.line("ADDED", builders.pool()))
+        .value
+    )
     old = (
-        watch_events.Reader(resources.OLD_POOLS)
+        watch_events.WatchReader(resources.OLD_POOLS)
         .line(builders.line("ADDED", builders.old_pool()))
         .value
     )
@@ -161,7 +167,7 @@ def test_what_kubectl_leaves_behind_is_no_annotation():
     value = builders.pool()
     noise = "kubectl.kubernetes.io/last-applied-configuration"
     value["metadata"]["annotations"] = {"a": "b", noise: "{}"}
-    found = watch_events.Reader(resources.POOLS).line(builders.line("ADDED", value)).value
+    found = watch_events.WatchReader(resources.POOLS).line(builders.line("ADDED", value)).value
     assert found.annotations == {"a": "b"}
 
 
@@ -169,7 +175,7 @@ def test_a_rule_that_matches_in_a_way_we_do_not_know_is_left_out():
     """It must not become one that matches everything."""
     value = builders.rewrite(rules=[(["m"], {"n": None}), ([], {"o": 5})])
     value["spec"]["rules"][0]["matches"][0]["model"]["type"] = "RegularExpression"
-    found = watch_events.Reader(resources.REWRITES).line(builders.line("ADDED", value)).value
+    found = watch_events.WatchReader(resources.REWRITES).line(builders.line("ADDED", value)).value
     assert [(rule.models, rule.targets[0].model) for rule in found.rules] == [((), "o")]
 
 
@@ -177,8 +183,10 @@ def test_a_rule_that_matches_in_a_way_we_do_not_know_is_left_out():
 def test_no_bytes_raise(text):
     """Whatever stands in a line or a page, it is a value."""
     for reader in READERS:
-        assert isinstance(reader.line(text), watch_events.Event)
-        assert isinstance(reader.page(text), watch_events.Page | watch_events.Unreadable)
+        assert isinstance(reader.line(text), watch_events.WatchEvent)
+        assert isinstance(
+            reader.page(text), watch_events.ListPage | watch_events.UndecodableMessage
+        )
 
 
 @hypothesis.given(JSON, st.sampled_from(["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR", "X"]))
@@ -187,7 +195,7 @@ def test_no_document_raises(value, kind):
     line = json.dumps({"type": kind, "object": value}).encode()
     page = json.dumps({"metadata": {"resourceVersion": "1"}, "items": [value, value]}).encode()
     for reader in READERS:
-        assert isinstance(reader.line(line), watch_events.Event)
+        assert isinstance(reader.line(line), watch_events.WatchEvent)
         found = reader.page(page)
         assert len(found.values) + len(found.broken) == 2
 
@@ -195,12 +203,12 @@ def test_no_document_raises(value, kind):
 def test_deep_nesting_is_a_value():
     """The decoder gives up before the stack does."""
     line = b'{"type":"ADDED","object":{"metadata":' + b"[" * 100_000
-    assert isinstance(PODS.line(line), watch_events.Unreadable)
+    assert isinstance(PODS.line(line), watch_events.UndecodableMessage)
 
 
 def test_an_object_that_makes_the_reader_raise_is_broken_alone():
     """In a list and in an event: the others are read, and its key and kind of error are told."""
-    reader = watch_events.Reader(resources.PODS)
+    reader = watch_events.WatchReader(resources.PODS)
     real = reader._value
 
     def raising(raw):
@@ -214,5 +222,5 @@ def test_an_object_that_makes_the_reader_raise_is_broken_alone():
     (broken,) = page.broken
     assert (broken.name, broken.reason) == ("bad", "reading it raised OverflowError")
     event = reader.line(builders.line("MODIFIED", builders.pod("bad"), "7"))
-    assert isinstance(event, watch_events.Broken)
+    assert isinstance(event, watch_events.InvalidObject)
     assert event.version == "7"

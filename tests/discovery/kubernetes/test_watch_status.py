@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from extproc.discovery.kubernetes import resources, watch_plan, watch_status
 
-PODS = watch_plan.Collection(resources.PODS, "n")
-POOLS = watch_plan.Collection(resources.POOLS, "n")
-OBJECTIVES = watch_plan.Collection(resources.OBJECTIVES, "n")
+PODS = watch_plan.WatchedCollection(resources.PODS, "n")
+POOLS = watch_plan.WatchedCollection(resources.POOLS, "n")
+OBJECTIVES = watch_plan.WatchedCollection(resources.OBJECTIVES, "n")
 ALL = (PODS, POOLS, OBJECTIVES)
 
 
@@ -15,7 +15,7 @@ class BoardFixture:
     """The watches of a picker, and what was reported of them."""
 
     def __init__(self):
-        self.subject = watch_status.Watches(ALL, 0.0)
+        self.subject = watch_status.WatchStatuses(ALL, 0.0)
         self.reported = []
 
     def update(self, state, *collections, detail="", now=0.0):

@@ -7,7 +7,7 @@ import random
 from extproc.config import scheduling_schema
 from extproc.config import settings as sections
 from extproc.simulator.fleet import client, length_distributions, scenario, simulation, workloads
-from extproc.simulator.fleet.sim_request import Session, Trip, Work
+from extproc.simulator.fleet.sim_request import RequestSpec, SimRequest, SimSession
 
 
 def exactly(mean) -> length_distributions.Lengths:
@@ -26,7 +26,7 @@ def independent(requests=40, **facts) -> workloads.Independent:
     return workloads.Independent(**(defaults | facts))
 
 
-def conversations(count=10, **facts) -> workloads.Conversations:
+def conversations(count=10, **facts) -> workloads.ConversationWorkload:
     """Conversations of 4 turns that share one system prompt."""
     defaults = {
         "conversations": count,
@@ -35,13 +35,13 @@ def conversations(count=10, **facts) -> workloads.Conversations:
         "output": exactly(20),
         "system": exactly(320),
     }
-    return workloads.Conversations(**(defaults | facts))
+    return workloads.ConversationWorkload(**(defaults | facts))
 
 
 def a_scenario(workload=None, **facts) -> scenario.Scenario:
     """Two engines and four users."""
     defaults = {
-        "fleet": [scenario.Engines(count=2, profile="demo")],
+        "fleet": [scenario.EngineGroup(count=2, profile="demo")],
         "client": client.Client(users=4),
         "seeds": [1, 2],
     }
@@ -50,13 +50,13 @@ def a_scenario(workload=None, **facts) -> scenario.Scenario:
 
 def settings(strategy="adaptive") -> sections.Settings:
     """A configuration of one word."""
-    return sections.Settings(scheduling=scheduling_schema.Scheduling(strategy=strategy))
+    return sections.Settings(scheduling=scheduling_schema.SchedulingSection(strategy=strategy))
 
 
-def a_world(whole=None, strategy="adaptive", *, seed=1, rows=()) -> simulation.World:
+def a_world(whole=None, strategy="adaptive", *, seed=1, rows=()) -> simulation.Simulation:
     """A world that has not run yet."""
     chosen = None if strategy == scenario.CLAIRVOYANT else settings(strategy)
-    return simulation.World(whole or a_scenario(), chosen, seed=seed, rows=rows)
+    return simulation.Simulation(whole or a_scenario(), chosen, seed=seed, rows=rows)
 
 
 def summary(whole=None, strategy="adaptive", *, seed=1):
@@ -64,19 +64,19 @@ def summary(whole=None, strategy="adaptive", *, seed=1):
     return a_world(whole, strategy, seed=seed).run().summary()
 
 
-def sessions(workload, seed=1, rows=()) -> list[Session]:
+def sessions(workload, seed=1, rows=()) -> list[SimSession]:
     """All sessions of a workload."""
     return list(workloads.sessions(workload, random.Random(seed), rows))
 
 
-def work(prompt=64, output=4, *, base=0, adapter="") -> Work:
+def work(prompt=64, output=4, *, base=0, adapter="") -> RequestSpec:
     """A request; those with the same `base` share their keys."""
-    return Work(prompt, output, range(base, base + prompt // 16), adapter)
+    return RequestSpec(prompt, output, range(base, base + prompt // 16), adapter)
 
 
-def trip(name="r1", now=0.0, **facts) -> Trip:
+def trip(name="r1", now=0.0, **facts) -> SimRequest:
     """A request on its way."""
-    return Trip(name, work(**facts), now)
+    return SimRequest(name, work(**facts), now)
 
 
 def advance(timeline, seconds) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from extproc.errors import ConfigError
 from extproc.simulator.fleet import client, report, scenario, simulation, tables
-from extproc.simulator.fleet.scenario import Autoscaling, Hold
+from extproc.simulator.fleet.scenario import HoldSpec, ScenarioAutoscaling
 from tests.simulator.fleet.builders import a_scenario, exactly, independent, settings, summary
 
 #: Looks every five seconds, and takes the last replica 60 s after the last request.
@@ -20,9 +20,9 @@ def scaled(requests=20, *, every_s=1.0, count=2, offered=None, **facts):
     offered = offered or client.Client(rate_per_s=1 / every_s, evenly=True)
     return a_scenario(
         independent(requests),
-        fleet=[scenario.Engines(count=count, profile="demo")],
+        fleet=[scenario.EngineGroup(count=count, profile="demo")],
         client=offered,
-        autoscaling=Autoscaling(**facts),
+        autoscaling=ScenarioAutoscaling(**facts),
     )
 
 
@@ -50,27 +50,27 @@ def test_the_same_seed_gives_the_same_numbers():
 
 def test_a_hold_has_room_for_so_many():
     """The others are refused at once."""
-    run = summary(scaled(20, hold=Hold(requests=5)))
+    run = summary(scaled(20, hold=HoldSpec(requests=5)))
     assert run.failed == {"rejected 429": 15}
     assert run.requests == 5
-    assert run.refusals.told == 15
+    assert run.refusals.rejected == 15
     assert run.refusals.latest_s == 0.0
 
 
 def test_refused_requests_are_told_when_to_try_again():
     """Within the budget, in the pace in which one engine that serves one at a time takes them."""
     budget_s = 60.0
-    engine = scenario.Engines(count=1, profile="demo", set={"max_num_seqs": 1})
-    whole = scaled(60, every_s=0.5, hold=Hold(per_replica=1, requests=6, budget_s=budget_s))
+    engine = scenario.EngineGroup(count=1, profile="demo", set={"max_num_seqs": 1})
+    whole = scaled(60, every_s=0.5, hold=HoldSpec(per_replica=1, requests=6, budget_s=budget_s))
     run = summary(msgspec.structs.replace(whole, fleet=[engine]))
-    assert run.refusals.told == sum(run.failed.values()) > 0
+    assert run.refusals.rejected == sum(run.failed.values()) > 0
     assert run.refusals.latest_s <= budget_s
     assert 1 <= run.refusals.retry_after_most_s <= budget_s
 
 
 def test_a_hold_has_a_budget():
     """Whoever has waited that long is refused, and nobody later than that."""
-    run = summary(scaled(20, hold=Hold(budget_s=25.1)))
+    run = summary(scaled(20, hold=HoldSpec(budget_s=25.1)))
     # Sent at 0 to 4 s, they would have been answered from 30 s on.
     assert run.failed == {"rejected 503": 5}
     assert max(run.ttft_quantiles_s) <= 25.5
@@ -87,12 +87,12 @@ def test_a_client_that_gives_up_waits_no_longer():
 
 def test_an_abandoned_request_keeps_the_engine_busy():
     """Where nobody tells the engine, its answer comes and is thrown away."""
-    fleet = [scenario.Engines(count=1, profile="demo", set={"max_num_seqs": 1})]
+    fleet = [scenario.EngineGroup(count=1, profile="demo", set={"max_num_seqs": 1})]
     finished = {}
     for abandons in (False, True):
         offered = client.Client(rate_per_s=1.0, evenly=True, timeout_s=4.0, abandons=abandons)
         whole = a_scenario(independent(20, output=exactly(160)), fleet=fleet, client=offered)
-        trips = simulation.World(whole, settings("least-request"), seed=1).run().trips
+        trips = simulation.Simulation(whole, settings("least-request"), seed=1).run().trips
         given_up = [trip for trip in trips if trip.failure == "timeout"]
         finished[abandons] = [trip for trip in given_up if not math.isnan(trip.took_s)]
     assert finished[True]
@@ -101,8 +101,8 @@ def test_an_abandoned_request_keeps_the_engine_busy():
 
 def test_requests_are_given_out_one_by_one():
     """One at a time for each replica: the first come is the first answered."""
-    whole = scaled(10, every_s=0.1, hold=Hold(per_replica=1), start=1)
-    made = simulation.World(whole, settings("least-request"), seed=1).run()
+    whole = scaled(10, every_s=0.1, hold=HoldSpec(per_replica=1), start=1)
+    made = simulation.Simulation(whole, settings("least-request"), seed=1).run()
     ids = [trip.id for trip in made.trips]
     assert ids == [f"r{n}" for n in range(1, 11)]
     begun = [trip.sent_at + trip.first_s for trip in made.trips]
@@ -167,7 +167,7 @@ def test_results_say_what_replicas_cost():
 
 def test_a_variant_has_its_own_policy():
     """In place of the scenario's."""
-    own = Autoscaling(policy="kubeai", cold_start_s=30.0)
+    own = ScenarioAutoscaling(policy="kubeai", cold_start_s=30.0)
     run = simulation.run(scaled(1), settings("least-request"), seed=1, autoscaling=own)
     assert run.scaling.to_least_s > 600
 

@@ -4,15 +4,15 @@ import random
 import pytest
 
 from extproc.simulator.fleet.client import Client, Sender
-from extproc.simulator.fleet.event_queue import Timeline
-from extproc.simulator.fleet.sim_request import Session, Trip, Work
+from extproc.simulator.fleet.event_queue import EventQueue
+from extproc.simulator.fleet.sim_request import RequestSpec, SimRequest, SimSession
 
 
 class Service:
     """Answers every request after a fixed time, and counts."""
 
     def __init__(self, sessions, *, takes=1.0, adapters=0, fails=(), **client):
-        self.timeline = Timeline()
+        self.timeline = EventQueue()
         self.takes, self.fails = takes, fails
         self.sent, self.ended = [], []
         self.open = self.most = 0
@@ -26,7 +26,7 @@ class Service:
         )
 
     def send(self, work):
-        trip = Trip(f"r{len(self.sent)}", work, self.timeline.now)
+        trip = SimRequest(f"r{len(self.sent)}", work, self.timeline.now)
         self.sent.append(trip)
         self.open += 1
         self.most = max(self.most, self.open)
@@ -42,17 +42,17 @@ class Service:
 
     def run(self):
         self.sender.start()
-        while not self.sender.over and self.timeline.step():
+        while not self.sender.is_done and self.timeline.step():
             pass
-        assert self.sender.over
+        assert self.sender.is_done
         return self
 
 
 def talks(count, turns=1, *, think=0.0, at=None):
     """Sessions of equal turns; the opening says whose turn it is."""
     for n in range(count):
-        works = [Work(16, 1, (1,), opening=f"{n}.{turn}") for turn in range(turns)]
-        yield Session(works, [think] * (turns - 1), at=None if at is None else at[n])
+        works = [RequestSpec(16, 1, (1,), opening=f"{n}.{turn}") for turn in range(turns)]
+        yield SimSession(works, [think] * (turns - 1), at=None if at is None else at[n])
 
 
 def test_a_closed_loop_never_exceeds_its_users():

@@ -1,7 +1,7 @@
 import pytest
 
-from extproc.simulator.fleet.engine_node import Site
-from extproc.simulator.fleet.event_queue import Timeline
+from extproc.simulator.fleet.engine_node import EngineNode
+from extproc.simulator.fleet.event_queue import EventQueue
 from tests.simulator import builders
 from tests.simulator.fleet.builders import advance, trip
 
@@ -10,10 +10,10 @@ class Yard:
     """One engine, and what came of its trips."""
 
     def __init__(self, **facts):
-        self.timeline = Timeline()
+        self.timeline = EventQueue()
         self.ended, self.gaps = [], []
         defaults = {"block_tokens": 16, "kv_tokens": 1024, "token_budget": 256}
-        self.site = Site(
+        self.site = EngineNode(
             self.timeline,
             builders.profile(**(defaults | facts)),
             finished=self.ended.append,
@@ -61,10 +61,10 @@ def test_a_restart_empties_the_cache():
     yard = Yard()
     yard.site.submit(trip("r1", prompt=64))
     yard.run()
-    assert yard.site.page(yard.timeline.now).totals.finished == 1
+    assert yard.site.page(yard.timeline.now).counters.finished == 1
     yard.site.stop()
     yard.site.start()
-    assert yard.site.page(yard.timeline.now).totals.finished == 0
+    assert yard.site.page(yard.timeline.now).counters.finished == 0
     yard.site.submit(trip("r2", prompt=64))
     yard.run()
     assert yard.ended[-1].cached_tokens == 0
@@ -130,9 +130,9 @@ def test_the_page_says_what_runs():
     page = yard.site.page(yard.timeline.now)
     assert (page.running, page.waiting) == (2.0, 1.0)
     assert page.kv_usage > 0
-    before = page.totals
+    before = page.counters
     yard.run()
     after = yard.site.page(yard.timeline.now)
-    assert (after.running, after.waiting, after.totals.finished) == (0.0, 0.0, 3.0)
-    assert after.totals.generated_tokens == 150.0
-    assert after.totals.steps > before.steps
+    assert (after.running, after.waiting, after.counters.finished) == (0.0, 0.0, 3.0)
+    assert after.counters.generated_tokens == 150.0
+    assert after.counters.steps > before.steps

@@ -1,9 +1,9 @@
-from extproc.simulator.fleet.event_queue import Timeline
+from extproc.simulator.fleet.event_queue import EventQueue
 
 
 def test_events_happen_in_the_order_of_their_times():
     """The clock jumps to the next event, whatever order events were planned in."""
-    timeline, seen = Timeline(), []
+    timeline, seen = EventQueue(), []
     for when in (3.0, 1.0, 2.0):
         timeline.at(when, lambda when=when: seen.append((when, timeline.now)))
     while timeline.step():
@@ -13,7 +13,7 @@ def test_events_happen_in_the_order_of_their_times():
 
 def test_events_of_one_moment_keep_their_order():
     """What is planned for one moment happens in the order it was planned."""
-    timeline, seen = Timeline(), []
+    timeline, seen = EventQueue(), []
     for n in range(5):
         timeline.at(1.0, lambda n=n: seen.append(n))
     while timeline.step():
@@ -23,7 +23,7 @@ def test_events_of_one_moment_keep_their_order():
 
 def test_the_past_counts_as_now():
     """The clock never runs backwards."""
-    timeline, seen = Timeline(), []
+    timeline, seen = EventQueue(), []
     timeline.at(5.0, lambda: timeline.at(1.0, lambda: seen.append(timeline.now)))
     while timeline.step():
         pass
@@ -32,7 +32,7 @@ def test_the_past_counts_as_now():
 
 def test_after_counts_from_now():
     """A delay is added to the clock."""
-    timeline, seen = Timeline(), []
+    timeline, seen = EventQueue(), []
     timeline.at(2.0, lambda: timeline.after(0.5, lambda: seen.append(timeline.now)))
     while timeline.step():
         pass
@@ -41,6 +41,6 @@ def test_after_counts_from_now():
 
 def test_nothing_left_is_told():
     """Without events a step does nothing and says so."""
-    timeline = Timeline()
+    timeline = EventQueue()
     assert not timeline.step()
     assert timeline.now == 0.0

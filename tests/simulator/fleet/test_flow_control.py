@@ -8,55 +8,55 @@ from extproc.config import flow_control
 from extproc.config import settings as sections
 from extproc.decision import Decision, Rejection
 from extproc.endpoint import Endpoint
-from extproc.flow_control.controller import Acts
-from extproc.request import Request
+from extproc.flow_control.controller import FlowCallbacks
+from extproc.request import InferenceRequest
 from extproc.simulator.fleet import client, length_distributions, scenario, workloads
-from extproc.simulator.fleet.event_queue import Timeline
-from extproc.simulator.fleet.flow_control import Gate
+from extproc.simulator.fleet.event_queue import EventQueue
+from extproc.simulator.fleet.flow_control import SimFlowController
 from extproc.simulator.fleet.run_metrics import spread
-from extproc.simulator.fleet.sim_request import Trip, Work
-from extproc.simulator.fleet.simulation import World
+from extproc.simulator.fleet.sim_request import RequestSpec, SimRequest
+from extproc.simulator.fleet.simulation import Simulation
 from tests.simulator.fleet.builders import a_scenario, advance, exactly, independent, settings
 
-GOES = Decision(request=Request(api="completions"), endpoints=(Endpoint("10.0.0.1:8000"),))
+GOES = Decision(request=InferenceRequest(api="completions"), endpoints=(Endpoint("10.0.0.1:8000"),))
 
 
 class Door:
     """A gate before a fleet with so many free places."""
 
     def __init__(self, *, free=0, waits_s=60.0, **facts):
-        self.timeline = Timeline()
+        self.timeline = EventQueue()
         self.free = free
         self.waits_s = waits_s
         self.refusal = None
         self.went = []
         self.refused = []
-        acts = Acts(
+        acts = FlowCallbacks(
             decide=self.decide,
             waits=lambda _trip, _address: None,
             go=self.grant,
             refuse=lambda trip, why: self.refused.append((trip.id, why.status)),
         )
-        asked = flow_control.Holding(enabled=True, **facts)
-        self.gate = Gate(asked, timeline=self.timeline, acts=acts)
+        asked = flow_control.FlowControlSection(enabled=True, **facts)
+        self.gate = SimFlowController(asked, timeline=self.timeline, acts=acts)
 
     def decide(self, _trip, _patient):
         if self.refusal is not None:
             return self.refusal
-        return GOES if self.free else outcomes.busy(self.waits_s)
+        return GOES if self.free else outcomes.all_busy(self.waits_s)
 
     def grant(self, trip, _outcome):
         self.free -= 1
         self.went.append(trip.id)
 
     def hold(self, name, why=None, **facts):
-        trip = Trip(name, Work(100, 10, (), **facts), self.timeline.now)
-        assert not self.gate.hold(trip, why or outcomes.busy(self.waits_s))
+        trip = SimRequest(name, RequestSpec(100, 10, (), **facts), self.timeline.now)
+        assert not self.gate.enqueue(trip, why or outcomes.all_busy(self.waits_s))
         return trip
 
     def opens(self, places):
         self.free += places
-        self.gate.changed()
+        self.gate.notify_capacity()
         advance(self.timeline, 0.0)
 
 
@@ -107,8 +107,8 @@ def test_a_client_that_left_waits_no_longer():
     """Only once, and nothing happens to it later."""
     door = Door(timeout_s=2.0)
     trip = door.hold("a")
-    assert door.gate.left(trip)
-    assert not door.gate.left(trip)
+    assert door.gate.cancel(trip)
+    assert not door.gate.cancel(trip)
     door.opens(1)
     advance(door.timeline, 3.0)
     assert not door.went
@@ -122,7 +122,12 @@ def test_a_full_queue_makes_room_for_priority():
     door.hold("b")
     door.hold("c", priority=1)
     assert door.refused == [("b", 429)]
-    assert door.gate.hold(Trip("d", Work(1, 1, ()), 0.0), outcomes.busy(1.0)).status == 429
+    assert (
+        door.gate.enqueue(
+            SimRequest("d", RequestSpec(1, 1, ()), 0.0), outcomes.all_busy(1.0)
+        ).status
+        == 429
+    )
 
 
 def test_what_waiting_cannot_change_is_refused():
@@ -130,7 +135,7 @@ def test_what_waiting_cannot_change_is_refused():
     door = Door()
     door.hold("a")
     door.refusal = Rejection(404, "there is no such model")
-    door.gate.changed()
+    door.gate.notify_capacity()
     advance(door.timeline, 0.0)
     assert door.refused == [("a", 404)]
 
@@ -138,7 +143,8 @@ def test_what_waiting_cannot_change_is_refused():
 def held(**facts) -> sections.Settings:
     """The default with holding."""
     return msgspec.structs.replace(
-        settings(), holding=flow_control.Holding(enabled=True, timeout_s=1000.0, **facts)
+        settings(),
+        flow_control=flow_control.FlowControlSection(enabled=True, timeout_s=1000.0, **facts),
     )
 
 
@@ -154,15 +160,15 @@ def waited(groups, chosen):
     """Seconds to the first token by tenant, ascending; everybody is served."""
     whole = a_scenario(
         workloads.Groups(groups=groups),
-        fleet=[scenario.Engines(count=2, profile="demo")],
+        fleet=[scenario.EngineGroup(count=2, profile="demo")],
         client=client.Client(),
     )
-    world = World(whole, chosen, seed=1)
+    world = Simulation(whole, chosen, seed=1)
     world.run()
     assert not [trip.failure for trip in world.tally.trips if trip.failure]
     for picker in world.pickers:
         assert not picker.gate or not picker.gate.queue.count
-        assert all(not m.account.in_flight for m in picker.parts.fleet.pool.members)
+        assert all(not m.account.in_flight for m in picker.parts.store.pool.members)
     found = {}
     for trip in world.tally.trips:
         found.setdefault(trip.work.tenant, []).append(trip.first_s)
@@ -197,11 +203,11 @@ def p95_s(*tenants) -> float:
     ]
     whole = a_scenario(
         workloads.Groups(groups=groups),
-        fleet=[scenario.Engines(count=8, profile="l4-8b-fp8")],
+        fleet=[scenario.EngineGroup(count=8, profile="l4-8b-fp8")],
         client=client.Client(),
         until_s=30.0,
     )
-    trips = World(whole, held(), seed=1).run().trips
+    trips = Simulation(whole, held(), seed=1).run().trips
     mine = [trip for trip in trips if trip.work.tenant == "small"]
     assert not [trip for trip in mine if trip.failure]
     return spread([trip.first_s for trip in mine]).p95
@@ -217,10 +223,10 @@ def test_requests_wait_for_the_first_engine_or_give_up():
     """Those whose clients have patience are served once it is there; nobody is lost or refused."""
     whole = a_scenario(
         workloads.Groups(groups=[group("some", 2.0)]),
-        fleet=[scenario.Engines(count=1, profile="demo", ready_s=8.0)],
+        fleet=[scenario.EngineGroup(count=1, profile="demo", ready_s=8.0)],
         client=client.Client(timeout_s=5.0),
     )
-    world = World(whole, held(), seed=1)
+    world = Simulation(whole, held(), seed=1)
     summary = world.run().summary()
     assert set(summary.failed) == {"timeout"}
     assert summary.ttft_s.p99 > 3.0
@@ -232,8 +238,8 @@ def test_requests_wait_for_the_first_engine_or_give_up():
 
 def test_where_replicas_come_and_go_the_scenario_says_who_waits():
     """The pickers hold nobody then."""
-    whole = a_scenario(autoscaling=scenario.Autoscaling(start=1, cold_start_s=1.0))
-    world = World(whole, held(), seed=1)
+    whole = a_scenario(autoscaling=scenario.ScenarioAutoscaling(start=1, cold_start_s=1.0))
+    world = Simulation(whole, held(), seed=1)
     assert world.pickers[0].gate is None
 
 
@@ -241,7 +247,7 @@ def test_where_replicas_come_and_go_the_scenario_says_who_waits():
 def test_holding_leaves_conversations_where_they_are():
     """Chats whose prefixes just do not fit: as many answers as without holding, within a tenth."""
     whole = a_scenario(
-        workloads.Conversations(
+        workloads.ConversationWorkload(
             conversations=250,
             turns=length_distributions.Lengths(mean=7.34, shape="exponential", lowest=5),
             prompt=length_distributions.Lengths(
@@ -250,7 +256,7 @@ def test_holding_leaves_conversations_where_they_are():
             output=length_distributions.Lengths(mean=9.3, deviation=1, lowest=1, highest=10),
         ),
         fleet=[
-            scenario.Engines(
+            scenario.EngineGroup(
                 count=2,
                 profile="l4-8b-fp8",
                 set={"kv_tokens": 22500, "prefill_s_per_token": 0.00024, "max_model_len": 16000},
@@ -259,7 +265,7 @@ def test_holding_leaves_conversations_where_they_are():
         client=client.Client(users=80, ramp_s=0.5),
     )
     free, waiting = (
-        World(whole, chosen, seed=1).run().summary() for chosen in (settings(), held())
+        Simulation(whole, chosen, seed=1).run().summary() for chosen in (settings(), held())
     )
     assert not waiting.failed
     assert waiting.requests_per_s >= 0.9 * free.requests_per_s

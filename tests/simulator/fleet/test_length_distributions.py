@@ -41,5 +41,5 @@ def test_values_are_cut_to_their_bounds():
 
 def test_whole_lengths_are_at_least_one():
     """There are no empty prompts, whatever the bounds say."""
-    assert Lengths(mean=0, lowest=0).whole(random.Random(1)) == 1
-    assert Lengths(mean=2.6).whole(random.Random(1)) == 3
+    assert Lengths(mean=0, lowest=0).integer(random.Random(1)) == 1
+    assert Lengths(mean=2.6).integer(random.Random(1)) == 3

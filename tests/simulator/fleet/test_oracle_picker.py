@@ -9,7 +9,7 @@ def test_knowing_everything_is_never_worse_than_chance(seed):
     """On conversations over three engines it answers sooner than random does."""
     whole = a_scenario(
         conversations(60, prompt=spread_out(200), output=spread_out(40)),
-        fleet=[scenario.Engines(count=3, profile="demo")],
+        fleet=[scenario.EngineGroup(count=3, profile="demo")],
         client=client.Client(users=20),
     )
     knows, random = (summary(whole, name, seed=seed) for name in ("clairvoyant", "random"))
@@ -28,8 +28,8 @@ def test_its_predictions_are_the_truth():
 def test_it_uses_the_faster_engine():
     """Alone with two engines of different speed, it takes the fast one for new work."""
     fleet = [
-        scenario.Engines(count=1, profile="demo", speed=0.25),
-        scenario.Engines(count=1, profile="demo"),
+        scenario.EngineGroup(count=1, profile="demo", speed=0.25),
+        scenario.EngineGroup(count=1, profile="demo"),
     ]
     made = summary(a_scenario(fleet=fleet, client=client.Client(users=1)), "clairvoyant")
     assert [one.requests for one in made.endpoints] == [0, 40]
@@ -44,7 +44,9 @@ def test_it_does_not_send_to_the_dead():
 
 def test_it_waits_for_adapters_as_little_as_it_must():
     """With more adapters than slots on one engine it keeps each adapter at home."""
-    fleet = [scenario.Engines(count=2, profile="demo", set={"max_loras": 1, "lora_load_s": 0.5})]
+    fleet = [
+        scenario.EngineGroup(count=2, profile="demo", set={"max_loras": 1, "lora_load_s": 0.5})
+    ]
     whole = a_scenario(conversations(30, adapters=2), fleet=fleet, client=client.Client(users=6))
     knows, random = (summary(whole, name) for name in ("clairvoyant", "random"))
     assert knows.ttft_s.mean < 0.5 * random.ttft_s.mean

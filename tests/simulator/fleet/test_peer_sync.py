@@ -19,11 +19,11 @@ def hit_ratio(pickers: int, delay_s: float | None) -> float:
     whole = scenario.Scenario(
         title="chat",
         fleet=(
-            scenario.Engines(
+            scenario.EngineGroup(
                 count=2, profile="l4-8b-fp8", set={"kv_tokens": 11_000, "max_model_len": 11_000}
             ),
         ),
-        workload=workloads.Conversations(
+        workload=workloads.ConversationWorkload(
             conversations=100,
             turns=Lengths(mean=7, shape="exponential", lowest=5),
             prompt=Lengths(mean=143, deviation=130, shape="lognormal", lowest=10, highest=1500),

@@ -2,15 +2,15 @@ import msgspec
 import pytest
 
 from extproc.config import settings as sections
-from extproc.endpoint import Models
+from extproc.endpoint import ServedModels
 from extproc.simulator import profiles
-from extproc.simulator.fleet.engine_node import Site
-from extproc.simulator.fleet.event_queue import Timeline
-from extproc.simulator.fleet.picker import Dispatching
+from extproc.simulator.fleet.engine_node import EngineNode
+from extproc.simulator.fleet.event_queue import EventQueue
+from extproc.simulator.fleet.picker import ExtprocPicker
 from tests.simulator.fleet.builders import advance, settings, trip
 
 
-class Watching(Site):
+class Watching(EngineNode):
     """An engine that notes when its page is read."""
 
     def page(self, now):
@@ -22,24 +22,26 @@ class Desk:
     """One picker over engines that answer by themselves."""
 
     def __init__(self, count=2, *, delay_s=0.005, strategy="adaptive", **scrape):
-        self.timeline = Timeline()
+        self.timeline = EventQueue()
         self.sites = []
         for _ in range(count):
             site = Watching(
                 self.timeline,
-                profiles.named("demo"),
+                profiles.find("demo"),
                 finished=self.ended,
                 gaps=lambda *_: None,
             )
             site.read = []
             site.start()
             self.sites.append(site)
-        self.picker = Dispatching(
-            msgspec.structs.replace(settings(strategy), seed=1, scrape=sections.Scrape(**scrape)),
+        self.picker = ExtprocPicker(
+            msgspec.structs.replace(
+                settings(strategy), seed=1, scrape=sections.ScrapeSection(**scrape)
+            ),
             self.sites,
             timeline=self.timeline,
             delay_s=delay_s,
-            models=Models(frozenset({"base"}), frozenset({"adapter-0"})),
+            models=ServedModels(frozenset({"base"}), frozenset({"adapter-0"})),
         )
         self.picker.listed(range(count))
 
@@ -47,16 +49,16 @@ class Desk:
         self.picker.ended(one)
 
     def send(self, one):
-        one.site = self.picker.pick(one)
-        if one.site >= 0:
-            self.sites[one.site].submit(one)
+        one.node = self.picker.pick(one)
+        if one.node >= 0:
+            self.sites[one.node].submit(one)
         return one
 
     def until(self, when):
         advance(self.timeline, when - self.timeline.now)
 
     def load(self, n):
-        return self.picker.parts.fleet.pool.members[n].load
+        return self.picker.parts.store.pool.members[n].load
 
 
 def test_idle_endpoints_are_scraped_at_the_slow_beat():
@@ -71,7 +73,7 @@ def test_busy_endpoints_are_scraped_at_the_fast_beat():
     """The engine a long answer comes from is asked every 0.2 s, the other one is not."""
     desk = Desk(busy_interval_s=0.2, idle_interval_s=2.0)
     desk.until(1.0)
-    busy = desk.send(trip(output=700)).site
+    busy = desk.send(trip(output=700)).node
     before = len(desk.sites[busy].read)
     desk.until(4.0)
     assert len(desk.sites[busy].read) - before >= 10
@@ -95,8 +97,8 @@ def test_a_dead_engine_is_found_out_by_scraping():
     desk.until(1.0)
     desk.sites[0].stop()
     desk.until(20.0)
-    assert desk.picker.parts.fleet.pool.down == 1
-    assert {desk.send(trip(f"r{n}")).site for n in range(6)} == {1}
+    assert desk.picker.parts.store.pool.down == 1
+    assert {desk.send(trip(f"r{n}")).node for n in range(6)} == {1}
 
 
 @pytest.mark.parametrize("gone_s", [5.0, 60.0])
@@ -111,7 +113,7 @@ def test_an_engine_that_comes_back_has_traffic_within_two_seconds(gone_s, strate
     desk.until(1.0 + gone_s)
     desk.sites[0].start()
     desk.until(3.1 + gone_s)
-    assert 0 in {desk.send(trip(f"r{n}")).site for n in range(12)}
+    assert 0 in {desk.send(trip(f"r{n}")).node for n in range(12)}
 
 
 def test_listing_again_does_not_scrape_twice():
@@ -131,7 +133,7 @@ def test_nobody_listed_is_a_rejection():
     desk = Desk()
     desk.picker.listed([])
     one = desk.send(trip())
-    assert (one.site, one.failure) == (-1, "rejected 503")
+    assert (one.node, one.failure) == (-1, "rejected 503")
 
 
 def test_what_was_routed_is_believed_cached():
@@ -141,7 +143,7 @@ def test_what_was_routed_is_believed_cached():
     first = desk.send(trip("r1", prompt=1600))
     desk.until(3.0)
     second = desk.send(trip("r2", prompt=1600))
-    assert second.site == first.site
+    assert second.node == first.node
     assert 1000 <= second.predicted_tokens <= 1600
 
 
@@ -150,10 +152,10 @@ def test_accounts_end_at_zero():
     desk = Desk()
     for n in range(20):
         desk.send(trip(f"r{n}", base=1000 * n))
-    members = desk.picker.parts.fleet.pool.members
+    members = desk.picker.parts.store.pool.members
     assert sum(member.account.in_flight for member in members) == 20
     desk.until(30.0)
-    members = desk.picker.parts.fleet.pool.members
+    members = desk.picker.parts.store.pool.members
     assert sum(member.account.in_flight for member in members) == 0
 
 
@@ -161,9 +163,9 @@ def test_engines_list_their_models_once_they_were_read():
     """The names are known after the first page of an engine, and asked for where settings say so."""
     asking, silent = Desk(), Desk(models=False)
     for desk in (asking, silent):
-        assert {one.models for one in desk.picker.parts.fleet.pool.members} == {None}
+        assert {one.models for one in desk.picker.parts.store.pool.members} == {None}
         desk.until(1.0)
-    listed = Models(frozenset({"base"}), frozenset({"adapter-0"}))
-    assert {one.models for one in asking.picker.parts.fleet.pool.members} == {listed}
-    assert asking.picker.parts.fleet.pool.adapters == {"adapter-0"}
-    assert {one.models for one in silent.picker.parts.fleet.pool.members} == {None}
+    listed = ServedModels(frozenset({"base"}), frozenset({"adapter-0"}))
+    assert {one.models for one in asking.picker.parts.store.pool.members} == {listed}
+    assert asking.picker.parts.store.pool.adapters == {"adapter-0"}
+    assert {one.models for one in silent.picker.parts.store.pool.members} == {None}

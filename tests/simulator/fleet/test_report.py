@@ -32,7 +32,7 @@ def a_summary(rate=10.0, ttft=0.1, **facts):
         "endpoints": [run_metrics.PerEndpoint(100, 2000, 0.5, 3)],
         "ttft_quantiles_s": [ttft] * 101,
     }
-    return run_metrics.Summary(**(values | facts))
+    return run_metrics.RunSummary(**(values | facts))
 
 
 def runs(**rates):

@@ -26,7 +26,7 @@ def test_percentiles_are_the_nearest_rank():
 
 def test_few_values_have_percentiles_too():
     """Of one value all are that value, of two the median is the smaller."""
-    assert run_metrics.spread([7.0]) == run_metrics.Spread(7.0, 7.0, 7.0, 7.0, 7.0)
+    assert run_metrics.spread([7.0]) == run_metrics.DistributionSummary(7.0, 7.0, 7.0, 7.0, 7.0)
     assert run_metrics.spread([1.0, 3.0]).p50 == 1.0
     assert run_metrics.quantiles([4.0]) == [4.0] * 101
 
@@ -40,12 +40,12 @@ def test_nothing_is_not_a_number():
 
 def finished(name, *, sent=0.0, first=1.0, took=3.0, site=0, output=5, cached=0):
     one = trip(name, now=sent, prompt=64, output=output)
-    one.first_s, one.took_s, one.site, one.cached_tokens = first, took, site, cached
+    one.first_s, one.took_s, one.node, one.cached_tokens = first, took, site, cached
     return one
 
 
 def tallied(trips, *, since=0.0, engines=2):
-    made = run_metrics.Tally(since)
+    made = run_metrics.RunMetrics(since)
     for one in trips:
         made.add(one)
     made.close([Machine() for _ in range(engines)])

@@ -40,7 +40,7 @@ LENGTHS = "prompt: {mean: 3}, output: {mean: 1}"
 def test_what_is_wrong_is_named_with_its_place(text, said):
     """Every error has the YAML path, and the nearest name where there is one."""
     with pytest.raises(ConfigError, match=said):
-        validation.convert(yaml.safe_load(text), scenario.Scenario, where="s")
+        validation.to_struct(yaml.safe_load(text), scenario.Scenario, where="s")
 
 
 @pytest.mark.parametrize(
@@ -50,24 +50,24 @@ def test_what_is_wrong_is_named_with_its_place(text, said):
         ({"client": client.Client(users=1, rate_per_s=1.0)}, "client: .* got 2 of them"),
         (
             {
-                "workload": workloads.Trace(format="azure", file="t"),
+                "workload": workloads.TraceWorkload(format="azure", file="t"),
                 "client": client.Client(users=1),
             },
             "client: expected no users",
         ),
         ({"outages": [scenario.Outage(engine=2, at_s=1)]}, "outages: .* from 0 to 1, got 2"),
         ({"strategies": ["random", "random"]}, "strategies: .* 'random' more than once"),
-        ({"fleet": [scenario.Engines(profile="h200")]}, r"s: fleet\[0\]: .* got 'h200'"),
+        ({"fleet": [scenario.EngineGroup(profile="h200")]}, r"s: fleet\[0\]: .* got 'h200'"),
         (
-            {"fleet": [scenario.Engines(set={"kv": 3})]},
+            {"fleet": [scenario.EngineGroup(set={"kv": 3})]},
             r"s: fleet\[0\]: expected one of base_s, .* got kv;",
         ),
         (
-            {"fleet": [scenario.Engines(set={"kv_tokens": 16})]},
+            {"fleet": [scenario.EngineGroup(set={"kv_tokens": 16})]},
             r"s: fleet\[0\]: expected at least two KV blocks",
         ),
         (
-            {"fleet": [scenario.Engines(set={"block_tokens": 32})]},
+            {"fleet": [scenario.EngineGroup(set={"block_tokens": 32})]},
             r"s: fleet\[0\].set.block_tokens: expected 16",
         ),
     ],
@@ -92,7 +92,7 @@ def test_a_word_is_a_variant_of_that_name():
 
 def test_fields_of_a_profile_can_be_set():
     """Whole numbers stay whole, and speed divides times."""
-    made = scenario.Engines(profile="demo", speed=2.0, set={"kv_tokens": 4200.0}).resolved()
+    made = scenario.EngineGroup(profile="demo", speed=2.0, set={"kv_tokens": 4200.0}).resolved()
     assert made.kv_tokens == 4200
     assert isinstance(made.kv_tokens, int)
     assert made.base_s == pytest.approx(0.004)
@@ -100,7 +100,7 @@ def test_fields_of_a_profile_can_be_set():
 
 def test_the_description_names_every_machine_and_number():
     """What can be written is what is listed."""
-    text = scenario.Engines.__doc__
+    text = scenario.EngineGroup.__doc__
     assert all(name in text for name in profiles.PROFILES)
-    numbers = set(profiles.Profile.__struct_fields__) - {"name", "block_tokens"}
+    numbers = set(profiles.EngineProfile.__struct_fields__) - {"name", "block_tokens"}
     assert all(f"{name}," in text or f"{name}." in text for name in numbers)

@@ -16,7 +16,7 @@ from tests.simulator.fleet.builders import (
     summary,
 )
 
-FLEET = [scenario.Engines(count=3, profile="demo")]
+FLEET = [scenario.EngineGroup(count=3, profile="demo")]
 
 
 def lively(**facts):
@@ -50,7 +50,7 @@ def lost_nothing(one):
     assert len({trip.id for trip in tally.trips}) == len(tally.trips)
     assert len(done) + len(failed) == one._served
     for picker in one.pickers:
-        for member in picker.parts.fleet.pool.members:
+        for member in picker.parts.store.pool.members:
             assert member.account.in_flight == 0
             assert member.account.prompt_tokens == 0
     return tally
@@ -62,7 +62,7 @@ def test_several_pickers_share_the_requests():
     one = a_world(whole)
     lost_nothing(one)
     opened = [
-        sum(member.account.opened for member in picker.parts.fleet.pool.members)
+        sum(member.account.opened for member in picker.parts.store.pool.members)
         for picker in one.pickers
     ]
     assert sum(opened) == 160
@@ -84,7 +84,7 @@ def test_an_engine_that_came_back_serves_again():
     """After it is back it gets requests, with an empty cache at first."""
     outage = scenario.Outage(engine=0, at_s=1.0, back_s=3.0)
     tally = a_world(lively(outages=[outage]), "round-robin").run()
-    later = [t for t in tally.trips if t.site == 0 and t.sent_at > 4.1 and not t.failure]
+    later = [t for t in tally.trips if t.node == 0 and t.sent_at > 4.1 and not t.failure]
     assert later
 
 
@@ -98,12 +98,12 @@ def test_a_fleet_that_is_gone_rejects():
 def test_engines_come_up_when_they_are_ready():
     """A cold engine gets nothing before its time."""
     fleet = [
-        scenario.Engines(count=1, profile="demo"),
-        scenario.Engines(count=1, profile="demo", ready_s=5.0),
+        scenario.EngineGroup(count=1, profile="demo"),
+        scenario.EngineGroup(count=1, profile="demo", ready_s=5.0),
     ]
     whole = msgspec.structs.replace(lively(), fleet=fleet)
     trips = a_world(whole, "round-robin").run().trips
-    first = min(trip.sent_at for trip in trips if trip.site == 1)
+    first = min(trip.sent_at for trip in trips if trip.node == 1)
     assert 5.0 <= first < 6.0
 
 
@@ -114,7 +114,7 @@ def test_clients_give_up():
     )
     one = a_world(whole)
     assert lost_nothing(one).summary().failed == {"timeout": 20}
-    assert all(site.engine.running == 0 for site in one.sites)
+    assert all(site.engine.running == 0 for site in one.nodes)
 
 
 def test_a_slower_engine_is_slower():
@@ -123,7 +123,7 @@ def test_a_slower_engine_is_slower():
     fast, slow = (
         summary(
             msgspec.structs.replace(
-                alone, fleet=[scenario.Engines(count=1, profile="demo", speed=speed)]
+                alone, fleet=[scenario.EngineGroup(count=1, profile="demo", speed=speed)]
             )
         )
         for speed in (1.0, 0.5)
@@ -154,7 +154,7 @@ def test_adapters_are_loaded_and_shared():
     one = a_world(whole)
     trips = one.run().trips
     assert {trip.work.adapter for trip in trips} == {f"adapter-{n}" for n in range(3)}
-    assert {name for site in one.sites for name in site.engine.slots.resident} == {
+    assert {name for site in one.nodes for name in site.engine.slots.resident} == {
         f"adapter-{n}" for n in range(3)
     }
 
@@ -166,7 +166,7 @@ def test_a_trace_is_run_at_its_times():
         for n in range(2, 8)
     ]
     whole = a_scenario(
-        workloads.Trace(format="mooncake", file="t", rate_scale=0.5), client=client.Client()
+        workloads.TraceWorkload(format="mooncake", file="t", rate_scale=0.5), client=client.Client()
     )
     trips = a_world(whole, rows=rows).run().trips
     assert sorted(trip.sent_at for trip in trips) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
@@ -199,7 +199,7 @@ def test_engines_that_fail_otherwise(how):
     outage = scenario.Outage(engine=0, at_s=1.0, how=how, noticed_s=None, back_s=30.0)
     world = a_world(lively(outages=[outage]), "least-request")
     tally = lost_nothing(world)
-    health = world.pickers[0].parts.fleet.health
+    health = world.pickers[0].parts.store.health
     failed = tally.summary().failed
     if how == "errors":
         assert health.ejections["errors"] >= 1
@@ -218,10 +218,10 @@ def test_pickers_that_talk_know_of_each_other_and_forget_what_ended(delay_s):
 
     def look():
         nonlocal most
-        accounts[:] = [m.account for p in one.pickers for m in p.parts.fleet.pool.members]
-        assert all(0 <= account.mirrored <= account.in_flight for account in accounts)
-        most = max(most, sum(account.mirrored for account in accounts))
-        if not one._sender.over:
+        accounts[:] = [m.account for p in one.pickers for m in p.parts.store.pool.members]
+        assert all(0 <= account.from_peers <= account.in_flight for account in accounts)
+        most = max(most, sum(account.from_peers for account in accounts))
+        if not one._sender.is_done:
             one.timeline.after(0.05, look)
 
     one.timeline.after(0.05, look)

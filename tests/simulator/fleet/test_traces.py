@@ -70,16 +70,16 @@ def test_a_bad_line_is_named(kind, row):
 
 def test_a_trace_is_replayed_at_its_own_times():
     """The rate scale divides times, and what is skipped does not delay the rest."""
-    trace = workloads.Trace(format="mooncake", file="t", rate_scale=2.0)
+    trace = workloads.TraceWorkload(format="mooncake", file="t", rate_scale=2.0)
     assert [session.at for session in sessions(trace, rows=MOONCAKE)] == [0.0, 1.5, 1.5]
-    later = workloads.Trace(format="mooncake", file="t", first=1, requests=1)
+    later = workloads.TraceWorkload(format="mooncake", file="t", first=1, requests=1)
     (only,) = sessions(later, rows=MOONCAKE)
     assert only.at == 0.0
-    assert only.works[0].prompt_tokens == 1030
+    assert only.specs[0].prompt_tokens == 1030
 
 
 def test_requests_too_long_for_the_engines_are_left_out():
     """The bound is on prompt and answer together."""
-    trace = workloads.Trace(format="mooncake", file="t", longest_tokens=1100)
-    found = [session.works[0].prompt_tokens for session in sessions(trace, rows=MOONCAKE)]
+    trace = workloads.TraceWorkload(format="mooncake", file="t", longest_tokens=1100)
+    found = [session.specs[0].prompt_tokens for session in sessions(trace, rows=MOONCAKE)]
     assert found == [1030, 513]

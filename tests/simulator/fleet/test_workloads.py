@@ -15,7 +15,7 @@ def shared(**facts):
         "prompt": exactly(40),
         "output": exactly(10),
     }
-    return workloads.Shared(**(defaults | facts))
+    return workloads.SharedPrefix(**(defaults | facts))
 
 
 def repeated(**facts):
@@ -45,13 +45,13 @@ def test_independent_prompts_share_nothing():
     """As many requests as said, and no block twice."""
     found = sessions(independent(50))
     assert len(found) == 50
-    keys = [set(session.works[0].keys) for session in found]
+    keys = [set(session.specs[0].keys) for session in found]
     assert not any(one & two for one, two in itertools.combinations(keys, 2))
 
 
 def test_shared_prefixes_are_shared_within_a_group_only():
     """Every prompt begins with the blocks of one of the texts, and goes on with its own."""
-    found = [session.works[0] for session in sessions(shared())]
+    found = [session.specs[0] for session in sessions(shared())]
     beginnings = {tuple(work.keys[:10]) for work in found}
     assert len(beginnings) == 3
     assert len({work.keys[10] for work in found}) == 300
@@ -60,7 +60,7 @@ def test_shared_prefixes_are_shared_within_a_group_only():
 
 def test_a_hot_share_of_prompts_begins_with_the_first_text():
     """Half are hot, and a third of the rest hits the first text by chance: two thirds."""
-    found = [session.works[0] for session in sessions(shared(requests=3000, hot_share=0.5))]
+    found = [session.specs[0] for session in sessions(shared(requests=3000, hot_share=0.5))]
     hot = sum(work.opening.endswith("group 0") for work in found)
     assert hot / 3000 == pytest.approx(2 / 3, abs=0.03)
 
@@ -68,8 +68,8 @@ def test_a_hot_share_of_prompts_begins_with_the_first_text():
 def test_turns_repeat_all_that_was_said():
     """A turn's prompt begins with the last prompt and its answer."""
     for session in sessions(conversations(5)):
-        assert len(session.works) == 4
-        for before, after in itertools.pairwise(session.works):
+        assert len(session.specs) == 4
+        for before, after in itertools.pairwise(session.specs):
             said = before.prompt_tokens + before.output_tokens
             assert after.prompt_tokens == said + 100
             assert list(after.keys[: said // 16]) == list(before.keys[: said // 16])
@@ -78,7 +78,7 @@ def test_turns_repeat_all_that_was_said():
 def test_conversations_share_their_system_prompt_only():
     """The first 320 tokens are common, the rest is not."""
     one, two, *_ = sessions(conversations(5))
-    first, second = one.works[-1].keys, two.works[-1].keys
+    first, second = one.specs[-1].keys, two.specs[-1].keys
     assert list(first[:20]) == list(second[:20])
     assert not set(first[20:]) & set(second[20:])
 
@@ -86,7 +86,7 @@ def test_conversations_share_their_system_prompt_only():
 def test_a_conversation_ends_before_it_is_too_long():
     """No turn after the first exceeds the bound."""
     found = sessions(conversations(5, turns=exactly(50), longest_tokens=1000))
-    longest = max(w.prompt_tokens + w.output_tokens for s in found for w in s.works)
+    longest = max(w.prompt_tokens + w.output_tokens for s in found for w in s.specs)
     assert 900 < longest <= 1000
 
 
@@ -98,7 +98,7 @@ def test_pauses_lie_between_turns():
 
 def test_repeated_prompts_are_cycled_at_their_mean():
     """20 prompts are sent five times each, 800 tokens in the mean."""
-    found = [session.works[0] for session in sessions(repeated())]
+    found = [session.specs[0] for session in sessions(repeated())]
     seen = {}
     for work in found:
         identity = (work.session, work.prompt_tokens)
@@ -111,24 +111,24 @@ def test_repeated_prompts_are_cycled_at_their_mean():
 def test_adapters_share_no_blocks():
     """The same prompt for another adapter is another prompt to the cache."""
     (session,) = sessions(independent(1))
-    one, two = (workloads.adapted(session.works, n)[0] for n in (0, 1))
+    one, two = (workloads.adapted(session.specs, n)[0] for n in (0, 1))
     assert (one.adapter, two.adapter) == ("adapter-0", "adapter-1")
     assert not set(one.keys) & set(two.keys)
-    assert not set(one.keys) & set(session.works[0].keys)
-    assert one.prompt_tokens == session.works[0].prompt_tokens
+    assert not set(one.keys) & set(session.specs[0].keys)
+    assert one.prompt_tokens == session.specs[0].prompt_tokens
 
 
 def test_only_some_workloads_have_adapters():
     """Traces and repeated prompts ask for the base model."""
     assert workloads.adapters(independent(adapters=3)) == 3
     assert workloads.adapters(repeated()) == 0
-    assert workloads.adapters(workloads.Trace(format="azure", file="t")) == 0
+    assert workloads.adapters(workloads.TraceWorkload(format="azure", file="t")) == 0
 
 
 def test_a_source_is_drawn_as_it_is_read():
     """A hundred thousand sessions are not made before the first is sent."""
     source = workloads.sessions(independent(10**9), random.Random(1))
-    assert next(source).works[0].prompt_tokens == 200
+    assert next(source).specs[0].prompt_tokens == 200
 
 
 def test_groups_ask_the_same_whoever_else_is_there():
@@ -141,12 +141,12 @@ def test_groups_ask_the_same_whoever_else_is_there():
     both = sessions(workloads.Groups(groups=[small, big]))
     times = [session.at for session in both]
     assert times == sorted(times)
-    mine = [session for session in both if session.works[0].tenant == "small"]
+    mine = [session for session in both if session.specs[0].tenant == "small"]
     assert [session.at for session in mine] == [session.at for session in alone]
-    assert [one.works for one in mine] == [one.works for one in alone]
-    assert all(session.works[0].priority == 1 for session in mine)
-    others = [session for session in both if session.works[0].tenant == "big"]
+    assert [one.specs for one in mine] == [one.specs for one in alone]
+    assert all(session.specs[0].priority == 1 for session in mine)
+    others = [session for session in both if session.specs[0].tenant == "big"]
     assert 40 <= len(others) <= 80
     assert all(1.0 < session.at < 4.0 for session in others)
-    keys = {key for session in mine for key in session.works[0].keys}
-    assert not keys & {key for session in others for key in session.works[0].keys}
+    keys = {key for session in mine for key in session.specs[0].keys}
+    assert not keys & {key for session in others for key in session.specs[0].keys}
