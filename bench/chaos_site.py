@@ -160,8 +160,8 @@ def _config(listed: Path, redis: Redis | None, cluster: Cluster | None) -> dict[
         "apiVersion": "extproc/v1alpha1",
         "kind": "ExtProcConfig",
         "pools": pools,
-        "holding": {"enabled": True},
-        **({"sharing": {"url": redis.url}} if redis else {}),
+        "flow_control": {"enabled": True},
+        **({"peer_sync": {"url": redis.url}} if redis else {}),
     }
 
 

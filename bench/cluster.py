@@ -83,7 +83,7 @@ class Fleet:
     def config(self, kubeconfig: Path | None = None) -> str:
         where = {
             "kubeconfig": str(kubeconfig or self.kubeconfig),
-            "every_pool": "namespace",
+            "discover_pools": "namespace",
             "namespace": self.namespace,
         }
         return f"cluster: {json.dumps(where)}"

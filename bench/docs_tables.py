@@ -102,7 +102,7 @@ BLOCKS: Mapping[str, Block] = {
     "real vllm": Block("benchmarks/real-engines.md", real_block),
     "agreement": Block("benchmarks/real-engines.md", agreement_block),
     "replicas": Block("benchmarks/replicas.md", replicas_block),
-    "sharing": Block("benchmarks/replicas.md", sharing_block),
+    "peer_sync": Block("benchmarks/replicas.md", sharing_block),
     "capacity": Block("benchmarks/capacity.md", capacity_block),
     "scaling": Block("benchmarks/autoscaling.md", scaling_block),
 }

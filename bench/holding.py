@@ -41,7 +41,7 @@ apiVersion: extproc/v1alpha1
 kind: ExtProcConfig
 {more}
 limits: {{max_streams: 20000}}
-holding: {{enabled: true, busy_s: 1000, fairness: round-robin}}
+flow_control: {{enabled: true, busy_s: 1000, fairness: round-robin}}
 pool: {{endpoints_file: {file}}}
 """
 

@@ -305,7 +305,7 @@ async def waiting(bounds: Bounds) -> AsyncIterator[Row]:
     """2,000 requests that wait, each for a model of its own, at two engines that are busy."""
     if bounds.only not in "waiting models":
         return
-    text = HEAD + "holding: {enabled: true, timeout_s: 10, busy_s: 0.001}\n"
+    text = HEAD + "flow_control: {enabled: true, timeout_s: 10, busy_s: 0.001}\n"
     async with picker([lying_engine("half")] * 2, "--config-text", text) as one:
         fresh = bodies.names()
         once = msgspec.structs.replace(bounds, requests=4_000)

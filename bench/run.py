@@ -205,7 +205,7 @@ BENCHES: Mapping[str, Callable[[], dict]] = {
     "agreement": agreement,
     "cluster": cluster,
     "capacity": capacity,
-    "holding": holding,
+    "flow_control": holding,
     "simulator": simulator,
     "simulator_large": simulator_large,
 }

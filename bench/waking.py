@@ -116,7 +116,7 @@ async def pushed(rounds: int, folder: Path) -> list[tuple[float, float]]:
     nobody.write_text("endpoints: []\n")
     sections = {
         "pool": {"endpoints_file": str(nobody), "autoscaling": POLICY},
-        "holding": {"enabled": True},
+        "flow_control": {"enabled": True},
         "autoscaling": {"keda": {"enabled": True, "port": port}},
     }
     async with (

@@ -1,7 +1,7 @@
 """Endpoints and what is known of them: frozen values, no behaviour beyond their own facts.
 
 An endpoint is one `ip:port` of one engine. Its load is what was scraped from it, with the time of
-the scrape; its rates are what was learnt of its speed. A candidate is an endpoint still in play in
+the scrape; its rates are what was learned of its speed. A candidate is an endpoint still in play in
 one scheduling turn.
 """
 
@@ -121,7 +121,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
         prefix_queries: Prompt tokens looked up in the prefix cache since start (counter).
         prefix_hits: Prompt tokens found there since start (counter).
         started_at: Unix time the engine process started, to tell a restart.
-        counters: Counters that speed is learnt from.
+        counters: Counters that speed is learned from.
     """
 
     at: float = -math.inf
@@ -167,7 +167,7 @@ class StepTimeModel(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         context_tokens: Tokens of context of a sequence on it, mean of those running.
         adapter_load_s: Seconds until an adapter that is not resident is.
         output_tokens: Tokens generated per request, mean.
-        evidence: Engine iterations it was learnt from (count, fading); 0 for the defaults.
+        evidence: Engine iterations it was learned from (count, fading); 0 for the defaults.
     """
 
     step_s: float = 0.015
@@ -184,7 +184,7 @@ class StepTimeModel(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         return self.step_s + (self.decode_s + self.context_s * self.context_tokens) * sequences
 
 
-#: Nothing was learnt yet.
+#: Nothing was learned yet.
 DEFAULT_STEP_TIMES = StepTimeModel()
 
 

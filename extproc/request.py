@@ -10,7 +10,7 @@ import msgspec
 
 #: Estimated UTF-8 bytes per prompt token. Four is the usual figure for English text with a
 #: 32k to 128k vocabulary; it only scales estimates, never what is sent. It stands until a model's
-#: own ratio is learnt.
+#: own ratio is learned.
 BYTES_PER_TOKEN = 4
 
 
@@ -86,7 +86,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, gc=False):
             adapter in `model`, so this is then empty and `target` is the model.
         prompt: The prompt as stable bytes in the order the engine sees it: equal beginnings are
             equal bytes. It is hashed, never sent, logged or decoded; empty once a request waits.
-        prompt_tokens: Estimated prompt length in tokens; exact for tokenised prompts.
+        prompt_tokens: Estimated prompt length in tokens; exact for tokenized prompts.
         prompt_bytes: Bytes of text `prompt_tokens` is estimated from; 0 when it is exact.
         stream: Whether the client asked for a streamed answer.
         max_tokens: Upper bound on generated tokens; None when the request sets none.

@@ -21,7 +21,7 @@ _CONFIG = """\
 apiVersion: extproc/v1alpha1
 kind: ExtProcConfig
 seed: 7
-explain: {header: true}
+decisions: {header: true}
 """
 
 #: Seconds in which the picker scrapes an engine once more after the last answer.

@@ -11,7 +11,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """One tick of one target. Counts are summed over all pickers of the target.
 
     Work is in token seconds: what the tokens of a request take of an engine's time while it has as
-    many requests as it should (`concurrency`), under learnt rates; see `capacity`.
+    many requests as it should (`concurrency`), under learned rates; see `capacity`.
 
     Attributes:
         now: Monotonic seconds.

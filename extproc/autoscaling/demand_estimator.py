@@ -82,7 +82,7 @@ class EstimatorState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         at: When it last read, on its own clock; None for never.
         counters: What every picker told last, and when.
-        rates: Of the engines, as last learnt.
+        rates: Of the engines, as last learned.
         answers: Answers that count, fading; the prior is the first.
         answer_tokens: Their tokens; None until the rates say how many the prior has.
         prompt_tokens: Mean uncached prompt tokens of a request.
@@ -154,20 +154,20 @@ class DemandEstimator:
 
     def __init__(self, settings: EstimatorSettings) -> None:
         self._settings = settings
-        self._learnt = EstimatorState(cold_start_s=settings.cold_start_s)
+        self._learned = EstimatorState(cold_start_s=settings.cold_start_s)
 
     @property
     def state(self) -> EstimatorState:
         """What it remembers."""
-        return self._learnt
+        return self._learned
 
-    def restore(self, learnt: EstimatorState, *, shift_s: float = 0.0) -> None:
+    def restore(self, learned: EstimatorState, *, shift_s: float = 0.0) -> None:
         """Go on where another meter stopped; `shift_s` as in `Scaler.restore`."""
-        self._learnt = msgspec.structs.replace(
-            learnt,
-            at=None if learnt.at is None else learnt.at + shift_s,
-            raised_at=None if learnt.raised_at is None else learnt.raised_at + shift_s,
-            counters={name: (at + shift_s, told) for name, (at, told) in learnt.counters.items()},
+        self._learned = msgspec.structs.replace(
+            learned,
+            at=None if learned.at is None else learned.at + shift_s,
+            raised_at=None if learned.raised_at is None else learned.raised_at + shift_s,
+            counters={name: (at + shift_s, told) for name, (at, told) in learned.counters.items()},
         )
 
     def read(
@@ -181,7 +181,7 @@ class DemandEstimator:
                 not be read.
             seen: The target.
         """
-        before = self._learnt
+        before = self._learned
         total, counters = self._summed(now, pickers)
         rates = seen.rates or before.rates
         most = self._settings.concurrency or math.inf
@@ -198,7 +198,7 @@ class DemandEstimator:
         done, busy_s = self._throughput(total, since, seen, request_work=request_work)
         cold_start_s, raised_at = self._cold_start(now, seen)
         queued = total.held + seen.waiting
-        self._learnt = EstimatorState(
+        self._learned = EstimatorState(
             at=now,
             counters=counters,
             rates=rates,
@@ -240,7 +240,7 @@ class DemandEstimator:
             rates: How fast an engine is.
             at_once: Requests that an engine serves at once (count).
         """
-        before, keep = self._learnt, _KEEP**total.answered
+        before, keep = self._learned, _KEEP**total.answered
         known = before.answer_tokens
         if known is None:
             known = self._settings.request_s / rates.iteration_s(at_once)
@@ -252,7 +252,7 @@ class DemandEstimator:
         """Counts of all pickers, and what each told last."""
         total, told = _PickerTotals(), {}
         for name, new in pickers.items():
-            last = self._learnt.counters.get(name)
+            last = self._learned.counters.get(name)
             if new is None:
                 total.complete = False
                 if last is not None and now - last[0] <= self._settings.grace_s:
@@ -277,7 +277,7 @@ class DemandEstimator:
         self, total: _PickerTotals, since: float, seen: TargetObservation, *, request_work: float
     ) -> tuple[float, float]:
         """Work done and seconds it took, of replicas that had enough to do at both ends."""
-        before = self._learnt
+        before = self._learned
         queued = total.held + seen.waiting >= max(1, seen.available)
         same = seen.available == before.pressed > 0
         if not (queued and same and total.complete and since):
@@ -288,7 +288,7 @@ class DemandEstimator:
 
     def _cold_start(self, now: float, seen: TargetObservation) -> tuple[float, float | None]:
         """Mean cold start, and when the replicas that still start were asked for."""
-        before = self._learnt
+        before = self._learned
         raised_at = before.raised_at
         if seen.spec > before.spec and before.at is not None:
             # Since the last reading: that is when it was asked for.

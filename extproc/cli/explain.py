@@ -223,7 +223,7 @@ def _choose(args: argparse.Namespace, server: str) -> str:
         raise NotRecordedError(
             wanted="a failed request" if args.failed else "a request that was routed",
             found="none among those that are kept",
-            fix="send one, or raise explain.decisions if it was long ago",
+            fix="send one, or raise decisions.decisions if it was long ago",
         )
     return str(listed[0]["id"])
 

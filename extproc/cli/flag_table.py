@@ -153,14 +153,14 @@ FLAGS: Sequence[Flag] = (
     ),
     Flag(
         "disable-endpoint-subset-filter",
-        ("scheduling", "honour_subset"),
+        ("scheduling", "respect_subset"),
         _not,
         "ignore the endpoints a gateway allows",
         "BOOL",
     ),
     Flag(
         "emit-endpoint-scores",
-        ("explain", "scores"),
+        ("decisions", "scores"),
         _boolean,
         "tell the data plane what endpoints were compared by",
         "BOOL",

@@ -144,4 +144,4 @@ def ports(text: str) -> list[int]:
 
 def _every_pool(tree: Mapping[str, object]) -> bool:
     cluster = tree.get("cluster")
-    return isinstance(cluster, dict) and cluster.get("every_pool") == "namespace"
+    return isinstance(cluster, dict) and cluster.get("discover_pools") == "namespace"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 #: What a class with a method is, and the name of its template.
-_ROLES = {"keep": "filter", "score": "scorer", "price": "cost", "pick": "picker"}
+_ROLES = {"filter": "filter", "score": "scorer", "cost": "cost", "pick": "picker"}
 
 #: Endpoints and calls from which the time of one call is taken.
 _ENDPOINTS = 100

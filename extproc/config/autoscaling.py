@@ -115,10 +115,10 @@ class ScalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     Without one the number is only told, on /metrics and to KEDA, and somebody else acts.
 
     Attributes:
-        policy: How the number is found: `adaptive` from work and learnt speed; `queue-depth` and
+        policy: How the number is found: `adaptive` from work and learned speed; `queue-depth` and
             `kubeai` as others do it. `adaptive`: it needs no threshold that fits one model only.
         params: Of the policy. None: its own defaults give reasons.
-        min: Replicas at least. 0: what nobody asks for costs nothing. It takes `holding`, or the
+        min: Replicas at least. 0: what nobody asks for costs nothing. It takes `flow_control`, or the
             first request after a while is refused.
         max: Replicas at most. 1: more is a question of money, which nobody but you can answer.
         meter: How demand is measured; its own defaults give reasons.
@@ -164,7 +164,7 @@ class ScalingRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         policy: As of a pool that is written out.
         params: Of the policy.
         min: Replicas at least, unless an annotation says otherwise. 0: what nobody asks for costs
-            nothing. It takes `holding`, or the first request after a while is refused.
+            nothing. It takes `flow_control`, or the first request after a while is refused.
         max: Replicas at most, also for annotations. 1: more is a question of money, which whoever
             writes an InferencePool does not answer alone.
         meter: How demand is measured.
@@ -208,14 +208,14 @@ class AutoscalingSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             pages (`server.metrics_port`). A name stands for every address it resolves to, such as
             that of a headless Service; one's own is left out. None: there is one replica.
         peer_timeout_s: Seconds a peer has to answer. 1 is far above what it needs.
-        state: Name of the ConfigMap that keeps what was learnt and seen, so that a restart changes
+        state: Name of the ConfigMap that keeps what was learned and seen, so that a restart changes
             nothing; in the namespace of this process. Empty: after a restart nothing is scaled
             down for one window. `extproc-autoscaling` is what our manifests grant.
         state_file: File that keeps the same in place of the ConfigMap, where there is no cluster;
             of one picker alone. Its folder must be there. Empty: none.
         save_s: Seconds between two writes of it, besides those at changes. 30: what is lost is a
             fraction of a window.
-        discovered_pools: How pools are scaled that `cluster.every_pool` brings. None are: nothing says what
+        discovered_pools: How pools are scaled that `cluster.discover_pools` brings. None are: nothing says what
             they may cost.
         keda: The external scaler; its own defaults give reasons.
     """

@@ -26,7 +26,7 @@ KIND = "EndpointPickerConfig"
 
 _SATURATION = (
     "saturationDetector is not acted on: with the feature gate flowControl a request waits while it "
-    "would wait longer than holding.busy_s on every endpoint, without it requests go to engines at once"
+    "would wait longer than flow_control.busy_s on every endpoint, without it requests go to engines at once"
 )
 
 #: Parameters of data sources that name files with certificates.
@@ -106,7 +106,7 @@ def from_endpoint_picker_config(
             )
         if _KEYS[key] and value:
             warnings.append(_KEYS[key])
-    holding, unmapped = upstream_flow_control.holding_of(tree, where=where)
+    section, unmapped = upstream_flow_control.section_of(tree, where=where)
     warnings += unmapped
     scheduling: dict[str, object] = {
         key: tree[key] for key in ("plugins", "schedulingProfiles") if tree.get(key) is not None
@@ -119,8 +119,8 @@ def from_endpoint_picker_config(
         "kind": sections.KIND,
         "scheduling": scheduling,
     }
-    if holding is not None:
-        ours["holding"] = holding
+    if section is not None:
+        ours["flow_control"] = section
     return ours, warnings
 
 

@@ -38,7 +38,7 @@ _PRODUCERS = (
         "producer",
         "token-producer",
         "no tokenizer is asked: prompt lengths are estimated at 4 bytes a token until the ratio of "
-        "a model is learnt, and prompts are hashed as bytes",
+        "a model is learned, and prompts are hashed as bytes",
         "backend",
         "modelName",
         "vllm",
@@ -185,9 +185,7 @@ _DATA = (
     ),
 )
 
-_QUEUED = (
-    "`holding` does it, where flowControl of an EndpointPickerConfig or holding itself names it"
-)
+_QUEUED = "`flow_control` does it, where flowControl of an EndpointPickerConfig or holding itself names it"
 _NO_CEILING = "no ceiling of use: priorities above 0 find an endpoint free for longer than others"
 _NO_EVICTION = (
     "requests under way are not ended: those that wait are displaced, lowest priority first"
@@ -207,7 +205,7 @@ _CONTROL = (
         )
     ),
     epp_plugin_type.unsupported(
-        "policy", "program-aware-fairness", "tenants take turns as `holding.fairness` says"
+        "policy", "program-aware-fairness", "tenants take turns as `flow_control.fairness` says"
     ),
     *(
         epp_plugin_type.unsupported("policy", name, _NO_CEILING, *parameters)
@@ -227,7 +225,7 @@ _CONTROL = (
     epp_plugin_type.unsupported(
         "admitter",
         "probabilistic-admitter",
-        "nobody is refused by chance: priorities of objectives and `holding` of an ExtProcConfig decide "
+        "nobody is refused by chance: priorities of objectives and `flow_control` of an ExtProcConfig decide "
         "who waits and who is dropped",
         "queueDepthThreshold",
         "kvCacheUtilThreshold",
@@ -250,7 +248,7 @@ _CONTROL = (
     epp_plugin_type.unsupported(
         "hook",
         "models-responder",
-        "GET /v1/models is answered as answers.list_models of an ExtProcConfig says",
+        "GET /v1/models is answered as responses.list_models of an ExtProcConfig says",
     ),
     epp_plugin_type.no_op(
         "hook",
@@ -267,7 +265,7 @@ _CONTROL = (
     epp_plugin_type.unsupported(
         "hook",
         "request-attribute-reporter",
-        "the cost of an answer is put into dynamic metadata by answers.request_cost, as weights",
+        "the cost of an answer is put into dynamic metadata by responses.request_cost, as weights",
         "attributes",
     ),
     epp_plugin_type.no_op(

@@ -53,7 +53,7 @@ class FlowControlSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     empty_timeout_s: constraints.Seconds = 300.0
     max_timeout_s: constraints.PositiveSeconds = 3600.0
     by_objective: Mapping[constraints.Name, constraints.Seconds] = {}
-    timeout_header: str = "x-extproc-hold-ms"
+    timeout_header: str = "x-extproc-queue-timeout-ms"
     busy_s: constraints.PositiveSeconds = 0.1
     max_requests: constraints.Positive = 10_000
     max_bytes: constraints.Positive = 256 * _MIB

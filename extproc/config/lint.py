@@ -30,7 +30,7 @@ def advice(settings: sections.Settings) -> Iterator[str]:
             "data plane sends it in one message (BUFFERED)"
         )
     if settings.responses.stream_sample_ratio and not settings.responses.feedback:
-        yield "answers.stream_share has no effect while answers.feedback is false"
+        yield "responses.stream_sample_ratio has no effect while responses.feedback is false"
     if settings.scheduling.unknown_model == "reject" and not (scrape.enabled and scrape.models):
         yield "scheduling.unknown_model is reject, and nobody asks which models there are: all pass"
     if settings.conformance:
@@ -38,7 +38,7 @@ def advice(settings: sections.Settings) -> Iterator[str]:
     if settings.seed is not None:
         yield "seed is set: replicas with the same seed draw the same endpoints"
     if not settings.scheduling.respect_subset:
-        yield "scheduling.honour_subset is false: endpoints a gateway excludes are used all the same"
+        yield "scheduling.respect_subset is false: endpoints a gateway excludes are used all the same"
 
 
 def _rewrites(settings: sections.Settings) -> Iterator[str]:
@@ -53,7 +53,7 @@ def _scaling(settings: sections.Settings) -> Iterator[str]:
     least += [rule.min for rule in settings.autoscaling.discovered_pools]
     if 0 in least and not settings.flow_control.enabled:
         yield (
-            "autoscaling.min is 0 and holding.enabled is false: requests are refused with 503 while "
+            "autoscaling.min is 0 and flow_control.enabled is false: requests are refused with 503 while "
             "the first engine starts, and nothing wakes one before the next look"
         )
 

@@ -1,7 +1,7 @@
 """Plugins of others: from Python files and installed packages to tables of kinds.
 
 A file named in `scheduling.plugin_files`, or a package with an entry point in the group
-`extproc.plugins`, adds every class it defines that has a `kind` and one of the methods keep, score,
+`extproc.plugins`, adds every class it defines that has a `kind` and one of the methods filter, score,
 price or pick. Nothing registers itself: the tables are a value, made anew at start and at each
 reload, with the files read anew. A file runs once for each content it has: what checks a
 configuration and what routes by it share its classes. Packages are imported as Python imports them:
@@ -34,9 +34,9 @@ GROUP = "extproc.plugins"
 
 #: Which method makes which role, and the table it goes to.
 METHODS: Mapping[str, str] = {
-    "keep": "filters",
+    "filter": "filters",
     "score": "scorers",
-    "price": "costs",
+    "cost": "costs",
     "pick": "pickers",
 }
 
@@ -115,7 +115,7 @@ def combine(
 
 
 def roles(cls: type) -> tuple[str, ...]:
-    """The methods of a class that make it a plugin: some of keep, score, price, pick."""
+    """The methods of a class that make it a plugin: some of filter, score, cost, pick."""
     return tuple(method for method in METHODS if callable(getattr(cls, method, None)))
 
 

@@ -128,7 +128,7 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         context: Context in that file; empty for its current one.
         discover_pools: Serve every InferencePool of a `namespace`, or of the whole `cluster`, as a pool
             of its own, beside those written out. `none`: only those.
-        namespace: For `every_pool: namespace`. Empty: the one this process runs in.
+        namespace: For `discover_pools: namespace`. Empty: the one this process runs in.
         claims: Which claims of such pools, stated by annotations of their InferencePools, are in
             force: those that lie within one of these rules. None: whoever may write an
             InferencePool cannot take requests that another pool serves.

@@ -157,14 +157,14 @@ def _check_discovered(settings: sections.Settings, where: str) -> None:
     rules = settings.autoscaling.discovered_pools
     for at, rule in enumerate(rules):
         discovered_scaling.checked(
-            rule, where=validation.location(where, ("autoscaling", "found", at))
+            rule, where=validation.location(where, ("autoscaling", "discovered_pools", at))
         )
     if rules and settings.cluster.discover_pools == "none":
         raise ConfigError(
-            validation.location(where, ("autoscaling", "found")),
+            validation.location(where, ("autoscaling", "discovered_pools")),
             wanted="pools that Kubernetes brings",
-            found="cluster.every_pool: none",
-            fix="set cluster.every_pool, or write pool.autoscaling",
+            found="cluster.discover_pools: none",
+            fix="set cluster.discover_pools, or write pool.autoscaling",
         )
 
 

@@ -73,7 +73,7 @@ TABLE: Final = (
         restart=(
             "kubeconfig",
             "context",
-            "every_pool",
+            "discover_pools",
             "namespace",
             "policies",
             "override_ip",
@@ -95,7 +95,7 @@ TABLE: Final = (
             "backoff_cap_s",
             "max_scrapes_per_s",
             "max_page_bytes",
-            "first_look_s",
+            "initial_scrape_timeout_s",
             "models",
             "models_interval_s",
         ),
@@ -108,8 +108,8 @@ TABLE: Final = (
             "window_s",
             "base_s",
             "cap_s",
-            "most_share",
-            "hang_s",
+            "max_ejection_share",
+            "stall_timeout_s",
             "slow_start_s",
             "slow_start_floor",
         ),
@@ -123,7 +123,7 @@ TABLE: Final = (
             "scheduling_profiles",
             "models",
             "fallbacks",
-            "honour_subset",
+            "respect_subset",
             "unknown_model",
             "kubeai_names",
             "plugin_files",
@@ -138,11 +138,11 @@ TABLE: Final = (
         restart=("max_assembly_bytes", "max_message_bytes"),
     ),
     ReloadRow(
-        "holding",
+        "flow_control",
         live=(
             "timeout_s",
             "empty_timeout_s",
-            "most_timeout_s",
+            "max_timeout_s",
             "by_objective",
             "timeout_header",
             "busy_s",
@@ -158,29 +158,39 @@ TABLE: Final = (
     ),
     ReloadRow(
         "autoscaling",
-        restart=("peers", "peer_timeout_s", "state", "state_file", "save_s", "found", "keda"),
+        restart=(
+            "peers",
+            "peer_timeout_s",
+            "state",
+            "state_file",
+            "save_s",
+            "discovered_pools",
+            "keda",
+        ),
     ),
     ReloadRow(
-        "answers",
+        "responses",
         live=(
             "marker",
             "feedback",
-            "stream_share",
+            "stream_sample_ratio",
             "restore_model",
             "request_cost",
             "list_models",
         ),
     ),
-    ReloadRow("explain", live=("decisions", "header", "scores")),
+    ReloadRow("decisions", live=("decisions", "header", "scores")),
     ReloadRow("xds", restart=("enabled", "port", "health_check", "outliers")),
-    ReloadRow("sharing", restart=("url", "stream", "flush_s", "beat_s", "silent_s", "max_entries")),
+    ReloadRow(
+        "peer_sync", restart=("url", "stream", "flush_s", "beat_s", "silent_s", "max_entries")
+    ),
     ReloadRow("log", live=("level",)),
 )
 
 _POOLS = next(row for row in TABLE if row.section == "pools")
 
 #: Fields whose values may hold a password.
-_SECRET = frozenset({"sharing.url"})
+_SECRET = frozenset({"peer_sync.url"})
 
 _HIDDEN = "(not shown)"
 

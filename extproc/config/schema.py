@@ -28,10 +28,10 @@ def schema() -> dict[str, Any]:
         # Of several with one name each is called by its module as well.
         full = f"{struct.__module__}.{struct.__qualname__}"
         _describe(parts[full if full in parts else struct.__name__], struct)
-    parts["Rules"]["properties"]["strategy"]["examples"] = list(presets.profiles())
-    parts["Scheduling"]["properties"]["strategy"]["examples"] = list(presets.profiles())
+    parts["SchedulingRules"]["properties"]["strategy"]["examples"] = list(presets.profiles())
+    parts["SchedulingSection"]["properties"]["strategy"]["examples"] = list(presets.profiles())
     kinds = sorted({*registry.FILTERS, *registry.SCORERS, *registry.COSTS, *registry.PICKERS})
-    for name, key in (("Plugin", "kind"), ("WeightedScorer", "kind"), ("NamedPlugin", "type")):
+    for name, key in (("PluginEntry", "kind"), ("WeightedScorer", "kind"), ("NamedPlugin", "type")):
         parts[name]["properties"][key]["examples"] = kinds
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

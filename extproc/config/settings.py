@@ -11,18 +11,18 @@
     scheduling:  Scheduling   a named strategy, or a profile written out
     prefix:      Prefix       how prompts are cut and how much is remembered
     limits:      Limits       bytes and streams
-    holding:     Holding      how requests wait for capacity, and what tenants may take
+    flow_control: FlowControlSection      how requests wait for capacity, and what tenants may take
     autoscaling: Autoscaling  what the autoscaling of all pools has in common
-    answers:     Answers      what is done with response headers and bodies
-    explain:     Explain      what is kept and told of decisions
+    responses: ResponsesSection      what is done with response headers and bodies
+    decisions: DecisionsSection      what is kept and told of decisions
     xds:         Xds          what Envoy is told of the endpoints
-    sharing:     Sharing      how pickers tell each other of their requests
+    peer_sync: PeerSyncSection      how pickers tell each other of their requests
     log:         Log
     conformance: bool
     seed:        int | null
 
 In code: `Settings` with the fields server, pool, pools, cluster, scrape, health, scheduling, prefix,
-limits, holding, autoscaling, answers, explain, xds, sharing, log, conformance, seed. `Settings()` is a
+limits, flow_control, autoscaling, responses, decisions, xds, peer_sync, log, conformance, seed. `Settings()` is a
 complete default configuration without endpoints.
 
 Sections refuse unknown fields. Units are in names. Ranges are in the annotations, so that an error

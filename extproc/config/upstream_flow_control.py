@@ -1,4 +1,4 @@
-"""The section `flowControl` of an upstream file as the section `holding` of ours.
+"""The section `flowControl` of an upstream file as the section `flow_control` of ours.
 
 Upstream holds requests while its saturation detector says so, in bands of priority, and in a band
 by flow; here requests wait per pool under one bound, strictly by priority, and in a priority by
@@ -133,10 +133,10 @@ class _Section:
         return ConfigError(place, wanted=wanted, found=validation.show(found), fix=fix)
 
 
-def holding_of(
+def section_of(
     tree: Mapping[str, object], *, where: str
 ) -> tuple[dict[str, object] | None, list[str]]:
-    """The section `holding` that an upstream file means, and warnings about the rest.
+    """The section `flow_control` that an upstream file means, and warnings about the rest.
 
     Args:
         tree: The file.
@@ -167,9 +167,9 @@ def holding_of(
     if ttl_s > wait_s:
         warnings.append(
             f"flowControl.defaultRequestTTL: {ttl_s:g} s are longer than Envoy lets a request wait: "
-            f"holding.timeout_s is {wait_s:g}"
+            f"flow_control.timeout_s is {wait_s:g}"
         )
-    holding: dict[str, object] = {
+    ours: dict[str, object] = {
         "enabled": True,
         "timeout_s": wait_s,
         "empty_timeout_s": wait_s,
@@ -179,9 +179,9 @@ def holding_of(
     for key, name in (("maxRequests", "max_requests"), ("maxBytes", "max_bytes")):
         bound = section.quantity(key)
         if bound:
-            holding[name] = bound
+            ours[name] = bound
     warnings += _unmapped(section, bands, policy_type)
-    return holding, warnings
+    return ours, warnings
 
 
 def _bands(section: _Section, *, where: str) -> Iterator[_Section]:
@@ -239,11 +239,11 @@ def _policy(
     mapped = known.get(kind) or known[usual]
     if kind not in known:
         warnings.append(
-            f"{spot}.{key}: {kind} is not built: holding.{ours} is {mapped} in its place"
+            f"{spot}.{key}: {kind} is not built: flow_control.{ours} is {mapped} in its place"
         )
     warnings += [
         f"{other}.{key}: {different} is not acted on: all priorities have one policy, "
-        f"holding.{ours} {mapped}"
+        f"flow_control.{ours} {mapped}"
         for other, different in chosen.items()
         if different != kind
         and (other != validation.format_path(bands[0].path) or bands[0].get(key))
@@ -270,5 +270,5 @@ def _unmapped(
     if limit:
         yield (
             f"flowControl.usageLimitPolicyPluginRef: {policy_type(str(limit))} is not acted on: "
-            "priorities above 0 find an endpoint free for longer than others, as holding.busy_s says"
+            "priorities above 0 find an endpoint free for longer than others, as flow_control.busy_s says"
         )

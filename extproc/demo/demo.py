@@ -265,7 +265,7 @@ def render_decision(decision: dict[str, Any]) -> str:
         decision: As the page `/debug/decisions/{id}` shows it.
     """
     chosen = decision["endpoints"][0]
-    costs = {it["endpoint"]: it.get("cost") for it in decision["finalists"]}
+    costs = {it["endpoint"]: it.get("cost") for it in decision["scored_candidates"]}
     unit = (decision["cost"] or {}).get("unit", "")
     other = decision["runner_up"]
     line = (

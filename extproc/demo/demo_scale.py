@@ -130,7 +130,7 @@ async def _install(children: stack.Stack, template: Path, *, waits: float) -> De
     config = {
         "apiVersion": "extproc/v1alpha1",
         "kind": "ExtProcConfig",
-        "holding": {"enabled": True},
+        "flow_control": {"enabled": True},
         "pool": {"autoscaling": {**_scaling(waits=waits), "launch": {"command": engine}}},
     }
     ports = stack.EnvoyPorts(

@@ -26,7 +26,7 @@ class Resolution(msgspec.Struct, frozen=True):
         answers: The answer in use of every name that ever had one and is still listed.
         kept: Names that did not resolve and stand on an earlier answer.
         missing: Names that did not resolve and never have; they have no endpoint.
-        left_out: Addresses beyond `entries.MAX_ENDPOINTS`, which are no endpoints (count).
+        excluded_by_model: Addresses beyond `entries.MAX_ENDPOINTS`, which are no endpoints (count).
     """
 
     endpoints: tuple[Endpoint, ...]

@@ -52,7 +52,7 @@ class FlowHeaders(msgspec.Struct, frozen=True, kw_only=True):
         "x-gateway-inference-fairness-id",
     )
     by_adapter: bool = False
-    timeout_headers: tuple[str, ...] = ("x-extproc-hold-ms",)
+    timeout_headers: tuple[str, ...] = ("x-extproc-queue-timeout-ms",)
     slo_headers: tuple[str, ...] = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 
     def tenant(self, headers: Mapping[str, str], served_by: str) -> str:

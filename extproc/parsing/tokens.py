@@ -13,7 +13,7 @@ import msgspec
 
 #: Bytes per packed token.
 WIDTH = 4
-#: Between two tokenised prompts of a batch. No vocabulary has a token 2**32 - 1.
+#: Between two tokenized prompts of a batch. No vocabulary has a token 2**32 - 1.
 SEPARATOR = b"\xff\xff\xff\xff"
 
 

@@ -1,8 +1,8 @@
-"""How many bytes of prompt make a token, learnt for each model.
+"""How many bytes of prompt make a token, learned for each model.
 
 A picker sees bytes; what a request costs is counted in tokens. Engines tell how many: in their
 counters, for all requests that finished between two scrapes, and in the `usage` of an answer that
-is watched. A tokeniser belongs to a model and not to an engine, so what one endpoint shows holds
+is watched. A tokenizer belongs to a model and not to an engine, so what one endpoint shows holds
 for all of them.
 """
 
@@ -14,7 +14,7 @@ from extproc.endpoint import Load
 from extproc.pool.inflight import InflightLoad
 from extproc.request import BYTES_PER_TOKEN
 
-#: Bytes per token that a tokeniser can have on average: below, the engine counted what no text was
+#: Bytes per token that a tokenizer can have on average: below, the engine counted what no text was
 #: sent for (images); above, it did not read what was sent.
 _BOUNDS = (1.0, 8.0)
 
@@ -35,7 +35,7 @@ _STRANGERS = 0.1
 #: Change of a ratio that is published, as a share of it: tables are kept by ratio.
 _CHANGE = 0.02
 
-#: Models remembered, the least recently learnt forgotten first.
+#: Models remembered, the least recently learned forgotten first.
 _MOST_MODELS = 64
 
 
@@ -88,7 +88,7 @@ class BytesPerTokenEstimator:
 
         Returns:
             The model's own ratio; while it showed too little that of all models together, since an
-            adapter has the tokeniser of its base model; without any `BYTES_PER_TOKEN`.
+            adapter has the tokenizer of its base model; without any `BYTES_PER_TOKEN`.
         """
         own = self._of.get(model)
         return own.ratio if own is not None and own.known else self._all.ratio
@@ -112,7 +112,7 @@ class BytesPerTokenEstimator:
 
         Args:
             model: LLM or adapter name.
-            prompt_bytes: Bytes of text in the prompt; 0 when it was tokenised already.
+            prompt_bytes: Bytes of text in the prompt; 0 when it was tokenized already.
             tokens: Prompt tokens by the engine.
         """
         if prompt_bytes and tokens:
@@ -156,7 +156,7 @@ class BytesPerTokenEstimator:
         Args:
             texts: Requests and bytes of text by model.
             mean_tokens: Prompt tokens of a finished request by the engine.
-            answered: Our requests answered, tokenised ones included.
+            answered: Our requests answered, tokenized ones included.
         """
         requests = sum(count for count, _ in texts.values())
         if requests < (1 - _STRANGERS) * answered or not mean_tokens:

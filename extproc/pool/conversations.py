@@ -16,7 +16,7 @@ import msgspec
 
 from extproc.pool.inflight import InflightLoad
 
-#: Weight of a request in what is learnt. At 0.01 it follows a change of traffic within a few hundred.
+#: Weight of a request in what is learned. At 0.01 it follows a change of traffic within a few hundred.
 _ALPHA = 0.01
 
 #: Conversations away for each open request that count at most: where users read for long, what they

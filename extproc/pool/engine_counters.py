@@ -1,4 +1,4 @@
-"""What an engine has done, read off its pages: the ends of the windows that speed is learnt from."""
+"""What an engine has done, read off its pages: the ends of the windows that speed is learned from."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Imputation(msgspec.Struct, frozen=True):
     held_tokens: Mapping[int, float]
     measured: Sequence[EndpointSnapshot]
 
-    def unseen_tokens(self) -> Mapping[int, float]:
+    def unscraped_tokens(self) -> Mapping[int, float]:
         """By position of endpoints whose page is void, KV tokens sent since their last page.
 
         Most of what was sent since a page of long ago may have ended: the mean of the others counts,

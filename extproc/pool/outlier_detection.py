@@ -12,7 +12,7 @@ engine can be reached and whether it moves. What was measured with Envoy 1.40, a
 
 An endpoint is left out while it wants to be and the rest of the pool can spare it. With n endpoints,
 c of them surely gone (nobody listens, or scrapes and requests agree), at most min(floor(s * (n - c)), n - c - 1) of
-the others are left out, s being `most_share`, the worst first.
+the others are left out, s being `max_ejection_share`, the worst first.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class OutlierDetector:
         spare = int(self.settings.max_ejection_share * len(self._records))
         if others < spare or known.state is _DOUBTED:
             until = now + _DOUBT_S
-            doubt = msgspec.structs.replace(known, state=_DOUBTED, cause="doubted", until=until)
+            doubt = msgspec.structs.replace(known, state=_DOUBTED, cause="suspect", until=until)
             self._become(record, doubt)
 
     def _believe(self, record: HealthRecord) -> None:

@@ -44,7 +44,7 @@ _UNEXPLAINED: Final = 3
 _LAG_S: Final = 2.0
 
 #: Seconds after which a request that was sent is in the engine: longer than it usually takes to
-#: tokenise a prompt or to fetch its images. Until then a page that hides work draws too much.
+#: tokenize a prompt or to fetch its images. Until then a page that hides work draws too much.
 _SETTLED_S: Final = 2.0
 
 #: Requests open for that long from which a page can be held against them (count).

@@ -47,7 +47,7 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, gc=False):
         foreign: Requests of others at that scrape: max(0, scraped - own).
         foreign_waiting: Of these, waiting.
         foreign_tokens: Uncached prompt tokens of those, at the usual work of a request.
-        rates: How fast it is, as far as was learnt.
+        rates: How fast it is, as far as was learned.
         failures: Consecutive connection failures of the scraper.
         failure: The last scrape's failure, empty if it succeeded.
         models: The names it listed itself; None until it has.
@@ -192,7 +192,7 @@ def build_candidates(
     unseen_by_position: Mapping[int, float] = {}
     if imputation is not None:
         counted, pages = imputation.counted, imputation.pages
-        unseen_by_position = imputation.unseen_tokens()
+        unseen_by_position = imputation.unscraped_tokens()
     for member, matched, counts, page in zip(members, matched_tokens, counted, pages, strict=True):
         account, foreign_tokens = member.account, counts.foreign_tokens
         if adapter:

@@ -1,4 +1,4 @@
-"""How fast an engine is, learnt from its own counters.
+"""How fast an engine is, learned from its own counters.
 
 An iteration takes `a + b P + c B + d K` seconds (docs/spec/engines.md#iteration-time): P prompt
 tokens computed, B sequences that decode, K tokens of context they have together. Some also bring an
@@ -215,7 +215,7 @@ class StepTimeEstimator:
 
     @property
     def pooled_rates(self) -> StepTimeModel:
-        """What was learnt where it differs from the pool, and the pool's where it hardly does."""
+        """What was learned where it differs from the pool, and the pool's where it hardly does."""
         own = self.rates
         if self._weight is _WEAK:
             return own

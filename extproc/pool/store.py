@@ -97,7 +97,7 @@ class PoolStore:
         wellbeing: Decides who is left out; None for the defaults and chance without a seed.
 
     Attributes:
-        bytes_per_token: Bytes per token of every model, learnt.
+        bytes_per_token: Bytes per token of every model, learned.
         foreign_traffic: What other pickers of these endpoints do.
         outlier_detector: Which endpoints fail.
     """

@@ -72,7 +72,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.tokens_at(BYTES_PER_TOKEN)
 
     def tokens_at(self, bytes_per_token: float) -> tuple[int, ...]:
-        """Cumulative estimated tokens by depth for a tokeniser; where blocks end is unchanged.
+        """Cumulative estimated tokens by depth for a tokenizer; where blocks end is unchanged.
 
         Args:
             bytes_per_token: Mean bytes of a token, above 0. Tables of the last few dozen are kept.
@@ -93,7 +93,7 @@ def _cuts(schedule: Schedule) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-# One of four bytes, and one for each model whose ratio was learnt.
+# One of four bytes, and one for each model whose ratio was learned.
 @lru_cache(maxsize=64)
 def _tokens(schedule: Schedule, bytes_per_token: float) -> tuple[int, ...]:
     return tuple(int(cut / bytes_per_token) for cut in _cuts(schedule))

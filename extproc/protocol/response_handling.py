@@ -116,7 +116,7 @@ def response_body_mode_override(
 ) -> BodyMode | None:
     """The response body mode to switch to, or None to leave it.
 
-    Envoy honours `mode_override` only where the request was buffered (it ignores it in
+    Envoy honors `mode_override` only where the request was buffered (it ignores it in
     FULL_DUPLEX_STREAMED). A whole answer costs one message; it is asked for only when its size is
     declared and safe to buffer. A streamed answer must not be buffered, as that would hold its
     first token back to the end.

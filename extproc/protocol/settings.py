@@ -11,7 +11,7 @@ class ExchangeSettings(msgspec.Struct, frozen=True):
     Attributes:
         max_body_bytes: Largest request body that is assembled.
         response_marker: Put `x-went-into-resp-headers: true` on responses.
-        conformance: Honour `test-epp-endpoint-selection` and report the served endpoint.
+        conformance: Honor `test-epp-endpoint-selection` and report the served endpoint.
         feedback: Ask for the bodies of answers by `mode_override` where the request mode allows.
         restore_model: Put the client's name for its model back into answers, and ask for their
             bodies where a name was changed.

@@ -81,7 +81,7 @@ class Director:
         if known is None or known.serving is not pool.serving:
             known = self._serving_bits = ModelBitsets(
                 pool,
-                honour_subset=self._settings.respect_subset,
+                respect_subset=self._settings.respect_subset,
                 reject_unlisted=self._settings.reject_unlisted,
             )
         return known

@@ -54,7 +54,7 @@ def find_eligible(
     pool: Pool,
     request: InferenceRequest,
     *,
-    honour_subset: bool,
+    respect_subset: bool,
     reject_unlisted: bool,
     health: condition.OutlierDetectionSettings,
     now: float,
@@ -65,7 +65,7 @@ def find_eligible(
     Args:
         pool: The snapshot.
         request: Model, adapter and subset count.
-        honour_subset: Keep to the endpoints the data plane allows.
+        respect_subset: Keep to the endpoints the data plane allows.
         reject_unlisted: Refuse what nobody serves, where what everybody serves is known.
         health: How endpoints are tried again and eased in.
         now: Monotonic seconds.
@@ -74,7 +74,7 @@ def find_eligible(
     Returns:
         The endpoints; 503 when none is allowed, or 404.
     """
-    subset = request.subset if honour_subset else None
+    subset = request.subset if respect_subset else None
     split = pool.serving.match(request.model, request.adapter)
     members = pool.allowed(subset, split)
     unlisted = False

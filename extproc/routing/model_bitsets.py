@@ -16,16 +16,16 @@ class ModelBitsets:
 
     Args:
         pool: The snapshot.
-        honour_subset: Keep to the endpoints the data plane allows.
+        respect_subset: Keep to the endpoints the data plane allows.
         reject_unlisted: Whether requests for models that nobody serves are refused.
 
     Attributes:
         serving: Who serves which model, as of the snapshot.
     """
 
-    def __init__(self, pool: Pool, *, honour_subset: bool, reject_unlisted: bool) -> None:
+    def __init__(self, pool: Pool, *, respect_subset: bool, reject_unlisted: bool) -> None:
         self.serving: ModelIndex = pool.serving
-        self._honours_subset = honour_subset
+        self._honors_subset = respect_subset
         self._rejects_unlisted = reject_unlisted
         self._all = (1 << len(pool.members)) - 1
         self._by_token: dict[str, int] = {}
@@ -40,7 +40,7 @@ class ModelBitsets:
     def bits_for(self, model: str, adapter: str = "", subset: Sequence[str] | None = None) -> int:
         """Bits of the endpoints a request may go to; 0 where it may go to none."""
         allowed = self._all
-        if subset is not None and self._honours_subset:
+        if subset is not None and self._honors_subset:
             allowed = 0
             for token in subset:
                 allowed |= self._by_token.get(snapshot.normalize_token(token), 0)

@@ -94,11 +94,11 @@ class Scheduler:
         request, ratio = self._counted(request)
         adapter = request.adapter or (request.model if request.model in pool.adapters else "")
         matched = self._prefix_matcher.match(chain, members, self._schedule.tokens_at(ratio))
-        home, learnt = None, (0.0, 0.0, 0.0, 0.0)
+        home, learned = None, (0.0, 0.0, 0.0, 0.0)
         if self._homing:
             peers, known = self._fleet.foreign_traffic, self._recurrence
             others, home = peers.share, known.last_endpoint(chain)
-            learnt = (
+            learned = (
                 known.continuation_ratio,
                 known.expected_growth_tokens(request.prompt_tokens),
                 others,
@@ -127,7 +127,7 @@ class Scheduler:
         if request.priority < 0 and shedding.saturated(profile, candidates):
             return outcomes.sheddable_dropped()
         turn = SchedulingContext(
-            request, now, self._rng, headers, chain, read_opening, adapter, *learnt
+            request, now, self._rng, headers, chain, read_opening, adapter, *learned
         )
         outcome = self._run(profile, turn, candidates, patient=patient)
         if isinstance(outcome, Rejection) or found.nothing_excluded:
@@ -146,7 +146,7 @@ class Scheduler:
         return eligibility.find_eligible(
             pool,
             request,
-            honour_subset=self._settings.respect_subset,
+            respect_subset=self._settings.respect_subset,
             reject_unlisted=self._settings.reject_unlisted,
             health=self._fleet.outlier_detector.settings,
             now=now,

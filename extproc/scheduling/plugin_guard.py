@@ -191,7 +191,7 @@ class GuardedPlugin:
 
         Raises:
             BypassedError: It overran too often.
-            ExitError: It tried to leave.
+            PluginExitError: It tried to leave.
         """
         if now < self._until:
             raise BypassedError

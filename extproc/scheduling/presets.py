@@ -7,7 +7,7 @@ three points.
 - in-flight 4: more than prefix, so that no cached prefix holds an endpoint for ever, even while
   nothing is scraped. A full match survives until its holder has about 24 requests more than an
   idle one (4 * (1 - 8/(8 + 24)) = 3); half a match until 5 more, a tenth until 1 more.
-- kv-utilisation 2: a holder at 90 % gives up half a point to one at 65 %. Enough to decide between
+- kv-utilization 2: a holder at 90 % gives up half a point to one at 65 %. Enough to decide between
   equals and to move short matches, not enough to scatter conversations.
 - queue-depth 1, over a span of at least 8 requests: dead-reckoned requests count the queue already;
   this adds that waiting is worse than running. With a span of 1, one waiting request would cost as

@@ -62,7 +62,7 @@ FILTERS: Mapping[str, type[Filter]] = {
     "low-cost-adapter": low_cost_adapter.LowCostAdapter,
     "low-latency": low_latency.LowLatency,
     "max-waiting": max_waiting.MaxWaiting,
-    "prefix-home": conversation_affinity.ConversationAffinity,
+    "conversation-affinity": conversation_affinity.ConversationAffinity,
     "queue-range": queue_range.QueueRange,
     "sheddable-capacity": sheddable_capacity.SheddableCapacity,
     "top-k": top_k.TopK,
@@ -72,7 +72,7 @@ FILTERS: Mapping[str, type[Filter]] = {
 
 SCORERS: Mapping[str, type[Scorer]] = {
     "in-flight": in_flight.InFlight,
-    "kv-utilisation": kv_cache_utilization.KvCacheUtilization,
+    "kv-utilization": kv_cache_utilization.KvCacheUtilization,
     "lora-affinity": lora_affinity.LoraAffinityTiers,
     "prefix-cache": prefix_cache.PrefixCache,
     "queue-depth": queue_depth.QueueDepth,

@@ -129,7 +129,7 @@ class Pages:
             missing = Rejection(
                 404,
                 f"no decision of that request id among the last {len(self._decisions)}; the id is "
-                "the x-request-id header, and explain.decisions says how many are kept",
+                "the x-request-id header, and decisions.decisions says how many are kept",
             )
             return _refused(missing)
         return web.json_response(explanation.recorded(found, self._clock()))

@@ -222,10 +222,10 @@ def _client(settings: PeerSyncSection) -> Redis:
         from redis.backoff import NoBackoff  # noqa: PLC0415 - the same
     except ImportError:
         raise ConfigError(
-            "sharing.url",
+            "peer_sync.url",
             wanted="the Python package redis",
             found="it is not installed",
-            fix=f"{distribution.install_command('sharing')}, or leave sharing.url empty",
+            fix=f"{distribution.install_command('sharing')}, or leave peer_sync.url empty",
         ) from None
     try:
         return client.Redis.from_url(
@@ -237,7 +237,7 @@ def _client(settings: PeerSyncSection) -> Redis:
         )
     except ValueError:
         raise ConfigError(
-            "sharing.url",
+            "peer_sync.url",
             wanted="redis://, rediss:// or unix:// with host and port, or a path",
             found="another URL",  # it may carry a password
             fix="write it as redis://:password@host:6379/0",

@@ -173,7 +173,7 @@ class StreamHandler(msgspec.Struct, eq=False):
                 shared.tallies.headers_s.add(now - self._picked_s)
                 try:
                     self._on_response_headers(event, now)
-                except Exception as error:  # noqa: BLE001 - what is learnt must not cost the answer
+                except Exception as error:  # noqa: BLE001 - what is learned must not cost the answer
                     shared.bugs.note(error)
         elif exchange.rejection is not None and not self.is_over:
             self._tallies.rejected(exchange.rejection)

@@ -129,9 +129,9 @@ class AggregatedDiscoveryServicer:
     ) -> None:
         require()
         # Here and not above: a second and 50 MB that only those pay who serve xDS.
-        board = importlib.import_module("extproc.xds.snapshot_cache")
+        snapshot_cache = importlib.import_module("extproc.xds.snapshot_cache")
         self._messages = importlib.import_module("extproc.xds.messages")
-        self._snapshot_cache = board.Board(traits)
+        self._snapshot_cache = snapshot_cache.SnapshotCache(traits)
         self._pools = pools
         self._h2c = h2c
         self._synced = synced
@@ -172,11 +172,11 @@ class AggregatedDiscoveryServicer:
 
     async def stream_sotw(self, _: AsyncIterator[bytes], context: Context) -> None:
         """Serve `StreamAggregatedResources`."""
-        await self._serve(self._messages.WholeSpeaker(), context)
+        await self._serve(self._messages.SotwCodec(), context)
 
     async def stream_delta(self, _: AsyncIterator[bytes], context: Context) -> None:
         """Serve `DeltaAggregatedResources`."""
-        await self._serve(self._messages.DifferencesSpeaker(), context)
+        await self._serve(self._messages.DeltaCodec(), context)
 
     async def release(self) -> None:
         """End every stream with OK and take no more: Envoys keep what they hold, and go on."""

@@ -82,5 +82,5 @@ def content_text(content: Any) -> bytes:
 
 
 def token_id(token: int) -> bytes:
-    """One token of a tokenised prompt: 4 bytes."""
+    """One token of a tokenized prompt: 4 bytes."""
     return (token & 0xFFFFFFFF).to_bytes(BYTES_PER_TOKEN, "little")

@@ -68,7 +68,7 @@ def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
 
     Returns:
         For a decision the keys outcome, pool, health, request, profile, picker, degraded, endpoints, runner_up,
-        candidates, left_out, put_aside, unlisted, model_rewrite, filters, scorers, cost and finalists; for a
+        candidates, excluded_by_model, excluded_by_health, unlisted, model_rewrite, filters, scorers, cost and scored_candidates; for a
         rejection outcome, status, message, reason and retry_after_s.
     """
     if isinstance(outcome, Rejection):
@@ -88,17 +88,17 @@ def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
         "endpoints": [endpoint.address for endpoint in outcome.endpoints],
         "runner_up": _runner_up(outcome),
         "candidates": [_candidate(candidate) for candidate in outcome.candidates],
-        "left_out": [endpoint.address for endpoint in outcome.excluded_by_model],
-        "put_aside": {
+        "excluded_by_model": [endpoint.address for endpoint in outcome.excluded_by_model],
+        "excluded_by_health": {
             why: [endpoint.address for endpoint in endpoints]
             for why, endpoints in outcome.excluded_by_health
         },
-        "unlisted": outcome.model_unlisted,
+        "model_unlisted": outcome.model_unlisted,
         "model_rewrite": _rewrite(outcome),
         "filters": _filters(outcome),
         "scorers": [{"name": scored.name, "weight": scored.weight} for scored in outcome.scores],
         "cost": _cost(outcome.cost),
-        "finalists": _finalists(outcome),
+        "scored_candidates": _finalists(outcome),
     }
 
 
@@ -232,7 +232,7 @@ def _candidate(candidate: Candidate) -> Json:
         "prompt_tokens": candidate.prompt_tokens,
         "matched_tokens": candidate.matched_tokens,
         "queued_tokens": round(candidate.queued_tokens),
-        "unseen_tokens": round(candidate.unscraped_tokens),
+        "unscraped_tokens": round(candidate.unscraped_tokens),
         "residency": candidate.residency.name.lower(),
         "rates": msgspec.structs.asdict(candidate.rates),
     }
@@ -280,8 +280,8 @@ def _branches(branches: Iterable[FilterTreeStep], before: list[str]) -> list[Jso
                 "name": branch.name,
                 "survivors": after,
                 "dropped": [address for address in before if address not in kept],
-                "way": branch.branch,
-                "fault": branch.error_type,
+                "branch": branch.branch,
+                "error_type": branch.error_type,
             }
         )
         before = after or before
@@ -322,7 +322,7 @@ def _factor(priced: CostResult) -> float:
 
 
 def runner_up(decision: Decision) -> int | None:
-    """Position in `finalists` of the best one that was not chosen; None when there is none."""
+    """Position in `scored_candidates` of the best one that was not chosen; None when there is none."""
     first = decision.endpoints[0].address
     others = [
         at

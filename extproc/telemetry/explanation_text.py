@@ -100,7 +100,7 @@ def _request_line(explanation: Json) -> str:
         how = "in the body" if rewrite["editable"] else "but the body cannot be edited"
         client = f" in place of {rewrite['client']}" if rewrite.get("client") else ""
         lines.append(f"rewrite: the engine is asked for {rewrite['name']}{client}, {how}")
-    if explanation.get("unlisted"):
+    if explanation.get("model_unlisted"):
         lines.append("model:   no endpoint lists it; routed as if all served it")
     if explanation.get("pool"):
         lines.append(f"pool:    {explanation['pool']}")
@@ -165,15 +165,15 @@ def _branch(branch: Json) -> tuple[str, str, str]:
     """A filter on the way through a tree, and what followed it."""
     left = branch["survivors"]
     dropped = (", ".join(branch["dropped"]) or "nobody") if left else "everybody"
-    fault = f", raised {branch['fault']}" if branch["fault"] else ""
-    way = f"then {branch['way']}" if branch["way"] else "the end"
+    fault = f", raised {branch['error_type']}" if branch["error_type"] else ""
+    way = f"then {branch['branch']}" if branch["branch"] else "the end"
     return f"  {branch['name']}", str(len(left)), f"{dropped}{fault}; {way}"
 
 
 def _scores(explanation: Json) -> str:
     scorers = explanation["scorers"]
     head = ("SCORE", *(f"{one['name']} x{one['weight']:g}" for one in scorers), "TOTAL", "ORDER")
-    ordered = sorted(explanation["finalists"], key=lambda finalist: -finalist["total"])
+    ordered = sorted(explanation["scored_candidates"], key=lambda finalist: -finalist["total"])
     rows = [
         (
             finalist["endpoint"],
@@ -193,7 +193,7 @@ def _costs(explanation: Json) -> str:
     cost = explanation["cost"]
     unit = f" {cost['unit']}" if cost["unit"] else ""
     head = (f"COST{unit}", *cost["terms"], "TOTAL", "ORDER")
-    ordered = sorted(explanation["finalists"], key=lambda finalist: finalist["cost"])
+    ordered = sorted(explanation["scored_candidates"], key=lambda finalist: finalist["cost"])
     rows = [
         (
             finalist["endpoint"],

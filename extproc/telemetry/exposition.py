@@ -21,8 +21,8 @@ from extproc.telemetry.counters import LatencyHistogram, ProcessCounters
 #: Gauges of the process whose values other packages read: name to help text.
 PROCESS_GAUGES: Mapping[str, str] = {
     "extproc_leader": "1 while this replica holds the Lease; with `cluster.leader_election`.",
-    "extproc_sharing_pickers": "Other pickers that share their requests; with `sharing.url`.",
-    "extproc_sharing_open": "Open requests of other pickers in the accounts; with `sharing.url`.",
+    "extproc_sharing_pickers": "Other pickers that share their requests; with `peer_sync.url`.",
+    "extproc_sharing_open": "Open requests of other pickers in the accounts; with `peer_sync.url`.",
     "extproc_gathered_bytes": "Bytes of request bodies held.",
     "extproc_prefix_blocks": "Prefix blocks believed held by endpoints.",
     "extproc_prefix_index_bytes": "Estimated memory of the prefix index.",

@@ -38,7 +38,7 @@ class PoolView(msgspec.Struct, frozen=True):
     Attributes:
         pool: The snapshot.
         cache: What is believed of an endpoint's prefix cache.
-        bytes_per_token: What was learnt of tokenisers, by model.
+        bytes_per_token: What was learned of tokenizers, by model.
         ejections: Endpoints left out, by cause.
         probes: Requests that tried one again, by what they came to.
         held: Requests that wait, and bytes of their bodies; None where none ever does.
@@ -182,32 +182,32 @@ _GAUGES: tuple[_Gauge, ...] = (
     ),
     (
         "extproc_endpoint_prefill_seconds_per_token",
-        "Learnt seconds for each uncached prompt token.",
+        "Learned seconds for each uncached prompt token.",
         lambda one, _: one.rates.prefill_s,
     ),
     (
         "extproc_endpoint_step_seconds",
-        "Learnt time of an iteration.",
+        "Learned time of an iteration.",
         lambda one, _: one.rates.step_s,
     ),
     (
         "extproc_endpoint_decode_seconds_per_sequence",
-        "Learnt time that a decoding sequence adds to an iteration.",
+        "Learned time that a decoding sequence adds to an iteration.",
         lambda one, _: one.rates.decode_s,
     ),
     (
         "extproc_endpoint_context_seconds_per_token",
-        "Learnt time that a token of context adds to an iteration.",
+        "Learned time that a token of context adds to an iteration.",
         lambda one, _: one.rates.context_s,
     ),
     (
         "extproc_endpoint_adapter_load_seconds",
-        "Learnt time of an adapter load.",
+        "Learned time of an adapter load.",
         lambda one, _: one.rates.adapter_load_s,
     ),
     (
         "extproc_endpoint_output_tokens",
-        "Learnt tokens of an answer.",
+        "Learned tokens of an answer.",
         lambda one, _: one.rates.output_tokens,
     ),
 )
@@ -246,7 +246,7 @@ def endpoints(watched: Mapping[str, PoolView], now: float) -> Iterator[Metric]:
     yield from _conversations(watched)
     ratio = GaugeMetricFamily(
         "extproc_bytes_per_token",
-        "Learnt bytes of a prompt token, of the models that engines answered for.",
+        "Learned bytes of a prompt token, of the models that engines answered for.",
         labels=["pool", "model"],
     )
     for pool, one in watched.items():
@@ -258,12 +258,12 @@ def endpoints(watched: Mapping[str, PoolView], now: float) -> Iterator[Metric]:
 def _conversations(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
     share = GaugeMetricFamily(
         "extproc_returning_share",
-        "Learnt share of requests that go on from an earlier one.",
+        "Learned share of requests that go on from an earlier one.",
         labels=["pool"],
     )
     away = GaugeMetricFamily(
         "extproc_conversations_away",
-        "Learnt conversations that will go on and have no request open, for each open request.",
+        "Learned conversations that will go on and have no request open, for each open request.",
         labels=["pool"],
     )
     for pool, one in watched.items():

@@ -13,11 +13,11 @@ from extproc.pool import plausibility
 from extproc.pool.condition import HealthState
 from extproc.pool.snapshot import EndpointSnapshot, Pool
 
-EndpointHealth = Literal["in", "doubted", "ejected", "probing", "down"]
+EndpointHealth = Literal["in", "suspect", "ejected", "probing", "down"]
 
 _STATES: Mapping[HealthState, EndpointHealth] = {
     HealthState.HEALTHY: "in",
-    HealthState.SUSPECT: "doubted",
+    HealthState.SUSPECT: "suspect",
     HealthState.EJECTED: "ejected",
     HealthState.PROBING: "probing",
     HealthState.DOWN: "down",

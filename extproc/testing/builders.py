@@ -103,7 +103,7 @@ def loaded_candidates(size: int, *, known: bool = True, seed: int = 7) -> list[C
             "prompt_tokens": rng.randrange(20_000),
             "matched_tokens": rng.choice((0, 0, 64, 900)),
             "queued_tokens": rng.choice((0.0, 512.0, 9000.0)),
-            "unseen_tokens": rng.choice((0.0, 4096.0)),
+            "unscraped_tokens": rng.choice((0.0, 4096.0)),
             "residency": rng.choice(_RESIDENCIES),
             "labels": rng.choice(({}, {"zone": "a"}, {"zone": "b", "hardware": "h100"})),
         }
@@ -128,7 +128,9 @@ def identical_candidates(size: int, *, known: bool = True, seed: int = 7) -> lis
         candidate(f"10.0.{i // 250}.{i % 250}", **(with_load(rng) if i % 5 else {}))
         for i in range(size)
     ]
-    same: dict[str, Any] = {"requests": 4.0} if known else {"requests": 4.0, "load": NO_LOAD}
+    same: dict[str, Any] = (
+        {"estimated_requests": 4.0} if known else {"estimated_requests": 4.0, "load": NO_LOAD}
+    )
     return [msgspec.structs.replace(one, **same) for one in made]
 
 

@@ -127,9 +127,9 @@ def check_picker(make: Callable[[], Picker]) -> None:
 
 #: The check of each role, by the method that makes it.
 CHECKS: Mapping[str, Callable[[Callable[[], Any]], None]] = {
-    "keep": check_filter,
+    "filter": check_filter,
     "score": check_scorer,
-    "price": check_cost,
+    "cost": check_cost,
     "pick": check_picker,
 }
 

@@ -1,4 +1,4 @@
-"""From counters to demand: rates, peers, restarts, what is learnt."""
+"""From counters to demand: rates, peers, restarts, what is learned."""
 
 import msgspec
 import pytest
@@ -84,7 +84,7 @@ def test_the_past_of_a_picker_met_first_is_not_of_now():
     assert demand.arriving == 0
 
 
-def test_throughput_is_learnt_from_replicas_that_have_enough_to_do():
+def test_throughput_is_learned_from_replicas_that_have_enough_to_do():
     """An engine that answers half as fast as its rates say is worth half."""
     meter = DemandEstimator(ONE)
     for n in range(200):
@@ -109,7 +109,7 @@ def test_idle_replicas_teach_nothing():
     assert demand.throughput == 1
 
 
-def test_a_cold_start_is_learnt():
+def test_a_cold_start_is_learned():
     """From the reading that saw the number raised to the one that saw the replica answer."""
     meter = DemandEstimator(ONE)
     for now, spec, available in ((0, 0, 0), (5, 1, 0), (100, 1, 0), (205, 1, 1)):
@@ -118,7 +118,7 @@ def test_a_cold_start_is_learnt():
     assert demand.cold_start_s == pytest.approx((60 + 205) / 2)
 
 
-def test_what_was_learnt_survives_a_restart():
+def test_what_was_learned_survives_a_restart():
     """Another meter reads the same from JSON, on another clock."""
     first, second = DemandEstimator(ONE), DemandEstimator(ONE)
     read(first, 100.0, arrived=5.0, answered=4.0, answer_tokens=400.0)

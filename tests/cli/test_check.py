@@ -216,12 +216,12 @@ def checked(text, capsys, *words):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("explain: {decisions: 7}", "explain.decisions  7 (default 1000)"),
-        ("answers: {feedback: false}", "answers.feedback  false (default true)"),
-        ("holding: {enabled: true}", "holding.enabled  true (default false)"),
+        ("decisions: {decisions: 7}", "decisions.decisions  7 (default 1000)"),
+        ("responses: {feedback: false}", "responses.feedback  false (default true)"),
+        ("flow_control: {enabled: true}", "flow_control.enabled  true (default false)"),
         ("health: {failures: 9}", "health.failures  9 (default 3)"),
         ("log: {level: debug}", 'log.level  "debug" (default "info")'),
-        ("sharing: {url: 'redis://:secret@h:1'}", 'sharing.url  (not shown) (default "")'),
+        ("peer_sync: {url: 'redis://:secret@h:1'}", 'peer_sync.url  (not shown) (default "")'),
         ("autoscaling: {peers: ['h:1']}", 'autoscaling.peers  ["h:1"] (default [])'),
         ("pools: [{name: a, endpoints: ['10.0.0.1:1']}]", "pools[a].endpoints"),
     ],

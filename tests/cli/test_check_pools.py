@@ -57,15 +57,15 @@ pools:
             ],
         ),
         (
-            "cluster: {every_pool: cluster}",
+            "cluster: {discover_pools: cluster}",
             ["pools       every InferencePool of the cluster, as they come and go", NO_CLAIMS],
         ),
         (
-            "cluster: {every_pool: namespace, namespace: n}",
+            "cluster: {discover_pools: namespace, namespace: n}",
             ["pools       every InferencePool of namespace n, as they come and go", NO_CLAIMS],
         ),
         (
-            "cluster: {every_pool: namespace}",
+            "cluster: {discover_pools: namespace}",
             [
                 "pools       every InferencePool of namespace of this process, as they come and go",
                 NO_CLAIMS,

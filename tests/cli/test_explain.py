@@ -95,7 +95,9 @@ def test_matched_tokens_reach_the_prefix_scorer(files, capsys):
     matched = [candidate["matched_tokens"] for candidate in told["candidates"]]
     assert matched == [256, 0, 0]
     at = [scorer["name"] for scorer in told["scorers"]].index("prefix-cache")
-    assert told["finalists"][0]["raw"][at] == pytest.approx(256 / told["request"]["prompt_tokens"])
+    assert told["scored_candidates"][0]["raw"][at] == pytest.approx(
+        256 / told["request"]["prompt_tokens"]
+    )
 
 
 def test_strategy_decides(files, capsys):

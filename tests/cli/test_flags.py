@@ -46,10 +46,10 @@ REACHES = [
     (
         "disable-endpoint-subset-filter",
         ["--disable-endpoint-subset-filter"],
-        "scheduling.honour_subset",
+        "scheduling.respect_subset",
         False,
     ),
-    ("emit-endpoint-scores", ["--emit-endpoint-scores"], "explain.scores", True),
+    ("emit-endpoint-scores", ["--emit-endpoint-scores"], "decisions.scores", True),
     (
         "refresh-metrics-interval",
         ["--refresh-metrics-interval=100ms"],

@@ -81,7 +81,7 @@ def test_flags_beat_the_file():
 
 def test_a_namespace_alone_is_that_of_every_pool():
     """Where all pools of a namespace are served, the flag says which."""
-    settings = resolve("--pool-namespace=y", text="cluster: {every_pool: namespace}").settings
+    settings = resolve("--pool-namespace=y", text="cluster: {discover_pools: namespace}").settings
     assert settings.cluster.namespace == "y"
 
 

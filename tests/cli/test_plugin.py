@@ -68,7 +68,7 @@ def test_a_broken_contract(tmp_path, capsys):
     """Each broken plugin is told, the sound ones as well, and the status is 1."""
     file = tmp_path / "mine.py"
     text = template("scorer", capsys)
-    file.write_text(text.replace("soft / (soft + c.requests)", "c.requests"))
+    file.write_text(text.replace("soft / (soft + c.estimated_requests)", "c.estimated_requests"))
     assert main(["plugin", "test", str(file)]) == 1
     told = capsys.readouterr()
     assert told.out == ""

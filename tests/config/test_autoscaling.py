@@ -83,9 +83,11 @@ def test_engines_that_are_started_here_are_a_source():
 
 def test_zero_without_waiting_is_worth_a_word():
     """The first request after a while would be refused while an engine starts."""
-    text = "pool: {endpoints: ['127.0.0.1:1'], autoscaling: {min: MIN}}\nholding: {enabled: ON}"
+    text = (
+        "pool: {endpoints: ['127.0.0.1:1'], autoscaling: {min: MIN}}\nflow_control: {enabled: ON}"
+    )
     told = list(lint.advice(read(text.replace("MIN", "0").replace("ON", "false"))))
-    assert any("holding.enabled" in one for one in told)
+    assert any("flow_control.enabled" in one for one in told)
     for low, on in (("1", "false"), ("0", "true")):
         assert not list(lint.advice(read(text.replace("MIN", low).replace("ON", on))))
 

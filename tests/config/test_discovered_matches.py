@@ -15,7 +15,7 @@ KEY = "team-a/llama"
 
 
 def read(rules):
-    text = HEAD + f"cluster: {{every_pool: cluster, claims: {rules}}}"
+    text = HEAD + f"cluster: {{discover_pools: cluster, claims: {rules}}}"
     return loader.settings(loader.parse(text, where="f.yaml"))
 
 

@@ -12,12 +12,14 @@ from extproc.cli import check_pools
 from extproc.config import discovered_scaling, loader, pools
 from extproc.errors import ConfigError
 
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\ncluster: {every_pool: cluster}\n"
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\ncluster: {discover_pools: cluster}\n"
 KEY = "team-a/llama"
 
 
 def read(rules):
-    return loader.settings(loader.parse(HEAD + f"autoscaling: {{found: {rules}}}", where="f.yaml"))
+    return loader.settings(
+        loader.parse(HEAD + f"autoscaling: {{discovered_pools: {rules}}}", where="f.yaml")
+    )
 
 
 def scaling(rules, key=KEY, **annotations):
@@ -164,7 +166,7 @@ def test_no_annotation_reaches_another_namespace(text):
 @pytest.mark.parametrize(
     ("rules", "place"),
     [
-        ("[{min: 3}]", "found.0.min"),
+        ("[{min: 3}]", "discovered_pools.0.min"),
         ("[{policy: what}]", "policy"),
         ("[{target: {name: x, namespace: y}}]", "target.namespace"),
         ("[{target: {kind: Fleet, name: x}}]", "target.kind"),
@@ -180,8 +182,11 @@ def test_rules_that_cannot_be_meant_are_refused(rules, place):
 
 def test_rules_without_pools_from_kubernetes_are_refused():
     """They would never do anything."""
-    text = HEAD.replace("cluster: {every_pool: cluster}\n", "") + "autoscaling: {found: [{}]}"
-    with pytest.raises(ConfigError, match="every_pool"):
+    text = (
+        HEAD.replace("cluster: {discover_pools: cluster}\n", "")
+        + "autoscaling: {discovered_pools: [{}]}"
+    )
+    with pytest.raises(ConfigError, match="discover_pools"):
         loader.settings(loader.parse(text, where="f.yaml"))
 
 

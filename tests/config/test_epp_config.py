@@ -105,7 +105,7 @@ def test_what_is_not_acted_on_is_told():
             "type: metrics-data-source, parameters: {caCertPath: /ca, clientKeyPath: /key}",
             "caCertPath, clientKeyPath are not read",
         ),
-        ("type: program-aware-fairness", "as `holding.fairness` says"),
+        ("type: program-aware-fairness", "as `flow_control.fairness` says"),
         ("type: probabilistic-admitter", "priorities of objectives"),
     ],
 )
@@ -138,11 +138,14 @@ def test_an_old_plugin_name_is_mapped_with_a_warning():
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("low-queue-filter", "conditions=(Condition(metric='waiting-queue', max_value=128.0),)"),
+        (
+            "low-queue-filter",
+            "conditions=(UtilizationCondition(metric='waiting-queue', max_value=128.0),)",
+        ),
         ("low-queue-filter, parameters: {threshold: 9}", "max_value=9.0"),
         (
             "active-request-filter, parameters: {maxRequests: 4, fallbackOnEmpty: true}",
-            "conditions=(Condition(metric='active-requests', max_value=4.0),), fallback_on_empty=True",
+            "conditions=(UtilizationCondition(metric='active-requests', max_value=4.0),), fallback_on_empty=True",
         ),
         ("lora-affinity-filter, parameters: {threshold: 0.5}", "AdapterSoftAffinity(share=0.5)"),
         ("least-queue-filter", "QueueRange()"),

@@ -126,7 +126,7 @@ def test_settings_reach_the_parts():
     settings = scheduling(
         pool={"endpoints": ["10.0.0.1:8000"], "dns_refresh_s": 9},
         limits={"max_body_bytes": 10, "max_assembly_bytes": 20},
-        answers={"marker": False, "feedback": False},
+        responses={"marker": False, "feedback": False},
         scrape={"path": "/m", "timeout_s": 3, "busy_interval_s": 0.5, "idle_interval_s": 4},
         conformance=True,
     )
@@ -152,9 +152,9 @@ def test_built_parts_route():
 
 
 def test_subset_may_be_ignored():
-    """With honour_subset off, an endpoint the hint excludes may still serve."""
-    for honour, kept in ((True, False), (False, True)):
-        parts = factory.build(scheduling(scheduling={"honour_subset": honour}))
+    """With respect_subset off, an endpoint the hint excludes may still serve."""
+    for honor, kept in ((True, False), (False, True)):
+        parts = factory.build(scheduling(scheduling={"respect_subset": honor}))
         parts.store.set_endpoints([Endpoint("10.0.0.1:8000")], 0.0)
         raw = HttpRequest(CHAT.headers, CHAT.body, subset=("10.9.9.9",))
         assert isinstance(parts.director.route(raw, 0.0), Decision) is kept

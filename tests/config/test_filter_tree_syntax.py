@@ -20,7 +20,7 @@ class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: ClassVar[str] = "own"
     needs: ClassVar[frozenset[Signal]] = frozenset()
 
-    def keep(self, turn, candidates):
+    def filter(self, turn, candidates):
         return candidates
 """
 

@@ -49,9 +49,9 @@ pools:
 @pytest.mark.parametrize(
     ("text", "namespace"),
     [
-        ("cluster: {every_pool: cluster, namespace: ignored}", ""),
-        ("cluster: {every_pool: namespace}", "here"),
-        ("cluster: {every_pool: namespace, namespace: there}", "there"),
+        ("cluster: {discover_pools: cluster, namespace: ignored}", ""),
+        ("cluster: {discover_pools: namespace}", "here"),
+        ("cluster: {discover_pools: namespace, namespace: there}", "there"),
     ],
 )
 def test_all_pools_of_a_place(text, namespace):

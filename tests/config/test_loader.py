@@ -18,7 +18,7 @@ def settings(text, *overrides, head=HEAD):
 WRONG = {
     "unknown section": (
         "scraep: {}",
-        ("scraep", "one of answers", "unknown key scraep", "did you mean scrape?"),
+        ("scraep", "one of apiVersion", "unknown key scraep", "did you mean scrape?"),
     ),
     "unknown key in a list": (
         "scheduling: {profile: {scorers: [{kind: a}, {kind: b, wieght: 2}]}}",
@@ -69,8 +69,8 @@ WRONG = {
         ("server.grpc_port", "<= 65535", "70000", "change the value"),
     ),
     "below a bound": (
-        "answers: {stream_share: -0.1}",
-        ("answers.stream_share", ">= 0", "-0.1", "change the value"),
+        "responses: {stream_sample_ratio: -0.1}",
+        ("responses.stream_sample_ratio", ">= 0", "-0.1", "change the value"),
     ),
     "not a path": ("scrape: {path: metrics}", ("scrape.path", "^/", "'metrics'", "change")),
     "empty name": (
@@ -98,8 +98,8 @@ WRONG = {
         ("pool.yaml", "every key once", "timeout_s twice (again in line 3)", "keep one"),
     ),
     "mapping that holds itself": (
-        "answers: &a {b: *a}",
-        ("pool.yaml", "levels", "answers.b.b", "anchor"),
+        "responses: &a {b: *a}",
+        ("pool.yaml", "levels", "responses.b.b", "anchor"),
     ),
     "broken syntax": (
         "scrape: [",

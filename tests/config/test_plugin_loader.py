@@ -69,7 +69,7 @@ def test_every_class_with_a_kind_and_a_method_is_a_plugin(write):
 from extproc.scheduling.scorers.in_flight import InFlight
 
 class Base(msgspec.Struct, frozen=True):
-    def keep(self, turn, candidates):
+    def filter(self, turn, candidates):
         return candidates
 
 class Both(Base, frozen=True):
@@ -83,7 +83,7 @@ class Worth(msgspec.Struct, frozen=True):
     kind: ClassVar[str] = "worth"
     needs: ClassVar[frozenset[Signal]] = frozenset()
 
-    def price(self, turn, candidates):
+    def cost(self, turn, candidates):
         return None
 """
     )
@@ -235,7 +235,7 @@ def test_kinds_clash_with_another_file(write):
     one, other = write(SCORER), write(SCORER, "other.py")
     with pytest.raises(ConfigError, match=r"got last, which Last of .*mine\.py has"):
         plugin_loader.tables(scheduling(one, other), where="x")
-    other = write(SCORER.replace("def score", "def keep"), "other.py")
+    other = write(SCORER.replace("def score", "def filter"), "other.py")
     plugin_loader.tables(scheduling(one, other), where="x")
 
 

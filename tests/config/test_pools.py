@@ -43,9 +43,9 @@ pools:
 
 
 def test_kubernetes_may_bring_all_pools():
-    """`every_pool` plans none in advance, beside a pool that is written out one."""
-    assert pools.pool_plans(read("cluster: {every_pool: cluster}")) == ()
-    both = read("cluster: {every_pool: namespace}\npool: {endpoints: ['10.0.0.1:80']}")
+    """`discover_pools` plans none in advance, beside a pool that is written out one."""
+    assert pools.pool_plans(read("cluster: {discover_pools: cluster}")) == ()
+    both = read("cluster: {discover_pools: namespace}\npool: {endpoints: ['10.0.0.1:80']}")
     assert len(pools.pool_plans(both)) == 1
     brought = pools.discovered_pool_plan(both, "x/y", PoolMatch(hosts=("h",)))
     assert (brought.name, brought.claim.hosts) == ("x/y", ("h",))

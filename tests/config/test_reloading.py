@@ -150,11 +150,11 @@ def test_pools_are_told_apart_by_name():
 def test_changes_are_told_as_deep_as_they_go():
     """A path ends at what differs, values are short, and what may be a password is not shown."""
     old = read(
-        "pool: {objectives: {gold: 1}}\nsharing: {url: 'redis://:secret@h:1/0'}\n"
+        "pool: {objectives: {gold: 1}}\npeer_sync: {url: 'redis://:secret@h:1/0'}\n"
         "cluster: {lease: {name: a}}\n"
     )
     new = read(
-        "pool: {objectives: {gold: 2, free: -1}}\nsharing: {url: 'redis://:other@h:1/0'}\n"
+        "pool: {objectives: {gold: 2, free: -1}}\npeer_sync: {url: 'redis://:other@h:1/0'}\n"
         "cluster: {lease: {name: b}}\nseed: 3\n"
     )
     told = [(one.path, one.before, one.after) for one in reloading.changes(old, new)]
@@ -162,10 +162,10 @@ def test_changes_are_told_as_deep_as_they_go():
         ("pool.objectives.gold", "1", "2"),
         ("pool.objectives.free", "none", "-1"),
         ("cluster.lease.name", '"a"', '"b"'),
-        ("sharing.url", "(not shown)", "(not shown)"),
+        ("peer_sync.url", "(not shown)", "(not shown)"),
         ("seed", "null", "3"),
     ]
     assert not list(reloading.changes(new, new))
-    long = Settings(pool=sections.sources.Source(endpoints=("10.0.0.1:8000",) * 50))
+    long = Settings(pool=sections.pool_schema.PoolSource(endpoints=("10.0.0.1:8000",) * 50))
     (change,) = reloading.changes(Settings(), long)
     assert len(change.after) == 60

@@ -37,7 +37,7 @@ def test_numbers_have_units(section):
             inspect.getdoc(section),
             re.MULTILINE | re.DOTALL,
         )
-        named = field.name.endswith(("_s", "_ms", "_bytes", "port", "_share", "weight"))
+        named = field.name.endswith(("_s", "_ms", "_bytes", "port", "_share", "_ratio", "weight"))
         assert named or re.search(r"\((count|integer|bytes)\)|per second", entry[1]), field.name
 
 
@@ -82,7 +82,7 @@ ADVISED = {
             pool=ENDPOINTS,
             responses=sections.ResponsesSection(feedback=False, stream_sample_ratio=0.5),
         ),
-        "stream_share",
+        "stream_sample_ratio",
     ),
     "conformance": (sections.Settings(pool=ENDPOINTS, conformance=True), "conformance"),
     "seed": (sections.Settings(pool=ENDPOINTS, seed=1), "seed"),
@@ -90,7 +90,7 @@ ADVISED = {
         sections.Settings(
             pool=ENDPOINTS, scheduling=scheduling_schema.SchedulingSection(respect_subset=False)
         ),
-        "honour_subset",
+        "respect_subset",
     ),
     "reject without lists": (
         sections.Settings(

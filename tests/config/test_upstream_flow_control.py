@@ -1,4 +1,4 @@
-"""`flowControl` of an upstream file as `holding`."""
+"""`flowControl` of an upstream file as `flow_control`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ DECISION = {
         {"endpoint": "a:1", "matched_tokens": 192},
         {"endpoint": "b:1", "matched_tokens": 0},
     ],
-    "finalists": [{"endpoint": "a:1", "cost": 12.4}, {"endpoint": "b:1", "cost": 99.6}],
+    "scored_candidates": [{"endpoint": "a:1", "cost": 12.4}, {"endpoint": "b:1", "cost": 99.6}],
     "cost": {"unit": "ms"},
     "runner_up": "b:1",
 }
@@ -31,5 +31,10 @@ def test_a_decision_is_told_in_words():
         "\nOne decision: 192 of 200 prompt tokens were cached on a:1, so the request went there,\n"
         "at an estimated 12 ms; the next best, b:1, would have taken 100 ms."
     )
-    alone = {**DECISION, "finalists": [{"endpoint": "a:1"}], "cost": None, "runner_up": None}
+    alone = {
+        **DECISION,
+        "scored_candidates": [{"endpoint": "a:1"}],
+        "cost": None,
+        "runner_up": None,
+    }
     assert demo.render_decision(alone).endswith("so the request went there.")

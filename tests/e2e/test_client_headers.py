@@ -136,7 +136,7 @@ async def test_request_timeout_ends_a_stalled_upload_and_spares_waits_and_answer
         "kind": "ExtProcConfig",
         "scrape": {"enabled": False},
         "scheduling": {"strategy": "round-robin"},
-        "holding": {"enabled": True, "empty_timeout_s": 2},
+        "flow_control": {"enabled": True, "empty_timeout_s": 2},
         "pool": {"endpoints_file": str(listed)},
     }
     async with (

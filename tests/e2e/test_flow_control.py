@@ -17,7 +17,7 @@ apiVersion: extproc/v1alpha1
 kind: ExtProcConfig
 scrape: {enabled: false}
 scheduling: {strategy: round-robin}
-holding: {enabled: true, empty_timeout_s: 50}
+flow_control: {enabled: true, empty_timeout_s: 50}
 pool: {endpoints_file: FILE}
 """
 
@@ -98,7 +98,7 @@ async def test_requests_without_a_body_wait_too(place, listeners, empty):
 async def test_a_wait_ends_when_the_client_says(place, listeners, empty):
     """503 with Retry-After once the header's time is over."""
     answer = await http1.ask(
-        listeners[MODES[0]], PATH, CHAT, headers=[("x-extproc-hold-ms", "200")]
+        listeners[MODES[0]], PATH, CHAT, headers=[("x-extproc-queue-timeout-ms", "200")]
     )
     assert answer.status == 503
     assert int(answer.head.get("retry-after")) >= 1

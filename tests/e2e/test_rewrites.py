@@ -20,7 +20,7 @@ OBJECTIVE = "x-llm-d-inference-objective"
 CONFIG = (
     "{apiVersion: extproc/v1alpha1, kind: ExtProcConfig, "
     "scrape: {idle_interval_s: 0.2, models: false}, scheduling: {strategy: round-robin}, "
-    "answers: {request_cost: {prompt: 1, completion: 2}}, "
+    "responses: {request_cost: {prompt: 1, completion: 2}}, "
     "pool: {objectives: {batch: -1, gold: 1}, rewrites: ["
     "{models: [big], targets: [{model: big-v2}]}, "
     "{models: [split], targets: [{model: a, weight: 70}, {model: b, weight: 30}]}]}}"

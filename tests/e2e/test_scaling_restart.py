@@ -110,7 +110,7 @@ class Place:
             "kind": "ExtProcConfig",
             "scrape": {"enabled": False},
             "scheduling": {"strategy": "least-request"},
-            "holding": {"enabled": True, "busy_s": 1000},
+            "flow_control": {"enabled": True, "busy_s": 1000},
             "pool": {
                 "endpoints_file": str(self.keeper.listed),
                 "autoscaling": {

@@ -96,7 +96,7 @@ def test_only_so_many_go_in_one_call():
 
 def test_how_long_a_request_waits():
     """What it asks for, else its objective's time, else that of an empty pool, never too long."""
-    facts = {"timeout_s": 10.0, "empty_timeout_s": 20.0, "most_timeout_s": 40.0}
+    facts = {"timeout_s": 10.0, "empty_timeout_s": 20.0, "max_timeout_s": 40.0}
     entrance = Entrance(by_objective={"batch": 30.0}, **facts)
     assert entrance.hold("a").deadline == 10.0
     assert entrance.hold("b", why=EMPTY).deadline == 20.0
@@ -192,9 +192,9 @@ def test_headers_say_how_a_request_waits():
         {"x-gateway-inference-fairness-id": long + "b"}, "m"
     )
     assert len(FlowHeaders(by_adapter=True).tenant({}, long)) <= MAX_ID_BYTES
-    assert manners.timeout_s({"x-extproc-hold-ms": "1500"}) == 1.5
+    assert manners.timeout_s({"x-extproc-queue-timeout-ms": "1500"}) == 1.5
     for text in ("", "-1", "soon", "1" * 12):
-        assert manners.timeout_s({"x-extproc-hold-ms": text}) is None
+        assert manners.timeout_s({"x-extproc-queue-timeout-ms": text}) is None
     assert manners.slo_s({"x-slo-ttft-ms": "250"}) == 0.25
     assert manners.slo_s({}) == math.inf
 

@@ -48,12 +48,12 @@ def picker(namespace, kubeconfig, *, every_pool="namespace", **rule):
     only = {"namespace": namespace} if every_pool == "namespace" else {}
     sections = {
         "cluster": {
-            "every_pool": every_pool,
+            "discover_pools": every_pool,
             **only,
             "lease": {"namespace": namespace},
         },
         "autoscaling": {"found": [{**POLICY, "min": 1, "max": 3, **rule}]},
-        "holding": {"enabled": True},
+        "flow_control": {"enabled": True},
     }
     return kube_picker.picker(kubeconfig, config=json.dumps(sections)[1:-1])
 

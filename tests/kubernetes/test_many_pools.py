@@ -46,7 +46,7 @@ async def _build(one, port):
             ("delta", "models: [new]"),
         )
     )
-    where = f"{{every_pool: namespace, namespace: {one.namespace}, claims: [{allowed}]}}"
+    where = f"{{discover_pools: namespace, namespace: {one.namespace}, claims: [{allowed}]}}"
     await one.start_picker("brought", one.pools[1].picker, config=f"cluster: {where}")
     claims = {
         "alpha": {"extproc/hosts": "alpha.example.com, *.alpha.example.com"},

@@ -144,7 +144,7 @@ def scaler(namespace, kubeconfig, port, *, pages=0, autoscaling=None, **scaling)
     pods = {"selector": {"app": "vllm"}, "namespace": namespace, "ports": [port]}
     sections = {
         "pool": {"kubernetes": pods, "autoscaling": wanted},
-        "holding": {"enabled": True},
+        "flow_control": {"enabled": True},
         "autoscaling": autoscaling or {},
         "cluster": {"lease": {"namespace": namespace}},
     }

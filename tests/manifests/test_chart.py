@@ -22,7 +22,7 @@ SETS = {
     "whole cluster": ("--set", "pool.every=cluster", "--set", "leaderElection.enabled=true"),
     "every engine": (
         *("--set", "pool.every=cluster", "--set", "engineAutoscaling.enabled=true"),
-        *("--set-json", 'config.autoscaling.found=[{"pools": ["*"], "max": 4}]'),
+        *("--set-json", 'config.autoscaling.discovered_pools=[{"pools": ["*"], "max": 4}]'),
     ),
     "least": (
         *("--set", "networkPolicy.enabled=false", "--set", "podDisruptionBudget.enabled=false"),

@@ -171,7 +171,7 @@ def test_pickers_for_a_whole_cluster_read_all_of_it_and_no_more():
 
 
 def test_pickers_that_scale_a_whole_cluster_write_no_more_than_replicas():
-    """Objects anywhere, the Lease and what was learnt in their own namespace."""
+    """Objects anywhere, the Lease and what was learned in their own namespace."""
     documents = tools.kustomized(SCALERS)
     assert not list(rules.wrong(documents))
     assert rules.granted(documents) == {**rules.ALLOWED, **rules.SCALES}

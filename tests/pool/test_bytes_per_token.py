@@ -12,15 +12,15 @@ from extproc.pool.inflight import InflightLoad
 
 
 class Engine:
-    """Counts what finished, by its own tokeniser."""
+    """Counts what finished, by its own tokenizer."""
 
-    def __init__(self, tokenisers, *, incarnation=1, seed=1):
-        self.tokenisers = tokenisers
+    def __init__(self, tokenizers, *, incarnation=1, seed=1):
+        self.tokenizers = tokenizers
         self.account = InflightLoad(Endpoint("10.0.0.1:8000", incarnation=incarnation))
         self.finished = self.tokens = 0
         self.rng = random.Random(seed)
 
-    def serve(self, requests, bytes_per_token, *, model="m", ours=True, tokenised=False):
+    def serve(self, requests, bytes_per_token, *, model="m", ours=True, tokenized=False):
         """Requests that differ in length, and by a quarter in bytes per token."""
         for _ in range(requests):
             tokens = self.rng.randint(100, 3000)
@@ -31,7 +31,7 @@ class Engine:
                     size // 4,
                     cached_tokens=0,
                     now=0.0,
-                    prompt_bytes=0 if tokenised else size,
+                    prompt_bytes=0 if tokenized else size,
                 ).close(0.0)
             self.finished += 1
             self.tokens += tokens
@@ -40,126 +40,126 @@ class Engine:
         totals = EngineCounters(
             finished=float(self.finished), finished_prompt_tokens=float(self.tokens)
         )
-        self.tokenisers.scraped(self.account, Load(counters=totals))
+        self.tokenizers.scraped(self.account, Load(counters=totals))
 
 
 @pytest.mark.parametrize("truth", [1.5, 2.7, 4.4, 6.0])
-def test_a_models_ratio_is_learnt_from_counters(truth):
+def test_a_models_ratio_is_learned_from_counters(truth):
     """Within 5 % after ten scrapes of ten requests."""
-    learnt = BytesPerTokenEstimator()
-    engine = Engine(learnt)
-    assert learnt.bytes_per_token("m") == 4.0
+    learned = BytesPerTokenEstimator()
+    engine = Engine(learned)
+    assert learned.bytes_per_token("m") == 4.0
     for _ in range(11):
         engine.scrape()
         engine.serve(10, truth)
     engine.scrape()
-    assert learnt.bytes_per_token("m") == pytest.approx(truth, rel=0.05)
-    assert learnt.learned == {"m": learnt.bytes_per_token("m")}
+    assert learned.bytes_per_token("m") == pytest.approx(truth, rel=0.05)
+    assert learned.learned == {"m": learned.bytes_per_token("m")}
 
 
 def test_another_kind_of_text_is_followed():
     """From English to Chinese: within 10 % after 300 requests."""
-    learnt = BytesPerTokenEstimator()
-    engine = Engine(learnt)
+    learned = BytesPerTokenEstimator()
+    engine = Engine(learned)
     for truth in (4.4, 2.2):
         for _ in range(30):
             engine.scrape()
             engine.serve(10, truth)
     engine.scrape()
-    assert learnt.bytes_per_token("m") == pytest.approx(2.2, rel=0.1)
+    assert learned.bytes_per_token("m") == pytest.approx(2.2, rel=0.1)
 
 
 def test_one_endpoint_teaches_the_whole_pool():
-    """A tokeniser belongs to the model; an adapter nobody saw has that of the others."""
-    learnt = BytesPerTokenEstimator()
-    engine = Engine(learnt)
+    """A tokenizer belongs to the model; an adapter nobody saw has that of the others."""
+    learned = BytesPerTokenEstimator()
+    engine = Engine(learned)
     engine.scrape()
     engine.serve(50, 3.0)
     engine.scrape()
-    assert learnt.bytes_per_token("m") == pytest.approx(3.0, rel=0.1)
-    assert learnt.bytes_per_token("another adapter") == learnt.bytes_per_token("m")
+    assert learned.bytes_per_token("m") == pytest.approx(3.0, rel=0.1)
+    assert learned.bytes_per_token("another adapter") == learned.bytes_per_token("m")
 
 
 @pytest.mark.parametrize("others", [5, 40])
 def test_windows_with_requests_of_others_say_nothing(others):
     """More than a tenth that is not ours: whose tokens these are nobody knows."""
-    learnt = BytesPerTokenEstimator()
-    engine = Engine(learnt)
+    learned = BytesPerTokenEstimator()
+    engine = Engine(learned)
     for _ in range(20):
         engine.scrape()
         engine.serve(20, 3.0)
         engine.serve(others, 1.2, ours=False)
     engine.scrape()
-    assert learnt.bytes_per_token("m") == 4.0
+    assert learned.bytes_per_token("m") == 4.0
 
 
-def test_tokenised_prompts_teach_nothing():
+def test_tokenized_prompts_teach_nothing():
     """They are exact already, and windows full of them have no text to compare."""
-    learnt = BytesPerTokenEstimator()
-    engine = Engine(learnt)
+    learned = BytesPerTokenEstimator()
+    engine = Engine(learned)
     for _ in range(10):
         engine.scrape()
-        engine.serve(20, 3.0, tokenised=True)
+        engine.serve(20, 3.0, tokenized=True)
     engine.scrape()
-    assert learnt.learned == {}
+    assert learned.learned == {}
 
 
 def test_models_on_one_endpoint_are_told_apart():
-    """Mixed in changing shares, two tokenisers come out within 15 %."""
-    learnt = BytesPerTokenEstimator()
-    engine = Engine(learnt)
+    """Mixed in changing shares, two tokenizers come out within 15 %."""
+    learned = BytesPerTokenEstimator()
+    engine = Engine(learned)
     engine.scrape()
     for tick in range(60):
         share = 18 if tick % 2 else 2
         engine.serve(share, 2.5, model="a")
         engine.serve(20 - share, 5.0, model="b")
         engine.scrape()
-    assert learnt.bytes_per_token("a") == pytest.approx(2.5, rel=0.15)
-    assert learnt.bytes_per_token("b") == pytest.approx(5.0, rel=0.15)
+    assert learned.bytes_per_token("a") == pytest.approx(2.5, rel=0.15)
+    assert learned.bytes_per_token("b") == pytest.approx(5.0, rel=0.15)
 
 
 def test_answers_tell_their_tokens():
     """Seven answers are not enough, eight are."""
-    learnt = BytesPerTokenEstimator()
+    learned = BytesPerTokenEstimator()
     ratios = []
     for _ in range(8):
-        learnt.observe_usage("m", prompt_bytes=300, tokens=100)
-        ratios.append(learnt.bytes_per_token("m"))
+        learned.observe_usage("m", prompt_bytes=300, tokens=100)
+        ratios.append(learned.bytes_per_token("m"))
     assert ratios == [4.0] * 7 + [3.0]
-    learnt.observe_usage("m", prompt_bytes=0, tokens=100)
-    assert learnt.bytes_per_token("m") == 3.0
+    learned.observe_usage("m", prompt_bytes=0, tokens=100)
+    assert learned.bytes_per_token("m") == 3.0
 
 
 def test_pictures_are_no_text():
-    """A thousand tokens for a hundred bytes: outside of what a tokeniser does."""
-    learnt = BytesPerTokenEstimator()
+    """A thousand tokens for a hundred bytes: outside of what a tokenizer does."""
+    learned = BytesPerTokenEstimator()
     for _ in range(20):
-        learnt.observe_usage("m", prompt_bytes=100, tokens=1000)
-    assert learnt.learned == {}
+        learned.observe_usage("m", prompt_bytes=100, tokens=1000)
+    assert learned.learned == {}
 
 
 def test_a_restarted_engine_begins_a_window():
     """Counters that went back are compared with nothing."""
-    learnt = BytesPerTokenEstimator()
-    engine = Engine(learnt)
+    learned = BytesPerTokenEstimator()
+    engine = Engine(learned)
     engine.serve(100, 3.0)
     engine.scrape()
     engine.finished = engine.tokens = 0
     engine.serve(50, 3.0)
     engine.scrape()
-    assert learnt.learned == {}
+    assert learned.learned == {}
     engine.serve(50, 3.0)
     engine.scrape()
-    assert learnt.bytes_per_token("m") == pytest.approx(3.0, rel=0.1)
+    assert learned.bytes_per_token("m") == pytest.approx(3.0, rel=0.1)
 
 
 def test_models_are_bounded():
     """Of a thousand names the last 64 are remembered."""
-    learnt = BytesPerTokenEstimator()
+    learned = BytesPerTokenEstimator()
     for name in range(1000):
         for _ in range(8):
-            learnt.observe_usage(str(name), prompt_bytes=300, tokens=100)
-    assert len(learnt.learned) == 64
+            learned.observe_usage(str(name), prompt_bytes=300, tokens=100)
+    assert len(learned.learned) == 64
 
 
 @given(
@@ -176,13 +176,13 @@ def test_models_are_bounded():
 )
 def test_ratios_stay_plausible(acts):
     """Whatever is sent and counted, a token has one to eight bytes."""
-    learnt = BytesPerTokenEstimator()
+    learned = BytesPerTokenEstimator()
     account = InflightLoad(Endpoint("10.0.0.1:8000"))
     for model, size, finished, tokens, count in acts:
         for _ in range(count):
             account.open(model, size, cached_tokens=0, now=0.0, prompt_bytes=size).close(0.0)
         totals = EngineCounters(finished=finished, finished_prompt_tokens=tokens)
-        learnt.scraped(account, Load(counters=totals))
-        learnt.observe_usage(model, prompt_bytes=size, tokens=count)
-        assert 1.0 <= learnt.bytes_per_token("a") <= 8.0
-        assert 1.0 <= learnt.bytes_per_token("b") <= 8.0
+        learned.scraped(account, Load(counters=totals))
+        learned.observe_usage(model, prompt_bytes=size, tokens=count)
+        assert 1.0 <= learned.bytes_per_token("a") <= 8.0
+        assert 1.0 <= learned.bytes_per_token("b") <= 8.0

@@ -31,7 +31,7 @@ def test_the_latest_prompt_says_where_a_conversation_lives():
     assert known.last_endpoint([1, 2, 9]) is HERE
 
 
-def test_the_share_of_prompts_that_go_on_is_learnt():
+def test_the_share_of_prompts_that_go_on_is_learned():
     """It rises with conversations and falls with prompts that share nothing."""
     known = ConversationTracker()
     for n in range(1000):

@@ -44,7 +44,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("name", ["a10-7b-fp16", "l4-8b-fp8", "h100-8b-bf16"])
-def test_the_speed_of_an_engine_is_learnt(name):
+def test_the_speed_of_an_engine_is_learned(name):
     """After a minute of mixed load step and prefill time are within 20 % of the machine's."""
     profile = profiles.find(name)
     counted, learner, rng = (
@@ -70,14 +70,14 @@ def test_the_speed_of_an_engine_is_learnt(name):
         state["rate"] = rng.choice((0.3, 0.8, 1.6)) if tick % 25 == 0 else state["rate"]
         now = counted.run(0.2 * (tick + 1), now, submit)
         learner.update(counted.load(now))
-    learnt = learner.rates
-    assert learnt.step_s == pytest.approx(profile.base_s, rel=0.2)
-    assert learnt.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.2)
+    learned = learner.rates
+    assert learned.step_s == pytest.approx(profile.base_s, rel=0.2)
+    assert learned.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.2)
     # This page does not say how much context there is.
     context = profile.context_s_per_token
-    decode_s = learnt.iteration_s(1) - learnt.step_s
+    decode_s = learned.iteration_s(1) - learned.step_s
     assert profile.decode_s_per_seq < decode_s < profile.decode_s_per_seq + 2500 * context
-    assert learnt.output_tokens == pytest.approx(160, rel=0.3)
+    assert learned.output_tokens == pytest.approx(160, rel=0.3)
 
 
 def row(at, steps, computed, generated, *, running=1.0, started_at=None):
@@ -96,7 +96,7 @@ def test_an_idle_engine_teaches_nothing():
 
 
 def test_another_process_starts_a_new_window():
-    """A row never spans a restart, and what was learnt stays the first guess."""
+    """A row never spans a restart, and what was learned stays the first guess."""
     learner = step_time_estimator.StepTimeEstimator()
     for tick in range(10):
         learner.update(row(float(tick), 20.0 * tick, 0.0, 20.0 * tick, started_at=5.0))
@@ -120,7 +120,7 @@ def test_a_new_endpoint_begins_with_what_the_others_showed():
     assert step_time_estimator.pool_mean([StepTimeModel(step_s=9.0)]) == DEFAULT_STEP_TIMES
 
 
-def test_adapter_loads_are_learnt_where_the_engine_tells_them():
+def test_adapter_loads_are_learned_where_the_engine_tells_them():
     """Five loads of 2 s each pull the mean towards 2 s."""
     learner = step_time_estimator.StepTimeEstimator()
     for tick in range(30):
@@ -147,12 +147,12 @@ def test_rates_stay_numbers_within_bounds(pages):
             steps=steps, step_tokens=tokens, generated_tokens=generated, finished=finished
         )
         learner.update(Load(at=now, running=running, counters=totals))
-        learnt = learner.rates
-        assert 1e-4 <= learnt.step_s <= 2.0
-        assert 1e-7 <= learnt.prefill_s <= 1e-2
-        assert 1e-7 <= learnt.decode_s <= 5e-2
-        assert learnt.output_tokens >= 1
-        assert math.isfinite(learnt.evidence)
+        learned = learner.rates
+        assert 1e-4 <= learned.step_s <= 2.0
+        assert 1e-7 <= learned.prefill_s <= 1e-2
+        assert 1e-7 <= learned.decode_s <= 5e-2
+        assert learned.output_tokens >= 1
+        assert math.isfinite(learned.evidence)
 
 
 def test_engines_that_hardly_differ_count_as_alike():

@@ -1,4 +1,4 @@
-"""What is learnt of simulated engines, in how many scrapes, and after a change."""
+"""What is learned of simulated engines, in how many scrapes, and after a change."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Site:
 @pytest.mark.parametrize(
     ("name", "rate"), [("a100-7b-fp16", 2.0), ("l4-8b-fp8", 2.0), ("h100-8b-bf16", 12.0)]
 )
-def test_every_term_of_an_iteration_is_learnt(name, rate):
+def test_every_term_of_an_iteration_is_learned(name, rate):
     """After 150 scrapes of load that comes and goes each of the four is within 30 %."""
     profile = profiles.find(name)
     site = Site(profile)
@@ -112,23 +112,23 @@ def test_every_term_of_an_iteration_is_learnt(name, rate):
         short, long = ((50, 300), (20, 200)), ((800, 2500), (100, 400))
         prompts, outputs = (short, long)[at % 2]
         site.run(5, (0.4, 1.0, 1.6)[at % 3] * rate, prompts=prompts, outputs=outputs)
-    learnt = site.learner.rates
-    assert learnt.step_s == pytest.approx(profile.base_s, rel=0.3)
-    assert learnt.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.3)
-    assert learnt.context_s == pytest.approx(profile.context_s_per_token, rel=0.3)
+    learned = site.learner.rates
+    assert learned.step_s == pytest.approx(profile.base_s, rel=0.3)
+    assert learned.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.3)
+    assert learned.context_s == pytest.approx(profile.context_s_per_token, rel=0.3)
     assert statistics.mean(site.errors[75:]) < 0.05
 
 
 @pytest.mark.parametrize("beat_s", [0.5, 2.0])
-def test_engines_that_do_not_count_iterations_are_learnt_too(beat_s):
+def test_engines_that_do_not_count_iterations_are_learned_too(beat_s):
     """Tokens and requests running stand in for iterations: step and prefill within 20 %."""
     profile = profiles.find("a100-7b-fp16")
     site = Site(profile, beat_s=beat_s, counts_steps=False)
     for at in range(30):
         site.run(5, (0.8, 2.0, 3.2)[at % 3], prompts=((50, 300), (800, 2500))[at % 2])
-    learnt = site.learner.rates
-    assert learnt.step_s == pytest.approx(profile.base_s, rel=0.2)
-    assert learnt.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.2)
+    learned = site.learner.rates
+    assert learned.step_s == pytest.approx(profile.base_s, rel=0.2)
+    assert learned.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.2)
     assert statistics.mean(site.errors[75:]) < 0.1
 
 
@@ -163,10 +163,10 @@ def test_adapter_loads_show_in_the_time_of_steps(load_s):
     profile = msgspec.structs.replace(profiles.find("l4-8b-fp8"), lora_load_s=load_s)
     site = Site(profile)
     names = [f"lora-{at}" for at in range(8)]
-    learnt = site.run(100, 0.5, adapters=names)
-    assert learnt.adapter_load_s == pytest.approx(load_s, rel=0.25)
-    assert learnt.step_s == pytest.approx(profile.base_s, rel=0.25)
-    assert learnt.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.25)
+    learned = site.run(100, 0.5, adapters=names)
+    assert learned.adapter_load_s == pytest.approx(load_s, rel=0.25)
+    assert learned.step_s == pytest.approx(profile.base_s, rel=0.25)
+    assert learned.prefill_s == pytest.approx(profile.prefill_s_per_token, rel=0.25)
 
 
 def test_slower_adapter_loads_are_noticed():
@@ -176,8 +176,8 @@ def test_slower_adapter_loads_are_noticed():
     names = [f"lora-{at}" for at in range(8)]
     site.run(100, 0.5, adapters=names)
     site.engine.profile = msgspec.structs.replace(profile, lora_load_s=1.0)
-    learnt = site.run(120, 0.3, adapters=names)
-    assert learnt.adapter_load_s == pytest.approx(1.0, rel=0.25)
+    learned = site.run(120, 0.3, adapters=names)
+    assert learned.adapter_load_s == pytest.approx(1.0, rel=0.25)
 
 
 def test_without_loads_their_time_is_the_prior():
@@ -190,8 +190,8 @@ def test_pauses_are_not_slow_steps():
     """Short requests with nothing in between: time in which nothing ran is not counted."""
     profile = profiles.find("l4-8b-fp8")
     site = Site(profile, beat_s=2.0)
-    learnt = site.run(200, 0.8, prompts=(50, 200), outputs=(10, 60))
-    assert learnt.step_s == pytest.approx(profile.base_s, rel=0.25)
+    learned = site.run(200, 0.8, prompts=(50, 200), outputs=(10, 60))
+    assert learned.step_s == pytest.approx(profile.base_s, rel=0.25)
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -220,10 +220,10 @@ def test_a_prompt_that_all_begin_with_is_read_by_each_of_them(told):
                 ),
             )
             learner.update(load, shared=4000.0 * (batch - 1) * told)
-    learnt = learner.rates
-    found = learnt.iteration_s(1) - learnt.step_s
+    learned = learner.rates
+    found = learned.iteration_s(1) - learned.step_s
     if told:
         assert found == pytest.approx(per_sequence, rel=0.15)
-        assert learnt.step_s == pytest.approx(profile.base_s, rel=0.15)
+        assert learned.step_s == pytest.approx(profile.base_s, rel=0.15)
     else:
         assert found < 0.7 * per_sequence

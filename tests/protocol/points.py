@@ -169,7 +169,7 @@ POINTS = (
     Point(109, "H", "R", "compressed flag or short frame: 400"),
     Point(110, "H", "R", "unknown gRPC method: routed raw, response skipped"),
     Point(111, "H", "R", "gRPC response: frames, then trailers"),
-    Point(112, "I", "S", "vLLM series are read, label filters honoured"),
+    Point(112, "I", "S", "vLLM series are read, label filters honored"),
     Point(113, "I", "S", "of several LoRA series the newest counts; none is no error"),
     Point(114, "I", "S", "adapter lists split and trimmed, slots read as a number"),
     Point(115, "I", "R", "other engines' names work"),

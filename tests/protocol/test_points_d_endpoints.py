@@ -43,7 +43,7 @@ def test_066_the_core_runs_without_kubernetes():
     """Routing over a static list loads no Kubernetes client and no network code."""
     script = (
         "import sys, json;"
-        "from tests.support import conversation as talk;"
+        "from tests.support import ext_proc_script as talk;"
         "from tests.support.pool_fixture import House;"
         "talk.play([talk.request_headers(ends=True), talk.route()],"
         " House({talk.ONE: None}).decide);"

@@ -360,7 +360,7 @@ def test_106_no_response_message_but_the_last_body_carries_metadata():
         ("STREAMED", {**JSON, "content-length": "100"}, {}),
     ],
 )
-def test_a_whole_answer_is_asked_for_where_it_is_honoured(
+def test_a_whole_answer_is_asked_for_where_it_is_honored(
     request_mode: str, headers: dict[str, str], expected: dict[str, int]
 ):
     """mode_override asks for a small whole answer in BUFFERED, and keeps the end in sight."""

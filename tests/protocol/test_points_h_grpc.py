@@ -19,7 +19,7 @@ def frame(message: bytes, *, flag: int = 0) -> bytes:
     return bytes((flag,)) + len(message).to_bytes(4, "big") + message
 
 
-#: request_id and tokenised input, as vllm.grpc.engine lays them out.
+#: request_id and tokenized input, as vllm.grpc.engine lays them out.
 TOKENS = field(1, b"some text") + field(2, bytes((1, 2, 3, 4)))
 MESSAGE = field(1, b"request") + field(2, TOKENS)
 

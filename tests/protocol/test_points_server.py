@@ -23,9 +23,9 @@ class Broken:
     def __init__(self, dispatcher: Director) -> None:
         self._dispatcher = dispatcher
         self.prepare = dispatcher.prepare
-        self.rescue = dispatcher.route_fallback
-        self.commit = dispatcher.reserve
-        self.complete = dispatcher.release
+        self.route_fallback = dispatcher.route_fallback
+        self.reserve = dispatcher.reserve
+        self.release = dispatcher.release
         self.response_unwatched = dispatcher.response_unwatched
 
     def decide(self, prepared: PreparedRequest, now: float) -> Outcome:

@@ -45,7 +45,7 @@ class Yard:
         found = eligibility.find_eligible(
             self.fleet.pool,
             InferenceRequest(api="x", model=model, subset=subset or None),
-            honour_subset=True,
+            respect_subset=True,
             reject_unlisted=False,
             health=self.fleet.outlier_detector.settings,
             now=self.now,

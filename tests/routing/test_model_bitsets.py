@@ -33,7 +33,7 @@ LISTS = st.none() | st.builds(
     st.booleans(),
 )
 def test_bits_are_those_of_the_eligible_endpoints(
-    lists, model, adapter, subset, honour_subset, reject_unlisted
+    lists, model, adapter, subset, respect_subset, reject_unlisted
 ):
     """For any lists of models, subset hint and settings."""
     fleet = PoolStore(on_gone=lambda _: None)
@@ -44,13 +44,13 @@ def test_bits_are_those_of_the_eligible_endpoints(
     found = eligibility.find_eligible(
         fleet.pool,
         InferenceRequest(api="x", model=model, adapter=adapter, subset=subset),
-        honour_subset=honour_subset,
+        respect_subset=respect_subset,
         reject_unlisted=reject_unlisted,
         health=fleet.outlier_detector.settings,
         now=1e9,
         rng=random.Random(1),
     )
-    bits = ModelBitsets(fleet.pool, honour_subset=honour_subset, reject_unlisted=reject_unlisted)
+    bits = ModelBitsets(fleet.pool, respect_subset=respect_subset, reject_unlisted=reject_unlisted)
     members = () if isinstance(found, Rejection) else found.members
     addresses = [member.endpoint.address for member in members]
     assert bits.bits_for(model, adapter, subset) == bits.bits_of_addresses(addresses)

@@ -1,4 +1,4 @@
-"""Bytes become tokens at the model's learnt ratio; hashes stay what they are."""
+"""Bytes become tokens at the model's learned ratio; hashes stay what they are."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_what_is_cached_is_counted_in_the_same_tokens():
     assert after.matched_tokens == 15 * 256 / 2
 
 
-def test_tokenised_prompts_are_exact():
-    """Whatever was learnt of text, a list of a thousand ids is a thousand tokens."""
+def test_tokenized_prompts_are_exact():
+    """Whatever was learned of text, a list of a thousand ids is a thousand tokens."""
     house = House({SPOT: None})
     for _ in range(8):
         answered(house, ask(house, "x" * 4000), 2000)

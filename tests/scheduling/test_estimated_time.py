@@ -52,9 +52,9 @@ def test_those_who_wait_for_a_first_token_wait_for_this_prompt_too():
     cost = EstimatedTime()
     there = builders.candidates(
         {
-            "many": {"queued_tokens": 5000, "requests": 8},
-            "one": {"queued_tokens": 5000, "requests": 1},
-            "none": {"requests": 8},
+            "many": {"queued_tokens": 5000, "estimated_requests": 8},
+            "one": {"queued_tokens": 5000, "estimated_requests": 1},
+            "none": {"estimated_requests": 8},
         }
     )
     unknown = cost.cost(builders.context(prompt_tokens=1000), there)
@@ -76,9 +76,10 @@ def test_conversations_whose_users_read_need_room_as_well():
     load = {"kv_usage": 0.5, "kv_blocks": 100, "block_tokens": 16, "prefix_hits": 10.0}
     there = builders.candidates(
         {
-            "two thirds": load | {"open_tokens": 1600 * 0.9 / 1.5, "in_flight": 4},
-            "queue": load | {"open_tokens": 1600 * 0.9 / 1.5, "in_flight": 4, "waiting": 1.0},
-            "all": load | {"open_tokens": 1600 * 0.9, "in_flight": 4},
+            "two thirds": load | {"active_context_tokens": 1600 * 0.9 / 1.5, "in_flight": 4},
+            "queue": load
+            | {"active_context_tokens": 1600 * 0.9 / 1.5, "in_flight": 4, "waiting": 1.0},
+            "all": load | {"active_context_tokens": 1600 * 0.9, "in_flight": 4},
         }
     )
 
@@ -98,8 +99,8 @@ def test_conversations_of_other_pickers_need_room_as_well():
     """Their requests hold as much each as ours do, and what it costs is part of the cost."""
     cost = EstimatedTime()
     load = {"kv_usage": 0.9, "kv_blocks": 100, "block_tokens": 16, "prefix_hits": 10.0}
-    ours = load | {"open_tokens": 1600 * 0.3, "in_flight": 2, "requests": 2}
-    there = builders.candidates({"ours": ours, "others' too": ours | {"requests": 6}})
+    ours = load | {"active_context_tokens": 1600 * 0.3, "in_flight": 2, "estimated_requests": 2}
+    there = builders.candidates({"ours": ours, "others' too": ours | {"estimated_requests": 6}})
     priced = cost.cost(
         builders.context(prompt_tokens=1, continuation_ratio=1.0, foreign_share=0.6), there
     )

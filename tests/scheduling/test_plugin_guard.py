@@ -253,7 +253,7 @@ def test_positions_are_whole_numbers(order):
 )
 def test_costs_and_terms_are_numbers_as_many_as_candidates(priced):
     """A cost model that answers anything else is left out."""
-    guarded, counts = answering(price=lambda *_: priced)
+    guarded, counts = answering(cost=lambda *_: priced)
     decision = SchedulerProfile("p", (), (), MaxScore(), guarded).run(builders.context(), FLEET)
     assert decision.cost is None
     assert decision.degraded.startswith("cost answers raised ")

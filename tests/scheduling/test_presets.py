@@ -77,7 +77,7 @@ def test_a_short_common_beginning_does_not_draw_all_traffic(size):
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9])
 def test_a_long_common_beginning_spreads_once_everybody_is_busy(share):
-    """A system prompt that all requests share is learnt by all endpoints under load."""
+    """A system prompt that all requests share is learned by all endpoints under load."""
     fleet, rng = Fleet(open_requests=256), Random(3)
     common = text(rng, int(8192 * share))
     for _ in range(2000):

@@ -84,7 +84,7 @@ def test_112_gauges_with_and_without_labels_are_read():
     assert (load.engine, load.waiting, load.running) == ("vllm", 4.0, 3.0)
 
 
-def test_112_a_label_filter_is_honoured():
+def test_112_a_label_filter_is_honored():
     """Checklist 112: name{label=value} reads only the samples that carry the label."""
     load = read(
         'nv_trt_llm_request_metrics{model="m",request_type="waiting",version="1"} 3',

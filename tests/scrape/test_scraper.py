@@ -173,7 +173,7 @@ def test_117_each_rank_is_scraped_on_its_own_port():
 
 
 @pytest.mark.parametrize("key", ["llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type"])
-def test_115_the_engine_label_is_honoured(key):
+def test_115_the_engine_label_is_honored(key):
     """Checklist 115: both label keys name the engine."""
 
     async def scene():
@@ -315,7 +315,7 @@ def test_real_engines_are_scraped_over_sockets(http):
     assert asyncio.run(scene()) == [("vllm", 3.0), ("sglang", 9.0)]
 
 
-@pytest.mark.parametrize(("reason", "longest_s"), [("refused", 2.0), ("timeout", 11.0)])
+@pytest.mark.parametrize(("reason", "max_ejection_time_s"), [("refused", 2.0), ("timeout", 11.0)])
 def test_whoever_refuses_is_scraped_again_within_two_seconds(reason, longest_s):
     """Back-off from refused connections ends at 2 s, from others at its own cap."""
 

@@ -27,7 +27,7 @@ def test_a_decision_is_kept_with_what_came_of_it():
 
 
 def test_the_short_form_is_put_on_the_answer_when_asked_for():
-    """With explain.header the answer says who was chosen and why."""
+    """With decisions.header the answer says who was chosen and why."""
 
     async def test() -> None:
         house = House({ext_proc_script.ONE: Load(at=0.0)})

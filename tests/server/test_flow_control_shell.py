@@ -79,7 +79,7 @@ async def test_without_a_scrape_nobody_is_busy():
 async def test_waits_end_at_their_deadline():
     """503 while there is no endpoint, 429 while all are busy; the header may ask for less."""
     place = Place(empty_timeout_s=5, timeout_s=3)
-    empty, short = place.ask(), place.ask(x_extproc_hold_ms="1000")
+    empty, short = place.ask(), place.ask(x_extproc_queue_timeout_ms="1000")
     place.house.now += 1.5
     place.gate.pump()
     (told,) = await answered(short)
@@ -163,7 +163,7 @@ async def test_tenants_are_limited():
 
 async def test_a_header_that_is_no_number_counts_as_absent():
     """Bad input of a client changes nothing."""
-    held = Place(empty_timeout_s=7).ask(x_extproc_hold_ms="-5", x_llm_d_slo_ttft_ms="soon")
+    held = Place(empty_timeout_s=7).ask(x_extproc_queue_timeout_ms="-5", x_llm_d_slo_ttft_ms="soon")
     assert held.waiter.deadline == held.waiter.arrived + 7
     assert held.waiter.slo_s == math.inf
 
@@ -194,11 +194,11 @@ async def test_the_timer_is_for_the_first_deadline():
     place = Place(empty_timeout_s=100)
     place.ask()
     late = place.gate._timer
-    place.ask(x_extproc_hold_ms="50000")
+    place.ask(x_extproc_queue_timeout_ms="50000")
     soon = place.gate._timer
     assert late.cancelled()
     assert soon.when() < late.when()
-    place.ask(x_extproc_hold_ms="70000")
+    place.ask(x_extproc_queue_timeout_ms="70000")
     assert place.gate._timer is soon
     place.gate.close()
     assert soon.cancelled()
@@ -207,7 +207,7 @@ async def test_the_timer_is_for_the_first_deadline():
 async def test_the_timer_is_set_again_when_it_was_due():
     """As long as somebody waits."""
     place = Place()
-    place.ask(x_extproc_hold_ms="1")
+    place.ask(x_extproc_queue_timeout_ms="1")
     pumped = asyncio.Event()
     turns, pump = [], place.gate.pump
 

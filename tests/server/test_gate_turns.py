@@ -88,7 +88,9 @@ class Computing(Place):
         self.loop, self.look_s, self.looks = loop, look_s, 0
         super().__init__(A)
         self.load(A, waiting=20, running=8, kv_usage=0.9)
-        self.held = [self.ask(priority=at, x_extproc_hold_ms="900000") for at in range(held, 0, -1)]
+        self.held = [
+            self.ask(priority=at, x_extproc_queue_timeout_ms="900000") for at in range(held, 0, -1)
+        ]
         decide = self.house.dispatcher.decide
 
         def slow(prepared, now, *, patient=True):

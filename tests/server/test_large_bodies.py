@@ -208,10 +208,10 @@ def test_the_process_ends_with_a_picker_that_is_killed():
     """No orphan stays, and signals to a whole group leave it to the picker."""
     code = (
         "from extproc.parsing import parse_job\n"
-        "from extproc.request import RawRequest\n"
+        "from extproc.request import HttpRequest\n"
         "from extproc.server.large_bodies import ParserProcess\n"
         "process = ParserProcess()\n"
-        "job = parse_job.describe(RawRequest({}), max_prompt_bytes=0)\n"
+        "job = parse_job.describe(HttpRequest({}), max_prompt_bytes=0)\n"
         "process.read(job, b'{}')\n"
         "import os, signal\n"
         "os.kill(process.pid, signal.SIGTERM)\n"

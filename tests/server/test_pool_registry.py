@@ -124,16 +124,16 @@ async def test_a_missing_pool_is_told_from_one_that_left(caplog, before, told):
 
 async def test_nothing_is_ready_before_kubernetes_spoke():
     """Pools that it brings are unknown until it told everything once."""
-    assert not sites("cluster: {every_pool: cluster}", heard=False).synced
-    assert sites("cluster: {every_pool: cluster}").synced
+    assert not sites("cluster: {discover_pools: cluster}", heard=False).synced
+    assert sites("cluster: {discover_pools: cluster}").synced
 
 
-ANY_CLAIM = "cluster: {every_pool: cluster, claims: [{pools: ['*']}]}\n"
+ANY_CLAIM = "cluster: {discover_pools: cluster, claims: [{pools: ['*']}]}\n"
 
 
 async def test_annotations_claim_nothing_without_a_rule(caplog):
     """A tenant's pool called a-... takes no request that another pool serves, and is logged once."""
-    subject = sites("cluster: {every_pool: cluster}")
+    subject = sites("cluster: {discover_pools: cluster}")
     greedy = {"extproc/models": "*"}
     subject.on_pools_changed({"b/prod": found(B, created="2026-01-01T00:00:00Z")}, ())
     evil = found(A, annotations=greedy, created="2026-02-01T00:00:00Z")
@@ -241,7 +241,7 @@ async def loops(*names):
 
 async def test_loops_run_for_the_pools_there_are():
     """A pool that comes gets its loops, one that goes loses them, a change of endpoints none."""
-    subject = sites("cluster: {every_pool: cluster}")
+    subject = sites("cluster: {discover_pools: cluster}")
     async with running(subject):
         subject.on_pools_changed({"n/p": found(A)}, ())
         await loops("pool n/p")
@@ -270,7 +270,7 @@ async def test_rules_and_claims_are_live():
 
 async def test_one_pool_that_raises_stops_no_other(monkeypatch):
     """What Kubernetes says of one pool may raise; the others are taken in, told of and counted."""
-    subject = sites("cluster: {every_pool: cluster}")
+    subject = sites("cluster: {discover_pools: cluster}")
     heard = []
 
     def listener():

@@ -56,7 +56,7 @@ def test_a_changed_file_routes_the_next_request(scene):
     assert scene.routed() == "random"
     decision = scene.parts.director.route(RAW, 1.0)
     ticket = scene.parts.director.reserve(decision, 1.0)
-    scene.path.write_text(HEAD + "scheduling: {strategy: round-robin}\nexplain: {header: true}\n")
+    scene.path.write_text(HEAD + "scheduling: {strategy: round-robin}\ndecisions: {header: true}\n")
     asyncio.run(scene.reloader.step())
     assert scene.routed() == "round-robin"
     assert scene.picker.servicer.shared.settings.explain_header

@@ -83,7 +83,7 @@ def claim_of_brought(scene):
     return sites.by_name["n/p"].match.hosts, sites.by_name["n/p"].match_state
 
 
-HOLDING = "holding: {enabled: true, %s}\n"
+HOLDING = "flow_control: {enabled: true, %s}\n"
 
 SEVERAL_PROFILES = """scheduling:
   plugins: [{type: rendezvous}, {type: queue-depth}]
@@ -112,8 +112,8 @@ LIVE = {
         lambda scene: scene.decision().model_rewrite,
     ),
     "cluster.claims": (
-        "cluster: {every_pool: cluster}",
-        "cluster: {every_pool: cluster, claims: [{pools: ['n/*']}]}",
+        "cluster: {discover_pools: cluster}",
+        "cluster: {discover_pools: cluster, claims: [{pools: ['n/*']}]}",
         claim_of_brought,
     ),
     "pools.match": (
@@ -153,8 +153,8 @@ LIVE = {
             "window_s",
             "base_s",
             "cap_s",
-            "most_share",
-            "hang_s",
+            "max_ejection_share",
+            "stall_timeout_s",
             "slow_start_s",
             "slow_start_floor",
         )
@@ -189,9 +189,9 @@ LIVE = {
         "scheduling: {fallbacks: 2}",
         lambda scene: len(scene.decision().endpoints),
     ),
-    "scheduling.honour_subset": (
-        "scheduling: {honour_subset: true}",
-        "scheduling: {honour_subset: false}",
+    "scheduling.respect_subset": (
+        "scheduling: {respect_subset: true}",
+        "scheduling: {respect_subset: false}",
         lambda scene: len(scene.decision(subset=("10.0.0.2:8000",)).candidates),
     ),
     "scheduling.unknown_model": (
@@ -234,56 +234,56 @@ LIVE = {
         "limits: {body_idle_s: 8}",
         lambda scene: scene.shared.settings.body_idle_s,
     ),
-    "holding.timeout_s": (HOLDING % "timeout_s: 5", HOLDING % "timeout_s: 9", deadline),
-    "holding.empty_timeout_s": (
+    "flow_control.timeout_s": (HOLDING % "timeout_s: 5", HOLDING % "timeout_s: 9", deadline),
+    "flow_control.empty_timeout_s": (
         HOLDING % "empty_timeout_s: 5",
         HOLDING % "empty_timeout_s: 9",
         lambda scene: deadline(scene, status=503),
     ),
-    "holding.most_timeout_s": (
-        HOLDING % "most_timeout_s: 5",
-        HOLDING % "most_timeout_s: 9",
-        lambda scene: deadline(scene, x_extproc_hold_ms="20000"),
+    "flow_control.max_timeout_s": (
+        HOLDING % "max_timeout_s: 5",
+        HOLDING % "max_timeout_s: 9",
+        lambda scene: deadline(scene, x_extproc_queue_timeout_ms="20000"),
     ),
-    "holding.by_objective": (
+    "flow_control.by_objective": (
         "pool: {objectives: {gold: 1}}\n" + HOLDING % "timeout_s: 5",
         "pool: {objectives: {gold: 1}}\n" + HOLDING % "timeout_s: 5, by_objective: {gold: 2}",
         lambda scene: deadline(scene, x_llm_d_inference_objective="gold"),
     ),
-    "holding.timeout_header": (
+    "flow_control.timeout_header": (
         HOLDING % "timeout_s: 5",
         HOLDING % "timeout_s: 5, timeout_header: x-wait",
         lambda scene: deadline(scene, x_wait="2000"),
     ),
-    "holding.busy_s": (HOLDING % "busy_s: 0.001", HOLDING % "busy_s: 1.0e+6", busy),
-    "holding.max_requests": (
+    "flow_control.busy_s": (HOLDING % "busy_s: 0.001", HOLDING % "busy_s: 1.0e+6", busy),
+    "flow_control.max_requests": (
         HOLDING % "max_requests: 1",
         HOLDING % "max_requests: 2",
         lambda scene: holds(scene, 2),
     ),
-    "holding.max_bytes": (
+    "flow_control.max_bytes": (
         HOLDING % "max_bytes: 30",
         HOLDING % "max_bytes: 300",
         lambda scene: holds(scene, 2),
     ),
-    "holding.tenant_header": (
+    "flow_control.tenant_header": (
         HOLDING % "tenant_header: x-team",
         HOLDING % "tenant_header: x-unit",
         lambda scene: scene.gate.tenant(scene.prepared(x_team="a", x_unit="b")),
     ),
-    "holding.by_adapter": (
+    "flow_control.by_adapter": (
         HOLDING % "by_adapter: false",
         HOLDING % "by_adapter: true",
         lambda scene: scene.gate.tenant(scene.prepared()),
     ),
-    "holding.limit": (
+    "flow_control.limit": (
         HOLDING % "timeout_s: 5",
         HOLDING % "timeout_s: 5, limit: {requests_per_s: 0}",
         lambda scene: [
             type(scene.gate.reserve(scene.prepared(), scene.now)).__name__ for _ in range(3)
         ],
     ),
-    "holding.limits": (
+    "flow_control.limits": (
         HOLDING % "tenant_header: x-team",
         HOLDING % "tenant_header: x-team, limits: {a: {requests_per_s: 0}}",
         lambda scene: [
@@ -291,49 +291,49 @@ LIVE = {
             for _ in range(3)
         ],
     ),
-    "answers.marker": (
-        "answers: {marker: true}",
-        "answers: {marker: false}",
+    "responses.marker": (
+        "responses: {marker: true}",
+        "responses: {marker: false}",
         lambda scene: scene.shared.exchange_settings.response_marker,
     ),
-    "answers.feedback": (
-        "answers: {feedback: true}",
-        "answers: {feedback: false}",
+    "responses.feedback": (
+        "responses: {feedback: true}",
+        "responses: {feedback: false}",
         lambda scene: scene.shared.exchange_settings.feedback,
     ),
-    "answers.stream_share": (
-        "answers: {stream_share: 0}",
-        "answers: {stream_share: 1}",
+    "responses.stream_sample_ratio": (
+        "responses: {stream_sample_ratio: 0}",
+        "responses: {stream_sample_ratio: 1}",
         lambda scene: scene.shared.settings.stream_sample_ratio,
     ),
-    "answers.restore_model": (
-        "answers: {restore_model: true}",
-        "answers: {restore_model: false}",
+    "responses.restore_model": (
+        "responses: {restore_model: true}",
+        "responses: {restore_model: false}",
         lambda scene: scene.shared.exchange_settings.restore_model,
     ),
-    "answers.request_cost": (
-        "answers: {}",
-        "answers: {request_cost: {prompt: 1}}",
+    "responses.request_cost": (
+        "responses: {}",
+        "responses: {request_cost: {prompt: 1}}",
         lambda scene: scene.shared.settings.request_cost,
     ),
-    "answers.list_models": (
-        "answers: {list_models: false}",
-        "answers: {list_models: true}",
+    "responses.list_models": (
+        "responses: {list_models: false}",
+        "responses: {list_models: true}",
         models_page,
     ),
-    "explain.decisions": (
-        "explain: {decisions: 5}",
-        "explain: {decisions: 0}",
+    "decisions.decisions": (
+        "decisions: {decisions: 5}",
+        "decisions: {decisions: 0}",
         lambda scene: (scene.answers(), len(scene.picker.ring)),
     ),
-    "explain.header": (
-        "explain: {header: false}",
-        "explain: {header: true}",
+    "decisions.header": (
+        "decisions: {header: false}",
+        "decisions: {header: true}",
         lambda scene: scene.shared.settings.explain_header,
     ),
-    "explain.scores": (
-        "explain: {scores: false}",
-        "explain: {scores: true}",
+    "decisions.scores": (
+        "decisions: {scores: false}",
+        "decisions: {scores: true}",
         lambda scene: scene.shared.exchange_settings.scores,
     ),
     "log.level": (
@@ -381,7 +381,7 @@ def test_a_live_field_is_in_force_at_once(field, tmp_path):
     asyncio.run(scenario())
 
 
-BUSY = "pool: {endpoints: ['10.0.0.1:8000']}\nholding: {enabled: %s}\n"
+BUSY = "pool: {endpoints: ['10.0.0.1:8000']}\nflow_control: {enabled: %s}\n"
 
 
 def test_holding_is_switched_by_a_restart_alone():
@@ -416,11 +416,11 @@ def test_pools_that_come_later_are_as_the_others():
     """A pool that Kubernetes brings after a reload has live fields as read, and no others."""
 
     async def scenario():
-        scene = Scene(read("cluster: {every_pool: cluster}\nprefix: {capacity_blocks: 7}\n"))
+        scene = Scene(read("cluster: {discover_pools: cluster}\nprefix: {capacity_blocks: 7}\n"))
         scene.read_again(
             read(
-                "cluster: {every_pool: cluster}\nprefix: {capacity_blocks: 9}\n"
-                "holding: {enabled: true}\nscheduling: {strategy: random}\n"
+                "cluster: {discover_pools: cluster}\nprefix: {capacity_blocks: 9}\n"
+                "flow_control: {enabled: true}\nscheduling: {strategy: random}\n"
             )
         )
         scene.picker.sites.on_pools_changed({"n/p": DiscoveredPool((Endpoint("10.0.0.1:1"),))}, ())

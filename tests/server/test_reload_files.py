@@ -50,9 +50,11 @@ class Following:
 def test_what_needs_a_restart_is_not_adopted(tmp_path):
     """Live fields are put in force and named; the others are named until they are as they were."""
     scene = Following(tmp_path / "c.yaml", "log: {level: info}\n")
-    told = scene.write("log: {level: debug}\nserver: {grpc_port: 5}\nholding: {enabled: true}\n")
+    told = scene.write(
+        "log: {level: debug}\nserver: {grpc_port: 5}\nflow_control: {enabled: true}\n"
+    )
     assert told.changed == ("log.level",)
-    assert told.restart == ("server.grpc_port", "holding.enabled")
+    assert told.restart == ("server.grpc_port", "flow_control.enabled")
     (adopted,) = scene.adopted
     assert (adopted.log.level, adopted.server.grpc_port) == ("debug", 9002)
     assert not adopted.flow_control.enabled
@@ -183,8 +185,8 @@ def test_an_edited_plugin_begins_anew(tmp_path):
     assert scene.decision().endpoints[0].address == ADDRESSES[1]
 
 
-def test_learnt_rates_survive_every_reload():
-    """What is learnt of endpoints belongs to the fleet, whatever the rules are."""
+def test_learned_rates_survive_every_reload():
+    """What is learned of endpoints belongs to the fleet, whatever the rules are."""
     scene = Scene(read("scheduling: {strategy: adaptive}"))
     rates = [member.rates for member in scene.fleet.pool.members]
     scene.observe(3.0)

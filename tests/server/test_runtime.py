@@ -9,9 +9,9 @@ from extproc.server import runtime
 COMMAND = """
 import os, sys
 from extproc.cli import main, serve
-from extproc.config import advice
+from extproc.config import lint
 from extproc.server import runtime
-print(runtime.choose(), os.environ["GRPC_EXPERIMENTS"])
+print(runtime.configure_grpc_core(), os.environ["GRPC_EXPERIMENTS"])
 """
 
 

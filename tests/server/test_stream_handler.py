@@ -1,4 +1,4 @@
-"""Streams without gRPC: what is learnt from them, and what bugs leave behind."""
+"""Streams without gRPC: what is learned from them, and what bugs leave behind."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def broken(*_, **__):
 
 
 def test_stream_learns_from_the_usage_of_answers():
-    """Bytes per token of a model are learnt from what answers report."""
+    """Bytes per token of a model are learned from what answers report."""
     scene = StreamFixture()
     for _ in range(10):
         stream, _ = scene.begin(HEADERS, BODY, *answer(len(TEXT) // 2))
@@ -128,9 +128,9 @@ def test_stream_that_is_turned_away_leaves_nothing():
     assert scene.tallies.for_pool("").rejections == {(429, "rejected-saturated"): 1}
 
 
-@pytest.mark.parametrize("step", ["told", "complete", "learn"])
+@pytest.mark.parametrize("step", ["on_response_headers", "release", "on_usage"])
 def test_stream_gives_back_everything_around_a_bug(monkeypatch, step):
-    """A step that raises at the end, or while something is learnt, costs no other step."""
+    """A step that raises at the end, or while something is learned, costs no other step."""
     scene = StreamFixture()
     whole = getattr(scene.house.dispatcher, step)
 

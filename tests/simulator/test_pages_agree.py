@@ -10,7 +10,7 @@ from extproc.simulator.fleet import engine_node, event_queue, sim_request
 from extproc.simulator.http import exposition
 from tests.simulator.builders import profile
 
-#: Of the counters, what an engine of the virtual world shows; speed is learnt from these.
+#: Of the counters, what an engine of the virtual world shows; speed is learned from these.
 COUNTED = ("steps", "step_tokens", "generated_tokens", "finished")
 
 
@@ -68,6 +68,6 @@ def test_the_virtual_engine_shows_what_the_served_one_shows(until):
     """In the middle of a load and at its end: the same gauges, counters, adapters and sizes."""
     machine = profile(kv_tokens=160, lora_load_s=2**-5)
     real, virtual = served(machine, until=until), simulated(machine, until=until)
-    counted = msgspec.structs.asdict(real.totals)
+    counted = msgspec.structs.asdict(real.counters)
     counted = EngineCounters(**{name: counted[name] for name in COUNTED})
-    assert virtual == msgspec.structs.replace(real, totals=counted, started_at=None)
+    assert virtual == msgspec.structs.replace(real, counters=counted, started_at=None)

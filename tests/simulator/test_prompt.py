@@ -16,7 +16,7 @@ def test_a_follow_up_begins_with_the_earlier_prompt_and_its_answer():
 
 @given(st.binary(max_size=200), st.integers(0, 50))
 def test_an_answer_is_one_four_byte_word_per_token(text, tokens):
-    """It re-tokenises to as many tokens as were generated."""
+    """It re-tokenizes to as many tokens as were generated."""
     said = prompt.answer(text, tokens)
     assert said.isascii()
     assert len(said) == tokens * prompt.BYTES_PER_TOKEN

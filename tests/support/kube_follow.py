@@ -18,7 +18,7 @@ from extproc.discovery.static_discovery import DiscoveryEvent
 _SEEN_S = 60.0
 
 #: Shorter pauses than in service, so that tests wait for the API server and not for us.
-_PATIENCE = {"retry_s": 0.02, "retry_most_s": 0.2, "absent_s": 0.2, "coalesce_s": 0.001}
+_PATIENCE = {"retry_s": 0.02, "max_retry_s": 0.2, "absent_s": 0.2, "coalesce_s": 0.001}
 
 
 class Following:

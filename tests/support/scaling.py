@@ -17,7 +17,7 @@ def configured(*, scaling, holding=None, pool=None, **sections) -> Settings:
         **_HEAD,
         "server": {"host": "127.0.0.1", "secure_serving": False, **ports},
         "pool": {**(pool or {}), "autoscaling": scaling},
-        "holding": holding or {},
+        "flow_control": holding or {},
         "scrape": {"enabled": False},
         "scheduling": {"strategy": "least-request"},
         **sections,

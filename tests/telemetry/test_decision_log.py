@@ -62,4 +62,4 @@ def test_the_ring_never_exceeds_its_bounds(added):
         kept = [len(one.decision.candidates) for one in ring.latest(9)]
         assert len(kept) <= 4
         assert sum(kept) <= 12 or len(kept) == 1
-        assert msgspec.structs.asdict(ring.find(name).decision)["blocks"] == ()
+        assert msgspec.structs.asdict(ring.find(name).decision)["block_hashes"] == ()

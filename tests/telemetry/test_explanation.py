@@ -33,7 +33,7 @@ def decision(**more):
         "endpoints": [known.endpoint],
         "candidates": [A, known, C],
         "filters": [FilterResult("first", [A, known]), FilterResult("second", [A, known])],
-        "finalists": [A, known],
+        "scored_candidates": [A, known],
         "scores": [ScorerResult("one", 2.0, [0.25, 1.0]), ScorerResult("two", 1.0, [0.5, 0.0])],
         "totals": [1.0, 2.0],
         "picker": "max-score",
@@ -48,7 +48,7 @@ def test_decision_is_told_whole():
     assert told["outcome"] == "decision"
     assert told["endpoints"] == ["10.0.0.2:8000"]
     assert [step["dropped"] for step in told["filters"]] == [["10.0.0.3:8000"], []]
-    assert told["finalists"] == [
+    assert told["scored_candidates"] == [
         {
             "endpoint": "10.0.0.1:8000",
             "raw": [0.25, 0.5],
@@ -79,7 +79,7 @@ def test_branches_of_a_tree_are_told():
     told = explanation.explain(decision(filters=[FilterResult("tree", [A], branches)]))
     (step,) = told["filters"]
     assert step["dropped"] == ["10.0.0.2:8000", "10.0.0.3:8000"]
-    assert [(one["name"], one["way"], one["fault"]) for one in step["branches"]] == [
+    assert [(one["name"], one["branch"], one["error_type"]) for one in step["branches"]] == [
         ("drop-request", "either", ""),
         ("low-latency", "success", ""),
         ("mine", "failure", "KeyError"),
@@ -152,10 +152,10 @@ PRICED = CostResult(
 
 def test_costs_are_told_in_milliseconds():
     """A cost model's terms stand beside its costs, seconds as milliseconds."""
-    told = explanation.explain(decision(scores=[], priced=PRICED, totals=[-0.5, -0.0123]))
+    told = explanation.explain(decision(scores=[], cost=PRICED, totals=[-0.5, -0.0123]))
     assert told["cost"] == {"name": "estimated-time", "unit": "ms", "terms": ["queue", "prefill"]}
-    assert told["finalists"][0]["terms"] == [400.0, 100.0]
-    assert told["finalists"][1]["cost"] == 12.3
+    assert told["scored_candidates"][0]["terms"] == [400.0, 100.0]
+    assert told["scored_candidates"][1]["cost"] == 12.3
     assert told["runner_up"] == "10.0.0.1:8000"
     shown = explanation_text.render_table(told)
     assert "COST ms" in shown
@@ -164,7 +164,7 @@ def test_costs_are_told_in_milliseconds():
 
 def test_short_form_fits_a_header():
     """One line of ASCII says who was chosen, at what cost, and who came next."""
-    made = decision(profile="adaptive", scores=[], priced=PRICED, totals=[-0.5, -0.0123])
+    made = decision(profile="adaptive", scores=[], cost=PRICED, totals=[-0.5, -0.0123])
     assert explanation.short(made) == (
         "adaptive; chose=10.0.0.2:8000; cost=12.3ms; cached=0/2; next=10.0.0.1:8000; cost=500.0ms"
     )
@@ -176,7 +176,7 @@ def test_short_form_fits_a_header():
 def test_past_decision_is_told_with_what_came_of_it():
     """The ring keeps no prompt; status, duration and usage are added when the stream ends."""
     kept = decision_log.DecisionLog(10)
-    one = kept.add("id-1", decision(blocks=[1, 2]), 5.0)
+    one = kept.add("id-1", decision(block_hashes=[1, 2]), 5.0)
     assert (one.decision.request.prompt, one.decision.block_hashes) == (b"", ())
     one.status, one.seconds, one.usage = "200", 1.5, {"cached": 7}
     told = explanation.recorded(one, 8.0)
@@ -261,7 +261,7 @@ def test_state_comes_back_to_life():
 def test_who_is_put_aside_is_told_with_the_reason():
     """Endpoints that fail, and those that wait for their turn, stand before the filters."""
     pool = fleet()
-    pool.replace([Endpoint("a:1"), Endpoint("b:2"), Endpoint("c:3")], 12.0)
+    pool.set_endpoints([Endpoint("a:1"), Endpoint("b:2"), Endpoint("c:3")], 12.0)
     for _ in range(3):
         member = pool.pool.find("b:2")
         assert member is not None
@@ -276,7 +276,7 @@ def test_who_is_put_aside_is_told_with_the_reason():
         sections.Settings(), read, HttpRequest({":path": "/x"}, b""), where="state"
     )
     shown = explanation.explain(outcome)
-    assert shown["put_aside"] == {"failing": ["b:2"]}
+    assert shown["excluded_by_health"] == {"failing": ["b:2"]}
     assert shown["filters"][0] == {
         "name": "failing",
         "survivors": ["a:1", "c:3"],

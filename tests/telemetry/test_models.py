@@ -75,7 +75,7 @@ def test_a_priority_is_told():
 def test_a_model_nobody_lists_is_told():
     """A decision that passed it on says so."""
     told = explanation.explain(decision(model_unlisted=True))
-    assert told["unlisted"] is True
+    assert told["model_unlisted"] is True
     assert "no endpoint lists it" in explanation_text.render_table(told)
 
 
@@ -87,7 +87,7 @@ def test_the_ring_keeps_the_rewrite():
     assert found is not None
     told = explanation.recorded(found, 2.0)
     assert told["model_rewrite"]["name"] == "sql"
-    assert told["left_out"] == ["10.0.0.2:8000"]
+    assert told["excluded_by_model"] == ["10.0.0.2:8000"]
 
 
 def test_models_of_a_state_come_back_to_life():

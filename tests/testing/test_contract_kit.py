@@ -130,7 +130,7 @@ def test_declarations_are_checked():
 
 def filtering(answer, needs=NOTHING):
     class Odd(Plugin, frozen=True):
-        def keep(self, turn, candidates):
+        def filter(self, turn, candidates):
             return answer(turn, candidates)
 
     Odd.needs = needs
@@ -165,7 +165,7 @@ def test_a_filter_of_scraped_values_lets_unknown_pass():
 
 def pricing(answer):
     class Odd(Plugin, frozen=True):
-        def price(self, turn, candidates):
+        def cost(self, turn, candidates):
             return answer(candidates)
 
     return Odd
@@ -242,7 +242,7 @@ def test_a_memory_takes_any_decision():
     """An observer that raises on a plain decision is refused."""
 
     class Picky(Remembers, frozen=True):
-        def chosen(self, decision, now):
+        def on_committed(self, decision, now):
             raise KeyError(decision.picker)
 
     said = complaint(contract.check_scorer, Picky)
@@ -260,7 +260,7 @@ def test_keys_and_answer_headers_are_text():
         def keys(self, turn):
             return {"session": turn.headers["x-session"]}
 
-        def chosen(self, decision, now):
+        def on_committed(self, decision, now):
             assert decision.plugin_keys == {"session": "s-1"}
 
     said = complaint(contract.check_scorer, Numbers)
@@ -276,7 +276,7 @@ def test_a_memory_is_not_shared():
         def score(self, turn, candidates):
             return [1 / (1 + len(told))] * len(candidates)
 
-        def chosen(self, decision, now):
+        def on_committed(self, decision, now):
             told.append(decision)
 
     assert "a second instance: nothing shared" in complaint(contract.check_scorer, Shares)

@@ -95,17 +95,17 @@ def test_a_pool_that_leaves_is_gone(board, fleet):
 
 def test_an_endpoint_that_is_down_is_unhealthy(telling, fleet):
     """Two refused scrapes are told to Envoy, and a good one as well."""
-    telling.post({"": fleet.pool})
+    telling.update({"": fleet.pool})
     before = telling.snapshot[ASSIGNMENT]["engines"]
     fail(fleet, TWO)
     assert telling.is_stale({"": fleet.pool})
-    assert telling.post({"": fleet.pool})
+    assert telling.update({"": fleet.pool})
     assert [one.health for one in resources.lb_endpoints(fleet.pool, with_health=True)] == [
         LbHealth.HEALTHY,
         LbHealth.UNHEALTHY,
     ]
     fleet.observe(mark(fleet, TWO), Load(at=1.0), 1.0)
-    assert telling.post({"": fleet.pool})
+    assert telling.update({"": fleet.pool})
     assert telling.snapshot[ASSIGNMENT]["engines"] == before
 
 
@@ -121,11 +121,11 @@ def test_envoys_that_ask_themselves_are_not_told_who_is_down(board, fleet):
 def test_who_is_down_may_change_hands(telling, fleet):
     """One down for another is a change, although as many are up."""
     fail(fleet, ONE)
-    telling.post({"": fleet.pool})
+    telling.update({"": fleet.pool})
     fleet.observe(mark(fleet, ONE), Load(at=1.0), 1.0)
     fail(fleet, TWO)
     assert telling.is_stale({"": fleet.pool})
-    assert telling.post({"": fleet.pool})
+    assert telling.update({"": fleet.pool})
 
 
 def test_a_pool_whose_engines_speak_otherwise_is_another_cluster(board, fleet):

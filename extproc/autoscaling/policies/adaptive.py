@@ -54,7 +54,7 @@ class AdaptivePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
         rate     L = max(mean over window_s, m - sqrt(m request_work / rise_s))
         backlog  B = request_work max(0, requests - concurrency (a + s))
-        ability  X = throughput, c = cold_start_s, w = wait_s, u = utilisation
+        ability  X = throughput, c = cold_start_s, w = wait_s, u = utilization
         short    S = B + L c - X (a c + s (c - r))
         up       max(floor(L / (u X)), ceil(S / (X w)))
         enough   max(floor(L / (u X)), ceil(L c / (X (c + w))), ceil(requests / concurrency))

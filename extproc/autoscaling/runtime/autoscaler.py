@@ -33,7 +33,7 @@ from extproc.telemetry.scaling_metrics import ScalingMetrics
 
 _log = logging.getLogger("extproc.server")
 
-#: Name of the loop that keeps what was learnt, for the supervisor.
+#: Name of the loop that keeps what was learned, for the supervisor.
 _MEMORY = "autoscaling memory"
 
 #: Name of the loop that writes Events about found pools.
@@ -181,7 +181,7 @@ class Autoscaler:
                 await self._others.wait()
 
     async def hand_over(self) -> None:
-        """Leave what was learnt to whoever leads next, while this one still does."""
+        """Leave what was learned to whoever leads next, while this one still does."""
         if self._memory is not None and self._writes():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._save(self._memory), _LAST_S)
@@ -249,7 +249,7 @@ class Autoscaler:
         return next(taken, None)
 
     def _drop(self, name: str) -> LoopState | None:
-        """Scale it no longer; returns what was learnt."""
+        """Scale it no longer; returns what was learned."""
         one = self._scaled.pop(name, None)
         if one is None:
             return None
@@ -357,7 +357,7 @@ def _build_memory(
     namespace: str,
     clock: Callable[[], float],
 ) -> state_store.StateStore | None:
-    """Where what was learnt outlives this replica; None where nothing does."""
+    """Where what was learned outlives this replica; None where nothing does."""
     if shared.state_file:
         return state_store.FileStateStore(Path(shared.state_file), clock=clock, time=_time)
     if cluster is not None and shared.state:

@@ -34,12 +34,12 @@ class LoopState(msgspec.Struct, frozen=True):
 
     Attributes:
         scaler: Of the policy.
-        learnt: Of the meter.
+        learned: Of the meter.
         requested: Replicas asked for; None while nobody looked.
     """
 
     scaler: RunnerState
-    learnt: EstimatorState
+    learned: EstimatorState
     requested: int | None = None
 
 
@@ -127,7 +127,7 @@ class ControlLoop:
         """
         if not self._scaler.restore(state.scaler, shift_s=shift_s):
             return False
-        self._meter.restore(state.learnt, shift_s=shift_s)
+        self._meter.restore(state.learned, shift_s=shift_s)
         if state.requested is not None:
             self._asked = state.requested
             self.actuator.restore(state.requested)

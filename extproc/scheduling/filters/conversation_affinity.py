@@ -15,7 +15,7 @@ from extproc.scheduling.framework import Signal
 class ConversationAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Keeps the candidates that hold at least `share` of the prompt and are within the budget.
 
-    The estimate is `(Q + u) p`: queued tokens and uncached ones of this request at the learnt
+    The estimate is `(Q + u) p`: queued tokens and uncached ones of this request at the learned
     seconds per prompt token; the budget is `base_s + per_token_s L` (SMetric: 1 s and 62.5 ms for
     each thousand tokens). When nobody holds so much, or no holder is within the budget, everybody
     stays. A conversation that leaves makes a second copy of its history, which pushes somebody
@@ -28,7 +28,7 @@ class ConversationAffinity(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
         per_token_s: Budget of each prompt token (s).
     """
 
-    kind: ClassVar[str] = "prefix-home"
+    kind: ClassVar[str] = "conversation-affinity"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.PREFIX, Signal.QUEUED, Signal.RATES})
 
     share: float = 0.5

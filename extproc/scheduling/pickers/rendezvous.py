@@ -32,7 +32,7 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     Attributes:
         tie_share: How far below the best a total may be, as a share of the best's size. 0.05 is the
-            error of what is learnt: without it an engine that only seems 2 % faster than its equals
+            error of what is learned: without it an engine that only seems 2 % faster than its equals
             would get every long prompt while all are idle.
     """
 

@@ -19,7 +19,7 @@ class KvCacheUtilization(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     Unknown u counts as the mean of the known ones; nobody known scores 0.5.
     """
 
-    kind: ClassVar[str] = "kv-utilisation"
+    kind: ClassVar[str] = "kv-utilization"
     needs: ClassVar[frozenset[Signal]] = frozenset({Signal.KV_USAGE})
 
     def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:

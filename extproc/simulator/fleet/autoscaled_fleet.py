@@ -192,10 +192,10 @@ class AutoscaledFleet:
     def _restart(self) -> None:
         """Another picker, which reads what this one wrote."""
         kept = msgspec.json.encode(self._scaler.state())
-        learnt = msgspec.json.encode(self._meter.state)
+        learned = msgspec.json.encode(self._meter.state)
         self._fresh()
         self._scaler.restore(msgspec.json.decode(kept, type=RunnerState))
-        self._meter.restore(msgspec.json.decode(learnt, type=demand_estimator.EstimatorState))
+        self._meter.restore(msgspec.json.decode(learned, type=demand_estimator.EstimatorState))
 
     def _tick(self) -> None:
         self._look()

@@ -54,7 +54,7 @@ class SimPicker(Protocol):
         """A picked trip ended."""
 
     def rates(self) -> StepTimeModel | None:
-        """How fast engines are, as far as it has learnt; None for not at all."""
+        """How fast engines are, as far as it has learned; None for not at all."""
 
 
 class ExtprocPicker:

@@ -113,7 +113,7 @@ class Picking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class HoldSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How requests wait for a replica, by the rules of pickers' `holding`.
+    """How requests wait for a replica, by the rules of pickers' `flow_control`.
 
     Attributes:
         per_replica: Requests a replica is given at once; further ones wait. None: all, so that
@@ -141,7 +141,7 @@ class ScenarioAutoscaling(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
             model from a local disk.
         grace_s: Seconds a replica that is taken away may finish what it has. None: until it has,
             as with a grace period longer than any answer.
-        hold: How requests wait, in place of the pickers' own `holding`.
+        hold: How requests wait, in place of the pickers' own `flow_control`.
         restarts_s: When the picker is replaced by another one that goes on from its state.
         window_s: Seconds charts average the queue depth over.
     """

@@ -80,7 +80,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- printf "%s-peers" (include "extproc.fullname" . | trunc 57 | trimSuffix "-") -}}
 {{- end -}}
 
-{{- /* The ConfigMap in which they keep what they learnt. */ -}}
+{{- /* The ConfigMap in which they keep what they learned. */ -}}
 {{- define "extproc.scalingState" -}}
 {{- $own := dig "autoscaling" "state" "" .Values.config -}}
 {{- default (printf "%s-autoscaling" (include "extproc.fullname" .)) $own -}}

@@ -18,7 +18,7 @@ from extproc.server.pool_runtime import RuntimeContext
 from extproc.telemetry.counters import ProcessCounters
 from tests.autoscaling import demands
 
-HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\ncluster: {every_pool: cluster}\n"
+HEAD = "apiVersion: extproc/v1alpha1\nkind: ExtProcConfig\ncluster: {discover_pools: cluster}\n"
 RULES = "[{pools: ['a/*'], max: 3, policy: kubeai}, {pools: ['b/*'], annotations: false}]"
 
 
@@ -26,7 +26,7 @@ class Place:
     """Pools from Kubernetes, their autoscaler, and a clock that a test turns."""
 
     def __init__(self, rules=RULES, more=""):
-        text = f"{HEAD}holding: {{enabled: true}}\nautoscaling: {{found: {rules}}}\n{more}"
+        text = f"{HEAD}flow_control: {{enabled: true}}\nautoscaling: {{discovered_pools: {rules}}}\n{more}"
         settings = loader.settings(loader.parse(text, where="f.yaml"))
         self.now = 0.0
         self.listed = True
@@ -85,7 +85,7 @@ def test_a_request_that_waits_wakes_the_loop_of_its_pool():
     assert place.scaled == []
 
 
-def test_what_was_learnt_outlives_a_change_of_bounds():
+def test_what_was_learned_outlives_a_change_of_bounds():
     """Another loop goes on where the one before stopped; the same wish makes no other loop."""
     place = Place()
     place.bring("a/x", max="2")

@@ -37,10 +37,10 @@ class Hands:
         self.asked = []
         self.recalled = None
 
-    def recall(self, replicas):
+    def restore(self, replicas):
         self.recalled = replicas
 
-    async def look(self, available):
+    async def current_replicas(self, available):
         return ActuatorError(self.fails) if self.fails == "look" else self.spec
 
     async def scale(self, desired, spec):

@@ -42,7 +42,7 @@ def test_states_come_back_on_another_clock():
     assert shift_s == -63.0
     other = Watched(until=-1)
     assert other.scaler.restore(found["p"].scaler, shift_s=shift_s)
-    other.meter.restore(found["p"].learnt, shift_s=shift_s)
+    other.meter.restore(found["p"].learned, shift_s=shift_s)
     # It has watched for a whole window: the decision is the one that the first would take.
     assert other.look(7.0) == watched.look(70.0)
 

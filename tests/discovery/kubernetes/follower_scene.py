@@ -28,7 +28,7 @@ class Scene:
         self.facts = []
         self.moved = asyncio.Condition()
         self.folder = folder
-        patience = {"retry_s": 0.01, "retry_most_s": 0.05, "absent_s": 0.05, "coalesce_s": 0.001}
+        patience = {"retry_s": 0.01, "max_retry_s": 0.05, "absent_s": 0.05, "coalesce_s": 0.001}
         self.subject = controller.KubernetesDiscovery(
             settings.KubernetesSettings(
                 sources=sources or (REF,),

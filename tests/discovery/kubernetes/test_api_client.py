@@ -120,7 +120,7 @@ def test_a_pod_uses_its_service_account(account, monkeypatch):
                 tokens.add("second")
                 (account / "token").write_text("second")
                 refused = await server.page(PODS, "")
-                assert (refused.status, refused.stale) == (401, True)
+                assert (refused.status, refused.credentials_expired) == (401, True)
                 await server.renew(server.generation)
                 assert await server.page(PODS, "") == builders.page()
 
@@ -137,7 +137,7 @@ def test_a_server_somebody_else_vouches_for_is_not_believed(account, monkeypatch
             certificate(account, "server")
             async with connected() as server:
                 refused = await server.page(PODS, "")
-                assert (refused.status, refused.stale) == (0, True)
+                assert (refused.status, refused.credentials_expired) == (0, True)
                 (account / "server.crt").write_bytes(theirs.read_bytes())
                 await server.renew(server.generation)
                 assert await server.page(PODS, "") == builders.page()
@@ -167,7 +167,7 @@ def test_a_token_that_vanishes_is_a_refusal(account, monkeypatch):
                 loader.token_expires_at = dt.datetime.min  # noqa: DTZ901 - the client's own
                 (account / "token").write_text("")
                 refused = await server.page(PODS, "")
-                assert (refused.status, refused.stale) == (0, True)
+                assert (refused.status, refused.credentials_expired) == (0, True)
                 (account / "token").unlink()
                 assert (await server.page(PODS, "")).status == 0
 

@@ -130,7 +130,7 @@ def test_a_pool_that_makes_us_raise_hides_no_other(tmp_path, monkeypatch):
     poison(
         monkeypatch,
         pool_views.PodView,
-        "found",
+        "to_discovered_pool",
         lambda view: wrong[0] and view.spec.selector == {"app": "bad"},
     )
     sources = tuple(settings.InferencePoolRef("default", name) for name in ("pool", "other"))

@@ -8,7 +8,7 @@ from extproc.discovery.kubernetes import objects, resources, watch_events
 from tests.discovery.kubernetes import builders
 
 PODS = watch_events.WatchReader(resources.PODS)
-READERS = [watch_events.WatchReader(one) for one in watch_events.reading.FORMS]
+READERS = [watch_events.WatchReader(one) for one in watch_events.decode.FORMS]
 
 KEYS = (
     *("metadata", "name", "namespace", "labels", "annotations", "spec", "status", "items"),

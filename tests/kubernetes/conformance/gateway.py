@@ -1,7 +1,7 @@
 """What a gateway makes of InferencePools and HTTPRoutes: a configuration of Envoy.
 
 Per pool one ext_proc filter, switched on by the routes that end in the pool, a cluster of the
-pool's endpoints that honours the picker's choice and reports who served (or one that connects
+pool's endpoints that honors the picker's choice and reports who served (or one that connects
 straight to it), and a cluster of the picker. Routes come from files, so that a test may change them.
 """
 

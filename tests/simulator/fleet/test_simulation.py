@@ -188,7 +188,7 @@ def test_run_is_a_world_run_to_its_end():
 
 def test_the_example_of_the_package_runs(capsys):
     """What its description shows can be typed."""
-    text = fleet.__doc__.partition("From Python:\n")[2].partition("`world.World")[0]
+    text = fleet.__doc__.partition("From Python:\n")[2].partition("`simulation.Simulation")[0]
     exec(textwrap.dedent(text), {})
     assert len(capsys.readouterr().out.split()) == 2
 
@@ -199,7 +199,7 @@ def test_engines_that_fail_otherwise(how):
     outage = scenario.Outage(engine=0, at_s=1.0, how=how, noticed_s=None, back_s=30.0)
     world = a_world(lively(outages=[outage]), "least-request")
     tally = lost_nothing(world)
-    health = world.pickers[0].parts.store.health
+    health = world.pickers[0].parts.store.outlier_detector
     failed = tally.summary().failed
     if how == "errors":
         assert health.ejections["errors"] >= 1

@@ -11,7 +11,7 @@ from extproc.simulator.http import exposition
 from tests.simulator import engine_server
 from tests.simulator.engine_server import chat
 
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parents[2] / "data"
 #: The machine of the captures: 256 blocks of 32 tokens, 16 sequences, 2 adapter slots.
 TINY = {
     "kv_tokens": 8192,
