@@ -103,8 +103,8 @@ def _at(error: ConfigError, where: str) -> ConfigError:
 
 def _without(tree: object, path: validation.Path) -> dict[str, object] | None:
     """A copy of a tree without one value; None where no value stands there."""
-    whole = copy.deepcopy(tree)
-    below: object = whole
+    remaining = copy.deepcopy(tree)
+    below: object = remaining
     *steps, last = path
     try:
         for step in steps:
@@ -112,4 +112,4 @@ def _without(tree: object, path: validation.Path) -> dict[str, object] | None:
         del below[last]  # type: ignore[attr-defined]  # the same
     except (KeyError, IndexError, TypeError):
         return None
-    return whole if isinstance(whole, dict) else None
+    return remaining if isinstance(remaining, dict) else None

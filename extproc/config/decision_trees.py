@@ -68,8 +68,8 @@ def _node(
             fix="see whether trees refer to each other in a circle",
         )
     node = validation.to_struct(params, _Node, where=where, path=path)
-    made = _entry(node.current, find, where=where, path=(*path, "current"), left=left)
-    if made.keys() - {"kind", "params"} or made["kind"] == "tree":
+    translated = _entry(node.current, find, where=where, path=(*path, "current"), left=left)
+    if translated.keys() - {"kind", "params"} or translated["kind"] == "tree":
         raise ConfigError(
             validation.location(where, (*path, "current")),
             wanted="a filter that is no tree",
@@ -84,8 +84,8 @@ def _node(
     for way, entry in below.items():
         if entry is not None:
             spot = (*path, _WAYS[way])
-            made[way] = _entry(entry, find, where=where, path=spot, left=left)
-    return made
+            translated[way] = _entry(entry, find, where=where, path=spot, left=left)
+    return translated
 
 
 def _entry(

@@ -50,17 +50,17 @@ def scaling(
         ConfigError: An annotation cannot be read, or names what is no object of the pool's
             namespace.
     """
-    rule = next((one for one in rules if _fits(one, key)), None)
+    rule = next((candidate for candidate in rules if _fits(candidate, key)), None)
     if rule is None:
         return None
-    said = annotations if rule.annotations else {}
-    if said.get(TARGET, "").strip() == _NONE:
+    overrides = annotations if rule.annotations else {}
+    if overrides.get(TARGET, "").strip() == _NONE:
         return None
     where = f"annotation of {key}"
-    most = min(rule.max, _count(said, MAX, rule.max, where))
+    most = min(rule.max, _count(overrides, MAX, rule.max, where))
     if not most:
         return None
-    least = min(_count(said, MIN, rule.min, where), most)
+    least = min(_count(overrides, MIN, rule.min, where), most)
     namespace, _, name = key.rpartition("/")
     wanted = ScalingSection(
         policy=rule.policy,
@@ -68,7 +68,7 @@ def scaling(
         min=least,
         max=most,
         meter=rule.meter,
-        target=_target(rule, said.get(TARGET, "").strip(), name, where),
+        target=_target(rule, overrides.get(TARGET, "").strip(), name, where),
     )
     if wanted.target is not None:
         placed = msgspec.structs.replace(wanted.target, namespace=namespace).filled
@@ -120,8 +120,8 @@ def _named(target: ScaleTarget, name: str) -> ScaleTarget:
     return msgspec.structs.replace(target, name=target.name.replace(NAME, name))
 
 
-def _count(said: Mapping[str, str], annotation: str, usual: int, where: str) -> int:
-    text = said.get(annotation, "").strip()
+def _count(overrides: Mapping[str, str], annotation: str, usual: int, where: str) -> int:
+    text = overrides.get(annotation, "").strip()
     if not text:
         return usual
     if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS:

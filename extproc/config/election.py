@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import msgspec
 
 from extproc.config import kubernetes_plan, pools
-from extproc.config import settings as sections
-from extproc.discovery.kubernetes import settings as watching
+from extproc.config.settings import Settings
+from extproc.discovery.kubernetes.settings import AllPools, KubernetesSettings
 from extproc.election import lease
-from extproc.election import settings as electing
+from extproc.election.settings import ElectionSettings
 from extproc.errors import ConfigError
 
 #: Says that this is a pod (Kubernetes sets it in every container).
@@ -32,13 +32,11 @@ class ElectionPlan(msgspec.Struct, frozen=True):
         reaching: How the API server is reached.
     """
 
-    lease: electing.ElectionSettings
-    reaching: watching.KubernetesSettings
+    lease: ElectionSettings
+    reaching: KubernetesSettings
 
 
-def plan(
-    settings: sections.Settings, *, where: str, environment: Mapping[str, str]
-) -> ElectionPlan | None:
+def plan(settings: Settings, *, where: str, environment: Mapping[str, str]) -> ElectionPlan | None:
     """The election to stand for; None for none.
 
     Args:
@@ -74,15 +72,11 @@ def plan(
         )
     return ElectionPlan(
         msgspec.structs.replace(wanted.lease, name=name, namespace=wanted.lease.namespace or here),
-        watching.KubernetesSettings(
-            sources=(), kubeconfig=wanted.kubeconfig, context=wanted.context
-        ),
+        KubernetesSettings(sources=(), kubeconfig=wanted.kubeconfig, context=wanted.context),
     )
 
 
-def _name(
-    settings: sections.Settings, followed: kubernetes_plan.KubernetesPlan | None, here: str
-) -> str:
+def _name(settings: Settings, followed: kubernetes_plan.KubernetesPlan | None, here: str) -> str:
     """As the upstream picker calls it, where there is one pool.
 
     Source: docs/spec/protocol.md#flags-and-defaults.
@@ -91,14 +85,14 @@ def _name(
     if len(settings.pools) > 1 or len(sources) > 1:
         return f"epp-{here}-pools.llm-d.ai"
     for source in sources:
-        if isinstance(source, watching.AllPools):
+        if isinstance(source, AllPools):
             return f"epp-{here}-pools.llm-d.ai"
         return f"epp-{source.namespace}-{source.name}.llm-d.ai"
     named = settings.pools[0].name if settings.pools else settings.pool.name
     return f"epp-{here}-{named or 'pool'}.llm-d.ai"
 
 
-def _check_times(wanted: electing.ElectionSettings, where: str) -> None:
+def _check_times(wanted: ElectionSettings, where: str) -> None:
     if wanted.retry_s * _SLACK < wanted.renew_s < wanted.duration_s:
         return
     raise ConfigError(

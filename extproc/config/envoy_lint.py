@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 
 from extproc.config import envoy_tree
-from extproc.config import settings as sections
 from extproc.config.envoy_tree import YamlTree
+from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.flow_control.request_headers import FlowHeaders
 from extproc.protocol import headers
@@ -71,7 +71,7 @@ class Finding(msgspec.Struct, frozen=True):
     text: str
 
 
-def read(tree: object, settings: sections.Settings, *, where: str) -> Iterator[Finding]:
+def read(tree: object, settings: Settings, *, where: str) -> Iterator[Finding]:
     """Everything worth saying about an Envoy configuration.
 
     Args:
@@ -83,28 +83,36 @@ def read(tree: object, settings: sections.Settings, *, where: str) -> Iterator[F
         ConfigError: It has no connection manager with an ext_proc filter, or a time that is none.
     """
     clusters = {
-        name: one for one in envoy_tree.walk(tree) if (name := envoy_tree.cluster_name(one))
+        name: message
+        for message in envoy_tree.walk(tree)
+        if (name := envoy_tree.cluster_name(message))
     }
-    managers = [one for one in envoy_tree.walk(tree) if envoy_tree.is_a(one, _MANAGER)]
-    seen = False
+    managers = [message for message in envoy_tree.walk(tree) if envoy_tree.is_a(message, _MANAGER)]
+    has_processor = False
     for at, manager in enumerate(managers):
-        processors = [one for one in envoy_tree.walk(manager) if envoy_tree.is_a(one, _PROCESSOR)]
+        processors = [
+            message for message in envoy_tree.walk(manager) if envoy_tree.is_a(message, _PROCESSOR)
+        ]
         for processor in processors:
-            seen = True
+            has_processor = True
             place = f"connection manager {manager.get('stat_prefix', at)}"
             yield from _manager(manager, processor, settings, place=place, where=where)
             yield from _uploads(manager, place=place, where=where)
             yield from _clients(manager, place=place)
             yield from _routes(manager, settings, place=place, where=where)
             yield from _processor(processor, clusters, settings, place=place, where=where)
-    if not seen:
+    if not has_processor:
         raise ConfigError(
             where,
             wanted="an HTTP connection manager with an ext_proc filter",
             found=f"{len(managers)} without" if managers else "no connection manager",
             fix="name the file of an Envoy that asks this picker",
         )
-    limits = [one for one in envoy_tree.walk(tree) if "per_connection_buffer_limit_bytes" in one]
+    limits = [
+        message
+        for message in envoy_tree.walk(tree)
+        if "per_connection_buffer_limit_bytes" in message
+    ]
     yield from _buffers(limits, managers, settings)
     named = {name for manager in managers for name in envoy_tree.route_clusters(manager)}
     if not envoy_tree.has_cluster_discovery(tree):
@@ -134,7 +142,7 @@ def _missing_clusters(names: list[str]) -> Iterator[Finding]:
         )
 
 
-def longest_hold_s(settings: sections.Settings) -> float:
+def longest_hold_s(settings: Settings) -> float:
     """How long a request may wait before it is routed (seconds); 0 where none does."""
     holding = settings.flow_control
     if not holding.enabled:
@@ -144,7 +152,7 @@ def longest_hold_s(settings: sections.Settings) -> float:
 
 
 def _manager(
-    manager: YamlTree, processor: YamlTree, settings: sections.Settings, *, place: str, where: str
+    manager: YamlTree, processor: YamlTree, settings: Settings, *, place: str, where: str
 ) -> Iterator[Finding]:
     hold_s = longest_hold_s(settings)
     idle_s = envoy_tree.seconds(manager, "stream_idle_timeout", _STREAM_IDLE_S, where=where)
@@ -156,14 +164,14 @@ def _manager(
             "and answers that say nothing for that long; write 3600s",
         )
     else:
-        yield Finding("fine", place, f"stream_idle_timeout is {_told(idle_s)}")
+        yield Finding("fine", place, f"stream_idle_timeout is {_format_seconds(idle_s)}")
     common = manager.get("common_http_protocol_options") or {}
-    whole_s = envoy_tree.seconds(common, "max_stream_duration", 0.0, where=where)
-    if whole_s:
+    duration_s = envoy_tree.seconds(common, "max_stream_duration", 0.0, where=where)
+    if duration_s:
         yield Finding(
             "warning",
             place,
-            f"max_stream_duration is {whole_s:g} s: every answer that takes longer is cut",
+            f"max_stream_duration is {duration_s:g} s: every answer that takes longer is cut",
         )
     body = envoy_tree.mode(processor, "request_body_mode")
     message_s = envoy_tree.seconds(processor, "message_timeout", _MESSAGE_S, where=where)
@@ -231,9 +239,7 @@ def _clients(manager: YamlTree, *, place: str) -> Iterator[Finding]:
         yield Finding("fine", place, "clients cannot say whose turn it is")
 
 
-def _routes(
-    manager: YamlTree, settings: sections.Settings, *, place: str, where: str
-) -> Iterator[Finding]:
+def _routes(manager: YamlTree, settings: Settings, *, place: str, where: str) -> Iterator[Finding]:
     hold_s = longest_hold_s(settings)
     for number, route in enumerate(envoy_tree.routes(manager)):
         spot = f"{place}, route {number}"
@@ -257,24 +263,24 @@ def _routes(
                     f"that wait up to {hold_s:g} s",
                 )
         longest = route.get("max_stream_duration") or {}
-        whole_s = envoy_tree.seconds(longest, "max_stream_duration", 0.0, where=where)
-        if whole_s:
+        duration_s = envoy_tree.seconds(longest, "max_stream_duration", 0.0, where=where)
+        if duration_s:
             yield Finding(
-                "warning", spot, f"max_stream_duration is {whole_s:g} s: longer answers are cut"
+                "warning", spot, f"max_stream_duration is {duration_s:g} s: longer answers are cut"
             )
 
 
 def _processor(
-    processor: YamlTree, clusters: Mapping[str, YamlTree], settings: sections.Settings, **spot: str
+    processor: YamlTree, clusters: Mapping[str, YamlTree], settings: Settings, **spot: str
 ) -> Iterator[Finding]:
     place, where = spot["place"], spot["where"]
     service = processor.get("grpc_service") or {}
-    whole_s = envoy_tree.seconds(service, "timeout", 0.0, where=where)
-    if whole_s:
+    timeout_s = envoy_tree.seconds(service, "timeout", 0.0, where=where)
+    if timeout_s:
         yield Finding(
             "cut",
             place,
-            f"grpc_service.timeout is {whole_s:g} s: the stream to the picker ends then, and with "
+            f"grpc_service.timeout is {timeout_s:g} s: the stream to the picker ends then, and with "
             "it the account of the request; remove it",
         )
     if envoy_tree.mode(processor, "request_body_mode") == "NONE":
@@ -332,16 +338,16 @@ def _bodies(processor: YamlTree, *, place: str) -> Iterator[Finding]:
         )
 
 
-def _breakers(cluster: YamlTree, settings: sections.Settings, *, place: str) -> Iterator[Finding]:
+def _breakers(cluster: YamlTree, settings: Settings, *, place: str) -> Iterator[Finding]:
     """One stream to the picker is open for every request under way, waiting ones included."""
     held = settings.flow_control.max_requests if settings.flow_control.enabled else 0
-    wanted = max(held, envoy_tree.REQUESTS + 1)
-    found = envoy_tree.open_requests(cluster)
-    if found < wanted:
+    required = max(held, envoy_tree.REQUESTS + 1)
+    open_requests = envoy_tree.open_requests(cluster)
+    if open_requests < required:
         yield Finding(
-            "cut" if found <= held else "warning",
+            "cut" if open_requests <= held else "warning",
             place,
-            f"circuit_breakers let {found} requests be open at once, one for every request under "
+            f"circuit_breakers let {open_requests} requests be open at once, one for every request under "
             f"way; {held} may wait alone: write max_requests and max_pending_requests 40000",
         )
 
@@ -356,9 +362,9 @@ def _engines(name: str, cluster: YamlTree, *, where: str) -> Iterator[Finding]:
         )
     options: YamlTree = next(
         (
-            one["common_http_protocol_options"]
-            for one in (*envoy_tree.walk(cluster),)
-            if isinstance(one.get("common_http_protocol_options"), Mapping)
+            message["common_http_protocol_options"]
+            for message in (*envoy_tree.walk(cluster),)
+            if isinstance(message.get("common_http_protocol_options"), Mapping)
         ),
         {},
     )
@@ -367,13 +373,13 @@ def _engines(name: str, cluster: YamlTree, *, where: str) -> Iterator[Finding]:
         yield Finding(
             "warning",
             place,
-            f"idle_timeout of upstream connections is {_told(idle_s)}: vLLM closes them after "
+            f"idle_timeout of upstream connections is {_format_seconds(idle_s)}: vLLM closes them after "
             f"{_ENGINE_KEEPS_S:g} s, and a request on its way then is a 503; write 2s",
         )
 
 
 def _buffers(
-    limits: list[YamlTree], managers: list[YamlTree], settings: sections.Settings
+    limits: list[YamlTree], managers: list[YamlTree], settings: Settings
 ) -> Iterator[Finding]:
     modes = {
         envoy_tree.mode(processor, "request_body_mode")
@@ -383,9 +389,9 @@ def _buffers(
     }
     if not modes & _BUFFERED:
         return
-    listeners = [one for one in limits if "filter_chains" in one]
+    listeners = [listener for listener in limits if "filter_chains" in listener]
     size = min(
-        (int(one["per_connection_buffer_limit_bytes"]) for one in listeners),
+        (int(listener["per_connection_buffer_limit_bytes"]) for listener in listeners),
         default=_BUFFER_BYTES,
     )
     wanted = settings.limits.max_body_bytes
@@ -405,5 +411,5 @@ def _buffers(
         )
 
 
-def _told(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds:g} s" if seconds else "off"

@@ -32,7 +32,9 @@ _CLUSTERS = frozenset(
 def open_requests(cluster: YamlTree) -> int:
     """Requests a cluster's circuit breakers let be open at once."""
     thresholds = (cluster.get("circuit_breakers") or {}).get("thresholds") or []
-    usual = [one for one in thresholds if one.get("priority", "DEFAULT") == "DEFAULT"]
+    usual = [
+        threshold for threshold in thresholds if threshold.get("priority", "DEFAULT") == "DEFAULT"
+    ]
     if not usual:
         return REQUESTS
     first = usual[0]
@@ -43,9 +45,9 @@ def open_requests(cluster: YamlTree) -> int:
 
 def routes(manager: YamlTree) -> Iterator[YamlTree]:
     """The actions of a connection manager's routes."""
-    for one in walk(manager):
-        route = one.get("route")
-        if isinstance(route, Mapping) and "match" in one:
+    for message in walk(manager):
+        route = message.get("route")
+        if isinstance(route, Mapping) and "match" in message:
             yield route
 
 
@@ -68,12 +70,14 @@ def removed_headers(manager: YamlTree) -> frozenset[str]:
     """Names of request headers that a connection manager removes before its ext_proc filter."""
     early = manager.get("early_header_mutation_extensions") or []
     ahead = itertools.takewhile(
-        lambda one: not is_a(one.get("typed_config") or {}, "ext_proc.v3.ExternalProcessor"),
+        lambda extension: (
+            not is_a(extension.get("typed_config") or {}, "ext_proc.v3.ExternalProcessor")
+        ),
         manager.get("http_filters") or [],
     )
     removed: set[str] = set()
-    for one in (*early, *ahead):
-        config = one.get("typed_config") or {}
+    for extension in (*early, *ahead):
+        config = extension.get("typed_config") or {}
         if not is_a(config, "header_mutation.v3.HeaderMutation"):
             continue
         # The early extension has its list in `mutations`, the filter one level below.
@@ -84,14 +88,14 @@ def removed_headers(manager: YamlTree) -> frozenset[str]:
     return frozenset(removed)
 
 
-def is_a(one: YamlTree, kind: str) -> bool:
+def is_a(message: YamlTree, kind: str) -> bool:
     """Whether a mapping is a message of this type."""
-    return str(one.get("@type", "")).endswith(kind)
+    return str(message.get("@type", "")).endswith(kind)
 
 
-def cluster_name(one: YamlTree) -> str:
+def cluster_name(message: YamlTree) -> str:
     """The name of a cluster; empty for what is none."""
-    return str(one["name"]) if "name" in one and _CLUSTERS & set(one) else ""
+    return str(message["name"]) if "name" in message and _CLUSTERS & set(message) else ""
 
 
 def has_cluster_discovery(tree: object) -> bool:
@@ -116,11 +120,11 @@ def seconds(tree: YamlTree, name: str, usual: float, *, where: str) -> float:
     Raises:
         ConfigError: It is none.
     """
-    found = tree.get(name)
-    if found is None:
+    text = tree.get(name)
+    if text is None:
         return usual
-    if not isinstance(found, str) or not _SECONDS.fullmatch(found):
+    if not isinstance(text, str) or not _SECONDS.fullmatch(text):
         raise ConfigError(
-            where, wanted=f"{name} in seconds, such as 60s", found=str(found), fix="correct it"
+            where, wanted=f"{name} in seconds, such as 60s", found=str(text), fix="correct it"
         )
-    return float(found[:-1])
+    return float(text[:-1])

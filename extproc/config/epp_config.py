@@ -11,8 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from extproc.config import decision_trees, scheduling_schema, upstream_flow_control, validation
-from extproc.config import settings as sections
+from extproc.config import (
+    decision_trees,
+    scheduling_schema,
+    settings,
+    upstream_flow_control,
+    validation,
+)
 from extproc.config.epp_past_types import DECISION_TREE
 from extproc.config.epp_plugin_type import UpstreamType
 from extproc.config.epp_plugin_types import TYPES
@@ -97,12 +102,12 @@ def from_endpoint_picker_config(
         warnings.append(f"apiVersion {version} is deprecated: write {VERSIONS[0]}")
     for key, value in tree.items():
         if key not in _KEYS:
-            meant = validation.closest_name(key, _KEYS)
+            suggestion = validation.closest_name(key, _KEYS)
             raise ConfigError(
                 validation.location(where, (key,)),
                 wanted=f"one of {', '.join(_KEYS)}",
                 found=f"the unknown key {key}",
-                fix=f"did you mean {meant}?" if meant else "remove it",
+                fix=f"did you mean {suggestion}?" if suggestion else "remove it",
             )
         if _KEYS[key] and value:
             warnings.append(_KEYS[key])
@@ -115,8 +120,8 @@ def from_endpoint_picker_config(
         # Upstream's own default when nothing is configured (docs/spec/protocol.md#default-profile).
         scheduling = {"strategy": "weighted"}
     ours: dict[str, object] = {
-        "apiVersion": sections.API_VERSION,
-        "kind": sections.KIND,
+        "apiVersion": settings.API_VERSION,
+        "kind": settings.KIND,
         "scheduling": scheduling,
     }
     if section is not None:
@@ -199,7 +204,7 @@ def check_supported(
     Raises:
         ConfigError: Requests are to be split over several engines.
     """
-    profiles = [one.name for one in rules.scheduling_profiles]
+    profiles = [profile.name for profile in rules.scheduling_profiles]
     for index, plugin in enumerate(rules.plugins):
         if plugin.type in _SPLITTING and len(profiles) > 1:
             others = ", ".join(name for name in profiles if name != _decoding(plugin))
@@ -277,8 +282,8 @@ def _translate_plugin(
                 found=written.type,
                 fix=TYPES[written.type].note,
             )
-        found = scheduling_schema.PluginEntry(kind=kind, params=_effective(written))
-        return found, written.type == DECISION_TREE
+        entry = scheduling_schema.PluginEntry(kind=kind, params=_effective(written))
+        return entry, written.type == DECISION_TREE
 
     params = decision_trees.from_decision_tree(plugin.params, find, where=where, path=path)
     return msgspec.structs.replace(plugin, params=params)
@@ -289,13 +294,13 @@ def _check_idle(known: UpstreamType, plugin: scheduling_schema.NamedPlugin, spot
     if not known.parameters:
         return
     for name in plugin.parameters:
-        meant = validation.closest_name(name, known.parameters)
-        if name not in known.parameters and meant:
+        suggestion = validation.closest_name(name, known.parameters)
+        if name not in known.parameters and suggestion:
             raise ConfigError(
                 f"{spot}.parameters.{name}",
                 wanted=f"one of {', '.join(known.parameters)}",
                 found=f"the unknown parameter {name}",
-                fix=f"did you mean {meant}?",
+                fix=f"did you mean {suggestion}?",
             )
 
 
@@ -321,7 +326,9 @@ def _routing(
         return scheduling_schema.SchedulingProfile(name="default", plugins=refs), 0
     if len(profiles) == 1:
         return profiles[0], 0
-    wanted = next((_decoding(one) for one in scheduling.plugins if one.type in _HANDLERS), "")
+    wanted = next(
+        (_decoding(plugin) for plugin in scheduling.plugins if plugin.type in _HANDLERS), ""
+    )
     for at, profile in enumerate(profiles):
         if profile.name == wanted:
             return profile, at
@@ -343,11 +350,13 @@ def _decoding(handler: scheduling_schema.NamedPlugin) -> str:
 
 
 def _unknown(name: str, known: Mapping[str, object] | set[str], spot: str) -> ConfigError:
-    meant = validation.closest_name(name, known)
+    suggestion = validation.closest_name(name, known)
     few = len(known) <= _MOST_SHOWN
     return ConfigError(
         spot,
         wanted=f"one of {', '.join(sorted(known))}" if few else "a plugin type that exists",
         found=name,
-        fix=f"did you mean {meant}?" if meant else "extproc check --plugins lists what there is",
+        fix=f"did you mean {suggestion}?"
+        if suggestion
+        else "extproc check --plugins lists what there is",
     )

@@ -36,25 +36,25 @@ _PREDICTION = (
 _SHORT_QUEUE = 128
 
 
-def _low_queue(given: Mapping[str, object]) -> Mapping[str, object]:
+def _low_queue(old_params: Mapping[str, object]) -> Mapping[str, object]:
     """At most `threshold` waiting requests."""
-    params = {"threshold": _SHORT_QUEUE, **given}
+    params = {"threshold": _SHORT_QUEUE, **old_params}
     bound = {"metric": "waiting-queue", "maxValue": params.pop("threshold")}
     return {"conditions": [bound], **params}
 
 
-def _active_requests(given: Mapping[str, object]) -> Mapping[str, object]:
+def _active_requests(old_params: Mapping[str, object]) -> Mapping[str, object]:
     """At most `maxRequests` of our own."""
-    params = dict(given)
+    params = dict(old_params)
     bound: dict[str, object] = {"metric": "active-requests"}
     if "maxRequests" in params:
         bound |= {"maxValue": params.pop("maxRequests")}
     return {"conditions": [bound], **params}
 
 
-def _share(given: Mapping[str, object]) -> Mapping[str, object]:
+def _share(old_params: Mapping[str, object]) -> Mapping[str, object]:
     """`threshold` is the probability of the holders."""
-    return {"share" if name == "threshold" else name: value for name, value in given.items()}
+    return {"share" if name == "threshold" else name: value for name, value in old_params.items()}
 
 
 _FILTERS = (

@@ -19,7 +19,7 @@ __all__ = ["TYPES", "UpstreamType"]
 #: Upstream name to what becomes of it.
 TYPES: Mapping[str, UpstreamType] = MappingProxyType(
     {
-        each.name: each
-        for each in (*epp_scheduling_types.ROWS, *epp_input_types.ROWS, *epp_past_types.ROWS)
+        row.name: row
+        for row in (*epp_scheduling_types.ROWS, *epp_input_types.ROWS, *epp_past_types.ROWS)
     }
 )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from extproc.config import loader, policy_schema, profiles
-from extproc.config import settings as sections
+from extproc.config.settings import ScrapeSection, Settings
 from extproc.discovery import dns, endpoint_list, static_discovery
 from extproc.endpoint import Endpoint
 from extproc.pool import outlier_detection
@@ -45,7 +45,7 @@ class PoolParts(msgspec.Struct, frozen=True):
         following: How the endpoints file and names are followed.
     """
 
-    settings: sections.Settings
+    settings: Settings
     rng: random.Random
     store: PoolStore
     index: PrefixIndex
@@ -71,7 +71,7 @@ def _untimed() -> plugin_guard.GuardFactory:
 
 
 def build(
-    settings: sections.Settings,
+    settings: Settings,
     *,
     where: str = "settings",
     on_gone: Callable[[Endpoint], None] = _ignore_removed,
@@ -134,7 +134,7 @@ def build(
 
 
 def reroute(
-    settings: sections.Settings,
+    settings: Settings,
     *,
     where: str,
     guards: plugin_guard.GuardFactory,
@@ -155,7 +155,7 @@ def reroute(
     return routing(settings, resolved.profile, resolved.by_model), resolved
 
 
-def exchange(settings: sections.Settings) -> ExchangeSettings:
+def exchange(settings: Settings) -> ExchangeSettings:
     """What all exchanges have in common."""
     return ExchangeSettings(
         max_body_bytes=settings.limits.max_body_bytes,
@@ -168,7 +168,7 @@ def exchange(settings: sections.Settings) -> ExchangeSettings:
 
 
 def routing(
-    settings: sections.Settings, profile: SchedulerProfile, by_model: Mapping[str, SchedulerProfile]
+    settings: Settings, profile: SchedulerProfile, by_model: Mapping[str, SchedulerProfile]
 ) -> routing_config.RoutingConfig:
     """What a dispatcher routes by."""
     return routing_config.RoutingConfig(
@@ -213,7 +213,7 @@ def discovery(
     )
 
 
-def scrape_tls(scrape: sections.ScrapeSection) -> ssl.SSLContext | None:
+def scrape_tls(scrape: ScrapeSection) -> ssl.SSLContext | None:
     """The TLS context of the scraper's client; None for plain HTTP."""
     if scrape.scheme == "http":
         return None
@@ -224,7 +224,7 @@ def scrape_tls(scrape: sections.ScrapeSection) -> ssl.SSLContext | None:
     return context
 
 
-def _scraping(scrape: sections.ScrapeSection) -> scraper.ScraperSettings:
+def _scraping(scrape: ScrapeSection) -> scraper.ScraperSettings:
     return scraper.ScraperSettings(
         path=scrape.path,
         timeout_s=scrape.timeout_s,

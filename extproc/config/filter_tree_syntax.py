@@ -79,10 +79,10 @@ def build_tree_params(
     left = iter(range(LARGEST))
     if "root" not in params and ("kind" in params or "name" in params):
         return {"root": _node(params, build, left, where=where, path=path)}
-    made: dict[str, object] = dict(params)
-    if "root" in made:
-        made["root"] = _node(made["root"], build, left, where=where, path=(*path, "root"))
-    return made
+    built: dict[str, object] = dict(params)
+    if "root" in built:
+        built["root"] = _node(built["root"], build, left, where=where, path=(*path, "root"))
+    return built
 
 
 def _node(
@@ -104,13 +104,13 @@ def _node(
             found=entry.kind,
             fix="write its root here: a node is a tree already",
         )
-    made = build(entry, path)
+    node_filter = build(entry, path)
     successors = {
         ours: _node(node, build, left, where=where, path=(*path, spelt))
         for (ours, spelt), node in zip(named.items(), below, strict=True)
         if node is not None
     }
-    return filter_tree.FilterTreeNode(filter=made, **successors)
+    return filter_tree.FilterTreeNode(filter=node_filter, **successors)
 
 
 #: An entry for its filter, how each of our successors is spelt there, and these.

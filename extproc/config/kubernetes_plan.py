@@ -8,8 +8,15 @@ from pathlib import Path
 import msgspec
 
 from extproc.config import pool_schema
-from extproc.config import settings as sections
-from extproc.discovery.kubernetes import settings as watching
+from extproc.config.settings import Settings
+from extproc.discovery.kubernetes.settings import (
+    AllPools,
+    InferencePoolRef,
+    KubernetesSettings,
+    KubernetesSource,
+    PodSelector,
+    ServiceRef,
+)
 from extproc.errors import ConfigError
 
 #: Where a pod finds the namespace it runs in.
@@ -28,12 +35,12 @@ class KubernetesPlan(msgspec.Struct, frozen=True):
             is a pool that Kubernetes brings.
     """
 
-    watching: watching.KubernetesSettings
+    watching: KubernetesSettings
     pools: Mapping[str, str]
 
 
 def plan(
-    settings: sections.Settings, *, where: str, environment: Mapping[str, str]
+    settings: Settings, *, where: str, environment: Mapping[str, str]
 ) -> KubernetesPlan | None:
     """What is to be followed; None for nothing.
 
@@ -47,7 +54,7 @@ def plan(
     """
     here = namespace(environment)
     listed = settings.pools or (settings.pool,)
-    found: list[watching.KubernetesSource] = []
+    sources: list[KubernetesSource] = []
     names: dict[str, str] = {}
     for pool in listed:
         if pool.kubernetes is None:
@@ -61,16 +68,16 @@ def plan(
                 fix="take it out of one of them",
             )
         names[source.key] = pool.name
-        found.append(source)
+        sources.append(source)
     cluster = settings.cluster
     if cluster.discover_pools != "none":
         only = "" if cluster.discover_pools == "cluster" else cluster.namespace or here
-        found.append(watching.AllPools(only))
-    if not found:
+        sources.append(AllPools(only))
+    if not sources:
         return None
     return KubernetesPlan(
-        watching.KubernetesSettings(
-            sources=found,
+        KubernetesSettings(
+            sources=sources,
             kubeconfig=cluster.kubeconfig,
             context=cluster.context,
             policies=cluster.policies,
@@ -97,10 +104,10 @@ def namespace(environment: Mapping[str, str]) -> str:
 
 def _source(
     wanted: pool_schema.KubernetesSection, name: str, here: str
-) -> watching.InferencePoolRef | watching.PodSelector | watching.ServiceRef:
+) -> InferencePoolRef | PodSelector | ServiceRef:
     place = wanted.namespace or here
     if wanted.inference_pool:
-        return watching.InferencePoolRef(place, wanted.inference_pool, wanted.group)
+        return InferencePoolRef(place, wanted.inference_pool, wanted.group)
     if wanted.service:
-        return watching.ServiceRef(place, wanted.service, wanted.port)
-    return watching.PodSelector(place, dict(wanted.selector), wanted.ports, name)
+        return ServiceRef(place, wanted.service, wanted.port)
+    return PodSelector(place, dict(wanted.selector), wanted.ports, name)

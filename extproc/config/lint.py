@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from extproc.config import epp_config, policy_schema, pools
-from extproc.config import settings as sections
+from extproc.config.settings import Settings
 
 
-def advice(settings: sections.Settings) -> Iterator[str]:
+def advice(settings: Settings) -> Iterator[str]:
     """One sentence for each thing worth a second look."""
     yield from epp_config.warnings(settings.scheduling.plugins)
     yield from _rewrites(settings)
@@ -41,13 +41,13 @@ def advice(settings: sections.Settings) -> Iterator[str]:
         yield "scheduling.respect_subset is false: endpoints a gateway excludes are used all the same"
 
 
-def _rewrites(settings: sections.Settings) -> Iterator[str]:
+def _rewrites(settings: Settings) -> Iterator[str]:
     yield from policy_schema.warnings(settings.pool.rewrites, "pool.rewrites")
     for at, pool in enumerate(settings.pools):
         yield from policy_schema.warnings(pool.rewrites, f"pools[{at}].rewrites")
 
 
-def _scaling(settings: sections.Settings) -> Iterator[str]:
+def _scaling(settings: Settings) -> Iterator[str]:
     pools = settings.pools or (settings.pool,)
     least = [pool.autoscaling.min for pool in pools if pool.autoscaling]
     least += [rule.min for rule in settings.autoscaling.discovered_pools]
@@ -58,7 +58,7 @@ def _scaling(settings: sections.Settings) -> Iterator[str]:
         )
 
 
-def _xds(settings: sections.Settings) -> Iterator[str]:
+def _xds(settings: Settings) -> Iterator[str]:
     if settings.xds.enabled and not settings.scheduling.fallbacks:
         yield (
             "xds is served and scheduling.fallbacks is 0: when an endpoint fails, Envoy chooses "

@@ -12,7 +12,7 @@ import msgspec
 import yaml
 
 from extproc.config import epp_config, pool_schema, pools, validation
-from extproc.config import settings as sections
+from extproc.config.settings import API_VERSION, KIND, Settings
 from extproc.discovery import endpoint_list
 from extproc.discovery.file import YAML_FAILURES
 from extproc.errors import ConfigError
@@ -57,9 +57,7 @@ class FlagOverride(msgspec.Struct, frozen=True):
 
 
 #: No file: defaults, and what flags say.
-EMPTY = ConfigDocument(
-    "the command line", {"apiVersion": sections.API_VERSION, "kind": sections.KIND}
-)
+EMPTY = ConfigDocument("the command line", {"apiVersion": API_VERSION, "kind": KIND})
 
 
 def read(path: Path) -> ConfigDocument:
@@ -110,13 +108,13 @@ def parse(text: str, *, where: str) -> ConfigDocument:
         ConfigError: It is not one mapping, or a key stands twice.
     """
     tree = tree_of(text, where=where)
-    _refuse_unusable(tree, where=where, path=(), seen=itertools.count())
+    _refuse_unusable(tree, where=where, path=(), counter=itertools.count())
     if not isinstance(tree, dict):
         raise ConfigError(
             where,
             wanted="a mapping with apiVersion and kind",
             found=validation.show(tree),
-            fix=f"begin with 'apiVersion: {sections.API_VERSION}'",
+            fix=f"begin with 'apiVersion: {API_VERSION}'",
         )
     if tree.get("kind") == epp_config.KIND:
         ours, warnings = epp_config.from_endpoint_picker_config(tree, where=where)
@@ -148,7 +146,7 @@ def tree_of(text: str, *, where: str) -> object:
         raise _malformed(error, where) from None
 
 
-def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -> sections.Settings:
+def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -> Settings:
     """Settings from a document and the flags that beat it.
 
     Raises:
@@ -157,13 +155,13 @@ def settings(document: ConfigDocument, overrides: Sequence[FlagOverride] = ()) -
     """
     where = document.where
     _known_kind(document)
-    validation.to_struct(document.tree, sections.Settings, where=where)
+    validation.to_struct(document.tree, Settings, where=where)
     tree: Mapping[str, object] = document.tree
     for override in overrides:
         tree = _put(tree, override.path, override.value)
         # The file is in order, so what fails now is this flag.
-        validation.to_struct(tree, sections.Settings, where=override.flag)
-    merged = validation.to_struct(tree, sections.Settings, where=where)
+        validation.to_struct(tree, Settings, where=override.flag)
+    merged = validation.to_struct(tree, Settings, where=where)
     flags = sorted({override.flag for override in overrides})
     listed = "--endpoints" if "--endpoints" in flags else validation.location(where, ("pool",))
     entries(merged.pool, where=listed)
@@ -194,7 +192,7 @@ def entries(
     return endpoint_list.from_document({"endpoints": listed}, where=where)
 
 
-def _anchored(merged: sections.Settings, folder: str) -> sections.Settings:
+def _anchored(merged: Settings, folder: str) -> Settings:
     """The same settings with plugin files looked for beside the configuration."""
     scheduling = merged.scheduling
     if not scheduling.plugin_files:
@@ -207,7 +205,7 @@ def _anchored(merged: sections.Settings, folder: str) -> sections.Settings:
 
 def _known_kind(document: ConfigDocument) -> None:
     tree = document.tree
-    for key, value in (("apiVersion", sections.API_VERSION), ("kind", sections.KIND)):
+    for key, value in (("apiVersion", API_VERSION), ("kind", KIND)):
         if key not in tree:
             raise ConfigError(
                 document.where,
@@ -217,7 +215,7 @@ def _known_kind(document: ConfigDocument) -> None:
             )
 
 
-def check_compatible(merged: sections.Settings, *, where: str) -> None:
+def check_compatible(merged: Settings, *, where: str) -> None:
     """Refuse settings that are right one by one and cannot be meant together.
 
     Args:
@@ -264,10 +262,10 @@ def _put(tree: Mapping[str, object], path: tuple[str, ...], value: object) -> di
 
 
 def _refuse_unusable(
-    tree: object, *, where: str, path: validation.Path, seen: Iterator[int]
+    tree: object, *, where: str, path: validation.Path, counter: Iterator[int]
 ) -> None:
     """YAML can say .inf and .nan, and a mapping that holds itself; no setting can mean them."""
-    if next(seen) > _MOST_VALUES:
+    if next(counter) > _MOST_VALUES:
         raise ConfigError(
             where,
             wanted=f"at most {_MOST_VALUES} values",
@@ -283,10 +281,10 @@ def _refuse_unusable(
         )
     if isinstance(tree, dict):
         for key, value in tree.items():
-            _refuse_unusable(value, where=where, path=(*path, str(key)), seen=seen)
+            _refuse_unusable(value, where=where, path=(*path, str(key)), counter=counter)
     elif isinstance(tree, list):
         for at, value in enumerate(tree):
-            _refuse_unusable(value, where=where, path=(*path, at), seen=seen)
+            _refuse_unusable(value, where=where, path=(*path, at), counter=counter)
     elif isinstance(tree, float) and not math.isfinite(tree):
         raise ConfigError(
             validation.location(where, path),
@@ -332,12 +330,12 @@ class _Loader(yaml.SafeLoader):
         deep: bool = False,  # noqa: FBT001, FBT002 - PyYAML's signature, called by position
     ) -> dict[Hashable, object]:
         """Build a mapping; PyYAML would keep the last of equal keys without a word."""
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
                 continue
-            if key.value in seen:
+            if key.value in keys:
                 line = f" (again in line {key.start_mark.line + 1})"
                 raise _twice(self.where, key.value, line)
-            seen.add(key.value)
+            keys.add(key.value)
         return super().construct_mapping(node, deep=deep)

@@ -22,7 +22,6 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
-from msgspec import inspect as reading
 
 from extproc.config import scheduling_schema, validation
 from extproc.errors import ConfigError
@@ -93,25 +92,25 @@ def combine(
         ConfigError: Two classes of one role have one kind.
     """
     built_in = registry.BUILT_IN
-    made: dict[str, dict[str, Any]] = {
+    classes_by_table: dict[str, dict[str, Any]] = {
         table: dict(getattr(built_in, table)) for table in METHODS.values()
     }
     outsiders: dict[type, str] = {}
-    for one in brought:
-        for cls in one.classes:
-            outsiders[cls] = one.origin
+    for external in brought:
+        for cls in external.classes:
+            outsiders[cls] = external.origin
             for role in roles(cls):
-                table = made[METHODS[role]]
+                table = classes_by_table[METHODS[role]]
                 kind: str = cls.kind  # type: ignore[attr-defined]  # `_checked` saw it
                 if kind in table:
                     raise ConfigError(
-                        _line_of(cls, one.origin),
+                        _line_of(cls, external.origin),
                         wanted=f"a kind that no other class with {role} has",
                         found=f"{kind}, {_owner(table[kind], outsiders)}",
                         fix=f"give {cls.__name__} another kind",
                     )
                 table[kind] = cls
-    return registry.PluginRegistry(**made, external=outsiders, guards=guards)
+    return registry.PluginRegistry(**classes_by_table, external=outsiders, guards=guards)
 
 
 def roles(cls: type) -> tuple[str, ...]:
@@ -135,7 +134,7 @@ def installed() -> Iterator[ExternalPlugins]:
             raise ConfigError(
                 origin,
                 wanted="a module or class that can be imported",
-                found=_told(error),
+                found=_format_error(error),
                 fix="correct the package or uninstall it",
             ) from error
         if isinstance(loaded, ModuleType):
@@ -208,7 +207,7 @@ def _execute(source: bytes, module: ModuleType, path: Path) -> None:
         raise ConfigError(
             f"{path}:{line or 1}",
             wanted="a Python file that can be imported",
-            found=_told(error),
+            found=_format_error(error),
             fix="correct it, or take the file out of scheduling.plugin_files",
         ) from error
 
@@ -245,8 +244,8 @@ def _checked(cls: Any, origin: str) -> type:
             found=validation.show(cls),
             fix="let the entry point name one",
         )
-    for complaint, found, fix in _complaints(cls):
-        raise ConfigError(_line_of(cls, origin), wanted=complaint, found=found, fix=fix)
+    for complaint, actual, fix in _complaints(cls):
+        raise ConfigError(_line_of(cls, origin), wanted=complaint, found=actual, fix=fix)
     return cls
 
 
@@ -268,7 +267,7 @@ def _complaints(cls: Any) -> Iterator[tuple[str, str, str]]:
         )
     needs = getattr(cls, "needs", None)
     # A property: what it needs depends on its parameters.
-    signals = isinstance(needs, frozenset) and all(isinstance(one, Signal) for one in needs)
+    signals = isinstance(needs, frozenset) and all(isinstance(signal, Signal) for signal in needs)
     if not signals and not isinstance(needs, property):
         yield (
             f"the signals {name} reads as a frozenset of Signal",
@@ -276,11 +275,11 @@ def _complaints(cls: Any) -> Iterator[tuple[str, str, str]]:
             "write needs: ClassVar[frozenset[Signal]] = frozenset({...})",
         )
     try:
-        reading.type_info(cls)
+        msgspec.inspect.type_info(cls)
     except Exception as error:  # noqa: BLE001 - whatever its annotations do
         yield (
             f"annotations of {name} that can be read",
-            _told(error),
+            _format_error(error),
             "import at the top of the file what they name",
         )
 
@@ -297,6 +296,6 @@ def _owner(cls: type, outsiders: Mapping[type, str]) -> str:
     return f"which {cls.__name__} of {outsiders[cls]} has" if cls in outsiders else "a built-in"
 
 
-def _told(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     return text if len(text) <= 200 else f"{text[:197]}..."

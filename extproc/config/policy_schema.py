@@ -48,10 +48,13 @@ def policy(
         return inference_policy.EMPTY_POLICY
     rules = [
         inference_policy.RewriteRule(
-            each.models,
-            tuple(inference_policy.TargetModel(one.model, one.weight) for one in each.targets),
+            rewrite.models,
+            tuple(
+                inference_policy.TargetModel(target.model, target.weight)
+                for target in rewrite.targets
+            ),
         )
-        for each in rewrites
+        for rewrite in rewrites
     ]
     return inference_policy.InferencePolicy(objectives, tuple(rules))
 
@@ -62,12 +65,12 @@ def lines(objectives: Mapping[str, int], rewrites: Sequence[RewriteEntry]) -> It
         ranked = sorted(objectives.items(), key=lambda pair: (-pair[1], pair[0]))
         yield "objectives  " + ", ".join(f"{name} {priority}" for name, priority in ranked)
     head = "rewrites    "
-    for each in rewrites:
+    for rewrite in rewrites:
         targets = ", ".join(
-            one.model if one.weight is None else f"{one.model} ({one.weight})"
-            for one in each.targets
+            target.model if target.weight is None else f"{target.model} ({target.weight})"
+            for target in rewrite.targets
         )
-        yield f"{head}{', '.join(each.models) or 'every other model'} to {targets}"
+        yield f"{head}{', '.join(rewrite.models) or 'every other model'} to {targets}"
         head = " " * len(head)
 
 
@@ -79,14 +82,14 @@ def warnings(rewrites: Sequence[RewriteEntry], where: str) -> Iterator[str]:
         where: Where they stand, such as `pool.rewrites`.
     """
     first: dict[str, int] = {}
-    for at, each in enumerate(rewrites):
-        for model in each.models or ("",):
+    for at, rewrite in enumerate(rewrites):
+        for model in rewrite.models or ("",):
             before = first.setdefault(model, at)
             if before != at:
                 named = model or "every other model"
                 yield f"{where}[{at}] is never used for {named}: {where}[{before}] comes first"
-        weights = [one.weight for one in each.targets]
-        unweighted = [one.model for one in each.targets if one.weight is None]
+        weights = [target.weight for target in rewrite.targets]
+        unweighted = [target.model for target in rewrite.targets if target.weight is None]
         if sum(weight or 0 for weight in weights) and unweighted:
             yield f"{where}[{at}] never draws {', '.join(unweighted)}: others have a weight"
         elif 0 in weights and not any(weights):

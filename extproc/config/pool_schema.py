@@ -10,8 +10,8 @@ import msgspec
 from extproc.config import constraints, policy_schema, scheduling_schema
 from extproc.config.autoscaling import ScalingSection
 from extproc.config.discovered_matches import MatchRule
-from extproc.discovery.kubernetes import settings as watching
-from extproc.election import settings as electing
+from extproc.discovery.kubernetes.settings import MOST_PORTS
+from extproc.election.settings import ElectionSettings
 from extproc.routing import pool_match
 
 #: A port number of an engine (TCP).
@@ -57,7 +57,7 @@ class KubernetesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     group: Literal["inference.networking.k8s.io", "inference.networking.x-k8s.io"] = (
         "inference.networking.k8s.io"
     )
-    ports: Annotated[tuple[EnginePort, ...], msgspec.Meta(max_length=watching.MOST_PORTS)] = ()
+    ports: Annotated[tuple[EnginePort, ...], msgspec.Meta(max_length=MOST_PORTS)] = ()
     port: str = ""
 
 
@@ -150,4 +150,4 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     policies: bool = True
     override_ip: bool = False
     leader_election: bool = False
-    lease: electing.ElectionSettings = electing.ElectionSettings()
+    lease: ElectionSettings = ElectionSettings()

@@ -14,7 +14,7 @@ from extproc.config import (
     scheduling_schema,
     validation,
 )
-from extproc.config import settings as sections
+from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.routing import pool_match
 
@@ -30,10 +30,10 @@ class PoolPlan(msgspec.Struct, frozen=True):
 
     name: str
     claim: pool_match.PoolMatch
-    settings: sections.Settings
+    settings: Settings
 
 
-def pool_plans(settings: sections.Settings) -> Sequence[PoolPlan]:
+def pool_plans(settings: Settings) -> Sequence[PoolPlan]:
     """The pools that are written out; none where all come from Kubernetes."""
     if not settings.pools:
         if settings.cluster.discover_pools != "none" and not has_source(settings.pool):
@@ -54,9 +54,7 @@ def pool_plans(settings: sections.Settings) -> Sequence[PoolPlan]:
     ]
 
 
-def discovered_pool_plan(
-    settings: sections.Settings, name: str, claim: pool_match.PoolMatch
-) -> PoolPlan:
+def discovered_pool_plan(settings: Settings, name: str, claim: pool_match.PoolMatch) -> PoolPlan:
     """A pool that Kubernetes brings and nobody wrote out."""
     pool = pool_schema.PoolSource(name=name)
     return PoolPlan(name, claim, msgspec.structs.replace(settings, pool=pool, pools=()))
@@ -67,18 +65,18 @@ def has_source(pool: pool_schema.PoolSource) -> bool:
     return any(_sources(pool))
 
 
-def from_kubernetes(settings: sections.Settings) -> bool:
+def from_kubernetes(settings: Settings) -> bool:
     """Whether anything comes from a cluster."""
     pools = settings.pools or (settings.pool,)
     return settings.cluster.discover_pools != "none" or any(pool.kubernetes for pool in pools)
 
 
-def scales_kubernetes_objects(settings: sections.Settings) -> bool:
+def scales_kubernetes_objects(settings: Settings) -> bool:
     """Whether objects of a cluster are scaled, which one replica may do."""
     pools = settings.pools or (settings.pool,)
     if settings.cluster.discover_pools != "none":
-        found = settings.autoscaling.discovered_pools
-        if any(rule.target is not None or rule.annotations for rule in found):
+        rules = settings.autoscaling.discovered_pools
+        if any(rule.target is not None or rule.annotations for rule in rules):
             return True
     return any(pool.autoscaling is not None and pool.autoscaling.target for pool in pools)
 
@@ -88,7 +86,7 @@ def is_static(pool: pool_schema.PoolSource) -> bool:
     return bool(pool.endpoints or pool.endpoints_file)
 
 
-def check_compatible(settings: sections.Settings, *, where: str) -> None:
+def check_compatible(settings: Settings, *, where: str) -> None:
     """Refuse sections that are right one by one and cannot be meant together.
 
     Args:
@@ -101,13 +99,13 @@ def check_compatible(settings: sections.Settings, *, where: str) -> None:
     sections_of: list[tuple[validation.Path, pool_schema.PoolSource]] = [(("pool",), settings.pool)]
     sections_of += [(("pools", at), pool) for at, pool in enumerate(settings.pools)]
     for path, pool in sections_of:
-        _one_source(pool, validation.location(where, path))
+        _check_single_source(pool, validation.location(where, path))
         if pool.autoscaling is not None:
             autoscaling.checked(
                 pool.autoscaling, where=validation.location(where, (*path, "autoscaling"))
             )
         if pool.kubernetes is not None:
-            _one_object(pool.kubernetes, validation.location(where, (*path, "kubernetes")))
+            _check_single_object(pool.kubernetes, validation.location(where, (*path, "kubernetes")))
     _check_discovered(settings, where)
     if not settings.scheduling.allow_unsupported:
         _supported(settings, where)
@@ -119,16 +117,16 @@ def check_compatible(settings: sections.Settings, *, where: str) -> None:
             fix="make the one in `pool` the first of `pools`, with a name",
         )
     names: set[str] = set()
-    for at, one in enumerate(settings.pools):
-        if one.name in names:
+    for at, pool in enumerate(settings.pools):
+        if pool.name in names:
             raise ConfigError(
                 validation.location(where, ("pools", at, "name")),
                 wanted="every name once",
-                found=f"{one.name} again",
+                found=f"{pool.name} again",
                 fix="give it another name",
             )
-        names.add(one.name)
-        if not has_source(one):
+        names.add(pool.name)
+        if not has_source(pool):
             raise ConfigError(
                 validation.location(where, ("pools", at)),
                 wanted="endpoints, endpoints_file, kubernetes or autoscaling.launch",
@@ -137,7 +135,7 @@ def check_compatible(settings: sections.Settings, *, where: str) -> None:
             )
 
 
-def _supported(settings: sections.Settings, where: str) -> None:
+def _supported(settings: Settings, where: str) -> None:
     """Refuse rules, of all requests, pools or models, that ask for what is missing here."""
     scheduled: list[tuple[validation.Path, scheduling_schema.SchedulingSection]] = [
         (("scheduling",), settings.scheduling)
@@ -153,7 +151,7 @@ def _supported(settings: sections.Settings, where: str) -> None:
             epp_config.check_supported(own, (*path, "models", model), where=where)
 
 
-def _check_discovered(settings: sections.Settings, where: str) -> None:
+def _check_discovered(settings: Settings, where: str) -> None:
     rules = settings.autoscaling.discovered_pools
     for at, rule in enumerate(rules):
         discovered_scaling.checked(
@@ -168,13 +166,13 @@ def _check_discovered(settings: sections.Settings, where: str) -> None:
         )
 
 
-def _one_source(pool: pool_schema.PoolSource, where: str) -> None:
-    found = list(_sources(pool))
-    if len(found) > 1:
+def _check_single_source(pool: pool_schema.PoolSource, where: str) -> None:
+    sources = list(_sources(pool))
+    if len(sources) > 1:
         raise ConfigError(
             where,
             wanted="one of endpoints, endpoints_file, kubernetes and autoscaling.launch",
-            found=" and ".join(found),
+            found=" and ".join(sources),
             fix="keep one; the file is watched, the list is not",
         )
 
@@ -190,13 +188,13 @@ def _sources(pool: pool_schema.PoolSource) -> Iterator[str]:
         yield "autoscaling.launch"
 
 
-def _one_object(found: pool_schema.KubernetesSection, where: str) -> None:
+def _check_single_object(section: pool_schema.KubernetesSection, where: str) -> None:
     named = [
         name
         for name, value in (
-            ("inference_pool", found.inference_pool),
-            ("selector", found.selector),
-            ("service", found.service),
+            ("inference_pool", section.inference_pool),
+            ("selector", section.selector),
+            ("service", section.service),
         )
         if value
     ]
@@ -210,8 +208,8 @@ def _one_object(found: pool_schema.KubernetesSection, where: str) -> None:
     misplaced = [
         (name, owner)
         for name, value, owner in (
-            ("ports", found.ports, "selector"),
-            ("port", found.port, "service"),
+            ("ports", section.ports, "selector"),
+            ("port", section.port, "service"),
         )
         if value and owner not in named
     ]

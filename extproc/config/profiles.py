@@ -15,7 +15,7 @@ from extproc.config import (
     scheduling_schema,
     validation,
 )
-from extproc.config import settings as sections
+from extproc.config.settings import Settings
 from extproc.errors import ConfigError
 from extproc.scheduling import filter_tree, plugin_guard, presets, registry
 from extproc.scheduling.framework import Filter, Plugin, Signal
@@ -65,7 +65,7 @@ class ProfileOrigin(msgspec.Struct, frozen=True):
 
 
 def build_profile(
-    settings: sections.Settings, *, where: str, guards: plugin_guard.GuardFactory | None = None
+    settings: Settings, *, where: str, guards: plugin_guard.GuardFactory | None = None
 ) -> SchedulerProfile:
     """The profile that settings mean.
 
@@ -83,7 +83,7 @@ def build_profile(
 
 
 def resolve_all(
-    settings: sections.Settings,
+    settings: Settings,
     *,
     where: str,
     guards: plugin_guard.GuardFactory | None = None,
@@ -167,7 +167,7 @@ def _ruled(
     return _build(epp_config.by_reference(rules, tables, path, where=where), tables, where=where)
 
 
-def provided(settings: sections.Settings) -> frozenset[Signal]:
+def provided(settings: Settings) -> frozenset[Signal]:
     """The signals there will be."""
     signals = set(Signal) - set(_PROVIDED_BY)
     if settings.prefix.capacity_blocks:
@@ -186,12 +186,12 @@ def _named(strategy: str, path: validation.Path, *, where: str) -> SchedulerProf
     named = presets.profiles()
     profile = named.get(strategy)
     if profile is None:
-        meant = validation.closest_name(strategy, named)
+        suggestion = validation.closest_name(strategy, named)
         raise ConfigError(
             validation.location(where, (*path, "strategy")),
             wanted=f"one of {', '.join(named)}",
             found=strategy,
-            fix=f"did you mean {meant}?" if meant else "name one, or write out a profile",
+            fix=f"did you mean {suggestion}?" if suggestion else "name one, or write out a profile",
         )
     return profile
 
@@ -215,12 +215,12 @@ def _build(
     )
     costs = [make(tables.costs, part) for part in written.parts_of("costs")]
     pickers = [make(tables.pickers, part) for part in written.parts_of("pickers")]
-    for what, found in (("picker", pickers), ("cost model", costs)):
-        if len(found) > 1:
+    for role, candidates in (("picker", pickers), ("cost model", costs)):
+        if len(candidates) > 1:
             raise ConfigError(
                 validation.location(where, written.path),
-                wanted=f"one {what}",
-                found=", ".join(one.kind for one in found),
+                wanted=f"one {role}",
+                found=", ".join(plugin.kind for plugin in candidates),
                 fix="keep one",
             )
     if not pickers:
@@ -248,8 +248,8 @@ def _plugin(
 
         params = filter_tree_syntax.build_tree_params(params, below, where=where, path=spot)
     try:
-        made = validation.to_struct(params, kind, where=where, path=spot)
-        if not isinstance(made.needs, frozenset):
+        plugin = validation.to_struct(params, kind, where=where, path=spot)
+        if not isinstance(plugin.needs, frozenset):
             raise TypeError("its needs are no frozenset")  # noqa: TRY301 - told as its own errors are
     except ConfigError:
         raise
@@ -260,7 +260,7 @@ def _plugin(
             found=f"{type(error).__name__}: {error}",
             fix="change the parameters, or correct the plugin",
         ) from error
-    return tables.with_guard(made)
+    return tables.with_guard(plugin)
 
 
 def _require(

@@ -261,8 +261,8 @@ def _merged(old: Any, new: Any, live: tuple[str, ...]) -> Any:
 
 def _section(path: validation.Path, row: ReloadRow, old: Any, new: Any) -> Iterator[Change]:
     for field in msgspec.structs.fields(type(old)):
-        one, other = getattr(old, field.name), getattr(new, field.name)
-        yield from _leaves((*path, field.encode_name), one, other, field.name in row.live)
+        old_value, new_value = getattr(old, field.name), getattr(new, field.name)
+        yield from _leaves((*path, field.encode_name), old_value, new_value, field.name in row.live)
 
 
 def _pools(
@@ -281,12 +281,12 @@ def _leaves(path: validation.Path, old: Any, new: Any, is_live: bool) -> Iterato
         return
     if isinstance(old, msgspec.Struct) and type(old) is type(new):
         for field in msgspec.structs.fields(type(old)):
-            one, other = getattr(old, field.name), getattr(new, field.name)
-            yield from _leaves((*path, field.encode_name), one, other, is_live)
+            old_value, new_value = getattr(old, field.name), getattr(new, field.name)
+            yield from _leaves((*path, field.encode_name), old_value, new_value, is_live)
     elif isinstance(old, Mapping) and isinstance(new, Mapping) and old and new:
         for key in dict.fromkeys((*old, *new)):
-            one, other = old.get(key, msgspec.UNSET), new.get(key, msgspec.UNSET)
-            yield from _leaves((*path, str(key)), one, other, is_live)
+            old_value, new_value = old.get(key, msgspec.UNSET), new.get(key, msgspec.UNSET)
+            yield from _leaves((*path, str(key)), old_value, new_value, is_live)
     else:
         spelled = validation.format_path(path)
         hidden = spelled in _SECRET

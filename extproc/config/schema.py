@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from extproc.config import settings as sections
+from extproc.config.settings import Settings
 from extproc.scheduling import presets, registry
 
 _FIELD = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
@@ -19,11 +19,11 @@ def schema() -> dict[str, Any]:
 
     Kinds of plugins are listed as examples and not as the only values: plugin files add others.
     """
-    (made,), parts = msgspec.json.schema_components(
-        [sections.Settings], ref_template="#/$defs/{name}", schema_hook=_anything
+    (root,), parts = msgspec.json.schema_components(
+        [Settings], ref_template="#/$defs/{name}", schema_hook=_anything
     )
     structs: dict[type[msgspec.Struct], None] = {}
-    _collect(msgspec.inspect.type_info(sections.Settings), structs)
+    _collect(msgspec.inspect.type_info(Settings), structs)
     for struct in structs:
         # Of several with one name each is called by its module as well.
         full = f"{struct.__module__}.{struct.__qualname__}"
@@ -36,7 +36,7 @@ def schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "ExtProcConfig",
-        **made,
+        **root,
         "$defs": parts,
     }
 
@@ -57,17 +57,17 @@ def _anything(wanted: type) -> dict[str, Any]:
     raise NotImplementedError
 
 
-def _collect(found: object, structs: dict[type[msgspec.Struct], None]) -> None:
+def _collect(info: object, structs: dict[type[msgspec.Struct], None]) -> None:
     """Every section that a type is made of."""
-    match found:
+    match info:
         case msgspec.inspect.StructType(cls=struct):
             if struct not in structs:
                 structs[struct] = None
-                for field in found.fields:
+                for field in info.fields:
                     _collect(field.type, structs)
         case msgspec.inspect.UnionType(types=types):
-            for each in types:
-                _collect(each, structs)
+            for member in types:
+                _collect(member, structs)
         case msgspec.inspect.CollectionType(item_type=item):
             _collect(item, structs)
         case msgspec.inspect.DictType(value_type=value):
@@ -81,8 +81,11 @@ def _describe(part: dict[str, Any], struct: type[msgspec.Struct]) -> None:
     doc = inspect.getdoc(struct) or ""
     head, _, attributes = doc.partition("Attributes:\n")
     part["description"] = " ".join(head.split())
-    told = {found[1]: " ".join(found[2].split()) for found in _FIELD.finditer(attributes)}
+    descriptions = {entry[1]: " ".join(entry[2].split()) for entry in _FIELD.finditer(attributes)}
     for field in msgspec.structs.fields(struct):
         below = part["properties"][field.encode_name]
-        if field.name in told:
-            part["properties"][field.encode_name] = {"description": told[field.name], **below}
+        if field.name in descriptions:
+            part["properties"][field.encode_name] = {
+                "description": descriptions[field.name],
+                **below,
+            }

@@ -201,9 +201,9 @@ def _policy_types(tree: Mapping[str, object]) -> Callable[[str], str]:
     """What gives the type of a plugin by its name; a name that no plugin has is a type."""
     plugins = tree.get("plugins")
     types = {
-        str(one.get("name") or one.get("type")): str(one.get("type"))
-        for one in (plugins if isinstance(plugins, list) else ())
-        if isinstance(one, Mapping)
+        str(plugin.get("name") or plugin.get("type")): str(plugin.get("type"))
+        for plugin in (plugins if isinstance(plugins, list) else ())
+        if isinstance(plugin, Mapping)
     }
     return lambda name: types.get(name, name)
 

@@ -32,7 +32,7 @@ _WORDS = {
     "object": "a mapping",
     "null": "null",
 }
-_AT = re.compile(r"^(?P<said>.*?)(?: - at `(?P<at>.*)`)?$", re.DOTALL)
+_AT = re.compile(r"^(?P<message>.*?)(?: - at `(?P<at>.*)`)?$", re.DOTALL)
 _EXPECTED = re.compile(r"^Expected `(?P<types>[^`]*)`(?P<bound>.*?)(?:, got `(?P<got>.*)`)?$")
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 
@@ -79,9 +79,9 @@ class FlatDocumentName(str):
             name: As people call it.
             root: Steps that paths in our settings have and those in the file do not.
         """
-        made = super().__new__(cls, name)
-        made.root = root
-        return made
+        instance = super().__new__(cls, name)
+        instance.root = root
+        return instance
 
     root: Path
 
@@ -126,11 +126,11 @@ def _refuse_unknown(tree: object, info: inspect.Type, *, where: str, path: Path)
     if isinstance(info, inspect.UnionType):
         tagged = _tagged(info)
         if tagged and isinstance(tree, dict):
-            member = _tagged_struct(tree, tagged, where=where, path=path)
-            _refuse_unknown(tree, member, where=where, path=path)
+            struct = _tagged_struct(tree, tagged, where=where, path=path)
+            _refuse_unknown(tree, struct, where=where, path=path)
             return
-        for one in info.types:
-            _refuse_unknown(tree, one, where=where, path=path)
+        for member in info.types:
+            _refuse_unknown(tree, member, where=where, path=path)
     elif isinstance(info, inspect.StructType) and isinstance(tree, dict):
         fields = {field.encode_name: field.type for field in info.fields}
         if info.tag_field is not None:
@@ -148,9 +148,9 @@ def _refuse_unknown(tree: object, info: inspect.Type, *, where: str, path: Path)
 def _tagged(info: inspect.UnionType) -> list[inspect.StructType]:
     """The structs of a union that a key tells apart; none where there is no choice."""
     return [
-        one
-        for one in info.types
-        if isinstance(one, inspect.StructType) and one.tag_field is not None
+        member
+        for member in info.types
+        if isinstance(member, inspect.StructType) and member.tag_field is not None
     ]
 
 
@@ -171,47 +171,47 @@ def _tagged_struct(
             found=show(tree),
             fix=f"add {key}",
         )
-    given = tree[key]
+    tag = tree[key]
     for member in members:
-        if member.tag == given:
+        if member.tag == tag:
             return member
-    meant = closest_name(str(given), tags)
+    suggestion = closest_name(str(tag), tags)
     raise ConfigError(
         location(where, (*path, key)),
         wanted=f"one of {', '.join(tags)}",
-        found=show(given),
-        fix=f"did you mean {meant}?" if meant else f"write {tags[0]}",
+        found=show(tag),
+        fix=f"did you mean {suggestion}?" if suggestion else f"write {tags[0]}",
     )
 
 
 def _unknown(key: object, fields: Iterable[str], *, where: str, path: Path) -> ConfigError:
     names = sorted(fields)
-    meant = closest_name(str(key), names)
+    suggestion = closest_name(str(key), names)
     return ConfigError(
         location(where, (*path, str(key))),
         wanted=f"one of {', '.join(names)}" if names else "no keys",
         found=f"the unknown key {key}",
-        fix=f"did you mean {meant}?" if meant else "remove it",
+        fix=f"did you mean {suggestion}?" if suggestion else "remove it",
     )
 
 
 def _from_msgspec_error(
-    said: str, tree: object, into: type, *, where: str, path: Path
+    text: str, tree: object, into: type, *, where: str, path: Path
 ) -> ConfigError:
     """Tell a message of msgspec in three parts."""
-    split = _AT.match(said)
-    message = split["said"] if split else said
+    split = _AT.match(text)
+    message = split["message"] if split else text
     local, known = _steps(split["at"] if split else None)
-    found = show(_look(tree, local)) if known else ""
+    actual = show(_look(tree, local)) if known else ""
     spot = location(where, (*path, *local))
     expected = _EXPECTED.match(message)
     if expected:
-        found = found or expected["got"] or "something else"
+        actual = actual or expected["got"] or "something else"
         return ConfigError(
             spot,
             wanted=_wanted(expected["types"], expected["bound"]),
-            found=found,
-            fix=_fix(expected["types"], expected["bound"], found),
+            found=actual,
+            fix=_fix(expected["types"], expected["bound"], actual),
         )
     if message.startswith("Invalid enum value"):
         kind = _type_at(_info(cast("Hashable", into)), local, tree)
@@ -219,12 +219,12 @@ def _from_msgspec_error(
     missing = re.match(r"^Object missing required field `(.*)`$", message)
     if missing:
         return ConfigError(
-            spot, wanted=f"the key {missing[1]}", found=found, fix=f"add {missing[1]}"
+            spot, wanted=f"the key {missing[1]}", found=actual, fix=f"add {missing[1]}"
         )
     # A struct's own check: "expected x of at least 1, got 0".
     wanted, _, rest = message.partition(", got ")
     return ConfigError(
-        spot, wanted=wanted.removeprefix("expected "), found=rest or found, fix="change the value"
+        spot, wanted=wanted.removeprefix("expected "), found=rest or actual, fix="change the value"
     )
 
 
@@ -240,8 +240,8 @@ def _wanted(types: str, bound: str) -> str:
     return f"{words}{bound}"
 
 
-def _fix(types: str, bound: str, found: str) -> str:
-    quoted = found.startswith(("'", '"'))
+def _fix(types: str, bound: str, actual: str) -> str:
+    quoted = actual.startswith(("'", '"'))
     if bound:
         return "change the value"
     if quoted and ("int" in types or "float" in types):
@@ -250,19 +250,19 @@ def _fix(types: str, bound: str, found: str) -> str:
         return "write true or false without quotes"
     if types == "str":
         return "put the value in quotes"
-    if "object" in types and found == "null":
+    if "object" in types and actual == "null":
         return "remove the line or put keys under it"
     return f"write {_wanted(types, '')}"
 
 
 def _not_among(value: object, info: inspect.Type | None, spot: str) -> ConfigError:
     names = [str(name) for name in info.values] if isinstance(info, inspect.LiteralType) else []
-    meant = closest_name(str(value), names)
+    suggestion = closest_name(str(value), names)
     return ConfigError(
         spot,
         wanted=f"one of {', '.join(names)}" if len(names) > 1 else ", ".join(names),
         found=show(value),
-        fix=f"did you mean {meant}?" if meant and len(names) > 1 else f"write {names[0]}",
+        fix=f"did you mean {suggestion}?" if suggestion and len(names) > 1 else f"write {names[0]}",
     )
 
 
@@ -304,5 +304,5 @@ def _struct_of(info: inspect.UnionType, tree: object) -> inspect.Type:
     """The struct of a union that a mapping is; the union when there is none."""
     tagged = _tagged(info)
     if tagged and isinstance(tree, dict):
-        return next((one for one in tagged if one.tag == tree.get(one.tag_field)), info)
-    return next((one for one in info.types if isinstance(one, inspect.StructType)), info)
+        return next((member for member in tagged if member.tag == tree.get(member.tag_field)), info)
+    return next((member for member in info.types if isinstance(member, inspect.StructType)), info)

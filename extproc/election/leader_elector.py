@@ -188,23 +188,23 @@ class LeaderElector:
                 await self._write(put)
 
     async def _read(self) -> bool:
-        found = await self._leases.look()
-        if isinstance(found, LeaseRequestFailed):
-            self._stumbled(found)
+        record = await self._leases.look()
+        if isinstance(record, LeaseRequestFailed):
+            self._stumbled(record)
             return False
         self._went_well()
-        self._term.observe(found, self._clock())
+        self._term.observe(record, self._clock())
         return True
 
     async def _write(self, put: LeaseWrite) -> bool:
-        asked = self._clock()
-        found = await self._leases.put(put)
-        if isinstance(found, LeaseRequestFailed):
+        asked_at_s = self._clock()
+        record = await self._leases.put(put)
+        if isinstance(record, LeaseRequestFailed):
             self._term.invalidate()
-            self._stumbled(found)
+            self._stumbled(record)
             return False
         self._went_well()
-        self._term.confirm(put, found.version, asked)
+        self._term.confirm(put, record.version, asked_at_s)
         return True
 
     def _stumbled(self, failed: LeaseRequestFailed) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import re
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
@@ -63,8 +63,8 @@ def path(namespace: str, name: str = "") -> str:
 def read(text: bytes) -> tuple[LeaseRecord, Object] | UnreadableLease:
     """A Lease as a record, and as it is."""
     try:
-        whole: Object = msgspec.json.decode(text, type=dict[str, Any])
-        lease = msgspec.convert(whole, _Lease)
+        stored: Object = msgspec.json.decode(text, type=dict[str, Any])
+        lease = msgspec.convert(stored, _Lease)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return UnreadableLease(str(error))
     if not lease.metadata.version:
@@ -76,11 +76,11 @@ def read(text: bytes) -> tuple[LeaseRecord, Object] | UnreadableLease:
         spec.lease_transitions or 0,
         lease.metadata.version,
     )
-    return record, whole
+    return record, stored
 
 
 def write(
-    put: LeaseWrite, *, namespace: str, name: str, at: dt.datetime, before: Object | None
+    put: LeaseWrite, *, namespace: str, name: str, at: datetime, before: Object | None
 ) -> Object:
     """The object that a write stores.
 
@@ -91,10 +91,10 @@ def write(
         at: The time of day, with its zone; for people and for other implementations.
         before: What is stored; what others wrote there stays. None for nothing.
     """
-    now = at.astimezone(dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    now = at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     before = before if put.version and before is not None else {}
     # Who manages which field is the server's to say.
-    kept = {key: value for key, value in before.get("metadata", {}).items() if key != _MANAGED}
+    preserved = {key: value for key, value in before.get("metadata", {}).items() if key != _MANAGED}
     spec = {
         **(before.get("spec") or {}),
         "holderIdentity": put.holder,
@@ -103,7 +103,7 @@ def write(
         "renewTime": now,
         **({"acquireTime": now} if put.acquired else {}),
     }
-    metadata = {**kept, "namespace": namespace, "name": name}
+    metadata = {**preserved, "namespace": namespace, "name": name}
     if put.version:
         metadata["resourceVersion"] = put.version
     return {"apiVersion": _API, "kind": "Lease", "metadata": metadata, "spec": spec}

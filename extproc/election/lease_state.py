@@ -124,18 +124,18 @@ class LeaseState:
             return self._put(acquired=False)
         return self._put(acquired=True) if now >= self._free else None
 
-    def confirm(self, put: LeaseWrite, version: str, asked: float) -> None:
+    def confirm(self, put: LeaseWrite, version: str, asked_at_s: float) -> None:
         """A write was confirmed.
 
         Args:
             put: The write.
             version: The version it made.
-            asked: Monotonic seconds when it was asked for.
+            asked_at_s: Monotonic seconds when it was asked for.
         """
         self._stored = LeaseRecord(put.holder, put.duration_s, put.transitions, version)
         self._known, self._version, self._free = True, version, -math.inf
         if put.holder and not self._resigned:
-            self._until = asked + self._settings.renew_s
+            self._until = asked_at_s + self._settings.renew_s
 
     def invalidate(self) -> None:
         """A write was refused or its fate is unknown: what is stored has to be read."""
