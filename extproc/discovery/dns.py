@@ -26,17 +26,21 @@ class DnsResolver:
     async def resolve(self, names: Sequence[str]) -> dns_answers.Answers:
         """The answers; an empty one for a name that failed or took too long."""
         return dict(
-            zip(names, await asyncio.gather(*(self._one(name) for name in names)), strict=True)
+            zip(
+                names,
+                await asyncio.gather(*(self._resolve_name(name) for name in names)),
+                strict=True,
+            )
         )
 
-    async def _one(self, name: str) -> tuple[str, ...]:
+    async def _resolve_name(self, name: str) -> tuple[str, ...]:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeout_s):
-                found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+                answers = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         except (OSError, TimeoutError, UnicodeError):
             return ()
-        addresses = {str(answer[4][0]) for answer in found}
+        addresses = {str(answer[4][0]) for answer in answers}
         if len(addresses) > MAX_ADDRESSES:
             # Name servers rotate what they answer: the same ones stay, in whatever order.
             return tuple(sorted(addresses)[:MAX_ADDRESSES])

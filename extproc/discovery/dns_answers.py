@@ -24,14 +24,14 @@ class Resolution(msgspec.Struct, frozen=True):
     Attributes:
         endpoints: In the order of the list, and by address within one name; none twice.
         answers: The answer in use of every name that ever had one and is still listed.
-        kept: Names that did not resolve and stand on an earlier answer.
+        stale: Names that did not resolve and stand on an earlier answer.
         missing: Names that did not resolve and never have; they have no endpoint.
         excluded_by_model: Addresses beyond `entries.MAX_ENDPOINTS`, which are no endpoints (count).
     """
 
     endpoints: tuple[Endpoint, ...]
     answers: Answers
-    kept: tuple[str, ...] = ()
+    stale: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     left_out: int = 0
 
@@ -52,13 +52,13 @@ def merge(
         last: `Resolution.answers` of the round before.
     """
     answers = {}
-    kept, missing = [], []
+    stale, missing = [], []
     for name in names(listed):
         if fresh.get(name):
             answers[name] = tuple(sorted(set(fresh[name]), key=_order))
         elif last.get(name):
             answers[name] = last[name]
-            kept.append(name)
+            stale.append(name)
         else:
             missing.append(name)
     endpoints: dict[str, Endpoint] = {}
@@ -77,7 +77,7 @@ def merge(
                 continue
             name = entry.name if entry.literal else f"{entry.name or entry.host}@{ip}"
             endpoints[address] = Endpoint(address, name=name, labels=entry.labels)
-    return Resolution(tuple(endpoints.values()), answers, tuple(kept), tuple(missing), left_out)
+    return Resolution(tuple(endpoints.values()), answers, tuple(stale), tuple(missing), left_out)
 
 
 def _order(ip: str) -> tuple[int, int, str]:

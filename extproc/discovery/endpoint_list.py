@@ -84,12 +84,12 @@ def from_document(document: object, *, where: str) -> tuple[EndpointListEntry, .
 
 
 def _distinct(items: Sequence[tuple[str, object]]) -> tuple[EndpointListEntry, ...]:
-    seen: dict[tuple[str, int], str] = {}
+    first_places: dict[tuple[str, int], str] = {}
     entries: list[EndpointListEntry] = []
     for where, item in items:
         entry = _entry(item, where)
-        first = seen.setdefault((entry.host, entry.port), where)
-        if len(seen) == len(entries):
+        first = first_places.setdefault((entry.host, entry.port), where)
+        if len(first_places) == len(entries):
             raise ConfigError(
                 where,
                 wanted="every endpoint once",
@@ -111,14 +111,14 @@ def _entry(item: object, where: str) -> EndpointListEntry:
     for key in item:
         if key not in _KEYS:
             raise _unknown(where, key, _KEYS)
-    place, given = _place(item, where)
+    place, port_value = _place(item, where)
     labels = _labels(item.get("labels"), f"{where}.labels")
     namespace = _text(item.get("namespace"), f"{where}.namespace")
     if namespace:
         labels = {"namespace": namespace, **labels}
     return EndpointListEntry(
         _host(place, where),
-        _port(given, f"{where}.port"),
+        _port(port_value, f"{where}.port"),
         name=_text(item.get("name"), f"{where}.name"),
         labels=labels,
     )

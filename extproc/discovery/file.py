@@ -42,10 +42,10 @@ class Stamp(msgspec.Struct, frozen=True):
 def stamp(path: pathlib.Path) -> Stamp:
     """The stamp of the file now."""
     try:
-        found = os.stat(path)  # noqa: PTH116 - a Path method in a loop of one call a second is no clearer
+        status = os.stat(path)  # noqa: PTH116 - a Path method in a loop of one call a second is no clearer
     except OSError:
         return Stamp()
-    return Stamp(found.st_mtime_ns, found.st_size, found.st_ino)
+    return Stamp(status.st_mtime_ns, status.st_size, status.st_ino)
 
 
 def load(path: pathlib.Path, *, limit_bytes: int) -> tuple[endpoint_list.EndpointListEntry, ...]:

@@ -110,7 +110,7 @@ class StaticDiscovery:
         self._refresh_at = float("-inf")
         #: Whether the file has another list that the fleet does not have yet.
         self._unresolved = False
-        self._told: tuple[Endpoint, ...] | None = None
+        self._published: tuple[Endpoint, ...] | None = None
         self._answers: dns_answers.Answers = {}
         self._troubled: frozenset[str] = frozenset()
         self._left_out = 0
@@ -180,26 +180,26 @@ class StaticDiscovery:
         fresh = await self._resolver.resolve(names) if names else {}
         result = dns_answers.merge(listed, fresh, last=self._answers)
         settings = self._settings
-        troubled = result.kept or result.missing
+        troubled = result.stale or result.missing
         spread = self._rng.uniform(1.0 - settings.jitter, 1.0 + settings.jitter)
         wait_s = settings.retry_s if troubled else settings.refresh_s
         self._refresh_at = self._clock() + wait_s * spread
         self._answers = result.answers
         self._note_names(result)
-        if result.endpoints != self._told:
+        if result.endpoints != self._published:
             self._fleet.set_endpoints(result.endpoints, self._clock())
-            self._told = result.endpoints
+            self._published = result.endpoints
             self._note("replaced", f"{len(listed)} entries")
         self._note_left_out(result.left_out)
         self._unresolved = False
 
     def _note_names(self, result: dns_answers.Resolution) -> None:
         """Says so once when a name stops resolving, not at every refresh."""
-        for kind, names in (("name-kept", result.kept), ("name-missing", result.missing)):
+        for kind, names in (("name-kept", result.stale), ("name-missing", result.missing)):
             for name in names:
                 if name not in self._troubled:
                     self._note(kind, name)
-        self._troubled = frozenset(result.kept + result.missing)
+        self._troubled = frozenset(result.stale + result.missing)
 
     def _note_left_out(self, left_out: int) -> None:
         """Says so once when addresses begin to be left out, and once when none is any more."""
@@ -211,4 +211,4 @@ class StaticDiscovery:
             self._note("complete", "no address is left out any more")
 
     def _note(self, kind: str, detail: str) -> None:
-        self._on_fact(DiscoveryEvent(kind, detail, len(self._told or ())))
+        self._on_fact(DiscoveryEvent(kind, detail, len(self._published or ())))

@@ -132,7 +132,7 @@ class ScrapeClient:
         self._cap_bytes = cap_bytes
         self._idle_s = idle_s
         self._tls = tls
-        self._kept: dict[tuple[str, int], _Connection] = {}
+        self._idle_connections: dict[tuple[str, int], _Connection] = {}
 
     async def get(self, where: ScrapeTarget) -> bytes | FetchFailed:
         """Fetches one page. At most one call per target at a time.
@@ -154,19 +154,19 @@ class ScrapeClient:
 
     def forget(self, where: ScrapeTarget) -> None:
         """Closes the connection to a target that left."""
-        kept = self._kept.pop((where.host, where.port), None)
-        if kept is not None:
-            kept.drop()
+        idle = self._idle_connections.pop((where.host, where.port), None)
+        if idle is not None:
+            idle.drop()
 
     def close(self) -> None:
         """Closes every connection."""
-        while self._kept:
-            self._kept.popitem()[1].drop()
+        while self._idle_connections:
+            self._idle_connections.popitem()[1].drop()
 
     async def _get(self, where: ScrapeTarget) -> bytes | FetchFailed:
-        kept = self._kept.pop((where.host, where.port), None)
-        if kept is not None:
-            answer = await self._ask(kept, where)
+        idle = self._idle_connections.pop((where.host, where.port), None)
+        if idle is not None:
+            answer = await self._ask(idle, where)
             if answer.started or answer.failure != "closed":
                 return _page(answer)
         return _page(await self._ask(await self._connect(where), where))
@@ -187,7 +187,7 @@ class ScrapeClient:
                 connection.drop()
         if keep:
             connection.idle_since = loop.time()
-            self._kept[where.host, where.port] = connection
+            self._idle_connections[where.host, where.port] = connection
         return answer
 
     async def _connect(self, where: ScrapeTarget) -> _Connection:

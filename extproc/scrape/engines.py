@@ -87,10 +87,10 @@ def series(*specs: str) -> tuple[MetricSelector, ...]:
 
 
 def _series(spec: str) -> MetricSelector:
-    found = _SPEC.fullmatch(spec.strip())
-    where = (found["where"] or "").strip(" ,") if found else ""
+    match = _SPEC.fullmatch(spec.strip())
+    where = (match["where"] or "").strip(" ,") if match else ""
     clauses = [_CLAUSE.fullmatch(clause) for clause in where.split(",")] if where else []
-    if found is None or None in clauses:
+    if match is None or None in clauses:
         raise ConfigError(
             "metric series",
             wanted="name, name{label=value,...} or name[label]",
@@ -98,13 +98,13 @@ def _series(spec: str) -> MetricSelector:
             fix="write the metric name as it stands on the engine's /metrics page",
         )
     return MetricSelector(
-        name=found["name"].encode(),
+        name=match["name"].encode(),
         where=tuple(
             (clause[1].encode(), (clause[2] if clause[2] is not None else clause[3]).encode())
             for clause in clauses
             if clause is not None
         ),
-        label=(found["label"] or "").encode(),
+        label=(match["label"] or "").encode(),
     )
 
 

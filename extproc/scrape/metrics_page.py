@@ -116,8 +116,10 @@ def read(page: bytes, now: float, *, engine_type: str = "") -> Load | Unreadable
         prefix_hits=_total(families.numbers(engine.prefix_hits)),
         counters=_totals(families, engine),
         **_adapters(families.samples(engine.adapters)),
-        kv_blocks=_whole(_total(families.numbers(engine.kv_blocks)), most=MAX_KV_BLOCKS),
-        block_tokens=_whole(_agreed(families.numbers(engine.block_tokens)), most=MAX_BLOCK_TOKENS),
+        kv_blocks=_bounded_int(_total(families.numbers(engine.kv_blocks)), most=MAX_KV_BLOCKS),
+        block_tokens=_bounded_int(
+            _agreed(families.numbers(engine.block_tokens)), most=MAX_BLOCK_TOKENS
+        ),
     )
 
 
@@ -125,13 +127,13 @@ def _totals(families: _Families, engine: engines.EngineSpec) -> EngineCounters:
     """The counters; the one value for all where the engine has none."""
     if not engine.totals:
         return NO_COUNTERS
-    found: dict[str, float | None] = {}
+    totals: dict[str, float | None] = {}
     for name, series in engine.totals:
         # An absent family costs a walk over the page; a sum without its count is not asked for.
-        if name == "adapter_load_s" and found["adapter_loads"] is None:
+        if name == "adapter_load_s" and totals["adapter_loads"] is None:
             continue
-        found[name] = _total(families.numbers(series))
-    return EngineCounters(**found)
+        totals[name] = _total(families.numbers(series))
+    return EngineCounters(**totals)
 
 
 def _recognise(text: bytes, engine_type: str) -> engines.EngineSpec | None:
@@ -168,21 +170,21 @@ class _Families:
         # Only declared families are sure to be one group of lines.
         self._grouped = _DECLARED in text
         self._cursor = 0
-        self._found: dict[bytes, list[_Sample]] = {}
+        self._samples_by_name: dict[bytes, list[_Sample]] = {}
         self._left = MAX_SAMPLES
 
     def samples(self, name: bytes) -> list[_Sample]:
         """Every sample of one family, in page order; empty when the page has none."""
         if not name:
             return []
-        found = self._found.get(name)
-        if found is None:
+        samples = self._samples_by_name.get(name)
+        if samples is None:
             # Wanted names mostly come in page order: go on where the last one was.
-            found = self._scan(name, self._cursor, len(self._text))
-            if not found and self._cursor:
-                found = self._scan(name, 0, self._cursor + len(name) + 1)
-            self._found[name] = found
-        return found
+            samples = self._scan(name, self._cursor, len(self._text))
+            if not samples and self._cursor:
+                samples = self._scan(name, 0, self._cursor + len(name) + 1)
+            self._samples_by_name[name] = samples
+        return samples
 
     def numbers(self, alternatives: Iterable[engines.MetricSelector]) -> list[float]:
         """The numbers of the first alternative present; NaN for a sample that has none."""
@@ -199,7 +201,7 @@ class _Families:
 
     def _scan(self, name: bytes, begin: int, end: int) -> list[_Sample]:
         text, needle = self._text, b"\n" + name
-        found: list[_Sample] = []
+        samples: list[_Sample] = []
         at = text.find(needle, begin, end)
         while at >= 0:
             after = at + len(needle)
@@ -207,20 +209,20 @@ class _Families:
             if self._left < 0:
                 return []
             if text[after : after + 1] in _AFTER_NAME:
-                if not found and self._grouped:
+                if not samples and self._grouped:
                     self._cursor = at
                 line_end = text.find(b"\n", after)
                 line_end = line_end if line_end >= 0 else len(text)
-                found.append(_sample(text[after:line_end]))
+                samples.append(_sample(text[after:line_end]))
                 if not self._joined:
                     if text.startswith(_DECLARED_OR_HELP, line_end):
                         break
-                    if len(found) == 1:
+                    if len(samples) == 1:
                         group_end = text.find(_DECLARED, line_end)
                         end = group_end if group_end >= 0 else len(text)
                 after = line_end
             at = text.find(needle, after, end)
-        return found
+        return samples
 
 
 def _sample(rest: bytes) -> _Sample:
@@ -293,7 +295,7 @@ def _agreed(numbers: Sequence[float]) -> float | None:
     return numbers[0] if numbers and all(number == numbers[0] for number in numbers) else None
 
 
-def _whole(number: float | None, *, most: int) -> int | None:
+def _bounded_int(number: float | None, *, most: int) -> int | None:
     if number is None or not 0 <= number <= most or not number.is_integer():
         return None
     return int(number)
@@ -325,7 +327,7 @@ def _adapters(samples: Sequence[_Sample]) -> _Adapters:
     return {
         "adapters": _names(labels.get(b"running_lora_adapters")),
         "waiting_adapters": _names(labels.get(b"waiting_lora_adapters")),
-        "adapter_slots": _whole(
+        "adapter_slots": _bounded_int(
             _total([_number(labels.get(b"max_lora", b""))]), most=MAX_ADAPTER_SLOTS
         ),
     }

@@ -94,11 +94,11 @@ class ModelListPoller:
         ):
             return ""
         self._requested, self._missed_then = began, self._missed()
-        found = await self._client.get(self.target)
-        if isinstance(found, client.FetchFailed):
-            outcome, models = found.reason, None
+        fetched = await self._client.get(self.target)
+        if isinstance(fetched, client.FetchFailed):
+            outcome, models = fetched.reason, None
         else:
-            models = models_page.read(found)
+            models = models_page.read(fetched)
             outcome = "unreadable" if models is None else "ok"
         self._listed = models is not None
         if models is None:

@@ -139,9 +139,9 @@ class EndpointScraper(Generic[MarkT]):
         self._note_traffic()
         began = scraper.clock()
         mark = scraper.fleet.begin_scrape(endpoint)
-        found = await scraper.client.get(self.target)
+        fetched = await scraper.client.get(self.target)
         now = scraper.clock()
-        outcome, engine = await self._take(mark, found, now)
+        outcome, engine = await self._take(mark, fetched, now)
         if outcome == "ok":
             self.failures = 0
         else:
@@ -159,7 +159,7 @@ class EndpointScraper(Generic[MarkT]):
             scraper.supervisor.works("scrape", endpoint.address)
 
     async def _take(
-        self, mark: MarkT, found: bytes | client.FetchFailed, now: float
+        self, mark: MarkT, fetched: bytes | client.FetchFailed, now: float
     ) -> tuple[str, str]:
         """Read a page and hand its load to the fleet; the outcome, and the engine's name.
 
@@ -167,10 +167,10 @@ class EndpointScraper(Generic[MarkT]):
         """
         scraper, endpoint = self._scraper, self.member.endpoint
         try:
-            if isinstance(found, bytes) and len(found) > INLINE_BYTES:
-                read = await asyncio.to_thread(_read, found, endpoint, now)
+            if isinstance(fetched, bytes) and len(fetched) > INLINE_BYTES:
+                read = await asyncio.to_thread(_read, fetched, endpoint, now)
             else:
-                read = _read(found, endpoint, now)
+                read = _read(fetched, endpoint, now)
             if isinstance(read, Load):
                 scraper.fleet.observe(mark, read, now)
                 return "ok", read.engine
@@ -282,8 +282,8 @@ class Scraper(Generic[MarkT]):
         self.endpoint_counts.busy += watch.busy
         self.endpoint_counts.all += 1
         self.watches[address] = watch
-        kept = self.supervisor.keep("scrape", watch.run, of=address)
-        watch.task = tasks.create_task(kept, name=f"scrape {address}")
+        supervised = self.supervisor.keep("scrape", watch.run, of=address)
+        watch.task = tasks.create_task(supervised, name=f"scrape {address}")
 
     def _stop(self, address: str) -> None:
         watch = self.watches.pop(address, None)
@@ -300,9 +300,9 @@ class Scraper(Generic[MarkT]):
             self.client.forget(where)
 
 
-def _same(one: Endpoint, other: Endpoint) -> bool:
+def _same(previous: Endpoint, current: Endpoint) -> bool:
     """Whether a loop can go on: the same life, at the same place, of the same engine."""
-    return one.incarnation == other.incarnation and one.labels == other.labels
+    return previous.incarnation == current.incarnation and previous.labels == current.labels
 
 
 def _target(endpoint: Endpoint, path: str) -> client.ScrapeTarget:
@@ -314,11 +314,11 @@ def _target(endpoint: Endpoint, path: str) -> client.ScrapeTarget:
     return client.target(endpoint.ip, int(port), path=path)
 
 
-def _read(found: bytes | client.FetchFailed, endpoint: Endpoint, now: float) -> Load | str:
+def _read(fetched: bytes | client.FetchFailed, endpoint: Endpoint, now: float) -> Load | str:
     """The load, or the reason there is none."""
-    if isinstance(found, client.FetchFailed):
-        return found.reason
+    if isinstance(fetched, client.FetchFailed):
+        return fetched.reason
     labels = endpoint.labels
     engine_type = next((labels[key] for key in engines.TYPE_LABELS if key in labels), "")
-    read = metrics_page.read(found, now, engine_type=engine_type)
+    read = metrics_page.read(fetched, now, engine_type=engine_type)
     return read if isinstance(read, Load) else "unreadable"

@@ -98,10 +98,10 @@ class ProcessCounters:
 
     def for_pool(self, pool: str) -> PoolCounters:
         """Counts of one pool."""
-        found = self.pools.get(pool)
-        if found is None:
-            found = self.pools[pool] = PoolCounters()
-        return found
+        counters = self.pools.get(pool)
+        if counters is None:
+            counters = self.pools[pool] = PoolCounters()
+        return counters
 
     def reloaded(self, *, ok: bool, restart: bool) -> None:
         """The configuration was read again, or could not be."""

@@ -35,16 +35,16 @@ def describe_pool(pool: Pool, now: float) -> Json:
         pool: The snapshot.
         now: Monotonic seconds.
     """
-    told: Json = msgspec.json.decode(msgspec.json.encode(pool_state.of_pool(pool, now)))
-    told["endpoints"] = [
+    description: Json = msgspec.json.decode(msgspec.json.encode(pool_state.of_pool(pool, now)))
+    description["endpoints"] = [
         {
             name: value
             for name, value in endpoint.items()
             if value is not None and name != "matched_tokens"
         }
-        for endpoint in told["endpoints"]
+        for endpoint in description["endpoints"]
     ]
-    return told
+    return description
 
 
 def health(pool: pool_state.PoolState) -> Json:
@@ -72,11 +72,11 @@ def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
         rejection outcome, status, message, reason and retry_after_s.
     """
     if isinstance(outcome, Rejection):
-        told = msgspec.structs.asdict(outcome)
+        fields = msgspec.structs.asdict(outcome)
         hidden = ("code", "waits_s", "closed", "busy")
         for name in (*hidden, *(() if outcome.waits_for else ("waits_for",))):
-            del told[name]
-        return {"outcome": "rejection", **told}
+            del fields[name]
+        return {"outcome": "rejection", **fields}
     return {
         "outcome": "decision",
         "pool": outcome.pool,
@@ -102,40 +102,40 @@ def explain(outcome: Outcome, *, health: Json | None = None) -> Json:
     }
 
 
-def recorded(one: DecisionRecord, now: float) -> Json:
+def recorded(record: DecisionRecord, now: float) -> Json:
     """A decision of the past, how long ago it was, and what came of it.
 
     Args:
-        one: From the ring.
+        record: From the ring.
         now: Monotonic seconds.
     """
     return {
-        "id": one.id,
-        "seconds_ago": now - one.at,
-        "status": one.status or None,
-        "seconds": one.seconds,
-        "usage": one.usage,
-        **explain(one.decision),
+        "id": record.id,
+        "seconds_ago": now - record.at,
+        "status": record.status or None,
+        "seconds": record.seconds,
+        "usage": record.usage,
+        **explain(record.decision),
     }
 
 
-def summary(one: DecisionRecord, now: float) -> Json:
+def summary(record: DecisionRecord, now: float) -> Json:
     """One line of the list of past decisions.
 
     Args:
-        one: From the ring.
+        record: From the ring.
         now: Monotonic seconds.
     """
-    decision = one.decision
+    decision = record.decision
     return {
-        "id": one.id,
-        "seconds_ago": now - one.at,
+        "id": record.id,
+        "seconds_ago": now - record.at,
         "pool": decision.pool,
         "model": decision.request.target,
         "endpoint": decision.endpoints[0].address,
         "why": short(decision),
-        "status": one.status or None,
-        "seconds": one.seconds,
+        "status": record.status or None,
+        "seconds": record.seconds,
     }
 
 
@@ -243,13 +243,15 @@ def _filters(decision: Decision) -> list[Json]:
     before = _addresses(decision.candidates)
     if decision.excluded_by_model:
         dropped = [endpoint.address for endpoint in decision.excluded_by_model]
-        others = [one.address for _, aside in decision.excluded_by_health for one in aside]
+        others = [
+            endpoint.address for _, aside in decision.excluded_by_health for endpoint in aside
+        ]
         steps.append({"name": SERVES_MODEL, "survivors": before + others, "dropped": dropped})
     steps += _put_aside(decision, before)
     for filtered in decision.filters:
         after = _addresses(filtered.survivors)
-        kept = set(after)
-        dropped = [address for address in before if address not in kept]
+        remaining = set(after)
+        dropped = [address for address in before if address not in remaining]
         step: Json = {"name": filtered.name, "survivors": after, "dropped": dropped}
         if filtered.branches:
             step["branches"] = _branches(filtered.branches, before)
@@ -271,21 +273,21 @@ def _put_aside(decision: Decision, candidates: list[str]) -> list[Json]:
 
 def _branches(branches: Iterable[FilterTreeStep], before: list[str]) -> list[Json]:
     """The way through a tree of filters; who came in goes on where a filter left nobody."""
-    told = []
+    steps = []
     for branch in branches:
         after = _addresses(branch.survivors)
-        kept = set(after)
-        told.append(
+        remaining = set(after)
+        steps.append(
             {
                 "name": branch.name,
                 "survivors": after,
-                "dropped": [address for address in before if address not in kept],
+                "dropped": [address for address in before if address not in remaining],
                 "branch": branch.branch,
                 "error_type": branch.error_type,
             }
         )
         before = after or before
-    return told
+    return steps
 
 
 def _finalists(decision: Decision) -> list[Json]:
@@ -295,7 +297,7 @@ def _finalists(decision: Decision) -> list[Json]:
     finalists = []
     for at, candidate in enumerate(decision.scored_candidates):
         address = candidate.endpoint.address
-        told: Json = {
+        finalist: Json = {
             "endpoint": address,
             "raw": [scored.scores[at] for scored in decision.scores],
             "weighted": [scored.weight * scored.scores[at] for scored in decision.scores],
@@ -303,9 +305,9 @@ def _finalists(decision: Decision) -> list[Json]:
             "rank": ranks.get(address),
         }
         if priced is not None:
-            told["cost"] = factor * priced.costs[at]
-            told["terms"] = [factor * values[at] for _, values in priced.terms]
-        finalists.append(told)
+            finalist["cost"] = factor * priced.costs[at]
+            finalist["terms"] = [factor * values[at] for _, values in priced.terms]
+        finalists.append(finalist)
     return finalists
 
 

@@ -46,7 +46,7 @@ def render_table(explanation: Json) -> str:
         return _refused(explanation)
     health = explanation.get("health")
     sections = [_request_line(explanation), _in_play(explanation["candidates"], health)]
-    if health and all(one["state"] in _FAILING for one in health.values()):
+    if health and all(condition["state"] in _FAILING for condition in health.values()):
         sections.append("all endpoints are failing; the least bad is tried")
     if explanation["filters"]:
         sections.append(_steps(explanation["filters"]))
@@ -58,19 +58,19 @@ def render_table(explanation: Json) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def render_past(told: Json) -> str:
+def render_past(record: Json) -> str:
     """A decision of the past for a terminal.
 
     Args:
-        told: From `explanation.recorded`, or its JSON from a server.
+        record: From `explanation.recorded`, or its JSON from a server.
     """
-    came = "still open" if told["seconds"] is None else f"took {told['seconds']:.3f} s"
-    status = f"status {told['status']}" if told["status"] else "no answer seen"
-    used = ", ".join(f"{tokens} {kind}" for kind, tokens in sorted(told["usage"].items()))
-    line = f"request {told['id']}: {told['seconds_ago']:.1f} s ago, {status}, {came}"
+    came = "still open" if record["seconds"] is None else f"took {record['seconds']:.3f} s"
+    status = f"status {record['status']}" if record["status"] else "no answer seen"
+    used = ", ".join(f"{tokens} {kind}" for kind, tokens in sorted(record["usage"].items()))
+    line = f"request {record['id']}: {record['seconds_ago']:.1f} s ago, {status}, {came}"
     if used:
         line += f"; tokens reported: {used}"
-    return f"{line}\n{render_table(told)}"
+    return f"{line}\n{render_table(record)}"
 
 
 def _refused(explanation: Json) -> str:
@@ -132,8 +132,8 @@ def _in_play(candidates: Sequence[Json], health: Json | None) -> str:
         shown = {candidate["endpoint"] for candidate in candidates}
         rows += [
             (address, *("-" for _ in head[1:]))
-            for address, one in health.items()
-            if address not in shown and one["state"] != "in"
+            for address, condition in health.items()
+            if address not in shown and condition["state"] != "in"
         ]
         head = (head[0], "HEALTH", *head[1:])
         rows = [(row[0], _condition(health.get(row[0])), *row[1:]) for row in rows]
@@ -172,7 +172,12 @@ def _branch(branch: Json) -> tuple[str, str, str]:
 
 def _scores(explanation: Json) -> str:
     scorers = explanation["scorers"]
-    head = ("SCORE", *(f"{one['name']} x{one['weight']:g}" for one in scorers), "TOTAL", "ORDER")
+    head = (
+        "SCORE",
+        *(f"{scorer['name']} x{scorer['weight']:g}" for scorer in scorers),
+        "TOTAL",
+        "ORDER",
+    )
     ordered = sorted(explanation["scored_candidates"], key=lambda finalist: -finalist["total"])
     rows = [
         (

@@ -69,73 +69,75 @@ _COUNTERS: tuple[_Row, ...] = (
         "extproc_picks",
         "Requests routed, by endpoint.",
         ("endpoint",),
-        lambda one: [([address], count) for address, count in one.requests_routed.items()],
+        lambda tally: [([address], count) for address, count in tally.requests_routed.items()],
     ),
     (
         "extproc_rejections",
         "Requests refused.",
         ("status", "reason"),
-        lambda one: [([str(code), why], count) for (code, why), count in one.rejections.items()],
+        lambda tally: [
+            ([str(code), why], count) for (code, why), count in tally.rejections.items()
+        ],
     ),
     (
         "extproc_degraded_decisions",
         "Decisions not taken the ordinary way.",
         ("why",),
-        lambda one: [([why], count) for why, count in one.degraded.items()],
+        lambda tally: [([why], count) for why, count in tally.degraded.items()],
     ),
     (
         "extproc_responses",
         "Answers seen, by status.",
         ("endpoint", "status"),
-        lambda one: [(list(key), count) for key, count in one.responses.items()],
+        lambda tally: [(list(key), count) for key, count in tally.responses.items()],
     ),
     (
         "extproc_unanswered",
         "Routed requests that ended without an answer.",
         ("endpoint",),
-        lambda one: [([address], count) for address, count in one.unanswered.items()],
+        lambda tally: [([address], count) for address, count in tally.unanswered.items()],
     ),
     (
         "extproc_prompt_tokens",
         "Estimated prompt tokens routed.",
         (),
-        lambda one: [([], one.prompt_tokens)],
+        lambda tally: [([], tally.prompt_tokens)],
     ),
     (
         "extproc_matched_tokens",
         "Prompt tokens believed cached on the chosen endpoint.",
         (),
-        lambda one: [([], one.matched_tokens)],
+        lambda tally: [([], tally.matched_tokens)],
     ),
     (
         "extproc_usage_tokens",
         "Tokens the engines reported.",
         ("kind",),
-        lambda one: [([kind], count) for kind, count in one.usage.items()],
+        lambda tally: [([kind], count) for kind, count in tally.usage.items()],
     ),
     (
         "extproc_scrapes",
         "Scrapes of engines.",
         ("endpoint", "result"),
-        lambda one: [(list(key), count) for key, count in one.scrapes.items()],
+        lambda tally: [(list(key), count) for key, count in tally.scrapes.items()],
     ),
     (
         "extproc_models_scrapes",
         "Times endpoints were asked which models they serve.",
         ("endpoint", "result"),
-        lambda one: [(list(key), count) for key, count in one.listings.items()],
+        lambda tally: [(list(key), count) for key, count in tally.listings.items()],
     ),
     (
         "extproc_model_rewrites",
         "Requests whose model got another name, by whether the body could be edited.",
         ("result",),
-        lambda one: [([result], count) for result, count in one.rewrites.items()],
+        lambda tally: [([result], count) for result, count in tally.rewrites.items()],
     ),
     (
         "extproc_unlisted_models",
         "Requests for models that no endpoint lists, routed or refused.",
         (),
-        lambda one: [([], one.unlisted)],
+        lambda tally: [([], tally.unlisted)],
     ),
 )
 
@@ -146,69 +148,71 @@ _GAUGES: tuple[_Gauge, ...] = (
     (
         "extproc_endpoint_in_flight",
         "Requests this picker has open.",
-        lambda one, _: one.account.own,
+        lambda member, _: member.account.own,
     ),
     (
         "extproc_endpoint_foreign",
         "Requests of others at the last scrape.",
-        lambda one, _: one.foreign,
+        lambda member, _: member.foreign,
     ),
     (
         "extproc_endpoint_up",
         "1 unless its scrapes cannot connect.",
-        lambda one, _: float(one.reachable),
+        lambda member, _: float(member.reachable),
     ),
     (
         "extproc_endpoint_ejected",
         "1 while it is left out because it fails or cannot be reached.",
-        lambda one, _: float(one.ejected),
+        lambda member, _: float(member.ejected),
     ),
     (
         "extproc_endpoint_load_age_seconds",
         "Age of the last scrape.",
-        lambda one, now: now - one.load.at,
+        lambda member, now: now - member.load.at,
     ),
     (
         "extproc_endpoint_models",
         "Models and adapters an endpoint listed; absent while nobody knows.",
-        lambda one, _: (
-            None if one.models is None else len(one.models.bases) + len(one.models.adapters)
+        lambda member, _: (
+            None
+            if member.models is None
+            else len(member.models.bases) + len(member.models.adapters)
         ),
     ),
     (
         "extproc_endpoint_queued_tokens",
         "Uncached prompt tokens sent and believed not yet computed.",
-        lambda one, now: one.account.queued(now) + one.foreign_tokens,
+        lambda member, now: member.account.queued(now) + member.foreign_tokens,
     ),
     (
         "extproc_endpoint_prefill_seconds_per_token",
         "Learned seconds for each uncached prompt token.",
-        lambda one, _: one.rates.prefill_s,
+        lambda member, _: member.rates.prefill_s,
     ),
     (
         "extproc_endpoint_step_seconds",
         "Learned time of an iteration.",
-        lambda one, _: one.rates.step_s,
+        lambda member, _: member.rates.step_s,
     ),
     (
         "extproc_endpoint_decode_seconds_per_sequence",
         "Learned time that a decoding sequence adds to an iteration.",
-        lambda one, _: one.rates.decode_s,
+        lambda member, _: member.rates.decode_s,
     ),
     (
         "extproc_endpoint_context_seconds_per_token",
         "Learned time that a token of context adds to an iteration.",
-        lambda one, _: one.rates.context_s,
+        lambda member, _: member.rates.context_s,
     ),
     (
         "extproc_endpoint_adapter_load_seconds",
         "Learned time of an adapter load.",
-        lambda one, _: one.rates.adapter_load_s,
+        lambda member, _: member.rates.adapter_load_s,
     ),
     (
         "extproc_endpoint_output_tokens",
         "Learned tokens of an answer.",
-        lambda one, _: one.rates.output_tokens,
+        lambda member, _: member.rates.output_tokens,
     ),
 )
 
@@ -217,8 +221,8 @@ def counters(tallies: Mapping[str, PoolCounters]) -> Iterator[Metric]:
     """Everything that is counted, with the pool as first label."""
     for name, text, labels, read in _COUNTERS:
         family = CounterMetricFamily(name, text, labels=["pool", *labels])
-        for pool, one in tallies.items():
-            for values, count in read(one):
+        for pool, tally in tallies.items():
+            for values, count in read(tally):
                 family.add_metric([pool, *values], count)
         yield family
 
@@ -232,8 +236,8 @@ def endpoints(watched: Mapping[str, PoolView], now: float) -> Iterator[Metric]:
     """
     for name, text, read in _GAUGES:
         family = GaugeMetricFamily(name, text, labels=["pool", "endpoint"])
-        for pool, one in watched.items():
-            for member in one.pool.members:
+        for pool, view in watched.items():
+            for member in view.pool.members:
                 value = read(member, now)
                 if value is not None:
                     family.add_metric([pool, member.endpoint.address], value)
@@ -249,8 +253,8 @@ def endpoints(watched: Mapping[str, PoolView], now: float) -> Iterator[Metric]:
         "Learned bytes of a prompt token, of the models that engines answered for.",
         labels=["pool", "model"],
     )
-    for pool, one in watched.items():
-        for model, value in one.bytes_per_token.items():
+    for pool, view in watched.items():
+        for model, value in view.bytes_per_token.items():
             ratio.add_metric([pool, model], value)
     yield ratio
 
@@ -266,10 +270,10 @@ def _conversations(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
         "Learned conversations that will go on and have no request open, for each open request.",
         labels=["pool"],
     )
-    for pool, one in watched.items():
-        if one.continuation_ratio is not None:
-            share.add_metric([pool], one.continuation_ratio[0])
-            away.add_metric([pool], one.continuation_ratio[1])
+    for pool, view in watched.items():
+        if view.continuation_ratio is not None:
+            share.add_metric([pool], view.continuation_ratio[0])
+            away.add_metric([pool], view.continuation_ratio[1])
     yield from (share, away)
 
 
@@ -284,10 +288,10 @@ def _health(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
         "Requests that tried an endpoint again, by what they came to.",
         labels=["pool", "result"],
     )
-    for pool, one in watched.items():
-        for cause, count in one.ejections.items():
+    for pool, view in watched.items():
+        for cause, count in view.ejections.items():
             ejections.add_metric([pool, cause], count)
-        for result, count in one.probes.items():
+        for result, count in view.probes.items():
             probes.add_metric([pool, result], count)
     yield from (ejections, probes)
 
@@ -298,8 +302,8 @@ def _claims(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
         "1 for what became of the claim of a pool: none, in_force, overlapped or refused.",
         labels=["pool", "state"],
     )
-    for pool, one in watched.items():
-        claims.add_metric([pool, one.claim], 1)
+    for pool, view in watched.items():
+        claims.add_metric([pool, view.claim], 1)
     yield claims
 
 
@@ -309,8 +313,8 @@ def _addresses_left_out(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
         "Addresses from flags, files and DNS beyond those that a pool may have.",
         labels=["pool"],
     )
-    for pool, one in watched.items():
-        left_out.add_metric([pool], one.addresses_left_out)
+    for pool, view in watched.items():
+        left_out.add_metric([pool], view.addresses_left_out)
     yield left_out
 
 
@@ -322,11 +326,11 @@ def _waits(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
     waits = CounterMetricFamily(
         "extproc_waits", "Requests that waited, by what came of it.", labels=["pool", "end"]
     )
-    for pool, one in watched.items():
-        if one.held is not None:
-            requests.add_metric([pool], one.held[0])
-            size.add_metric([pool], one.held[1])
-        for end, count in one.waits.items():
+    for pool, view in watched.items():
+        if view.held is not None:
+            requests.add_metric([pool], view.held[0])
+            size.add_metric([pool], view.held[1])
+        for end, count in view.waits.items():
             waits.add_metric([pool, end], count)
     yield from (requests, size, waits)
 
@@ -346,10 +350,10 @@ def _caches(watched: Mapping[str, PoolView]) -> Iterator[Metric]:
         "Prompt tokens an endpoint is believed to keep.",
         labels=labels,
     )
-    for pool, one in watched.items():
-        for member in one.pool.members:
+    for pool, view in watched.items():
+        for member in view.pool.members:
             key = [pool, member.endpoint.address]
-            cache = one.cache(member.endpoint)
+            cache = view.cache(member.endpoint)
             predicted.add_metric(key, cache.predicted_tokens)
             observed.add_metric(key, cache.observed_tokens)
             if cache.capacity_tokens is not None:

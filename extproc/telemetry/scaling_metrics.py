@@ -48,9 +48,9 @@ def series(pools: Mapping[str, ScalingMetrics]) -> Iterator[Metric]:
     """
     for name, text in _GAUGES.items():
         gauge = GaugeMetricFamily(f"extproc_scaling_{name}", text, labels=["pool"])
-        for pool, one in pools.items():
-            if name in one.gauges:
-                gauge.add_metric([pool], one.gauges[name])
+        for pool, metrics in pools.items():
+            if name in metrics.gauges:
+                gauge.add_metric([pool], metrics.gauges[name])
         yield gauge
     replicas = GaugeMetricFamily(
         "extproc_scaling_replicas",
@@ -72,11 +72,11 @@ def series(pools: Mapping[str, ScalingMetrics]) -> Iterator[Metric]:
         "Times annotations of an InferencePool were refused, which is then not scaled.",
         labels=["pool"],
     )
-    for pool, one in pools.items():
-        for state, count in one.replicas.items():
+    for pool, metrics in pools.items():
+        for state, count in metrics.replicas.items():
             replicas.add_metric([pool, state], count)
-        for why, count in one.changes.items():
+        for why, count in metrics.changes.items():
             changes.add_metric([pool, why], count)
-        failures.add_metric([pool], one.failures)
-        refusals.add_metric([pool], one.refusals)
+        failures.add_metric([pool], metrics.failures)
+        refusals.add_metric([pool], metrics.refusals)
     yield from (replicas, changes, failures, refusals)

@@ -94,7 +94,7 @@ class _DeltaTypeState:
                 self.wildcard = False
             self.names.discard(name)
         if not self.wildcard:
-            self.held = {name: one for name, one in self.held.items() if name in self.names}
+            self.held = {name: version for name, version in self.held.items() if name in self.names}
 
     def settle(self, error: str) -> None:
         """The answer under way was taken or refused."""
@@ -111,13 +111,17 @@ class _DeltaTypeState:
     def pending_changes(self, known: Mapping[str, XdsResource]) -> dict[str, str]:
         """Versions of what must be told next, by name."""
         named = [*known, *(self.held.keys() - known.keys())] if self.wildcard else []
-        found = {}
-        for name in (*named, *(one for one in sorted(self.names) if one not in named)):
+        changed = {}
+        for name in (*named, *sorted(self.names.difference(named))):
             version = known[name].version if name in known else _ABSENT
             if self.held.get(name) != version and self.refused.get(name) != version:
-                found[name] = version
-        clean = {name: one for name, one in found.items() if self.isolate_next.get(name) != one}
-        return clean or dict(itertools.islice(found.items(), 1))
+                changed[name] = version
+        clean = {
+            name: version
+            for name, version in changed.items()
+            if self.isolate_next.get(name) != version
+        }
+        return clean or dict(itertools.islice(changed.items(), 1))
 
 
 class DeltaSession:
@@ -137,14 +141,14 @@ class DeltaSession:
         if topic is None:
             lists_all = request.type_url == resources.CLUSTER
             topic = self._topics[request.type_url] = _DeltaTypeState(request, lists_all=lists_all)
-        said: list[DeltaResponse | Nack] = []
+        replies: list[DeltaResponse | Nack] = []
         if request.nonce and request.nonce == topic.nonce:
             topic.settle(request.error)
             if request.error:
-                said.append(Nack(request.type_url, request.nonce, request.error))
+                replies.append(Nack(request.type_url, request.nonce, request.error))
         topic.subscribe(request)
-        said.extend(self._offer(request.type_url, topic, always=new and topic.wildcard))
-        return tuple(said)
+        replies.extend(self._offer(request.type_url, topic, always=new and topic.wildcard))
+        return tuple(replies)
 
     def publish(self, snapshot: XdsSnapshot) -> tuple[DeltaResponse, ...]:
         """Resources changed; clusters are told before endpoints."""

@@ -72,9 +72,9 @@ class SotwCodec:
         if read is None:
             return None
         node, request = read
-        said = self._conversation.request(request)
-        refusal = next((one for one in said if isinstance(one, Nack)), None)
-        answers = [one for one in said if isinstance(one, sotw.SotwResponse)]
+        replies = self._conversation.request(request)
+        refusal = next((reply for reply in replies if isinstance(reply, Nack)), None)
+        answers = [reply for reply in replies if isinstance(reply, sotw.SotwResponse)]
         return Incoming(node, refusal, tuple(map(_sotw_message, answers)))
 
     def publish(self, snapshot: XdsSnapshot) -> tuple[Outgoing, ...]:
@@ -94,9 +94,9 @@ class DeltaCodec:
         if read is None:
             return None
         node, request = read
-        said = self._conversation.request(request)
-        refusal = next((one for one in said if isinstance(one, Nack)), None)
-        answers = [one for one in said if isinstance(one, delta.DeltaResponse)]
+        replies = self._conversation.request(request)
+        refusal = next((reply for reply in replies if isinstance(reply, Nack)), None)
+        answers = [reply for reply in replies if isinstance(reply, delta.DeltaResponse)]
         return Incoming(node, refusal, tuple(map(_delta_message, answers)))
 
     def publish(self, snapshot: XdsSnapshot) -> tuple[Outgoing, ...]:
@@ -108,11 +108,11 @@ def read_sotw(data: bytes) -> tuple[str, sotw.SotwRequest] | None:
     """The node and the request of a `DiscoveryRequest`."""
     try:
         node, rest = _parted(data, _NODE["whole"])
-        found = discovery.DiscoveryRequest.parse(rest)
+        message = discovery.DiscoveryRequest.parse(rest)
     except Exception:  # noqa: BLE001  whatever a parser raises at garbage
         return None
     request = sotw.SotwRequest(
-        found.type_url, tuple(found.resource_names), found.response_nonce, _error(found)
+        message.type_url, tuple(message.resource_names), message.response_nonce, _error(message)
     )
     return node, request
 
@@ -121,16 +121,16 @@ def read_delta(data: bytes) -> tuple[str, delta.DeltaRequest] | None:
     """The node and the request of a `DeltaDiscoveryRequest`."""
     try:
         node, rest = _parted(data, _NODE["differences"])
-        found = discovery.DeltaDiscoveryRequest.parse(rest)
+        message = discovery.DeltaDiscoveryRequest.parse(rest)
     except Exception:  # noqa: BLE001  whatever a parser raises at garbage
         return None
     request = delta.DeltaRequest(
-        found.type_url,
-        tuple(found.resource_names_subscribe),
-        tuple(found.resource_names_unsubscribe),
-        dict(found.initial_resource_versions),
-        found.response_nonce,
-        _error(found),
+        message.type_url,
+        tuple(message.resource_names_subscribe),
+        tuple(message.resource_names_unsubscribe),
+        dict(message.initial_resource_versions),
+        message.response_nonce,
+        _error(message),
     )
     return node, request
 
@@ -141,7 +141,7 @@ def _sotw_message(response: sotw.SotwResponse) -> Outgoing:
             version_info=response.version,
             type_url=response.type_url,
             nonce=response.nonce,
-            resources=[_any(response.type_url, one) for one in response.resources],
+            resources=[_any(response.type_url, resource) for resource in response.resources],
         )
     )
     return Outgoing(response.type_url, data)
@@ -154,9 +154,11 @@ def _delta_message(response: delta.DeltaResponse) -> Outgoing:
             nonce=response.nonce,
             resources=[
                 discovery.Resource(
-                    name=one.name, version=one.version, resource=_any(response.type_url, one)
+                    name=resource.name,
+                    version=resource.version,
+                    resource=_any(response.type_url, resource),
                 )
-                for one in response.resources
+                for resource in response.resources
             ],
             removed_resources=list(response.removed),
         )
@@ -164,13 +166,13 @@ def _delta_message(response: delta.DeltaResponse) -> Outgoing:
     return Outgoing(response.type_url, data)
 
 
-def _any(type_url: str, one: XdsResource) -> Any:
-    return Any(type_url=type_url, value=one.body)
+def _any(type_url: str, resource: XdsResource) -> Any:
+    return Any(type_url=type_url, value=resource.body)
 
 
-def _error(found: discovery.DiscoveryRequest | discovery.DeltaDiscoveryRequest) -> str:
+def _error(request: discovery.DiscoveryRequest | discovery.DeltaDiscoveryRequest) -> str:
     """Why an answer was refused; a refusal without a reason is one all the same."""
-    status = found.error_detail
+    status = request.error_detail
     return "" if status is None else status.message or f"code {status.code}"
 
 

@@ -76,8 +76,8 @@ def lb_endpoints(pool: Pool, *, with_health: bool) -> tuple[LbEndpoint, ...]:
             count as healthy, as they do for picks: then it is more likely us who are cut off.
     """
     blind = not with_health or pool.down == len(pool.members)
-    found = [_lb_endpoint(member, healthy=blind or member.up) for member in pool.members]
-    return tuple(sorted(found, key=lambda place: place.address))
+    places = [_lb_endpoint(member, healthy=blind or member.up) for member in pool.members]
+    return tuple(sorted(places, key=lambda place: place.address))
 
 
 def _lb_endpoint(member: EndpointSnapshot, *, healthy: bool) -> LbEndpoint:

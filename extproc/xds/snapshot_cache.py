@@ -82,10 +82,10 @@ class SnapshotCache:
                 if cluster in self._entries:
                     posted[cluster] = self._entries[cluster]
         self._entries = posted
-        self._renderer.keep({place for one in posted.values() for place in one.places})
+        self._renderer.keep({place for entry in posted.values() for place in entry.places})
         new: XdsSnapshot = {
-            resources.CLUSTER: {name: one.cluster for name, one in posted.items()},
-            resources.ASSIGNMENT: {name: one.assignment for name, one in posted.items()},
+            resources.CLUSTER: {name: entry.cluster for name, entry in posted.items()},
+            resources.ASSIGNMENT: {name: entry.assignment for name, entry in posted.items()},
         }
         if new == self.snapshot:
             return False
@@ -107,15 +107,17 @@ class SnapshotCache:
         assignment = _versioned(name, self._renderer.assignment(name, places))
         return _CacheEntry(pool, h2c, places, assignment, cluster)
 
-    def _alike(self, one: Pool, other: Pool) -> bool:
+    def _alike(self, previous: Pool, current: Pool) -> bool:
         """Whether the same is told of both."""
-        if one is other:
+        if previous is current:
             return True
-        if one.positions is not other.positions:
+        if previous.positions is not current.positions:
             return False
-        if not self._with_health or not (one.down or other.down):
+        if not self._with_health or not (previous.down or current.down):
             return True
-        return [member.up for member in one.members] == [member.up for member in other.members]
+        return [member.up for member in previous.members] == [
+            member.up for member in current.members
+        ]
 
 
 def _versioned(name: str, body: bytes) -> XdsResource:

@@ -118,7 +118,7 @@ class _TypeState:
         """What is subscribed to and exists."""
         if self.wildcard:
             return dict(known)
-        return {name: one for name, one in known.items() if name in self.names}
+        return {name: resource for name, resource in known.items() if name in self.names}
 
 
 class SotwSession:
@@ -139,16 +139,16 @@ class SotwSession:
         elif request.nonce != topic.nonce:
             return ()
         answers = topic.under_way is not None
-        said: list[SotwResponse | Nack] = []
+        replies: list[SotwResponse | Nack] = []
         if answers:
             topic.settle(request.error)
             if request.error:
-                said.append(Nack(request.type_url, topic.version, request.error))
+                replies.append(Nack(request.type_url, topic.version, request.error))
         topic.subscribe(request.names, lists_all=request.type_url == resources.CLUSTER)
         # Asked again with nothing under way: Envoy may be warming a cluster anew and wait for its
         # endpoints, although it has had them, even when it asks for fewer than before.
-        said.extend(self._offer(request.type_url, topic, again=not answers))
-        return tuple(said)
+        replies.extend(self._offer(request.type_url, topic, again=not answers))
+        return tuple(replies)
 
     def publish(self, snapshot: XdsSnapshot) -> tuple[SotwResponse, ...]:
         """Resources changed; clusters are told before endpoints, so that none comes unasked."""
@@ -166,7 +166,7 @@ class SotwSession:
         if self._snapshot is None or topic.under_way is not None:
             return
         wanted = topic.wanted(self._snapshot[type_url])
-        contents = {name: one.version for name, one in wanted.items()}
+        contents = {name: resource.version for name, resource in wanted.items()}
         if contents == topic.refused or (contents == topic.held and not again):
             return
         if not contents and type_url == resources.ASSIGNMENT:

@@ -61,10 +61,10 @@ def test_a_name_that_fails_keeps_its_last_answer():
     """A resolver that is down takes nobody out of the pool, and it is said."""
     listed = given(["engines:1,others:1"])
     first = dns_answers.merge(listed, {"engines": ("10.0.0.1",), "others": ()}, last={})
-    assert (first.kept, first.missing) == ((), ("others",))
+    assert (first.stale, first.missing) == ((), ("others",))
     second = dns_answers.merge(listed, {}, last=first.answers)
     assert addresses(second) == addresses(first) == ["10.0.0.1:1"]
-    assert (second.kept, second.missing) == (("engines",), ("others",))
+    assert (second.stale, second.missing) == (("engines",), ("others",))
 
 
 def test_answers_of_names_no_longer_listed_are_forgotten():

@@ -246,12 +246,12 @@ async def _ask(
             header_params={"Accept": _JSON} | ({} if body is None else {"Content-Type": kind}),
             auth_settings=["BearerToken"],
         )
-        found = await opened.call_api(method, url, headers, body, _request_timeout=limits)
-        response: aiohttp.ClientResponse = found.response
+        call = await opened.call_api(method, url, headers, body, _request_timeout=limits)
+        response: aiohttp.ClientResponse = call.response
         if response.status in {200, 201}:
             return response
         async with response:
-            said = await response.content.read(_MOST_ERROR_BYTES)
+            error_body = await response.content.read(_MOST_ERROR_BYTES)
     except config.ConfigException as error:
         return api_errors.ApiError(0, _why(error), credentials_expired=True)
     except _LOST as error:
@@ -260,7 +260,7 @@ async def _ask(
         )
     return api_errors.ApiError(
         response.status,
-        watch_events.status(said).message or response.reason or "",
+        watch_events.status(error_body).message or response.reason or "",
         _seconds(response.headers.get("Retry-After", "")),
         credentials_expired=response.status == 401,
     )

@@ -77,9 +77,9 @@ class KubernetesDiscovery:
         self._wake = asyncio.Event()
         self._watches = watch_status.WatchStatuses(self._cluster.collections, clock())
         #: What `on_pools` has not taken yet.
-        self._found: dict[str, DiscoveredPool] = {}
+        self._changed: dict[str, DiscoveredPool] = {}
         self._removed: set[str] = set()
-        self._told_synced = False
+        self._synced_reported = False
 
     @property
     def synced(self) -> bool:
@@ -100,7 +100,7 @@ class KubernetesDiscovery:
         self._server = server = await self._connect(self._wanted)
         self._feeds = tuple(
             reflector.Reflector(
-                one,
+                collection,
                 server,
                 self._cluster,
                 listener=self,
@@ -109,17 +109,19 @@ class KubernetesDiscovery:
                 rng=self._rng,
                 supervisor=self._supervisor,
             )
-            for one in self._cluster.collections
+            for collection in self._cluster.collections
         )
         try:
             async with asyncio.timeout(self._wanted.start_s), asyncio.TaskGroup() as tasks:
-                for one in self._feeds:
-                    title = one.collection.title
-                    kept = self._supervisor.keep("kubernetes", one.sync, of=title)
-                    tasks.create_task(kept, name=f"list {title}")
+                for feed in self._feeds:
+                    title = feed.collection.title
+                    supervised = self._supervisor.keep("kubernetes", feed.sync, of=title)
+                    tasks.create_task(supervised, name=f"list {title}")
         except TimeoutError:
             missing = [
-                one.title for one in self._cluster.collections if not self._cluster.is_synced(one)
+                collection.title
+                for collection in self._cluster.collections
+                if not self._cluster.is_synced(collection)
             ]
             self.happened(
                 "unsynced",
@@ -136,12 +138,12 @@ class KubernetesDiscovery:
         """Follows everything until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                for one in self._feeds:
-                    title = one.collection.title
-                    kept = self._supervisor.keep("kubernetes", one.run, of=title)
-                    tasks.create_task(kept, name=f"watch {title}")
-                kept = self._supervisor.keep("kubernetes", self._reports, of=_REPORTS)
-                tasks.create_task(kept, name="report pools of Kubernetes")
+                for feed in self._feeds:
+                    title = feed.collection.title
+                    supervised = self._supervisor.keep("kubernetes", feed.run, of=title)
+                    tasks.create_task(supervised, name=f"watch {title}")
+                supervised = self._supervisor.keep("kubernetes", self._reports, of=_REPORTS)
+                tasks.create_task(supervised, name="report pools of Kubernetes")
         finally:
             await self.close()
 
@@ -152,7 +154,7 @@ class KubernetesDiscovery:
 
     def changed(self) -> None:
         """A feed has brought something."""
-        if self._cluster.dirty or (not self._told_synced and self._cluster.synced):
+        if self._cluster.dirty or (not self._synced_reported and self._cluster.synced):
             self._wake.set()
 
     def state(self, collection: WatchedCollection, kind: str, detail: str) -> None:
@@ -183,14 +185,14 @@ class KubernetesDiscovery:
         for key, fault in changes.faults.items():
             self._supervisor.note("kubernetes", fault, of=key)
         for key in changes.removed:
-            self._found.pop(key, None)
+            self._changed.pop(key, None)
         self._removed = (self._removed - changes.discovered.keys()) | changes.removed
-        self._found |= changes.discovered
-        if self._found or self._removed:
-            self._on_pools(self._found, frozenset(self._removed))
-            self._found, self._removed = {}, set()
+        self._changed |= changes.discovered
+        if self._changed or self._removed:
+            self._on_pools(self._changed, frozenset(self._removed))
+            self._changed, self._removed = {}, set()
         # Only now: where something raised, the next try begins at once.
         self._wake.clear()
-        if self._cluster.synced and not self._told_synced:
-            self._told_synced = True
+        if self._cluster.synced and not self._synced_reported:
+            self._synced_reported = True
             self.happened("synced", self._name())

@@ -211,7 +211,10 @@ def pod(raw: _Pod) -> objects.Pod:
     ready = (
         meta.deletion_timestamp is None
         and status.phase not in _ENDED
-        and any(one.type == "Ready" and one.status == "True" for one in status.conditions or ())
+        and any(
+            condition.type == "Ready" and condition.status == "True"
+            for condition in status.conditions or ()
+        )
     )
     notes = meta.annotations or _NO_NOTES
     return objects.Pod(
@@ -281,21 +284,24 @@ def _rewrite(raw: _Rewrite) -> objects.RewriteObject:
         name=raw.metadata.name,
         pool=_ref(raw.spec.pool_ref),
         created=raw.metadata.creation_timestamp or "",
-        rules=tuple(rule for one in raw.spec.rules or () if (rule := _rule(one)) is not None),
+        rules=tuple(
+            rule for raw_rule in raw.spec.rules or () if (rule := _rule(raw_rule)) is not None
+        ),
     )
 
 
 def _rule(raw: _Rule) -> inference_policy.RewriteRule | None:
     """A rule; None for one that only matches in ways we do not know, lest it match everything."""
     matches = raw.matches or []
-    generic = not matches or any(one.model is None for one in matches)
-    models = [one.model.value for one in matches if one.model and one.model.type == "Exact"]
+    generic = not matches or any(match.model is None for match in matches)
+    models = [match.model.value for match in matches if match.model and match.model.type == "Exact"]
     if not generic and not models:
         return None
     return inference_policy.RewriteRule(
         models=() if generic else tuple(dict.fromkeys(models)),
         targets=tuple(
-            inference_policy.TargetModel(one.model_rewrite, one.weight) for one in raw.targets
+            inference_policy.TargetModel(target.model_rewrite, target.weight)
+            for target in raw.targets
         ),
     )
 
@@ -308,11 +314,11 @@ def _slice(raw: _Slice) -> objects.EndpointSlice:
         service=labels.get("kubernetes.io/service-name", ""),
         family=raw.address_type,
         ports=tuple(
-            objects.SlicePort(one.name or "", one.port, one.app_protocol or "")
-            for one in raw.ports or ()
-            if one.port is not None and one.protocol in {None, "TCP"}
+            objects.SlicePort(port.name or "", port.port, port.app_protocol or "")
+            for port in raw.ports or ()
+            if port.port is not None and port.protocol in {None, "TCP"}
         ),
-        backends=tuple(_backend(one) for one in raw.endpoints or ()),
+        backends=tuple(_backend(endpoint) for endpoint in raw.endpoints or ()),
     )
 
 

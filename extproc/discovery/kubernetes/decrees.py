@@ -21,9 +21,12 @@ def policy_of(
         rewrites: The same. Of one age, the name decides, so that replicas agree.
     """
     aged = sorted(
-        (one for one in rewrites if one.pool == pool), key=lambda one: (one.created, one.name)
+        (rewrite for rewrite in rewrites if rewrite.pool == pool),
+        key=lambda rewrite: (rewrite.created, rewrite.name),
     )
-    named = sorted((one.name, one.priority) for one in objectives if one.pool == pool)
+    named = sorted(
+        (objective.name, objective.priority) for objective in objectives if objective.pool == pool
+    )
     return inference_policy.InferencePolicy(
-        priorities=dict(named), rules=tuple(rule for one in aged for rule in one.rules)
+        priorities=dict(named), rules=tuple(rule for rewrite in aged for rule in rewrite.rules)
     )

@@ -101,9 +101,9 @@ def merge(pods: Iterable[tuple[objects.Pod, tuple[Endpoint, ...]]]) -> tuple[End
     """
     listed = [pair for pair in pods if pair[1]]
     listed.sort(key=lambda pair: pair[0].name)
-    found = tuple([endpoint for _, endpoints in listed for endpoint in endpoints])
-    if len({endpoint.address for endpoint in found}) == len(found):
-        return found
+    merged = tuple([endpoint for _, endpoints in listed for endpoint in endpoints])
+    if len({endpoint.address for endpoint in merged}) == len(merged):
+        return merged
     owners: dict[str, tuple[str, str, str]] = {}
     for pod, endpoints in listed:
         for endpoint in endpoints:
@@ -129,26 +129,30 @@ def slice_endpoints(slices: Iterable[objects.EndpointSlice], port: str) -> tuple
         slices: All of it.
         port: Name or number; see `settings.ServiceRef`.
     """
-    found: dict[tuple[str, int], Endpoint] = {}
+    by_owner: dict[tuple[str, int], Endpoint] = {}
     # A Service of two families has every pod twice; IPv4 comes first in text order.
-    for one in sorted(slices, key=lambda one: (one.family, one.name)):
-        number = _chosen(one.ports, port)
-        for backend in one.backends if number else ():
+    for endpoint_slice in sorted(
+        slices, key=lambda endpoint_slice: (endpoint_slice.family, endpoint_slice.name)
+    ):
+        number = _chosen(endpoint_slice.ports, port)
+        for backend in endpoint_slice.backends if number else ():
             if backend.ready and backend.ip:
                 owner = backend.uid or backend.name or backend.ip
-                found.setdefault((owner, number), _of_backend(one, backend, number))
-    by_address = {endpoint.address: endpoint for endpoint in found.values()}
-    return tuple(sorted(by_address.values(), key=lambda one: (one.name, one.address)))
+                by_owner.setdefault((owner, number), _of_backend(endpoint_slice, backend, number))
+    by_address = {endpoint.address: endpoint for endpoint in by_owner.values()}
+    return tuple(
+        sorted(by_address.values(), key=lambda endpoint: (endpoint.name, endpoint.address))
+    )
 
 
 def app_protocol(slices: Iterable[objects.EndpointSlice], port: str) -> str:
     """What the Service says its port speaks; empty when it does not."""
     return next(
         (
-            found.app_protocol
-            for one in slices
-            for found in one.ports
-            if found.number == _chosen(one.ports, port) and found.app_protocol
+            slice_port.app_protocol
+            for endpoint_slice in slices
+            for slice_port in endpoint_slice.ports
+            if slice_port.number == _chosen(endpoint_slice.ports, port) and slice_port.app_protocol
         ),
         "",
     )
@@ -158,11 +162,20 @@ def _chosen(ports: Sequence[objects.SlicePort], port: str) -> int:
     """Number of the port asked for; 0 when it is not there or nobody can tell which it is."""
     if not port:
         return ports[0].number if len(ports) == 1 else 0
-    return next((one.number for one in ports if port in (one.name, str(one.number))), 0)
+    return next(
+        (
+            candidate.number
+            for candidate in ports
+            if port in (candidate.name, str(candidate.number))
+        ),
+        0,
+    )
 
 
-def _of_backend(one: objects.EndpointSlice, backend: objects.SliceBackend, port: int) -> Endpoint:
-    labels = {"namespace": one.namespace}
+def _of_backend(
+    endpoint_slice: objects.EndpointSlice, backend: objects.SliceBackend, port: int
+) -> Endpoint:
+    labels = {"namespace": endpoint_slice.namespace}
     if backend.node:
         labels["kubernetes.io/hostname"] = backend.node
     if backend.zone:

@@ -139,9 +139,9 @@ class Reflector:
         self._version, self._listed = page.version, True
         self._consecutive_failures = self._looks = 0
         self._missing_since = self._forbidden_since = None
-        self._broken &= {(one.namespace, one.name) for one in broken}
-        for one in broken:
-            self._note_broken(one)
+        self._broken &= {(invalid.namespace, invalid.name) for invalid in broken}
+        for invalid in broken:
+            self._note_broken(invalid)
         faults = self._cluster.replace(self.collection, values)
         for key, fault in faults.items():
             self._supervisor.note("kubernetes", fault, of="/".join(key))
@@ -254,16 +254,16 @@ class Reflector:
         return 0.0 if first else pause_s
 
     def _forbidden(self, answer: api_errors.ApiError) -> float:
-        one, now = self.collection, self._clock()
+        collection, now = self.collection, self._clock()
         if self._forbidden_since is None:
             self._forbidden_since = now
         if self._listed and now - self._forbidden_since < _SURELY_FORBIDDEN_S:
-            self._listener.state(one, "disconnected", f"403 {answer.message}")
+            self._listener.state(collection, "disconnected", f"403 {answer.message}")
             return self._pause()
         self._version = ""
-        self._listener.state(one, "forbidden", _rights(one, answer.message))
+        self._listener.state(collection, "forbidden", _rights(collection, answer.message))
         if not self._listed:
-            self._cluster.settle(one, store.CollectionStatus.FORBIDDEN)
+            self._cluster.settle(collection, store.CollectionStatus.FORBIDDEN)
         self._listener.changed()
         return self._look()
 
@@ -314,21 +314,24 @@ class Reflector:
         self._looks += 1
         return most * self._rng.uniform(0.5, 1.0)
 
-    def _note_broken(self, one: watch_events.InvalidObject) -> None:
+    def _note_broken(self, invalid: watch_events.InvalidObject) -> None:
         """Says so once per object, not at each of its events."""
-        key = (one.namespace, one.name)
+        key = (invalid.namespace, invalid.name)
         if key not in self._broken:
             self._broken.add(key)
             self._listener.happened(
-                "broken-object", f"{self.collection.resource.title} {'/'.join(key)}: {one.reason}"
+                "broken-object",
+                f"{self.collection.resource.title} {'/'.join(key)}: {invalid.reason}",
             )
 
 
-def _rights(one: WatchedCollection, message: str) -> str:
+def _rights(collection: WatchedCollection, message: str) -> str:
     """What is missing, and how to give it."""
-    kind = "Role" if one.namespace else "ClusterRole"
+    kind = "Role" if collection.namespace else "ClusterRole"
     return (
-        f"may not list and watch {one.title} ({message}); add to a {kind} of the service account: "
-        f'apiGroups: ["{one.resource.group}"], resources: ["{one.resource.plural}"], '
+        f"may not list and watch {collection.title} ({message}); "
+        f"add to a {kind} of the service account: "
+        f'apiGroups: ["{collection.resource.group}"], '
+        f'resources: ["{collection.resource.plural}"], '
         'verbs: ["list", "watch"]'
     )

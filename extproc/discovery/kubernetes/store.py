@@ -68,27 +68,27 @@ class ObjectStore:
         self.collections = watch_plan.plan_watches(wanted.sources, policies=wanted.policies)
         self._presence = dict.fromkeys(self.collections, CollectionStatus.UNKNOWN)
         self._objects: dict[WatchedCollection, dict[tuple[str, str], objects.Value]] = {
-            one: {} for one in self.collections
+            collection: {} for collection in self.collections
         }
         self._pods: dict[str, dict[str, objects.Pod]] = defaultdict(dict)
         self._pools: dict[str, dict[str, objects.InferencePool]] = defaultdict(dict)
         self._decrees: dict[tuple[resources.ResourceType, str], dict[str, objects.Value]]
         self._decrees = defaultdict(dict)
         self._services = {
-            (one.namespace, one.name): one.key
-            for one in wanted.sources
-            if isinstance(one, settings.ServiceRef)
+            (ref.namespace, ref.name): ref.key
+            for ref in wanted.sources
+            if isinstance(ref, settings.ServiceRef)
         }
         self._groups = {
-            one.key: one.group
-            for one in wanted.sources
-            if isinstance(one, settings.InferencePoolRef)
+            ref.key: ref.group
+            for ref in wanted.sources
+            if isinstance(ref, settings.InferencePoolRef)
         }
         self._views: dict[str, pool_views.View] = {}
         #: One label of every selector, to find the pools a pod may belong to.
         self._anchors: dict[tuple[str, str, str], dict[str, pool_views.PodView]] = defaultdict(dict)
         self._settled: set[str] = set()
-        self._told: dict[str, discovered_pool.DiscoveredPool] = {}
+        self._published: dict[str, discovered_pool.DiscoveredPool] = {}
         self._dirty: set[str] = set()
         self._redecreed: set[str] = set()
         for source in wanted.sources:
@@ -103,12 +103,12 @@ class ObjectStore:
     @property
     def synced(self) -> bool:
         """Whether the server has answered for every collection."""
-        return all(self.is_synced(one) for one in self.collections)
+        return all(self.is_synced(collection) for collection in self.collections)
 
     @property
     def endpoints(self) -> int:
         """Endpoints of all pools (count), as last collected."""
-        return sum(len(one.endpoints) for one in self._told.values())
+        return sum(len(pool.endpoints) for pool in self._published.values())
 
     def replace(
         self, collection: WatchedCollection, values: Iterable[objects.Value]
@@ -186,23 +186,23 @@ class ObjectStore:
             view = self._views.get(key)
             if view is None:
                 self._redecreed.discard(key)
-                if self._told.pop(key, None) is not None:
+                if self._published.pop(key, None) is not None:
                     removed.add(key)
             elif not self._complete(key, view):
                 waiting.add(key)
             else:
                 try:
-                    now = self._found(key, view)
+                    now = self._build_pool(key, view)
                 except Exception as error:  # noqa: BLE001 - the other pools are told of
                     faults[key] = error
                     waiting.add(key)
                     continue
-                if self._told.get(key) != now:
-                    self._told[key] = changed[key] = now
+                if self._published.get(key) != now:
+                    self._published[key] = changed[key] = now
         self._dirty = waiting
         return PoolChanges(changed, frozenset(removed), faults)
 
-    def _found(self, key: str, view: pool_views.View) -> discovered_pool.DiscoveredPool:
+    def _build_pool(self, key: str, view: pool_views.View) -> discovered_pool.DiscoveredPool:
         """A pool as it is now."""
         if key in self._redecreed and isinstance(view, pool_views.PodView):
             view.policy = self._policy(view)
@@ -239,9 +239,9 @@ class ObjectStore:
         else:
             self._pods[namespace][name] = pod
         labels: set[tuple[str, str]] = set()
-        for one in (old, pod):
-            if isinstance(one, objects.Pod):
-                labels.update(one.labels.items())
+        for version in (old, pod):
+            if isinstance(version, objects.Pod):
+                labels.update(version.labels.items())
         for label, text in labels:
             for at, view in self._anchors.get((namespace, label, text), _NO_POOLS).items():
                 if view.consider(name, pod):
@@ -278,10 +278,10 @@ class ObjectStore:
         if key in self._fixed:
             return self._groups.get(key) == pool.group
         return any(
-            isinstance(one, settings.AllPools)
-            and one.group == pool.group
-            and one.namespace in {"", pool.namespace}
-            for one in self._wanted.sources
+            isinstance(source, settings.AllPools)
+            and source.group == pool.group
+            and source.namespace in {"", pool.namespace}
+            for source in self._wanted.sources
         )
 
     def _anchor(self, key: str, view: pool_views.PodView) -> None:
@@ -302,16 +302,16 @@ class ObjectStore:
         return min(places, key=lambda place: len(self._anchors.get(place, _NO_POOLS)))
 
     def _slice(self, old: objects.Value | None, new: objects.Value | None) -> None:
-        for one in (old, new):
-            if not isinstance(one, objects.EndpointSlice):
+        for endpoint_slice in (old, new):
+            if not isinstance(endpoint_slice, objects.EndpointSlice):
                 continue
-            key = self._services.get((one.namespace, one.service), "")
+            key = self._services.get((endpoint_slice.namespace, endpoint_slice.service), "")
             view = self._views.get(key)
             if isinstance(view, pool_views.SliceView):
-                if one is new:
-                    view.slices[one.name] = one
+                if endpoint_slice is new:
+                    view.slices[endpoint_slice.name] = endpoint_slice
                 else:
-                    view.slices.pop(one.name, None)
+                    view.slices.pop(endpoint_slice.name, None)
                 self._dirty.add(key)
 
     def _decree(
@@ -322,17 +322,17 @@ class ObjectStore:
         new: objects.Value | None,
     ) -> None:
         namespace, name = key
-        kept = self._decrees[resource, namespace]
+        by_name = self._decrees[resource, namespace]
         if new is None:
-            kept.pop(name, None)
+            by_name.pop(name, None)
         else:
-            kept[name] = new
-        for one in (old, new):
+            by_name[name] = new
+        for decree in (old, new):
             if (
-                isinstance(one, objects.ObjectiveObject | objects.RewriteObject)
-                and one.pool is not None
+                isinstance(decree, objects.ObjectiveObject | objects.RewriteObject)
+                and decree.pool is not None
             ):
-                self._redecree(f"{namespace}/{one.pool.name}")
+                self._redecree(f"{namespace}/{decree.pool.name}")
 
     def _redecree(self, key: str) -> None:
         """The policy of a pool has to be made anew, once, however many objects changed."""
@@ -343,14 +343,14 @@ class ObjectStore:
         if view.spec is None or view.spec.ref is None:
             return inference_policy.EMPTY_POLICY
         in_force = [
-            one
+            decree
             for kind in resources.POLICY_RESOURCES
-            for one in self._decrees[self._valid(kind, view.namespace), view.namespace].values()
+            for decree in self._decrees[self._valid(kind, view.namespace), view.namespace].values()
         ]
         return decrees.policy_of(
             view.spec.ref,
-            [one for one in in_force if isinstance(one, objects.ObjectiveObject)],
-            [one for one in in_force if isinstance(one, objects.RewriteObject)],
+            [decree for decree in in_force if isinstance(decree, objects.ObjectiveObject)],
+            [decree for decree in in_force if isinstance(decree, objects.RewriteObject)],
         )
 
     def _valid(
@@ -359,8 +359,8 @@ class ObjectStore:
         """The new group, as a whole, where it is installed; the old one otherwise."""
         new, old = kind
         listed = any(
-            one.covers(new, namespace) and presence is CollectionStatus.LISTED
-            for one, presence in self._presence.items()
+            collection.covers(new, namespace) and presence is CollectionStatus.LISTED
+            for collection, presence in self._presence.items()
         )
         return new if listed else old
 
@@ -370,19 +370,25 @@ class ObjectStore:
             return True
         if isinstance(view, pool_views.SliceView):
             needed = [
-                one
-                for one in self.collections
-                if one.resource == resources.SLICES and one.namespace == view.namespace
+                collection
+                for collection in self.collections
+                if collection.resource == resources.SLICES
+                and collection.namespace == view.namespace
             ]
         elif view.spec is not None and view.spec.ref is None:
-            needed = [one for one in self.collections if one.covers(resources.PODS, view.namespace)]
+            needed = [
+                collection
+                for collection in self.collections
+                if collection.covers(resources.PODS, view.namespace)
+            ]
         else:
             needed = [
-                one
-                for one in self.collections
-                if one.resource != resources.SLICES and one.namespace in {"", view.namespace}
+                collection
+                for collection in self.collections
+                if collection.resource != resources.SLICES
+                and collection.namespace in {"", view.namespace}
             ]
-        if not all(self.is_synced(one) for one in needed):
+        if not all(self.is_synced(collection) for collection in needed):
             return False
         self._settled.add(key)
         return True

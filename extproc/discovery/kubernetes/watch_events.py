@@ -181,11 +181,11 @@ class WatchReader:
         values: list[objects.Value] = []
         broken: list[InvalidObject] = []
         for item in page.items or ():
-            found = self._read(item)
-            if isinstance(found, InvalidObject):
-                broken.append(found)
+            value = self._read(item)
+            if isinstance(value, InvalidObject):
+                broken.append(value)
             else:
-                values.append(found)
+                values.append(value)
         return ListPage(tuple(values), tuple(broken), page.metadata.version, page.metadata.more)
 
     def _read(self, text: msgspec.Raw) -> objects.Value | InvalidObject:
@@ -223,9 +223,9 @@ class WatchReader:
             case "DELETED" if key.name:
                 return Deleted(key.namespace, key.name, key.version)
             case "ADDED" | "MODIFIED" if key.name:
-                found = self._read(line.object)
-                if isinstance(found, InvalidObject):
-                    return found
+                value = self._read(line.object)
+                if isinstance(value, InvalidObject):
+                    return value
         return UndecodableMessage(f"an event of type {line.type[:40]!r} that says nothing")
 
 

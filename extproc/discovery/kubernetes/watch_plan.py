@@ -103,40 +103,46 @@ def plan_watches(
         sources: What is asked for.
         policies: Whether objectives and rewrites are wanted.
     """
-    pools = [one for one in sources if isinstance(one, settings.InferencePoolRef)]
-    wide = [one for one in sources if isinstance(one, settings.AllPools)]
-    selectors = [one for one in sources if isinstance(one, settings.PodSelector)]
-    services = [one for one in sources if isinstance(one, settings.ServiceRef)]
-    found: list[WatchedCollection] = []
+    pools = [source for source in sources if isinstance(source, settings.InferencePoolRef)]
+    wide = [source for source in sources if isinstance(source, settings.AllPools)]
+    selectors = [source for source in sources if isinstance(source, settings.PodSelector)]
+    services = [source for source in sources if isinstance(source, settings.ServiceRef)]
+    collections: list[WatchedCollection] = []
     for group, resource in resources.POOLS_OF.items():
-        names: dict[str, set[str]] = {one.namespace: set() for one in wide if one.group == group}
+        names: dict[str, set[str]] = {
+            source.namespace: set() for source in wide if source.group == group
+        }
         for ref in pools:
             if ref.group == group and ref.namespace not in names:
-                names[ref.namespace] = {one.name for one in pools if _beside(one, ref)}
-        found += [
+                names[ref.namespace] = {pool.name for pool in pools if _beside(pool, ref)}
+        collections += [
             WatchedCollection(resource, namespace, fields=_named(only))
             for namespace, only in _widest(names).items()
         ]
-    homes = dict.fromkeys([one.namespace for one in wide] + [one.namespace for one in pools], "")
+    homes = dict.fromkeys(
+        [source.namespace for source in wide] + [source.namespace for source in pools], ""
+    )
     if policies:
         decrees = [resource for kind in resources.POLICY_RESOURCES for resource in kind]
-        found += [WatchedCollection(one, home) for one in decrees for home in _widest(homes)]
+        collections += [
+            WatchedCollection(resource, home) for resource in decrees for home in _widest(homes)
+        ]
     for selector in selectors:
-        alone = sum(one.namespace == selector.namespace for one in selectors) == 1
+        alone = sum(candidate.namespace == selector.namespace for candidate in selectors) == 1
         homes.setdefault(selector.namespace, _selecting(selector.labels) if alone else "")
-    found += [
+    collections += [
         WatchedCollection(resources.PODS, home, labels=labels)
         for home, labels in _widest(homes).items()
     ]
-    found += [
+    collections += [
         WatchedCollection(
             resources.SLICES,
-            one.namespace,
-            labels=_selecting({"kubernetes.io/service-name": one.name}),
+            service.namespace,
+            labels=_selecting({"kubernetes.io/service-name": service.name}),
         )
-        for one in services
+        for service in services
     ]
-    return tuple(found)
+    return tuple(collections)
 
 
 def _widest(homes: Mapping[str, _T]) -> Mapping[str, _T]:
@@ -144,8 +150,8 @@ def _widest(homes: Mapping[str, _T]) -> Mapping[str, _T]:
     return {"": homes[""]} if "" in homes else homes
 
 
-def _beside(one: settings.InferencePoolRef, other: settings.InferencePoolRef) -> bool:
-    return (one.group, one.namespace) == (other.group, other.namespace)
+def _beside(ref: settings.InferencePoolRef, other: settings.InferencePoolRef) -> bool:
+    return (ref.group, ref.namespace) == (other.group, other.namespace)
 
 
 def _named(names: set[str]) -> str:

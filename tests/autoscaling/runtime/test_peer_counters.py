@@ -170,10 +170,10 @@ async def test_connections_to_peers_that_left_are_closed(monkeypatch):
         monkeypatch.setattr(peer_counters, "_addresses", resolved)
         one = PeerCounterClient("a", ["others:9090"], timeout_s=60.0, own=dict)
         await one.read("p")
-        assert len(one._asking._kept) == 1
+        assert len(one._asking._idle_connections) == 1
         addresses.clear()
         await one.read("p")
-        assert len(one._asking._kept) == 0
+        assert len(one._asking._idle_connections) == 0
         one.close()
 
 
