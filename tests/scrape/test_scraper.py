@@ -315,7 +315,7 @@ def test_real_engines_are_scraped_over_sockets(http):
     assert asyncio.run(scene()) == [("vllm", 3.0), ("sglang", 9.0)]
 
 
-@pytest.mark.parametrize(("reason", "max_ejection_time_s"), [("refused", 2.0), ("timeout", 11.0)])
+@pytest.mark.parametrize(("reason", "longest_s"), [("refused", 2.0), ("timeout", 11.0)])
 def test_whoever_refuses_is_scraped_again_within_two_seconds(reason, longest_s):
     """Back-off from refused connections ends at 2 s, from others at its own cap."""
 
