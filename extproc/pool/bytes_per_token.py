@@ -77,7 +77,7 @@ class BytesPerTokenEstimator:
 
     def __init__(self) -> None:
         self._all = _Sums()
-        self._of: dict[str, _Sums] = {}
+        self._by_model: dict[str, _Sums] = {}
         self._windows: dict[int, _Window] = {}
 
     def bytes_per_token(self, model: str) -> float:
@@ -90,7 +90,7 @@ class BytesPerTokenEstimator:
             The model's own ratio; while it showed too little that of all models together, since an
             adapter has the tokenizer of its base model; without any `BYTES_PER_TOKEN`.
         """
-        own = self._of.get(model)
+        own = self._by_model.get(model)
         return own.ratio if own is not None and own.known else self._all.ratio
 
     def ratio_for(self, model: str, prompt_bytes: int) -> float:
@@ -105,7 +105,7 @@ class BytesPerTokenEstimator:
     @property
     def learned(self) -> dict[str, float]:
         """Bytes per token by model, of models that showed enough."""
-        return {model: sums.ratio for model, sums in self._of.items() if sums.known}
+        return {model: sums.ratio for model, sums in self._by_model.items() if sums.known}
 
     def observe_usage(self, model: str, *, prompt_bytes: int, tokens: int) -> None:
         """An answer said how many tokens its prompt had.
@@ -169,9 +169,9 @@ class BytesPerTokenEstimator:
     def _add(self, model: str, prompt_bytes: float, tokens: float, requests: float) -> None:
         if not _BOUNDS[0] * tokens <= prompt_bytes <= _BOUNDS[1] * tokens:
             return
-        sums = self._of.pop(model, None) or _Sums()
-        self._of[model] = sums
-        if len(self._of) > _MOST_MODELS:
-            del self._of[next(iter(self._of))]
+        sums = self._by_model.pop(model, None) or _Sums()
+        self._by_model[model] = sums
+        if len(self._by_model) > _MOST_MODELS:
+            del self._by_model[next(iter(self._by_model))]
         sums.add(prompt_bytes, tokens, requests)
         self._all.add(prompt_bytes, tokens, requests)

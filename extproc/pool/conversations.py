@@ -128,7 +128,7 @@ class ConversationTracker:
         """Where and when the latest prompt went that this one goes on from."""
         went = self._went
         for block in reversed(chain):
-            found = went.get(block)
-            if found is not None:
-                return found
+            last_turn = went.get(block)
+            if last_turn is not None:
+                return last_turn
         return None

@@ -64,13 +64,13 @@ class CounterReader:
         if work is None:
             return None
         capacity, usage = load.kv_tokens, load.kv_usage
-        told = load.counters.adapter_load_s
+        adapter_load_s = load.counters.adapter_load_s
         return WorkCounters(
             load.at,
             *work,
             None if capacity is None or usage is None else capacity * usage + shared,
-            self._device.loads if told is None else 0,
-            told or 0.0,
+            self._device.loads if adapter_load_s is None else 0,
+            adapter_load_s or 0.0,
             idled,
         )
 

@@ -54,9 +54,9 @@ class ForeignTraffic:
         """
         self._ours += _ALPHA * (own - self._ours)
         self._others += _ALPHA * (foreign - self._others)
-        asked = (after.prefix_queries or 0.0) - (before.prefix_queries or 0.0)
-        found = (after.prefix_hits or 0.0) - (before.prefix_hits or 0.0)
-        if before.prefix_queries is not None and asked > 0.0 <= found <= asked:
+        queries = (after.prefix_queries or 0.0) - (before.prefix_queries or 0.0)
+        hits = (after.prefix_hits or 0.0) - (before.prefix_hits or 0.0)
+        if before.prefix_queries is not None and queries > 0.0 <= hits <= queries:
             self._pages += 1
             weight = max(_ALPHA_HITS, 1.0 / self._pages)
-            self.hit_ratio += weight * (found / asked - self.hit_ratio)
+            self.hit_ratio += weight * (hits / queries - self.hit_ratio)

@@ -63,9 +63,9 @@ class SharedContext:
         rest = tokens[len(blocks)] - tokens[last * _STRIDE]
         if counted.get(followed[last], 0) >= rest:
             growth = 0.0  # where another open prompt goes on from this one, it has grown already
-        whole = tokens[len(blocks)]
+        prompt_tokens = tokens[len(blocks)]
         self.tokens += growth
-        self.shared += whole
+        self.shared += prompt_tokens
         for block, size in zip(followed, (*self._sizes[:last], rest), strict=True):
             more = size
             if block in users:
@@ -78,7 +78,7 @@ class SharedContext:
             counted[block] = size
             self.tokens += more
             self.shared -= more
-        return ContextShare(followed, whole, growth)
+        return ContextShare(followed, prompt_tokens, growth)
 
     def close(self, share: ContextShare) -> None:
         """A request is over.

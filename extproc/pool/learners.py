@@ -14,21 +14,21 @@ _STANDS_S = 1.0
 class PoolStepTimeEstimators:
     """The learners of one pool, by incarnation. Mutable; its fleet owns it."""
 
-    __slots__ = ("_at", "_of", "_pooled")
+    __slots__ = ("_at", "_by_incarnation", "_pooled")
 
     def __init__(self) -> None:
-        self._of: dict[int, StepTimeEstimator] = {}
+        self._by_incarnation: dict[int, StepTimeEstimator] = {}
         self._at = -math.inf
         self._pooled = DEFAULT_STEP_TIMES
 
     def on_endpoint_added(self, incarnation: int) -> StepTimeEstimator:
         """An endpoint came: it is believed to be like the others."""
-        learner = self._of[incarnation] = StepTimeEstimator(self._now())
+        learner = self._by_incarnation[incarnation] = StepTimeEstimator(self._now())
         return learner
 
     def on_endpoint_removed(self, incarnation: int) -> None:
         """An endpoint left."""
-        del self._of[incarnation]
+        del self._by_incarnation[incarnation]
 
     def with_pool_prior(self, incarnation: int, now: float) -> StepTimeEstimator:
         """The learner of an endpoint, told what the pool has shown, a second ago at most.
@@ -39,9 +39,9 @@ class PoolStepTimeEstimators:
         """
         if now - self._at >= _STANDS_S:
             self._at, self._pooled = now, self._now()
-        learner = self._of[incarnation]
+        learner = self._by_incarnation[incarnation]
         learner.set_prior(self._pooled)
         return learner
 
     def _now(self) -> StepTimeModel:
-        return pool_mean([learner.rates for learner in self._of.values()])
+        return pool_mean([learner.rates for learner in self._by_incarnation.values()])

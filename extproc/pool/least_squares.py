@@ -50,34 +50,44 @@ class RecursiveLeastSquares:
             prior: What to believe before any row, above 0.
             weight: Weight of the prior against rows, above 0.
         """
-        found = list(prior)
+        estimate = list(prior)
         free = [at for at in range(self._size) if self._matrix[at][at]]
         fixed = [at for at in range(self._size) if not self._matrix[at][at]]
         while free:
-            for at, value in zip(free, self._solved(free, fixed, found, weight), strict=True):
-                found[at] = value * prior[at]
+            for at, value in zip(free, self._solved(free, fixed, estimate, weight), strict=True):
+                estimate[at] = value * prior[at]
             outside = [
-                at for at in free if not self._bounds[at][0] <= found[at] <= self._bounds[at][1]
+                at for at in free if not self._bounds[at][0] <= estimate[at] <= self._bounds[at][1]
             ]
             for at in outside:
                 low, high = self._bounds[at]
-                found[at] = min(high, max(low, found[at]))
+                estimate[at] = min(high, max(low, estimate[at]))
             if not outside:
                 break
             fixed = [*fixed, *outside]
             free = [at for at in free if at not in outside]
             for at in free:
-                found[at] = prior[at]
-        return found
+                estimate[at] = prior[at]
+        return estimate
 
     def _solved(
-        self, free: Sequence[int], fixed: Sequence[int], found: Sequence[float], weight: float
+        self, free: Sequence[int], fixed: Sequence[int], estimate: Sequence[float], weight: float
     ) -> list[float]:
-        """Eliminate; `found` holds the values of what is fixed, and for what is free its unit."""
-        unit, rows = found, []
+        """Solve for the free unknowns by Gaussian elimination.
+
+        Args:
+            free: Positions of the unknowns to solve for.
+            fixed: Positions of the unknowns that keep their value.
+            estimate: By position: the value of a fixed unknown, the unit of a free one.
+            weight: Weight of the prior against rows, above 0.
+
+        Returns:
+            Values of the free unknowns in their units, aligned with `free`.
+        """
+        unit, rows = estimate, []
         for i in free:
             line = self._matrix[i]
-            known = sum(line[j] * found[j] for j in fixed)
+            known = sum(line[j] * estimate[j] for j in fixed)
             rows.append(
                 [
                     *[unit[i] * line[j] * unit[j] + (weight if i == j else 0.0) for j in free],

@@ -94,7 +94,7 @@ class Imputer:
         self._since = self._until = -math.inf
         self._imputation: Imputation | None = None
 
-    def of(
+    def impute(
         self, members: Sequence[EndpointSnapshot], *, oldest: float, is_patchy: bool
     ) -> Imputation | None:
         """See `impute`; members must not change in place."""
@@ -227,8 +227,8 @@ def _counted(member: EndpointSnapshot, flaw: int, means: _Means) -> CountedPage:
 
 def _load(member: EndpointSnapshot, flaw: int, means: _Means) -> Load:
     """The page as it counts; `NO_LOAD` where neither it nor any other one says anything."""
-    kept = member.load
-    waiting, running, usage = kept.waiting, kept.running, kept.kv_usage
+    page = member.load
+    waiting, running, usage = page.waiting, page.running, page.kv_usage
     if flaw & plausibility.VOID:
         waiting, running, usage = means.waiting, means.running, means.kv_usage
         if waiting is None and running is None and usage is None:
@@ -241,28 +241,28 @@ def _load(member: EndpointSnapshot, flaw: int, means: _Means) -> Load:
         waiting = means.waiting if waiting is None else waiting
         running = means.running if running is None else running
         usage = means.kv_usage if usage is None else usage
-    size, blocks = kept.block_tokens, kept.kv_blocks
-    if not kept.kv_tokens and means.kv_tokens is not None:
+    size, blocks = page.block_tokens, page.kv_blocks
+    if not page.kv_tokens and means.kv_tokens is not None:
         size = size or 1
         blocks = round(means.kv_tokens / size)
     # Sizes and slots outlive the page; which adapters are on the device does not.
     named = flaw & plausibility.VOID == 0
     # By position, which takes a tenth of `msgspec.structs.replace`: pages come many times a second.
     return Load(
-        kept.at,
-        kept.engine,
+        page.at,
+        page.engine,
         waiting,
         running,
         usage,
-        kept.adapters if named else None,
-        kept.waiting_adapters if named else None,
-        kept.adapter_slots,
+        page.adapters if named else None,
+        page.waiting_adapters if named else None,
+        page.adapter_slots,
         blocks,
         size,
-        kept.prefix_queries,
-        kept.prefix_hits,
-        kept.started_at,
-        kept.counters,
+        page.prefix_queries,
+        page.prefix_hits,
+        page.started_at,
+        page.counters,
     )
 
 

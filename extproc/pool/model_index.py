@@ -79,19 +79,21 @@ class ModelIndex:
         Args:
             name: What a request names.
         """
-        found = self._aliases.get(name)
-        if found is not None:
-            return found
+        alias = self._aliases.get(name)
+        if alias is not None:
+            return alias
         if "_" not in name or len(name) > _LONGEST_ALIAS or name in self.names:
             return None
         at = name.find("_")
         while at > 0:
             base, adapter = name[:at], name[at + 1 :]
-            if base in self.bases and any(_lists(one, base, adapter) for _, one in self._listed):
-                found = Alias(base, adapter)
+            if base in self.bases and any(
+                _lists(served, base, adapter) for _, served in self._listed
+            ):
+                alias = Alias(base, adapter)
                 if len(self._aliases) < _MOST_KEPT:
-                    self._aliases[name] = found
-                return found
+                    self._aliases[name] = alias
+                return alias
             at = name.find("_", at + 1)
         return None
 
@@ -112,39 +114,45 @@ class ModelIndex:
     @cached_property
     def bases(self) -> frozenset[str]:
         """Every base model any endpoint lists."""
-        return frozenset().union(*(one.bases for _, one in self._listed if one is not None))
+        return frozenset().union(
+            *(served.bases for _, served in self._listed if served is not None)
+        )
 
     @cached_property
     def names(self) -> frozenset[str]:
         """Every name any endpoint lists."""
-        return self.bases.union(*(one.adapters for _, one in self._listed if one is not None))
+        return self.bases.union(
+            *(served.adapters for _, served in self._listed if served is not None)
+        )
 
     @cached_property
     def _unlisted(self) -> ModelMatch | None:
         """For what nobody lists: those of whom nothing is known; everybody where that is all."""
-        return self._split([one is None for _, one in self._listed])
+        return self._split([served is None for _, served in self._listed])
 
     def _work_out(self, model: str, adapter: str) -> ModelMatch | None:
         if adapter:
-            listing = [_lists(one, model, adapter) for _, one in self._listed]
+            listing = [_lists(served, model, adapter) for _, served in self._listed]
             if not any(listing):
                 return self.match(model)
         elif model in self.names:
-            listing = [one is not None and model in one for _, one in self._listed]
+            listing = [served is not None and model in served for _, served in self._listed]
         else:
             return self._unlisted
         pairs = zip(self._listed, listing, strict=True)
-        found = self._split([lists or one is None for (_, one), lists in pairs])
+        match = self._split([lists or served is None for (_, served), lists in pairs])
         if len(self._known) < _MOST_KEPT:
-            self._known[(model, adapter) if adapter else model] = found
-        return found
+            self._known[(model, adapter) if adapter else model] = match
+        return match
 
     def _split(self, may: Sequence[bool]) -> ModelMatch | None:
         if all(may):
             return None
         return ModelMatch(
             positions=tuple([at for at, yes in enumerate(may) if yes]),
-            others=tuple([one for (one, _), yes in zip(self._listed, may, strict=True) if not yes]),
+            others=tuple(
+                [endpoint for (endpoint, _), yes in zip(self._listed, may, strict=True) if not yes]
+            ),
         )
 
 

@@ -204,7 +204,9 @@ class OutlierDetector:
         """Decide again who is out."""
         records = self._records.values()
         suspects = [
-            one for one in records if one.misses or one.ejection_cause or one.condition.state
+            record
+            for record in records
+            if record.misses or record.ejection_cause or record.condition.state
         ]
         if not suspects:
             return
@@ -212,11 +214,17 @@ class OutlierDetector:
         rest = len(self._records) - len(certain)
         spare = min(int(self.settings.max_ejection_share * rest), rest - 1)
         doubtful = [
-            one for one in suspects if (one.ejection_cause or one.unreachable) and not one.certain
+            record
+            for record in suspects
+            if (record.ejection_cause or record.unreachable) and not record.certain
         ]
         # Of equals those who are out stay out.
         doubtful.sort(
-            key=lambda one: (one.unreachable, one.consecutive_failures, one.condition.state),
+            key=lambda record: (
+                record.unreachable,
+                record.consecutive_failures,
+                record.condition.state,
+            ),
             reverse=True,
         )
         out = {id(record) for record in (*certain, *doubtful[: max(spare, 0)])}
@@ -279,7 +287,7 @@ class OutlierDetector:
     def _doubt(self, record: HealthRecord, now: float) -> None:
         """Let others come first for a moment, while enough of them are there."""
         known = record.condition
-        others = sum(1 for one in self._records.values() if one.condition.state is not _IN)
+        others = sum(1 for other in self._records.values() if other.condition.state is not _IN)
         spare = int(self.settings.max_ejection_share * len(self._records))
         if others < spare or known.state is _DOUBTED:
             until = now + _DOUBT_S
@@ -354,8 +362,8 @@ class OutlierDetector:
         if record.unreachable and (record.ever_scraped or record.refused):
             return math.inf
         settings = self.settings
-        whole = min(settings.cap_s, settings.base_s * 2.0 ** min(times - 1, 30))
-        return now + whole * (1.0 - _JITTER * self._rng.random())
+        backoff_s = min(settings.cap_s, settings.base_s * 2.0 ** min(times - 1, 30))
+        return now + backoff_s * (1.0 - _JITTER * self._rng.random())
 
 
 def _out(record: HealthRecord) -> HealthState:

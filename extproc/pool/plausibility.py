@@ -102,22 +102,22 @@ def flaws(load: Load, account: InflightLoad, *, progress: ServiceProgress, serve
         progress: With this page.
         served: `InflightLoad.served` when the page was asked for.
     """
-    found = 0
+    bits = 0
     waiting, running = load.waiting, load.running
     if waiting is None:
-        found |= NO_WAITING
+        bits |= NO_WAITING
     if running is None:
-        found |= NO_RUNNING
+        bits |= NO_RUNNING
     if load.kv_usage is None:
-        found |= NO_KV_USAGE
+        bits |= NO_KV_USAGE
     if not load.kv_tokens:
-        found |= NO_KV_SIZE
+        bits |= NO_KV_SIZE
     if load.at - progress.at >= _LAG_S and served - progress.served >= _UNEXPLAINED:
-        found |= VOID
+        bits |= VOID
     claimed = (waiting or 0.0) + (running or 0.0)
     # The count of all that are open spares the walk: sound pages end here.
-    if not found & (NO_WAITING | NO_RUNNING) and account.in_flight > 2.0 * claimed:
+    if not bits & (NO_WAITING | NO_RUNNING) and account.in_flight > 2.0 * claimed:
         settled = account.count_settled(load.at - _SETTLED_S)
         if settled >= _FEWEST_SETTLED and settled > 2.0 * claimed:
-            found |= TOO_LITTLE
-    return found
+            bits |= TOO_LITTLE
+    return bits

@@ -185,7 +185,7 @@ def build_candidates(
         imputation: Of the pages of these members; None where every page counts as it is.
         home: Of the endpoint where the prompt is expected to go on; None where there is none.
     """
-    made: list[Candidate] = []
+    candidates: list[Candidate] = []
     place = resident = AdapterResidency.RESIDENT
     counted: Sequence[EndpointSnapshot | load_imputation.CountedPage] = members
     pages: Sequence[Load | None] = (None,) * len(members)
@@ -199,16 +199,16 @@ def build_candidates(
             # The first question of `adapter_residency`, asked here: on a busy fleet it is mostly the last.
             place = resident
             if adapter not in account.adapters:
-                is_stale = imputation is not None and imputation.stale[len(made)]
+                is_stale = imputation is not None and imputation.stale[len(candidates)]
                 load = NO_LOAD if is_stale else member.load
                 place = adapter_residency(adapter, account, load, adapters)
         unseen: float = account.kv_tokens_sent - account.kv_tokens_scraped
         if page is NO_LOAD:
-            unseen = unseen_by_position[len(made)]
+            unseen = unseen_by_position[len(candidates)]
         # `InflightLoad.queued`, written out: this runs for every candidate of every request, and a
         # call to `max` takes as long as building the candidate.
         queued = account.sent - account.done - (now - account.at) * account.tokens_per_s
-        made.append(
+        candidates.append(
             Candidate(
                 member.endpoint,
                 counts.load,
@@ -226,7 +226,7 @@ def build_candidates(
                 page,
             )
         )
-    return made
+    return candidates
 
 
 def normalize_token(token: str) -> str:

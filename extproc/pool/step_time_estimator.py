@@ -168,12 +168,14 @@ class StepTimeEstimator:
         loads = end.loads - start.loads
         row = (steps, computed, generated, context, loads)
         foretold = zip(_unknowns(self.rates), row, strict=True)
-        self._weigh(row, seconds, seconds - sum(each * count for each, count in foretold))
+        self._weigh(row, seconds, seconds - sum(rate * count for rate, count in foretold))
         evidence = self.rates.evidence * _KEEP + steps
-        found = self._squares.solve(self._anchored, self._weight)
+        solution = self._squares.solve(self._anchored, self._weight)
         if self._loading_known:
-            found[_LOADING] = self.rates.adapter_load_s if self._shown else median(self._loads)
-        self.rates = msgspec.structs.replace(_with_unknowns(found, self.rates), evidence=evidence)
+            solution[_LOADING] = self.rates.adapter_load_s if self._shown else median(self._loads)
+        self.rates = msgspec.structs.replace(
+            _with_unknowns(solution, self.rates), evidence=evidence
+        )
 
     def _weigh(self, row: Sequence[float], seconds: float, rest: float) -> None:
         """Add a row, having seen how far it is from what was foretold.
@@ -274,14 +276,14 @@ def pool_mean(rates: Sequence[StepTimeModel]) -> StepTimeModel:
 
     Its `evidence` is how many those are if there are several, else 0: one engine is no pool.
     """
-    shown = [one for one in rates if one.evidence]
+    shown = [model for model in rates if model.evidence]
     if not shown:
         return DEFAULT_STEP_TIMES
     count = len(shown)
     means = [sum(column) / count for column in zip(*map(_unknowns, shown), strict=True)]
     facts = StepTimeModel(
-        output_tokens=sum(one.output_tokens for one in shown) / count,
-        context_tokens=sum(one.context_tokens for one in shown) / count,
+        output_tokens=sum(model.output_tokens for model in shown) / count,
+        context_tokens=sum(model.context_tokens for model in shown) / count,
         evidence=float(count) if count > 1 else 0.0,
     )
     return _with_unknowns(means, facts)

@@ -326,11 +326,12 @@ class PoolStore:
         members = tuple(
             [
                 msgspec.structs.replace(
-                    one, foreign_tokens=works.price(one.foreign_waiting, one.load.kv_tokens)
+                    member,
+                    foreign_tokens=works.price(member.foreign_waiting, member.load.kv_tokens),
                 )
-                if one.foreign_waiting
-                else one
-                for one in pool.members
+                if member.foreign_waiting
+                else member
+                for member in pool.members
             ]
         )
         self._pool = msgspec.structs.replace(pool, members=members)
@@ -441,10 +442,10 @@ def _moved(before: EngineCounters, after: EngineCounters) -> bool | None:
     None where it has no counter that moves with every iteration: others stand still for as long as
     one answer takes.
     """
-    seen = after.steps, after.computed_tokens, after.decoded_tokens
-    if seen == (None, None, None):
+    counts = after.steps, after.computed_tokens, after.decoded_tokens
+    if counts == (None, None, None):
         return None
-    return seen != (before.steps, before.computed_tokens, before.decoded_tokens)
+    return counts != (before.steps, before.computed_tokens, before.decoded_tokens)
 
 
 def _patchy(members: Sequence[EndpointSnapshot]) -> bool:

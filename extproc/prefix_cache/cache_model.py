@@ -57,13 +57,13 @@ class CacheModel:
         self._index = index
         self._tokens = tokens
         self._most = most_blocks
-        self._of: dict[Key, EndpointCacheState] = {}
+        self._states: dict[Key, EndpointCacheState] = {}
 
     def state_of(self, endpoint: Endpoint) -> EndpointCacheState:
         """What is known of an endpoint's cache; made at the first call."""
-        known = self._of.get(index_key(endpoint))
+        known = self._states.get(index_key(endpoint))
         if known is None:
-            known = self._of[index_key(endpoint)] = EndpointCacheState(float(self._tokens[1]))
+            known = self._states[index_key(endpoint)] = EndpointCacheState(float(self._tokens[1]))
         return known
 
     def record_sent(
@@ -113,15 +113,15 @@ class CacheModel:
             cached_tokens: Of these, believed cached before.
             bytes_per_token: Of its prompt.
         """
-        known = self._of.get(index_key(endpoint))
+        known = self._states.get(index_key(endpoint))
         if known is None:
             return
         known.calibration.record_cancelled(prompt_tokens, cached_tokens)
         if blocks:
             # Tokens by depth were rounded down.
-            kept = (cached_tokens + 1) * bytes_per_token / BYTES_PER_TOKEN
+            reference_tokens = (cached_tokens + 1) * bytes_per_token / BYTES_PER_TOKEN
             self._index.retract(
-                index_key(endpoint), blocks, bisect.bisect_right(self._tokens, kept) - 1
+                index_key(endpoint), blocks, bisect.bisect_right(self._tokens, reference_tokens) - 1
             )
 
     def observe_load(
@@ -163,7 +163,7 @@ class CacheModel:
 
     def forget(self, endpoint: Endpoint) -> None:
         """An endpoint left."""
-        self._of.pop(index_key(endpoint), None)
+        self._states.pop(index_key(endpoint), None)
         self._index.forget(index_key(endpoint))
 
     def _resize(self, endpoint: Endpoint, belief: EndpointCacheState, rates: StepTimeModel) -> None:

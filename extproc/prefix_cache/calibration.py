@@ -87,24 +87,24 @@ class Calibration:
         if queries <= 0:
             return False
         self._unmatched_tokens += queries
-        asked = meant = 0
+        looked_up = predicted = 0
         pending = self._pending
         # A request belongs to the window in which most of it was looked up.
         while pending and pending[0][0] <= 2 * self._unmatched_tokens:
             prompt, cached = pending.popleft()
             self._unmatched_tokens -= prompt
-            asked += prompt
-            meant += cached
+            looked_up += prompt
+            predicted += cached
             self._count += 1
         if not pending:
             self._unmatched_tokens = 0.0
-        ours = min(1.0, asked / queries)
+        ours = min(1.0, looked_up / queries)
         if ours < _OWN_SHARE:
             return False
-        self._looked_up += asked
-        self._predicted += meant
-        self._hit += hits * asked / queries if asked else 0.0
-        self.predicted += meant
+        self._looked_up += looked_up
+        self._predicted += predicted
+        self._hit += hits * looked_up / queries if looked_up else 0.0
+        self.predicted += predicted
         self.observed += min(hits, queries) * ours
         return self._correct()
 

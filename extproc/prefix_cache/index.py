@@ -293,12 +293,14 @@ class PrefixIndex:
         below = [top]
         for run in below:
             if run.children:
-                held = [one for one in run.children.values() if (one.holders | one.partly) & bit]
+                held = [
+                    child for child in run.children.values() if (child.holders | child.partly) & bit
+                ]
                 below += held
         for run in reversed(below):
-            kept = keep if run is top else 0
-            if belief.truncate(run, kept):
-                self._detach(run, bit, kept)
+            remaining = keep if run is top else 0
+            if belief.truncate(run, remaining):
+                self._detach(run, bit, remaining)
 
     def _detach(self, run: RadixNode, bit: int, keep: int) -> None:
         """An endpoint holds only so many blocks of a run any more: drop what nobody holds."""

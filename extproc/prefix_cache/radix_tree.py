@@ -160,9 +160,9 @@ class EndpointCache:
         part = run.span if run.owner is self else self._shared.get(run)
         if part is None or part.held_blocks <= keep:
             return 0
-        given = part.held_blocks - keep
+        removed = part.held_blocks - keep
         self._keep_of(part, keep)
-        return given
+        return removed
 
     def parts(self) -> Iterator[tuple[RadixNode, int]]:
         """Every run of which something is held, and how many blocks; the oldest first."""

@@ -117,7 +117,7 @@ class Scheduler:
             adapter=adapter,
             adapters=pool.adapters,
             now=now,
-            imputation=self._imputer.of(
+            imputation=self._imputer.impute(
                 members, oldest=now - self._settings.stale_after_s, is_patchy=pool.is_patchy
             ),
             home=home,

@@ -54,8 +54,8 @@ def find(name: str) -> Attribute:
     Raises:
         ValueError: There is none; names the nearest one.
     """
-    found = ATTRIBUTES.get(name)
-    if found is None:
+    attribute = ATTRIBUTES.get(name)
+    if attribute is None:
         if name.lower().startswith("gpu"):
             raise ValueError(
                 f"expected an attribute of {', '.join(ATTRIBUTES)}, got {name}, which "
@@ -65,4 +65,4 @@ def find(name: str) -> Attribute:
         raise ValueError(
             f"expected an attribute of {', '.join(ATTRIBUTES)} (nearest: {near}), got {name}"
         )
-    return found
+    return attribute

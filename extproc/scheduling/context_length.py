@@ -38,8 +38,8 @@ class Range(msgspec.Struct, frozen=True):
 
 def parse(text: str) -> Range | None:
     """A range from its label; None when it is none."""
-    found = _RANGE.fullmatch(text)
-    if found is None:
+    match = _RANGE.fullmatch(text)
+    if match is None:
         return None
-    low, high = int(found[1]), int(found[2])
+    low, high = int(match[1]), int(match[2])
     return Range(low, high) if low <= high else None

@@ -79,7 +79,7 @@ class FilterTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     @cached_property
     def needs(self) -> frozenset[Signal]:
         """Every signal its filters read."""
-        return frozenset().union(*(each.needs for each in self.filters))
+        return frozenset().union(*(plugin.needs for plugin in self.filters))
 
     def filter(
         self, turn: SchedulingContext, candidates: Sequence[Candidate]
@@ -92,35 +92,35 @@ class FilterTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ) -> tuple[Sequence[Candidate], Sequence[FilterTreeStep]]:
         """See `plugins.Branching`."""
         node: FilterTreeNode | None = self.root
-        kept: Sequence[Candidate] = candidates
+        remaining: Sequence[Candidate] = candidates
         branches: list[FilterTreeStep] = []
         while node is not None:
             error: Exception | None = None
             try:
-                kept = node.filter.filter(turn, candidates)
+                remaining = node.filter.filter(turn, candidates)
             except Exception as raised:  # noqa: BLE001 - an error takes the failure branch
-                kept, error = (), raised
-            way, below = node.next(left_anybody=bool(kept))
+                remaining, error = (), raised
+            way, below = node.next(left_anybody=bool(remaining))
             if error is not None and below is None:
                 raise error
             fault = type(error).__name__ if error is not None else ""
-            branches.append(FilterTreeStep(node.filter.kind, kept, way, fault))
-            candidates = kept or candidates
+            branches.append(FilterTreeStep(node.filter.kind, remaining, way, fault))
+            candidates = remaining or candidates
             node = below
-        return kept, branches
+        return remaining, branches
 
     def on_committed(self, decision: Decision, now: float) -> None:
         """Tell the filters that remember."""
-        for each in self.filters:
-            if isinstance(each, Observer):
-                each.on_committed(decision, now)
+        for plugin in self.filters:
+            if isinstance(plugin, Observer):
+                plugin.on_committed(decision, now)
 
     def keys(self, turn: SchedulingContext) -> Mapping[str, str]:
         """What its filters want to remember the request by."""
         keys: dict[str, str] = {}
-        for each in self.filters:
-            if isinstance(each, RequestKeyProvider):
-                keys |= each.keys(turn)
+        for plugin in self.filters:
+            if isinstance(plugin, RequestKeyProvider):
+                keys |= plugin.keys(turn)
         return keys
 
     def answer_headers(
@@ -129,9 +129,9 @@ class FilterTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """What its filters tell the client."""
         return [
             header
-            for each in self.filters
-            if isinstance(each, ResponseHeaderProvider)
-            for header in each.answer_headers(turn, chosen)
+            for plugin in self.filters
+            if isinstance(plugin, ResponseHeaderProvider)
+            for header in plugin.answer_headers(turn, chosen)
         ]
 
 

@@ -24,6 +24,6 @@ def min_max_inverted(values: Sequence[float | None]) -> list[float]:
     return [(high - value) / span for value in known]
 
 
-def share(part: float, whole: float) -> float:
+def share(part: float, total: float) -> float:
     """`part / whole`, cut to 0..1; 0 of nothing is 0."""
-    return min(1.0, max(0.0, part / whole)) if whole > 0 else 0.0
+    return min(1.0, max(0.0, part / total)) if total > 0 else 0.0

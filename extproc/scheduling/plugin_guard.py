@@ -128,18 +128,18 @@ class GuardedPlugin:
         self, turn: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
         """See `plugins.Filter`."""
-        plugin, given = self.plugin, tuple(candidates)
-        return self._run("filter", turn.now, lambda: list(plugin.filter(turn, given)))
+        plugin, inputs = self.plugin, tuple(candidates)
+        return self._run("filter", turn.now, lambda: list(plugin.filter(turn, inputs)))
 
     def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See `plugins.Scorer`."""
-        plugin, given = self.plugin, tuple(candidates)
-        return self._run("scorer", turn.now, lambda: list(map(float, plugin.score(turn, given))))
+        plugin, inputs = self.plugin, tuple(candidates)
+        return self._run("scorer", turn.now, lambda: list(map(float, plugin.score(turn, inputs))))
 
     def cost(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> CostResult:
         """See `plugins.Cost`."""
-        plugin, given = self.plugin, tuple(candidates)
-        return self._run("cost", turn.now, lambda: _plain(plugin.cost(turn, given), len(given)))
+        plugin, inputs = self.plugin, tuple(candidates)
+        return self._run("cost", turn.now, lambda: _plain(plugin.cost(turn, inputs), len(inputs)))
 
     def pick(
         self,
@@ -150,11 +150,11 @@ class GuardedPlugin:
         count: int,
     ) -> list[int]:
         """See `plugins.Picker`."""
-        plugin, given, sums = self.plugin, tuple(candidates), tuple(totals)
+        plugin, inputs, sums = self.plugin, tuple(candidates), tuple(totals)
         return self._run(
             "picker",
             turn.now,
-            lambda: list(map(index, plugin.pick(turn, given, sums, count=count))),
+            lambda: list(map(index, plugin.pick(turn, inputs, sums, count=count))),
         )
 
     def on_committed(self, decision: Decision, now: float) -> None:
@@ -237,14 +237,14 @@ def _plain(priced: CostResult, size: int) -> CostResult:
     return CostResult(str(priced.name), str(priced.unit), costs, terms)
 
 
-def _texts(given: dict[Any, Any]) -> dict[str, str]:
-    if not all(isinstance(text, str) for pair in given.items() for text in pair):
+def _texts(mapping: dict[Any, Any]) -> dict[str, str]:
+    if not all(isinstance(text, str) for pair in mapping.items() for text in pair):
         raise TypeError("expected text for names and values")
-    return given
+    return mapping
 
 
-def _headers(given: dict[Any, Any]) -> list[tuple[str, str]]:
-    headers = list(_texts(given).items())
+def _headers(mapping: dict[Any, Any]) -> list[tuple[str, str]]:
+    headers = list(_texts(mapping).items())
     if not all(_HEADER.fullmatch(name) and _VALUE.fullmatch(value) for name, value in headers):
         raise ValueError("expected header names in lower case and values in visible ASCII")
     return headers

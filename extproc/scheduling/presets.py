@@ -33,7 +33,7 @@ from extproc.scheduling.costs.lmetric import LMetric
 from extproc.scheduling.filter_chain import FilterChain
 from extproc.scheduling.filters.adapter_capable import AdapterCapable
 from extproc.scheduling.filters.kv_range import KvRange
-from extproc.scheduling.filters.lora_affinity import LoraAffinityFilter as KeepLoraAffinity
+from extproc.scheduling.filters.lora_affinity import LoraAffinityFilter
 from extproc.scheduling.filters.queue_range import QueueRange
 from extproc.scheduling.filters.top_k import TopK
 from extproc.scheduling.pickers.least_request import LeastRequest
@@ -92,7 +92,7 @@ def profiles() -> Mapping[str, SchedulerProfile]:
 def _gateway() -> tuple[SchedulerProfile, ...]:
     """The strategies of the first llm-instance-gateway (docs/spec/prior-systems.md#filter-tree)."""
     queue, kv = TopK(by="waiting", k=1), TopK(by="kv_usage", k=1)
-    affinity = KeepLoraAffinity(max_waiting_requests=math.inf)
+    affinity = LoraAffinityFilter(max_waiting_requests=math.inf)
     return (
         SchedulerProfile("least-queue", (queue,), (), Random()),
         SchedulerProfile("least-kv-cache", (kv,), (), Random()),

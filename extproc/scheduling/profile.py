@@ -192,10 +192,10 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
             branches: Sequence[FilterTreeStep] = ()
             try:
                 if tree is None:
-                    kept = plugin.filter(turn, candidates)
+                    remaining = plugin.filter(turn, candidates)
                 else:
-                    kept, branches = tree.walk(turn, candidates)
-                candidates = _checked(kept, candidates)
+                    remaining, branches = tree.walk(turn, candidates)
+                candidates = _checked(remaining, candidates)
             except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
                 faults.append(_fault("filter", plugin, error))
             steps.append(FilterResult(plugin.kind, candidates, branches))
@@ -236,7 +236,7 @@ class SchedulerProfile(msgspec.Struct, frozen=True, dict=True):
         """Run the cost model; the negated costs, or the totals as they were if it fails."""
         try:
             priced = cost.cost(turn, candidates)
-            negated = [-each for each in priced.costs]
+            negated = [-value for value in priced.costs]
             if len(negated) != len(candidates) or not math.isfinite(sum(negated)):
                 raise InvalidPluginResultError  # noqa: TRY301 - the same way out as the plugin's own
         except Exception as error:  # noqa: BLE001 - a plugin's bug must not fail the request
@@ -293,15 +293,17 @@ def _fault(what: str, plugin: object, error: Exception) -> str:
     return f"{what} {kind} raised {type(error).__name__}"
 
 
-def _checked(kept: Sequence[Candidate], candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+def _checked(
+    remaining: Sequence[Candidate], candidates: Sequence[Candidate]
+) -> Sequence[Candidate]:
     """What a filter kept; it may not bring in anybody."""
-    if kept is candidates:
+    if remaining is candidates:
         return candidates
-    kept = list(kept)
+    remaining = list(remaining)
     known = {id(candidate) for candidate in candidates}
-    if not known.issuperset(map(id, kept)):
+    if not known.issuperset(map(id, remaining)):
         raise InvalidPluginResultError
-    return kept
+    return remaining
 
 
 def _cut(scores: Sequence[float], length: int) -> list[float]:

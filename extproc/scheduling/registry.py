@@ -30,7 +30,7 @@ from extproc.scheduling.filters import (
     sheddable_capacity,
     top_k,
 )
-from extproc.scheduling.filters import lora_affinity as keep_lora_affinity
+from extproc.scheduling.filters.lora_affinity import LoraAffinityFilter
 from extproc.scheduling.framework import CostModel, Filter, Picker, Scorer
 from extproc.scheduling.pickers import (
     least_request,
@@ -58,7 +58,7 @@ FILTERS: Mapping[str, type[Filter]] = {
     "drop-request": drop_request.DropRequest,
     "filter-chain": filter_chain.FilterChain,
     "kv-range": kv_range.KvRange,
-    "lora-affinity": keep_lora_affinity.LoraAffinityFilter,
+    "lora-affinity": LoraAffinityFilter,
     "low-cost-adapter": low_cost_adapter.LowCostAdapter,
     "low-latency": low_latency.LowLatency,
     "max-waiting": max_waiting.MaxWaiting,
@@ -98,7 +98,7 @@ PICKERS: Mapping[str, type[Picker]] = {
 PluginT = TypeVar("PluginT")
 
 #: No class comes from outside.
-_NOBODY: Mapping[type, str] = {}
+_NO_EXTERNAL_PLUGINS: Mapping[type, str] = {}
 
 
 class PluginRegistry(msgspec.Struct, frozen=True):
@@ -118,7 +118,7 @@ class PluginRegistry(msgspec.Struct, frozen=True):
     scorers: Mapping[str, type[Scorer]]
     costs: Mapping[str, type[CostModel]]
     pickers: Mapping[str, type[Picker]]
-    external: Mapping[type, str] = _NOBODY
+    external: Mapping[type, str] = _NO_EXTERNAL_PLUGINS
     guards: plugin_guard.GuardFactory | None = None
 
     def with_guard(self, plugin: PluginT) -> PluginT:
@@ -143,8 +143,8 @@ def find(table: Mapping[str, type[PluginT]], kind: str, *, where: str) -> type[P
     Raises:
         ConfigError: No plugin of that kind; names the nearest one.
     """
-    found = table.get(kind)
-    if found is None:
+    plugin_type = table.get(kind)
+    if plugin_type is None:
         near = get_close_matches(kind, table, n=1, cutoff=0.75) or [
             name for name in sorted(table) if kind and name.startswith(kind)
         ]
@@ -156,4 +156,4 @@ def find(table: Mapping[str, type[PluginT]], kind: str, *, where: str) -> type[P
             if near
             else "`extproc check --plugins` lists them; a file of your own is named in plugin_files",
         )
-    return found
+    return plugin_type

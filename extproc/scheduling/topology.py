@@ -27,8 +27,8 @@ DISTANCES: Mapping[str, int] = {level: at for at, level in enumerate(LEVELS)}
 def parse(text: str) -> Mapping[str, str]:
     """A peer from its header; what is not a known level with a value is left out."""
     pairs = (part.partition("=") for part in text.split(","))
-    found = {key.strip(): value.strip() for key, _, value in pairs}
-    return {level: found[level] for level in LEVELS if found.get(level)}
+    levels = {key.strip(): value.strip() for key, _, value in pairs}
+    return {level: levels[level] for level in LEVELS if levels.get(level)}
 
 
 def location_of(endpoint: Endpoint) -> Mapping[str, str]:

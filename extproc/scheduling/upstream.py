@@ -23,7 +23,7 @@ from extproc.scheduling.filters import (
     utilization_detector,
     utilization_filter,
 )
-from extproc.scheduling.filters import context_length_aware as keep_context_length_aware
+from extproc.scheduling.filters.context_length_aware import ContextLengthAwareFilter
 from extproc.scheduling.framework import Filter, Picker, Scorer
 from extproc.scheduling.pickers import max_score_picker, random_picker, weighted_random_picker
 from extproc.scheduling.scorers import (
@@ -47,7 +47,7 @@ from extproc.scheduling.scorers import (
 FILTERS: Mapping[str, type[Filter]] = {
     "by-label": by_label.ByLabel,
     "concurrency-detector": concurrency_detector.ConcurrencyDetector,
-    "context-length-aware": keep_context_length_aware.ContextLengthAwareFilter,
+    "context-length-aware": ContextLengthAwareFilter,
     "decode-filter": decode_filter.DecodeFilter,
     "encode-filter": encode_filter.EncodeFilter,
     "endpoint-attribute-filter": endpoint_attribute_filter.EndpointAttributeFilter,

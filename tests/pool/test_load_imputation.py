@@ -167,7 +167,7 @@ def test_an_imputation_stands_until_a_page_comes_or_gets_too_old():
 
     def impute(now):
         pool = fleet.pool
-        return imputer.of(pool.members, oldest=now - 6.0, is_patchy=pool.is_patchy)
+        return imputer.impute(pool.members, oldest=now - 6.0, is_patchy=pool.is_patchy)
 
     first = impute(NOW)
     fleet.pool.members[0].account.open("m", 100, cached_tokens=0, now=NOW)

@@ -51,7 +51,7 @@ class _RequestTerms(NamedTuple):
     most: int | None
     returning: float
     growth: float
-    per_endpoint: float
+    conversations_per_open: float
     best: int
     wasted: float
     per_request: float
@@ -179,21 +179,24 @@ class EstimatedTime(
         both = own + others
         returning, roomy = turn.continuation_ratio, self.crowding_start
         wasted = self.waste_share * (1.0 - turn.foreign_share)
-        growth, each = turn.expected_growth_tokens, 1.0 + turn.idle_conversations_per_open
+        growth, conversations_per_open = (
+            turn.expected_growth_tokens,
+            1.0 + turn.idle_conversations_per_open,
+        )
         waiting, per_request = self.waiting_share, self._works.per_request
         best = _most_matched(turn, candidates)
         costs: list[float] = []
         add = costs.append
         # `_parts` summed, written out: this runs for every candidate of every request, and calls
         # would take most of its time. So would arithmetic that mixes floats with integers.
-        whole = float(max(tokens, 1))
+        prompt_tokens = float(max(tokens, 1))
         longest = 0.0 if most is None else float(most)
         for c in candidates:
             rates = c.rates
             per_token, answer = rates.prefill_s, rates.output_tokens
             if most is not None and longest < answer:
                 answer = longest
-            uncached = whole
+            uncached = prompt_tokens
             matched = c.matched_tokens
             if matched:
                 uncached = float(tokens - matched) if matched < tokens else 1.0
@@ -223,16 +226,20 @@ class EstimatedTime(
                     wanted = uncached + 0.5 * answer * (1.0 + batch)
                     if usage * capacity + c.unscraped_tokens + wanted > ceiling * capacity:
                         cost += self._stall(c, wanted, answer)
-                    held = each * c.active_context_tokens
+                    held = conversations_per_open * c.active_context_tokens
                     if batch > c.in_flight:
                         held *= batch / (c.in_flight or 1)
                     if returning and held + uncached + growth > roomy * capacity:
-                        cost += self._crowding(returning, tokens + growth, each, c)
+                        cost += self._crowding(
+                            returning, tokens + growth, conversations_per_open, c
+                        )
             add(cost)
         # Not the turn: whoever keeps the decision would keep the prompt.
-        asked = _RequestTerms(tokens, most, returning, growth, each, best, wasted, per_request)
+        request_terms = _RequestTerms(
+            tokens, most, returning, growth, conversations_per_open, best, wasted, per_request
+        )
         return CostResult(
-            self.kind, "s", costs, LazySequence(partial(self._terms, asked, candidates))
+            self.kind, "s", costs, LazySequence(partial(self._terms, request_terms, candidates))
         )
 
     def on_committed(self, decision: Decision, now: float) -> None:
@@ -257,15 +264,17 @@ class EstimatedTime(
         return load + wait + c.estimated_requests * self.others_share * load
 
     def _terms(
-        self, asked: _RequestTerms, candidates: Sequence[Candidate]
+        self, request_terms: _RequestTerms, candidates: Sequence[Candidate]
     ) -> Sequence[tuple[str, Sequence[float]]]:
         """What costs are made of; only computed when somebody asks why."""
-        parts = [self._parts(asked, c) for c in candidates]
-        return [(name, [each[i] for each in parts]) for i, name in enumerate(_TERMS)]
+        parts = [self._parts(request_terms, c) for c in candidates]
+        return [(name, [values[i] for values in parts]) for i, name in enumerate(_TERMS)]
 
-    def _parts(self, asked: _RequestTerms, c: Candidate) -> tuple[float, ...]:
+    def _parts(self, request_terms: _RequestTerms, c: Candidate) -> tuple[float, ...]:
         """The terms of one candidate, in the order of `_TERMS`."""
-        tokens, most, returning, growth, each, best, wasted, per_request = asked
+        tokens, most, returning, growth, conversations_per_open, best, wasted, per_request = (
+            request_terms
+        )
         rates = c.rates
         answer = rates.output_tokens if most is None else min(rates.output_tokens, most)
         uncached = max(1, tokens - c.matched_tokens)
@@ -289,10 +298,12 @@ class EstimatedTime(
             slowdown,
             self.waiting_share * min(c.estimated_requests, c.queued_tokens * per_request) * prefill,
             wasted * waste,
-            self._crowding(returning, tokens + growth, each, c),
+            self._crowding(returning, tokens + growth, conversations_per_open, c),
         )
 
-    def _crowding(self, returning: float, tokens: float, each: float, c: Candidate) -> float:
+    def _crowding(
+        self, returning: float, tokens: float, conversations_per_open: float, c: Candidate
+    ) -> float:
         """Seconds others lose when this conversation moves in; see the class."""
         capacity = c.load.kv_tokens
         if c.conversation_local or not capacity or c.load.kv_usage is None:
@@ -308,7 +319,7 @@ class EstimatedTime(
             held = max(c.active_context_tokens, min(held, shown))
         share = (held + uncached) / capacity
         # Where requests wait for the batch, the cache is full of those who run.
-        wanted = share if c.load.waiting else (each * held + uncached) / capacity
+        wanted = share if c.load.waiting else (conversations_per_open * held + uncached) / capacity
         if wanted <= self.crowding_start or share >= self.crowding_end:
             return 0.0
         rises = (wanted - self.crowding_start) / (self.crowding_full - self.crowding_start)

@@ -46,5 +46,5 @@ def _fits(length: int, label: str | None) -> bool:
     """Whether an endpoint with that label takes such a prompt."""
     if label is None:
         return True
-    meant = context_length.parse(label)
-    return meant is not None and length in meant
+    lengths = context_length.parse(label)
+    return lengths is not None and length in lengths

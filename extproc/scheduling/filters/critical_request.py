@@ -37,5 +37,5 @@ class CriticalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         """See the class."""
         if turn.request.objective:
             return () if turn.request.priority < 0 else candidates
-        said = turn.headers.get(self.header.lower(), "").strip()
-        return () if said.lower() == self.sheddable.lower() else candidates
+        value = turn.headers.get(self.header.lower(), "").strip()
+        return () if value.lower() == self.sheddable.lower() else candidates

@@ -96,14 +96,14 @@ class EndpointAttributeFilter(
         read = attributes.find(self.attribute).read
         threshold, unknown_passes = self.algorithm.threshold, self.on_missing == "Pass"
         compare, bound = _COMPARE[threshold.operator], threshold.value
-        kept = [
+        passing = [
             c
             for c in candidates
             if (
                 unknown_passes if (value := read(_as_scraped(c))) is None else compare(value, bound)
             )
         ]
-        return candidates if not kept and self.fallback_on_empty else kept
+        return candidates if not passing and self.fallback_on_empty else passing
 
 
 def _as_scraped(c: Candidate) -> Candidate:

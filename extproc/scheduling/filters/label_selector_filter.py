@@ -81,5 +81,5 @@ class LabelSelectorFilter(
             c
             for c in candidates
             if all(c.endpoint.labels.get(key) == value for key, value in wanted)
-            and all(each.met(c.endpoint.labels) for each in self.match_expressions)
+            and all(requirement.met(c.endpoint.labels) for requirement in self.match_expressions)
         ]

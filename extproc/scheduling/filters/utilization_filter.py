@@ -67,16 +67,18 @@ class UtilizationFilter(
     @property
     def needs(self) -> frozenset[Signal]:
         """What the conditions are about."""
-        return frozenset(_READ[each.metric].signal for each in self.conditions)
+        return frozenset(_READ[condition.metric].signal for condition in self.conditions)
 
     def filter(
         self, turn: SchedulingContext, candidates: Sequence[Candidate]
     ) -> Sequence[Candidate]:
         """See the class."""
-        bounds = [(_READ[each.metric].read, each.max_value) for each in self.conditions]
-        kept = [
+        bounds = [
+            (_READ[condition.metric].read, condition.max_value) for condition in self.conditions
+        ]
+        passing = [
             c
             for c in candidates
             if all((value := read(c)) is None or value <= bound for read, bound in bounds)
         ]
-        return candidates if not kept and self.fallback_on_empty else kept
+        return candidates if not passing and self.fallback_on_empty else passing

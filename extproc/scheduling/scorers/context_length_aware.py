@@ -43,12 +43,12 @@ def _fit(length: int, label: str | None) -> float:
     """The score of one label."""
     if label is None:
         return 0.5
-    meant = context_length.parse(label)
-    if meant is None:
+    lengths = context_length.parse(label)
+    if lengths is None:
         return 0.0
-    if length not in meant:
-        return 0.3 / (1.0 + meant.distance(length) / 1000.0)
-    if not meant.width:
+    if length not in lengths:
+        return 0.3 / (1.0 + lengths.distance(length) / 1000.0)
+    if not lengths.width:
         return 1.0
-    narrow = 0.7 / (1.0 + meant.width / 10_000.0)
-    return 0.3 + 0.7 * (narrow + 0.3 * (meant.high - length) / meant.width)
+    narrow = 0.7 / (1.0 + lengths.width / 10_000.0)
+    return 0.3 + 0.7 * (narrow + 0.3 * (lengths.high - length) / lengths.width)

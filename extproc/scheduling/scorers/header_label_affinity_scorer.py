@@ -33,9 +33,9 @@ class HeaderLabelAffinityScorer(
 
     def score(self, turn: SchedulingContext, candidates: Sequence[Candidate]) -> list[float]:
         """See the class."""
-        asked = turn.headers.get(self.header_name.lower(), "")
+        header_value = turn.headers.get(self.header_name.lower(), "")
         return [
-            float(bool(asked) and c.endpoint.labels.get(self.label_key) == asked)
+            float(bool(header_value) and c.endpoint.labels.get(self.label_key) == header_value)
             for c in candidates
         ]
 

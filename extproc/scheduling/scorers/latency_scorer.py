@@ -56,19 +56,25 @@ class LatencyScorer(
         if not a + b + c:
             a = 1.0
         size, t = len(candidates), turn.request.prompt_tokens
-        usage = unknown.impute_mean([one.load.kv_usage for one in candidates]) or [0.5] * size
-        waiting = unknown.impute_mean([one.load.waiting for one in candidates]) or [0.0] * size
+        usage = (
+            unknown.impute_mean([candidate.load.kv_usage for candidate in candidates])
+            or [0.5] * size
+        )
+        waiting = (
+            unknown.impute_mean([candidate.load.waiting for candidate in candidates])
+            or [0.0] * size
+        )
         high = max(waiting, default=0.0)
         return [
             _hundredths(
                 (
                     a * (1.0 - normalization.share(u, 1.0))
                     + b * (normalization.share(high - w, high) if high else 1.0)
-                    + c * normalization.share(one.matched_tokens, t)
+                    + c * normalization.share(candidate.matched_tokens, t)
                 )
                 / (a + b + c)
             )
-            for one, u, w in zip(candidates, usage, waiting, strict=True)
+            for candidate, u, w in zip(candidates, usage, waiting, strict=True)
         ]
 
 
