@@ -39,7 +39,7 @@ from extproc.config.settings import DecisionsSection, ServerSection, Settings
 from extproc.demo import stack
 from extproc.endpoint import EngineCounters, Load
 from extproc.server import memory
-from extproc.server.app import Picker
+from extproc.server.app import EndpointPickerProcess
 from extproc.server.stream_handler import StreamHandler, open_stream
 from extproc.wire import codec
 from tests.e2e import http1
@@ -141,7 +141,7 @@ class Core:
 
     def __init__(self, settings: Settings) -> None:
         self.now = 1000.0
-        self.picker = Picker(settings, clock=lambda: self.now)
+        self.picker = EndpointPickerProcess(settings, clock=lambda: self.now)
         self.shared = self.picker.servicer.shared
         self._scraped = self.now
         self._finished = 0

@@ -109,60 +109,61 @@ class Supervisor:
         return sorted({loop for loop, _ in self._failing})
 
     async def keep(
-        self, loop: LoopName, run: Callable[[], Awaitable[None]], *, of: str = ""
+        self, loop: LoopName, run: Callable[[], Awaitable[None]], *, instance: str = ""
     ) -> None:
         """Run a loop until it returns or is cancelled, and again whenever it raises.
 
         Args:
             loop: Its name.
             run: Starts it; what it changes must be consistent at every await.
-            of: Which one of several, such as an endpoint or a pool; for the log.
+            instance: Name of the endpoint, pool or other part that it serves, for the log; empty
+                where there is a single one.
         """
         try:
             while True:
                 try:
-                    await self._watched(loop, run, of)
+                    await self._watched(loop, run, instance)
                 except asyncio.CancelledError as error:
                     task = asyncio.current_task()
                     if task is None or task.cancelling():
                         raise
                     # A library cancelled itself; the loop would end without a word.
-                    pause_s = self.failed(loop, error, of=of)
+                    pause_s = self.failed(loop, error, instance=instance)
                 except Exception as error:  # noqa: BLE001 - this is the place for all of them
-                    pause_s = self.failed(loop, error, of=of)
+                    pause_s = self.failed(loop, error, instance=instance)
                 else:
                     return
                 await self._sleep(pause_s)
         finally:
-            self.forget(loop, of)
+            self.forget(loop, instance)
 
-    async def attempt(self, loop: LoopName, work: Awaitable[object], *, of: str = "") -> bool:
+    async def attempt(self, loop: LoopName, work: Awaitable[object], *, instance: str = "") -> bool:
         """Wait for something that is done once; whether it did not raise."""
         try:
             await work
         except Exception as error:  # noqa: BLE001 - counted and logged
-            self.note(loop, error, of=of)
+            self.note(loop, error, instance=instance)
             return False
         return True
 
-    def call(self, loop: LoopName, call: Callable[[], object], *, of: str = "") -> bool:
+    def call(self, loop: LoopName, call: Callable[[], object], *, instance: str = "") -> bool:
         """Call something; whether it did not raise."""
         try:
             call()
         except Exception as error:  # noqa: BLE001 - counted and logged
-            self.note(loop, error, of=of)
+            self.note(loop, error, instance=instance)
             return False
         return True
 
-    def failed(self, loop: LoopName, error: BaseException, *, of: str = "") -> float:
+    def failed(self, loop: LoopName, error: BaseException, *, instance: str = "") -> float:
         """Take in that a loop failed; returns seconds to wait before it goes on."""
-        failing = self._failing.setdefault((loop, of), _Failing())
+        failing = self._failing.setdefault((loop, instance), _Failing())
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failing.times, 16))
         failing.times += 1
-        self.note(loop, error, of=of)
+        self.note(loop, error, instance=instance)
         return pause_s * self._rng.uniform(0.5, 1.0)
 
-    def note(self, loop: LoopName, error: BaseException, *, of: str = "") -> None:
+    def note(self, loop: LoopName, error: BaseException, *, instance: str = "") -> None:
         """Count a failure that stops nothing, and log it unless it was logged lately."""
         self.failures[loop] += 1
         place, now = place_of(error), self._clock()
@@ -173,23 +174,23 @@ class Supervisor:
         if known is None and len(self._reports) >= _MOST_PLACES:
             del self._reports[next(iter(self._reports))]
         self._reports[loop, place] = _Report(now)
-        if (loop, of) in self._failing:
+        if (loop, instance) in self._failing:
             self._logged.add(loop)
-        which = f" ({of})" if of else ""
+        suffix = f" ({instance})" if instance else ""
         again = f", {known.repeats} times since it was last logged" if known is not None else ""
-        _log.error("loop %s%s failed and goes on: %s%s", loop, which, place, again)
+        _log.error("loop %s%s failed and goes on: %s%s", loop, suffix, place, again)
 
-    def works(self, loop: LoopName, of: str = "") -> None:
+    def works(self, loop: LoopName, instance: str = "") -> None:
         """Take in that a loop made a step without failing. Cheap while nothing fails."""
-        if not self._failing or self._failing.pop((loop, of), None) is None:
+        if not self._failing or self._failing.pop((loop, instance), None) is None:
             return
         if loop in self._logged and loop not in self.degraded:
             self._logged.remove(loop)
             _log.info("loop %s works again", loop)
 
-    def forget(self, loop: LoopName, of: str) -> None:
+    def forget(self, loop: LoopName, instance: str) -> None:
         """Drop what is known of a loop that is no more."""
-        self._failing.pop((loop, of), None)
+        self._failing.pop((loop, instance), None)
 
     def handle(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Handle what callbacks, timers and lost tasks raise; an exception handler of asyncio."""
@@ -199,11 +200,13 @@ class Supervisor:
         else:
             _log.warning("event loop: %s", context.get("message", "an unnamed problem"))
 
-    async def _watched(self, loop: LoopName, run: Callable[[], Awaitable[None]], of: str) -> None:
+    async def _watched(
+        self, loop: LoopName, run: Callable[[], Awaitable[None]], instance: str
+    ) -> None:
         """Run once; a run that is calm for long enough counts as working again."""
         calm = None
-        if (loop, of) in self._failing:
-            calm = asyncio.get_running_loop().call_later(CALM_S, self.works, loop, of)
+        if (loop, instance) in self._failing:
+            calm = asyncio.get_running_loop().call_later(CALM_S, self.works, loop, instance)
         try:
             await run()
         finally:
@@ -223,12 +226,12 @@ def origin_of(error: BaseException) -> tuple[str, str]:
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    found, own = "", ""
+    innermost, own = "", ""
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if file.startswith(_ROOT) and file != __file__:
             own = f"extproc/{file.removeprefix(_ROOT)}:{trace.tb_lineno}"
-        found = f"{Path(file).name}:{trace.tb_lineno}"
+        innermost = f"{Path(file).name}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return type(error).__name__, own or found or "an unknown place"
+    return type(error).__name__, own or innermost or "an unknown place"

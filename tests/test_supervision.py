@@ -48,7 +48,9 @@ def raising(*errors):
 
 def test_a_loop_that_raises_runs_again(scene, caplog):
     """It is counted by loop, logged with its place and without its message, and goes on."""
-    asyncio.run(scene.subject.keep("scrape", raising(ValueError("a secret prompt")), of="10.0.0.1"))
+    asyncio.run(
+        scene.subject.keep("scrape", raising(ValueError("a secret prompt")), instance="10.0.0.1")
+    )
     assert scene.subject.failures["scrape"] == 1
     assert sum(scene.subject.failures.values()) == 1
     (line,) = caplog.messages
@@ -98,7 +100,7 @@ def test_degraded_until_a_step_works(scene, caplog):
         seen.append(scene.subject.degraded)
         scene.subject.works("discovery", "a")
 
-    asyncio.run(scene.subject.keep("discovery", run, of="a"))
+    asyncio.run(scene.subject.keep("discovery", run, instance="a"))
     assert seen == [["discovery"], []]
     assert caplog.messages[-1] == "loop discovery works again"
     assert len(caplog.messages) == 2
@@ -124,8 +126,8 @@ def test_the_pause_begins_anew_after_a_good_step(scene):
 def test_one_of_several_that_works_leaves_the_loop_degraded(scene):
     """Endpoints fail and recover one by one; the loop is well again with the last of them."""
     subject = scene.subject
-    subject.failed("scrape", OSError(), of="a")
-    subject.failed("scrape", OSError(), of="b")
+    subject.failed("scrape", OSError(), instance="a")
+    subject.failed("scrape", OSError(), instance="b")
     subject.works("scrape", "a")
     assert subject.degraded == ["scrape"]
     subject.works("scrape", "b")
@@ -154,7 +156,7 @@ def test_what_is_no_more_is_not_degraded(scene):
         async def run():
             raise OSError
 
-        task = asyncio.ensure_future(scene.subject.keep("scrape", run, of="a"))
+        task = asyncio.ensure_future(scene.subject.keep("scrape", run, instance="a"))
         while not scene.subject.degraded:
             await asyncio.sleep(0)
         task.cancel()
@@ -213,7 +215,7 @@ def test_what_is_done_once_is_counted_and_not_done_again(scene):
     def bad():
         raise TypeError
 
-    assert not subject.call("pools", bad, of="n/p")
+    assert not subject.call("pools", bad, instance="n/p")
     assert subject.call("pools", lambda: None)
     assert not asyncio.run(subject.attempt("drain", raising(OSError())()))
     assert asyncio.run(subject.attempt("drain", raising()()))

@@ -167,11 +167,16 @@ class DemandEstimator:
             learned,
             at=None if learned.at is None else learned.at + shift_s,
             raised_at=None if learned.raised_at is None else learned.raised_at + shift_s,
-            counters={name: (at + shift_s, told) for name, (at, told) in learned.counters.items()},
+            counters={
+                name: (at + shift_s, counters) for name, (at, counters) in learned.counters.items()
+            },
         )
 
     def read(
-        self, now: float, pickers: Mapping[str, PickerCounters | None], seen: TargetObservation
+        self,
+        now: float,
+        pickers: Mapping[str, PickerCounters | None],
+        observation: TargetObservation,
     ) -> Demand:
         """The demand of this moment.
 
@@ -179,11 +184,11 @@ class DemandEstimator:
             now: Monotonic seconds; must not go back.
             pickers: Counters of every picker there should be, by its name; None where they could
                 not be read.
-            seen: The target.
+            observation: Replicas and load of the target, as scraped.
         """
         before = self._learned
         total, counters = self._summed(now, pickers)
-        rates = seen.rates or before.rates
+        rates = observation.rates or before.rates
         most = self._settings.concurrency or math.inf
         at_once = capacity.concurrency(rates, slowdown=self._settings.slowdown, most=most)
         answers, answer_tokens = self._answers(total, rates, at_once=at_once)
@@ -195,9 +200,9 @@ class DemandEstimator:
         request_work = capacity.work(prompt, output, rates, at_once=at_once)
         since = 0.0 if before.at is None else now - before.at
         came = capacity.work(total.prompt_tokens, total.arrived * output, rates, at_once=at_once)
-        done, busy_s = self._throughput(total, since, seen, request_work=request_work)
-        cold_start_s, raised_at = self._cold_start(now, seen)
-        queued = total.held + seen.waiting
+        done, busy_s = self._throughput(total, since, observation, request_work=request_work)
+        cold_start_s, raised_at = self._cold_start(now, observation)
+        queued = total.held + observation.waiting
         self._learned = EstimatorState(
             at=now,
             counters=counters,
@@ -208,20 +213,20 @@ class DemandEstimator:
             done=done,
             busy_s=busy_s,
             cold_start_s=cold_start_s,
-            pressed=seen.available if queued >= max(1, seen.available) else 0,
-            available=seen.available,
-            spec=seen.spec,
+            pressed=observation.available if queued >= max(1, observation.available) else 0,
+            available=observation.available,
+            spec=observation.spec,
             raised_at=raised_at,
         )
         throughput = (_PRIOR_S + done) / (_PRIOR_S + busy_s)
         return Demand(
             now=now,
-            spec=seen.spec,
-            available=seen.available,
+            spec=observation.spec,
+            available=observation.available,
             held=total.held,
             in_flight=total.in_flight,
-            waiting=seen.waiting,
-            running=seen.running,
+            waiting=observation.waiting,
+            running=observation.running,
             arriving=came / since if since else 0.0,
             request_work=request_work,
             throughput=min(_HIGHEST, max(_LOWEST, throughput)),
@@ -250,17 +255,17 @@ class DemandEstimator:
         self, now: float, pickers: Mapping[str, PickerCounters | None]
     ) -> tuple[_PickerTotals, dict[str, tuple[float, PickerCounters]]]:
         """Counts of all pickers, and what each told last."""
-        total, told = _PickerTotals(), {}
+        total, latest = _PickerTotals(), {}
         for name, new in pickers.items():
             last = self._learned.counters.get(name)
             if new is None:
                 total.complete = False
                 if last is not None and now - last[0] <= self._settings.grace_s:
-                    told[name] = last
+                    latest[name] = last
                     total.held += last[1].held
                     total.in_flight += last[1].in_flight
                 continue
-            told[name] = (now, new)
+            latest[name] = (now, new)
             total.held += new.held
             total.in_flight += new.in_flight
             # Of a picker that was never read, the past says nothing about now.
@@ -271,29 +276,34 @@ class DemandEstimator:
             total.prompt_tokens += max(0.0, new.prompt_tokens - old.prompt_tokens)
             total.answered += new.answered - old.answered
             total.answer_tokens += max(0.0, new.answer_tokens - old.answer_tokens)
-        return total, told
+        return total, latest
 
     def _throughput(
-        self, total: _PickerTotals, since: float, seen: TargetObservation, *, request_work: float
+        self,
+        total: _PickerTotals,
+        since: float,
+        observation: TargetObservation,
+        *,
+        request_work: float,
     ) -> tuple[float, float]:
         """Work done and seconds it took, of replicas that had enough to do at both ends."""
         before = self._learned
-        queued = total.held + seen.waiting >= max(1, seen.available)
-        same = seen.available == before.pressed > 0
+        queued = total.held + observation.waiting >= max(1, observation.available)
+        same = observation.available == before.pressed > 0
         if not (queued and same and total.complete and since):
             return before.done, before.busy_s
-        busy_s = seen.available * since
+        busy_s = observation.available * since
         keep = math.exp(-busy_s / _FADE_S)
         return before.done * keep + total.answered * request_work, before.busy_s * keep + busy_s
 
-    def _cold_start(self, now: float, seen: TargetObservation) -> tuple[float, float | None]:
+    def _cold_start(self, now: float, observation: TargetObservation) -> tuple[float, float | None]:
         """Mean cold start, and when the replicas that still start were asked for."""
         before = self._learned
         raised_at = before.raised_at
-        if seen.spec > before.spec and before.at is not None:
+        if observation.spec > before.spec and before.at is not None:
             # Since the last reading: that is when it was asked for.
             raised_at = before.at
         mean_s = before.cold_start_s
-        if raised_at is not None and seen.available > before.available:
+        if raised_at is not None and observation.available > before.available:
             mean_s += _NEW * (now - raised_at - mean_s)
-        return mean_s, raised_at if seen.spec > seen.available else None
+        return mean_s, raised_at if observation.spec > observation.available else None

@@ -62,7 +62,7 @@ class PolicyRunner:
             self._since = now
         self._at = now
         self._memory, wanted = self.policy.step(self._memory, demand, self.bounds)
-        return self._kept_within(wanted, demand, watched_s=now - self._since)
+        return self._clamp(wanted, demand, watched_s=now - self._since)
 
     def state(self) -> RunnerState:
         """What it remembers."""
@@ -73,29 +73,29 @@ class PolicyRunner:
             msgspec.to_builtins(self._memory),
         )
 
-    def restore(self, kept: RunnerState, *, shift_s: float = 0.0) -> bool:
+    def restore(self, saved: RunnerState, *, shift_s: float = 0.0) -> bool:
         """Go on where another scaler stopped.
 
         Args:
-            kept: What that one remembered, from JSON.
+            saved: State of that scaler, from JSON.
             shift_s: What our clock shows more than its clock did at one moment. Of monotonic clocks
                 of two processes only their owner can tell, from the time of day.
 
         Returns:
             Whether it could be read. If not, nothing changes.
         """
-        if kept.kind != self.policy.kind:
+        if saved.kind != self.policy.kind:
             return False
         try:
-            memory = msgspec.convert(kept.memory, self.policy.memory)
+            memory = msgspec.convert(saved.memory, self.policy.memory)
         except msgspec.ValidationError:
             return False
         self._memory = memory.shift_time(shift_s)
-        self._at = kept.at + shift_s
-        self._since = None if kept.since is None else kept.since + shift_s
+        self._at = saved.at + shift_s
+        self._since = None if saved.since is None else saved.since + shift_s
         return True
 
-    def _kept_within(
+    def _clamp(
         self, wanted: ScalingDecision, demand: Demand, *, watched_s: float
     ) -> ScalingDecision:
         bounds, spec = self.bounds, demand.spec

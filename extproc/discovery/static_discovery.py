@@ -132,7 +132,7 @@ class StaticDiscovery:
             self._filed = await self._load(self._path)
         # Without the endpoints nobody is ready; the loop resolves them as soon as it can.
         self._unresolved = not await self._supervisor.attempt(
-            "discovery", self._resolve(), of=self._name
+            "discovery", self._resolve(), instance=self._name
         )
 
     async def run(self) -> None:

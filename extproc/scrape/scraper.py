@@ -175,7 +175,7 @@ class EndpointScraper(Generic[MarkT]):
                 scraper.fleet.observe(mark, read, now)
                 return "ok", read.engine
         except Exception as bug:  # noqa: BLE001 - one page must not end every other loop
-            scraper.supervisor.failed("scrape", bug, of=endpoint.address)
+            scraper.supervisor.failed("scrape", bug, instance=endpoint.address)
             return f"{BUG}{type(bug).__name__}", ""
         return read, ""
 
@@ -260,7 +260,7 @@ class Scraper(Generic[MarkT]):
                 try:
                     self._start(member, tasks)
                 except Exception as error:  # noqa: BLE001 - the endpoints after it are scraped
-                    self.supervisor.note("scrape", error, of=address)
+                    self.supervisor.note("scrape", error, instance=address)
         for address in left:
             self._stop(address)
 
@@ -282,7 +282,7 @@ class Scraper(Generic[MarkT]):
         self.endpoint_counts.busy += watch.busy
         self.endpoint_counts.all += 1
         self.watches[address] = watch
-        supervised = self.supervisor.keep("scrape", watch.run, of=address)
+        supervised = self.supervisor.keep("scrape", watch.run, instance=address)
         watch.task = tasks.create_task(supervised, name=f"scrape {address}")
 
     def _stop(self, address: str) -> None:

@@ -110,29 +110,39 @@ class Pages:
     async def pools(self, _: web.Request) -> web.Response:
         """Every pool by its name, as `pool` shows one."""
         now = self._clock()
-        told = {name: explanation.describe_pool(pool, now) for name, pool in self._pools().items()}
-        return web.json_response({"pools": told})
+        states = {
+            name: explanation.describe_pool(pool, now) for name, pool in self._pools().items()
+        }
+        return web.json_response({"pools": states})
 
     async def decisions(self, request: web.Request) -> web.Response:
         """The last decisions, newest first; `?limit=` of them, 50 unless told."""
-        asked = request.query.get("limit", "50")
-        limit = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 10 else 50
+        limit_text = request.query.get("limit", "50")
+        limit = (
+            int(limit_text)
+            if limit_text.isascii() and limit_text.isdigit() and len(limit_text) < 10
+            else 50
+        )
         now = self._clock()
         return web.json_response(
-            {"decisions": [explanation.summary(one, now) for one in self._decisions.latest(limit)]}
+            {
+                "decisions": [
+                    explanation.summary(record, now) for record in self._decisions.latest(limit)
+                ]
+            }
         )
 
     async def decision(self, request: web.Request) -> web.Response:
         """One decision of the past, with its reasons and what came of it."""
-        found = self._decisions.find(request.match_info["id"])
-        if found is None:
+        record = self._decisions.find(request.match_info["id"])
+        if record is None:
             missing = Rejection(
                 404,
                 f"no decision of that request id among the last {len(self._decisions)}; the id is "
                 "the x-request-id header, and decisions.decisions says how many are kept",
             )
             return _refused(missing)
-        return web.json_response(explanation.recorded(found, self._clock()))
+        return web.json_response(explanation.recorded(record, self._clock()))
 
     async def explain(self, request: web.Request) -> web.Response:
         """What would be decided now, and why. Nothing is charged."""

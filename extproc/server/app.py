@@ -103,7 +103,7 @@ async def serve(
     """
     stop: asyncio.Event = asyncio.Event()
     hurry: asyncio.Event = asyncio.Event()
-    picker = Picker(settings)
+    picker = EndpointPickerProcess(settings)
     reloader = reload.Reloader(
         source, settings, adopt=picker.adopt, on_reload=picker.tell_of_reload
     )
@@ -135,7 +135,7 @@ async def serve(
         await picker.stop()
 
 
-class Picker:
+class EndpointPickerProcess:
     """Everything one process runs.
 
     Args:
@@ -299,8 +299,8 @@ class Picker:
                 identity=identity or listeners.credentials(server) if wanted.tls else None,
             )
         pages_port = await self._start_pages(server)
-        for one in self._grpc:
-            await one.start()
+        for grpc_server in self._grpc:
+            await grpc_server.start()
         return listeners.ListenAddresses(grpc_port, health_port, pages_port, xds_port, keda_port)
 
     async def sync(self) -> None:
@@ -431,13 +431,15 @@ class Picker:
         except TimeoutError:
             _log.info("drain time is over, %d streams are open", self.tallies.streams_open)
         # Envoy must know first (GOAWAY), or it would go on opening streams here.
-        stopping = [asyncio.ensure_future(one.stop(_RELEASE_S)) for one in self._grpc]
+        stopping = [
+            asyncio.ensure_future(grpc_server.stop(_RELEASE_S)) for grpc_server in self._grpc
+        ]
         await asyncio.sleep(0)
         for name, gate in self.sites.flow_controllers.items():
-            supervisor.call("drain", gate.close, of=name)
+            supervisor.call("drain", gate.close, instance=name)
         await supervisor.attempt("drain", self.servicer.drain_streams(_RELEASE_S))
-        for one in stopping:
-            await supervisor.attempt("drain", one)
+        for ending in stopping:
+            await supervisor.attempt("drain", ending)
         if self._elector is not None:
             await supervisor.attempt("drain", self._elector.resigned(_RELEASE_S))
 
@@ -445,8 +447,8 @@ class Picker:
         """Close everything."""
         self._stalls.stop()
         attempt = self.tallies.supervisor.attempt
-        for one in self._grpc:
-            await attempt("drain", one.stop(_RELEASE_S))
+        for grpc_server in self._grpc:
+            await attempt("drain", grpc_server.stop(_RELEASE_S))
         if self._pages is not None:
             await attempt("drain", self._pages.cleanup())
         self._http.close()

@@ -164,7 +164,7 @@ class ExternalProcessorServicer:
                 known.reads.give_up()
                 task.cancel()
         self._refused = {}
-        sizes = {task: one.arriving_bytes for task, one in self._streams.items()}
+        sizes = {task: entry.arriving_bytes for task, entry in self._streams.items()}
         shared = self.shared
         stalled = self._uploads.look(
             {task: size_bytes for task, size_bytes in sizes.items() if size_bytes is not None},
@@ -176,11 +176,11 @@ class ExternalProcessorServicer:
         for batch in (stalled[start : start + _BATCH] for start in range(0, len(stalled), _BATCH)):
             writes = []
             for task in batch:
-                one = self._streams.get(task)
+                entry = self._streams.get(task)
                 # While the batch before was written, the rest of the body may have come.
-                if one is not None and one.arriving_bytes is not None:
-                    replies = one.stream.stall()
-                    writes.append(asyncio.ensure_future(_write(one.context, replies)))
+                if entry is not None and entry.arriving_bytes is not None:
+                    replies = entry.stream.stall()
+                    writes.append(asyncio.ensure_future(_write(entry.context, replies)))
                     self._refused[task] = writes[-1]
             if writes:
                 await asyncio.wait(writes, timeout=_WRITE_S)
@@ -209,9 +209,9 @@ class ExternalProcessorServicer:
         self.shared.closing = True
         last: dict[str, asyncio.Task[None]] = {}
         others = 0
-        for task, one in list(self._streams.items()):
-            if one.stream.on_routed and last.setdefault(one.context.peer(), task) is not task:
-                one.end(task)
+        for task, entry in list(self._streams.items()):
+            if entry.stream.on_routed and last.setdefault(entry.context.peer(), task) is not task:
+                entry.end(task)
                 others += 1
         if others:
             await asyncio.wait(last.values(), timeout=apart_s)

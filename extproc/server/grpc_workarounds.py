@@ -76,8 +76,8 @@ class UncancelledReads(Generic[MessageT]):
             except StopIteration as end:
                 if cancelled is not None:
                     raise cancelled from None
-                said: MessageT = end.value
-                return said
+                message: MessageT = end.value
+                return message
             future._asyncio_future_blocking = False  # noqa: SLF001 - as a task would
             self._future = future
             self.add_done_callback = future.add_done_callback

@@ -72,8 +72,8 @@ def lines(pools: Mapping[str, Pool]) -> Iterable[str]:
     """Pools whose endpoints all fail: a picker is ready then, because nobody else is better off."""
     for name, pool in pools.items():
         if pool.members and all(member.ejected for member in pool.members):
-            of = f" of pool {name}" if name else ""
-            yield f"0 of {len(pool.members)} endpoints{of} take part: all are failing"
+            suffix = f" of pool {name}" if name else ""
+            yield f"0 of {len(pool.members)} endpoints{suffix} take part: all are failing"
 
 
 class Readiness:

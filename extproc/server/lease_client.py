@@ -67,12 +67,12 @@ class LeaseClient:
 
     async def look(self) -> LeaseRecord | leader_elector.LeaseRequestFailed | None:
         """What is stored; None for nothing."""
-        found = await self._send("GET", lease.path(self._lease.namespace, self._lease.name))
-        if isinstance(found, api_errors.ApiError) and found.status == 404:
-            self._denials.is_missing("get", found)
+        answer = await self._send("GET", lease.path(self._lease.namespace, self._lease.name))
+        if isinstance(answer, api_errors.ApiError) and answer.status == 404:
+            self._denials.is_missing("get", answer)
             self._stored = None
             return None
-        return self._conflict(found)
+        return self._conflict(answer)
 
     async def put(self, put: LeaseWrite) -> LeaseRecord | leader_elector.LeaseRequestFailed:
         """Write, if the stored version is the one the write names."""
@@ -81,26 +81,26 @@ class LeaseClient:
             put, namespace=place, name=name, at=dt.datetime.now(dt.UTC), before=self._stored
         )
         if put.version:
-            found = await self._send("PUT", lease.path(place, name), body)
+            answer = await self._send("PUT", lease.path(place, name), body)
         else:
-            found = await self._send("POST", lease.path(place), body)
-        return self._conflict(found, put=put)
+            answer = await self._send("POST", lease.path(place), body)
+        return self._conflict(answer, put=put)
 
     def _conflict(
-        self, found: bytes | api_errors.ApiError, put: LeaseWrite | None = None
+        self, answer: bytes | api_errors.ApiError, put: LeaseWrite | None = None
     ) -> LeaseRecord | leader_elector.LeaseRequestFailed:
-        if isinstance(found, api_errors.ApiError):
-            outrun = put is not None and found.status in _OUTRUN
+        if isinstance(answer, api_errors.ApiError):
+            outrun = put is not None and answer.status in _OUTRUN
             # A namespace that is not there answers 404 to a create.
-            outrun = outrun and (found.status == 409 or bool(put and put.version))
+            outrun = outrun and (answer.status == 409 or bool(put and put.version))
             verb = "get" if put is None else "update" if put.version else "create"
-            missing = self._denials.is_missing(verb, found)
-            reason = "forbidden" if missing else "unauthorized" if found.status == 401 else ""
-            message = self._refusal(found, missing=missing)
+            missing = self._denials.is_missing(verb, answer)
+            reason = "forbidden" if missing else "unauthorized" if answer.status == 401 else ""
+            message = self._refusal(answer, missing=missing)
             return leader_elector.LeaseRequestFailed(message, conflict=outrun, reason=reason)
         for verb in ("get",) if put is None else ("update", "create"):
-            self._denials.is_missing(verb, found)
-        read = lease.read(found)
+            self._denials.is_missing(verb, answer)
+        read = lease.read(answer)
         if isinstance(read, lease.UnreadableLease):
             return leader_elector.LeaseRequestFailed(f"{self._where}: {read.reason}")
         record, self._stored = read
@@ -112,14 +112,14 @@ class LeaseClient:
         if self._server is None:
             return api_errors.ApiError(0, "not connected")
         generation = self._server.generation
-        found = await self._server.send(method, path, body=body, seconds=self._limit_s)
-        if isinstance(found, api_errors.ApiError) and found.credentials_expired:
+        answer = await self._server.send(method, path, body=body, seconds=self._limit_s)
+        if isinstance(answer, api_errors.ApiError) and answer.credentials_expired:
             try:
                 # For the next attempt: tokens are rotated under our feet.
                 await self._server.renew(generation)
             except ConfigError as error:
                 return api_errors.ApiError(0, str(error))
-        return found
+        return answer
 
     @property
     def _where(self) -> str:

@@ -62,7 +62,7 @@ class PoolRegistry:
         self._written = written
         self._discovery_synced = heard
         self._changed = asyncio.Event()
-        self.by_name = {one.name: PoolRuntime(one, shared) for one in pools.pool_plans(settings)}
+        self.by_name = {plan.name: PoolRuntime(plan, shared) for plan in pools.pool_plans(settings)}
         #: Of these, the ones that are no longer there when Kubernetes says so.
         self._discovered: set[str] = set()
         self.pool_selector = PoolSelector()
@@ -146,8 +146,8 @@ class PoolRegistry:
                         del running[name]
                 for name, site in self.by_name.items():
                     if name not in running:
-                        kept = self._shared.supervisor.keep("pools", site.run, of=name)
-                        running[name] = site, tasks.create_task(kept, name=f"pool {name}")
+                        supervised = self._shared.supervisor.keep("pools", site.run, instance=name)
+                        running[name] = site, tasks.create_task(supervised, name=f"pool {name}")
                 await self._changed.wait()
 
     def on_pools_changed(self, changed: Mapping[str, DiscoveredPool], gone: Iterable[str]) -> None:
@@ -159,13 +159,13 @@ class PoolRegistry:
         """
         call = self._shared.supervisor.call
         before = self._claims()
-        for key, found in changed.items():
+        for key, discovered in changed.items():
             # What is wrong with one pool is taken in without it; the others have their own.
-            call("pools", functools.partial(self._take, key, found), of=key)
+            call("pools", functools.partial(self._take, key, discovered), instance=key)
         for key in gone:
             if key in self._discovered:
                 self._discovered.discard(key)
-                call("pools", self.by_name.pop(key).close, of=key)
+                call("pools", self.by_name.pop(key).close, instance=key)
                 _log.info("pool %s is no longer served", key)
         if before != self._claims():
             self._connect()
@@ -180,7 +180,7 @@ class PoolRegistry:
         Raises:
             ConfigError: A profile cannot be built; nothing was changed.
         """
-        plans = {one.name: one for one in pools.pool_plans(settings)}
+        plans = {plan.name: plan for plan in pools.pool_plans(settings)}
         grants: dict[str, discovered_matches.MatchGrant] = {}
         for name in self._discovered:
             granted = self._granted(settings, name, self.by_name[name].annotations)
@@ -200,14 +200,14 @@ class PoolRegistry:
 
         return adopt
 
-    def _take(self, key: str, found: DiscoveredPool) -> None:
+    def _take(self, key: str, discovered: DiscoveredPool) -> None:
         name = self._written.get(key)
-        site = self._bring(key, found) if name is None else self.by_name[name]
+        site = self._bring(key, discovered) if name is None else self.by_name[name]
         if site is not None:
-            site.on_discovered(found)
+            site.on_discovered(discovered)
 
-    def _bring(self, key: str, found: DiscoveredPool) -> PoolRuntime | None:
-        granted = self._granted(self._settings, key, found.annotations)
+    def _bring(self, key: str, discovered: DiscoveredPool) -> PoolRuntime | None:
+        granted = self._granted(self._settings, key, discovered.annotations)
         site = self.by_name.get(key)
         if site is not None:
             self._grant(site, granted)

@@ -98,7 +98,7 @@ class PoolRuntime:
             if holding.enabled
             else None
         )
-        told = pools.is_static(planned.settings.pool)
+        is_static = pools.is_static(planned.settings.pool)
         self._discovery = (
             factory.discovery(
                 self.parts,
@@ -106,7 +106,7 @@ class PoolRuntime:
                 on_fact=self._discovered,
                 supervisor=shared.supervisor,
             )
-            if told
+            if is_static
             else None
         )
 
@@ -161,30 +161,30 @@ class PoolRuntime:
         keep = self._shared.supervisor.keep
         async with asyncio.TaskGroup() as tasks:
             if self._discovery is not None:
-                kept = keep("discovery", self._discovery.run, of=self.name)
-                tasks.create_task(kept, name=f"discovery {self.name}")
+                supervised = keep("discovery", self._discovery.run, instance=self.name)
+                tasks.create_task(supervised, name=f"discovery {self.name}")
             if self._settings.scrape.enabled:
-                kept = keep("scrape", self._scraper().run, of=f"pool {self.name}")
-                tasks.create_task(kept, name=f"scrape {self.name}")
+                supervised = keep("scrape", self._scraper().run, instance=f"pool {self.name}")
+                tasks.create_task(supervised, name=f"scrape {self.name}")
             # A group without tasks would end, and with it what runs all sites.
             await asyncio.Event().wait()
 
-    def on_discovered(self, found: DiscoveredPool) -> None:
+    def on_discovered(self, discovered: DiscoveredPool) -> None:
         """Take in what discovery says of the pool."""
-        if found.exists != self.exists:
-            _log.warning("pool %s %s", self.name, self._existence_message(found))
-        self.exists = found.exists
-        self._existed = self._existed or found.exists
-        self.app_protocol = found.app_protocol
-        self.annotations = found.annotations
-        self.created = found.created
+        if discovered.exists != self.exists:
+            _log.warning("pool %s %s", self.name, self._existence_message(discovered))
+        self.exists = discovered.exists
+        self._existed = self._existed or discovered.exists
+        self.app_protocol = discovered.app_protocol
+        self.annotations = discovered.annotations
+        self.created = discovered.created
         fleet = self.parts.store
-        fleet.set_endpoints(found.endpoints, self._shared.clock())
-        fleet.set_policy(found.policy)
+        fleet.set_endpoints(discovered.endpoints, self._shared.clock())
+        fleet.set_policy(discovered.policy)
         self._changed()
 
-    def _existence_message(self, found: DiscoveredPool) -> str:
-        if found.exists:
+    def _existence_message(self, discovered: DiscoveredPool) -> str:
+        if discovered.exists:
             return "is there"
         return "is gone" if self._existed else "is not there; see its name, namespace and group"
 

@@ -77,19 +77,21 @@ class RedisPeerChannel:
         try:
             async with asyncio.TaskGroup() as tasks:
                 keep = self._supervisor.keep
-                tasks.create_task(keep("sharing", self._beat, of="beat"), name="sharing beat")
+                tasks.create_task(keep("sharing", self._beat, instance="beat"), name="sharing beat")
                 for what, once in (("tell", self._tell), ("listen", self._listen)):
                     lasting = functools.partial(self._keep, what, once)
-                    tasks.create_task(keep("sharing", lasting, of=what), name=f"sharing {what}")
+                    tasks.create_task(
+                        keep("sharing", lasting, instance=what), name=f"sharing {what}"
+                    )
         finally:
             self._outbox.publish_left()
             with contextlib.suppress(*_failures()):
                 async with asyncio.timeout(_PATIENCE_S):
                     await self._flush()
-            for one in (self._writing, self._reading):
+            for connection in (self._writing, self._reading):
                 with contextlib.suppress(*_failures()):
                     async with asyncio.timeout(_PATIENCE_S):
-                        await one.aclose()
+                        await connection.aclose()
 
     async def _beat(self) -> None:
         """Say what is open, and forget those who say nothing."""
@@ -156,12 +158,12 @@ class RedisPeerChannel:
         last: bytes = newest[0][0] if newest else b"0-0"
         self._log_recovery("listen")
         while _wanted():
-            found: Any = await client.xread({stream: last}, count=_MOST_ENTRIES, block=_BLOCK_MS)
-            for _, entries in found or ():
+            streams: Any = await client.xread({stream: last}, count=_MOST_ENTRIES, block=_BLOCK_MS)
+            for _, entries in streams or ():
                 for entry, fields in entries:
                     heard = functools.partial(self._on_messages, fields.get(_FIELD, b""))
                     # Anybody who may write to the stream chose these bytes.
-                    self._supervisor.call("sharing", heard, of="an entry of the stream")
+                    self._supervisor.call("sharing", heard, instance="an entry of the stream")
                     last = entry
 
     def _on_messages(self, carried: bytes) -> None:

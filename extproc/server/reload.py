@@ -128,7 +128,7 @@ class Reloader:
 def _stamp(name: str) -> _Stamp:
     """Follows symbolic links: a ConfigMap is swapped by turning one around."""
     try:
-        found = os.stat(name)  # noqa: PTH116 - a Path would be made for every look
+        stat = os.stat(name)  # noqa: PTH116 - a Path would be made for every look
     except (OSError, ValueError):  # a name with a NUL is none
         return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size

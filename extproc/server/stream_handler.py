@@ -305,9 +305,9 @@ class StreamHandler(msgspec.Struct, eq=False):
         named = raw.headers.get("x-request-id", "")
         new = "" if named else str(uuid.uuid4())
         if shared.settings.explain_header:
-            told = ("x-extproc-decision", explanation.short(outcome))
+            header = ("x-extproc-decision", explanation.short(outcome))
             outcome = msgspec.structs.replace(
-                outcome, answer_headers=(*outcome.answer_headers, told)
+                outcome, answer_headers=(*outcome.answer_headers, header)
             )
         self._commit(outcome, now, named or new, ticket=ticket)
         replies = exchange.apply_outcome(outcome, request_id=new)

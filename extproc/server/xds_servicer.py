@@ -167,7 +167,7 @@ class AggregatedDiscoveryServicer:
         for name, fault in self._snapshot_cache.faults.items():
             # Pools are new objects after every scrape; a list of endpoints is not.
             if self._faulty.get(name) is not pools[name].positions:
-                self._supervisor.note("xds", fault, of=name)
+                self._supervisor.note("xds", fault, instance=name)
         self._faulty = {name: pools[name].positions for name in self._snapshot_cache.faults}
 
     async def stream_sotw(self, _: AsyncIterator[bytes], context: Context) -> None:
@@ -204,7 +204,7 @@ class AggregatedDiscoveryServicer:
                 readable = await self._converse(stream, context)
                 reading.cancel()
         except Exception as error:  # noqa: BLE001 - gRPC would log what may quote Envoy's message
-            self._supervisor.note("xds", error, of=stream.node)
+            self._supervisor.note("xds", error, instance=stream.node)
             failed = True
         finally:
             self._streams.discard(stream)
@@ -220,11 +220,11 @@ class AggregatedDiscoveryServicer:
 
     async def _converse(self, stream: _Stream, context: Context) -> bool:
         """Answer until Envoy is done or we are closing; False if it sends what cannot be read."""
-        told: XdsSnapshot | None = None
+        published: XdsSnapshot | None = None
         while not self._closing:
-            if self._snapshot is not None and self._snapshot is not told:
-                told = self._snapshot
-                await self._send(stream.speaker.publish(told), context)
+            if self._snapshot is not None and self._snapshot is not published:
+                published = self._snapshot
+                await self._send(stream.speaker.publish(published), context)
             data = await stream.inbox.get()
             if data is None:
                 if stream.over:

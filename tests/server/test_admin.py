@@ -23,7 +23,7 @@ def test_pages_name_no_software():
         port = stack.free_port()
         server = f"server: {{host: 127.0.0.1, metrics_port: {port}}}\n"
         settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
-        picker = app.Picker(settings)
+        picker = app.EndpointPickerProcess(settings)
         await picker._start_pages(settings.server)
         try:
             for path, status in (("/healthz", 200), ("/metrics", 200), ("/nothing", 404)):
@@ -54,7 +54,7 @@ def test_a_token_guards_debug_pages_and_those_of_peers(tmp_path, capsys):
             f"autoscaling: {{peers: ['127.0.0.1:{port}']}}\n"
         )
         settings = loader.settings(loader.parse(HEAD + server, where="f.yaml"))
-        picker = app.Picker(settings)
+        picker = app.EndpointPickerProcess(settings)
         await picker._start_pages(settings.server)
         token = [("authorization", "Bearer s3cret")]
         try:
@@ -124,7 +124,7 @@ def test_a_configuration_without_its_token_file_is_refused(tmp_path):
             )
             for path in (file, tmp_path / "missing")
         ]
-        picker = app.Picker(written[0])
+        picker = app.EndpointPickerProcess(written[0])
         with pytest.raises(ConfigError):
             picker.adopt(written[1])
         assert picker._current_token() == "s3cret"

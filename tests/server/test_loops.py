@@ -41,13 +41,13 @@ class Serving:
         )
         monkeypatch.setattr(app, "gc", collector)
         monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
-        real = app.Picker
+        real = app.EndpointPickerProcess
 
         def made(settings):
             self.picker = real(settings)
             return self.picker
 
-        monkeypatch.setattr(app, "Picker", made)
+        monkeypatch.setattr(app, "EndpointPickerProcess", made)
 
     def follow(self, stop, hurry, again):
         self.stop, self.hurry = stop, hurry
@@ -98,7 +98,7 @@ def raising_at_first(run, ran):
 async def test_no_loop_ends_the_process(monkeypatch, caplog):
     """Every loop of the composition root raises: all go on, each is counted, requests are served."""
     ran = set()
-    loops, run = app.Picker.loops, reload.Reloader.run
+    loops, run = app.EndpointPickerProcess.loops, reload.Reloader.run
 
     def raising(picker):
         return {
@@ -114,7 +114,7 @@ async def test_no_loop_ends_the_process(monkeypatch, caplog):
         )
         await started()
 
-    monkeypatch.setattr(app.Picker, "loops", raising)
+    monkeypatch.setattr(app.EndpointPickerProcess, "loops", raising)
     monkeypatch.setattr(reload.Reloader, "run", reload_run)
     settings = msgspec.structs.replace(
         serving.settings("127.0.0.11:9"), xds=XdsSection(enabled=True, port=0)
@@ -166,14 +166,14 @@ async def test_a_mistake_at_the_start_ends_the_process(monkeypatch, stage):
         raise ConfigError("x", wanted="a", found="b", fix="c")
 
     scene.picker = None
-    made = app.Picker
+    made = app.EndpointPickerProcess
 
     def broken(settings):
         picker = made(settings)
         monkeypatch.setattr(picker, stage, lambda: wrong(None))
         return picker
 
-    monkeypatch.setattr(app, "Picker", broken)
+    monkeypatch.setattr(app, "EndpointPickerProcess", broken)
     source = reload.ConfigSource(lambda _: [], lambda: scene.settings)
     with pytest.raises(ConfigError):
         await app.serve(scene.settings, source, announce=scene.announce)

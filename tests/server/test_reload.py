@@ -27,7 +27,7 @@ class Scene:
     def __init__(self, path):
         self.path = path
         settings = self.read()
-        self.picker = app.Picker(settings, clock=lambda: 1.0)
+        self.picker = app.EndpointPickerProcess(settings, clock=lambda: 1.0)
         self.parts = self.picker.sites.by_name[""].parts
         self.parts.store.set_endpoints([Endpoint("10.0.0.1:8000"), Endpoint("10.0.0.2:8000")], 0.0)
         source = reload.ConfigSource(lambda _: [str(path)], self.read)

@@ -36,7 +36,7 @@ class Scene:
     def __init__(self, settings):
         self.now = 100.0
         self.started = settings
-        self.picker = app.Picker(settings, clock=lambda: self.now)
+        self.picker = app.EndpointPickerProcess(settings, clock=lambda: self.now)
         for site in self.picker.sites.by_name.values():
             site.parts.store.set_endpoints([Endpoint(one) for one in ADDRESSES], self.now)
 

@@ -21,7 +21,7 @@ from extproc.protocol.settings import ExchangeSettings
 from extproc.routing.director import Director
 from extproc.routing.pool_selector import PoolRoute, PoolSelector
 from extproc.server import ext_proc_servicer, stream_handler
-from extproc.server.app import Picker
+from extproc.server.app import EndpointPickerProcess
 from extproc.server.listeners import ListenAddresses
 from extproc.telemetry.counters import ProcessCounters
 from extproc.telemetry.decision_log import DecisionLog
@@ -164,7 +164,7 @@ class Running:
         ports: Where it listens.
     """
 
-    def __init__(self, picker: Picker, ports: ListenAddresses) -> None:
+    def __init__(self, picker: EndpointPickerProcess, ports: ListenAddresses) -> None:
         self.picker = picker
         self.ports = ports
         self._loops: list[asyncio.Task[None]] = []
@@ -200,7 +200,7 @@ class Running:
 @contextlib.asynccontextmanager
 async def running(configuration: Settings, **changes: Any) -> AsyncIterator[Running]:
     """Start a whole picker; it has not synced yet."""
-    picker = Picker(msgspec.structs.replace(configuration, **changes))
+    picker = EndpointPickerProcess(msgspec.structs.replace(configuration, **changes))
     started = Running(picker, await picker.start())
     try:
         yield started

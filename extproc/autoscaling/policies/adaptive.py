@@ -116,7 +116,7 @@ class AdaptivePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         raised_at = now if grew else state.raised_at
         due_s = demand.cold_start_s - (now - raised_at if raised_at is not None else 0.0)
         rate = self._rate(arriving, demand)
-        floor = math.floor(_shared(rate, self.utilization * demand.throughput))
+        floor = math.floor(_replicas_for(rate, self.utilization * demand.throughput))
         backlog = demand.request_work * max(
             0.0, demand.requests - demand.concurrency * max(spec, 1)
         )
@@ -126,7 +126,7 @@ class AdaptivePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         needed = max(up, spec) if up > spec else min(enough, spec)
         wants = state.enough.add(now, float(needed), span_s=self.down_s)
         memory = AdaptiveState(arriving, wants, busy_at, demand.starting, raised_at)
-        told = (
+        explanation = (
             f"{rate:.3g} token seconds arrive per second, {backlog:.3g} wait, "
             f"a replica does {demand.throughput:.3g}"
         )
@@ -134,7 +134,7 @@ class AdaptivePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             most = max(2 * spec, spec + _ALWAYS_MORE)
             wanted = bounds.clamp(min(max(1, up), most))
             return memory, ScalingDecision(
-                wanted, ScalingReason.UP if spec else ScalingReason.WAKE, told
+                wanted, ScalingReason.UP if spec else ScalingReason.WAKE, explanation
             )
         if spec and not demand.requests and now - busy_at >= self.idle_s:
             return memory, ScalingDecision(
@@ -142,8 +142,8 @@ class AdaptivePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             )
         fewer = int(max(wants.max(now, self.down_s), needed))
         if fewer < spec:
-            return memory, ScalingDecision(fewer, ScalingReason.DOWN, told)
-        return memory, ScalingDecision(spec, ScalingReason.STEADY, told)
+            return memory, ScalingDecision(fewer, ScalingReason.DOWN, explanation)
+        return memory, ScalingDecision(spec, ScalingReason.STEADY, explanation)
 
     def _rate(self, arriving: TimeWindow, demand: Demand) -> float:
         """L: work that arrives per second."""
@@ -159,16 +159,16 @@ class AdaptivePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         there = min(demand.available, demand.spec)
         replica_s = there * cold_s + demand.starting * (cold_s - min(due_s, cold_s))
         short = backlog + rate * cold_s - demand.throughput * replica_s
-        return math.ceil(_shared(max(0.0, short), demand.throughput * self.wait_s))
+        return math.ceil(_replicas_for(max(0.0, short), demand.throughput * self.wait_s))
 
     def _enough(self, rate: float, demand: Demand) -> int:
         """Replicas with a place for every request, and no long wait within a cold start."""
         cold_s = demand.cold_start_s
-        each = demand.throughput * (cold_s + self.wait_s)
-        places = _shared(demand.requests, demand.concurrency)
-        return math.ceil(max(places, _shared(rate * cold_s, each)))
+        per_replica = demand.throughput * (cold_s + self.wait_s)
+        places = _replicas_for(demand.requests, demand.concurrency)
+        return math.ceil(max(places, _replicas_for(rate * cold_s, per_replica)))
 
 
-def _shared(work: float, each: float) -> float:
+def _replicas_for(work: float, per_replica: float) -> float:
     """How many share the work; a number of replicas no fleet has where nothing is known of them."""
-    return min(work / each, 1e6) if each > 0 else 0.0
+    return min(work / per_replica, 1e6) if per_replica > 0 else 0.0

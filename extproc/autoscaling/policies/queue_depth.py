@@ -89,18 +89,20 @@ class QueueDepthPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             # What the last step asked for; or somebody else since, which is as good a reason.
             changed_at = state.depths.samples[-1][0]
         memory = QueueDepthState(depths, spec, changed_at)
-        told = (
+        explanation = (
             f"depth {depths.mean(now, window_s):.3g} over {window_s:g} s, "
             f"up above {self.up:g}, down below {self.down:g}"
         )
         if not spec:
-            wake = ScalingDecision(bounds.clamp(1), ScalingReason.WAKE, told)
-            return memory, wake if demand.held else ScalingDecision(0, ScalingReason.STEADY, told)
+            wake = ScalingDecision(bounds.clamp(1), ScalingReason.WAKE, explanation)
+            return memory, wake if demand.held else ScalingDecision(
+                0, ScalingReason.STEADY, explanation
+            )
         young = changed_at is not None and now - changed_at < window_s
         if young or depths.watched_s(now) < window_s:
-            return memory, ScalingDecision(spec, ScalingReason.STEADY, told)
+            return memory, ScalingDecision(spec, ScalingReason.STEADY, explanation)
         wanted, why = self._wanted(depths, now, spec)
-        return memory, ScalingDecision(bounds.clamp(wanted), why, told)
+        return memory, ScalingDecision(bounds.clamp(wanted), why, explanation)
 
     def _wanted(self, depths: TimeWindow, now: float, spec: int) -> tuple[int, ScalingReason]:
         window_s = self.window_s

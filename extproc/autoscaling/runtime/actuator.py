@@ -63,7 +63,7 @@ class AdvisoryActuator:
     scales = False
 
     def __init__(self) -> None:
-        self._told: int | None = None
+        self._requested: int | None = None
 
     @property
     def acts(self) -> bool:
@@ -72,17 +72,17 @@ class AdvisoryActuator:
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
         """See `Actuator`."""
-        return available if self._told is None else self._told
+        return available if self._requested is None else self._requested
 
     async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
         """See `Actuator`."""
         del spec
-        self._told = desired.replicas
+        self._requested = desired.replicas
         return None
 
     def restore(self, replicas: int) -> None:
         """See `Actuator`."""
-        self._told = replicas
+        self._requested = replicas
 
     async def run(self) -> None:
         """Nothing."""

@@ -24,7 +24,7 @@ from extproc.autoscaling.runtime.scaled_pool import AutoscalerContext, ScaledPoo
 from extproc.config import discovered_scaling, kubernetes_plan, pools
 from extproc.config.autoscaling import AutoscalingSection, ScaleTarget
 from extproc.config.settings import Settings
-from extproc.discovery.kubernetes import settings as watching
+from extproc.discovery.kubernetes.settings import POOL_GROUP, KubernetesSettings
 from extproc.errors import ConfigError
 from extproc.server.pool_registry import PoolRegistry
 from extproc.server.pool_runtime import PoolRuntime
@@ -104,7 +104,7 @@ class Autoscaler:
         self._refusals: Counter[str] = Counter()
         self._unreported: dict[str, str] = {}
         #: States of pools that were not found yet, and seconds our clock is ahead of theirs.
-        self._kept: dict[str, LoopState] = {}
+        self._saved_states: dict[str, LoopState] = {}
         self._shift_s = 0.0
         self._sites = sites
         here = kubernetes_plan.namespace(os.environ)
@@ -112,10 +112,10 @@ class Autoscaler:
         self._around = AutoscalerContext(
             tallies, self.peers, self._cluster, here, leads, clock, self._looked
         )
-        for one in pools.pool_plans(settings):
-            wanted = one.settings.pool.autoscaling
+        for plan in pools.pool_plans(settings):
+            wanted = plan.settings.pool.autoscaling
             if wanted is not None:
-                self._add(ScaledPool(sites.by_name[one.name], wanted, self._around))
+                self._add(ScaledPool(sites.by_name[plan.name], wanted, self._around))
         # A file is this replica's own.
         self._writes: Callable[[], bool] = _always if shared.state_file else leads
         self._memory = _build_memory(
@@ -127,7 +127,7 @@ class Autoscaler:
 
     def figures(self) -> Mapping[str, ScalingMetrics]:
         """What is shown, by pool."""
-        shown = {name: one.charts.figures() for name, one in self._scaled.items()}
+        shown = {name: pool.charts.figures() for name, pool in self._scaled.items()}
         for name, count in self._refusals.items():
             shown[name] = msgspec.structs.replace(shown.get(name, ScalingMetrics()), refusals=count)
         return shown
@@ -138,25 +138,25 @@ class Autoscaler:
         Raises:
             ConfigError: The API server's address or credentials are missing or broken.
         """
-        for one in self._scaled.values():
-            one.attach()
+        for pool in self._scaled.values():
+            pool.attach()
         if self._cluster is not None:
             await self._cluster.open()
         # What is kept was written by others: it must not keep this replica from starting.
-        await self._supervisor.attempt("autoscaling", self._recall(), of=_MEMORY)
-        for one in self._scaled.values():
-            remind = functools.partial(self._remind, one.loop)
-            self._supervisor.call("autoscaling", remind, of=one.site.name)
+        await self._supervisor.attempt("autoscaling", self._recall(), instance=_MEMORY)
+        for pool in self._scaled.values():
+            remind = functools.partial(self._remind, pool.loop)
+            self._supervisor.call("autoscaling", remind, instance=pool.site.name)
 
     def sync_pools(self) -> None:
         """Scale the pools that Kubernetes brought, and only those that are still there."""
         brought = self._sites.discovered
-        for name in [one for one in self._logged if one not in brought]:
+        for name in [known for known in self._logged if known not in brought]:
             self._forget(name)
         for name, site in sorted(brought.items()):
             if self._logged.get(name) != (site, site.annotations):
                 rescale = functools.partial(self._rescale, name, site)
-                self._supervisor.call("autoscaling", rescale, of=name)
+                self._supervisor.call("autoscaling", rescale, instance=name)
         self._others.set()
 
     async def run(self) -> None:
@@ -165,19 +165,19 @@ class Autoscaler:
             keep = self._supervisor.keep
             if self._memory is not None:
                 saving = functools.partial(self._keep, self._memory)
-                tasks.create_task(keep("autoscaling", saving, of=_MEMORY), name=_MEMORY)
+                tasks.create_task(keep("autoscaling", saving, instance=_MEMORY), name=_MEMORY)
             if self._cluster is not None and self._rules:
                 reporting = functools.partial(self._report, self._cluster)
-                tasks.create_task(keep("autoscaling", reporting, of=_EVENTS), name=_EVENTS)
+                tasks.create_task(keep("autoscaling", reporting, instance=_EVENTS), name=_EVENTS)
             running: dict[ScaledPool, asyncio.Task[None]] = {}
             while True:
                 self._others.clear()
-                for one in [one for one in running if one not in self._scaled.values()]:
-                    running.pop(one).cancel()
-                for name, one in self._scaled.items():
-                    if one not in running:
-                        kept = keep("autoscaling", one.run, of=f"pool {name}")
-                        running[one] = tasks.create_task(kept, name=f"autoscaling {name}")
+                for pool in [pool for pool in running if pool not in self._scaled.values()]:
+                    running.pop(pool).cancel()
+                for name, pool in self._scaled.items():
+                    if pool not in running:
+                        supervised = keep("autoscaling", pool.run, instance=f"pool {name}")
+                        running[pool] = tasks.create_task(supervised, name=f"autoscaling {name}")
                 await self._others.wait()
 
     async def hand_over(self) -> None:
@@ -195,13 +195,15 @@ class Autoscaler:
     async def _recall(self) -> None:
         if self._memory is None:
             return
-        self._kept, self._shift_s = await self._memory.load() or ({}, 0.0)
-        if self._kept:
-            _log.info("autoscaling: going on with what was kept of %d pools", len(self._kept))
+        self._saved_states, self._shift_s = await self._memory.load() or ({}, 0.0)
+        if self._saved_states:
+            _log.info(
+                "autoscaling: going on with what was kept of %d pools", len(self._saved_states)
+            )
 
-    def _add(self, one: ScaledPool) -> None:
-        self._scaled[one.site.name] = one
-        self.loops[one.site.name] = one.loop
+    def _add(self, pool: ScaledPool) -> None:
+        self._scaled[pool.site.name] = pool
+        self.loops[pool.site.name] = pool.loop
 
     def _rescale(self, name: str, site: PoolRuntime) -> None:
         """Scale a found pool as it wants to be now."""
@@ -222,25 +224,25 @@ class Autoscaler:
         state = self._drop(name)
         if wanted is None:
             return
-        one = ScaledPool(site, wanted, self._around)
-        other = self._other(one)
+        pool = ScaledPool(site, wanted, self._around)
+        other = self._other(pool)
         if other is not None:
             self._logged[name] = site, None  # it is looked at again: the other one may go
             self._fault(name, f"what it names is scaled for pool {other or 'of the configuration'}")
             return
         self._faults.pop(name, None)
-        self._add(one)
-        one.attach()
+        self._add(pool)
+        pool.attach()
         if state is not None:
-            one.loop.restore(state, shift_s=0.0)
+            pool.loop.restore(state, shift_s=0.0)
         else:
-            self._remind(one.loop)
+            self._remind(pool.loop)
 
-    def _other(self, one: ScaledPool) -> str | None:
+    def _other(self, pool: ScaledPool) -> str | None:
         """The pool for which the same object is scaled already."""
-        if one.target is None:
+        if pool.target is None:
             return None
-        place = _place(one.target)
+        place = _place(pool.target)
         taken = (
             name
             for name, other in self._scaled.items()
@@ -250,13 +252,13 @@ class Autoscaler:
 
     def _drop(self, name: str) -> LoopState | None:
         """Scale it no longer; returns what was learned."""
-        one = self._scaled.pop(name, None)
-        if one is None:
+        pool = self._scaled.pop(name, None)
+        if pool is None:
             return None
         del self.loops[name]
-        one.detach()
-        self.on_gone(one.loop)
-        return one.loop.state()
+        pool.detach()
+        self.on_gone(pool.loop)
+        return pool.loop.state()
 
     def _forget(self, name: str) -> None:
         """The pool is gone: another one of its name is another one."""
@@ -269,7 +271,7 @@ class Autoscaler:
         self._changed.set()
 
     def _remind(self, loop: ControlLoop) -> None:
-        state = self._kept.pop(loop.name, None)
+        state = self._saved_states.pop(loop.name, None)
         if state is not None:
             loop.restore(state, shift_s=self._shift_s)
 
@@ -294,36 +296,40 @@ class Autoscaler:
                 kind="InferencePool",
                 name=pool,
                 namespace=namespace,
-                group=watching.POOL_GROUP,
+                group=POOL_GROUP,
                 version="v1",
             )
             note = f"extproc does not scale it: {why}"
             await cluster.write_event(about, "InvalidAnnotation", note, warning=True)
 
-    async def _keep(self, kept: state_store.StateStore) -> None:
+    async def _keep(self, store: state_store.StateStore) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), self._save_s)
             self._changed.clear()
             if self._writes():
-                await self._save(kept)
+                await self._save(store)
             self._supervisor.works("autoscaling", _MEMORY)
 
-    async def _save(self, kept: state_store.StateStore) -> None:
+    async def _save(self, store: state_store.StateStore) -> None:
         if self._sites.listed:
             # All pools there are were told of: what is left belongs to none.
-            self._kept.clear()
-        await kept.save(self._kept | {name: loop.state() for name, loop in self.loops.items()})
+            self._saved_states.clear()
+        await store.save(
+            self._saved_states | {name: loop.state() for name, loop in self.loops.items()}
+        )
 
     def _looked(self, loop: ControlLoop) -> None:
         if loop.desired is not None and self._numbers.get(loop.name) != loop.desired.replicas:
             self._numbers[loop.name] = loop.desired.replicas
             self._changed.set()
         self._supervisor.works("autoscaling", loop.name)
-        self._supervisor.call("autoscaling", functools.partial(self.on_change, loop), of=loop.name)
+        self._supervisor.call(
+            "autoscaling", functools.partial(self.on_change, loop), instance=loop.name
+        )
 
     def _own(self) -> dict[str, PickerCounters]:
-        return {name: one.counts.read() for name, one in self._scaled.items()}
+        return {name: pool.counts.read() for name, pool in self._scaled.items()}
 
     def _woken(self, pools: Iterable[str]) -> None:
         for name in pools:
@@ -345,7 +351,7 @@ def _build_cluster(settings: Settings, identity: str) -> scale_subresource.Scale
     if not pools.scales_kubernetes_objects(settings):
         return None
     cluster = settings.cluster
-    reaching = watching.KubernetesSettings(
+    reaching = KubernetesSettings(
         sources=(), kubeconfig=cluster.kubeconfig, context=cluster.context
     )
     return scale_subresource.ScaleClient(reaching, identity)

@@ -96,7 +96,7 @@ class ControlLoop:
         self._asleep = True
         self._waits_since: float | None = None
         self._failing = ""
-        self._asked: int | None = None
+        self._requested: int | None = None
 
     @property
     def active(self) -> bool:
@@ -117,7 +117,7 @@ class ControlLoop:
 
     def state(self) -> LoopState:
         """What it remembers."""
-        return LoopState(self._scaler.state(), self._meter.state, self._asked)
+        return LoopState(self._scaler.state(), self._meter.state, self._requested)
 
     def restore(self, state: LoopState, *, shift_s: float) -> bool:
         """Go on where another loop stopped; `shift_s` as in `PolicyRunner.restore`.
@@ -129,7 +129,7 @@ class ControlLoop:
             return False
         self._meter.restore(state.learned, shift_s=shift_s)
         if state.requested is not None:
-            self._asked = state.requested
+            self._requested = state.requested
             self.actuator.restore(state.requested)
         return True
 
@@ -153,15 +153,15 @@ class ControlLoop:
         own = self._counters.read()
         looking = self.actuator.current_replicas(self._counters.available)
         if hurry:
-            told, spec = self._peers.last(self.name), await looking
+            peer_counters, spec = self._peers.last(self.name), await looking
         else:
-            told, spec = await asyncio.gather(self._peers.read(self.name), looking)
+            peer_counters, spec = await asyncio.gather(self._peers.read(self.name), looking)
         if isinstance(spec, actuator.ActuatorError):
             self._failed(spec)
             if hurry:
                 await self._peers.push()
             return _AGAIN_S if own.held else self._scaler.policy.interval_s
-        self._decide(own, told, spec)
+        self._decide(own, peer_counters, spec)
         failed = await self._act(spec)
         if hurry:
             await self._peers.push()
@@ -171,15 +171,15 @@ class ControlLoop:
         return _AGAIN_S if failed or (own.held and self._asleep) else self._scaler.policy.interval_s
 
     def _decide(
-        self, own: PickerCounters, told: Mapping[str, PickerCounters | None], spec: int
+        self, own: PickerCounters, peer_counters: Mapping[str, PickerCounters | None], spec: int
     ) -> None:
         now = self._clock()
-        seen = self._counters.observe_target(spec, now)
-        pickers = {**told, self._peers.identity: own}
-        demand = self._meter.read(now, pickers, seen)
+        observation = self._counters.observe_target(spec, now)
+        pickers = {**peer_counters, self._peers.identity: own}
+        demand = self._meter.read(now, pickers, observation)
         self.demand, self.desired = demand, self._scaler.step(demand)
         self._charts.record(demand, self.desired, pickers)
-        self._asleep, self._asked = not spec, spec
+        self._asleep, self._requested = not spec, spec
         if spec:
             self._waits_since = None
 
@@ -191,7 +191,7 @@ class ControlLoop:
         if desired is not None and acted:
             failed = await self.actuator.scale(desired, spec)
             if failed is None:
-                self._asleep, self._asked = not desired.replicas, desired.replicas
+                self._asleep, self._requested = not desired.replicas, desired.replicas
                 self._charts.changed(desired.reason)
                 if self._waits_since is not None:
                     self._charts.wake_s = self._clock() - self._waits_since

@@ -51,13 +51,13 @@ class DemandCounters:
         """
         pool = self._site.parts.store.pool
         stale_after_s = self._site.parts.director.routing.settings.stale_after_s
-        fresh = [one.load for one in pool.members if now - one.load.at < stale_after_s]
+        fresh = [member.load for member in pool.members if now - member.load.at < stale_after_s]
         return TargetObservation(
             spec=spec,
             available=available(pool),
             waiting=math.fsum(load.waiting or 0.0 for load in fresh),
             running=math.fsum(load.running or 0.0 for load in fresh),
-            rates=step_time_estimator.pool_mean([one.rates for one in pool.members])
+            rates=step_time_estimator.pool_mean([member.rates for member in pool.members])
             if pool.members
             else None,
         )
@@ -90,15 +90,17 @@ class DemandCounters:
         tallies = self._tallies
         answered = tallies.answered_total - self._answered
         reports = tallies.reported_total - self._reports
-        told = tallies.usage["completion"] - self._reported_tokens
+        reported_tokens = tallies.usage["completion"] - self._reported_tokens
         self._answered, self._reports = tallies.answered_total, tallies.reported_total
         self._reported_tokens = tallies.usage["completion"]
         usual = step_time_estimator.pool_mean(
             [member.rates for member in pool.members]
         ).output_tokens
-        self._answer_tokens += told + max(0, answered - reports) * usual
+        self._answer_tokens += reported_tokens + max(0, answered - reports) * usual
 
 
 def available(pool: Pool) -> int:
     """Replicas that answer; one with several ports is one."""
-    return len({one.endpoint.uid or one.endpoint.address for one in pool.members if one.up})
+    return len(
+        {member.endpoint.uid or member.endpoint.address for member in pool.members if member.up}
+    )

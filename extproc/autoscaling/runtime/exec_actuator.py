@@ -11,7 +11,7 @@ from extproc.autoscaling.runtime.actuator import ActuatorError
 from extproc.config.autoscaling import REPLICAS
 
 #: Longest piece of what a program that failed said (bytes).
-_MOST_SAID = 400
+_MAX_OUTPUT_BYTES = 400
 
 
 class ExecActuator:
@@ -27,7 +27,7 @@ class ExecActuator:
     def __init__(self, command: Sequence[str], *, timeout_s: float) -> None:
         self._command = command
         self._timeout_s = timeout_s
-        self._told: int | None = None
+        self._requested: int | None = None
 
     @property
     def acts(self) -> bool:
@@ -36,7 +36,7 @@ class ExecActuator:
 
     async def current_replicas(self, available: int) -> int | ActuatorError:
         """See `Hands`: what was told, or at first what is there."""
-        return available if self._told is None else self._told
+        return available if self._requested is None else self._requested
 
     async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
         """See `Hands`: run the program."""
@@ -52,7 +52,7 @@ class ExecActuator:
         except OSError as error:
             return ActuatorError(f"{argv[0]} cannot be run: {error.strerror}")
         try:
-            said, _ = await asyncio.wait_for(process.communicate(), self._timeout_s)
+            output, _ = await asyncio.wait_for(process.communicate(), self._timeout_s)
         except TimeoutError:
             return ActuatorError(f"{argv[0]} did not end within {self._timeout_s:g} s")
         finally:
@@ -61,14 +61,14 @@ class ExecActuator:
                     process.kill()
                 await process.wait()
         if process.returncode:
-            last = said[-_MOST_SAID:].decode("utf-8", "replace").strip()
+            last = output[-_MAX_OUTPUT_BYTES:].decode("utf-8", "replace").strip()
             return ActuatorError(f"{argv[0]} ended with {process.returncode}: {last}")
-        self._told = desired.replicas
+        self._requested = desired.replicas
         return None
 
     def restore(self, replicas: int) -> None:
         """See `Hands`: engines that outlive a picker are still starting, or still there."""
-        self._told = replicas
+        self._requested = replicas
 
     async def run(self) -> None:
         """Nothing."""

@@ -54,7 +54,7 @@ class KedaExternalScaler:
 
     def gone(self, loop: ControlLoop) -> None:
         """Whoever listens to a loop that is no more has to ask again."""
-        for event in [one for one, heard in self._listening.items() if heard is loop]:
+        for event in [subscriber for subscriber, heard in self._listening.items() if heard is loop]:
             del self._listening[event]
             event.set()
 
@@ -74,12 +74,12 @@ class KedaExternalScaler:
         loop = await self._loop(keda.reference(data), context, known=False)
         event = asyncio.Event()
         self._listening[event] = loop
-        said: bool | None = None
+        sent: bool | None = None
         try:
             while not self._closing and event in self._listening:
-                if loop.desired is not None and loop.active is not said:
-                    said = loop.active
-                    yield keda.active(result=said)
+                if loop.desired is not None and loop.active is not sent:
+                    sent = loop.active
+                    yield keda.active(result=sent)
                 await event.wait()
                 event.clear()
         finally:
@@ -87,46 +87,48 @@ class KedaExternalScaler:
 
     async def metric_spec(self, data: bytes, context: Context) -> bytes:
         """Serve `GetMetricSpec`."""
-        asked = keda.reference(data)
-        await self._loop(asked, context, known=False)
-        return keda.metric_spec(*await _metric(asked, context))
+        reference = keda.reference(data)
+        await self._loop(reference, context, known=False)
+        return keda.metric_spec(*await _metric(reference, context))
 
     async def metrics(self, data: bytes, context: Context) -> bytes:
         """Serve `GetMetrics`."""
-        asked = keda.metrics_request(data)
-        loop = await self._loop(asked, context)
-        name, _ = await _metric(asked, context)
+        request = keda.metrics_request(data)
+        loop = await self._loop(request, context)
+        name, _ = await _metric(request, context)
         value = 0.0
         if loop.demand is not None and loop.desired is not None:
             value = float(loop.desired.replicas) if name == _USUAL else loop.demand.requests
-        return keda.metric_value(asked.metric if asked and asked.metric else name, value)
+        return keda.metric_value(request.metric if request and request.metric else name, value)
 
     async def _loop(
-        self, asked: keda.ScaledObjectRef | None, context: Context, *, known: bool = True
+        self, reference: keda.ScaledObjectRef | None, context: Context, *, known: bool = True
     ) -> ControlLoop:
         """Whose pool is meant, which must have been looked at where it has to be `known`."""
-        if asked is None:
+        if reference is None:
             await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be read")
-        name = asked.metadata.get("pool", "")
+        name = reference.metadata.get("pool", "")
         loop = self._loops.get(name)
         if loop is None and not name and len(self._loops) == 1:
             loop = next(iter(self._loops.values()))
         if loop is None:
             there = ", ".join(self._loops) or "none"
-            told = f"no pool {name!r} is scaled here; there are: {there}; name one in the metadata"
-            await _refuse(context, grpc.StatusCode.NOT_FOUND, told)
+            message = (
+                f"no pool {name!r} is scaled here; there are: {there}; name one in the metadata"
+            )
+            await _refuse(context, grpc.StatusCode.NOT_FOUND, message)
         if known and loop.desired is None:
             await _refuse(context, grpc.StatusCode.UNAVAILABLE, "the pool was not looked at yet")
         return loop
 
 
-async def _metric(asked: keda.ScaledObjectRef | None, context: Context) -> tuple[str, float]:
+async def _metric(reference: keda.ScaledObjectRef | None, context: Context) -> tuple[str, float]:
     """Which metric is meant, and its target."""
-    metadata = asked.metadata if asked is not None else {}
+    metadata = reference.metadata if reference is not None else {}
     name = metadata.get("metric", _USUAL)
     if name not in _TARGETS:
-        told = f"no metric {name!r}; there are: {', '.join(_TARGETS)}"
-        await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, told)
+        message = f"no metric {name!r}; there are: {', '.join(_TARGETS)}"
+        await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, message)
     written = metadata.get("target")
     if written is None or name in _FIXED:
         return name, _TARGETS[name]
@@ -135,13 +137,13 @@ async def _metric(asked: keda.ScaledObjectRef | None, context: Context) -> tuple
     except ValueError:
         target = 0.0
     if not 0.0 < target < math.inf:
-        told = f"target must be a number above 0, not {written!r}"
-        await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, told)
+        message = f"target must be a number above 0, not {written!r}"
+        await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, message)
     return name, target
 
 
-async def _refuse(context: Context, code: grpc.StatusCode, told: str) -> NoReturn:
-    await context.abort(code, told)
+async def _refuse(context: Context, code: grpc.StatusCode, message: str) -> NoReturn:
+    await context.abort(code, message)
     raise RuntimeError("unreachable: abort raises")
 
 

@@ -56,18 +56,18 @@ class PeerReport(msgspec.Struct, frozen=True):
     ]
 
 
-_TOLD = msgspec.json.Decoder(PeerReport)
+_REPORT_DECODER = msgspec.json.Decoder(PeerReport)
 
 
 def read_report(page: bytes) -> PeerReport | None:
     """What another picker counts; None for any other bytes, or with a number out of its range."""
     try:
-        return _TOLD.decode(page)
+        return _REPORT_DECODER.decode(page)
     except _BROKEN:
         return None
 
 
-class _Peer:
+class _PolledPeer:
     """One address.
 
     Attributes:
@@ -109,11 +109,11 @@ class PeerCounterClient:
         self.identity = identity
         self._token = token
         self.woken: Callable[[Iterable[str]], None] = lambda _: None
-        self._written = [_split(one) for one in written]
+        self._written = [_split(address) for address in written]
         self._own = own
         self._asking = client.ScrapeClient(timeout_s=timeout_s, cap_bytes=_MOST_BYTES)
         self._pushing = client.ScrapeClient(timeout_s=timeout_s, cap_bytes=_MOST_BYTES)
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _PolledPeer] = {}
         self._ourselves: set[str] = set()
         self._unresolved: frozenset[str] = frozenset()
         #: IP addresses of each written name, and when they were looked up for a client.
@@ -122,10 +122,10 @@ class PeerCounterClient:
 
     def last(self, pool: str) -> dict[str, PickerCounters | None]:
         """What was read last, without asking."""
-        found: dict[str, PickerCounters | None] = dict.fromkeys(self._unresolved)
+        counters: dict[str, PickerCounters | None] = dict.fromkeys(self._unresolved)
         for peer in self._peers.values():
-            found[peer.name] = None if peer.report is None else peer.report.pools.get(pool)
-        return found
+            counters[peer.name] = None if peer.report is None else peer.report.pools.get(pool)
+        return counters
 
     async def read(self, pool: str) -> dict[str, PickerCounters | None]:
         """Ask all of them at once; None for one that cannot be read."""
@@ -144,7 +144,7 @@ class PeerCounterClient:
         if not self._has(host) and now - self._hosts_at >= _RESOLVE_PAUSE_S:
             # Before the first await, so that a burst of strangers costs one look.
             self._hosts_at = now
-            self._keep_hosts([await _addresses(*one) for one in self._written])
+            self._keep_hosts([await _addresses(*host_port) for host_port in self._written])
         return self._has(host)
 
     async def push(self) -> None:
@@ -172,18 +172,18 @@ class PeerCounterClient:
         return web.Response(body=body, content_type="application/json")
 
     async def _hear(self, request: web.Request) -> web.Response:
-        told = read_report(await request.read())
-        if told is None:
+        report = read_report(await request.read())
+        if report is None:
             return web.Response(status=400, text="not what pickers tell each other\n")
-        known = [peer for peer in self._peers.values() if peer.name == told.picker]
+        known = [peer for peer in self._peers.values() if peer.name == report.picker]
         for peer in known:
-            peer.report = told
+            peer.report = report
         # Of somebody unknown nothing is believed but that it is time to look.
-        self.woken([name for name, counters in told.pools.items() if counters.held])
+        self.woken([name for name, counters in report.pools.items() if counters.held])
         return web.Response(text="ok\n")
 
     async def _resolve(self) -> None:
-        found: dict[str, _Peer] = {}
+        peers: dict[str, _PolledPeer] = {}
         unresolved = set()
         resolved = []
         for host, port in self._written:
@@ -193,13 +193,13 @@ class PeerCounterClient:
                 unresolved.add(f"{host}:{port}")
             for address in addresses:
                 if address not in self._ourselves:
-                    found[address] = self._peers.get(address) or _Peer(address)
+                    peers[address] = self._peers.get(address) or _PolledPeer(address)
         for name in unresolved - self._unresolved:
             _log.warning("autoscaling: peers %s cannot be resolved: nothing is scaled down", name)
-        for address in self._peers.keys() - found.keys():
+        for address in self._peers.keys() - peers.keys():
             self._asking.forget(_asking(address, ""))
             self._pushing.forget(_asking(address, ""))
-        self._peers, self._unresolved = found, frozenset(unresolved)
+        self._peers, self._unresolved = peers, frozenset(unresolved)
         self._keep_hosts(resolved)
 
     @property
@@ -225,19 +225,19 @@ class PeerCounterClient:
         if peer is None:
             return
         why = answer.reason if isinstance(answer, client.FetchFailed) else ""
-        told: PeerReport | None = None
+        report: PeerReport | None = None
         if isinstance(answer, bytes):
-            told = read_report(answer)
-            why = "" if told else "unreadable"
-        if told is not None and told.picker == self.identity:
+            report = read_report(answer)
+            why = "" if report else "unreadable"
+        if report is not None and report.picker == self.identity:
             self._ourselves.add(address)
             del self._peers[address]
             return
         if why and (peer.report is not None or peer.name == address):
             _log.warning("autoscaling: peer %s: %s: nothing is scaled down", address, why)
-        peer.report = told
-        if told is not None:
-            peer.name = told.picker
+        peer.report = report
+        if report is not None:
+            peer.name = report.picker
 
 
 def _asking(address: str, authorization: str) -> client.ScrapeTarget:
@@ -274,8 +274,8 @@ async def _addresses(host: str, port: int) -> list[str]:
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            results = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, TimeoutError, UnicodeError):
         return []
-    hosts = dict.fromkeys(str(answer[4][0]) for answer in found[:_MOST_ADDRESSES])
+    hosts = dict.fromkeys(str(answer[4][0]) for answer in results[:_MOST_ADDRESSES])
     return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in hosts]

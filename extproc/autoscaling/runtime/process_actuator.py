@@ -130,7 +130,7 @@ class ProcessActuator:
                         self._adjust(tasks)
                         self._supervisor.works("autoscaling", _ENGINES)
                     except Exception as error:  # noqa: BLE001 - the group's end would end all engines
-                        wait_s = self._supervisor.failed("autoscaling", error, of=_ENGINES)
+                        wait_s = self._supervisor.failed("autoscaling", error, instance=_ENGINES)
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._changed.wait(), wait_s if wait_s > 0 else None)
         finally:
@@ -139,7 +139,7 @@ class ProcessActuator:
     def _adjust(self, tasks: asyncio.TaskGroup) -> None:
         staying = [engine for engine in self._engines if engine.wanted]
         # The youngest go first: the others have more in their caches. What is not ready goes before.
-        going = sorted(staying, key=lambda one: (one.ready, -one.number))
+        going = sorted(staying, key=lambda engine: (engine.ready, -engine.number))
         for engine in going[: max(0, len(staying) - self._spec)]:
             engine.wanted = False
             engine.leaves.set()
@@ -148,18 +148,19 @@ class ProcessActuator:
         for _ in range(self._spec - len(staying)):
             self._numbers += 1
             engine = EngineProcess(self._numbers, "")
-            kept = self._supervisor.attempt(
-                "autoscaling", self._keep(engine), of=f"engine {engine.number}"
+            supervised = self._supervisor.attempt(
+                "autoscaling", self._keep(engine), instance=f"engine {engine.number}"
             )
-            task = tasks.create_task(kept, name=f"engine {engine.number}")
+            task = tasks.create_task(supervised, name=f"engine {engine.number}")
             self._engines[engine] = task
         self._publish()
 
     def _publish(self) -> None:
         """Say which endpoints there are: those that answer and are to stay."""
-        ready = [one for one in self._engines if one.ready and one.wanted]
+        ready = [engine for engine in self._engines if engine.ready and engine.wanted]
         endpoints = [
-            Endpoint(one.address, name=f"engine-{one.number}", uid=str(one.number)) for one in ready
+            Endpoint(engine.address, name=f"engine-{engine.number}", uid=str(engine.number))
+            for engine in ready
         ]
         self._site.on_discovered(DiscoveredPool(tuple(endpoints)))
 

@@ -42,13 +42,13 @@ class _RivalSpec(msgspec.Struct, frozen=True):
     scaleTargetRef: _ScaleTargetRef = _ScaleTargetRef()  # noqa: N815 - Kubernetes' spelling
 
 
-class _Named(msgspec.Struct, frozen=True):
+class _ObjectMetadata(msgspec.Struct, frozen=True):
     name: str = ""
     uid: str = ""
 
 
 class _Rival(msgspec.Struct, frozen=True):
-    metadata: _Named = _Named()
+    metadata: _ObjectMetadata = _ObjectMetadata()
     spec: _RivalSpec = _RivalSpec()
 
 

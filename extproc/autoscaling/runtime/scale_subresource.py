@@ -13,7 +13,7 @@ from extproc.autoscaling.runtime import competing_autoscalers, scale_objects
 from extproc.autoscaling.runtime.actuator import ActuatorError
 from extproc.config.autoscaling import ScaleTarget
 from extproc.discovery.kubernetes import api_errors
-from extproc.discovery.kubernetes import settings as watching
+from extproc.discovery.kubernetes.settings import KubernetesSettings
 from extproc.errors import ConfigError
 from extproc.supervision import Supervisor
 
@@ -38,7 +38,7 @@ class ScaleClient:
         identity: Of this replica.
     """
 
-    def __init__(self, reaching: watching.KubernetesSettings, identity: str) -> None:
+    def __init__(self, reaching: KubernetesSettings, identity: str) -> None:
         self.identity = identity
         self._reaching = reaching
         self._server: api_client.KubernetesApiClient | None = None
@@ -67,19 +67,19 @@ class ScaleClient:
         if self._server is None:
             return api_errors.ApiError(0, "not connected")
         kind = scale_objects.MERGE if method == "PATCH" else "application/json"
-        found: bytes | api_errors.ApiError = api_errors.ApiError(0, "not asked")
+        answer: bytes | api_errors.ApiError = api_errors.ApiError(0, "not asked")
         for _ in range(2):
             generation = self._server.generation
-            found = await self._server.send(
+            answer = await self._server.send(
                 method, path, body=body, seconds=_LIMIT_S / 2.0, kind=kind
             )
-            if not isinstance(found, api_errors.ApiError) or not found.credentials_expired:
-                return found
+            if not isinstance(answer, api_errors.ApiError) or not answer.credentials_expired:
+                return answer
             try:
                 await self._server.renew(generation)
             except ConfigError as error:
                 return api_errors.ApiError(0, str(error))
-        return found
+        return answer
 
     async def write_event(
         self, about: ScaleTarget, reason: str, note: str, *, warning: bool = False
@@ -149,24 +149,24 @@ class ScaleSubresourceActuator:
         if self._unsaid and self._leads():
             self._record("StandsDown", self._unsaid, warning=True)
             self._unsaid = ""
-        found = await self._cluster.send("GET", f"{self._path}/scale")
-        missing = self._denials.is_missing("get", found)
-        if isinstance(found, api_errors.ApiError):
-            return ActuatorError(self._refusal("read", found, "get" if missing else ""))
-        spec = scale_objects.replicas(found)
+        answer = await self._cluster.send("GET", f"{self._path}/scale")
+        missing = self._denials.is_missing("get", answer)
+        if isinstance(answer, api_errors.ApiError):
+            return ActuatorError(self._refusal("read", answer, "get" if missing else ""))
+        spec = scale_objects.replicas(answer)
         return ActuatorError(f"the scale of {self._named} cannot be read") if spec is None else spec
 
     async def scale(self, desired: ScalingDecision, spec: int) -> ActuatorError | None:
         """See `Hands`."""
-        found = await self._cluster.send(
+        answer = await self._cluster.send(
             "PATCH", f"{self._path}/scale", scale_objects.scale(desired.replicas)
         )
-        missing = self._denials.is_missing("patch", found)
-        if isinstance(found, api_errors.ApiError):
-            return ActuatorError(self._refusal("changed", found, "patch" if missing else ""))
-        told = f"from {spec} to {desired.replicas} replicas, {desired.reason}"
-        told += f": {desired.explanation}" if desired.explanation else ""
-        self._record("Scaled", told)
+        missing = self._denials.is_missing("patch", answer)
+        if isinstance(answer, api_errors.ApiError):
+            return ActuatorError(self._refusal("changed", answer, "patch" if missing else ""))
+        note = f"from {spec} to {desired.replicas} replicas, {desired.reason}"
+        note += f": {desired.explanation}" if desired.explanation else ""
+        self._record("Scaled", note)
         return None
 
     def restore(self, replicas: int) -> None:
@@ -204,7 +204,9 @@ class ScaleSubresourceActuator:
             reason, note, warning = await self._events.get()
             event = self._cluster.write_event(self._target, reason, note, warning=warning)
             # What it raises must not begin the look for others anew.
-            await self._supervisor.attempt("autoscaling", event, of=f"event about {self._named}")
+            await self._supervisor.attempt(
+                "autoscaling", event, instance=f"event about {self._named}"
+            )
 
     @property
     def _named(self) -> str:

@@ -97,7 +97,7 @@ class ScaledPool:
         gate = self.site.flow_controller
         if gate is not None:
             self._before = gate.arrivals
-            gate.arrivals = _both(gate.arrivals, self.loop.arrived)
+            gate.arrivals = _call_both(gate.arrivals, self.loop.arrived)
         if isinstance(self.loop.actuator, process_actuator.ProcessActuator):
             self.loop.actuator.begin()
 
@@ -111,9 +111,9 @@ class ScaledPool:
         async with asyncio.TaskGroup() as tasks:
             name = self.site.name
             keep = self._supervisor.keep
-            looking = keep("autoscaling", self.loop.run, of=name)
+            looking = keep("autoscaling", self.loop.run, instance=name)
             tasks.create_task(looking, name=f"autoscaling {name}")
-            acting = keep("autoscaling", self.loop.actuator.run, of=f"{name}, acting")
+            acting = keep("autoscaling", self.loop.actuator.run, instance=f"{name}, acting")
             tasks.create_task(acting, name=f"autoscaling {name}, acting")
             # Hands may have nothing to do beside, and a group without tasks would end.
             await asyncio.Event().wait()
@@ -139,9 +139,9 @@ def _placed(target: ScaleTarget | None, here: str) -> ScaleTarget | None:
     return filled if filled.namespace else msgspec.structs.replace(filled, namespace=here)
 
 
-def _both(one: Callable[[], None], other: Callable[[], None]) -> Callable[[], None]:
+def _call_both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
     def both() -> None:
-        one()
-        other()
+        first()
+        second()
 
     return both

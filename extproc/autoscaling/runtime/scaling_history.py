@@ -59,11 +59,11 @@ class ScalingHistory:
         now = demand.now
         since = now - self.demand.now if self.demand is not None else 0.0
         came = 0.0
-        for name, told in pickers.items():
-            if told is not None:
-                before = self._arrived.get(name, told.arrived)
-                came += max(0.0, told.arrived - before)
-                self._arrived[name] = told.arrived
+        for name, counters in pickers.items():
+            if counters is not None:
+                before = self._arrived.get(name, counters.arrived)
+                came += max(0.0, counters.arrived - before)
+                self._arrived[name] = counters.arrived
         self._rates = self._rates.add(now, came / since if since > 0 else 0.0, span_s=RATE_S)
         self._depths = self._depths.add(now, depth(demand), span_s=self.window_s)
         self.demand, self.desired = demand, desired

@@ -90,10 +90,10 @@ class FileStateStore:
             self._logged = ""
 
     def _say(self, what: str, error: OSError) -> None:
-        told = f"autoscaling: {self._path} cannot be {what}: {error.strerror}"
-        if told != self._logged:
-            self._logged = told
-            _log.warning("%s", told)
+        message = f"autoscaling: {self._path} cannot be {what}: {error.strerror}"
+        if message != self._logged:
+            self._logged = message
+            _log.warning("%s", message)
 
 
 class ConfigMapStateStore:
@@ -128,44 +128,44 @@ class ConfigMapStateStore:
 
     async def load(self) -> tuple[dict[str, LoopState], float] | None:
         """See `StateStore`."""
-        found = await self._cluster.send("GET", self._path)
-        missing = self._denials.is_missing("get", found)
-        if isinstance(found, api_errors.ApiError):
-            if found.status == 404:
+        answer = await self._cluster.send("GET", self._path)
+        missing = self._denials.is_missing("get", answer)
+        if isinstance(answer, api_errors.ApiError):
+            if answer.status == 404:
                 return {}, 0.0
-            self._say("read", found, "get" if missing else "")
+            self._say("read", answer, "get" if missing else "")
             return None
         self._logged = ""
-        return read(scale_objects.data(found).get(_KEY, ""), self._clock(), self._time())
+        return read(scale_objects.data(answer).get(_KEY, ""), self._clock(), self._time())
 
     async def save(self, pools: Mapping[str, LoopState]) -> None:
         """See `StateStore`."""
         text = write(pools, self._clock(), self._time())
-        found = await self._cluster.send("PATCH", self._path, {"data": {_KEY: text}})
+        answer = await self._cluster.send("PATCH", self._path, {"data": {_KEY: text}})
         verb = "patch"
-        if isinstance(found, api_errors.ApiError) and found.status == 404:
+        if isinstance(answer, api_errors.ApiError) and answer.status == 404:
             verb = "create"
             body = scale_objects.config_map(self._namespace, self._name, {_KEY: text})
-            found = await self._cluster.send("POST", self._root, body)
-        missing = self._denials.is_missing(verb, found)
-        if isinstance(found, api_errors.ApiError):
-            self._say("written", found, verb if missing else "")
+            answer = await self._cluster.send("POST", self._root, body)
+        missing = self._denials.is_missing(verb, answer)
+        if isinstance(answer, api_errors.ApiError):
+            self._say("written", answer, verb if missing else "")
         else:
             self._logged = ""
 
     def _say(self, what: str, refused: api_errors.ApiError, verb: str) -> None:
-        told = (
+        message = (
             f"autoscaling: ConfigMap {self._namespace}/{self._name} cannot be {what}: "
             f"{refused.status or 'no answer'} {refused.message}"
         )
         if verb:
-            told += (
+            message += (
                 "; add to a Role of the service account there: "
                 f'apiGroups: [""], resources: ["configmaps"], verbs: ["{verb}"]'
             )
-        if told != self._logged:
-            self._logged = told
-            _log.warning("%s", told)
+        if message != self._logged:
+            self._logged = message
+            _log.warning("%s", message)
 
 
 def write(pools: Mapping[str, LoopState], now: float, time: float) -> str:
@@ -176,15 +176,15 @@ def write(pools: Mapping[str, LoopState], now: float, time: float) -> str:
 
 def read(text: str, now: float, time: float) -> tuple[dict[str, LoopState], float]:
     """States from what was kept, and how much our clock is ahead; what is unreadable is nothing."""
-    found: dict[str, LoopState] = {}
+    states: dict[str, LoopState] = {}
     try:
         stored = msgspec.json.decode(text or "{}", type=StoredState)
     except scale_objects.DECODE_FAILURES:
-        return found, 0.0
+        return states, 0.0
     for name, raw in stored.pools.items():
         try:
-            found[name] = msgspec.json.decode(raw, type=LoopState)
+            states[name] = msgspec.json.decode(raw, type=LoopState)
         except scale_objects.DECODE_FAILURES:
             continue
     # A clock that was set back must not make what was seen lie in the future.
-    return found, now - stored.at - max(0.0, time - stored.time)
+    return states, now - stored.at - max(0.0, time - stored.time)

@@ -115,7 +115,7 @@ class KubernetesDiscovery:
             async with asyncio.timeout(self._wanted.start_s), asyncio.TaskGroup() as tasks:
                 for feed in self._feeds:
                     title = feed.collection.title
-                    supervised = self._supervisor.keep("kubernetes", feed.sync, of=title)
+                    supervised = self._supervisor.keep("kubernetes", feed.sync, instance=title)
                     tasks.create_task(supervised, name=f"list {title}")
         except TimeoutError:
             missing = [
@@ -131,7 +131,7 @@ class KubernetesDiscovery:
         except BaseException:
             await self.close()
             raise
-        if not self._supervisor.call("kubernetes", self._report, of=_REPORTS):
+        if not self._supervisor.call("kubernetes", self._report, instance=_REPORTS):
             self._wake.set()
 
     async def run(self) -> None:
@@ -140,9 +140,9 @@ class KubernetesDiscovery:
             async with asyncio.TaskGroup() as tasks:
                 for feed in self._feeds:
                     title = feed.collection.title
-                    supervised = self._supervisor.keep("kubernetes", feed.run, of=title)
+                    supervised = self._supervisor.keep("kubernetes", feed.run, instance=title)
                     tasks.create_task(supervised, name=f"watch {title}")
-                supervised = self._supervisor.keep("kubernetes", self._reports, of=_REPORTS)
+                supervised = self._supervisor.keep("kubernetes", self._reports, instance=_REPORTS)
                 tasks.create_task(supervised, name="report pools of Kubernetes")
         finally:
             await self.close()
@@ -183,7 +183,7 @@ class KubernetesDiscovery:
     def _report(self) -> None:
         changes = self._cluster.collect()
         for key, fault in changes.faults.items():
-            self._supervisor.note("kubernetes", fault, of=key)
+            self._supervisor.note("kubernetes", fault, instance=key)
         for key in changes.removed:
             self._changed.pop(key, None)
         self._removed = (self._removed - changes.discovered.keys()) | changes.removed

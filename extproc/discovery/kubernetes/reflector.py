@@ -144,7 +144,7 @@ class Reflector:
             self._note_broken(invalid)
         faults = self._cluster.replace(self.collection, values)
         for key, fault in faults.items():
-            self._supervisor.note("kubernetes", fault, of="/".join(key))
+            self._supervisor.note("kubernetes", fault, instance="/".join(key))
         self._listener.state(self.collection, "connected", "")
         self._listener.changed()
         return 0.0
@@ -184,7 +184,7 @@ class Reflector:
         try:
             return self._take(line)
         except Exception as error:  # noqa: BLE001 - it would come again, and hide all that follows
-            self._supervisor.note("kubernetes", error, of=self.collection.title)
+            self._supervisor.note("kubernetes", error, instance=self.collection.title)
             return None
 
     def _take(self, line: bytes) -> float | None:
