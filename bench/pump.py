@@ -20,10 +20,10 @@ import time
 
 import msgspec
 
-from extproc import decision as outcomes
 from extproc.config import factory
 from extproc.config.flow_control import FlowControlSection
 from extproc.config.settings import Settings
+from extproc.decision import all_busy
 from extproc.endpoint import Endpoint, Load, ServedModels
 from extproc.flow_control.queue import MOST_DISPLACED
 from extproc.request import HttpRequest
@@ -114,7 +114,7 @@ def displace(count: int) -> str:
         large, request=msgspec.structs.replace(large.request, priority=1)
     )
     before = time.process_time()
-    held = place.gate.enqueue(large, outcomes.all_busy(1.0), NOW)
+    held = place.gate.enqueue(large, all_busy(1.0), NOW)
     took = time.process_time() - before
     assert isinstance(held, QueuedRequest), held
     gone = place.gate.outcomes["displaced"]

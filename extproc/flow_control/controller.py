@@ -13,8 +13,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from extproc import decision as outcomes
-from extproc.decision import Rejection
+from extproc.decision import Rejection, all_busy
 from extproc.flow_control.endpoint_sets import EndpointBits
 from extproc.flow_control.queue import Blocked, DepartureCause, Look, Queue
 from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
@@ -117,7 +116,7 @@ class FlowController(Generic[ItemT, GrantT]):
             return outcome
         if self.queue.count and self.queue.ahead(priority):
             # Whoever waits longer goes first; the turn may be this one's all the same.
-            return outcomes.all_busy(0.0, waits_for=toward)
+            return all_busy(0.0, waits_for=toward)
         return None
 
     def enqueue(
@@ -193,8 +192,8 @@ class FlowController(Generic[ItemT, GrantT]):
         self._follow_endpoints()
         if not self.queue.sweeps:
             self._changed, self._soonest_s = False, math.inf
-        whole = self.queue.pump(lambda waiter: self._look(waiter, now), now, enough=enough)
-        if self.queue.count and (self._changed or not whole):
+        is_complete = self.queue.pump(lambda waiter: self._look(waiter, now), now, enough=enough)
+        if self.queue.count and (self._changed or not is_complete):
             return 0.0
         return self.next_s(self._soonest_s, now)
 
@@ -281,10 +280,10 @@ class FlowController(Generic[ItemT, GrantT]):
         """
         if why.status == 503:
             return self._estimated(why, now)
-        told = msgspec.structs.replace(
+        rejection = msgspec.structs.replace(
             why, message="no endpoint was free in time", reason="rejected-ttl-expired"
         )
-        return self._estimated(told, now)
+        return self._estimated(rejection, now)
 
     def _timeout_s(self, want: EnqueueRequest, why: Rejection) -> float:
         settings = self.queue.settings

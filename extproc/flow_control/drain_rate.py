@@ -42,12 +42,12 @@ class DrainRateEstimator:
         """Requests per second now."""
         if self._began == math.inf:
             return 0.0
-        found = zip(self._faded(now), _WINDOWS_S, strict=True)
-        total, window_s = next((one for one in found if one[0] >= _ENOUGH), (0.0, 0.0))
+        totals = zip(self._faded(now), _WINDOWS_S, strict=True)
+        total, window_s = next((entry for entry in totals if entry[0] >= _ENOUGH), (0.0, 0.0))
         if not window_s:
             total, window_s = self._faded(now)[-1], _WINDOWS_S[-1]
-        seen = 1.0 - math.exp2(-max(1.0, now - self._began) / window_s)
-        return total * math.log(2.0) / window_s / seen
+        observed_ratio = 1.0 - math.exp2(-max(1.0, now - self._began) / window_s)
+        return total * math.log(2.0) / window_s / observed_ratio
 
     def wait_s(self, ahead: int, now: float, *, most_s: float = _LONGEST_S) -> int:
         """Whole seconds until so many went on, at least 1.

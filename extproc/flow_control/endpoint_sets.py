@@ -14,12 +14,12 @@ class EndpointBits(msgspec.Struct, frozen=True):
     Drivers replace it by another object when endpoints, or what they serve, change.
 
     Attributes:
-        of: Bits of the endpoints that can serve a target; 0 where none can.
+        for_target: Bits of the endpoints that can serve a target; 0 where none can.
         named: Bits of the endpoints at these addresses.
         version: What drivers made it of, to know whether it still stands.
     """
 
-    of: Callable[[Any], int]
+    for_target: Callable[[Any], int]
     named: Callable[[Sequence[str]], int]
     version: object = None
 
@@ -39,7 +39,7 @@ class EndpointSet:
         self.targets = 0
 
 
-class _Target:
+class _TargetEntry:
     """A target with its endpoint set, and the requests that wait for it (count)."""
 
     __slots__ = ("count", "endpoints")
@@ -57,14 +57,14 @@ class EndpointSets:
 
     def __init__(self) -> None:
         self._bits: EndpointBits | None = None
-        self._targets: dict[Hashable, _Target] = {}
+        self._targets: dict[Hashable, _TargetEntry] = {}
         self._by_bits: dict[int, EndpointSet] = {}
 
     def enter(self, target: Hashable) -> EndpointSet:
         """Count a request that begins to wait, and find its endpoint set."""
         entry = self._targets.get(target)
         if entry is None:
-            entry = self._targets[target] = _Target(self._find(target))
+            entry = self._targets[target] = _TargetEntry(self._find(target))
             entry.endpoints.targets += 1
         entry.count += 1
         return entry.endpoints
@@ -97,16 +97,16 @@ class EndpointSets:
         inherited: set[EndpointSet] = set()
         for target, entry in self._targets.items():
             before = entry.endpoints
-            wanted = 0 if bits is None else bits.of(target)
-            found = None if bits is None else self._by_bits.get(wanted)
-            if found is None:
-                found = EndpointSet() if before in inherited else before
-                inherited.add(found)
-                found.bits, found.targets = wanted, 0
+            wanted = 0 if bits is None else bits.for_target(target)
+            endpoint_set = None if bits is None else self._by_bits.get(wanted)
+            if endpoint_set is None:
+                endpoint_set = EndpointSet() if before in inherited else before
+                inherited.add(endpoint_set)
+                endpoint_set.bits, endpoint_set.targets = wanted, 0
                 if bits is not None:
-                    self._by_bits[wanted] = found
-            found.targets += 1
-            entry.endpoints = found
+                    self._by_bits[wanted] = endpoint_set
+            endpoint_set.targets += 1
+            entry.endpoints = endpoint_set
         return True
 
     def named(self, addresses: Sequence[str]) -> int:
@@ -116,8 +116,8 @@ class EndpointSets:
     def _find(self, target: Hashable) -> EndpointSet:
         if self._bits is None:
             return EndpointSet()
-        bits = self._bits.of(target)
-        found = self._by_bits.get(bits)
-        if found is None:
-            found = self._by_bits[bits] = EndpointSet(bits)
-        return found
+        bits = self._bits.for_target(target)
+        endpoint_set = self._by_bits.get(bits)
+        if endpoint_set is None:
+            endpoint_set = self._by_bits[bits] = EndpointSet(bits)
+        return endpoint_set

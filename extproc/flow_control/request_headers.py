@@ -74,8 +74,8 @@ class FlowHeaders(msgspec.Struct, frozen=True, kw_only=True):
 
     def slo_s(self, headers: Mapping[str, str]) -> float:
         """Seconds to the first token a request asks for; infinity for none."""
-        found = _milliseconds(headers, self.slo_headers)
-        return math.inf if found is None else found
+        seconds = _milliseconds(headers, self.slo_headers)
+        return math.inf if seconds is None else seconds
 
 
 def _milliseconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None:

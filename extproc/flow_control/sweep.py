@@ -92,19 +92,16 @@ def next_items(lines: Mapping[FlowKey, TenantQueues], sweep: Sweep) -> Iterator[
     top, groups = _beginnings(lines, sweep)
     while top:
         key, in_way = top[0]
-        if in_way is None:
-            found = groups[key[3]].key(lines, sweep)
-        else:
-            found = _in_way(in_way, lines, sweep)
-        if found is None:
+        head = groups[key[3]].key(lines, sweep) if in_way is None else _in_way(in_way, lines, sweep)
+        if head is None:
             heapq.heappop(top)
             continue
-        if found[0] != key:
-            entry = (found[0], in_way)
+        if head[0] != key:
+            entry = (head[0], in_way)
             heapq.heapreplace(top, entry)
             if top[0] is not entry:
                 continue
-        yield lines[found[1]].head(found[0])
+        yield lines[head[1]].head(head[0])
 
 
 def _beginnings(
@@ -127,9 +124,9 @@ def _beginnings(
             top.append((key, way))
     groups = {tenant: _Alone(entries) for tenant, entries in alone.items()}
     for group in groups.values():
-        found = group.key(lines, sweep)
-        if found is not None:
-            top.append((found[0], None))
+        head = group.key(lines, sweep)
+        if head is not None:
+            top.append((head[0], None))
     heapq.heapify(top)
     return top, groups
 

@@ -192,8 +192,8 @@ def decode(decoder: msgspec.json.Decoder[Decoded], body: bytes) -> Decoded:
     """
     if len(body) <= _SHORT_BYTES or is_light(body):
         return decoder.decode(body)
-    found: Decoded = _Reading(body).struct(decoder.type, body)
-    return found
+    decoded: Decoded = _Reading(body).struct(decoder.type, body)
+    return decoded
 
 
 class _Reading:
@@ -225,8 +225,10 @@ class _Reading:
             return None
         if first != b"[":
             raise msgspec.ValidationError("Expected `array | null`")
-        found = self._elements(raw)
-        return [kind(content=raw)] if found is None else [self.struct(kind, one) for one in found]
+        elements = self._elements(raw)
+        if elements is None:
+            return [kind(content=raw)]
+        return [self.struct(kind, element) for element in elements]
 
     def value(self, raw: msgspec.Raw, depth: int) -> Any:
         """A value of any type, as the table of the module has it."""
@@ -255,13 +257,13 @@ class _Reading:
         return _DECODE(json)
 
     def _array(self, raw: msgspec.Raw, depth: int) -> list[Any] | None:
-        found = self._elements(raw)
-        if found is None:
+        elements = self._elements(raw)
+        if elements is None:
             return None
         # An array in an array is a member of a batch: token ids, or nothing worth a look.
         return [
             self.value(element, depth if memoryview(element)[0] == _OPENING_BRACE else 0)
-            for element in found
+            for element in elements
         ]
 
     def _elements(self, raw: msgspec.Raw) -> list[msgspec.Raw] | None:
@@ -277,9 +279,9 @@ class _Reading:
             if getattr(first, names[-1]) is not _ABSENT:
                 self._elements_left -= len(names) + cost
                 continue
-            found = list(itertools.takewhile(_is_there, map(first.__getattribute__, names)))
-            self._elements_left -= len(found) + cost
-            return found
+            elements = list(itertools.takewhile(_is_there, map(first.__getattribute__, names)))
+            self._elements_left -= len(elements) + cost
+            return elements
         return None
 
     def _object(self, raw: msgspec.Raw, depth: int) -> dict[str, Any] | None:

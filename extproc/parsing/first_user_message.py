@@ -105,7 +105,7 @@ def _text(prompt: bytes, begin: int, end: int) -> str:
     except UnicodeDecodeError:
         pass  # another field follows, or the cut goes through a character
     for marker in _MARKERS:
-        found = prompt.find(marker, begin, end)
-        if found >= 0:
-            end = found
+        marker_at = prompt.find(marker, begin, end)
+        if marker_at >= 0:
+            end = marker_at
     return prompt[begin:end].decode("utf-8", "ignore")

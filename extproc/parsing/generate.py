@@ -69,7 +69,7 @@ def _placeholders(features: Any) -> list[tuple[int, int, str]]:
     hashes, places = features.get("mm_hashes"), features.get("mm_placeholders")
     if type(hashes) is not dict or type(places) is not dict:
         return []
-    found = []
+    placeholders = []
     for modality, spans in places.items():
         names = hashes.get(modality)
         if type(spans) is not list or type(names) is not list:
@@ -78,8 +78,8 @@ def _placeholders(features: Any) -> list[tuple[int, int, str]]:
             if type(span) is dict and type(name) is str:
                 offset, length = span.get("offset"), span.get("length")
                 if type(offset) is int and type(length) is int:
-                    found.append((offset, length, name))
-    return found
+                    placeholders.append((offset, length, name))
+    return placeholders
 
 
 def parse_native(raw: HttpRequest) -> InferenceRequest | Rejection:
@@ -92,9 +92,9 @@ def parse_native(raw: HttpRequest) -> InferenceRequest | Rejection:
         return body
     prompt = inputs.NOTHING
     for value in (body.input_ids, body.text, body.prompt, body.inputs):
-        found = inputs.prompt_of(value)
-        if found is not None:
-            prompt = found
+        candidate = inputs.prompt_of(value)
+        if candidate is not None:
+            prompt = candidate
             break
     salted = inputs.with_cache_salt(prompt, body.cache_salt)
     return envelope.request("sglang_generate", raw, body, prompt=salted)

@@ -41,13 +41,13 @@ _KEY = b'"model"'
 _ABSENT = msgspec.Raw()
 
 
-class _Named(msgspec.Struct, gc=False):
+class _ModelOnlyBody(msgspec.Struct, gc=False):
     """A body of which nothing is built, whatever its `model` is."""
 
     model: msgspec.Raw = _ABSENT
 
 
-_NAMED = msgspec.json.Decoder(_Named)
+_NAMED = msgspec.json.Decoder(_ModelOnlyBody)
 _TEXT = msgspec.json.Decoder(str)
 
 
@@ -79,12 +79,12 @@ def find_place(raw: HttpRequest) -> ModelPlace | None:
             return None if is_cut else ModelPlace(*span, is_form=True)
     model = None if raw.truncated else _model_of(raw.body)
     if model is None:
-        return _walked(raw.body, whole=not raw.truncated)
+        return _walked(raw.body, is_complete=not raw.truncated)
     if model is _ABSENT:
         return _added(raw.body)
     if bytes(memoryview(model)[:1]) != b'"':
         return None
-    return _tried(raw.body, model) or _walked(raw.body, whole=True)
+    return _tried(raw.body, model) or _walked(raw.body, is_complete=True)
 
 
 def _tried(body: bytes, model: msgspec.Raw) -> ModelPlace | None:
@@ -128,12 +128,12 @@ def _added(body: bytes) -> ModelPlace | None:
     return ModelPlace(start, start, before=_KEY + b":", after=after)
 
 
-def _walked(body: bytes, *, whole: bool) -> ModelPlace | None:
+def _walked(body: bytes, *, is_complete: bool) -> ModelPlace | None:
     """Find the value by its depth; also in a cut body, and where the key is escaped or missing."""
     opened = _OPENED.match(body)
     if opened is None:
         return None
-    found = False
+    has_model = False
     span: tuple[int, int] | None = None
     depth, at = 1, opened.end()
     for _ in range(MOST_TOKENS):
@@ -147,7 +147,7 @@ def _walked(body: bytes, *, whole: bool) -> ModelPlace | None:
         if first == 0x22:
             if _is_model(body[start:at]) and (colon := _COLON.match(body, at)):
                 value = _STRING.match(body, colon.end())
-                found, span = True, value and value.span()
+                has_model, span = True, value and value.span()
                 at = value.end() if value else colon.end()
         elif first in b"{[":
             depth += 1
@@ -159,7 +159,7 @@ def _walked(body: bytes, *, whole: bool) -> ModelPlace | None:
         return None
     if span is not None:
         return ModelPlace(*span)
-    if found or not whole:
+    if has_model or not is_complete:
         return None
     return _added(body)
 

@@ -38,10 +38,10 @@ def parse_translations(raw: HttpRequest) -> InferenceRequest:
 
 
 def _parse(raw: HttpRequest, api: str) -> InferenceRequest:
-    found = _BOUNDARY.search(raw.headers.get("content-type", ""))
-    if found is None:
+    match = _BOUNDARY.search(raw.headers.get("content-type", ""))
+    if match is None:
         return opaque.parse(raw, api)
-    boundary = found[1] or found[2]
+    boundary = match[1] or match[2]
     fields = read(raw.body, boundary.encode())
     known = opaque.unparsed_request(raw, api)
     prompt = inputs.text_prompt(fields.get("prompt", "").encode())
@@ -72,10 +72,10 @@ def read(body: bytes, boundary: bytes) -> Mapping[str, str]:
 
 def model_span(raw: HttpRequest) -> tuple[int, int] | None:
     """Where the value of the last `model` field starts and stops; None when there is none."""
-    found = _BOUNDARY.search(raw.headers.get("content-type", ""))
-    if found is None:
+    match = _BOUNDARY.search(raw.headers.get("content-type", ""))
+    if match is None:
         return None
-    return _spans(raw.body, (found[1] or found[2]).encode()).get("model")
+    return _spans(raw.body, (match[1] or match[2]).encode()).get("model")
 
 
 def _spans(body: bytes, boundary: bytes) -> Mapping[str, tuple[int, int]]:
@@ -98,9 +98,9 @@ def _read_part(fields: dict[str, tuple[int, int]], body: bytes, span: tuple[int,
     blank = body.find(b"\r\n\r\n", start, min(end, start + LONGEST_BYTES))
     if blank < 0 or end - blank - 4 > LONGEST_BYTES:
         return
-    found = _NAME.search(body, start, blank)
-    if found is None:
+    match = _NAME.search(body, start, blank)
+    if match is None:
         return
-    name = (found[1] if found[1] is not None else found[2]).decode("utf-8", "replace")
+    name = (match[1] if match[1] is not None else match[2]).decode("utf-8", "replace")
     if name in _WANTED:
         fields[name] = (blank + 4, end)

@@ -95,10 +95,10 @@ def parse_truncated(raw: HttpRequest, api: str) -> InferenceRequest:
     The raw bytes are the prompt: equal beginnings of bodies are equal beginnings of prompts, as
     long as a client writes its fields in one order. `content-length` tells the whole size.
     """
-    found = _MODEL.search(raw.body)
-    model = _unquoted(found[1]) if found else ""
-    whole = raw.headers.get("content-length", "")
-    length = int(whole) if whole.isdecimal() and len(whole) < 16 else 0
+    match = _MODEL.search(raw.body)
+    model = _unquoted(match[1]) if match else ""
+    content_length = raw.headers.get("content-length", "")
+    length = int(content_length) if content_length.isdecimal() and len(content_length) < 16 else 0
     length = max(min(length, MAX_LENGTH), len(raw.body))
     return InferenceRequest(
         api,

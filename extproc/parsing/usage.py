@@ -50,7 +50,7 @@ def read(tail: bytes) -> Mapping[str, int]:
         The kinds that were reported, each from 0 to `MAX_TOKENS`; empty when the answer reports
         none or is no JSON.
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     end = len(tail)
     for _ in range(_MOST_OBJECTS):
         at = tail.rfind(_MARK, 0, end)
@@ -58,8 +58,8 @@ def read(tail: bytes) -> Mapping[str, int]:
             break
         end = at
         for kind, tokens in _object(tail, at + len(_MARK)).items():
-            found.setdefault(kind, tokens)
-    return found
+            counts.setdefault(kind, tokens)
+    return counts
 
 
 def _object(tail: bytes, at: int) -> Mapping[str, int]:

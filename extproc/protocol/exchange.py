@@ -12,8 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
-from extproc import decision as outcomes
-from extproc.decision import Decision, Outcome, Rejection
+from extproc.decision import Decision, DirectResponse, Outcome, Rejection
 from extproc.protocol import error_response, model_name_restorer, response_handling, transitions
 from extproc.protocol.body_buffer import BodyBuffer, BufferBudget
 from extproc.protocol.deferred_responses import DeferredResponses
@@ -191,12 +190,14 @@ class Exchange(msgspec.Struct):
             rejection, grpc=content_type.startswith("application/grpc")
         )
 
-    def answer(self, given: outcomes.DirectResponse) -> ImmediateResponse:
+    def answer(self, response: DirectResponse) -> ImmediateResponse:
         """End the exchange with an answer of our own."""
         self.request_state = RequestState.REFUSED
         self.pending = None
         self.close()
-        return ImmediateResponse(given.status, (("content-type", "application/json"),), given.body)
+        return ImmediateResponse(
+            response.status, (("content-type", "application/json"),), response.body
+        )
 
     def close(self) -> None:
         """Give back what the exchange holds; further calls do nothing."""

@@ -71,16 +71,16 @@ def edited_length(raw: HttpRequest, body: bytes) -> tuple[tuple[str, str], ...]:
     return (("content-length", str(len(body))),)
 
 
-def changed_length(told: str, grown: int) -> tuple[tuple[str, str], ...]:
+def changed_length(length: str, grown: int) -> tuple[tuple[str, str], ...]:
     """The `content-length` of a body that was changed, as a header to set; none where none was told.
 
     Args:
-        told: The length before, as its header says it.
+        length: The length before, as its header says it.
         grown: Bytes it has more now, or less.
     """
-    if not is_length(told):
+    if not is_length(length):
         return ()
-    return (("content-length", str(int(told) + grown)),)
+    return (("content-length", str(int(length) + grown)),)
 
 
 def is_length(value: str) -> bool:

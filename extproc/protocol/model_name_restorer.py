@@ -63,6 +63,7 @@ class ModelNameRestorer:
     """
 
     __slots__ = (
+        "_client_model",
         "_depth",
         "_escaped",
         "_events",
@@ -73,14 +74,13 @@ class ModelNameRestorer:
         "_left",
         "_names",
         "_over",
-        "_told",
         "_wrapped",
     )
 
-    def __init__(self, asked: str, told: str, *, events: bool) -> None:
+    def __init__(self, engine_model: str, client_model: str, *, events: bool) -> None:
         # As most engines write it, and as those that keep to ASCII do.
-        self._names = tuple({msgspec.json.encode(asked), json.dumps(asked).encode()})
-        self._told = msgspec.json.encode(told)
+        self._names = tuple({msgspec.json.encode(engine_model), json.dumps(engine_model).encode()})
+        self._client_model = msgspec.json.encode(client_model)
         self._events = events
         self._held = b""
         self._begin()
@@ -184,13 +184,13 @@ class ModelNameRestorer:
         changed: list[bytes],
     ) -> int:
         """Put the client's name where the engine's follows; the end of what was taken."""
-        found = before(text, at, end)
-        if found is None:
+        match = before(text, at, end)
+        if match is None:
             return start
-        name_at = found.end()
+        name_at = match.end()
         for name in self._names:
             if text.startswith(name, name_at, end):
-                changed += (text[start:name_at], self._told)
+                changed += (text[start:name_at], self._client_model)
                 self._over = True
                 return name_at + len(name)
         return start
@@ -242,22 +242,24 @@ class ModelNameRestorer:
         name = value[1:].lstrip(_SPACES)
         if len(value) - 1 - len(name) > _MOST_SPACES:
             return False
-        return any(each.startswith(name) for each in self._names)
+        return any(model_name.startswith(name) for model_name in self._names)
 
 
-def for_response(headers: Mapping[str, str], asked: str, told: str) -> ModelNameRestorer | None:
+def for_response(
+    headers: Mapping[str, str], engine_model: str, client_model: str
+) -> ModelNameRestorer | None:
     """What changes an answer.
 
     Args:
         headers: Of the answer, names in lower case.
-        asked: The name the engine was asked for.
-        told: The name the client used.
+        engine_model: The name the engine was asked for.
+        client_model: The name the client used.
 
     Returns:
         None where names are equal or empty, and where the answer is neither JSON nor a stream of
         events, or is compressed.
     """
-    if not asked or not told or asked == told:
+    if not engine_model or not client_model or engine_model == client_model:
         return None
     if headers.get("content-encoding", "identity") != "identity":
         return None
@@ -265,4 +267,4 @@ def for_response(headers: Mapping[str, str], asked: str, told: str) -> ModelName
     lines = kind in {"text/event-stream", "application/x-ndjson", "application/jsonl"}
     if not lines and kind != "application/json" and not kind.endswith("+json"):
         return None
-    return ModelNameRestorer(asked, told, events=lines)
+    return ModelNameRestorer(engine_model, client_model, events=lines)

@@ -96,9 +96,11 @@ HandlerT = TypeVar("HandlerT")
 Places = Sequence[Sequence[Sequence[HandlerT | None]]]
 
 
-def _action(asked: RequestState, told: ResponseState, kind: MessageKind) -> Action | None:
-    act = _REQUEST.get((asked, kind))
-    return _RESPONSE.get((told, kind)) if act is None else act
+def _action(
+    request_state: RequestState, response_state: ResponseState, kind: MessageKind
+) -> Action | None:
+    act = _REQUEST.get((request_state, kind))
+    return _RESPONSE.get((response_state, kind)) if act is None else act
 
 
 def build_handler_table(takers: Mapping[Action, HandlerT]) -> Places[HandlerT]:
@@ -111,8 +113,11 @@ def build_handler_table(takers: Mapping[Action, HandlerT]) -> Places[HandlerT]:
         `places[asked][told][kind]`; None where the event does not fit.
     """
     acts = [
-        [[_action(asked, told, kind) for kind in MessageKind] for told in ResponseState]
-        for asked in RequestState
+        [
+            [_action(request_state, response_state, kind) for kind in MessageKind]
+            for response_state in ResponseState
+        ]
+        for request_state in RequestState
     ]
     return tuple(
         tuple(tuple(None if act is None else takers[act] for act in row) for row in rows)
@@ -121,13 +126,13 @@ def build_handler_table(takers: Mapping[Action, HandlerT]) -> Places[HandlerT]:
 
 
 def unexpected_message_error(
-    asked: RequestState, told: ResponseState, history: int
+    request_state: RequestState, response_state: ResponseState, history: int
 ) -> ProtocolError:
     """The error for an event that is not in the table.
 
     Args:
-        asked: Phase of the request.
-        told: Phase of the response.
+        request_state: Phase of the request.
+        response_state: Phase of the response.
         history: The last kinds, `KIND_BITS` bits each; the lowest is the one that does not fit.
     """
     kinds = []
@@ -135,7 +140,7 @@ def unexpected_message_error(
         kinds.append(MessageKind(history & (1 << KIND_BITS) - 1).name)
         history >>= KIND_BITS
     return ProtocolError(
-        wanted=f"an event that fits request {asked.name}, response {told.name}",
+        wanted=f"an event that fits request {request_state.name}, response {response_state.name}",
         found=f"{kinds[0]} (last events: {', '.join(reversed(kinds))})",
         fix="check the processing modes of the data plane",
     )

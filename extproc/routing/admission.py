@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from extproc import decision as outcomes
-from extproc.decision import Decision, Outcome, Rejection
+from extproc.decision import Decision, Outcome, Rejection, all_busy
 from extproc.endpoint import Candidate
 from extproc.routing import saturation
 
@@ -39,28 +38,28 @@ def admit(
         A decision, or why it waits and for whom.
     """
     over = saturation.excess_wait_s(candidates, limit_s, priority=priority, shared=shared)
-    free = [one for one, seconds in zip(candidates, over, strict=True) if seconds <= 0.0]
+    free = [
+        candidate for candidate, seconds in zip(candidates, over, strict=True) if seconds <= 0.0
+    ]
     if not free and not patient:
-        return outcomes.all_busy(min(over), busy=_addresses(candidates))
+        return all_busy(min(over), busy=_addresses(candidates))
     outcome = run(candidates)
     if isinstance(outcome, Rejection) or len(free) == len(candidates):
         return outcome
     address = outcome.endpoints[0].address
-    at = next(i for i, one in enumerate(candidates) if one.endpoint.address == address)
+    at = next(i for i, candidate in enumerate(candidates) if candidate.endpoint.address == address)
     if over[at] <= 0.0:
         return outcome
     if not free:
         rather = address if _in_seconds(outcome) else ""
-        return outcomes.all_busy(
-            min(over), waits_for=rather, closed=True, busy=_addresses(candidates)
-        )
+        return all_busy(min(over), waits_for=rather, closed=True, busy=_addresses(candidates))
     if patient and _costs_less(outcome, candidates[at], free, limit_s):
-        return outcomes.all_busy(over[at], waits_for=address)
+        return all_busy(over[at], waits_for=address)
     return run(free)
 
 
 def _addresses(candidates: Sequence[Candidate]) -> Sequence[str]:
-    return [one.endpoint.address for one in candidates]
+    return [candidate.endpoint.address for candidate in candidates]
 
 
 def _in_seconds(decision: Decision) -> bool:
@@ -74,9 +73,13 @@ def _costs_less(
     priced = decision.cost
     if priced is None or not _in_seconds(decision):
         return False
-    finalists = (one.endpoint.address for one in decision.scored_candidates)
+    finalists = (candidate.endpoint.address for candidate in decision.scored_candidates)
     costs = dict(zip(finalists, priced.costs, strict=True))
-    others = [costs[one.endpoint.address] for one in free if one.endpoint.address in costs]
+    others = [
+        costs[candidate.endpoint.address]
+        for candidate in free
+        if candidate.endpoint.address in costs
+    ]
     known_s = wanted.queued_tokens * wanted.rates.prefill_s
     unknown_s = max(0.0, saturation.wait_s(wanted) - known_s)
     waiting = costs[wanted.endpoint.address] + unknown_s + limit_s

@@ -66,21 +66,21 @@ class ClaimIndex:
 
     def find_routes(self, headers: Mapping[str, str]) -> int:
         """Bits of the claims whose hosts and paths a request fits; headers are another question."""
-        found = self._any_host
+        bits = self._any_host
         if self._hosts or self._below_hosts:
-            found |= self._find_host(pool_match.host_of(headers))
-        if found and self._paths:
-            found &= self._any_path | self._find_path(pool_match.path_of(headers))
-        return found
+            bits |= self._find_host(pool_match.host_of(headers))
+        if bits and self._paths:
+            bits &= self._any_path | self._find_path(pool_match.path_of(headers))
+        return bits
 
     def find_models(self, model: str) -> int:
         """Bits of the claims that a model name fits, those that ask for none among them."""
-        found = self.without_models | self._models.get(model, 0)
+        bits = self.without_models | self._models.get(model, 0)
         for length in self._prefix_lengths:
             if length > len(model):
                 break
-            found |= self._model_prefixes.get(model[:length], 0)
-        return found
+            bits |= self._model_prefixes.get(model[:length], 0)
+        return bits
 
     def positions(self, bits: int, headers: Mapping[str, str]) -> Iterator[int]:
         """Positions of the claims among some whose headers a request has, in their order."""
@@ -92,24 +92,24 @@ class ClaimIndex:
             bits ^= lowest
 
     def _find_host(self, host: str) -> int:
-        found = self._hosts.get(host, 0)
+        bits = self._hosts.get(host, 0)
         if self._num_labels:
             labels = host.rsplit(".", self._num_labels[-1])
             for count in self._num_labels:
                 if count >= len(labels):
                     break
-                found |= self._below_hosts.get("." + ".".join(labels[-count:]), 0)
-        return found
+                bits |= self._below_hosts.get("." + ".".join(labels[-count:]), 0)
+        return bits
 
     def _find_path(self, path: str) -> int:
         """Bits of the claims with a path that is this one or whole segments of its beginning."""
-        found, end = 0, -1
+        bits, end = 0, -1
         for _ in range(self._most_slashes + 1):
             end = path.find("/", end + 1)
             if end < 0:
-                return found | self._paths.get(path, 0)
-            found |= self._paths.get(path[:end], 0)
-        return found
+                return bits | self._paths.get(path, 0)
+            bits |= self._paths.get(path[:end], 0)
+        return bits
 
 
 def _union(bits: Iterable[int]) -> int:

@@ -9,8 +9,7 @@ from typing import Final
 
 import msgspec
 
-from extproc import decision as outcomes
-from extproc.decision import Rejection
+from extproc.decision import Rejection, model_not_found, no_endpoints
 from extproc.endpoint import Endpoint
 from extproc.pool import condition, snapshot
 from extproc.pool.condition import HealthState
@@ -85,9 +84,9 @@ def find_eligible(
         members = pool.allowed(subset)
         if not members:
             # An endpoint that comes helps whoever was not told which ones to use.
-            return outcomes.no_endpoints(waits_s=math.inf if subset is None else None)
+            return no_endpoints(waits_s=math.inf if subset is None else None)
         if reject_unlisted:
-            return outcomes.model_not_found(request.target, pool.serving.names)
+            return model_not_found(request.target, pool.serving.names)
         unlisted = True
     put_aside: tuple[Aside, ...] = ()
     if pool.unhealthy_or_doubtful:
@@ -105,7 +104,7 @@ def _healthy(
 
     One that no request has tried for `patience_s` since it was due gets the next one.
     """
-    kept: list[EndpointSnapshot] = []
+    candidates: list[EndpointSnapshot] = []
     left: list[Endpoint] = []
     for member in members:
         known = member.condition
@@ -113,14 +112,14 @@ def _healthy(
             left.append(member.endpoint)
             continue
         if known.state > HealthState.SUSPECT and known.until + patience_s <= now:
-            others = [one.endpoint for one in members if one is not member]
+            others = [other.endpoint for other in members if other is not member]
             return [member], ((PROBE, others),) if others else ()
-        kept.append(member)
-    if not kept:
-        kept = list(snapshot.healthiest(members))
-        tried = {member.endpoint.address for member in kept}
+        candidates.append(member)
+    if not candidates:
+        candidates = list(snapshot.healthiest(members))
+        tried = {member.endpoint.address for member in candidates}
         left = [endpoint for endpoint in left if endpoint.address not in tried]
-    return kept, ((FAILING, left),) if left else ()
+    return candidates, ((FAILING, left),) if left else ()
 
 
 def _slow_start(
@@ -134,20 +133,20 @@ def _slow_start(
     t is the seconds since it came or came back, T `slow_start_s`, f `slow_start_floor`. When chance
     would leave nobody, all stay.
     """
-    whole, floor = health.slow_start_s, health.slow_start_floor
-    kept: list[EndpointSnapshot] = []
+    slow_start_s, floor = health.slow_start_s, health.slow_start_floor
+    candidates: list[EndpointSnapshot] = []
     left: list[Endpoint] = []
     for member in members:
         age = now - member.condition.since
         if (
-            age < whole
+            age < slow_start_s
             and member.condition.state <= HealthState.SUSPECT
-            and rng.random() >= floor + (1.0 - floor) * age / whole
+            and rng.random() >= floor + (1.0 - floor) * age / slow_start_s
         ):
             left.append(member.endpoint)
         else:
-            kept.append(member)
-    return (kept, ((WARMING, left),)) if kept and left else (members, ())
+            candidates.append(member)
+    return (candidates, ((WARMING, left),)) if candidates and left else (members, ())
 
 
 def _left_out(

@@ -52,19 +52,19 @@ def resolve_model(
         None where the name is what it seems.
     """
     target = decreed or envelope.model_header(headers)
-    asked = msgspec.structs.replace(request, model=target) if target else request
-    name = asked.model
-    if not asked.adapter:
+    request = msgspec.structs.replace(request, model=target) if target else request
+    name = request.model
+    if not request.adapter:
         if ":" in name and (alias := serving.parse_sglang_name(name)) is not None:
-            both = msgspec.structs.replace(asked, model=alias.base, adapter=alias.adapter)
+            both = msgspec.structs.replace(request, model=alias.base, adapter=alias.adapter)
             return ModelRewrite(both, both, target)
         if kubeai_names and "_" in name and (alias := serving.parse_kubeai_name(name)) is not None:
             return ModelRewrite(
-                msgspec.structs.replace(asked, model=alias.base, adapter=alias.adapter),
-                msgspec.structs.replace(asked, model=alias.adapter),
+                msgspec.structs.replace(request, model=alias.base, adapter=alias.adapter),
+                msgspec.structs.replace(request, model=alias.adapter),
                 alias.adapter,
             )
-    return ModelRewrite(asked, asked, target) if target else None
+    return ModelRewrite(request, request, target) if target else None
 
 
 def attach_model_rewrite(

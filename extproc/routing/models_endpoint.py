@@ -8,8 +8,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from extproc import decision as outcomes
-from extproc.decision import DirectResponse
+from extproc.decision import DirectResponse, model_not_found
 from extproc.protocol import error_response
 from extproc.routing.director import Director
 
@@ -60,10 +59,10 @@ def answer(dispatchers: Sequence[Director], name: str) -> DirectResponse | None:
     if not entries:
         return None
     if not name:
-        return _json(200, {"object": "list", "data": [entries[one] for one in sorted(entries)]})
+        return _json(200, {"object": "list", "data": [entries[model] for model in sorted(entries)]})
     if name in entries:
         return _json(200, entries[name])
-    return DirectResponse(404, error_response.error_body(outcomes.model_not_found(name, entries)))
+    return DirectResponse(404, error_response.error_body(model_not_found(name, entries)))
 
 
 def names(dispatcher: Director) -> frozenset[str]:

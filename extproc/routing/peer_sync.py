@@ -237,7 +237,7 @@ class _Charged(msgspec.Struct, frozen=True):
     ticket: Reservation
 
 
-class _Peer:
+class _PeerRequests:
     """One other picker: what it has open, and what of it is over that may still be told of."""
 
     __slots__ = ("ended", "heard", "open", "serial", "still", "until")
@@ -270,7 +270,7 @@ class PeerReplica:
         self._own = own
         self._dispatchers = dispatchers
         self._silent_s = silent_s
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _PeerRequests] = {}
 
     @property
     def pickers(self) -> int:
@@ -299,7 +299,7 @@ class PeerReplica:
         if peer is None:
             if len(self._peers) >= MOST_PICKERS:
                 return freed
-            peer = self._peers[message.picker] = _Peer()
+            peer = self._peers[message.picker] = _PeerRequests()
         peer.heard = now
         for fact in message.facts:
             match fact:
@@ -329,7 +329,7 @@ class PeerReplica:
                 self._drop(name, now, freed)
         return freed
 
-    def _sent(self, peer: _Peer, fact: RequestStarted, now: float) -> None:
+    def _sent(self, peer: _PeerRequests, fact: RequestStarted, now: float) -> None:
         number = fact.number
         if number in peer.open or peer.over(number) or len(peer.open) >= MOST_OPEN:
             return
@@ -358,7 +358,7 @@ class PeerReplica:
         member.account.from_peers += 1
         peer.open[number] = _Charged(fact.pool, dispatcher, member.account, ticket)
 
-    def _ended(self, peer: _Peer, fact: RequestEnded, now: float, freed: set[str]) -> None:
+    def _ended(self, peer: _PeerRequests, fact: RequestEnded, now: float, freed: set[str]) -> None:
         number = fact.number
         if number > peer.until or number in peer.still:
             # It may be told of later, or once more.
@@ -374,7 +374,7 @@ class PeerReplica:
             _close(charged, now, freed, answered=False, ran=True)
 
 
-def _settle(peer: _Peer, fact: OpenRequests, now: float, freed: set[str]) -> None:
+def _settle(peer: _PeerRequests, fact: OpenRequests, now: float, freed: set[str]) -> None:
     """Close what is over, and forget of what ended before all that cannot come back."""
     # A picker that sends nothing lists the same latest number again and again.
     if (fact.until, fact.serial) < (peer.until, peer.serial):
@@ -382,8 +382,8 @@ def _settle(peer: _Peer, fact: OpenRequests, now: float, freed: set[str]) -> Non
     peer.until, peer.serial, peer.still = fact.until, fact.serial, frozenset(fact.numbers)
     for number in [number for number in peer.open if peer.over(number)]:
         _close(peer.open.pop(number), now, freed, answered=False, ran=True)
-    kept = [n for n in peer.ended if n > peer.until or n in peer.still]
-    peer.ended = dict.fromkeys(kept)
+    ended = [n for n in peer.ended if n > peer.until or n in peer.still]
+    peer.ended = dict.fromkeys(ended)
 
 
 def _close(charged: _Charged, now: float, freed: set[str], *, answered: bool, ran: bool) -> None:

@@ -148,7 +148,7 @@ def weighted_choice(targets: Sequence[TargetModel], share: float) -> TargetModel
         if left < 0:
             return target
     # Unreachable by arithmetic of whole numbers below 2**53; the last one with a weight otherwise.
-    return max(targets, key=lambda one: one.weight or 0)
+    return max(targets, key=lambda target: target.weight or 0)
 
 
 def sticky_choice(rule: RewriteRule, session: str) -> TargetModel:

@@ -40,11 +40,11 @@ def matches(claim: PoolMatch, headers: Mapping[str, str]) -> bool:
     """
     if claim.hosts:
         host = host_of(headers)
-        if not any(_is(host, one) for one in claim.hosts):
+        if not any(_is(host, pattern) for pattern in claim.hosts):
             return False
     if claim.paths:
         path = path_of(headers)
-        if not any(_below(path, one) for one in claim.paths):
+        if not any(_below(path, pattern) for pattern in claim.paths):
             return False
     return all(headers.get(name) == value for name, value in claim.headers.items())
 
@@ -52,7 +52,8 @@ def matches(claim: PoolMatch, headers: Mapping[str, str]) -> bool:
 def names(claim: PoolMatch, model: str) -> bool:
     """Whether a model name is one of those claimed."""
     return any(
-        model.startswith(one[:-1]) if one.endswith("*") else model == one for one in claim.models
+        model.startswith(pattern[:-1]) if pattern.endswith("*") else model == pattern
+        for pattern in claim.models
     )
 
 
@@ -71,19 +72,19 @@ def within(claim: PoolMatch, limit: PoolMatch) -> bool:
     )
 
 
-def overlap(one: PoolMatch, other: PoolMatch) -> bool:
+def overlap(match: PoolMatch, other: PoolMatch) -> bool:
     """Whether there can be a request that both claims take."""
     return (
-        _any_meet(one.hosts, other.hosts, _host_within)
-        and _any_meet(one.paths, other.paths, _below)
-        and _any_meet(one.models, other.models, _model_within)
-        and all(other.headers.get(name, value) == value for name, value in one.headers.items())
+        _any_meet(match.hosts, other.hosts, _host_within)
+        and _any_meet(match.paths, other.paths, _below)
+        and _any_meet(match.models, other.models, _model_within)
+        and all(other.headers.get(name, value) == value for name, value in match.headers.items())
     )
 
 
-def num_comparisons(one: PoolMatch, other: PoolMatch) -> int:
+def num_comparisons(match: PoolMatch, other: PoolMatch) -> int:
     """Comparisons of conditions that `overlap` makes at most, and a call of it counts as 1."""
-    pairs = ((one.hosts, other.hosts), (one.paths, other.paths), (one.models, other.models))
+    pairs = ((match.hosts, other.hosts), (match.paths, other.paths), (match.models, other.models))
     return 1 + sum(len(left) * len(right) for left, right in pairs)
 
 
@@ -125,16 +126,20 @@ def _all_within(patterns: Sequence[str], limits: Sequence[str], is_within: _With
         return True
     # No pattern is any value at all.
     return bool(patterns) and all(
-        any(is_within(one, limit) for limit in limits) for one in patterns
+        any(is_within(pattern, limit) for limit in limits) for pattern in patterns
     )
 
 
-def _any_meet(ones: Sequence[str], others: Sequence[str], is_within: _Within) -> bool:
+def _any_meet(patterns: Sequence[str], others: Sequence[str], is_within: _Within) -> bool:
     # Of two patterns of these kinds one holds the other, or nothing is in both.
     return (
-        not ones
+        not patterns
         or not others
-        or any(is_within(one, other) or is_within(other, one) for one in ones for other in others)
+        or any(
+            is_within(pattern, other) or is_within(other, pattern)
+            for pattern in patterns
+            for other in others
+        )
     )
 
 

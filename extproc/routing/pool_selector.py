@@ -8,8 +8,14 @@ from enum import IntEnum
 
 import msgspec
 
-from extproc import decision as outcomes
-from extproc.decision import Decision, DirectResponse, Outcome, Rejection
+from extproc.decision import (
+    Decision,
+    DirectResponse,
+    Outcome,
+    Rejection,
+    model_not_found,
+    no_endpoints,
+)
 from extproc.parsing import envelope, surfaces
 from extproc.request import HttpRequest, InferenceRequest
 from extproc.routing import models_endpoint, pool_match
@@ -83,14 +89,14 @@ class PoolSelector:
     def adopt(self, claimants: Sequence[PoolRoute], *, list_models: bool | None = None) -> None:
         """Route over other pools from the next request on."""
         self.routes = tuple(claimants)
-        one = len(claimants) == 1
-        self._only = claimants[0] if one and claimants[0].match.empty else None
+        is_single = len(claimants) == 1
+        self._only = claimants[0] if is_single and claimants[0].match.empty else None
         self.default_pool = "" if self._only is None else self._only.name
-        listed = tuple(one.match for one in claimants)
+        listed = tuple(route.match for route in claimants)
         if listed != self._index.listed:
             self._index = ClaimIndex(listed)
-        self._open = [one for one in claimants if one.match.empty]
-        self._listing = not one if list_models is None else list_models
+        self._open = [route for route in claimants if route.match.empty]
+        self._listing = not is_single if list_models is None else list_models
 
     def route(self, raw: HttpRequest, now: float) -> RoutingResult:
         """Decide, without charging anybody.
@@ -100,9 +106,9 @@ class PoolSelector:
             now: Monotonic seconds.
         """
         if self._listing and raw.headers.get(":method") == "GET":
-            told = self._models_response(raw)
-            if told is not None:
-                return RoutingResult(told)
+            response = self._models_response(raw)
+            if response is not None:
+                return RoutingResult(response)
         only = self._only
         if only is not None:
             dispatcher = only.director
@@ -120,9 +126,9 @@ class PoolSelector:
             now: Monotonic seconds.
             why: Name of what was raised; put into the decision.
         """
-        for one in self._fitting(raw, self._index.find_routes(raw.headers)):
-            found = one.director.route_fallback(raw, now, why=why)
-            return RoutingResult(found, one.name, one.director)
+        for route in self._fitting(raw, self._index.find_routes(raw.headers)):
+            outcome = route.director.route_fallback(raw, now, why=why)
+            return RoutingResult(outcome, route.name, route.director)
         return RoutingResult(_no_pool_rejection())
 
     def _fitting(self, raw: HttpRequest, bits: int) -> Iterator[PoolRoute]:
@@ -147,16 +153,16 @@ class PoolSelector:
         hinted = _hinted(self._open, raw)
         if len(hinted) == 1:
             return self._by(hinted[0], raw, now, request)
-        ranked = [(fit(one, model), one) for one in hinted]
+        ranked = [(fit(route, model), route) for route in hinted]
         best = max((rank for rank, _ in ranked), default=ModelFit.NO)
         if best is ModelFit.EMPTY:
-            return RoutingResult(outcomes.no_endpoints())
+            return RoutingResult(no_endpoints())
         if best is ModelFit.NO:
-            known = frozenset().union(*(models_endpoint.names(one.director) for one in hinted))
+            known = frozenset().union(*(models_endpoint.names(route.director) for route in hinted))
             return RoutingResult(
-                outcomes.model_not_found(model, known) if model and known else _no_pool_rejection()
+                model_not_found(model, known) if model and known else _no_pool_rejection()
             )
-        return self._by(next(one for rank, one in ranked if rank is best), raw, now, request)
+        return self._by(next(route for rank, route in ranked if rank is best), raw, now, request)
 
     def _supplying(self, refused: Rejection, raw: HttpRequest, routes: int) -> PoolRoute | None:
         """The pool whose rewrites for every request name the model that is missing.
@@ -173,38 +179,42 @@ class PoolSelector:
         return None
 
     def _by(
-        self, one: PoolRoute, raw: HttpRequest, now: float, request: InferenceRequest | None = None
+        self,
+        route: PoolRoute,
+        raw: HttpRequest,
+        now: float,
+        request: InferenceRequest | None = None,
     ) -> RoutingResult:
-        dispatcher = one.director
+        dispatcher = route.director
         prepared = (
             dispatcher.prepare(raw) if request is None else dispatcher.prepare_parsed(request, raw)
         )
         if isinstance(prepared, Rejection):
-            return RoutingResult(prepared, one.name, dispatcher)
+            return RoutingResult(prepared, route.name, dispatcher)
         outcome = dispatcher.decide(prepared, now)
         if isinstance(outcome, Decision):
-            outcome = msgspec.structs.replace(outcome, pool=one.name)
-        return RoutingResult(outcome, one.name, dispatcher, prepared)
+            outcome = msgspec.structs.replace(outcome, pool=route.name)
+        return RoutingResult(outcome, route.name, dispatcher, prepared)
 
     def _models_response(self, raw: HttpRequest) -> DirectResponse | None:
         """The list of models, where that is what is asked for and somebody listed any."""
-        asked = models_endpoint.requested_model(pool_match.path_of(raw.headers))
-        if asked is None:
+        model = models_endpoint.requested_model(pool_match.path_of(raw.headers))
+        if model is None:
             return None
         routes = self._index.find_routes(raw.headers)
-        may = [one.director for one in self._fitting(raw, routes)]
-        return models_endpoint.answer(may, asked)
+        may = [route.director for route in self._fitting(raw, routes)]
+        return models_endpoint.answer(may, model)
 
 
-def fit(one: PoolRoute, model: str) -> ModelFit:
+def fit(route: PoolRoute, model: str) -> ModelFit:
     """How well an open pool fits a model; every pool with endpoints may take what names none."""
-    pool = one.director.pool
+    pool = route.director.pool
     if not pool.members:
         return ModelFit.EMPTY
     if not model:
         return ModelFit.UNKNOWN
     serving = pool.serving
-    if model in serving.names or model in one.director.rewritten_models:
+    if model in serving.names or model in route.director.rewritten_models:
         return ModelFit.LISTED
     if serving.parse_kubeai_name(model) is not None or serving.parse_sglang_name(model) is not None:
         return ModelFit.LISTED
@@ -212,11 +222,13 @@ def fit(one: PoolRoute, model: str) -> ModelFit:
     return ModelFit.UNKNOWN if split is None or split.positions else ModelFit.NO
 
 
-def _hinted(open_ones: Sequence[PoolRoute], raw: HttpRequest) -> Sequence[PoolRoute]:
+def _hinted(open_routes: Sequence[PoolRoute], raw: HttpRequest) -> Sequence[PoolRoute]:
     """Those with endpoints the data plane allows; all where it says nothing, or nobody has any."""
-    if not raw.subset or len(open_ones) < 2:
-        return open_ones
-    return [one for one in open_ones if one.director.pool.eligible(raw.subset)] or open_ones
+    if not raw.subset or len(open_routes) < 2:
+        return open_routes
+    return [
+        route for route in open_routes if route.director.pool.eligible(raw.subset)
+    ] or open_routes
 
 
 def _no_pool_rejection() -> Rejection:

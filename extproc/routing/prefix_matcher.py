@@ -50,6 +50,6 @@ class PrefixMatcher:
         if self._slots_of is not pool.positions:
             self._slots_of = pool.positions
             self._slots_in_order = [
-                self._index.slot(cache_model.index_key(one.endpoint)) for one in pool.members
+                self._index.slot(cache_model.index_key(member.endpoint)) for member in pool.members
             ]
             self._slots = dict(zip(pool.positions, self._slots_in_order, strict=True))

@@ -70,9 +70,9 @@ def with_expected_hits(
         return matched, None  # it does not cache prefixes, or nobody knows
     if believed <= matched[at]:
         return matched, at
-    told = list(matched)
-    told[at] = believed
-    return told, at
+    expected = list(matched)
+    expected[at] = believed
+    return expected, at
 
 
 def rendezvous_endpoint(key: str, members: Sequence[EndpointSnapshot]) -> int:

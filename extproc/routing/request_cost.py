@@ -39,5 +39,5 @@ def attach_request_cost(
     if used.keys().isdisjoint(weights):
         return replies
     cost = max(0.0, sum(weight * used.get(kind, 0) for kind, weight in weights.items()))
-    said = tuple(replies)
-    return (*said[:-1], WithRequestCost(said[-1], cost)) if said else said
+    messages = tuple(replies)
+    return (*messages[:-1], WithRequestCost(messages[-1], cost)) if messages else messages

@@ -41,11 +41,11 @@ class PreparedRequest(msgspec.Struct, frozen=True, gc=False):
             return self
         replace = msgspec.structs.replace
         request = replace(self.request, prompt=b"")
-        asked = request if self.parsed is self.request else replace(self.parsed, prompt=b"")
+        parsed = request if self.parsed is self.request else replace(self.parsed, prompt=b"")
         # By position: `replace` takes six times as long, and every request that waits rests.
         raw = preparsed.rest(self.raw)
         return PreparedRequest(
-            request, self.chain, raw, asked, self.upstream_model, self.reparsable
+            request, self.chain, raw, parsed, self.upstream_model, self.reparsable
         )
 
     def with_prompt(self) -> InferenceRequest:
@@ -93,7 +93,7 @@ class RequestPreparer:
         """Prepare a request, or say what is wrong with it."""
         request = surfaces.parse(raw)
         if not isinstance(request, Rejection):
-            return self.parsed(request, raw, whole=True)
+            return self.parsed(request, raw, reparsable=True)
         decreed = self._decreed
         supplied = decreed.with_default_model(raw, request, self._rng)
         if supplied is None:
@@ -101,15 +101,17 @@ class RequestPreparer:
         return self._named(decreed.with_priority(supplied, raw.headers), raw, supplied.model)
 
     def parsed(
-        self, request: InferenceRequest, raw: HttpRequest, *, whole: bool = False
+        self, request: InferenceRequest, raw: HttpRequest, *, reparsable: bool = False
     ) -> PreparedRequest:
-        """Prepare a request that is parsed already; `whole` as of `PreparedRequest`."""
+        """Prepare a request that is parsed already; `reparsable` as of `PreparedRequest`."""
         decreed = self._decreed
         target = decreed.rewrite_target(request, self._rng)
-        return self._named(decreed.with_priority(request, raw.headers), raw, target, whole=whole)
+        return self._named(
+            decreed.with_priority(request, raw.headers), raw, target, reparsable=reparsable
+        )
 
     def _named(
-        self, request: InferenceRequest, raw: HttpRequest, target: str, *, whole: bool = False
+        self, request: InferenceRequest, raw: HttpRequest, target: str, *, reparsable: bool = False
     ) -> PreparedRequest:
         """With the target of a rewrite in place of the model; empty for none."""
         renamed = model_rewrite.resolve_model(
@@ -120,9 +122,13 @@ class RequestPreparer:
             kubeai_names=self._kubeai_names,
         )
         if renamed is None:
-            return PreparedRequest(request, self._chain(request), raw, request, reparsable=whole)
+            return PreparedRequest(
+                request, self._chain(request), raw, request, reparsable=reparsable
+            )
         chain = self._chain(renamed.hashed)
-        return PreparedRequest(renamed.request, chain, raw, request, renamed.upstream_model, whole)
+        return PreparedRequest(
+            renamed.request, chain, raw, request, renamed.upstream_model, reparsable
+        )
 
     @property
     def _decreed(self) -> policy_resolver.PolicyResolver:

@@ -37,16 +37,18 @@ class ResponseFeedback:
             now: Monotonic seconds.
             served: Address of the endpoint that answered; empty where nobody says so.
         """
-        said = classify_status(status)
+        outcome = classify_status(status)
         known = served == ticket.endpoint.address
         # A name that is nobody's is a data plane that spells addresses in another way.
         other = self._fleet.pool.find(served) if served and not known else None
         if other is None:
             sole = known or (ticket.sole_endpoint and not served)
-            self._fleet.record_outcome(ticket.endpoint, said, sent_at=ticket.at, now=now, sole=sole)
+            self._fleet.record_outcome(
+                ticket.endpoint, outcome, sent_at=ticket.at, now=now, sole=sole
+            )
         else:
-            self._served_elsewhere(ticket, said, now, other)
-        if said is not RequestOutcome.SERVED:
+            self._served_elsewhere(ticket, outcome, now, other)
+        if outcome is not RequestOutcome.SERVED:
             ticket.refused = True
             self._retract_prefix(ticket)
         ticket.blocks = ()
@@ -63,7 +65,7 @@ class ResponseFeedback:
         )
 
     def _served_elsewhere(
-        self, ticket: Reservation, said: RequestOutcome, now: float, served: EndpointSnapshot
+        self, ticket: Reservation, outcome: RequestOutcome, now: float, served: EndpointSnapshot
     ) -> None:
         """The data plane could not use the chosen endpoint, and another one answered."""
         self._fleet.record_outcome(
@@ -73,7 +75,7 @@ class ResponseFeedback:
         ticket.move(served.account, now)
         if ticket.blocks:
             self._index.record(cache_model.index_key(served.endpoint), ticket.blocks)
-        self._fleet.record_outcome(served.endpoint, said, sent_at=ticket.at, now=now)
+        self._fleet.record_outcome(served.endpoint, outcome, sent_at=ticket.at, now=now)
 
     def _retract_prefix(self, ticket: Reservation) -> None:
         """Nothing of the request ran on its endpoint: its prompt is not cached there."""

@@ -94,10 +94,10 @@ def excess_wait_s(
         limit_s *= HEADROOM
         ceiling = _FULL
     over: list[float] = []
-    for one in candidates:
-        seconds = wait_s(one, ceiling=ceiling) - limit_s
-        if one.matched_tokens:
-            seconds -= _CACHED_WAIT_FACTOR * one.matched_tokens * one.rates.prefill_s
+    for candidate in candidates:
+        seconds = wait_s(candidate, ceiling=ceiling) - limit_s
+        if candidate.matched_tokens:
+            seconds -= _CACHED_WAIT_FACTOR * candidate.matched_tokens * candidate.rates.prefill_s
         over.append(seconds)
     return over
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from extproc import decision as outcomes
-from extproc.decision import Outcome, Rejection
+from extproc.decision import Outcome, Rejection, sheddable_dropped
 from extproc.endpoint import Candidate
 from extproc.parsing import first_user_message
 from extproc.pool import load_imputation, snapshot
@@ -87,10 +86,10 @@ class Scheduler:
         read_opening: Callable[[InferenceRequest], str] = self._read_opening
         if prompted is not None and not request.prompt:
             read_opening = _lazy_first_user_message(read_opening, prompted)
-        found = self._find_eligible(pool, request, now)
-        if isinstance(found, Rejection):
-            return found
-        members = found.members
+        eligible = self._find_eligible(pool, request, now)
+        if isinstance(eligible, Rejection):
+            return eligible
+        members = eligible.members
         request, ratio = self._counted(request)
         adapter = request.adapter or (request.model if request.model in pool.adapters else "")
         matched = self._prefix_matcher.match(chain, members, self._schedule.tokens_at(ratio))
@@ -125,18 +124,18 @@ class Scheduler:
         routing = self._routing
         profile = routing.by_model.get(request.model, routing.profile)
         if request.priority < 0 and shedding.saturated(profile, candidates):
-            return outcomes.sheddable_dropped()
+            return sheddable_dropped()
         turn = SchedulingContext(
             request, now, self._rng, headers, chain, read_opening, adapter, *learned
         )
         outcome = self._run(profile, turn, candidates, patient=patient)
-        if isinstance(outcome, Rejection) or found.nothing_excluded:
+        if isinstance(outcome, Rejection) or eligible.nothing_excluded:
             return outcome
         return msgspec.structs.replace(
             outcome,
-            excluded_by_model=found.excluded_by_model,
-            model_unlisted=found.model_unlisted,
-            excluded_by_health=found.excluded_by_health,
+            excluded_by_model=eligible.excluded_by_model,
+            model_unlisted=eligible.model_unlisted,
+            excluded_by_health=eligible.excluded_by_health,
         )
 
     def _find_eligible(

@@ -308,7 +308,7 @@ class AsyncFlowController:
         serving = self._dispatcher.serving_bits
         if self._bits is None or self._bits.version is not serving:
             self._bits = EndpointBits(
-                of=lambda target: serving.bits_for(*target),
+                for_target=lambda target: serving.bits_for(*target),
                 named=serving.bits_of_addresses,
                 version=serving,
             )

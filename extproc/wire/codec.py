@@ -90,8 +90,10 @@ def _chunk(reply: StreamedBodyResponse) -> bytes:
     common = b"\x0a" + _varint(len(mutation) + len(streamed) + inner)
     outer = _varint(len(common) + len(mutation) + len(streamed) + inner)
     tag = _TAGS[reply.answers]
-    told = _metadata(reply.destination) if reply.destination else b""
-    return b"".join((tag, outer, common, mutation, streamed, head, reply.body, end, told))
+    dynamic_metadata = _metadata(reply.destination) if reply.destination else b""
+    return b"".join(
+        (tag, outer, common, mutation, streamed, head, reply.body, end, dynamic_metadata)
+    )
 
 
 def _short_chunk(reply: StreamedBodyResponse, size: int) -> bytes:
@@ -186,9 +188,9 @@ def _picked(reply: RouteResponse) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _continue(reply: ContinueResponse) -> bytes:
-    told = _metadata(reply.destination) if reply.destination else b""
+    dynamic_metadata = _metadata(reply.destination) if reply.destination else b""
     rest = b"\x00" if reply.answers in _TRAILERS else _EMPTY_COMMON
-    return _TAGS[reply.answers] + rest + told
+    return _TAGS[reply.answers] + rest + dynamic_metadata
 
 
 @lru_cache(maxsize=256)

@@ -70,9 +70,11 @@ def metric_spec(name: str, target: float) -> bytes:
 
 def metric_value(name: str, value: float) -> bytes:
     """The value of a metric, 0 or more."""
-    told = pb.MetricValue(metric_name=name, metric_value=math.ceil(value), metric_value_float=value)
-    return pb.GetMetricsResponse(metric_values=[told]).SerializeToString()
+    metric = pb.MetricValue(
+        metric_name=name, metric_value=math.ceil(value), metric_value_float=value
+    )
+    return pb.GetMetricsResponse(metric_values=[metric]).SerializeToString()
 
 
-def _scaled_object_ref(found: pb.ScaledObjectRef, *, metric: str = "") -> ScaledObjectRef:
-    return ScaledObjectRef(found.name, found.namespace, dict(found.scaler_metadata), metric)
+def _scaled_object_ref(ref: pb.ScaledObjectRef, *, metric: str = "") -> ScaledObjectRef:
+    return ScaledObjectRef(ref.name, ref.namespace, dict(ref.scaler_metadata), metric)

@@ -5,8 +5,7 @@ import math
 import msgspec
 import pytest
 
-from extproc import decision as outcomes
-from extproc.decision import Decision, Rejection
+from extproc.decision import Decision, Rejection, all_busy, no_endpoints
 from extproc.endpoint import Endpoint
 from extproc.flow_control.controller import FlowCallbacks, FlowController, LookBudget
 from extproc.flow_control.queued_item import FlowControlSettings, QueuedItem
@@ -14,8 +13,8 @@ from extproc.flow_control.request_headers import EnqueueRequest, FlowHeaders
 from extproc.request import MAX_ID_BYTES, InferenceRequest
 
 GOES = Decision(request=InferenceRequest(api="completions"), endpoints=(Endpoint("10.0.0.1:8000"),))
-BUSY = outcomes.all_busy(0.5)
-EMPTY = outcomes.no_endpoints(waits_s=math.inf)
+BUSY = all_busy(0.5)
+EMPTY = no_endpoints(waits_s=math.inf)
 
 
 class Entrance:
@@ -50,8 +49,8 @@ class Entrance:
             return Rejection(404, "there is no such model any more")
         wanted = self.wanted.get(item)
         if wanted and patient:
-            return outcomes.all_busy(0.5, waits_for=wanted)
-        return GOES if self.free else outcomes.all_busy(self.waits.get(item, 0.5))
+            return all_busy(0.5, waits_for=wanted)
+        return GOES if self.free else all_busy(self.waits.get(item, 0.5))
 
     def go(self, item, _decision):
         self.free -= 1
@@ -157,8 +156,8 @@ def test_a_request_may_wait_for_one_endpoint_while_others_go():
 def test_where_nobody_has_a_place_all_wait_for_the_first():
     """One is asked, whomever it waits for, and the others are not."""
     entrance = Entrance()
-    entrance.hold("a", why=outcomes.all_busy(0.5, waits_for="x", closed=True))
-    entrance.hold("b", why=outcomes.all_busy(0.5, waits_for="y", closed=True))
+    entrance.hold("a", why=all_busy(0.5, waits_for="x", closed=True))
+    entrance.hold("b", why=all_busy(0.5, waits_for="y", closed=True))
     assert entrance.toward == {"a": "x", "b": "y"}
     entrance.turnstile.dispatch(0.0)
     assert entrance.toward == {"a": "", "b": "y"}

@@ -139,7 +139,7 @@ ROUNDS = st.lists(
 def test_any_budget_lets_the_same_go_in_the_same_order(requests, rounds, order, fairness, looks):
     """As one look at everybody after the other would, however little one call may do."""
     queue = Queue(FlowControlSettings(order=order, fairness=fairness, half_life_s=1e9))
-    queue.adopt_bits(EndpointBits(of=bits_of, named=bits_of))
+    queue.adopt_bits(EndpointBits(for_target=bits_of, named=bits_of))
     waiting, wants = {}, {}
     for at, (tenant, priority, target, tokens, wanted, slo_s) in enumerate(requests):
         one = QueuedItem(
@@ -192,7 +192,7 @@ def test_busy_endpoints_hold_up_every_name_they_serve():
     queue = Queue(FlowControlSettings())
     fleet = Fleet({})
     names = {f"model-{at}": "abc"[at % 3] if at % 2 else "abc" for at in range(2000)}
-    queue.adopt_bits(EndpointBits(of=lambda name: bits_of(names[name]), named=bits_of))
+    queue.adopt_bits(EndpointBits(for_target=lambda name: bits_of(names[name]), named=bits_of))
     for at, name in enumerate(names):
         queue.join(QueuedItem(arrived=at, deadline=math.inf, target=name, tenant=f"t{at}"), 0.0)
 
@@ -203,7 +203,7 @@ def test_busy_endpoints_hold_up_every_name_they_serve():
     assert queue.pump(look, 0.0)
     assert len(fleet.looks) == 1
     assert queue.pump(lambda one: Blocked(), 0.0)
-    queue.adopt_bits(EndpointBits(of=lambda name: bits_of(names[name][:1]), named=bits_of))
+    queue.adopt_bits(EndpointBits(for_target=lambda name: bits_of(names[name][:1]), named=bits_of))
     fleet.looks.clear()
 
     def look_again(one):
@@ -218,7 +218,7 @@ def test_endpoints_that_come_serve_whom_they_can():
     """Requests change their set with what endpoints list, and are not held up by others then."""
     queue = Queue(FlowControlSettings())
     serves = {"x": "a", "y": "a"}
-    queue.adopt_bits(EndpointBits(of=lambda name: bits_of(serves[name]), named=bits_of))
+    queue.adopt_bits(EndpointBits(for_target=lambda name: bits_of(serves[name]), named=bits_of))
     first = QueuedItem(arrived=0.0, deadline=math.inf, target="x")
     other = QueuedItem(arrived=1.0, deadline=math.inf, target="y")
     for one in (first, other):
@@ -234,7 +234,7 @@ def test_endpoints_that_come_serve_whom_they_can():
     queue.pump(look, 0.0)
     assert went == []
     serves["y"] = "ab"
-    queue.adopt_bits(EndpointBits(of=lambda name: bits_of(serves[name]), named=bits_of))
+    queue.adopt_bits(EndpointBits(for_target=lambda name: bits_of(serves[name]), named=bits_of))
     queue.pump(look, 0.0)
     assert went == ["y"]
     assert list(queue) == [first]
@@ -244,7 +244,7 @@ def test_endpoints_that_come_serve_whom_they_can():
 def test_requests_are_sorted_anew_within_the_budget():
     """When what endpoints serve changes, calls that may do little still get to the end."""
     queue = crowd(500, targets=50)
-    queue.adopt_bits(EndpointBits(of=lambda target: 1 + target % 3, named=bits_of))
+    queue.adopt_bits(EndpointBits(for_target=lambda target: 1 + target % 3, named=bits_of))
     gone = list(queue)[::7]
     for one in gone:
         queue.leave(one)
@@ -271,7 +271,7 @@ def test_requests_of_many_targets_go_as_they_came(tenants):
 def test_what_holds_up_one_priority_holds_up_no_other(blocked):
     """Endpoints may have a place for one and not for the other."""
     queue = Queue(FlowControlSettings())
-    queue.adopt_bits(EndpointBits(of=lambda _: 1, named=bits_of))
+    queue.adopt_bits(EndpointBits(for_target=lambda _: 1, named=bits_of))
     for priority in (2, 1, 0):
         for _ in range(2):
             one = QueuedItem(arrived=0.0, deadline=math.inf, priority=priority)
@@ -362,7 +362,7 @@ def test_a_pump_in_vain_costs_little(tenants, targets):
 def test_heaps_follow_what_waits():
     """Turns, moves and leaving leave no more entries behind than requests wait."""
     queue = crowd(2000, tenants=3)
-    queue.adopt_bits(EndpointBits(of=lambda _: 1, named=bits_of))
+    queue.adopt_bits(EndpointBits(for_target=lambda _: 1, named=bits_of))
     for at, one in enumerate(list(queue)[10:]):
         for toward in ("a", f"endpoint {at}", ""):
             queue.turn(one, toward)

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from extproc import decision as outcomes
-from extproc.decision import CostResult, Decision, Rejection
+from extproc.decision import CostResult, Decision, Rejection, saturated
 from extproc.endpoint import Candidate, Endpoint, StepTimeModel
 from extproc.request import InferenceRequest
 from extproc.routing import admission
@@ -81,8 +80,6 @@ def test_where_nobody_has_a_place_the_best_is_named():
 
 def test_a_refusal_stays_one():
     """What the profile refuses does not wait."""
-    refused = admission.admit(
-        lambda _: outcomes.saturated(), [BUSY, FREE], 0.1, priority=0, patient=True
-    )
+    refused = admission.admit(lambda _: saturated(), [BUSY, FREE], 0.1, priority=0, patient=True)
     assert refused.waits_s is None
     assert not math.isnan(refused.retry_after_s)

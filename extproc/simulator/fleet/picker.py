@@ -166,7 +166,7 @@ class ExtprocPicker:
         serving = self.parts.director.serving_bits
         if self._bits is None or self._bits.version is not serving:
             self._bits = EndpointBits(
-                of=lambda adapter: serving.bits_for(adapter or MODEL),
+                for_target=lambda adapter: serving.bits_for(adapter or MODEL),
                 named=serving.bits_of_addresses,
                 version=serving,
             )
