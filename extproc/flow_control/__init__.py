@@ -1,4 +1,4 @@
-"""Requests that wait for capacity: who waits, in which order they go on, who is turned away.
+"""Flow control: bounded request queue with priorities, fairness and deadlines.
 
 Lives here: all decisions about waiting (`turnstile`), what requests say of how they wait (`manners`),
 the queue of one pool (`queue`), its bands of priority (`band`) and the turns of tenants in them

@@ -1,4 +1,4 @@
-"""Who waits, who goes on and who is told no: every decision about waiting, for any driver.
+"""Flow controller: decisions about queueing, dispatch and rejection, for any driver.
 
 The server awaits and sets timers, the simulator plans events; both ask here what to do and when to
 ask again.
@@ -34,7 +34,7 @@ GrantT = TypeVar("GrantT")
 
 
 class FlowCallbacks(msgspec.Struct, Generic[ItemT, GrantT], frozen=True):
-    """What is done to requests.
+    """Actions of a driver on queued requests.
 
     Attributes:
         decide: What would come of one now, without charging anybody; whether it may still wait for
@@ -57,7 +57,7 @@ class FlowCallbacks(msgspec.Struct, Generic[ItemT, GrantT], frozen=True):
 
 
 class LookBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """What one call of `pump` may do; the next one goes on from there.
+    """Work that a call of `pump` may do; the next call continues from there.
 
     Attributes:
         looks: Requests that are looked at (count).
@@ -71,7 +71,7 @@ class LookBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FlowController(Generic[ItemT, GrantT]):
-    """Holds the requests of one pool until they can be served, or told that they will not.
+    """Queues the requests of a pool until they are dispatched or rejected.
 
     Args:
         settings: How requests wait; `queue.adopt` replaces them.
@@ -103,7 +103,7 @@ class FlowController(Generic[ItemT, GrantT]):
     def check(
         self, outcome: GrantT | Rejection, *, priority: int, toward: str = ""
     ) -> Rejection | None:
-        """Why a request that has just come cannot go on; None where it can.
+        """The rejection of an arriving request that cannot be dispatched; None if it can.
 
         Where waiting helps, `waits_s` is a number.
 
@@ -122,7 +122,7 @@ class FlowController(Generic[ItemT, GrantT]):
     def enqueue(
         self, item: ItemT, want: EnqueueRequest, why: Rejection, now: float
     ) -> QueuedItem | Rejection:
-        """Begin to wait.
+        """Add a request to the queue.
 
         Args:
             item: What waits, for `acts`.
@@ -165,7 +165,7 @@ class FlowController(Generic[ItemT, GrantT]):
         return waiter
 
     def cancel(self, waiter: QueuedItem) -> bool:
-        """The client is gone; returns whether the request was still waiting."""
+        """Remove a request whose client disconnected; returns whether it was queued."""
         if self._items.pop(waiter, None) is None:
             return False
         self.queue.leave(waiter)
@@ -173,11 +173,11 @@ class FlowController(Generic[ItemT, GrantT]):
         return True
 
     def changed(self) -> None:
-        """Something happened that may be capacity: whoever was looked at is looked at again."""
+        """Capacity may have changed: examine every queued request again."""
         self._changed = True
 
     def dispatch(self, now: float) -> float | None:
-        """Let requests go on, and end those that waited too long, as far as the budget allows.
+        """Dispatch requests and end expired requests, within the budget.
 
         Args:
             now: Monotonic seconds.
@@ -198,7 +198,7 @@ class FlowController(Generic[ItemT, GrantT]):
         return self.next_s(self._soonest_s, now)
 
     def _look(self, waiter: QueuedItem, now: float) -> Look:
-        """Look whether one that waits can go on now."""
+        """Try to dispatch a queued request."""
         item, _ = self._items[waiter]
         try:
             return self._decide(waiter, item, now)
@@ -231,12 +231,12 @@ class FlowController(Generic[ItemT, GrantT]):
         return Blocked(busy=self.queue.sets.named(outcome.busy))
 
     def _follow_endpoints(self) -> None:
-        """Notice that endpoints, or what they serve, are others than before."""
+        """Detect that endpoints or their models changed."""
         if self._acts.bits is not None:
             self.queue.adopt_bits(self._acts.bits())
 
     def next_s(self, soonest_s: float, now: float) -> float | None:
-        """When to look again: the first endpoint is free, or the first deadline is over.
+        """Seconds until an endpoint becomes free or a deadline expires.
 
         Args:
             soonest_s: Seconds until an endpoint is believed free; infinity where only an event
@@ -253,14 +253,14 @@ class FlowController(Generic[ItemT, GrantT]):
         return wait_s if soonest_s == math.inf else min(wait_s, _LATEST_S)
 
     def close(self) -> None:
-        """Nobody waits any longer: 503, and whoever comes is told the same."""
+        """Reject every queued and every later request with 503."""
         self._closed = True
         for waiter in list(self.queue):
             self.queue.leave(waiter)
             self._refuse(waiter, "closed", _shutting_down())
 
     def _estimated(self, why: Rejection, now: float) -> Rejection:
-        """A refusal with the queue's own estimate of when trying again helps."""
+        """Add the queue's own retry estimate to a rejection."""
         if why.retry_after_s is None or not self.queue.count:
             return why
         return msgspec.structs.replace(why, retry_after_s=self.queue.wait_s(now))
@@ -296,7 +296,7 @@ class FlowController(Generic[ItemT, GrantT]):
 
 
 def _limit(budget: LookBudget | None) -> Callable[[], bool]:
-    """Counts calls, and says when they are enough: never before the second one."""
+    """Build a check that counts calls and ends the work, never before the second call."""
     if budget is None:
         return lambda: False
     looks, clock = 0, budget.clock

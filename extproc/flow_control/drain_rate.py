@@ -1,4 +1,4 @@
-"""How long a place in the queue takes: for Retry-After, from what the queue itself sees."""
+"""Drain rate: estimates Retry-After from the departures of the queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNKNOWN_S = 5
 
 
 class DrainRateEstimator:
-    """Requests that go on per second, fading.
+    """Departures per second, exponentially decayed.
 
     rate(t) = sum of 2^(-(t - t_i) / w) ln 2 / w / (1 - 2^(-(t - t_0) / w)): an average over the last
     w seconds, or those since the first request went on at t_0.
@@ -33,13 +33,13 @@ class DrainRateEstimator:
         self._began = math.inf
 
     def record_departures(self, count: int, now: float) -> None:
-        """So many went on."""
+        """Record departures (count)."""
         self._sums = [total + count for total in self._faded(now)]
         self._at = now
         self._began = min(self._began, now)
 
     def per_s(self, now: float) -> float:
-        """Requests per second now."""
+        """Departures per second at `now`."""
         if self._began == math.inf:
             return 0.0
         totals = zip(self._faded(now), _WINDOWS_S, strict=True)
@@ -50,7 +50,7 @@ class DrainRateEstimator:
         return total * math.log(2.0) / window_s / observed_ratio
 
     def wait_s(self, ahead: int, now: float, *, most_s: float = _LONGEST_S) -> int:
-        """Whole seconds until so many went on, at least 1.
+        """Estimated time until so many departures, in whole seconds, at least 1.
 
         Args:
             ahead: How many.

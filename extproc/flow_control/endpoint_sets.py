@@ -25,7 +25,7 @@ class EndpointBits(msgspec.Struct, frozen=True):
 
 
 class EndpointSet:
-    """Endpoints that can serve some of the waiting requests. Compared by identity.
+    """Endpoints that can serve some of the queued requests. Compared by identity.
 
     Attributes:
         bits: Of these endpoints; 0 where nobody knows, or none can serve them.
@@ -40,7 +40,7 @@ class EndpointSet:
 
 
 class _TargetEntry:
-    """A target with its endpoint set, and the requests that wait for it (count)."""
+    """A target with its endpoint set, and the number of requests queued for it."""
 
     __slots__ = ("count", "endpoints")
 
@@ -50,7 +50,7 @@ class _TargetEntry:
 
 
 class EndpointSets:
-    """The endpoint set of every target that somebody waits for.
+    """The endpoint set of every target that has queued requests.
 
     Without bits every target has a set of its own.
     """
@@ -61,7 +61,7 @@ class EndpointSets:
         self._by_bits: dict[int, EndpointSet] = {}
 
     def enter(self, target: Hashable) -> EndpointSet:
-        """Count a request that begins to wait, and find its endpoint set."""
+        """Count a request that joins the queue, and find its endpoint set."""
         entry = self._targets.get(target)
         if entry is None:
             entry = self._targets[target] = _TargetEntry(self._find(target))
@@ -70,7 +70,7 @@ class EndpointSets:
         return entry.endpoints
 
     def leave(self, target: Hashable) -> None:
-        """Forget a request that stopped waiting."""
+        """Remove a request that left the queue."""
         entry = self._targets[target]
         entry.count -= 1
         if not entry.count:
@@ -81,11 +81,11 @@ class EndpointSets:
                 self._by_bits.pop(endpoints.bits, None)
 
     def current(self, target: Hashable) -> EndpointSet:
-        """The endpoint set of a target that somebody waits for."""
+        """The endpoint set of a target that has queued requests."""
         return self._targets[target].endpoints
 
     def adopt(self, bits: EndpointBits | None) -> bool:
-        """Go by other bits; returns whether they are other ones.
+        """Replace the bits; returns whether they changed.
 
         A set whose first target gets other bits goes on with these, so that few requests change
         their set when an endpoint comes or goes.
@@ -110,7 +110,7 @@ class EndpointSets:
         return True
 
     def named(self, addresses: Sequence[str]) -> int:
-        """Bits of the endpoints at these addresses; 0 where nobody knows."""
+        """Bits of the endpoints at these addresses; 0 if the bits are unknown."""
         return self._bits.named(addresses) if self._bits is not None and addresses else 0
 
     def _find(self, target: Hashable) -> EndpointSet:

@@ -1,4 +1,4 @@
-"""Whose turn it is among tenants."""
+"""Fair share: order of tenants by the service they attained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REBASE = 256.0
 
 
 class FairShare:
-    """What every tenant has attained, fading.
+    """Tokens that every tenant attained, exponentially decayed.
 
     attained(t) = sum of tokens_i 2^(-(t - t_i) / half_life). All fade alike, so what is kept is
     standing = attained(t) 2^((t - base) / half_life), which stays as it is while nothing is served:
@@ -35,25 +35,25 @@ class FairShare:
         self._turn = 0
 
     def adopt(self, half_life_s: float, now: float) -> None:
-        """Fade by another half-life from now on."""
+        """Replace the half-life."""
         if half_life_s != self._half_life_s:
             self._rebase(now)
             self._half_life_s = half_life_s
 
     def attained(self, tenant: str, now: float) -> float:
-        """Tokens attained by now, fading."""
+        """Decayed tokens that a tenant attained."""
         return self.normalized_service(tenant) / self._scale(now)
 
     def normalized_service(self, tenant: str) -> float:
-        """For comparing tenants: lower has attained less."""
+        """Attained service for comparison of tenants; the lowest goes first."""
         return self._standings.get(tenant, 0.0)
 
     def last(self, tenant: str) -> int:
-        """When it had its last turn, as a running number; 0 for never."""
+        """Sequence number of the tenant's last turn; 0 for never."""
         return self._turns.get(tenant, 0)
 
     def served(self, tenant: str, tokens: float, now: float) -> None:
-        """One request of a tenant goes on.
+        """Record that a request of a tenant is dispatched.
 
         Args:
             tenant: Whose.
@@ -65,7 +65,7 @@ class FairShare:
         self.charge(tenant, tokens, now)
 
     def charge(self, tenant: str, tokens: float, now: float) -> None:
-        """What a tenant attained is other than was thought: more, or less than nothing."""
+        """Correct the tokens that a tenant attained; the correction may be negative."""
         if (now - self._base) / self._half_life_s > _REBASE:
             self._rebase(now)
         total = self.normalized_service(tenant) + tokens * self._scale(now)
@@ -83,7 +83,7 @@ class FairShare:
         self.version += 1
 
     def _forget(self) -> None:
-        """Drop the half that attained least."""
+        """Drop the half of the tenants that attained least."""
         self.version += 1
         ordered = sorted(self._standings, key=self.normalized_service)
         for tenant in ordered[: _MOST // 2]:

@@ -1,4 +1,4 @@
-"""Lanes: the requests of one tenant that wait one way, and those of all tenants."""
+"""Flow queues: queued requests by target and tenant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SLACK = 16
 
 
 class FlowQueue:
-    """Requests of one tenant for one way, first the one that goes next.
+    """Requests of a tenant for a target, in dispatch order.
 
     A request that stops waiting stays where it is until it comes to the front; when half of a lane
     are such, the lane is cleaned, so that memory follows what waits.
@@ -53,7 +53,7 @@ class FlowQueue:
         return None
 
     def discard(self) -> None:
-        """One of the requests stopped waiting."""
+        """Count a request that left the queue."""
         self._gone += 1
         if self._gone * 2 > len(self._heap):
             self._heap = [entry for entry in self._heap if _here(entry)]
@@ -68,7 +68,7 @@ class FlowQueue:
 
 
 class TenantQueues:
-    """The lanes of one way, first the tenant whose turn it is.
+    """The flow queues of a target, ordered by tenant turn.
 
     The turn of a tenant mostly goes up, which is noticed when its lane comes to the front; where it
     goes down `refresh` must be called, and `rebuild` where it goes down for many.
@@ -172,5 +172,5 @@ class TenantQueues:
 
 
 def _here(entry: _Entry) -> bool:
-    """Whether its waiter still waits, and in this place."""
+    """True if the waiter is still queued at this place."""
     return entry[3].waits and entry[3].place == entry[2]

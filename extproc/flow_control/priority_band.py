@@ -1,4 +1,4 @@
-"""The requests of one priority, by way and tenant."""
+"""Priority band: queued requests of the same priority, by target and tenant."""
 
 from __future__ import annotations
 

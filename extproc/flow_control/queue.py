@@ -1,4 +1,4 @@
-"""The requests of one pool that wait: bounded, in bands of priority, each until its deadline."""
+"""Queue of a pool: bounded, in priority bands, with a deadline for every request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_DISPLACED = 128
 
 
 class EnqueueResult(msgspec.Struct, frozen=True):
-    """A request waits.
+    """A request joined the queue.
 
     Attributes:
         displaced: Whoever had to make room for it; the driver tells them.
@@ -40,7 +40,7 @@ _ALONE = EnqueueResult()
 
 
 class Blocked(msgspec.Struct, frozen=True):
-    """A request cannot go on now, and holds up others that wait for the same.
+    """A request cannot be dispatched now, and blocks others for the same endpoints.
 
     Attributes:
         toward: Address of the endpoint it waits for while others have a place, and holds up those
@@ -53,7 +53,7 @@ class Blocked(msgspec.Struct, frozen=True):
 
 
 class DepartureCause(Enum):
-    """A request waits no longer."""
+    """Reason for which a request left the queue."""
 
     DISPATCHED = "went"
     REJECTED = "refused"
@@ -69,7 +69,7 @@ def _never() -> bool:
 
 
 class Queue:
-    """Who waits for the endpoints of a pool.
+    """Requests that wait for the endpoints of a pool.
 
     Args:
         settings: How requests wait; `adopt` replaces them.
@@ -100,22 +100,22 @@ class Queue:
 
     @property
     def sweeps(self) -> bool:
-        """Whether a look at everybody stopped on its way."""
+        """True if a sweep over all queued requests was interrupted."""
         return self._sweep is not None
 
     def adopt(self, settings: FlowControlSettings, now: float) -> None:
-        """Go by other settings; those who wait keep their deadlines and their order."""
+        """Replace the settings; queued requests keep their deadlines and their order."""
         self.settings = settings
         self.turns.adopt(settings.half_life_s, now)
 
     def adopt_bits(self, bits: EndpointBits | None) -> None:
-        """Go by other endpoints, or other models of them: requests may wait for others then."""
+        """Replace the endpoint bits and regroup the queued requests."""
         if self.sets.adopt(bits):
             self._sweep = None
             self._unsorted = list(self)
 
     def join(self, waiter: QueuedItem, now: float) -> EnqueueResult | Rejection:
-        """Begin to wait.
+        """Add a request to the queue.
 
         Where there is no room, requests of lower priority are displaced, the last of the tenant
         with most waiting first, `MOST_DISPLACED` of them at most; where they would not make enough,
@@ -140,7 +140,7 @@ class Queue:
         return EnqueueResult(displaced)
 
     def leave(self, waiter: QueuedItem) -> None:
-        """Stop waiting, for whatever reason; nothing if it does not wait."""
+        """Remove a request from the queue; does nothing if it is not queued."""
         if not waiter.waits:
             return
         waiter.waits = False
@@ -157,12 +157,12 @@ class Queue:
             heapq.heapify(self._deadlines)
 
     def turn(self, waiter: QueuedItem, toward: str) -> None:
-        """One that waits would rather have another endpoint now; it keeps its rank."""
+        """Change the preferred endpoint of a queued request; it keeps its rank."""
         if waiter.toward != toward:
             self._bands[waiter.priority].move(waiter, (waiter.endpoints, toward))
 
     def charge(self, tenant: str, tokens: float, now: float) -> None:
-        """What a tenant attained is other than was thought: more, or less than nothing."""
+        """Correct the tokens that a tenant attained; the correction may be negative."""
         before = self.turns.normalized_service(tenant)
         self.turns.charge(tenant, tokens, now)
         if self.turns.normalized_service(tenant) < before:
@@ -172,7 +172,7 @@ class Queue:
     def pump(
         self, go: Callable[[QueuedItem], Look], now: float, *, enough: Callable[[], bool] = _never
     ) -> bool:
-        """Let requests go on until nobody who waits can.
+        """Dispatch requests until no queued request can go on.
 
         What cannot be served now holds up only those that wait for the same. Where a call does not
         get to the end, the next one goes on from there, and what was held up stays so until the
@@ -208,7 +208,7 @@ class Queue:
         return True
 
     def _sort(self, enough: Callable[[], bool]) -> bool:
-        """Let requests wait where their endpoint set is now; returns whether all do."""
+        """Move requests to their current endpoint set; returns whether all were moved."""
         unsorted = self._unsorted
         while unsorted:
             if enough():
@@ -223,7 +223,7 @@ class Queue:
     def _look(
         self, go: Callable[[QueuedItem], Look], waiter: QueuedItem, sweep: Sweep, now: float
     ) -> bool:
-        """Look at one request; returns whether it went."""
+        """Try to dispatch a request; returns whether it left."""
         look = go(waiter)
         if isinstance(look, Blocked):
             if look.toward:
@@ -238,7 +238,7 @@ class Queue:
         return True
 
     def expired(self, now: float, *, enough: Callable[[], bool] = _never) -> Iterator[QueuedItem]:
-        """Those whose deadline is over, until it is enough; they stop waiting."""
+        """Remove and yield requests past their deadline, until `enough`."""
         while self._deadlines and self._deadlines[0][0] <= now and not enough():
             waiter = heapq.heappop(self._deadlines)[2]
             if waiter.waits:
@@ -246,17 +246,17 @@ class Queue:
                 yield waiter
 
     def next_deadline(self) -> float | None:
-        """When the next one expires; None when nobody waits."""
+        """The earliest deadline (monotonic seconds); None for an empty queue."""
         while self._deadlines and not self._deadlines[0][2].waits:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def ahead(self, priority: int) -> int:
-        """How many wait whom a request of this priority would not overtake."""
+        """Queued requests that a new request of this priority would not overtake (count)."""
         return sum(band.count for rank, band in self._bands.items() if rank >= priority)
 
     def full(self, now: float) -> Rejection:
-        """There is no room: 429, with the queue's own estimate of when there will be."""
+        """The rejection for a full queue: 429 with a retry estimate."""
         return Rejection(
             429,
             "too many requests are waiting",
@@ -265,7 +265,7 @@ class Queue:
         )
 
     def wait_s(self, now: float) -> int:
-        """Whole seconds until all who wait went on, at most as long as one may wait."""
+        """Estimated seconds until the queue drains, at most the longest allowed wait."""
         return self.pace.wait_s(self.count, now, most_s=self.settings.timeout_s)
 
     def __iter__(self) -> Iterator[QueuedItem]:
@@ -289,7 +289,7 @@ class Queue:
         heapq.heappush(self._deadlines, (waiter.deadline, waiter.number, waiter))
 
     def _fits(self, waiter: QueuedItem, *, below: int = 0, bytes_below: int = 0) -> bool:
-        """Whether there is room, once so many requests of so many bytes are displaced."""
+        """True if the queue has room after so many requests and bytes are displaced."""
         settings = self.settings
         return (
             self.count - below < settings.max_requests
@@ -297,7 +297,7 @@ class Queue:
         )
 
     def _displaced(self, waiter: QueuedItem) -> tuple[QueuedItem, ...] | None:
-        """Those that make room for a request; None where too many would have to."""
+        """Requests to displace for a new request; None if too many would be displaced."""
         chosen: list[QueuedItem] = []
         num_bytes = 0
         for priority in sorted(rank for rank in self._bands if rank < waiter.priority):
@@ -312,7 +312,7 @@ class Queue:
         return None
 
     def _may_fit(self, waiter: QueuedItem) -> bool:
-        """Whether there is room, once everybody of lower priority is displaced."""
+        """True if the queue has room after all lower priorities are displaced."""
         lower = [band for rank, band in self._bands.items() if rank < waiter.priority]
         return self._fits(
             waiter,

@@ -1,4 +1,4 @@
-"""Which tenant has most requests waiting, and which of them go last."""
+"""Queue lengths by tenant, and the order of displacement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SLACK = 64
 
 
 class QueueLengths:
-    """Tenants by how many of their requests wait.
+    """Tenants ordered by their queued requests (count).
 
     What goes last matters only where requests are displaced, so tenants are grouped by count, and a
     tenant's requests sorted, when that is first wanted, and kept so from then on.
@@ -83,7 +83,7 @@ class QueueLengths:
         return heap
 
     def _grouped(self) -> dict[int, dict[str, None]]:
-        """Tenants by the requests that wait, from now on kept as these come and leave."""
+        """Tenants by queue length; kept up to date after the first call."""
         by_count = self._by_count
         if by_count is None:
             by_count = self._by_count = {}

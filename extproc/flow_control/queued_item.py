@@ -1,4 +1,4 @@
-"""One request that waits, and the settings of waiting: values."""
+"""Queued item and settings of flow control: values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_ENDPOINTS = EndpointSet()
 
 
 class FlowControlSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests wait.
+    """Settings of flow control for a pool.
 
     Attributes:
         timeout_s: Longest wait of a request that says nothing itself.
@@ -51,7 +51,7 @@ class FlowControlSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueuedItem:
-    """A request that waits.
+    """A queued request.
 
     Args:
         arrived: When it began to wait.
@@ -115,7 +115,7 @@ class QueuedItem:
         self.place = 0
 
     def rank(self, order: Order) -> float:
-        """Its place within its tenant: lower goes first."""
+        """The rank within the tenant: lower goes first."""
         if order == "edf":
             return self.deadline
         if order == "slo":

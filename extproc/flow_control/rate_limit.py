@@ -1,4 +1,4 @@
-"""What tenants may take: requests and tokens per second."""
+"""Rate limits of tenants: requests and tokens per second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Rate = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class RateLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one tenant may take; null is no limit.
+    """Rate limit of a tenant; null is no limit.
 
     Attributes:
         requests_per_s: Requests per second. Null: any number.
@@ -68,7 +68,7 @@ class _TokenBucket:
 
 
 class _Account(msgspec.Struct, frozen=True):
-    """The buckets of one tenant; None where nothing is limited."""
+    """The buckets of a tenant; None for no limit."""
 
     requests: _TokenBucket | None
     tokens: _TokenBucket | None
@@ -85,7 +85,7 @@ _UNLIMITED = _Account(None, None)
 
 
 class Charge:
-    """What one request took from its tenant's buckets. Holds nothing of the request.
+    """Charge of a request to its tenant's buckets; keeps no reference to the request.
 
     Attributes:
         tokens: Tokens that are taken now.
@@ -98,14 +98,14 @@ class Charge:
         self.tokens = tokens
 
     def reconcile(self, tokens: float) -> None:
-        """Take what the request really used, in place of what it was charged with."""
+        """Replace the charge by the tokens that the request used."""
         bucket = None if self._account is None else self._account.tokens
         if bucket is not None:
             bucket.level -= tokens - self.tokens
             self.tokens = tokens
 
     def refund(self) -> None:
-        """Give everything back, because the request was not served; again changes nothing."""
+        """Refund a request that was not served; idempotent."""
         account, self._account = self._account, None
         if account is None:
             return
@@ -117,7 +117,7 @@ class Charge:
 
 
 class TenantRateLimiter:
-    """Counts what tenants take, and refuses what is too much.
+    """Charges requests to tenants, and rejects requests above the limit.
 
     Tenants that the configuration limits by name always have buckets of their own. Of all others
     `_MOST` have: when another one comes, a tenant whose buckets are full is forgotten, which changes
@@ -142,7 +142,7 @@ class TenantRateLimiter:
         self._full_at: list[tuple[float, str]] = []
 
     def __eq__(self, other: object) -> bool:
-        """Whether it allows the same, whatever was taken."""
+        """True if the limits are equal, whatever the levels."""
         if not isinstance(other, TenantRateLimiter):
             return NotImplemented
         return (self._usual, self._by_tenant) == (other._usual, other._by_tenant)
@@ -150,16 +150,16 @@ class TenantRateLimiter:
     __hash__ = None  # type: ignore[assignment]  # it changes with what is taken
 
     def __len__(self) -> int:
-        """Accounts that are remembered (count)."""
+        """Number of accounts in memory."""
         return len(self._limited) + len(self._accounts) + (self._shared is not None)
 
     @property
     def limits(self) -> bool:
-        """Whether anybody is limited."""
+        """True if any tenant is limited."""
         return self._usual != NO_LIMIT or bool(self._by_tenant)
 
     def take(self, tenant: str, tokens: float, now: float) -> Charge | Rejection:
-        """Take what one request costs, or nothing where it is too much.
+        """Charge a request, or nothing if it exceeds a limit.
 
         A request that costs more than ever fits is let through once the bucket is full: it then
         takes more than there is, and what follows waits the longer.
@@ -193,7 +193,7 @@ class TenantRateLimiter:
         return Charge(account, tokens)
 
     def _account(self, tenant: str, now: float) -> _Account:
-        """The account of a tenant, or the one it shares with others."""
+        """The account of a tenant, or the account it shares with others."""
         limit = self._by_tenant.get(tenant)
         if limit is not None:
             account = self._limited.get(tenant)
@@ -214,7 +214,7 @@ class TenantRateLimiter:
         return account
 
     def _forget_full(self, now: float) -> bool:
-        """Forget a tenant whose buckets are full; returns whether one was found."""
+        """Forget a tenant whose buckets are full; returns whether there was such a tenant."""
         heap = self._full_at
         for _ in range(_MOST_LOOKS):
             at, tenant = heap[0]

@@ -1,4 +1,4 @@
-"""What of a request says how it waits."""
+"""Request headers that flow control reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LONGEST = 11
 
 
 class EnqueueRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """What a request that is about to wait says of itself.
+    """Properties of a request that is about to be queued.
 
     Attributes:
         tenant: Who sent it; empty where nobody says.
@@ -38,7 +38,7 @@ class EnqueueRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class FlowHeaders(msgspec.Struct, frozen=True, kw_only=True):
-    """Which headers are read; names in lower case.
+    """Names of the headers to read, in lower case.
 
     Attributes:
         tenant_headers: Name the tenant; the first that is there counts.
@@ -56,7 +56,7 @@ class FlowHeaders(msgspec.Struct, frozen=True, kw_only=True):
     slo_headers: tuple[str, ...] = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 
     def tenant(self, headers: Mapping[str, str], served_by: str) -> str:
-        """Who sent a request, shortened to 256 bytes; empty where nobody says.
+        """The tenant of a request, cut to 256 bytes; empty if no header names it.
 
         Args:
             headers: Of the request, names in lower case.
@@ -79,7 +79,7 @@ class FlowHeaders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _milliseconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None:
-    """Seconds that a header names in milliseconds; what is no number counts as absent."""
+    """Seconds from a header in milliseconds; None if it is absent or no number."""
     for name in names:
         text = headers.get(name)
         if text and text.isascii() and text.isdigit() and len(text) <= _LONGEST:

@@ -1,4 +1,4 @@
-"""Sweeps: looks at everybody who waits, and the order of looking."""
+"""Sweep over the queued requests: order of dispatch and blocked endpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FlowKey = tuple[EndpointSet, str]
 
 
 class Sweep:
-    """One look at everybody who waits, which may take several calls: what is held up so far.
+    """A sweep over all queued requests, possibly in several calls, and what it blocked.
 
     Attributes:
         priority: Of the band that is looked at; the bands above were.
@@ -45,7 +45,7 @@ class Sweep:
         self._busy |= busy
 
     def holds_up(self, way: FlowKey) -> bool:
-        """Whether a request of this way cannot go on now."""
+        """True if the requests of this target are blocked."""
         endpoints = way[0]
         bits = endpoints.bits
         return (

@@ -1,4 +1,4 @@
-"""Bytes to request, and the end of an answer to usage.
+"""Parsing: request bodies into requests, and token usage from the end of responses.
 
 What lives here: the table from path to surface (`paths`), one module per family of surfaces with
 its partial typed decode, the framing of a prompt into stable bytes (`framing`, `inputs`,

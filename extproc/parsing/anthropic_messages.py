@@ -22,7 +22,7 @@ class AnthropicMessage(msgspec.Struct, gc=False):
 
 
 class MessagesBody(envelope.Envelope, gc=False):
-    """What is read of a messages body."""
+    """Fields that are read from a messages body."""
 
     messages: list[AnthropicMessage] | None = None
     system: Any = None

@@ -1,4 +1,4 @@
-"""JSON bodies read within bounds: work and memory grow with the bytes, whatever they hold.
+"""Decoding of JSON bodies within bounds: work and memory grow linearly with the bytes.
 
 Two bytes of JSON can make an object of a hundred. So a body is decoded at once only where it cannot
 hold many values. Any other one is decoded field by field: long texts become UTF-8 without ever being
@@ -97,7 +97,7 @@ def _is_there(raw: msgspec.Raw) -> bool:
 
 
 class _Object(msgspec.Struct, gc=False):
-    """What an object in a history is told by."""
+    """Fields that classify an object of a history."""
 
     type: msgspec.Raw = _ABSENT
     text: msgspec.Raw = _ABSENT
@@ -129,7 +129,7 @@ def num_values(json: bytes, most: int) -> int:
 
 
 def is_light(body: bytes) -> bool:
-    """Whether a body can be decoded at once; a short one can, since it cannot hold much."""
+    """True if a body can be decoded at once; short bodies always can."""
     if len(body) <= _SHORT_BYTES:
         return True
     most = _budget(body)
@@ -139,7 +139,7 @@ def is_light(body: bytes) -> bool:
 
 
 def _is_mostly_text(json: bytes, most: int) -> bool:
-    """Whether long strings, none of them wide, leave at most so many bytes to anything else.
+    """True if all but so many bytes are long strings without wide characters.
 
     No more values than bytes are outside of strings, and commas in prose are not gone through. False
     for JSON with so many quotation marks that counting is no dearer.
@@ -161,7 +161,7 @@ def _is_mostly_text(json: bytes, most: int) -> bool:
 
 
 def _is_escaping(text: bytes) -> bool:
-    """Whether a text of a string ends within an escape: with an odd number of backslashes."""
+    """True if a piece of a string ends in an odd number of backslashes."""
     return (len(text) - len(text.rstrip(b"\\"))) % 2 == 1
 
 
@@ -267,7 +267,7 @@ class _Reading:
         ]
 
     def _elements(self, raw: msgspec.Raw) -> list[msgspec.Raw] | None:
-        """The elements of an array; None when they are too many in it or in the body, or too deep."""
+        """Elements of an array; None if they are too many, in it or in the body, or too deep."""
         if _DEEP in bytes(raw):
             return None
         is_long = len(memoryview(raw)) > _LONG_ARRAY_BYTES
@@ -314,7 +314,7 @@ def _text(raw: msgspec.Raw) -> str | bytes:
 
 
 def _chunk_end(json: bytes, at: int, end: int) -> int:
-    """Where a chunk of a string ends: between two characters, and not inside a surrogate pair."""
+    """End of a chunk of a string: between characters, outside of a surrogate pair."""
     if end - at <= _CHUNK_BYTES:
         return end
     stop = at + _CHUNK_BYTES
@@ -330,7 +330,7 @@ def _chunk_end(json: bytes, at: int, end: int) -> int:
 
 
 def _open_escape(json: bytes, at: int, stop: int) -> int:
-    """Where the escape begins that goes on at `stop`; 0 when none does.
+    """Start of the escape that continues at `stop`; 0 for none.
 
     Args:
         json: Holds a string.

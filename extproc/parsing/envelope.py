@@ -1,4 +1,4 @@
-"""What every JSON surface shares: the fields around the prompt, decoding, and error wording.
+"""Envelope of the JSON surfaces: common fields, decoding and error messages.
 
 The fields are typed `Any` on purpose: a value of an unexpected type then reads as absent instead
 of refusing the request. Fields not named here or in a surface are skipped, never built.
@@ -131,7 +131,7 @@ def mend_surrogates(body: bytes) -> bytes:
 
 
 def _misused(raw: HttpRequest, error: msgspec.ValidationError, *, wanted: str) -> Rejection:
-    """Tell a body that is no object from one whose prompt field is of the wrong type."""
+    """Rejection of a body that is no object, or whose prompt field has the wrong type."""
     try:
         body = bounded_decoder.decode(_ENVELOPE, raw.body)
     except (ValueError, RecursionError):
@@ -140,7 +140,7 @@ def _misused(raw: HttpRequest, error: msgspec.ValidationError, *, wanted: str) -
 
 
 def not_json(why: str) -> Rejection:
-    """The body is not a JSON object. `why` comes from the decoder and quotes no content."""
+    """Rejection of a body that is no JSON object. `why` is the decoder's message."""
     return decision.bad_request(_NOT_JSON + why)
 
 
@@ -164,7 +164,7 @@ def model_of(body: Envelope, headers: Mapping[str, str]) -> str:
 def request(
     api: str, raw: HttpRequest, body: Envelope, *, prompt: inputs.Prompt
 ) -> InferenceRequest:
-    """Put the parsed parts together."""
+    """Build the request from the parsed parts."""
     adapter = body.lora_path
     if type(adapter) is not str:
         adapter, prompt = (

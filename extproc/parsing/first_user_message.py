@@ -1,4 +1,4 @@
-"""The beginning of the first user message: what hash-by-prefix strategies key on."""
+"""First user message: the key of hash-by-prefix strategies."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def reduced(request: InferenceRequest) -> bytes:
 
 
 def no_message(_: InferenceRequest) -> str:
-    """In place of `first_user_message` where nobody wants it."""
+    """Replacement of `first_user_message` for profiles that do not read it."""
     return ""
 
 
 def _first_user(prompt: bytes) -> int:
-    """Where the first user message starts, -1 without one.
+    """Offset of the first user message, -1 if there is none.
 
     A search for one byte is several times as fast as one for the marker with its role, and most
     often the user's message is the first or follows one system prompt.

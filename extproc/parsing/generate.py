@@ -17,7 +17,7 @@ _NOT_AN_OBJECT: Final = "invalid generate request: must be a JSON object"
 
 
 class GenerateBody(envelope.Envelope, gc=False):
-    """What is read of a body for vLLM `/inference/v1/generate`.
+    """Fields that are read from a body for vLLM `/inference/v1/generate`.
 
     `features` holds `mm_hashes` and `mm_placeholders`, each a list per modality.
     """
@@ -27,7 +27,7 @@ class GenerateBody(envelope.Envelope, gc=False):
 
 
 class NativeGenerateBody(envelope.Envelope, gc=False):
-    """What is read of a body for `/generate`: SGLang's names, then those of vLLM's and TGI's."""
+    """Fields that are read from a `/generate` body: SGLang's names, then vLLM's and TGI's."""
 
     input_ids: Any = None
     text: Any = None

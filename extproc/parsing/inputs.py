@@ -1,4 +1,4 @@
-"""Prompts that are not conversations: text, token ids, and batches of either."""
+"""Prompts without a conversation: text, token ids, and batches of either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""Where in a body another model name goes: the bytes of that one value, and nothing else.
+r"""Model edit: locates the model in a body, so that only its bytes are replaced.
 
 JSON is never written again: keys in another order break tool schemas and exact prefix matches. So
 the value is looked for in the bytes. Only the top-level key `model` counts, however it is escaped
@@ -42,7 +42,7 @@ _ABSENT = msgspec.Raw()
 
 
 class _ModelOnlyBody(msgspec.Struct, gc=False):
-    """A body of which nothing is built, whatever its `model` is."""
+    """A body of which only `model` is decoded, as raw JSON."""
 
     model: msgspec.Raw = _ABSENT
 
@@ -52,7 +52,7 @@ _TEXT = msgspec.json.Decoder(str)
 
 
 def locate_model(raw: HttpRequest, model: str) -> BodyEdit | None:
-    """The edit after which a body names another model.
+    """Build the edit that replaces the model of a body.
 
     Args:
         raw: The request.
@@ -67,7 +67,7 @@ def locate_model(raw: HttpRequest, model: str) -> BodyEdit | None:
 
 
 def find_place(raw: HttpRequest) -> ModelPlace | None:
-    """Where in a body another model name goes; None as of `locate_model`."""
+    """Locate the model in a body; None as in `locate_model`."""
     content_type = raw.headers.get("content-type", "")
     if not raw.body or content_type.startswith("application/grpc"):
         return None
@@ -88,7 +88,7 @@ def find_place(raw: HttpRequest) -> ModelPlace | None:
 
 
 def _tried(body: bytes, model: msgspec.Raw) -> ModelPlace | None:
-    """Change what looks like the value, and see whether a decoder reads the change.
+    """Edit the candidate bytes, and check that a decoder reads the edit.
 
     A decoder and a copy take a tenth of the time of the walk.
     """
@@ -119,7 +119,7 @@ def _model_of(body: bytes) -> msgspec.Raw | None:
 
 
 def _added(body: bytes) -> ModelPlace | None:
-    """Where a model goes that is missing: first in the object; None for what begins with none."""
+    """Place of a missing model: first in the object; None if no object begins the body."""
     opened = _OPENED.match(body)
     if opened is None:
         return None
@@ -129,7 +129,7 @@ def _added(body: bytes) -> ModelPlace | None:
 
 
 def _walked(body: bytes, *, is_complete: bool) -> ModelPlace | None:
-    """Find the value by its depth; also in a cut body, and where the key is escaped or missing."""
+    """Locate the value by depth; also for a cut body and an escaped or missing key."""
     opened = _OPENED.match(body)
     if opened is None:
         return None
@@ -165,7 +165,7 @@ def _walked(body: bytes, *, is_complete: bool) -> ModelPlace | None:
 
 
 def _is_model(string: bytes) -> bool:
-    """Whether a JSON string reads `model`."""
+    """True if a JSON string decodes to `model`."""
     if string == _KEY:
         return True
     # The longest way to write five characters takes six bytes each.

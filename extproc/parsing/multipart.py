@@ -58,7 +58,7 @@ def _parse(raw: HttpRequest, api: str) -> InferenceRequest:
 
 
 def read(body: bytes, boundary: bytes) -> Mapping[str, str]:
-    """The wanted text fields of a form, the last of each name; what is malformed is not there.
+    """The last value of each wanted text field; malformed fields are absent.
 
     Args:
         body: The form, whole or cut.
@@ -71,7 +71,7 @@ def read(body: bytes, boundary: bytes) -> Mapping[str, str]:
 
 
 def model_span(raw: HttpRequest) -> tuple[int, int] | None:
-    """Where the value of the last `model` field starts and stops; None when there is none."""
+    """Start and end of the value of the last `model` field; None if there is none."""
     match = _BOUNDARY.search(raw.headers.get("content-type", ""))
     if match is None:
         return None
@@ -79,7 +79,7 @@ def model_span(raw: HttpRequest) -> tuple[int, int] | None:
 
 
 def _spans(body: bytes, boundary: bytes) -> Mapping[str, tuple[int, int]]:
-    """Where the values of the wanted fields start and stop."""
+    """Start and end of the values of the wanted fields."""
     fields: dict[str, tuple[int, int]] = {}
     delimiter = b"--" + boundary
     start = body.find(delimiter)

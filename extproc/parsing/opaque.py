@@ -1,4 +1,4 @@
-"""Requests nobody has to understand: no body, a path that is not in the table, or a cut body.
+"""Opaque requests: without a body, with an unknown path, or with a cut body.
 
 None of these is ever refused. What can be read cheaply is read, so that a request on an unknown
 path still finds its model and its prefix (GIE conformance posts `{model, prompt}` to paths of its
@@ -42,12 +42,12 @@ _ENVELOPE = msgspec.json.Decoder(envelope.Envelope)
 
 
 def is_bodiless(raw: HttpRequest) -> bool:
-    """Whether there is nothing to parse: an empty body, or a method that carries no prompt."""
+    """True if there is nothing to parse: an empty body, or a method without a prompt."""
     return not raw.body or raw.method.upper() not in _POSTING
 
 
 def unparsed_request(raw: HttpRequest, api: str) -> InferenceRequest:
-    """A request known by its headers only."""
+    """Build a request from its headers only."""
     return InferenceRequest(
         api,
         model=envelope.model_header(raw.headers),

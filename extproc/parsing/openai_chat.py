@@ -28,7 +28,7 @@ class ChatMessage(msgspec.Struct, gc=False):
 
 
 class ChatBody(envelope.Envelope, gc=False):
-    """What is read of a chat body."""
+    """Fields that are read from a chat body."""
 
     messages: list[ChatMessage] | None = None
     tools: msgspec.Raw = canonical_prompt.ABSENT
@@ -63,7 +63,7 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
 
 
 def _options(body: ChatBody) -> list[bytes]:
-    """What stands before the messages, or changes how the template lays them out.
+    """Fields that precede the messages, or change their layout in the template.
 
     Hardly a request has any of it: a look at each field costs less than a walk over a table.
     """

@@ -17,7 +17,7 @@ _NO_INPUT: Final = "invalid embeddings request: must have input field"
 
 
 class CompletionBody(envelope.Envelope, gc=False):
-    """What is read of a body with a `prompt`.
+    """Fields that are read from a body with a `prompt`.
 
     `prompt_embeds` is vLLM's alternative to a prompt: base64 of a tensor.
     """
@@ -27,7 +27,7 @@ class CompletionBody(envelope.Envelope, gc=False):
 
 
 class EmbeddingInputBody(envelope.Envelope, gc=False):
-    """What is read of a body with an `input`; vLLM also embeds a conversation."""
+    """Fields that are read from a body with an `input`; vLLM also embeds a conversation."""
 
     input: Any = None
     messages: Any = None

@@ -16,7 +16,7 @@ _NO_ITEMS: Final = "invalid conversations request: must have items field"
 
 
 class ResponsesBody(envelope.Envelope, gc=False):
-    """What is read of a responses body. `prompt` names a stored template."""
+    """Fields that are read from a responses body. `prompt` names a stored template."""
 
     input: Any = None
     instructions: Any = None
@@ -26,7 +26,7 @@ class ResponsesBody(envelope.Envelope, gc=False):
 
 
 class ConversationItemsBody(envelope.Envelope, gc=False):
-    """What is read of a body that opens a conversation."""
+    """Fields that are read from a body that opens a conversation."""
 
     items: Any = None
 

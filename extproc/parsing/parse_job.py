@@ -1,4 +1,4 @@
-"""Reading a body apart from its request, as another process does.
+"""Parse job: parses a body apart from its request, as in another process.
 
 What comes back is small: of the prompt only what is hashed, and the place for another model name in
 place of a search through the body.
@@ -58,7 +58,7 @@ def run(job: ParseJob, body: bytes) -> preparsed.ParseResult:
 
 
 def _cut(request: InferenceRequest, max_prompt_bytes: int) -> InferenceRequest:
-    """With the prompt up to where it is hashed, or all of it where a conversation opens behind that."""
+    """Cut the prompt where hashing ends, unless a conversation starts after that."""
     if len(request.prompt) <= max_prompt_bytes:
         return request
     cut = msgspec.structs.replace(request, prompt=request.prompt[:max_prompt_bytes])

@@ -64,7 +64,7 @@ _LONGEST_KNOWN = 256
 
 
 def surface_of(path: str) -> str:
-    """The surface a path names: query string cut, trailing slashes trimmed, longest suffix first."""
+    """The surface of a path without query and trailing slashes, longest suffix first."""
     return _known(path) if len(path) <= _LONGEST_KNOWN else _surface_of(path)
 
 

@@ -1,4 +1,4 @@
-"""Requests whose body was read before: `parser` and `rewriting` answer from what was found in it."""
+"""Preparsed requests: `surfaces` and `model_edit` use the stored results of parsing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from extproc.request import HttpRequest, InferenceRequest
 
 
 class ModelPlace(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Where in a body another model name goes.
+    """Bytes of a body that a model name replaces.
 
     Attributes:
         start: Offset of the first byte that is replaced.
@@ -28,7 +28,7 @@ class ModelPlace(msgspec.Struct, frozen=True, gc=False, array_like=True):
     is_form: bool = False
 
     def fill(self, model: str) -> BodyEdit | None:
-        """Put a name in; None for one that ends a field of a form with a line break."""
+        """Fill in a name; None for a name that would end a form field with a line break."""
         if not self.is_form:
             content = self.before + msgspec.json.encode(model) + self.after
         elif "\r" in model or "\n" in model:
@@ -39,7 +39,7 @@ class ModelPlace(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class ParseResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What was found in a body.
+    """Results of parsing a body.
 
     Attributes:
         request: The request; None where it is refused.
@@ -56,7 +56,7 @@ class ParseResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class PreparsedRequest(HttpRequest, frozen=True, gc=False):
-    """A request whose body was read before.
+    """A request whose body is parsed already.
 
     Attributes:
         outcome: What `parser.parse` answers.
@@ -70,7 +70,7 @@ class PreparsedRequest(HttpRequest, frozen=True, gc=False):
 
 
 def attach(raw: HttpRequest, result: ParseResult) -> PreparsedRequest:
-    """A request with what was found in its body.
+    """Attach the results of parsing to a request.
 
     Args:
         raw: The request.
@@ -89,7 +89,7 @@ def attach(raw: HttpRequest, result: ParseResult) -> PreparsedRequest:
 
 
 def rest(raw: HttpRequest) -> HttpRequest:
-    """A request as it waits: of a prompt that was read before only the opening is left."""
+    """The request as it is queued: a prompt parsed before is reduced to its opening."""
     if type(raw) is not PreparsedRequest or not isinstance(raw.outcome, InferenceRequest):
         return raw
     outcome = msgspec.structs.replace(raw.outcome, prompt=first_user_message.reduced(raw.outcome))

@@ -1,4 +1,4 @@
-"""Surfaces that read a prompt and compute nothing: render, tokenize, count tokens.
+"""Surfaces that read a prompt without inference: render, tokenize, count tokens.
 
 They leave nothing in a prefix cache, so their prompt is empty: an index that learned from them
 would believe in blocks no engine holds. The render surfaces refuse what the surfaces they render

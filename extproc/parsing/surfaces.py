@@ -1,4 +1,4 @@
-"""The one door of the room: a raw request in, a request or a 400 out."""
+"""Entry of parsing: turns an HTTP request into an inference request or a rejection."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ TOTAL = frozenset({"transcriptions", "translations", "count_tokens", "tokenize"}
 
 
 def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
-    """Read a request. Total: whatever the bytes, the answer is a value.
+    """Parse a request. Total: any bytes give a request or a rejection.
 
     Args:
         raw: A request whose body is complete, or marked as truncated.
@@ -80,7 +80,7 @@ def parse(raw: HttpRequest) -> InferenceRequest | Rejection:
 
 
 def parse_supplied(raw: HttpRequest, model: str) -> InferenceRequest | Rejection | None:
-    """Read a request that names no model as if a header had named one.
+    """Parse a request without a model as if a header had named it.
 
     Args:
         raw: A request that `parse` refuses with `envelope.NO_MODEL`.
@@ -97,7 +97,7 @@ def parse_supplied(raw: HttpRequest, model: str) -> InferenceRequest | Rejection
 
 
 def _check_names(request: InferenceRequest, raw: HttpRequest) -> InferenceRequest | Rejection:
-    """The request, unless one of the names it carries is longer than any name is."""
+    """The request, or a rejection if a name is longer than any valid name."""
     model, adapter, header = request.model, request.adapter, envelope.model_header(raw.headers)
     # A character has four bytes at most: most names need no closer look.
     if 4 * (len(model) + len(adapter) + len(header)) <= MAX_NAME_BYTES:
@@ -106,7 +106,7 @@ def _check_names(request: InferenceRequest, raw: HttpRequest) -> InferenceReques
 
 
 def _read(raw: HttpRequest) -> InferenceRequest | Rejection:
-    """Read a request with a body."""
+    """Parse a request with a body."""
     api = paths.surface_of(paths.path_of(raw))
     reader = PARSERS.get(api)
     if reader is None and raw.headers.get("content-type", "").startswith("application/grpc"):

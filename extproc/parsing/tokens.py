@@ -159,7 +159,7 @@ def _pack_short(chunk: bytes) -> bytes | bytearray | None:
 
 
 def pack(ids: Sequence[Any]) -> bytes | None:
-    """Four little-endian bytes per id; None when something in there is not a uint32."""
+    """Four little-endian bytes per id; None if any value is not a uint32."""
     try:
         packed = array("I", ids)
     except (TypeError, OverflowError):
@@ -170,7 +170,7 @@ def pack(ids: Sequence[Any]) -> bytes | None:
 
 
 def unpack_varints(packed: bytes) -> list[int] | None:
-    """The uint32 values of a packed protobuf field; None when one is cut or longer than 64 bits.
+    """Values of a packed uint32 field; None if any is cut or longer than 64 bits.
 
     Values above 32 bits are cut to 32, as protobuf parsers do. Ids of up to 21 bits, which cover
     every vocabulary, take the short way.
@@ -201,7 +201,7 @@ def unpack_varints(packed: bytes) -> list[int] | None:
 
 
 def stamp(rows: io.BytesIO, placeholders: Iterable[tuple[int, int, str]]) -> None:
-    """Write what an image is over its placeholder tokens, which are alike for all images.
+    """Write image hashes over placeholder tokens, which are equal for all images.
 
     Up to four tokens of each placeholder become a digest of the hash.
 

@@ -1,4 +1,4 @@
-"""Token usage at the end of an answer."""
+"""Token usage at the end of a response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversation: one HTTP exchange as seen through one ext_proc stream.
+"""Protocol: one HTTP exchange as seen through one ext_proc stream.
 
 What lives here: events (what the data plane says), replies (what we say), the table of
 transitions, and the `Exchange` that walks it. What must not: bytes on the wire (that is `wire`),

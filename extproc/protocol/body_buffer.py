@@ -1,4 +1,4 @@
-"""Collecting a request body: bounded per exchange and in total."""
+"""Body buffer: collects a request body, bounded per exchange and in total."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARES: Final = 4
 
 
 class BufferBudget:
-    """Bytes all exchanges together may hold while they gather.
+    """Limit on the bytes that all exchanges buffer together.
 
     Args:
         limit_bytes: What they share; bodies up to `ALWAYS_TAKEN_BYTES` may go beyond it.
@@ -51,7 +51,7 @@ class BodyBuffer(msgspec.Struct):
     size_bytes: int = 0
 
     def add(self, chunk: bytes) -> Rejection | None:
-        """Take a chunk, or say why it cannot be taken."""
+        """Add a chunk, or return the rejection."""
         size = len(chunk)
         if not size:
             return None
@@ -74,13 +74,13 @@ class BodyBuffer(msgspec.Struct):
         return None
 
     def joined(self) -> bytes:
-        """The whole body, kept in place of its chunks; no copy when it came in one."""
+        """The complete body, stored in place of its chunks; no copy for a single chunk."""
         if len(self._chunks) != 1:
             self._chunks = [b"".join(self._chunks)]
         return self._chunks[0]
 
     def apply_edit(self, splice: BodyEdit) -> bytes:
-        """Replace part of the whole body, and count the difference.
+        """Replace a part of the complete body, and account for the difference in size.
 
         Args:
             splice: What to replace; a few bytes, so that no limit is asked again.
@@ -95,7 +95,7 @@ class BodyBuffer(msgspec.Struct):
         return edited
 
     def release(self) -> None:
-        """Give the bytes back to the budget and forget them; further calls do nothing."""
+        """Return the bytes to the budget and drop them; idempotent."""
         self._budget.held_bytes -= self.size_bytes
         self.size_bytes = 0
         self._chunks.clear()

@@ -1,4 +1,4 @@
-"""Which messages of a request wait for their answer until the pick is known."""
+"""Deferred responses: replies that are withheld until the endpoint is chosen."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REQUEST_TRAILERS = MessageKind.REQUEST_TRAILERS
 
 
 class DeferredResponses(msgspec.Struct):
-    """What one request is owed.
+    """Replies that a request waits for.
 
     Attributes:
         headers: The answer to its headers.
@@ -49,7 +49,7 @@ class DeferredResponses(msgspec.Struct):
         body_shown: bool,
         body: bytes | None = None,
     ) -> tuple[ProcessingResponse, ...]:
-        """All answers where the body goes on by itself.
+        """All withheld replies, if Envoy sends the body on itself.
 
         Args:
             destination: The pick.
@@ -77,7 +77,7 @@ class DeferredResponses(msgspec.Struct):
         *,
         remove_headers: tuple[str, ...],
     ) -> Iterable[ProcessingResponse]:
-        """All answers where we hand the body on; it is held until its pieces are written.
+        """All withheld replies and the body, which is held until its chunks are written.
 
         Args:
             gathering: The body.
@@ -106,7 +106,7 @@ class DeferredResponses(msgspec.Struct):
         return run_after(itertools.chain(first, pieces, self._last("")), gathering.release)
 
     def _last(self, destination: str) -> tuple[ProcessingResponse, ...]:
-        """What comes behind; it names the destination where nothing else could."""
+        """The trailing replies; they name the destination if no other reply could."""
         if not self.trailers:
             return self.others
         return (ContinueResponse(_REQUEST_TRAILERS, destination), *self.others)

@@ -1,4 +1,4 @@
-"""How a rejection reads on the wire.
+"""Error responses: a rejection as an immediate response with a JSON body.
 
 The body has the OpenAI error shape, because that is what clients parse; its message starts with
 the reference picker's text (`inference error: <Code> - `), because that is what its tests match.
@@ -39,7 +39,7 @@ _GRPC: Mapping[int, int] = {
 
 
 def immediate_response(rejection: Rejection, *, grpc: bool) -> ImmediateResponse:
-    """Write a rejection as an immediate response.
+    """Build the immediate response of a rejection.
 
     Args:
         rejection: What to say.

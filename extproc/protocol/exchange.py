@@ -1,4 +1,4 @@
-"""One HTTP exchange, from the first event to the last.
+"""Exchange: state machine of one HTTP exchange, from the first message to the last.
 
 Two doors: `receive` takes an event and says what to answer at once; when it leaves a request in
 `pending`, somebody decides, and `resolve` turns the outcome into answers. Between the doors a
@@ -58,7 +58,7 @@ _GO_ON = tuple((ContinueResponse(kind),) for kind in MessageKind)
 
 
 class Exchange(msgspec.Struct):
-    """The state machine of one stream. Not for use after `close`.
+    """State machine of a stream. Not for use after `close`.
 
     Args:
         settings: Shared by all exchanges of a server.
@@ -100,7 +100,7 @@ class Exchange(msgspec.Struct):
 
     @property
     def arriving_bytes(self) -> int | None:
-        """Bytes so far of a request body of which more is to come; None while none is."""
+        """Bytes received of an incomplete request body; None if no body is arriving."""
         if self.request_state is not _GATHERING:
             return None
         return 0 if self._body_buffer is None else self._body_buffer.size_bytes
@@ -191,7 +191,7 @@ class Exchange(msgspec.Struct):
         )
 
     def answer(self, response: DirectResponse) -> ImmediateResponse:
-        """End the exchange with an answer of our own."""
+        """End the exchange with a direct response."""
         self.request_state = RequestState.REFUSED
         self.pending = None
         self.close()
@@ -200,7 +200,7 @@ class Exchange(msgspec.Struct):
         )
 
     def close(self) -> None:
-        """Give back what the exchange holds; further calls do nothing."""
+        """Release the resources of the exchange; idempotent."""
         if self._body_buffer is not None:
             self._body_buffer.release()
             self._body_buffer = None
@@ -235,7 +235,7 @@ class Exchange(msgspec.Struct):
         return _NOTHING
 
     def _continue(self, kind: MessageKind) -> Iterable[ProcessingResponse]:
-        """Let a message pass; one of a held request after the answer to its headers."""
+        """Continue a message; for a held request, after the reply to its headers."""
         if self.request_state is _DECIDING and kind <= _REQUEST_TRAILERS:
             self._deferred.others += _GO_ON[kind]
             return _NOTHING
@@ -283,7 +283,7 @@ class Exchange(msgspec.Struct):
         self.pending = HttpRequest(self._headers, body, truncated, self._subset)
 
     def _abandon_request(self) -> None:
-        """The response began first; the request is never answered."""
+        """Abandon the request, because its response began before the decision."""
         if self.request_state is _GATHERING or self.request_state is _DECIDING:
             self.request_state = RequestState.ABANDONED
             self.pending = None
@@ -351,7 +351,7 @@ _ACTS = Exchange.acts
 
 
 def _compared(decision: Decision) -> tuple[tuple[str, float], ...]:
-    """What each finalist was compared by, higher is better; nothing where nothing was compared."""
+    """Score of each finalist, higher is better; empty without a comparison."""
     if not decision.scores and decision.cost is None:
         return ()
     addresses = [candidate.endpoint.address for candidate in decision.scored_candidates]

@@ -52,12 +52,12 @@ CONTROL_HEADERS = SIDECAR_HEADERS | frozenset(
 
 
 def control_headers(headers: Mapping[str, str]) -> tuple[str, ...]:
-    """Those of a request's headers that must not reach the engine."""
+    """Request headers that must be removed before the endpoint."""
     return tuple(CONTROL_HEADERS.intersection(headers))
 
 
 def edited_length(raw: HttpRequest, body: bytes) -> tuple[tuple[str, str], ...]:
-    """The `content-length` of an edited body, as a header to set (docs/spec/protocol.md#request-flow).
+    """The `content-length` of an edited body (docs/spec/protocol.md#request-flow).
 
     Of a body that BUFFERED_PARTIAL cut the rest follows; without a length of the whole there is
     nothing to correct.
@@ -72,7 +72,7 @@ def edited_length(raw: HttpRequest, body: bytes) -> tuple[tuple[str, str], ...]:
 
 
 def changed_length(length: str, grown: int) -> tuple[tuple[str, str], ...]:
-    """The `content-length` of a body that was changed, as a header to set; none where none was told.
+    """The `content-length` header after a change of size; empty without one before.
 
     Args:
         length: The length before, as its header says it.
@@ -84,11 +84,11 @@ def changed_length(length: str, grown: int) -> tuple[tuple[str, str], ...]:
 
 
 def is_length(value: str) -> bool:
-    """Whether a `content-length` is a number of at most 15 digits, a petabyte."""
+    """True if a `content-length` is a number of at most 15 digits, a petabyte."""
     return len(value) <= 15 and value.isascii() and value.isdigit()
 
 
 def tokens(value: str) -> tuple[str, ...]:
-    """The first `MAX_MEMBERS` members of a comma-separated value, trimmed; empty ones are none."""
+    """The first `MAX_MEMBERS` non-empty members of a comma-separated value, trimmed."""
     stripped = [token.strip() for token in value.split(",", MAX_MEMBERS)[:MAX_MEMBERS]]
     return tuple(token for token in stripped if token)

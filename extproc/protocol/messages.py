@@ -1,4 +1,4 @@
-"""What the data plane says: one frozen value per ext_proc message."""
+"""Messages from Envoy: one frozen value per ext_proc ProcessingRequest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class MessageKind(enum.IntEnum):
-    """Which message of an exchange.
+    """Kind of a message of an exchange.
 
     UNKNOWN is one this version does not know and ignores; GARBAGE is none at all.
     """
@@ -28,7 +28,7 @@ class MessageKind(enum.IntEnum):
 
 
 class BodyMode(enum.IntEnum):
-    """How the data plane shows a body (ext_proc ProcessingMode.BodySendMode)."""
+    """Mode in which Envoy sends a body (ext_proc ProcessingMode.BodySendMode)."""
 
     __hash__ = int.__hash__
 
@@ -53,7 +53,7 @@ DEFAULT_BODY_MODES = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPL
 
 
 class LbMetadata(msgspec.Struct, frozen=True, gc=False):
-    """What the message's metadata says (EPP protocol 004).
+    """Metadata of a message (EPP protocol 004).
 
     Attributes:
         subset: Tokens of `envoy.lb.subset_hint`; None when the key is absent.

@@ -1,4 +1,4 @@
-"""The client's name for its model, put back into the answer as it passes.
+"""Model name restorer: writes the client's model name back into a response.
 
 A request that was given another model name is answered under that name. Only the model an answer
 names for itself is changed: the first `model` of a document, at its top level or directly in the
@@ -54,7 +54,7 @@ _before_flat: _Matcher = re.compile(
 
 
 class ModelNameRestorer:
-    """Changes one answer.
+    """Rewrites the model name in one response.
 
     Args:
         asked: The name the engine was asked for.
@@ -86,7 +86,7 @@ class ModelNameRestorer:
         self._begin()
 
     def pass_on(self, chunk: bytes, *, last: bool) -> bytes:
-        """What the next bytes of the answer become; empty while they may begin a match.
+        """Rewrite the next bytes of the response; empty while they may begin a match.
 
         Args:
             chunk: The bytes.
@@ -112,7 +112,7 @@ class ModelNameRestorer:
         return b"".join(changed)
 
     def rest(self) -> bytes:
-        """What is held back, when the answer ended without a last piece."""
+        """The withheld bytes, if the response ended without a last chunk."""
         held, self._held = self._held, b""
         return held
 
@@ -168,7 +168,7 @@ class ModelNameRestorer:
         return end
 
     def _next_token(self, text: bytes, at: int, end: int) -> re.Match[bytes] | None:
-        """The next bracket or quote, while the document has not had too many."""
+        """The next bracket or quote, up to the limit of tokens per document."""
         self._left -= 1
         self._over = self._left < 0
         return None if self._over else _token(text, at, end)
@@ -183,7 +183,7 @@ class ModelNameRestorer:
         start: int,
         changed: list[bytes],
     ) -> int:
-        """Put the client's name where the engine's follows; the end of what was taken."""
+        """Replace the engine's model name if it follows; returns the end of the copied text."""
         match = before(text, at, end)
         if match is None:
             return start
@@ -226,7 +226,7 @@ class ModelNameRestorer:
         return at
 
     def _undecided(self, rest: bytes) -> bool:
-        """Whether more bytes could make a match of these, which begin with a quote."""
+        """True if more bytes could complete a match of these, which begin with a quote."""
         if len(rest) <= len(_KEY):
             return _KEY.startswith(rest)
         if not rest.startswith(_KEY):
@@ -248,7 +248,7 @@ class ModelNameRestorer:
 def for_response(
     headers: Mapping[str, str], engine_model: str, client_model: str
 ) -> ModelNameRestorer | None:
-    """What changes an answer.
+    """Build the restorer of a response.
 
     Args:
         headers: Of the answer, names in lower case.

@@ -1,4 +1,4 @@
-"""What we say: one frozen value per ext_proc answer."""
+"""Replies to Envoy: one frozen value per ext_proc ProcessingResponse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK_BYTES = 62000
 
 
 class RouteResponse(msgspec.Struct, frozen=True, gc=False):
-    """The pick, in answer to the request headers or, in the buffered modes, the request body.
+    """The decision, as reply to the request headers or, if buffered, to the request body.
 
     Attributes:
         answers: REQUEST_HEADERS or REQUEST_BODY.
@@ -37,7 +37,7 @@ class RouteResponse(msgspec.Struct, frozen=True, gc=False):
 
 
 class StreamedBodyResponse(msgspec.Struct, frozen=True, gc=False):
-    """Body bytes handed on, FULL_DUPLEX_STREAMED only.
+    """Body bytes sent on, FULL_DUPLEX_STREAMED only.
 
     Attributes:
         answers: REQUEST_BODY or RESPONSE_BODY.
@@ -53,7 +53,7 @@ class StreamedBodyResponse(msgspec.Struct, frozen=True, gc=False):
 
 
 class ContinueResponse(msgspec.Struct, frozen=True, gc=False):
-    """Go on unchanged.
+    """Continue unchanged.
 
     Attributes:
         answers: Any kind but UNKNOWN.
@@ -65,7 +65,7 @@ class ContinueResponse(msgspec.Struct, frozen=True, gc=False):
 
 
 class BodyMutation(msgspec.Struct, frozen=True, gc=False):
-    """A body message that goes on as another, in every mode but FULL_DUPLEX_STREAMED.
+    """Replacement of a body message, in every mode but FULL_DUPLEX_STREAMED.
 
     Attributes:
         answers: RESPONSE_BODY.
@@ -93,7 +93,7 @@ class ResponseHeadersMutation(msgspec.Struct, frozen=True, gc=False):
 
 
 class ImmediateResponse(msgspec.Struct, frozen=True, gc=False):
-    """An immediate response: the client gets this, and the stream is over.
+    """An immediate response: Envoy sends it to the client and ends the stream.
 
     Attributes:
         status: HTTP status.
@@ -109,7 +109,7 @@ class ImmediateResponse(msgspec.Struct, frozen=True, gc=False):
 
 
 class WithRequestCost(msgspec.Struct, frozen=True, gc=False):
-    """The reply to the last body message of an answer, with what it cost as dynamic metadata.
+    """The last reply of a response, with the request cost as dynamic metadata.
 
     Attributes:
         reply: The reply itself.
@@ -134,7 +134,7 @@ ProcessingResponse = (
 def chunks(
     answers: MessageKind, body: bytes, *, end_of_stream: bool, destination: str = ""
 ) -> Iterator[StreamedBodyResponse]:
-    """Hand a body on in pieces of `CHUNK_BYTES`; an empty body is one empty piece.
+    """Split a body into chunks of `CHUNK_BYTES`; an empty body is one empty chunk.
 
     Args:
         answers: REQUEST_BODY or RESPONSE_BODY.
@@ -158,7 +158,7 @@ def chunks(
 def run_after(
     replies: Iterable[ProcessingResponse], release: Callable[[], None]
 ) -> Iterator[ProcessingResponse]:
-    """The replies, and `release` after the last or when nobody takes the rest."""
+    """The replies, and `release` after the last or when the iteration is closed."""
     try:
         yield from replies
     finally:

@@ -1,4 +1,4 @@
-"""Seeing the answer: replies to its headers and body, when to ask for it, keeping the end of it.
+"""Response handling: replies to response messages, and the tail of the body.
 
 Usage stands at the end of an answer, whole or streamed, so the tail is all that is kept.
 """
@@ -37,7 +37,7 @@ MAX_RESPONSE_BYTES = 262144
 
 
 class TailBuffer:
-    """The last bytes of a body that passes by."""
+    """Buffer of the last bytes of a body."""
 
     __slots__ = ("_chunks", "_held")
 
@@ -46,7 +46,7 @@ class TailBuffer:
         self._held = 0
 
     def add(self, chunk: bytes) -> None:
-        """Take the next chunk."""
+        """Add the next chunk."""
         if not chunk:
             return
         self._chunks.append(chunk)
@@ -55,7 +55,7 @@ class TailBuffer:
             self._held -= len(self._chunks.popleft())
 
     def joined(self) -> bytes:
-        """What is kept: at least the last `TAIL_BYTES` bytes, or everything if there were fewer."""
+        """The tail: at least the last `TAIL_BYTES` bytes, or the complete body if shorter."""
         return b"".join(self._chunks)
 
 
@@ -104,7 +104,7 @@ def response_headers_reply(
 
 
 def served_endpoint_marker(event: ProcessingRequest) -> str:
-    """What to report as the endpoint that served, in conformance mode."""
+    """The served endpoint to report, in conformance mode."""
     hints = event.hints
     if hints is None or not hints.balancer:
         return "fail: missing envoy lb metadata"
@@ -137,7 +137,7 @@ def response_body_mode_override(
 
 
 class ModelNameResponseRewriter:
-    """The replies to an answer whose model gets the client's name again.
+    """Replies that restore the client's model name in a response.
 
     Args:
         restorer: Changes the bytes.
@@ -174,7 +174,7 @@ class ModelNameResponseRewriter:
         )
 
     def trailers(self) -> Iterable[ProcessingResponse]:
-        """What goes before the answer to trailers that end the body.
+        """Replies before the reply to trailers that end the body.
 
         Only FULL_DUPLEX_STREAMED has a way to say it. Something is held back then only where the
         body was cut inside of a name.

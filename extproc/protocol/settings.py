@@ -1,4 +1,4 @@
-"""What every exchange of a server has in common."""
+"""Settings that all exchanges of a server share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class ExchangeSettings(msgspec.Struct, frozen=True):
-    """What every exchange of a server has in common.
+    """Settings that all exchanges of a server share.
 
     Attributes:
         max_body_bytes: Largest request body that is assembled.

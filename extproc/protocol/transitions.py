@@ -1,4 +1,4 @@
-"""The table: what each event does in each phase.
+"""Transition table: the action for each message in each state.
 
 Two rules. A phase and a kind that are not in the table do not fit, and the peer broke the
 protocol. A stream may start in any phase (header modes can be SKIP), so IDLE takes every kind.
@@ -19,7 +19,7 @@ HISTORY = (1 << 6 * KIND_BITS) - 1
 
 
 class RequestState(enum.IntEnum):
-    """How far the request is."""
+    """State of the request."""
 
     IDLE = 0
     """Nothing was said of the request."""
@@ -36,7 +36,7 @@ class RequestState(enum.IntEnum):
 
 
 class ResponseState(enum.IntEnum):
-    """How far the response is."""
+    """State of the response."""
 
     IDLE = 0
     STARTED = 1
@@ -44,7 +44,7 @@ class ResponseState(enum.IntEnum):
 
 
 class Action(enum.IntEnum):
-    """What to do with an event."""
+    """Action for a message."""
 
     OPEN = 0
     """Take the request headers; the request is complete if no body will be shown."""
@@ -104,7 +104,7 @@ def _action(
 
 
 def build_handler_table(takers: Mapping[Action, HandlerT]) -> Places[HandlerT]:
-    """The table by position, which costs a message less than look-ups of pairs.
+    """Build the table by index, which is faster than a lookup by pair.
 
     Args:
         takers: What stands for each act.
@@ -128,7 +128,7 @@ def build_handler_table(takers: Mapping[Action, HandlerT]) -> Places[HandlerT]:
 def unexpected_message_error(
     request_state: RequestState, response_state: ResponseState, history: int
 ) -> ProtocolError:
-    """The error for an event that is not in the table.
+    """Build the error for a message without a transition.
 
     Args:
         request_state: Phase of the request.

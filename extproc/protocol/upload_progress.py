@@ -1,4 +1,4 @@
-"""Which request bodies arrive too slowly, of those that are on their way."""
+"""Upload progress: finds request bodies that arrive too slowly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UploadKeyT = TypeVar("UploadKeyT", bound=Hashable)
 
 
 class UploadProgress(msgspec.Struct, frozen=True):
-    """How far one body was when it was looked at.
+    """Progress of a body at the last check.
 
     Attributes:
         began: When it was first looked at, monotonic seconds.
@@ -33,7 +33,7 @@ class UploadProgress(msgspec.Struct, frozen=True):
 
 
 class Uploads(Generic[UploadKeyT]):
-    """Follows request bodies from look to look, so that a message on its way costs nothing."""
+    """Checks request bodies periodically, at no cost per message."""
 
     def __init__(self) -> None:
         self._progress: dict[UploadKeyT, UploadProgress] = {}
@@ -47,7 +47,7 @@ class Uploads(Generic[UploadKeyT]):
         most_streams: int,
         most_bytes: int,
     ) -> list[UploadKeyT]:
-        """The bodies that end here: nothing came for `idle_s`, or too little since they began.
+        """Bodies to abort: idle for `idle_s`, or too slow since they began.
 
         Args:
             arriving: All bodies on their way, with their bytes so far.

@@ -1,4 +1,4 @@
-"""Routing one request: parse, look, choose, charge.
+"""Routing of a request: parsing, endpoint choice and accounting.
 
 What lives here: the `Director`, the synchronous heart that the servers, the simulator and
 `extproc explain` share. What must not: I/O, clocks, logs, protocol messages.

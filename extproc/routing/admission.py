@@ -1,4 +1,4 @@
-"""Whether a request goes where there is a place, or waits for where it is better off."""
+"""Admission: dispatch to an endpoint with capacity, or queue for a better endpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def admit(
     patient: bool,
     shared: bool = False,
 ) -> Outcome:
-    """Choose among all endpoints, and go there if it has a place.
+    """Score all candidates and dispatch to the best if it has capacity.
 
     Where the endpoint of choice has none and others have, the request waits for it if that costs
     less: c(wanted) + w + limit < min c(free), with c what the profile's cost model says and w the
@@ -69,7 +69,7 @@ def _in_seconds(decision: Decision) -> bool:
 def _costs_less(
     decision: Decision, wanted: Candidate, free: Sequence[Candidate], limit_s: float
 ) -> bool:
-    """Whether waiting for an endpoint costs less than any that has a place; see `admit`."""
+    """True if queueing for `wanted` costs less than every free endpoint; see `admit`."""
     priced = decision.cost
     if priced is None or not _in_seconds(decision):
         return False

@@ -1,4 +1,4 @@
-"""Finds the claims that a request fits, by lookups in place of a comparison with every condition.
+"""Index of pool claims: finds the claims that match a request by table lookups.
 
 Claims are bits of one number, in the order in which they are looked at. Hosts, paths and models are
 found in tables, at as many keys as patterns have different depths or lengths; headers are compared
@@ -65,7 +65,7 @@ class ClaimIndex:
         self._prefix_lengths = sorted({len(prefix) for prefix in self._model_prefixes})
 
     def find_routes(self, headers: Mapping[str, str]) -> int:
-        """Bits of the claims whose hosts and paths a request fits; headers are another question."""
+        """Bits of the claims whose hosts and paths match a request; headers are not checked."""
         bits = self._any_host
         if self._hosts or self._below_hosts:
             bits |= self._find_host(pool_match.host_of(headers))
@@ -74,7 +74,7 @@ class ClaimIndex:
         return bits
 
     def find_models(self, model: str) -> int:
-        """Bits of the claims that a model name fits, those that ask for none among them."""
+        """Bits of the claims that match a model name, including claims without models."""
         bits = self.without_models | self._models.get(model, 0)
         for length in self._prefix_lengths:
             if length > len(model):
@@ -83,7 +83,7 @@ class ClaimIndex:
         return bits
 
     def positions(self, bits: int, headers: Mapping[str, str]) -> Iterator[int]:
-        """Positions of the claims among some whose headers a request has, in their order."""
+        """Positions of the claims in `bits` whose headers match a request, in their order."""
         while bits:
             lowest = bits & -bits
             position = lowest.bit_length() - 1
@@ -102,7 +102,7 @@ class ClaimIndex:
         return bits
 
     def _find_path(self, path: str) -> int:
-        """Bits of the claims with a path that is this one or whole segments of its beginning."""
+        """Bits of the claims whose path equals this one or a prefix of its segments."""
         bits, end = 0, -1
         for _ in range(self._most_slashes + 1):
             end = path.find("/", end + 1)

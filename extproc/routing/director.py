@@ -1,4 +1,4 @@
-"""From a raw request to an outcome, and the accounts that follow from it."""
+"""Director: turns a raw request into an outcome and keeps the accounts of the endpoint."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class Director:
 
     @property
     def pool(self) -> snapshot.Pool:
-        """The current picture of the fleet."""
+        """The current snapshot of the pool."""
         return self._fleet.pool
 
     @property
     def serving_bits(self) -> ModelBitsets:
-        """Which endpoints may serve which request; the same object while that stands."""
+        """Endpoints that can serve each request, as bits; the same object until they change."""
         pool, known = self._fleet.pool, self._serving_bits
         if known is None or known.serving is not pool.serving:
             known = self._serving_bits = ModelBitsets(
@@ -93,12 +93,12 @@ class Director:
 
     @property
     def supplies_model(self) -> bool:
-        """Whether a rewrite names the model of requests that name none."""
+        """True if a rewrite names a model for requests that name none."""
         return self._preparation.supplies_model
 
     @property
     def routing(self) -> routing_config.RoutingConfig:
-        """What requests are routed by now."""
+        """The current routing configuration."""
         return self._routing
 
     def reconfigure(self, routing: routing_config.RoutingConfig) -> None:
@@ -114,15 +114,15 @@ class Director:
         self._observers = {profile.name: profile.observers for profile in profiles}
 
     def prepare(self, raw: HttpRequest) -> PreparedRequest | Rejection:
-        """Parse, rank, rename and hash a request, or say what is wrong with it."""
+        """Parse, rank, rename and hash a request, or return the rejection."""
         return self._preparation.prepare(raw)
 
     def prepare_parsed(self, request: InferenceRequest, raw: HttpRequest) -> PreparedRequest:
-        """The same for a request that is parsed already."""
+        """Prepare a request that is parsed already."""
         return self._preparation.parsed(request, raw)
 
     def route(self, raw: HttpRequest, now: float) -> Outcome:
-        """Decide, without charging anybody.
+        """Choose an endpoint without charging it.
 
         Args:
             raw: A complete request.
@@ -132,7 +132,7 @@ class Director:
         return prepared if isinstance(prepared, Rejection) else self.decide(prepared, now)
 
     def decide(self, prepared: PreparedRequest, now: float, *, patient: bool = True) -> Outcome:
-        """Decide about a request that is prepared, without charging anybody.
+        """Choose an endpoint for a prepared request, without charging it.
 
         Args:
             prepared: From `prepare`, now or a while ago.
@@ -165,7 +165,7 @@ class Director:
         headers: Mapping[str, str],
         patient: bool = True,
     ) -> Outcome:
-        """Decide about a request that is parsed and hashed already, without charging anybody.
+        """Choose an endpoint for a parsed and hashed request, without charging it.
 
         Args:
             request: What is asked for.
@@ -177,7 +177,7 @@ class Director:
         return self._choice.schedule(request, now, chain=chain, headers=headers, patient=patient)
 
     def route_fallback(self, raw: HttpRequest, now: float, *, why: str) -> Outcome:
-        """Decide when `route` failed with a bug: least in flight, nothing else looked at.
+        """Choose the endpoint with least requests in flight, after `route` failed with a bug.
 
         Args:
             raw: The request.
@@ -199,7 +199,7 @@ class Director:
         )
 
     def reserve(self, decision: Decision, now: float) -> Reservation:
-        """Charge a decision to its endpoint and believe its prompt cached there.
+        """Charge a decision to its endpoint and predict its prompt as cached there.
 
         Args:
             decision: From `route` or `route_fallback`, in the same turn.
@@ -245,7 +245,7 @@ class Director:
         prompt_bytes: int,
         now: float,
     ) -> Reservation:
-        """Charge a request to an endpoint and believe its prompt cached there.
+        """Charge a request to an endpoint and predict its prompt as cached there.
 
         Args:
             member: To whom; of the current pool.
@@ -290,7 +290,7 @@ class Director:
 
     @property
     def conversation_stats(self) -> tuple[float, float] | None:
-        """Share of requests that go on from an earlier one, and conversations away for each open one.
+        """Share of continued requests, and idle conversations per open conversation.
 
         None where no profile needs to know.
         """
@@ -303,7 +303,7 @@ class Director:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks of the longest chain there can be (count)."""
+        """Blocks of the longest chain (count)."""
         return len(self._schedule.tokens) - 1
 
     def estimate_cached_tokens(
@@ -314,7 +314,7 @@ class Director:
         target: str,
         prompt_bytes: int,
     ) -> int:
-        """Prompt tokens of a chain that are believed cached on an endpoint.
+        """Prompt tokens of a chain that are predicted as cached on an endpoint.
 
         Args:
             member: Of the current pool.
@@ -328,7 +328,7 @@ class Director:
     def on_response_headers(
         self, ticket: Reservation, status: str, now: float, *, served: str = ""
     ) -> None:
-        """Response headers came: what they say of the endpoint, and of its cache.
+        """Record response headers: the endpoint's health and its prefix cache.
 
         Args:
             ticket: From `reserve`.
@@ -342,7 +342,7 @@ class Director:
             self.event_listener.on_moved(ticket, blocks)
 
     def on_usage(self, decision: Decision, usage: Mapping[str, int], *, served: Endpoint) -> None:
-        """Hold predictions against what the answer reports: prompt tokens, and cached ones.
+        """Compare predictions with the reported usage: prompt tokens and cached tokens.
 
         Args:
             decision: That was committed.
@@ -367,7 +367,7 @@ class Director:
             )
 
     def unreserve(self, ticket: Reservation, now: float) -> None:
-        """Close the accounts of a request that never left: nothing of it is believed.
+        """Close the accounts of a request that was never sent, and retract its prediction.
 
         Args:
             ticket: From `reserve`.
@@ -381,7 +381,7 @@ class Director:
                 self.event_listener.on_released(ticket, answered=False, ran=False)
 
     def release(self, ticket: Reservation, now: float, *, answered: bool = True) -> None:
-        """Close the accounts of a request that is over, however it ended.
+        """Close the accounts of a request that ended, whatever the reason.
 
         Args:
             ticket: From `reserve`.
@@ -398,11 +398,11 @@ class Director:
                 self.event_listener.on_released(ticket, answered=answered and ran, ran=ran)
 
     def response_unwatched(self, decision: Decision) -> bool:
-        """Whether nobody needs to see the answer."""
+        """True if the response needs no observation."""
         return decision.request.api in UNWATCHED
 
     def _remember(self, decision: Decision, now: float) -> None:
-        """Tell the plugins with a memory; what one raises must not cost the request."""
+        """Notify the stateful plugins; an exception of a plugin does not fail the request."""
         for observer in self._observers.get(decision.profile, ()):
             try:
                 observer.on_committed(decision, now)
@@ -412,7 +412,7 @@ class Director:
 
 
 def _predicted(decision: Decision, served: Endpoint) -> int | None:
-    """Prompt tokens that a decision took to be cached on an endpoint; None where it did not look."""
+    """Prompt tokens a decision predicted as cached on an endpoint; None without prediction."""
     if served is decision.endpoints[0]:
         return decision.matched_tokens
     for c in decision.candidates:

@@ -1,4 +1,4 @@
-"""Who a request may go to: those the data plane allows, that serve its model, and that are well."""
+"""Eligibility: endpoints that the data plane allows, that serve the model and are healthy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Aside = tuple[str, Sequence[Endpoint]]
 
 
 class EligibleEndpoints(msgspec.Struct, frozen=True, gc=False):
-    """Who a request may go to.
+    """Endpoints that a request may be sent to, and the excluded endpoints by reason.
 
     Attributes:
         members: In pool order, at least one.
@@ -45,7 +45,7 @@ class EligibleEndpoints(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nothing_excluded(self) -> bool:
-        """Whether there is nothing to be told of anybody left out."""
+        """True if no endpoint was excluded for a reason that the decision reports."""
         return not (self.excluded_by_model or self.model_unlisted or self.excluded_by_health)
 
 
@@ -59,7 +59,7 @@ def find_eligible(
     now: float,
     rng: random.Random,
 ) -> EligibleEndpoints | Rejection:
-    """Find out who a request may go to.
+    """Find the endpoints that a request may be sent to.
 
     Args:
         pool: The snapshot.
@@ -100,7 +100,7 @@ def find_eligible(
 def _healthy(
     members: Sequence[EndpointSnapshot], now: float, *, patience_s: float
 ) -> tuple[Sequence[EndpointSnapshot], tuple[Aside, ...]]:
-    """Those that take part, and those that are to be tried again.
+    """Members to choose from, and excluded members by reason.
 
     One that no request has tried for `patience_s` since it was due gets the next one.
     """
@@ -128,7 +128,7 @@ def _slow_start(
     health: condition.OutlierDetectionSettings,
     rng: random.Random,
 ) -> tuple[Sequence[EndpointSnapshot], tuple[Aside, ...]]:
-    """Ease in who is new: a candidate with probability f + (1 - f) t / T.
+    """Admit a recent endpoint as candidate with probability f + (1 - f) t / T.
 
     t is the seconds since it came or came back, T `slow_start_s`, f `slow_start_floor`. When chance
     would leave nobody, all stay.

@@ -1,4 +1,4 @@
-"""Where a dispatcher writes down what other pickers may want to know."""
+"""Interface of a listener to the requests that a director charges, moves and releases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from extproc.pool.inflight import Reservation
 
 
 class RequestEventListener(Protocol):
-    """Whoever tells other pickers what became of requests."""
+    """Receives the request events that are sent to other replicas."""
 
     def on_reserved(self, ticket: Reservation, decision: Decision) -> None:
         """A decision was committed."""

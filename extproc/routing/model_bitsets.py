@@ -10,7 +10,7 @@ from extproc.pool.snapshot import Pool
 
 
 class ModelBitsets:
-    """Which endpoints may serve a request, whatever their load and health: `eligible.find` as bits.
+    """Eligible endpoints as bits, regardless of load and health; see `eligibility`.
 
     It stands for as long as neither the endpoints nor their lists of models change.
 
@@ -38,7 +38,7 @@ class ModelBitsets:
         self._last: tuple[ModelMatch | None, int] = (None, self._all)
 
     def bits_for(self, model: str, adapter: str = "", subset: Sequence[str] | None = None) -> int:
-        """Bits of the endpoints a request may go to; 0 where it may go to none."""
+        """Bits of the endpoints that a request may be sent to; 0 for none."""
         allowed = self._all
         if subset is not None and self._honors_subset:
             allowed = 0

@@ -1,4 +1,4 @@
-"""The name of a model as a request has it, and as its engine knows it."""
+"""Model rewrite: the model name of a request and the name its engine knows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from extproc.request import HttpRequest, InferenceRequest
 
 
 class ModelRewrite(msgspec.Struct, frozen=True, gc=False):
-    """A request that names its model in another way than its engine does.
+    """A request whose model name differs from the name its engine knows.
 
     Attributes:
         request: What is asked for: the base model, and the adapter if there is one.
@@ -35,7 +35,7 @@ def resolve_model(
     decreed: str,
     kubeai_names: bool,
 ) -> ModelRewrite | None:
-    """Find out what is asked for.
+    """Resolve the model name of a request to the name its engine knows.
 
     A rewrite's target, or else a gateway's header, names the model in place of the body
     (docs/spec/protocol.md#model-rewrite). Then the name may be SGLang's `model:adapter`, or
@@ -70,7 +70,7 @@ def resolve_model(
 def attach_model_rewrite(
     outcome: Outcome, raw: HttpRequest, request: InferenceRequest, sent: str
 ) -> Outcome:
-    """An outcome that says what the body is to name, and the answer after it.
+    """Attach the model names for the request body and for the response to an outcome.
 
     Args:
         outcome: Of the renamed request.

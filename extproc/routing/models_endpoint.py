@@ -1,4 +1,4 @@
-"""The list of models that several engines serve together, as OpenAI's API has it."""
+"""`GET /v1/models`: the models of several endpoints in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATH: Final = "/v1/models"
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """One model.
+    """An entry of the list of models.
 
     Attributes:
         id: What requests name.
@@ -37,7 +37,7 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 
 def requested_model(path: str) -> str | None:
-    """Which model a path asks about: empty for all of them, None where it asks something else."""
+    """The model that a path names: empty for the list, None for any other path."""
     path = path.rstrip("/")
     if path == PATH:
         return ""
@@ -46,7 +46,7 @@ def requested_model(path: str) -> str | None:
 
 
 def answer(dispatchers: Sequence[Director], name: str) -> DirectResponse | None:
-    """What to answer.
+    """Build the response to a request for the list of models or for a single model.
 
     Args:
         dispatchers: Whose endpoints count.
@@ -66,7 +66,7 @@ def answer(dispatchers: Sequence[Director], name: str) -> DirectResponse | None:
 
 
 def names(dispatcher: Director) -> frozenset[str]:
-    """Every name requests to a pool may carry: what endpoints listed, and what rewrites take."""
+    """Model names that requests to a pool may use: served models and rewritten models."""
     return dispatcher.pool.serving.names | dispatcher.rewritten_models
 
 

@@ -1,4 +1,4 @@
-"""What pickers tell each other of requests, where they do.
+"""Peer synchronization: replicas exchange the start and end of their requests.
 
 Each picker writes facts about its own requests to an outbox, which somebody carries to the others.
 Their mirrors charge and believe what they read as if they had decided it themselves, without
@@ -77,7 +77,7 @@ class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e", gc=Fal
 
 
 class OpenRequests(msgspec.Struct, frozen=True, array_like=True, tag="o", gc=False):
-    """Which requests are open; every other one up to `until` is over.
+    """Numbers of the open requests; every other request up to `until` has ended.
 
     Attributes:
         until: The latest number.
@@ -92,14 +92,14 @@ class OpenRequests(msgspec.Struct, frozen=True, array_like=True, tag="o", gc=Fal
 
 
 class PickerLeft(msgspec.Struct, frozen=True, array_like=True, tag="l", gc=False):
-    """The picker ends. What it has open goes on without it, and only scrapes show it."""
+    """A replica stops. Its open requests continue, and only scrapes show them."""
 
 
 Fact = RequestStarted | RequestEnded | OpenRequests | PickerLeft
 
 
 class PeerMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Facts of one picker, in the order in which they became true.
+    """Events of a replica, in the order in which they occurred.
 
     Attributes:
         picker: Name of the picker in this life; no other has it, nor had it.
@@ -114,12 +114,12 @@ _decoder = msgspec.msgpack.Decoder(PeerMessage)
 
 
 def encode(message: PeerMessage) -> bytes:
-    """As it is carried: msgpack, without names of fields."""
+    """Encode a message as msgpack, without field names."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(carried: bytes) -> PeerMessage | None:
-    """What was carried; None where it cannot be read, as from another version.
+    """Decode a message; None where it is unreadable, as from another version.
 
     Nor is a message with a number or a name out of range: none of it is believed.
     """
@@ -132,7 +132,7 @@ def decode(carried: bytes) -> PeerMessage | None:
 
 
 class PeerEventLog:
-    """Facts of this picker that wait to be carried. Mutable; one owner.
+    """Events of this replica that wait to be sent. Mutable; it has a single owner.
 
     Args:
         picker: Its name.
@@ -148,7 +148,7 @@ class PeerEventLog:
         self._waiting: list[Fact] = []
 
     def pool_log(self, pool: str) -> PoolEventLog:
-        """What the dispatcher of a pool writes to."""
+        """The event log for the director of a pool."""
         return PoolEventLog(self, pool)
 
     def request_started(self, pool: str, ticket: Reservation, blocks: Sequence[int]) -> None:
@@ -168,22 +168,22 @@ class PeerEventLog:
         )
 
     def request_ended(self, ticket: Reservation, *, answered: bool, ran: bool) -> None:
-        """A request is over; nothing happens where it was not told of."""
+        """Record that a request ended; does nothing for a request that was not recorded."""
         number = self._numbers.pop(ticket, None)
         if number is not None:
             self._put(RequestEnded(number, answered, ran))
 
     def publish_open(self) -> None:
-        """Say which requests are open."""
+        """Record the numbers of the open requests."""
         self._latest_list += 1
         self._put(OpenRequests(self._latest, list(self._numbers.values()), self._latest_list))
 
     def publish_left(self) -> None:
-        """Say that this picker ends."""
+        """Record that this replica stops."""
         self._put(PickerLeft())
 
     def take(self, most: int = MOST_WAITING) -> PeerMessage | None:
-        """What waits, the oldest first; None for nothing. What is lost is not told again.
+        """Remove and return the waiting message, oldest events first; None if it is empty.
 
         Args:
             most: Facts to take (count).
@@ -201,7 +201,7 @@ class PeerEventLog:
 
 
 class PoolEventLog:
-    """An outbox as the dispatcher of one pool sees it.
+    """The event log as the director of a pool writes to it.
 
     Args:
         outbox: Where facts wait.
@@ -229,7 +229,7 @@ class PoolEventLog:
 
 
 class _Charged(msgspec.Struct, frozen=True):
-    """One request of another picker, as it stands in our accounts."""
+    """A request of another replica, as charged to our accounts."""
 
     pool: str
     dispatcher: Director
@@ -238,7 +238,7 @@ class _Charged(msgspec.Struct, frozen=True):
 
 
 class _PeerRequests:
-    """One other picker: what it has open, and what of it is over that may still be told of."""
+    """Open and recently ended requests of another replica."""
 
     __slots__ = ("ended", "heard", "open", "serial", "still", "until")
 
@@ -251,12 +251,12 @@ class _PeerRequests:
         self.still: frozenset[int] = frozenset()
 
     def over(self, number: int) -> bool:
-        """Whether a request is known to have ended."""
+        """True if a request is known to have ended."""
         return number in self.ended or (number <= self.until and number not in self.still)
 
 
 class PeerReplica:
-    """Charges the requests of other pickers. Mutable; one owner.
+    """Charges the requests of other replicas. Mutable; it has a single owner.
 
     Args:
         own: Name of this picker, whose facts are passed over.
@@ -274,12 +274,12 @@ class PeerReplica:
 
     @property
     def pickers(self) -> int:
-        """Other pickers that are heard (count)."""
+        """Number of other replicas that are alive."""
         return len(self._peers)
 
     @property
     def open(self) -> int:
-        """Their requests that stand in our accounts (count)."""
+        """Number of open requests of other replicas in our accounts."""
         return sum(len(peer.open) for peer in self._peers.values())
 
     def take(self, message: PeerMessage, now: float) -> set[str]:
@@ -315,7 +315,7 @@ class PeerReplica:
         return freed
 
     def drop_silent(self, now: float) -> set[str]:
-        """Forget pickers that say nothing any more, and what they had open.
+        """Forget replicas without recent messages, and release their requests.
 
         Args:
             now: Monotonic seconds.
@@ -375,7 +375,7 @@ class PeerReplica:
 
 
 def _settle(peer: _PeerRequests, fact: OpenRequests, now: float, freed: set[str]) -> None:
-    """Close what is over, and forget of what ended before all that cannot come back."""
+    """Release the requests that ended, and forget numbers that cannot return."""
     # A picker that sends nothing lists the same latest number again and again.
     if (fact.until, fact.serial) < (peer.until, peer.serial):
         return  # overtaken by a later one
@@ -396,7 +396,7 @@ def _close(charged: _Charged, now: float, freed: set[str], *, answered: bool, ra
 
 
 def connect(pools: Iterable[tuple[str, Director]], outbox: PeerEventLog) -> None:
-    """Let dispatchers write to an outbox; for those that do already, nothing changes."""
+    """Connect directors to an event log; directors that are connected stay unchanged."""
     for name, dispatcher in pools:
         if dispatcher.event_listener is None:
             dispatcher.event_listener = outbox.pool_log(name)

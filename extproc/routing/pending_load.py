@@ -1,4 +1,4 @@
-"""What requests that wait for an endpoint will hold there: it is promised, so that others see it.
+"""Pending load: the load that queued requests will add to their preferred endpoint.
 
 Conversations that wait for an endpoint push each other's prefixes out of its cache as much as those
 that it serves. Nobody who comes should think that there is room, only because they wait with us.
@@ -17,7 +17,7 @@ from extproc.pool.store import PoolStore
 
 
 class PendingShare(msgspec.Struct, frozen=True, gc=False):
-    """What one request that waits will hold.
+    """The load that a queued request will add.
 
     Attributes:
         account: Of the endpoint it waits for.
@@ -29,7 +29,7 @@ class PendingShare(msgspec.Struct, frozen=True, gc=False):
 
 
 class PendingLoad:
-    """Made to the endpoints of one fleet, and taken back.
+    """Adds the load of queued requests to the endpoints of a pool, and removes it.
 
     Args:
         fleet: The endpoints.
@@ -49,7 +49,7 @@ class PendingLoad:
         self.counted = False
 
     def add(self, address: str, chain: Sequence[int], *, prompt_tokens: int) -> PendingShare | None:
-        """Promise an endpoint a request that waits for it.
+        """Add the load of a queued request to an endpoint.
 
         Args:
             address: Of the endpoint; empty for none.
@@ -71,6 +71,6 @@ class PendingLoad:
 
 
 def remove(promise: PendingShare | None) -> None:
-    """The request goes on, or waits no longer."""
+    """Remove the load of a request that left the queue."""
     if promise is not None:
         promise.account.remove_pending(promise.share)

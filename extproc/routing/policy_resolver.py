@@ -1,4 +1,4 @@
-"""What was decreed about requests: their priority, and the models that stand in for others."""
+"""Inference policy of a pool: priorities by objective, and model rewrites."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OBJECTIVE_HEADERS: Final = ("x-llm-d-inference-objective", "x-gateway-inference-
 
 
 class PolicyResolver:
-    """Reads a pool's policy for one request after the other.
+    """Resolves the priority and the model rewrite of each request.
 
     Of several rules for a model an exact one counts before one without models, and of these the
     first (docs/spec/protocol.md#inferencemodelrewrite; the policy has them in order of age).
@@ -35,7 +35,7 @@ class PolicyResolver:
         self._generic: RewriteRule | None = None
 
     def update(self, decreed: InferencePolicy, configured: InferencePolicy) -> None:
-        """Go by these from now on; does nothing while they are the same values as before.
+        """Replace the policy; does nothing if the values are unchanged.
 
         Args:
             decreed: What discovery says.
@@ -56,18 +56,18 @@ class PolicyResolver:
 
     @property
     def names(self) -> frozenset[str]:
-        """Models that requests may name because a rule puts others in their place."""
+        """Models that requests may name because a rule rewrites them."""
         return frozenset(self._exact)
 
     @property
     def supplies(self) -> bool:
-        """Whether a rule is for every request, also for one that names no model."""
+        """True if a rule matches every request, including requests that name no model."""
         return self._generic is not None
 
     def with_priority(
         self, request: InferenceRequest, headers: Mapping[str, str]
     ) -> InferenceRequest:
-        """The request with the priority of the objective it names; as it is where it names none.
+        """The request with the priority of its objective; unchanged without an objective.
 
         Args:
             request: As parsed.
@@ -82,7 +82,7 @@ class PolicyResolver:
         return msgspec.structs.replace(request, objective=name, priority=priority)
 
     def rewrite_target(self, request: InferenceRequest, rng: random.Random) -> str:
-        """The model that stands in for the one a request names; empty where no rule is for it.
+        """The model that replaces the model of a request; empty if no rule matches.
 
         Turns of one conversation get the same one: a request with a session draws by the hash of
         it, in every replica alike, and moves only when the weights do.
@@ -100,7 +100,7 @@ class PolicyResolver:
     def with_default_model(
         self, raw: HttpRequest, refused: Rejection, rng: random.Random
     ) -> InferenceRequest | None:
-        """The request, where it was refused for naming no model, and a rule has one for all.
+        """The request with the model of a rule for all requests, if it named no model.
 
         Args:
             raw: As it came.
@@ -130,7 +130,7 @@ def objective_of(headers: Mapping[str, str]) -> str:
 
 
 def weighted_choice(targets: Sequence[TargetModel], share: float) -> TargetModel:
-    """One of a rule's targets.
+    """Choose a target of a rule by weight.
 
     Where some have a weight, only those are drawn, in proportion; where none has, or they sum up to
     0, all are drawn alike (docs/spec/protocol.md#model-rewrite).
@@ -152,7 +152,7 @@ def weighted_choice(targets: Sequence[TargetModel], share: float) -> TargetModel
 
 
 def sticky_choice(rule: RewriteRule, session: str) -> TargetModel:
-    """The target that a session has, in every replica and as long as weights stay.
+    """Choose the target of a session, equal in all replicas while weights stay.
 
     Weighted rendezvous: the least `-ln(u) / weight`, u in (0, 1) by the hash of session and target.
     Sessions are spread in proportion; another weight moves only sessions to or from its target.

@@ -1,4 +1,4 @@
-"""Which requests a pool claims: by host, path, header or model name. Values and one test."""
+"""Match conditions of a pool: host, path, header and model name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class PoolMatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a request must look like; every kind of condition that is given must hold.
+    """Conditions on a request; every condition that is set must hold.
 
     Attributes:
         hosts: One of these must be the request's host, in lower case without port; `*.a.example`
@@ -27,12 +27,12 @@ class PoolMatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def empty(self) -> bool:
-        """Whether it asks for nothing."""
+        """True if no condition is set."""
         return not (self.hosts or self.paths or self.headers or self.models)
 
 
 def matches(claim: PoolMatch, headers: Mapping[str, str]) -> bool:
-    """Whether a request's headers are as a claim wants them; its models are another question.
+    """True if a request's headers match a claim; models are not checked.
 
     Args:
         claim: The conditions.
@@ -50,7 +50,7 @@ def matches(claim: PoolMatch, headers: Mapping[str, str]) -> bool:
 
 
 def names(claim: PoolMatch, model: str) -> bool:
-    """Whether a model name is one of those claimed."""
+    """True if a model name matches a claim."""
     return any(
         model.startswith(pattern[:-1]) if pattern.endswith("*") else model == pattern
         for pattern in claim.models
@@ -58,7 +58,7 @@ def names(claim: PoolMatch, model: str) -> bool:
 
 
 def within(claim: PoolMatch, limit: PoolMatch) -> bool:
-    """Whether every request that a claim takes is one that a limit takes.
+    """True if every request that matches a claim also matches a limit.
 
     Args:
         claim: The conditions; lower-case hosts and header names.
@@ -73,7 +73,7 @@ def within(claim: PoolMatch, limit: PoolMatch) -> bool:
 
 
 def overlap(match: PoolMatch, other: PoolMatch) -> bool:
-    """Whether there can be a request that both claims take."""
+    """True if some request can match both claims."""
     return (
         _any_meet(match.hosts, other.hosts, _host_within)
         and _any_meet(match.paths, other.paths, _below)
@@ -83,13 +83,13 @@ def overlap(match: PoolMatch, other: PoolMatch) -> bool:
 
 
 def num_comparisons(match: PoolMatch, other: PoolMatch) -> int:
-    """Comparisons of conditions that `overlap` makes at most, and a call of it counts as 1."""
+    """Upper bound on the comparisons of `overlap`, plus 1 for the call."""
     pairs = ((match.hosts, other.hosts), (match.paths, other.paths), (match.models, other.models))
     return 1 + sum(len(left) * len(right) for left, right in pairs)
 
 
 def described(claim: PoolMatch) -> str:
-    """A claim in words; an empty one is what no other pool takes."""
+    """Describe a claim in words; an empty claim is the rest of all requests."""
     if claim.empty:
         return "models its endpoints list, and what no other pool takes"
     parts = (

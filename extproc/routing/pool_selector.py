@@ -1,4 +1,4 @@
-"""From a request to the pool it is for, and from there to an outcome."""
+"""Pool selection: finds the pool of a request and routes it there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from extproc.routing.request_preparer import PreparedRequest
 
 
 class PoolRoute(msgspec.Struct, frozen=True):
-    """A pool and what it claims.
+    """A pool with its match conditions and its director.
 
     Attributes:
         name: Of the pool.
@@ -40,7 +40,7 @@ class PoolRoute(msgspec.Struct, frozen=True):
 
 
 class RoutingResult(msgspec.Struct, frozen=True, gc=False):
-    """What becomes of a request.
+    """Outcome of a request, with the pool and the director that chose it.
 
     Attributes:
         outcome: Where it goes, why nowhere, or what to answer at once.
@@ -56,7 +56,7 @@ class RoutingResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class ModelFit(IntEnum):
-    """How well a pool fits a model; higher is better."""
+    """Fit of a pool for a model; higher is better."""
 
     #: All its endpoints list what they serve, and it is not there.
     NO = 0
@@ -99,7 +99,7 @@ class PoolSelector:
         self._listing = not is_single if list_models is None else list_models
 
     def route(self, raw: HttpRequest, now: float) -> RoutingResult:
-        """Decide, without charging anybody.
+        """Choose a pool and an endpoint, without charging it.
 
         Args:
             raw: A complete request.
@@ -119,7 +119,7 @@ class PoolSelector:
         return self._search(raw, now)
 
     def route_fallback(self, raw: HttpRequest, now: float, *, why: str) -> RoutingResult:
-        """Decide when `route` failed with a bug: the first pool whose headers fit.
+        """Use the first pool whose headers match, after `route` failed with a bug.
 
         Args:
             raw: The request.
@@ -132,11 +132,11 @@ class PoolSelector:
         return RoutingResult(_no_pool_rejection())
 
     def _fitting(self, raw: HttpRequest, bits: int) -> Iterator[PoolRoute]:
-        """The pools among some whose headers a request has, in their order."""
+        """Pools in `bits` whose headers match a request, in their order."""
         return (self.routes[at] for at in self._index.positions(bits, raw.headers))
 
     def _search(self, raw: HttpRequest, now: float) -> RoutingResult:
-        """Parse the request where models decide, once for everybody."""
+        """Find the pool of a request; parse the body at most once, if models decide."""
         index = self._index
         routes = index.find_routes(raw.headers) & index.claiming
         first = next(self._fitting(raw, routes), None)
@@ -165,7 +165,7 @@ class PoolSelector:
         return self._by(next(route for rank, route in ranked if rank is best), raw, now, request)
 
     def _supplying(self, refused: Rejection, raw: HttpRequest, routes: int) -> PoolRoute | None:
-        """The pool whose rewrites for every request name the model that is missing.
+        """The pool whose rewrite for every request supplies the missing model.
 
         Any other refusal stands in every pool, so that no body is read again for each of them.
         """
@@ -197,7 +197,7 @@ class PoolSelector:
         return RoutingResult(outcome, route.name, dispatcher, prepared)
 
     def _models_response(self, raw: HttpRequest) -> DirectResponse | None:
-        """The list of models, where that is what is asked for and somebody listed any."""
+        """The list of models, if the request asks for it and any endpoint listed models."""
         model = models_endpoint.requested_model(pool_match.path_of(raw.headers))
         if model is None:
             return None
@@ -207,7 +207,7 @@ class PoolSelector:
 
 
 def fit(route: PoolRoute, model: str) -> ModelFit:
-    """How well an open pool fits a model; every pool with endpoints may take what names none."""
+    """Rate an open pool for a model; a request without a model fits every pool."""
     pool = route.director.pool
     if not pool.members:
         return ModelFit.EMPTY
@@ -223,7 +223,7 @@ def fit(route: PoolRoute, model: str) -> ModelFit:
 
 
 def _hinted(open_routes: Sequence[PoolRoute], raw: HttpRequest) -> Sequence[PoolRoute]:
-    """Those with endpoints the data plane allows; all where it says nothing, or nobody has any."""
+    """Pools with endpoints in the subset hint; all pools without a hint or a match."""
     if not raw.subset or len(open_routes) < 2:
         return open_routes
     return [

@@ -1,4 +1,4 @@
-"""How much of a prompt every member is believed to hold."""
+"""Prefix matching: predicted cached tokens of a prompt for every endpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PrefixMatcher:
     def match(
         self, chain: Sequence[int], members: Sequence[EndpointSnapshot], tokens: Sequence[int]
     ) -> Sequence[int]:
-        """Per member the prompt tokens believed cached there.
+        """Predicted cached prompt tokens per member.
 
         Args:
             chain: The prompt's block hashes, root first.

@@ -1,4 +1,4 @@
-"""Where pickers that do not talk expect each other to have sent a conversation.
+"""Rendezvous affinity: the endpoint of a conversation among unsynchronized replicas.
 
 A picker behind the same Envoy as others sees some turns of a conversation, and its index knows
 nothing of the rest. So all of them believe that a conversation is cached at its home, which follows
@@ -44,7 +44,7 @@ def with_expected_hits(
     matched: Sequence[int],
     peers: ForeignTraffic,
 ) -> tuple[Sequence[int], int | None]:
-    """What endpoints hold of a prompt, where other pickers have sent the turns we did not see.
+    """Add the hits to expect where other replicas sent the earlier turns.
 
     Args:
         key: What stays the same from turn to turn; empty for none.

@@ -1,4 +1,4 @@
-"""What an answer cost, told to the data plane with its last message.
+"""Request cost: token cost of a response, as dynamic metadata on the last message.
 
 Source: docs/spec/protocol.md#header-names.
 """
@@ -13,7 +13,7 @@ from extproc.protocol.replies import ProcessingResponse, WithRequestCost
 
 
 def is_last_response_message(event: ProcessingRequest) -> bool:
-    """Whether a message is the last one of an answer's body."""
+    """True if a message is the last of a response body."""
     kind = event.kind
     return (
         kind is MessageKind.RESPONSE_BODY and event.end_of_stream
@@ -23,7 +23,7 @@ def is_last_response_message(event: ProcessingRequest) -> bool:
 def attach_request_cost(
     replies: Iterable[ProcessingResponse], tail: bytes, weights: Mapping[usage.UsageKind, float]
 ) -> Iterable[ProcessingResponse]:
-    """Replies to the last message of an answer, with its cost on the last of them.
+    """Attach the token cost of a response to the last reply.
 
     `cost = max(0, sum of weight * tokens)` over the kinds of tokens the answer reports.
 

@@ -86,11 +86,11 @@ class RequestPreparer:
 
     @property
     def supplies_model(self) -> bool:
-        """Whether a rewrite is for every request, also for one that names no model."""
+        """True if a rewrite names a model for requests that name none."""
         return self._decreed.supplies
 
     def prepare(self, raw: HttpRequest) -> PreparedRequest | Rejection:
-        """Prepare a request, or say what is wrong with it."""
+        """Prepare a request, or return the rejection."""
         request = surfaces.parse(raw)
         if not isinstance(request, Rejection):
             return self.parsed(request, raw, reparsable=True)
@@ -113,7 +113,7 @@ class RequestPreparer:
     def _named(
         self, request: InferenceRequest, raw: HttpRequest, target: str, *, reparsable: bool = False
     ) -> PreparedRequest:
-        """With the target of a rewrite in place of the model; empty for none."""
+        """Prepare a request with its rewrite target as the model; empty for no rewrite."""
         renamed = model_rewrite.resolve_model(
             request,
             raw.headers,
@@ -132,12 +132,12 @@ class RequestPreparer:
 
     @property
     def _decreed(self) -> policy_resolver.PolicyResolver:
-        """What was decreed, as of now."""
+        """The current policy."""
         self._policy_resolver.update(self._fleet.policy, self._policy)
         return self._policy_resolver
 
     def _chain(self, request: InferenceRequest) -> Sequence[int]:
-        """The prompt's block hashes; none where no profile reads them."""
+        """The prompt's block hashes; empty if no profile reads them."""
         if not self._hashing or not request.prompt:
             return ()
         seed = blocks.seed(request.model, request.adapter)

@@ -1,4 +1,4 @@
-"""What answers say of endpoints, and what must be taken back when there is none."""
+"""Response feedback: endpoint health from responses, and retraction without a response."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from extproc.prefix_cache.index import PrefixIndex
 
 
 class ResponseFeedback:
-    """Hears what becomes of requests. Mutable; its dispatcher owns it.
+    """Records responses and failures. Mutable; its director owns it.
 
     Args:
         fleet: Decides about health.

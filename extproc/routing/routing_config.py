@@ -1,4 +1,4 @@
-"""What a dispatcher routes by: profiles and settings, replaced as one value."""
+"""Routing configuration: profiles and settings, replaced as a single value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from extproc.scheduling.profile import SchedulerProfile
 
 
 class RoutingSettings(msgspec.Struct, frozen=True):
-    """How requests are routed.
+    """Settings of routing.
 
     Attributes:
         stale_after_s: Age at which a scraped load counts as unknown.
@@ -35,7 +35,7 @@ class RoutingSettings(msgspec.Struct, frozen=True):
 
 
 class RoutingConfig(msgspec.Struct, frozen=True):
-    """Everything a new configuration may change about routing; replaced as one value.
+    """Routing configuration that a reload replaces as a single value.
 
     Attributes:
         profile: For models without one of their own.

@@ -1,4 +1,4 @@
-"""How long a request would wait on an endpoint: the one signal of saturation.
+"""Saturation: estimated wait on an endpoint before prefill starts.
 
 Engines serve first come first served, so what was sent to one is ahead of every later request,
 whatever its priority. All that holding can do for a priority is to send the others late: one prompt
@@ -79,7 +79,7 @@ def wait_s(candidate: Candidate, *, ceiling: float = _FULL) -> float:
 def excess_wait_s(
     candidates: Sequence[Candidate], limit_s: float, *, priority: int, shared: bool = False
 ) -> list[float]:
-    """Seconds each is too long to wait for, 0 or less where there is a place: wait - m p - limit.
+    """Seconds of wait above the limit, 0 or less with capacity: wait - m p - limit.
 
     m are the prompt tokens believed cached there, p the seconds each takes to compute.
 
@@ -103,7 +103,7 @@ def excess_wait_s(
 
 
 def _in_front(candidate: Candidate, over: float) -> float:
-    """Requests that wait for a place in the batch or for memory, `over` tokens of it."""
+    """Requests ahead that wait for a batch slot or for memory, `over` tokens of it."""
     in_front = over / max(1.0, candidate.rates.context_tokens)
     if candidate.load.waiting:
         in_front = max(in_front, candidate.estimated_requests - (candidate.load.running or 0.0))

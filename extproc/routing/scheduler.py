@@ -1,4 +1,4 @@
-"""Which endpoint is best for a request, as things are now."""
+"""Scheduler: chooses the best endpoint for a request from the current snapshot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from extproc.scheduling.profile import SchedulerProfile
 
 
 class Scheduler:
-    """Chooses for requests that are parsed and hashed, and charges nobody.
+    """Chooses endpoints for parsed and hashed requests, without charging them.
 
     Args:
         fleet: Endpoints and loads.
@@ -81,7 +81,7 @@ class Scheduler:
         patient: bool,
         prompted: Callable[[], InferenceRequest] | None = None,
     ) -> Outcome:
-        """See `Director.choose`; `prompted` gives the request with its prompt where it has none."""
+        """See `Director.choose`; `prompted` supplies the request with its prompt."""
         pool = self._fleet.pool
         read_opening: Callable[[InferenceRequest], str] = self._read_opening
         if prompted is not None and not request.prompt:
@@ -141,7 +141,7 @@ class Scheduler:
     def _find_eligible(
         self, pool: snapshot.Pool, request: InferenceRequest, now: float
     ) -> eligibility.EligibleEndpoints | Rejection:
-        """The endpoints that a request may go to, or why to none."""
+        """Find the eligible endpoints, or return the rejection."""
         return eligibility.find_eligible(
             pool,
             request,
@@ -160,7 +160,7 @@ class Scheduler:
         *,
         patient: bool,
     ) -> Outcome:
-        """What a profile decides, where requests may wait for endpoints among those that are free."""
+        """Run a profile, limited to free endpoints where requests may queue."""
         count = 1 + self._settings.fallbacks
         if self._settings.busy_s is None:
             return profile.run(turn, candidates, count=count)
@@ -176,7 +176,7 @@ class Scheduler:
         )
 
     def _counted(self, request: InferenceRequest) -> tuple[InferenceRequest, float]:
-        """The request with the tokens that its model is believed to count, and bytes per token."""
+        """The request with its token count, and the bytes per token of its model."""
         ratio = self._fleet.bytes_per_token.ratio_for(request.target, request.prompt_bytes)
         if ratio != BYTES_PER_TOKEN:
             tokens = max(1, round(request.prompt_bytes / ratio))
@@ -186,7 +186,7 @@ class Scheduler:
     def estimate_cached_tokens(
         self, member: snapshot.EndpointSnapshot, chain: Sequence[int], *, bytes_per_token: float
     ) -> int:
-        """Prompt tokens of a chain that are believed cached on an endpoint."""
+        """Prompt tokens of a chain that are predicted as cached on an endpoint."""
         tokens = self._schedule.tokens_at(bytes_per_token)
         return self._prefix_matcher.match(chain, (member,), tokens)[0]
 
@@ -194,5 +194,5 @@ class Scheduler:
 def _lazy_first_user_message(
     read: Callable[[InferenceRequest], str], prompted: Callable[[], InferenceRequest]
 ) -> Callable[[InferenceRequest], str]:
-    """Reads the opening of a request whose prompt was let go."""
+    """Read the first user message of a request whose prompt was dropped."""
     return lambda _: read(prompted())

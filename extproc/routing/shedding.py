@@ -1,4 +1,4 @@
-"""When requests of a priority below 0 are dropped."""
+"""Shedding: drops requests of negative priority under saturation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _USUAL = UtilizationDetector()
 
 
 def saturated(profile: SchedulerProfile, candidates: Sequence[Candidate]) -> bool:
-    """Whether every endpoint a request may go to is full.
+    """True if every eligible endpoint is saturated.
 
     Full is what a saturation detector among the profile's filters says, one of them where there are
     several; else `UtilizationDetector` with its defaults. An endpoint whose load nobody knows is as

@@ -1,4 +1,4 @@
-"""ext_proc messages: bytes to `Event`, `ProcessingResponse` to bytes.
+"""Codec of ext_proc messages: bytes to `ProcessingRequest`, `ProcessingResponse` to bytes.
 
 Both directions are total: bytes that are no message become `MessageKind.GARBAGE`, which fits no phase. A
 decoder that raised would end the stream with status UNKNOWN and no trace of why.
@@ -25,7 +25,7 @@ from extproc.protocol.replies import (
     WithRequestCost,
 )
 from extproc.wire import fast_decoder, metadata
-from extproc.wire.pb import ext_proc_pb2 as pb
+from extproc.wire.pb import ext_proc_pb2
 
 #: gRPC method the data plane calls (EPP protocol 004).
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -50,7 +50,7 @@ _TRAILERS = frozenset({MessageKind.REQUEST_TRAILERS, MessageKind.RESPONSE_TRAILE
 
 
 def encode(reply: ProcessingResponse) -> bytes:
-    """Write one ProcessingResponse."""
+    """Encode a ProcessingResponse."""
     return _WRITERS[type(reply)](reply)
 
 
@@ -97,7 +97,7 @@ def _chunk(reply: StreamedBodyResponse) -> bytes:
 
 
 def _short_chunk(reply: StreamedBodyResponse, size: int) -> bytes:
-    """The same where each of the five lengths takes two bytes, as those of most prompts do."""
+    """Encode a chunk for which each of the five lengths takes two bytes."""
     inner = size + (5 if reply.end_of_stream else 3)
     mutation, common, outer = inner + 3, inner + 6, inner + 9
     # Of n = 128 h + l the two bytes are l + 128 and h, in that order: n + 128 h + 128.
@@ -119,26 +119,26 @@ def _short_chunk(reply: StreamedBodyResponse, size: int) -> bytes:
 @lru_cache(maxsize=4096)
 def _metadata(destination: str) -> bytes:
     """The `dynamic_metadata` field alone; protobuf fields concatenate."""
-    response = pb.ProcessingResponse()
+    response = ext_proc_pb2.ProcessingResponse()
     _tell(response, destination)
     return response.SerializeToString()
 
 
-def _tell(response: pb.ProcessingResponse, destination: str) -> None:
+def _tell(response: ext_proc_pb2.ProcessingResponse, destination: str) -> None:
     balancer = response.dynamic_metadata.fields[metadata.BALANCER_NAMESPACE].struct_value
     balancer.fields[DESTINATION].string_value = destination
 
 
-def _set(mutation: pb.HeaderMutation, headers: Headers) -> None:
-    """Envoy reads `raw_value` and rejects a header with both values set."""
+def _set(mutation: ext_proc_pb2.HeaderMutation, headers: Headers) -> None:
+    """Set a header; Envoy reads `raw_value` and rejects a header with both values."""
     for name, value in headers:
         mutation.set_headers.add().header.MergeFrom(
-            pb.HeaderValue(key=name, raw_value=value.encode("latin-1", "replace"))
+            ext_proc_pb2.HeaderValue(key=name, raw_value=value.encode("latin-1", "replace"))
         )
 
 
 def _route(reply: RouteResponse) -> bytes:
-    response = pb.ProcessingResponse()
+    response = ext_proc_pb2.ProcessingResponse()
     if reply.answers is MessageKind.REQUEST_BODY:
         common = response.request_body.response
     else:
@@ -162,7 +162,7 @@ def _route(reply: RouteResponse) -> bytes:
 
 
 def _with_body(answers: MessageKind, common: bytes, body: bytes, rest: bytes) -> bytes:
-    """An answer with a body mutation, by hand: one copy of the body, not one at each level.
+    """Encode a body mutation by hand, with a single copy of the body.
 
     Args:
         answers: What it answers.
@@ -195,7 +195,7 @@ def _continue(reply: ContinueResponse) -> bytes:
 
 @lru_cache(maxsize=256)
 def _response_headers(reply: ResponseHeadersMutation) -> bytes:
-    response = pb.ProcessingResponse()
+    response = ext_proc_pb2.ProcessingResponse()
     response.response_headers.response.SetInParent()
     if reply.set_headers or reply.remove_headers:
         mutation = response.response_headers.response.header_mutation
@@ -210,7 +210,7 @@ def _response_headers(reply: ResponseHeadersMutation) -> bytes:
 
 
 def _replaced(reply: BodyMutation) -> bytes:
-    response = pb.ProcessingResponse()
+    response = ext_proc_pb2.ProcessingResponse()
     common = response.response_body.response
     common.body_mutation.body = reply.body
     if reply.set_headers:
@@ -219,19 +219,19 @@ def _replaced(reply: BodyMutation) -> bytes:
 
 
 def _costed(reply: WithRequestCost) -> bytes:
-    response = pb.ProcessingResponse()
+    response = ext_proc_pb2.ProcessingResponse()
     balancer = response.dynamic_metadata.fields[metadata.BALANCER_NAMESPACE].struct_value
     balancer.fields[COST].number_value = reply.cost
     return encode(reply.reply) + response.SerializeToString()
 
 
 def _refuse(reply: ImmediateResponse) -> bytes:
-    immediate = pb.ImmediateResponse(body=reply.body, details="extproc")
+    immediate = ext_proc_pb2.ImmediateResponse(body=reply.body, details="extproc")
     immediate.status.code = reply.status
     _set(immediate.headers, reply.headers)
     if reply.grpc_status is not None:
         immediate.grpc_status.status = reply.grpc_status
-    return pb.ProcessingResponse(immediate_response=immediate).SerializeToString()
+    return ext_proc_pb2.ProcessingResponse(immediate_response=immediate).SerializeToString()
 
 
 #: Every kind of reply to its writer. What repeats is remembered.

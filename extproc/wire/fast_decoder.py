@@ -1,4 +1,4 @@
-"""The messages Envoy sends most, read without a general parser.
+"""Fast decoder: the most frequent messages of Envoy, without the protobuf library.
 
 A request costs four of them, and the general parser with its attribute per header costs more than
 the decision. What is read here is exactly the encoding of a headers or body message with nothing
@@ -48,7 +48,7 @@ _LONGEST_END = 16
 
 
 def read(data: bytes) -> ProcessingRequest:
-    """Read one ProcessingRequest; by hand if its first field is a plain headers or body message.
+    """Decode a ProcessingRequest; by hand for plain headers and body messages.
 
     Ends of bodies are all alike, and headers of answers repeat: of streamed ones the date differs,
     once a second. Those are read once. Headers of requests hold their id.
@@ -106,7 +106,7 @@ def _read(data: bytes) -> ProcessingRequest:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number at `at` and where it ends."""
+    """The number at `at` and its end."""
     low = data[at]
     high = data[at + 1]
     if high < 0x80:
@@ -123,7 +123,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _header_map(data: bytes) -> Mapping[str, str]:
-    """HeaderMap{headers = 1: HeaderValue}, of duplicates the last.
+    """Decode HeaderMap{headers = 1: HeaderValue}; the last of duplicates counts.
 
     The pattern finds the pairs, and their sizes must account for every byte. Anything else (a name
     in upper case, a `value` beside the `raw_value`, a line feed) leaves bytes over.

@@ -1,4 +1,4 @@
-"""KEDA's external scaler protocol: bytes to questions, answers to bytes.
+"""KEDA's external scaler protocol: decoding of requests, encoding of responses.
 
 Reading is total, as with ext_proc: bytes that are no message are None.
 """
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 import msgspec
 from google.protobuf.message import DecodeError
 
-from extproc.wire.pb import keda_pb2 as pb
+from extproc.wire.pb import keda_pb2
 
 #: Of the gRPC methods.
 SERVICE = "externalscaler.ExternalScaler"
 
 
 class ScaledObjectRef(msgspec.Struct, frozen=True):
-    """A question.
+    """A request of KEDA for a scaled object.
 
     Attributes:
         name: Of the ScaledObject.
@@ -34,47 +34,47 @@ class ScaledObjectRef(msgspec.Struct, frozen=True):
 
 
 def reference(data: bytes) -> ScaledObjectRef | None:
-    """What IsActive, StreamIsActive and GetMetricSpec are asked with."""
+    """Decode the request of IsActive, StreamIsActive and GetMetricSpec."""
     try:
-        return _scaled_object_ref(pb.ScaledObjectRef.FromString(data))
+        return _scaled_object_ref(keda_pb2.ScaledObjectRef.FromString(data))
     except DecodeError:
         return None
 
 
 def metrics_request(data: bytes) -> ScaledObjectRef | None:
-    """What GetMetrics is asked with."""
+    """Decode the request of GetMetrics."""
     try:
-        request = pb.GetMetricsRequest.FromString(data)
+        request = keda_pb2.GetMetricsRequest.FromString(data)
     except DecodeError:
         return None
     return _scaled_object_ref(request.scaled_object_ref, metric=request.metric_name)
 
 
 def active(*, result: bool) -> bytes:
-    """Whether there should be a replica at all."""
-    return pb.IsActiveResponse(result=result).SerializeToString()
+    """Encode the response of IsActive: whether at least one replica is needed."""
+    return keda_pb2.IsActiveResponse(result=result).SerializeToString()
 
 
 def metric_spec(name: str, target: float) -> bytes:
-    """The metric there is, and how much of it a replica is for.
+    """Encode the metric and its target value per replica.
 
     Args:
         name: Of the metric.
         target: Above 0.
     """
-    spec = pb.MetricSpec(
+    spec = keda_pb2.MetricSpec(
         metric_name=name, target_size=max(1, math.ceil(target)), target_size_float=target
     )
-    return pb.GetMetricSpecResponse(metric_specs=[spec]).SerializeToString()
+    return keda_pb2.GetMetricSpecResponse(metric_specs=[spec]).SerializeToString()
 
 
 def metric_value(name: str, value: float) -> bytes:
-    """The value of a metric, 0 or more."""
-    metric = pb.MetricValue(
+    """Encode the value of a metric, 0 or more."""
+    metric = keda_pb2.MetricValue(
         metric_name=name, metric_value=math.ceil(value), metric_value_float=value
     )
-    return pb.GetMetricsResponse(metric_values=[metric]).SerializeToString()
+    return keda_pb2.GetMetricsResponse(metric_values=[metric]).SerializeToString()
 
 
-def _scaled_object_ref(ref: pb.ScaledObjectRef, *, metric: str = "") -> ScaledObjectRef:
+def _scaled_object_ref(ref: keda_pb2.ScaledObjectRef, *, metric: str = "") -> ScaledObjectRef:
     return ScaledObjectRef(ref.name, ref.namespace, dict(ref.scaler_metadata), metric)

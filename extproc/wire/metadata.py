@@ -1,4 +1,4 @@
-"""The fields behind a message: body modes and metadata.
+"""Trailing fields of a message: body modes and metadata.
 
 They repeat: modes are a listener's, metadata a destination's. So readings are remembered.
 """
@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from extproc.protocol.headers import tokens
 from extproc.protocol.messages import DEFAULT_BODY_MODES, BodyMode, BodyModes, LbMetadata
-from extproc.wire.pb import ext_proc_pb2 as pb
+from extproc.wire.pb import ext_proc_pb2
 
 if TYPE_CHECKING:
     from google.protobuf.struct_pb2 import Value
@@ -25,8 +25,10 @@ SERVED_KEY = "x-gateway-destination-endpoint-served"
 _NO_HINTS = LbMetadata()
 
 
-def parse_attributes(message: pb.ProcessingRequest) -> tuple[BodyModes | None, LbMetadata | None]:
-    """Modes and hints of a message; None where it has none."""
+def parse_attributes(
+    message: ext_proc_pb2.ProcessingRequest,
+) -> tuple[BodyModes | None, LbMetadata | None]:
+    """Body modes and metadata of a message; None where it has none."""
     modes = hints = None
     if message.HasField("protocol_config"):
         config = message.protocol_config
@@ -39,7 +41,7 @@ def parse_attributes(message: pb.ProcessingRequest) -> tuple[BodyModes | None, L
 
 
 def parse_trailing_fields(rest: bytes) -> tuple[BodyModes | None, LbMetadata | None]:
-    """Modes and hints in the fields behind the first one.
+    """Body modes and metadata in the fields after the first.
 
     Fields of a message concatenate, so what is behind the first one reads on its own.
 
@@ -47,7 +49,7 @@ def parse_trailing_fields(rest: bytes) -> tuple[BodyModes | None, LbMetadata | N
         LookupError: There is something else, or it is damaged.
     """
     try:
-        message = pb.ProcessingRequest.FromString(rest)
+        message = ext_proc_pb2.ProcessingRequest.FromString(rest)
     except DecodeError as error:
         raise LookupError from error
     if message.WhichOneof("request") is not None:
@@ -61,7 +63,7 @@ LONGEST_KNOWN = 256
 
 
 def _mode(number: int) -> BodyMode:
-    """A mode by number; one we do not know streams, as all newer modes do."""
+    """Decode a body mode; unknown numbers stream, as all newer modes do."""
     return (
         BodyMode(number)
         if 0 <= number <= BodyMode.FULL_DUPLEX_STREAMED
@@ -69,7 +71,7 @@ def _mode(number: int) -> BodyMode:
     )
 
 
-def _hints(metadata: pb.Metadata) -> LbMetadata:
+def _hints(metadata: ext_proc_pb2.Metadata) -> LbMetadata:
     namespaces = metadata.filter_metadata
     subset = None
     if SUBSET_NAMESPACE in namespaces:

@@ -1,4 +1,4 @@
-"""Any ext_proc message, read with the general parser.
+"""Protobuf decoder: any ext_proc message, with the protobuf library.
 
 Total: bytes that are no message become `MessageKind.GARBAGE`, which fits no phase. A decoder that raised
 would end the stream with status UNKNOWN and no trace of why.
@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from extproc.protocol.messages import NO_HEADERS, MessageKind, ProcessingRequest
 from extproc.wire import metadata
-from extproc.wire.pb import ext_proc_pb2 as pb
+from extproc.wire.pb import ext_proc_pb2
 
 _KINDS: Mapping[str | None, MessageKind] = {
     "request_headers": MessageKind.REQUEST_HEADERS,
@@ -26,9 +26,9 @@ _GARBAGE = ProcessingRequest(MessageKind.GARBAGE)
 
 
 def read(data: bytes) -> ProcessingRequest:
-    """Read one ProcessingRequest."""
+    """Decode a ProcessingRequest."""
     try:
-        message = pb.ProcessingRequest.FromString(data)
+        message = ext_proc_pb2.ProcessingRequest.FromString(data)
     except DecodeError:
         return _GARBAGE
     kind = _KINDS.get(message.WhichOneof("request"), MessageKind.UNKNOWN)
@@ -54,8 +54,8 @@ def read(data: bytes) -> ProcessingRequest:
             return ProcessingRequest(kind, modes=modes, hints=hints)
 
 
-def _headers(headers: pb.HeaderMap) -> dict[str, str]:
-    """Names in lower case; `raw_value` before `value`; of duplicates the last."""
+def _headers(headers: ext_proc_pb2.HeaderMap) -> dict[str, str]:
+    """Decode headers: lower case names, `raw_value` before `value`, last of duplicates."""
     read = {}
     for header in headers.headers:
         raw = header.raw_value
