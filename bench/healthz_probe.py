@@ -3,7 +3,7 @@
     python bench/healthz_probe.py PORT
 
 Runs as a process of its own, so that a bench that drives thousands of clients does not delay it.
-Prints `ready`, probes until its standard input ends, then prints a line of JSON: `max_ejection_time_s` and
+Prints `ready`, probes until its standard input ends, then prints a line of JSON: `longest_s` and
 `failures`, the probes without an answer.
 """
 
@@ -52,7 +52,7 @@ def main() -> None:
         except OSError:
             failures += 1
             longest_s = max(longest_s, time.perf_counter() - begun)
-    print(json.dumps({"max_ejection_time_s": longest_s, "failures": failures}), flush=True)
+    print(json.dumps({"longest_s": longest_s, "failures": failures}), flush=True)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ class Probe:
         port: Of the picker's pages.
 
     Attributes:
-        max_ejection_time_s: The longest wait for an answer, in seconds; known once the block is left.
+        longest_s: The longest wait for an answer, in seconds; known once the block is left.
         failures: Probes without an answer (count); known once the block is left.
     """
 
@@ -160,4 +160,4 @@ class Probe:
     async def __aexit__(self, *_: object) -> None:
         output, _ = await self._process.communicate(b"")  # ends its input
         figures = json.loads(output)
-        self.longest_s, self.failures = figures["max_ejection_time_s"], figures["failures"]
+        self.longest_s, self.failures = figures["longest_s"], figures["failures"]

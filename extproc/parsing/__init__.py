@@ -1,9 +1,9 @@
 """Parsing: request bodies into requests, and token usage from the end of responses.
 
 What lives here: the table from path to surface (`paths`), one module per family of surfaces with
-its partial typed decode, the framing of a prompt into stable bytes (`framing`, `inputs`,
+its partial typed decode, the framing of a prompt into stable bytes (`canonical_prompt`, `inputs`,
 `tokens`), the session hint (`session`), the gRPC frame and the multipart form, and where in a body
-another model name would go (`rewriting`). Nothing here decides who serves, or keeps state between
+another model name would go (`model_edit`). Nothing here decides who serves, or keeps state between
 two requests.
 
 Who drives it: `dispatch`, through `parser.parse(raw)`, once per request whose body is complete. The

@@ -1,9 +1,9 @@
 """The fleet's state: endpoints, their loads, and our own in-flight accounts.
 
-What lives here: the immutable `Pool` snapshot, the one writer that replaces it (`Fleet`), the
+What lives here: the immutable `Pool` snapshot, the one writer that replaces it (`PoolStore`), the
 accounts with their tickets, and the `Health` that says who is left out. What must not: choosing,
 scraping, discovery, clocks.
-Who drives it: discovery calls `Fleet.replace`, the scraper calls `Fleet.observe` and
-`Fleet.scrape_failed`, the dispatcher reads `Fleet.pool`, opens tickets, and calls `Fleet.told` for
+Who drives it: discovery calls `PoolStore.set_endpoints`, the scraper calls `PoolStore.observe` and
+`PoolStore.scrape_failed`, the dispatcher reads `PoolStore.pool`, opens tickets, and calls `PoolStore.record_outcome` for
 what answers say.
 """

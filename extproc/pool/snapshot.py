@@ -159,7 +159,7 @@ class Pool(msgspec.Struct, frozen=True, gc=False):
 
 
 def healthiest(members: Sequence[EndpointSnapshot]) -> Sequence[EndpointSnapshot]:
-    """Those that are in; where nobody is, the least bad: doubted, ejected, out of reach."""
+    """Those that are in; where nobody is, the least bad: suspect, ejected, out of reach."""
     best = min((_RANKS[member.condition.state] for member in members), default=0)
     return [member for member in members if _RANKS[member.condition.state] == best]
 

@@ -66,7 +66,7 @@ class TracedFilter(Protocol):
     def walk(
         self, turn: SchedulingContext, candidates: Sequence[Candidate]
     ) -> tuple[Sequence[Candidate], Sequence[FilterTreeStep]]:
-        """What `keep` keeps, and the way there."""
+        """What `filter` keeps, and the way there."""
 
 
 class Scorer(Plugin, Protocol):

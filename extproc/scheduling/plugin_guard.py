@@ -116,7 +116,7 @@ class GuardedPlugin:
         self._chosen = getattr(plugin, "on_committed", None)
         self._keys = getattr(plugin, "keys", None)
         width = getattr(plugin, "max_num_of_endpoints", 1)
-        #: See `Profile.width`.
+        #: See `SchedulerProfile.max_endpoints`.
         self.max_num_of_endpoints = width if isinstance(width, int) else 1
         self._guards = guards
         #: The last calls as bits, the youngest lowest; 1 is an overrun.

@@ -3,19 +3,19 @@
 Pure, driven by whoever owns the clock (the HTTP engine here, or an offline simulator):
 
 - `profiles`: what a machine is: times per step, KV tokens, limits.
-- `job`: what goes into an engine and comes out.
+- `engine_request`: what goes into an engine and comes out.
 - `core`: the engine: scheduling and the length of each step. Its parts: `batch` (sequences, the
   plan in progress, who decodes), `kv` (blocks and the prefix LRU), `lora` (adapter slots).
-- `stats`, `families`: counters and histograms fed from what the core returns, and their names.
+- `stats`, `vllm_metric_families`: counters and histograms fed from what the core returns, and their names.
 - `prompt`: text to tokens, block hashes and answers.
-- `asks`, `surfaces`: request and answer bodies of the HTTP APIs.
+- `api_requests`, `api_responses`: request and answer bodies of the HTTP APIs.
 - `faults`: what can go wrong on demand.
 
-- `virtual`: whole fleets of them with the real dispatcher under virtual time.
+- `fleet`: whole fleets of them with the real dispatcher under virtual time.
 
 Shells, the only modules here that know asyncio, sockets and the clock: `http*`.
 
 What must not live here: picking endpoints. The engine shares no code with the picker, so that a
-test may hold one against the other; in particular it hashes prompts its own way. Only `virtual`
+test may hold one against the other; in particular it hashes prompts its own way. Only `fleet`
 knows both.
 """

@@ -12,7 +12,7 @@ _FAILING = frozenset({"ejected", "probing", "down"})
 #: What columns mean.
 _LEGEND = {
     "CANDIDATE": "endpoint that could be chosen, ip:port",
-    "HEALTH": "ok, or doubted, ejected, probing, down: for how long and why",
+    "HEALTH": "ok, or suspect, ejected, probing, down: for how long and why",
     "AGE s": "seconds since its metrics were read",
     "WAITING": "requests in the engine's queue",
     "RUNNING": "requests in the engine's batch",
@@ -133,7 +133,7 @@ def _in_play(candidates: Sequence[Json], health: Json | None) -> str:
         rows += [
             (address, *("-" for _ in head[1:]))
             for address, condition in health.items()
-            if address not in shown and condition["state"] != "in"
+            if address not in shown and condition["state"] != "healthy"
         ]
         head = (head[0], "HEALTH", *head[1:])
         rows = [(row[0], _condition(health.get(row[0])), *row[1:]) for row in rows]
@@ -144,7 +144,7 @@ def _condition(health: Json | None) -> str:
     """How an endpoint is, why, and for how long."""
     if health is None:
         return "?"
-    if health["state"] == "in":
+    if health["state"] == "healthy":
         return "ok"
     since = "" if health["for_s"] is None else f" for {health['for_s']:.0f} s"
     return f"{health['state']}{since}{': ' if health['cause'] else ''}{health['cause']}"

@@ -13,10 +13,10 @@ from extproc.pool import plausibility
 from extproc.pool.condition import HealthState
 from extproc.pool.snapshot import EndpointSnapshot, Pool
 
-EndpointHealth = Literal["in", "suspect", "ejected", "probing", "down"]
+EndpointHealth = Literal["healthy", "suspect", "ejected", "probing", "down"]
 
 _STATES: Mapping[HealthState, EndpointHealth] = {
-    HealthState.HEALTHY: "in",
+    HealthState.HEALTHY: "healthy",
     HealthState.SUSPECT: "suspect",
     HealthState.EJECTED: "ejected",
     HealthState.PROBING: "probing",
@@ -39,7 +39,7 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         incarnation: Which life of the address this is (count).
         failures: Consecutive connection failures of the scraper (count).
         failure: Why its last scrape failed; empty when it did not.
-        health: `in`, `doubted`, `ejected`, `probing` or `down`.
+        health: `healthy`, `suspect`, `ejected`, `probing` or `down`.
         cause: Why it is left out; empty when it is not.
         out_s: Seconds since it was left out; None when it is not.
         again_s: Seconds until a request may try it; None where only a scrape brings it back.
@@ -71,7 +71,7 @@ class EndpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     incarnation: Count = 0
     failures: Count = 0
     failure: str = ""
-    health: EndpointHealth = "in"
+    health: EndpointHealth = "healthy"
     cause: str = ""
     out_s: Amount | None = None
     again_s: Amount | None = None

@@ -1,6 +1,6 @@
 """For people who write plugins: builders and the contract every plugin keeps.
 
-Here live: `fleet`, turns and candidates that name only the facts that matter; `contract`, one check
+Here live: `builders`, turns and candidates that name only the facts that matter; `contract`, one check
 for each role, which the tests of the built-in plugins and `extproc plugin test` run as well.
 
 Not here: test frameworks, files, clocks, anything a server runs. Tests and the command line drive

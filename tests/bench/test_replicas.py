@@ -54,4 +54,4 @@ def test_a_row_says_after_how_long_pickers_talk():
     }
     rows = [row, row | {"pickers": 4}, row | {"pickers": 4, "told_after_s": 0.002}]
     shown = replicas.block({"command": "c", "date": "d", "simulated": {"w": rows}}).splitlines()
-    assert [line.split("|")[3].strip() for line in shown[2:5]] == ["", "never", "2 ms"]
+    assert [line.split("|")[3].strip() for line in shown[2:5]] == ["", "no synchronization", "2 ms"]

@@ -51,7 +51,7 @@ def test_one_tenant_is_served_as_it_came():
     assert (made.count, made.bytes) == (0, 0)
 
 
-@pytest.mark.parametrize(("branch", "expected"), [("fcfs", "abc"), ("edf", "bca"), ("slo", "cab")])
+@pytest.mark.parametrize(("way", "expected"), [("fcfs", "abc"), ("edf", "bca"), ("slo", "cab")])
 def test_orders_within_a_tenant(way, expected):
     """By arrival, by deadline, or by arrival plus the time to first token asked for."""
     made = queue(

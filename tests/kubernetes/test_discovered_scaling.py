@@ -52,7 +52,7 @@ def picker(namespace, kubeconfig, *, every_pool="namespace", **rule):
             **only,
             "lease": {"namespace": namespace},
         },
-        "autoscaling": {"found": [{**POLICY, "min": 1, "max": 3, **rule}]},
+        "autoscaling": {"discovered_pools": [{**POLICY, "min": 1, "max": 3, **rule}]},
         "flow_control": {"enabled": True},
     }
     return kube_picker.picker(kubeconfig, config=json.dumps(sections)[1:-1])

@@ -404,7 +404,7 @@ def test_a_long_page_is_read_beside_the_event_loop(monkeypatch, extra_bytes):
         threads.append(threading.current_thread() is threading.main_thread())
         return read(*args, **named)
 
-    monkeypatch.setattr(scraper.page, "read", noting)
+    monkeypatch.setattr(scraper.metrics_page, "read", noting)
     asyncio.run(scene.watch().step())
     assert threads == [extra_bytes == 0]
     assert scene.fleet.pool.members[0].load.waiting == 3.0

@@ -78,4 +78,4 @@ def test_bad_flags_are_refused_with_status_2(flags, capsys):
     with pytest.raises(errors.ConfigError):
         engine.settings(args)
     assert args.run(args) == 2
-    assert "wanted" in capsys.readouterr().err
+    assert "expected" in capsys.readouterr().err
